@@ -1,7 +1,7 @@
-"""The command line: a module for each command, with a function of its name. The module's docstring is the help.
+"""The command line: one module per command, with a function of the same name. The module's docstring is the help text.
 
-A command is imported when it runs, so that one whose packages are not installed stands in no other's way. `options`
-makes options of the fields of dataclasses.
+A command is imported only when it runs, so a missing package affects only the commands that need it. `options` turns
+the fields of dataclasses into options.
 """
 
 import ast
@@ -24,7 +24,7 @@ _EXTRAS: Final = {
     "serve": ("server", "prometheus_client", "pydantic", "starlette", "uvicorn"),
     "train": ("rl", "orbax"),
 }
-"""The extra that a command needs, and the packages that it installs."""
+"""The extra that a command needs, and the packages that the extra installs."""
 _EXPECTED_ERRORS: Final = (ValueError, NotImplementedError, OSError, EnvironmentContradiction, NoArray)
 
 app = options.new_app(
@@ -33,11 +33,11 @@ app = options.new_app(
     version=f"detjax {__version__}",
     version_flags="--version",
 )
-app.register_install_completion_command(help="Install completion of commands and options for this shell.")
+app.register_install_completion_command(help="Install completion for this shell.")
 
 
 def _refusal(name: str, extra: str, package: str) -> Callable[..., None]:
-    """A command in place of one that needs a package which is not installed."""
+    """Returns the stand-in for a command whose package is not installed."""
 
     def refuse(*_: Annotated[str, Parameter(allow_leading_hyphen=True, show=False)]) -> None:
         raise ValueError(f"detjax {name} needs {package}: pip install 'detjax[{extra}]'")
@@ -54,9 +54,5 @@ for _order, _name in enumerate(COMMANDS):
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Runs a command, and ends the process with its exit code.
-
-    Args:
-        arguments: the command line. Default: the process's own.
-    """
+    """Runs a command and exits with its exit code. `arguments` defaults to the process's command line."""
     options.run(app, arguments, _EXPECTED_ERRORS)

@@ -33,22 +33,22 @@ def bisect(
     """Compares two runs.
 
     Args:
-        a: a trace, or MODULE:FUNCTION as detjax trace takes it, which shows values.
-        b: another one, to be compared with the first.
+        a: a trace, or MODULE:FUNCTION as for detjax trace; only functions show values.
+        b: the trace or function to compare with the first.
         rows: compare row I of the first run with row J of the second.
-        isolate: also run each layer of B with the inputs that it had in A; this needs functions.
-        json_file: write the result here.
-        plot: draw how the difference grows, as PNG. Default: do not.
+        isolate: also run each layer of B on the inputs that it had in A; requires functions.
+        json_file: write the result to this file.
+        plot: plot the growth of the difference to this PNG. Default: no plot.
     """
     with contextlib.ExitStack() as files, backends.use_backend(backend):
         json_part = opened(files, "--json", json_file)
         png = opened(files, "--plot", plot)
-        runs = [audit.Trace.load(Path(place)) if Path(place).is_file() else traces.traced(place) for place in (a, b)]
+        runs = [audit.Trace.load(Path(run)) if Path(run).is_file() else traces.traced(run) for run in (a, b)]
         result = audit.bisect(*runs, rows=rows, isolate=isolate)
         if json_part is not None:
             write_json(json_part, result.as_dict())
         if png is not None:
-            from detjax.audit.bisection import drift_plot  # matplotlib takes a second, which other commands do not need
+            from detjax.audit.bisection import drift_plot  # importing matplotlib takes a second
 
             drift_plot.draw(result, png)
     print(result)

@@ -1,6 +1,6 @@
-"""Certify that the rows of a function do not depend on their batch: by reading its program, and by running it.
+"""Certify that the rows of a function's result do not depend on the batch, by analyzing its program and by running it.
 
-The exit code is 1 if the function is refuted, or if less is certified than --require asks for.
+The exit code is 1 if the function is refuted, or certified at a lower level than --require asks for.
 """
 
 import contextlib
@@ -37,17 +37,17 @@ def certify(
     """Certifies a function.
 
     Args:
-        function: MODULE:FUNCTION, a function of a batch, or a module of Flax.
-        args: MODULE:NAME, its arguments: a tuple, or a function that returns one.
-        batch_axes: the axis of rows in each argument, as JSON, null where all rows share one: [null, 0].
-        out_axes: the axis of rows in the results, as JSON.
-        batch_sizes: how many rows the batches have that are run.
-        require: the least that has to be certified.
-        json_file: write the certificate here.
-        fusions: print which kernels take several steps, how to switch that off, and whether bits change; then end.
+        function: MODULE:FUNCTION, a function of a batch or a Flax module.
+        args: MODULE:NAME, the function's arguments: a tuple, or a function that returns one.
+        batch_axes: batch axis of each argument, as JSON, with null for arguments that all rows share: [null, 0].
+        out_axes: batch axis of each result, as JSON.
+        batch_sizes: batch sizes to run.
+        require: minimum level of the certificate.
+        json_file: write the certificate to this file.
+        fusions: list the fused kernels, how to disable each, and whether that changes bits; then exit.
     """
     if fusions:
-        # As wide as its cells where nobody looks at a terminal, so that no program has to join lines.
+        # Piped output is wide enough for its cells, so that no program has to rejoin lines.
         Console(highlight=False, width=None if sys.stdout.isatty() else 300).print(fusion_table.table())
         return 0
     if function is None or args is None:

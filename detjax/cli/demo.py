@@ -1,6 +1,6 @@
-"""Ask one question at temperature 0 under changing load, with stock XLA and with detjax, and count the answers.
+"""Ask one question many times at temperature 0 under changing load, and count the answers of stock XLA and of detjax.
 
-The exit code is 1 if detjax gave more than one answer.
+The exit code is 1 if detjax gives more than one answer.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ _SMALL_MODEL = Loading(model=CHECKPOINT)
 _LOADING = Fields(
     Loading,
     without=("tensor_parallel", "expert_parallel", "chat_template", "template_date"),
-    options={"model": Option(default="a small one that comes with detjax")},
+    options={"model": Option(default="a small model that ships with detjax")},
 )
 
 
@@ -42,11 +42,11 @@ def demo(
 
     Args:
         prompt: the question. Default: a line of Shakespeare.
-        asks: how often the question is asked.
-        max_tokens: tokens of an answer at most.
-        seed: seed of the loads.
+        asks: number of times to ask the question.
+        max_tokens: maximum number of tokens in an answer.
+        seed: seed for the random loads.
         output: write the histogram to this PNG.
-        json_file: write all completions and the fingerprint here.
+        json_file: write all completions and the fingerprint to this file.
     """
     if output.suffix.lower() != ".png":
         raise ValueError(f"--output is {str(output)!r}; accepted: names that end in .png")
@@ -69,7 +69,7 @@ def demo(
         console.print(report.report(result, question, tokenizer))
         histogram.draw_histogram(result, tokenizer, png)
         if json_part is not None:
-            name = "the checkpoint that comes with detjax" if loading.model == CHECKPOINT else str(loading.model)
+            name = "the checkpoint that ships with detjax" if loading.model == CHECKPOINT else str(loading.model)
             setting = {"model": name, "dtype": decoder.dtype.name, "seed": seed}
             write_json(json_part, report.as_json(result, question, tokenizer, **setting))
 
@@ -79,7 +79,7 @@ def demo(
 
 @contextlib.contextmanager
 def _progress(names: dict[str, str], asks: int) -> Iterator[Callable[[str, int], None]]:
-    """Bars on stderr, one for each of `names`, and the function that advances one of them. A bar shows on first use."""
+    """Yields a function that advances the bar of one of `names` on stderr. A bar appears when it first advances."""
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=Console(stderr=True, highlight=False)) as bars:
         tasks = {}

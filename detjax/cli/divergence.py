@@ -1,6 +1,6 @@
-"""Measure how far the logprobs of two engines are apart, and compare that with the thresholds that practitioners use.
+"""Measure how much the logprobs of two engines diverge, and compare that with common thresholds.
 
-The exit code is 1 if a threshold is not kept.
+The exit code is 1 if a threshold is exceeded.
 """
 
 import json
@@ -19,9 +19,9 @@ def divergence(a: Path, b: Path, /, *, as_json: Annotated[bool, Option(name="--j
     """Compares logprobs.
 
     Args:
-        a: logprobs of one engine: of detjax, vLLM, SGLang or OpenAI's API, one answer in each line.
-        b: logprobs of another engine: of the same requests, in the same order.
-        as_json: print JSON with all numbers.
+        a: logprobs from detjax, vLLM, SGLang or OpenAI's API, one answer per line.
+        b: logprobs from another engine, for the same requests in the same order.
+        as_json: print all numbers as JSON.
     """
     comparison = audit.compare(audit.read_logprobs(a), audit.read_logprobs(b))
     if as_json:

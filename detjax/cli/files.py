@@ -1,4 +1,4 @@
-"""Files that commands write: they are there when the command has ended without an error, and else as they were."""
+"""Files that commands write. They appear only if the command succeeds; after an error, existing files are unchanged."""
 
 import contextlib
 import errno
@@ -11,12 +11,12 @@ from typing import Any
 
 @contextlib.contextmanager
 def written_at_the_end(option: str, path: Path) -> Iterator[Path]:
-    """A temporary file that replaces `path` when the context ends without an error.
+    """Yields a temporary file that replaces `path` when the context ends without an error.
 
-    It is created at once, so that a path that cannot be written is reported before the work begins.
+    It is created immediately, so that an unwritable path is reported before the work begins.
 
     Raises:
-        ValueError: the path cannot be written; the message calls it `option`.
+        ValueError: the path is not writable; the message calls it `option`.
     """
     try:
         if path.is_dir():
@@ -36,10 +36,10 @@ def written_at_the_end(option: str, path: Path) -> Iterator[Path]:
 
 
 def opened(files: contextlib.ExitStack, option: str, path: Path | None) -> Path | None:
-    """Returns the temporary file of an option that may be left out; see `written_at_the_end`."""
+    """Enters `written_at_the_end` for an optional path, and returns the temporary file."""
     return None if path is None else files.enter_context(written_at_the_end(option, path))
 
 
 def write_json(file: Path, content: Any) -> None:
-    """Writes a file of JSON."""
+    """Writes indented JSON."""
     file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

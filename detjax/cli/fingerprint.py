@@ -1,4 +1,4 @@
-"""Print, as JSON, what bits depend on besides the request and the weights."""
+"""Print everything that bits depend on, except the request and the weights, as JSON."""
 
 import dataclasses
 import json
@@ -16,5 +16,5 @@ def fingerprint(*, backend: Backend = None) -> None:
 
 
 def as_json(fingerprint: fingerprints.Fingerprint) -> dict[str, Any]:
-    """Returns a fingerprint with its digest."""
+    """Returns the fields of a fingerprint, with its digest."""
     return dataclasses.asdict(fingerprint) | {"digest": fingerprint.digest}

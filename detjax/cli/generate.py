@@ -1,4 +1,4 @@
-"""Print completions of the prompts. The same prompt and seed give the same bits whatever else is computed."""
+"""Print completions of prompts. The same prompt and seed always give the same bits, whatever else is in the batch."""
 
 import json
 import sys
@@ -53,17 +53,17 @@ def generate(
     """Generates completions.
 
     Args:
-        prompts: a prompt; - reads standard input.
-        chat: treat the prompt as a user's message: apply the chat template.
-        images: show an image to a model with a vision tower; with --chat it stands before the prompt, else the prompt
-            has the tokens of images in their places.
-        videos: show a video to a model with a vision tower: an animation (WEBP, PNG or GIF) or a directory with images,
-            which are the frames in the order of their names; videos come after images.
-        fps: frames of a second of videos that the model sees; of a directory, those that it has. Default: the
+        prompts: prompt to complete; - reads it from standard input.
+        chat: treat the prompt as a user message and apply the chat template.
+        images: image for a model with a vision tower; with --chat it precedes the prompt, otherwise the prompt must
+            contain the image tokens.
+        videos: video for a model with a vision tower: an animation (WEBP, PNG or GIF), or a directory of images, which
+            are the frames in the order of their names; videos follow images.
+        fps: frames per second to sample from videos; for a directory, the frame rate of its images. Default: the
             checkpoint's, else 2.
-        logprobs: print each token with its logprob and the N likeliest tokens. Default: do not.
-        kv_cache_dtype: quantize the KV cache. Default: the model's dtype.
-        as_json: print JSON: texts, tokens, logprobs and the fingerprint.
+        logprobs: print each token with its logprob and the N most likely tokens. Default: no logprobs.
+        kv_cache_dtype: quantize the KV cache to this type. Default: the model's dtype, not quantized.
+        as_json: print texts, tokens, logprobs and the fingerprint as JSON.
     """
     sampling |= {"top_logprobs": logprobs or 0}
     engine.SamplingParams(**sampling)  # refuses bad values before loading takes minutes
@@ -100,7 +100,7 @@ def generate(
 
 
 def _conversations(tokenizer: models.Tokenizer, texts: Sequence[str], images: int, videos: int) -> list[list[int]]:
-    """The tokens of conversations of one message, in which images and videos stand before the text."""
+    """Returns the tokens of one-message conversations in which images and videos precede the text."""
     shown = [{"type": "image"}] * images + [{"type": "video"}] * videos
     contents = [[*shown, {"type": "text", "text": text}] if shown else text for text in texts]
     conversations = [tokenizer.apply_chat_template([{"role": "user", "content": content}]) for content in contents]
@@ -108,12 +108,12 @@ def _conversations(tokenizer: models.Tokenizer, texts: Sequence[str], images: in
 
 
 def _pixels(file: Path) -> np.ndarray:
-    """The pixels of an image's file."""
+    """Returns the pixels of an image file."""
     return read_pixels(f"--image {str(file)!r}", read_file(file))
 
 
 def _video(path: Path, sampling: FrameSampling) -> models.Video:
-    """The frames of a video that the model is to see: of an animation, or the images of a directory by their names."""
+    """Returns the sampled frames of an animation, or of a directory of images."""
     name = f"--video {str(path)!r}"
     if path.is_dir():
         return read_frames(name, [read_file(file) for file in sorted(path.iterdir()) if file.is_file()], sampling)
@@ -121,14 +121,14 @@ def _video(path: Path, sampling: FrameSampling) -> models.Video:
 
 
 def _with_standard_input(prompts: Sequence[str]) -> list[str]:
-    """The prompts. Standard input, less its last line break, takes the place of "-"."""
+    """Returns the prompts, with "-" replaced by standard input without its last line break."""
     if prompts.count("-") > 1:
         raise ValueError("--prompt is - more than once; accepted: once, because there is one standard input")
     return [sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt for prompt in prompts]
 
 
 def _print_logprobs(completion: engine.Completion, tokenizer: models.Tokenizer) -> None:
-    """Prints a line for each token: id, text, logprob, and the likeliest tokens in its place."""
+    """Prints a line per token: id, text, logprob, and the most likely tokens at its position."""
     for token, logprob, top in zip(completion.tokens, completion.logprobs, completion.top_logprobs, strict=True):
         likeliest = [f"{tokenizer.decode([candidate])!r} {value:.6f}" for candidate, value in top]
         print("\t".join([str(token), repr(tokenizer.decode([token])), f"{logprob:.6f}", *likeliest]))

@@ -1,4 +1,4 @@
-"""The options that say which model a command loads, and on what it computes."""
+"""Options that select the model to load and the backend to run it on."""
 
 import dataclasses
 import datetime
@@ -13,26 +13,25 @@ from detjax.runtime import backends
 Backend = Annotated[
     str | None,
     Option(
-        f"Use this backend: {', '.join((*backends.BACKENDS, backends.STOCK))}.",
-        default=f"{backends.BACKEND_VARIABLE}, else the best for this device",
+        f"Backend to use: {', '.join((*backends.BACKENDS, backends.STOCK))}.",
+        default=f"{backends.BACKEND_VARIABLE}, else the best one for this device",
     ),
 ]
-JSON_FILE: Final = Option(name="--json", default="nowhere")
+JSON_FILE: Final = Option(name="--json", default="no file")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Loading:
-    """The model of a command.
+    """The model that a command loads.
 
     Attributes:
-        model: directory with a Hugging Face checkpoint.
-        dtype: compute in float32, bfloat16 or float16. Default: the checkpoint's dtype.
-        tensor_parallel: share the model among N devices; no bit depends on their number.
-        expert_parallel: share the experts of each layer among N groups of devices, --tensor-parallel devices each; no
-            bit depends on their number.
-        chat_template: use the chat template of this file, written in Jinja. Default: the checkpoint's.
-        template_date: tell chat templates that this is today, YYYY-MM-DD; it is part of the fingerprint. Default: no
-            date.
+        model: directory of a Hugging Face checkpoint.
+        dtype: data type to compute in: float32, bfloat16 or float16. Default: the checkpoint's.
+        tensor_parallel: shard the model over N devices; N does not change any bits.
+        expert_parallel: shard the experts of each layer over N groups of --tensor-parallel devices; N does not change
+            any bits.
+        chat_template: file with a Jinja chat template. Default: the checkpoint's template.
+        template_date: today's date for chat templates, as YYYY-MM-DD; it is part of the fingerprint. Default: no date.
     """
 
     model: Path
@@ -43,11 +42,7 @@ class Loading:
     template_date: datetime.date | None = None
 
     def template(self) -> str | None:
-        """Reads the chat template.
-
-        Raises:
-            ValueError: it cannot be read.
-        """
+        """Reads the chat template; raises a ValueError if the file is not readable."""
         try:
             return None if self.chat_template is None else self.chat_template.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
@@ -58,16 +53,16 @@ class Loading:
             ) from error
 
     def load(self, template: str | None = None) -> tuple[Decoder, Tokenizer]:
-        """Returns the model, shared by devices, and its tokenizer with a chat template in place of the checkpoint's.
+        """Returns the sharded model, and its tokenizer with `template` instead of the checkpoint's chat template.
 
         Raises:
-            ValueError: the checkpoint has no tokenizer, or there are fewer devices.
+            ValueError: the checkpoint has no tokenizer, or the machine has too few devices.
         """
         mesh = models.mesh_of(self.tensor_parallel, self.expert_parallel)
         decoder, tokenizer = models.load(self.model, dtype=self.dtype, mesh=mesh)
         if tokenizer is None:
             raise ValueError(
-                f"{self.model} has no tokenizer.json; accepted: a checkpoint with one, because prompts are text"
+                f"{self.model} has no tokenizer.json; accepted: a checkpoint with one, since prompts are text"
             )
         if self.template_date is not None:
             tokenizer = tokenizer.with_template_date(self.template_date)

@@ -1,7 +1,7 @@
-"""Options of commands, each declared once: as a field of the dataclass that it sets, or as a parameter of the command.
+"""Command-line options, each declared once: as a field of the dataclass that it sets, or as a parameter of the command.
 
-cyclopts parses them and prints the help: it imports a command when it runs, and groups the options of one dataclass in
-several panels.
+cyclopts parses them and prints the help. It imports a command only when it runs, and can split the options of one
+dataclass into several help panels.
 """
 
 import contextlib
@@ -21,25 +21,25 @@ import docstring_parser
 from cyclopts import App, CycloptsError, Group, Parameter, UnknownCommandError
 
 _SHOWN: Final = ("bytes", "seconds", "dir", "directory", "model", "plots")
-"""Last words of names that the help shows in place of N, X or FILE."""
+"""Last words of names that the help shows instead of N, X or FILE."""
 _ACCEPTED: Final = {int: "an integer", float: "a number", datetime.date: "a date, such as 2026-01-31"}
 
 
 class UsageError(ValueError):
-    """A command line that is not accepted."""
+    """An invalid command line."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """An option, as far as its name, its type and its documentation do not say it.
+    """Properties of an option that do not follow from its name, its type and its documentation.
 
     Attributes:
-        help: the text of the help. Default: the first sentence of the documentation.
-        name: the name, such as "--port"; "--shared/--separate" also names the flag that negates it.
-        default: what the help says of the default. Default: what the documentation says after "Default:".
-        panel: the panel of the help.
-        minimum: the least number that is accepted.
-        accepted: the names that are accepted. An option that can be repeated has all of them as its default.
+        help: the help text. Default: the first sentence of the documentation.
+        name: the name, such as "--port"; "--shared/--separate" also names the negating flag.
+        default: the help's description of the default. Default: the documentation's text after "Default:".
+        panel: the help panel.
+        minimum: the minimum value.
+        accepted: the accepted names. A repeatable option defaults to all of them.
     """
 
     help: str = ""
@@ -52,17 +52,17 @@ class Option:
 
 @dataclasses.dataclass(frozen=True)
 class Fields:
-    """The note on a parameter whose options are the fields of a dataclass.
+    """The annotation of a parameter whose options are the fields of a dataclass.
 
-    The parameter is given the dataclass; if it is annotated as a dictionary, the fields that the command line gives.
-    A parameter's own default, if it has one, gives the defaults.
+    The parameter receives an instance, or, if it is annotated as a dictionary, only the fields that the command line
+    sets. The defaults are those of the parameter's default, if it has one, else the dataclass's.
 
     Attributes:
         source: the dataclass.
-        panel: the panel of the help for fields without one.
-        without: fields that are no options.
-        positional: fields that are arguments without a name.
-        options: options that are more than their fields say, by field.
+        panel: the help panel for fields whose option names none.
+        without: fields that do not become options.
+        positional: fields that become positional arguments.
+        options: additional properties of options, by field.
     """
 
     source: type
@@ -72,7 +72,7 @@ class Fields:
     options: Mapping[str, Option] = dataclasses.field(default_factory=dict)
 
     def parameters(self, default: Any) -> Iterator[inspect.Parameter]:
-        """Yields a parameter for each option, with the default that it has in `default`, if that is an instance."""
+        """Yields a parameter for each option. `default` is an instance with the defaults, or `Parameter.empty`."""
         documented, hints = _documented(self.source), get_type_hints(self.source, include_extras=True)
         for field in dataclasses.fields(self.source):
             if field.name in self.without:
@@ -89,11 +89,11 @@ class Fields:
 
 
 def command(function: Callable[..., int | None]) -> Callable[..., int | None]:
-    """Returns a function whose parameters are the options of a command, one by one.
+    """Returns a command's function with one parameter per option.
 
     Args:
-        function: what the command does. Its result is the exit code, None for 0. A parameter annotated with `Fields`
-            stands for the fields of a dataclass.
+        function: the command. It returns the exit code, None for 0. A parameter annotated with `Fields` stands for the
+            fields of a dataclass.
     """
     signature, documented = inspect.signature(function, eval_str=True), _documented(function)
     flat, plain, groups = list[inspect.Parameter](), dict[str, Any](), dict[str, tuple[Fields, list[str], Any]]()
@@ -134,24 +134,24 @@ def command(function: Callable[..., int | None]) -> Callable[..., int | None]:
 
 
 def unwrapped(text: str) -> str:
-    """Returns a text whose paragraphs are one line each, which a terminal breaks."""
+    """Returns a text with each paragraph on one line, for the terminal to wrap."""
     return re.sub(r"(?<=\S)\n(?=\S)", " ", text)
 
 
 def new_app(name: str, **options: Any) -> App:
-    """Returns an application without commands. `options` are cyclopts'."""
+    """Returns an application without commands. `options` go to cyclopts."""
     groups: Any = {"group_parameters": Group.create_default_parameters("Options")}
     return App(name, help_flags="--help", help_format="plaintext", **groups, **options)
 
 
 def run(app: App, arguments: Sequence[str] | None, expected: tuple[type[Exception], ...]) -> NoReturn:
-    """Runs a command, and ends the process with its exit code.
+    """Runs a command and exits with its exit code.
 
     Args:
         app: the commands.
         arguments: the command line. Default: the process's own.
-        expected: errors that a user can cause. They end in one line and code 2; all others are defects and end in a
-            traceback.
+        expected: errors that a user can cause. They print one line and exit with code 2; any other error is a bug and
+            prints a traceback.
     """
     options: Any = {"print_error": False, "exit_on_error": False, "result_action": "return_value"}
     arguments = sys.argv[1:] if arguments is None else list(arguments)
@@ -160,12 +160,12 @@ def run(app: App, arguments: Sequence[str] | None, expected: tuple[type[Exceptio
             app.help_print([])
             sys.exit(2)
         sys.exit(app(arguments, **options))
-    except BrokenPipeError:  # the reader has ended, such as head
+    except BrokenPipeError:  # the reader, such as head, has exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except UnknownCommandError:
         commands = ", ".join(name for name in app if not name.startswith("-"))
-        _fail(f"{arguments[0]!r} is no command; accepted: {commands}")
+        _fail(f"{arguments[0]!r} is not a command; accepted: {commands}")
     except CycloptsError as error:
         _fail(str(error.__cause__ if isinstance(error.__cause__, ValueError) else error))
     except expected as error:
@@ -181,7 +181,7 @@ def _fail(message: str) -> NoReturn:
 
 @contextlib.contextmanager
 def usage_errors() -> Iterator[None]:
-    """A context whose ValueErrors are errors of the command line."""
+    """Turns ValueErrors into errors of the command line."""
     try:
         yield
     except ValueError as error:
@@ -189,7 +189,7 @@ def usage_errors() -> Iterator[None]:
 
 
 def _parameter(parameter: inspect.Parameter, documented: str, option: Option) -> inspect.Parameter:
-    """The parameter with what cyclopts has to know of it."""
+    """Returns the parameter, annotated for cyclopts."""
     hint = parameter.annotation
     if get_origin(hint) is Annotated:
         hint, *notes = get_args(hint)
@@ -232,7 +232,7 @@ def _parameter(parameter: inspect.Parameter, documented: str, option: Option) ->
 
 @functools.cache
 def _panel(name: str) -> Group:
-    """The panel of a name. Panels of the help stand in the order in which they are first named."""
+    """Returns the panel with this name. Panels appear in the order of their first use."""
     return Group.create_ordered(name)
 
 
@@ -245,7 +245,7 @@ def _shown_default(text: str, said: str, default: Any) -> Any:
 
 
 def _kind(hint: Any) -> tuple[Any, Any, int]:
-    """The type of each word of a value, the container of the words, if any, and their number; 0: any, by repetition."""
+    """Returns the type of each word of a value, their container, if any, and their number, or 0 if repeatable."""
     if get_origin(hint) in (Union, types.UnionType):
         (hint,) = (one for one in get_args(hint) if one is not type(None))
     container, parts = get_origin(hint), get_args(hint)
@@ -255,7 +255,7 @@ def _kind(hint: Any) -> tuple[Any, Any, int]:
 
 
 def _converter(name: str, hint: Any, option: Option) -> Callable[[Any, Sequence[Any]], Any]:
-    """A function that parses words. cyclopts' own does not say what is accepted, and rounds 1.5 to an integer."""
+    """Returns a function that parses words. cyclopts' own names no accepted values, and rounds 1.5 to an integer."""
     kind, container, _ = _kind(hint)
 
     def convert(_: Any, tokens: Sequence[Any]) -> Any:
@@ -266,11 +266,7 @@ def _converter(name: str, hint: Any, option: Option) -> Callable[[Any, Sequence[
 
 
 def _value(name: str, kind: Any, word: str, option: Option) -> Any:
-    """The value of a word.
-
-    Raises:
-        ValueError: says what is accepted.
-    """
+    """Parses a word, and checks it against the accepted values."""
     accepted = get_args(kind) if get_origin(kind) is Literal else option.accepted
     if accepted and word not in accepted:
         raise ValueError(f"{name} is {word!r}; accepted: {', '.join(accepted)}")
@@ -286,13 +282,13 @@ def _value(name: str, kind: Any, word: str, option: Option) -> Any:
 
 
 def _documented(source: Any) -> dict[str, str]:
-    """The texts of a docstring's sections `Attributes:` and `Args:`, by name."""
+    """Returns the entries of a docstring's `Attributes:` and `Args:` sections, by name."""
     parsed = docstring_parser.parse(inspect.getdoc(source) or "", docstring_parser.DocstringStyle.GOOGLE)
     return {entry.arg_name: " ".join((entry.description or "").split()) for entry in parsed.params}
 
 
 def _help(documented: str) -> tuple[str, str]:
-    """The first sentence of a text, and what it says after "Default:"."""
+    """Returns the first sentence of an entry, and its text after "Default:"."""
     default = re.search(r"Default: (.+?)\.(?= |$)", documented)
     first, *_ = re.split(r"(?<=\.) (?=[A-Z])", documented.replace("`", ""))
     return first[:1].upper() + first[1:], default[1] if default else ""

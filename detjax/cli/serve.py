@@ -1,6 +1,6 @@
-"""Serve a model over HTTP with OpenAI's API; the page at / shows that answers repeat. Ctrl-C ends it.
+"""Serve a model over HTTP with OpenAI's API; the page at / demonstrates that answers repeat. Stop it with Ctrl-C.
 
-The exit code is 70 if the engine fails, so that a supervisor can start the server again.
+The exit code is 70 if the engine fails, so that a supervisor can restart the server.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from detjax.models import Decoder
 from detjax.runtime import backends
 
 API_KEY_VARIABLE: Final = "DETJAX_API_KEY"
-"""The environment variable with the key that clients need, where the command line names none."""
+"""Environment variable with the clients' key, used if the command line has none."""
 
 _ADDRESS, _CLIENTS, _CONNECTIONS = "Address and names", "Clients", "Connections"
 
@@ -32,11 +32,11 @@ _SETTINGS = Fields(
     without=("name", "more_names", "max_in_flight", "body_seconds"),
     options={
         "api_keys": Option(
-            "Require this key of clients. Other users can see a command line, but not its environment: without this "
-            f"option the key is that of {API_KEY_VARIABLE}.",
-            default="no key",
+            f"API key that clients must send. Other users of the machine can see command lines, so prefer the "
+            f"environment variable {API_KEY_VARIABLE}.",
+            default=f"{API_KEY_VARIABLE}, else no key",
         ),
-        "allowed_hosts": Option(default="localhost, when listening on it without a key; else all"),
+        "allowed_hosts": Option(default="localhost when listening on it without a key, else all"),
         "separate_prefixes": Option(name="--separate-prefixes/--shared-prefixes"),
         "max_pending_bytes": Option(panel=_CONNECTIONS),
     },
@@ -62,12 +62,12 @@ _LOG = Fields(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Address:
-    """The addresses of a server, and the names of its model.
+    """The address of a server, and the names of its model.
 
     Attributes:
-        host: listen on this address; 0.0.0.0: on all.
-        port: listen on this port; 0: any that is free.
-        names: what clients call the model. Default: the directory's name.
+        host: address to listen on; 0.0.0.0 listens on all interfaces.
+        port: port to listen on; 0 picks a free port.
+        names: name of the model for clients. Default: the directory's name.
     """
 
     host: str = "127.0.0.1"
@@ -80,27 +80,23 @@ class Replicas:
     """The replicas of a server's engine.
 
     Attributes:
-        data_parallel: engines behind this one address, each with the whole model in a process and on devices of its
-            own; no bit depends on their number.
-        replica_seconds: time without a sign of life, or of one step of its engine, after which a replica is started
-            again.
+        data_parallel: number of replicas of the engine, each a process with the whole model and its own devices; it
+            does not change any bits.
+        replica_seconds: restart a replica that sends no heartbeat, or whose engine does not finish a step, for this
+            many seconds.
     """
 
     data_parallel: int = 1
     replica_seconds: float = 30
 
     def check(self, certify: bool) -> None:
-        """Refuses what cannot be served.
-
-        Raises:
-            ValueError: there are no replicas, or several are to be certified.
-        """
+        """Raises a ValueError if there are no replicas, or if `certify` is combined with several."""
         if self.data_parallel < 1:
-            raise ValueError(f"--data-parallel is {self.data_parallel}; accepted: 1 and more")
+            raise ValueError(f"--data-parallel is {self.data_parallel}; accepted: at least 1")
         if self.data_parallel > 1 and certify:
             raise ValueError(
-                f"--certify is given and --data-parallel is {self.data_parallel}; accepted: one of them. Certify a "
-                "server of one engine first, whose programs are those of every replica"
+                f"--certify is given and --data-parallel is {self.data_parallel}; accepted: one of the two. Certify a "
+                "server with one engine first: every replica runs the same programs"
             )
 
 
@@ -109,10 +105,10 @@ class Programs:
     """The compiled programs of a server.
 
     Attributes:
-        cache_dir: keep compiled programs here; nobody else may be able to write to it. Default: detjax in the user's
-            cache.
-        compilation_cache: keep compiled programs.
-        certify: before serving, check that no program leaves a bit to the compiler; the exit code is 1 if one does.
+        cache_dir: directory for compiled programs; it must not be writable by other users. Default: detjax in the
+            user's cache directory.
+        compilation_cache: cache compiled programs on disk.
+        certify: before serving, check that no program leaves any bits up to the compiler; exit with code 1 if one does.
     """
 
     cache_dir: Path | None = None
@@ -120,17 +116,17 @@ class Programs:
     certify: bool = False
 
     def prepared_cache(self) -> Path | None:
-        """Returns the directory of compiled programs, which is made if it is not there; None: there is to be none.
+        """Creates the directory for compiled programs if necessary, and returns it; None if they are not cached.
 
         Raises:
-            ValueError: the directory cannot be made or written to, or others can write to it.
+            ValueError: the directory cannot be created or is not writable, or other users can write to it.
         """
         if not self.compilation_cache:
             return None
         try:
             directory = self.cache_dir or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "detjax"
             engine.prepare_cache(directory)
-        except (OSError, RuntimeError) as error:  # RuntimeError: the home directory is unknown
+        except (OSError, RuntimeError) as error:  # RuntimeError: no home directory
             raise ValueError(
                 f"{error}. Choose another directory with --cache-dir, or compile at every start with "
                 "--no-compilation-cache"
@@ -155,17 +151,17 @@ def serve(
     """Serves a model.
 
     Args:
-        max_queue: samples that may wait; further requests get status 429.
+        max_queue: maximum number of samples in the queue; further requests get status 429.
     """
     if max_queue < 0:
-        raise ValueError(f"--max-queue is {max_queue}; accepted: 0 and more")
+        raise ValueError(f"--max-queue is {max_queue}; accepted: at least 0")
     replicas.check(programs.certify)
     names = address.names or (loading.model.resolve().name,)
     chosen: dict[str, Any] = {"api_keys": _api_keys()} | client_settings
     in_flight = replicas.data_parallel * config.max_samples + max_queue
     settings = server.Settings(names[0], more_names=names[1:], max_in_flight=in_flight, **chosen)
     template, cache = loading.template(), programs.prepared_cache()
-    server.tls_context(connections)  # a certificate that cannot be used is reported before loading takes minutes
+    server.tls_context(connections)  # report a bad certificate now: loading takes minutes
     with (
         contextlib.closing(server.bound_socket(address.host, address.port)) as bound,
         backends.use_backend(backend),
@@ -188,7 +184,7 @@ def serve(
             silence = replicas.replica_seconds
             processes = server.ProcessReplicas(options, replicas.data_parallel, log=log, silence=silence)
             held.enter_context(contextlib.closing(processes))
-            held.enter_context(server.no_accelerator())  # the replicas have their devices by now
+            held.enter_context(server.no_accelerator())  # the devices belong to the replicas
             app = server.app_of_replicas(processes, settings)
             _start_texts(app, held)
         else:
@@ -198,7 +194,7 @@ def serve(
             if programs.certify and not _are_certified(decoder, running):
                 return 1
             app = server.create_app(running, decoder, tokenizer, settings)
-            _start_texts(app, held)  # they load the tokenizer while programs are compiled
+            _start_texts(app, held)  # the workers load the tokenizer while programs compile
             running.warm_up(progress=sys.stderr.isatty(), cache=cache, in_background=True)
         ready = f"{settings.name} on {server.url(bound, connections)}, fingerprint {app.state.fingerprint}"
         console = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -206,23 +202,23 @@ def serve(
 
 
 def _start_texts(app: Starlette, held: contextlib.ExitStack) -> None:
-    """Starts the processes that read the texts of requests. They end with `held`."""
+    """Starts the text workers, which end with `held`."""
     held.enter_context(contextlib.closing(app.state.texts)).start()
 
 
 def _api_keys() -> tuple[str, ...]:
-    """The key of the environment. An empty one is kept, so that it is refused."""
+    """Returns the key in the environment. An empty key is kept, so that `Settings` rejects it."""
     variable = os.environ.get(API_KEY_VARIABLE)
     return () if variable is None else (variable,)
 
 
 def _are_certified(decoder: Decoder, running: engine.Engine) -> bool:
-    """Says on stderr whether programs of an engine leave a bit to the compiler, and returns whether none does."""
+    """Prints the numbers that an engine's programs leave to the compiler, and returns whether there are none."""
     programs = running.programs()
     console = Console(stderr=True, highlight=False)
     risks = audit.engine_risks(decoder, programs)
     for purpose, unproven in risks.items():
         console.print(purpose, certificates.risk_table(unproven))
-    kept = len(programs) - len(risks)
-    console.print(f"certified: {kept} of {len(programs)} programs compute all numbers under contract")
+    certified = len(programs) - len(risks)
+    console.print(f"certified: {certified} of {len(programs)} programs compute all numbers under contract")
     return not risks

@@ -1,4 +1,4 @@
-"""Run a function with a digest of what each of its equations gives, for detjax bisect."""
+"""Run a function and record a digest of every equation's result, for detjax bisect."""
 
 from pathlib import Path
 
@@ -20,6 +20,6 @@ def trace(function: str, /, *, out: Path, backend: Backend = None) -> None:
     """
     with backends.use_backend(backend), written_at_the_end("--out", out) as part:
         backends.check_device()
-        made = traces.traced(function)
-        made.save(part)
-    print(f"{len(made.entries)} arrays, {sum(x.nbytes for x in made.digests)} bytes of digests")
+        result = traces.traced(function)
+        result.save(part)
+    print(f"{len(result.entries)} arrays, {sum(x.nbytes for x in result.digests)} bytes of digests")

@@ -1,4 +1,4 @@
-"""Train a model on verifiable tasks. A run that is started again goes on where it was saved, to the same bytes."""
+"""Train a model on verifiable tasks. A restarted run resumes from its last save and ends with the same bytes."""
 
 from typing import Annotated
 

@@ -1,6 +1,6 @@
-"""Check whether answers are, bit for bit, what the model answers: by one forward pass over prompt and answer.
+"""Check bit for bit that answers come from the model, with one forward pass over prompt and answer.
 
-The exit code is 1 if an answer is refused.
+The exit code is 1 if it refuses an answer.
 """
 
 import contextlib
@@ -28,8 +28,8 @@ def verify(
     """Verifies transcripts.
 
     Args:
-        file: transcripts, or a server's responses with receipts: one in each line, or a list.
-        json_file: write all verdicts here.
+        file: transcripts, or responses of a server with receipts, one per line or as a JSON list.
+        json_file: write all verdicts to this file.
     """
     template = loading.template()
     with contextlib.ExitStack() as files, backends.use_backend(backend):
@@ -37,8 +37,7 @@ def verify(
         json_part = opened(files, "--json", json_file)
         decoder, tokenizer = loading.load(template)
         transcripts = audit.read_transcripts(file, tokenizer)
-        given = list(transcripts.values())
-        verdicts = audit.verify(decoder, given, tokenizer, progress=sys.stderr.isatty())
+        verdicts = audit.verify(decoder, list(transcripts.values()), tokenizer, progress=sys.stderr.isatty())
         by_place = dict(zip(transcripts, verdicts, strict=True))
         if json_part is not None:
             content = [{"place": place, **dataclasses.asdict(verdict)} for place, verdict in by_place.items()]

@@ -187,7 +187,7 @@ def test_a_replica_that_cannot_start_is_said(tmp_path: Path, monkeypatch: pytest
 def test_options_that_cannot_be_served_are_said_at_once(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "visible_gpus", lambda: ["0", "1", "2"])
     for options, says in (
-        (["--data-parallel", "0"], "--data-parallel is 0; accepted: 1 and more"),
+        (["--data-parallel", "0"], "--data-parallel is 0; accepted: at least 1"),
         (["--data-parallel", "2", "--certify"], "--certify is given and --data-parallel is 2; accepted: one of them"),
         (["--data-parallel", "4"], "--data-parallel is 4, and each replica takes 1 GPUs"),
         (["--data-parallel", "2", "--tensor-parallel", "2"], "accepted: up to 3 GPUs in all"),
