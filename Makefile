@@ -90,7 +90,7 @@ lint: $(READY) ## check style, formatting, types, the direction of imports, the 
 	$(BIN)/ruff format --check
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports --no-logo
-	$(BIN)/python tools/lint_language.py detjax benchmarks examples tests tools
+	$(BIN)/python tools/lint_prose.py README.md CONTRIBUTING.md CHANGELOG.md docs notebooks detjax benchmarks examples tests tools
 	$(BIN)/codespell README.md CONTRIBUTING.md CHANGELOG.md SECURITY.md CODE_OF_CONDUCT.md docs notebooks detjax examples benchmarks tools
 
 format: $(READY) ## rewrite the code in the project's format
