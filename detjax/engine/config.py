@@ -1,4 +1,4 @@
-"""The settings of an engine, and what it says of itself."""
+"""Settings and statistics of an engine."""
 
 import dataclasses
 from typing import Any, Final, NamedTuple
@@ -17,40 +17,40 @@ from detjax.operands.options import KVQuantization
 from detjax.runtime import backends
 
 _DECODES_IN_RUNS: Final = 64
-"""With more decodes the device takes longer for a step than the host, which need not be waited for then."""
+"""With more decodes a step takes longer on the device than on the host, so runs gain nothing."""
 _SHARE_OF_FREE_MEMORY: Final = 0.9
 _CACHE_WITHOUT_A_GPU: Final = 1 << 30
-"""Bytes of the cache at most, where the device does not say how much memory it has."""
+"""Maximum bytes of the cache where the device does not report its memory."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """The settings of an `Engine`. Among them `kv_cache_dtype` alone changes the bits of a request.
+    """Settings of an `Engine`. Only `kv_cache_dtype` changes the bits of a request.
 
-    A request that asks for more tokens than `max_length` allows is refused, not cut. Where a client leaves it to the
-    server how many tokens it gets, as in chats, answers depend on `max_length` too.
+    The engine refuses a request that asks for more tokens than `max_length` allows; it does not truncate the answer.
+    Clients that do not set a length, as in chats, get answers that depend on `max_length` too.
 
     Attributes:
-        max_samples: samples that are computed at the same time; further ones wait.
-        token_budget: tokens of a step at most, prompts and decodes together.
-        max_length: tokens of a sample at most, its prompt included. Default: the model's limit.
-        num_pages: pages of the KV cache, of 128 tokens each. Default: what all samples could need, as far as it fits
-            into 90% of the device's free memory. Where devices of several processes share the model,
-            each process must give the same number.
+        max_samples: maximum number of samples computed at the same time; others wait.
+        token_budget: maximum tokens of a step, prompts and decodes together.
+        max_length: maximum tokens of a sample, including its prompt. Default: the model's limit.
+        num_pages: pages of the KV cache, 128 tokens each. Default: enough for all samples, limited to 90% of the
+            device's free memory. If devices of several processes share the model, all processes must give the same
+            number.
         prefix_cache: keep pages for prompts that begin with the same tokens.
-        snapshot_bytes: bytes of the host's memory at most for snapshots, which models with linear attention need for
-            prompts that begin alike. A snapshot is such a state at the end of
-            a page. It is taken at the end of a prompt, and where a prompt leaves the pages of another one. A request
-            goes on from the last one that it has in common with others. 0: such models have no prefix cache. Other
-            models need no snapshots. Where devices of several processes share the model, there are none.
-        snapshot_tokens: how many tokens a snapshot must save the requests that go on from it, over the snapshot before
-            it; fewer are sooner computed again than such a state is copied to the host and back.
-        kv_cache_dtype: quantize the KV cache. Quantized keys and values (`ops.quantize_kv`) give different numbers, as
-            independent of everything else. Default: the model's dtype.
-        top_logprobs: the most of the likeliest tokens that a request may ask for.
-        runs_of: samples at most for which the device computes four tokens at a time while no request waits; 0: one at
-            a time. It then need not wait for the host. Tokens then come four at a time, and a new request
-            waits for the runs that the device has been given, two at most. Default: 64 on GPUs, 0 elsewhere.
+        snapshot_bytes: maximum host memory in bytes for snapshots. Models with linear attention need them for their
+            prefix cache: a snapshot is a copy of the model's state at the end of a page. The engine takes one at the
+            end of a prompt and where a prompt diverges from cached pages, and a request resumes from the last one
+            that matches its prompt. 0: no prefix cache for such models. Other models need no snapshots. There are
+            none if devices of several processes share the model.
+        snapshot_tokens: minimum number of tokens that a snapshot must save over the previous one; below it,
+            recomputing is faster than copying the state to the host and back.
+        kv_cache_dtype: quantize the KV cache (`ops.quantize_kv`). This changes the numbers; they still depend on
+            nothing but the request. Default: the model's dtype.
+        top_logprobs: maximum number of likeliest tokens that a request may ask for.
+        runs_of: maximum batch size for decode runs, in which the device computes four tokens per sample without
+            waiting for the host; 0: no runs. Tokens then arrive four at a time. There are no runs while requests
+            wait, but a new request waits for up to two runs in flight. Default: 64 on GPUs, 0 elsewhere.
 
     Example:
         >>> detjax.EngineConfig(max_samples=8, token_budget=128).prefix_cache
@@ -69,11 +69,11 @@ class EngineConfig:
     runs_of: int | None = None
 
     def resolved(self, model: Decoder) -> "EngineConfig":
-        """Returns these settings with every default filled in for a model.
+        """Returns these settings with all defaults filled in for a model.
 
         Raises:
-            ValueError: a setting is out of range, the model's keys and values cannot be quantized like this, or the
-                pages do not hold one request of `max_length` tokens.
+            ValueError: a setting is out of range, the model does not support this quantization of keys and values, or
+                the pages cannot hold one request of `max_length` tokens.
         """
         positions, vocabulary = model.config.max_positions, model.config.vocab_size
         length = positions if self.max_length is None else self.max_length
@@ -98,7 +98,7 @@ class EngineConfig:
         if takes_snapshots and self.snapshot_bytes < snapshot:
             raise ValueError(
                 f"Engine: snapshot_bytes is {self.snapshot_bytes}; accepted: at least {snapshot}, for one snapshot of "
-                "this model, or 0, which leaves it without a prefix cache"
+                "this model, or 0, which turns off its prefix cache"
             )
         # The last token of a sample is not computed.
         needed = -(-(length - 1) // KV_BLOCK)
@@ -106,7 +106,7 @@ class EngineConfig:
         if num_pages is None and spans_processes(model.mesh):
             raise ValueError(
                 "Engine: num_pages is None, and devices of several processes share the model; accepted: a number, the "
-                "same in every process, because what is free of their memory differs"
+                "same in every process, because their free memory differs"
             )
         if num_pages is None:
             free = _free_memory() - (self.max_samples + takes_snapshots * SLOTS_IN_TRANSIT) * slot
@@ -116,7 +116,7 @@ class EngineConfig:
                 f"Engine: num_pages is {num_pages}; accepted: at least {needed}, for one request of {length} tokens. "
                 "Give more pages, or a lower max_length."
             )
-        # The host of one process cannot hold a copy of what lies on the devices of another one.
+        # The host of one process cannot copy the state from the devices of another process.
         snapshot_bytes = 0 if spans_processes(model.mesh) else self.snapshot_bytes
         runs_of = self.runs_of
         if runs_of is None:
@@ -125,7 +125,7 @@ class EngineConfig:
         return dataclasses.replace(self, runs_of=runs_of, **sizes)
 
     def step_loop(self) -> StepLoopConfig:
-        """Returns the sizes of the engine's step loop. The settings must be resolved."""
+        """Returns the sizes of the engine's step loop. Call it on resolved settings."""
         assert self.max_length is not None
         assert self.num_pages is not None
         assert self.runs_of is not None
@@ -143,17 +143,17 @@ class EngineConfig:
 
 
 class EngineStats(NamedTuple):
-    """What an engine is doing.
+    """The current load of an engine.
 
     Attributes:
         running: samples that have a slot.
         waiting: samples that wait for a slot.
         num_pages: pages of the KV cache.
         pages_in_use: pages that requests in flight refer to.
-        preemptions: how often a sample has lost its pages to another one since the engine was made.
-        snapshots: snapshots in the host's memory; see `EngineConfig.snapshot_bytes`.
+        preemptions: number of times a sample lost its pages to another one, since the engine was made.
+        snapshots: snapshots in host memory; see `EngineConfig.snapshot_bytes`.
         snapshot_bytes: their bytes.
-        snapshot_hits: how often a sample has gone on from one since the engine was made.
+        snapshot_hits: number of times a sample resumed from a snapshot, since the engine was made.
     """
 
     running: int
@@ -167,7 +167,7 @@ class EngineStats(NamedTuple):
 
 
 def _free_memory() -> int:
-    """Returns the bytes that a cache may take."""
+    """Returns the bytes available to the cache."""
     memory = jax.local_devices()[0].memory_stats() or {}
     if "bytes_limit" not in memory:
         return _CACHE_WITHOUT_A_GPU

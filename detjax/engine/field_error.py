@@ -1,15 +1,15 @@
-"""The error of one field of a request."""
+"""An error in one field of a request."""
 
 
 class FieldError(ValueError):
     """A field has a value that is not accepted.
 
     Attributes:
-        field: its name. Of an engine's errors it is a field of `Request` or `SamplingParams`; a server translates it to
-            what its client calls it.
+        field: its name. The engine names fields of `Request` and `SamplingParams`; a server translates them to the
+            names of its API.
     """
 
     def __init__(self, message: str, field: str = "") -> None:
-        """The error of a field; the message stands alone."""
+        """An error whose message is complete without the field's name."""
         super().__init__(message)
         self.field = field

@@ -1,4 +1,4 @@
-"""Sampling parameters: how the tokens of a request are chosen, and when it ends."""
+"""Sampling parameters: how a request's tokens are chosen and when it ends."""
 
 import dataclasses
 import functools
@@ -12,38 +12,38 @@ from detjax.engine.field_error import FieldError
 from detjax.models import Decoder, ModelMetadata
 
 MAX_BIASES: Final = 300
-"""Tokens that a request may give a bias, as in OpenAI's API."""
+"""Maximum number of tokens with a bias in a request, as in OpenAI's API."""
 MAX_STOP_TOKENS: Final = 200
-"""Stop tokens of a request that `min_tokens` can hold back."""
+"""Maximum number of stop tokens in a request with `min_tokens`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
-    """How the tokens of a request are chosen, and when it ends.
+    """Sampling parameters of a request.
 
     Attributes:
-        max_tokens: tokens to generate at most.
+        max_tokens: maximum number of tokens to generate.
         temperature: divides the logits; 0 chooses the likeliest token.
         top_k: the number of likeliest tokens to choose from; 0: all tokens.
-        top_p: choose from the fewest likeliest tokens whose probabilities reach this sum; 1: from all tokens.
-        min_p: choose from tokens of at least this share of the likeliest token's probability; 0: from all tokens.
-        presence_penalty: is subtracted from the logit of each token that the sample has generated; -2 to 2.
-        frequency_penalty: is subtracted as often as the sample has generated the token; -2 to 2.
-        repetition_penalty: divides the logit, or multiplies it if it is negative, of each token that the prompt has or
-            that the sample has generated; 1: none.
-        logit_bias: (token, bias) pairs: what is added to the logits of these tokens; -100 to 100.
-        min_tokens: until so many tokens are generated, none is chosen that ends the sample. Stop strings still end it.
-        seed: seed of the random choices, 0 to 2^64 - 1. A token depends on the seed, its position and the sample's
-            index, and on no other request.
-        n: samples of the same prompt.
-        stop: end the text before this string, the first of several. Strings need a tokenizer.
-        stop_token_ids: tokens that end a sample. They stay in its tokens.
-        ignore_eos: do not end a sample at the model's own end-of-sequence tokens.
-        top_logprobs: how many of the likeliest tokens are reported at each step.
-        prompt_logprobs: also report logprobs of the prompt's tokens, and the likeliest tokens in their places.
-        sampling_logprobs: also report each token's logprob under the distribution that it was drawn from.
-        constraint: what the text must be, such as JSON of a schema. It needs a tokenizer. A sample that reaches
-            `max_tokens` may have an unfinished text.
+        top_p: choose from the smallest set of likeliest tokens whose probabilities reach this sum; 1: from all tokens.
+        min_p: choose from tokens with at least this share of the likeliest token's probability; 0: from all tokens.
+        presence_penalty: subtracted from the logit of each generated token; -2 to 2.
+        frequency_penalty: subtracted once for each time that the token was generated; -2 to 2.
+        repetition_penalty: divides the logit of each token of the prompt or the answer so far, or multiplies it if it
+            is negative; 1: none.
+        logit_bias: (token, bias) pairs; the bias is added to the token's logit; -100 to 100.
+        min_tokens: minimum number of tokens before a token may end the sample. Stop strings still end it earlier.
+        seed: seed of the random choices, 0 to 2^64 - 1. A choice depends on the seed, the token's position and the
+            sample's index, and on no other request.
+        n: number of samples of the prompt.
+        stop: strings that end the text, which is cut before the first of them. They need a tokenizer.
+        stop_token_ids: tokens that end a sample. They are part of its tokens.
+        ignore_eos: do not end a sample at the model's end-of-sequence tokens.
+        top_logprobs: number of likeliest tokens to report at each step.
+        prompt_logprobs: also report logprobs of the prompt's tokens, with the likeliest tokens at each position.
+        sampling_logprobs: also report each token's logprob under the distribution it was drawn from.
+        constraint: restricts the text, for example to JSON of a schema. It needs a tokenizer. A sample that reaches
+            `max_tokens` may be incomplete.
 
     Example:
         >>> detjax.SamplingParams(max_tokens=64, temperature=0.8, top_p=0.95, seed=7).filtered
@@ -98,7 +98,7 @@ class SamplingParams:
         if self.constraint is not None and (self.ignore_eos or self.min_tokens):
             raise FieldError(
                 f"SamplingParams: constraint is given with ignore_eos {self.ignore_eos} and min_tokens "
-                f"{self.min_tokens}; accepted: False and 0, because a constrained text ends where it is complete",
+                f"{self.min_tokens}; accepted: False and 0, because a constrained text ends when it is complete",
                 "ignore_eos" if self.ignore_eos else "min_tokens",
             )
 
@@ -125,14 +125,14 @@ class SamplingParams:
 
     @classmethod
     def recommended(cls, model: Decoder | ModelMetadata, **fields: Any) -> "SamplingParams":
-        """Returns the settings that the model's checkpoint recommends in `generation_config.json`.
+        """Returns the settings that the checkpoint recommends in `generation_config.json`.
 
         Args:
-            model: the decoder, or its outline.
-            fields: settings that replace the recommended ones.
+            model: the decoder, or its metadata.
+            fields: settings that override the recommended ones.
 
         Warns:
-            UserWarning: the checkpoint recommends penalties other than `repetition_penalty`, which no field holds.
+            UserWarning: the checkpoint recommends penalties other than `repetition_penalty`; they are ignored.
         """
         defaults = model.generation_defaults
         known: dict[str, Any] = {}
@@ -156,20 +156,20 @@ class SamplingParams:
 
     @functools.cached_property
     def needs(self) -> tuple[bool, int, bool, bool, bool]:
-        """What a program must be able to do that samples for the request: the fields of a `SamplingVariant`."""
+        """The fields of the smallest `SamplingVariant` that can sample for the request."""
         return self.filtered, self.top_logprobs, self.adjusted, self.constraint is not None, self.sampling_logprobs
 
     @property
     def filtered(self) -> bool:
-        """Whether top-k, top-p or min-p may exclude tokens from the choice."""
+        """True if top-k, top-p or min-p may exclude tokens."""
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
     @property
     def penalized(self) -> bool:
-        """Whether the tokens so far change the choice of the next one by more than what the model makes of them."""
+        """True if a penalty makes the choice depend on earlier tokens."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
 
     @property
     def adjusted(self) -> bool:
-        """Whether penalties, biases or `min_tokens` may change the logits that tokens are chosen by."""
+        """True if penalties, biases or `min_tokens` may change the logits that tokens are chosen by."""
         return self.penalized or bool(self.logit_bias) or self.min_tokens > 0
