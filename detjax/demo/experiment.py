@@ -1,4 +1,4 @@
-"""The experiment: one question at temperature 0, asked again and again while the load changes."""
+"""The experiment: one question at temperature 0, asked repeatedly while the load changes."""
 
 import dataclasses
 import functools
@@ -19,10 +19,10 @@ from detjax.models import Decoder, Tokenizer
 from detjax.runtime import backends, fingerprints
 
 LARGEST_BATCH: Final = 32
-"""The most requests of a batch."""
+"""Maximum number of requests in a batch."""
 
 MAX_CHUNKS: Final = 32
-"""Prompts are prefilled in one chunk, or in as many as they have tokens, up to about this many."""
+"""Approximate maximum number of prefill chunks; prompts are prefilled in one chunk or in this many."""
 
 _NEIGHBOURS: Final = """\
 JULIET:
@@ -43,12 +43,12 @@ Our revels now are ended. These our actors,
 As I foretold you, were all spirits and
 Are melted into air, into thin air:
 """
-"""The text that the other requests' prompts are cut from."""
+"""Text from which the prompts of the other requests are cut."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A prompt as token ids, and how many tokens to generate at most."""
+    """A prompt as token ids, and the maximum number of tokens to generate."""
 
     prompt: tuple[int, ...]
     max_tokens: int
@@ -56,12 +56,12 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """One batch: the requests that are computed together with the question.
+    """One batch: the question, and the requests computed together with it.
 
     Attributes:
         requests: the question and its neighbours, by slot.
         asked: the slots that hold the question, in ascending order.
-        prefill_chunk: tokens of a prompt that one step computes.
+        prefill_chunk: tokens of a prompt computed in one step.
     """
 
     requests: tuple[Request, ...]
@@ -71,7 +71,7 @@ class Load:
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """The answer to one ask.
+    """One answer to the question.
 
     Attributes:
         tokens: the generated tokens.
@@ -88,7 +88,7 @@ class Answer:
 
 @dataclasses.dataclass(frozen=True)
 class Divergence:
-    """Two completions that share their first `position` tokens and differ after them."""
+    """Two completions that differ after their first `position` tokens."""
 
     position: int
     one: tuple[int, ...]
@@ -97,11 +97,11 @@ class Divergence:
 
 @dataclasses.dataclass(frozen=True)
 class Tally:
-    """How often each completion came, and how many patterns of logprob bits there were.
+    """Counts of unique completions.
 
     Attributes:
-        counts: every unique completion with its count, the commonest first.
-        bit_patterns: the number of unique completions when logprobs count too, bit by bit.
+        counts: every unique completion with its count, most frequent first.
+        bit_patterns: number of unique pairs of completion and logprob bits.
     """
 
     counts: tuple[tuple[tuple[int, ...], int], ...]
@@ -109,7 +109,7 @@ class Tally:
 
     @classmethod
     def from_answers(cls, answers: Iterable[Answer]) -> "Tally":
-        """The tally of one answer or more."""
+        """Counts one or more answers."""
         answers = list(answers)
         counts = Counter(answer.tokens for answer in answers)
         return cls(tuple(counts.most_common()), len({(answer.tokens, answer.logprobs) for answer in answers}))
@@ -121,28 +121,28 @@ class Tally:
 
     @property
     def commonest(self) -> int:
-        """How often the commonest completion came."""
+        """The count of the most frequent completion."""
         return self.counts[0][1]
 
     @property
     def reproduced(self) -> bool:
-        """Whether all answers have the same tokens and the same bits of logprobs."""
+        """True if all answers have the same tokens and the same logprob bits."""
         return self.bit_patterns == 1
 
     @property
     def divergence(self) -> Divergence | None:
-        """Where completions first differ, and the commonest on each side. None if there is one completion."""
+        """The first divergence, with the most frequent completion on each side. None if all completions are equal."""
         (commonest, _), *others = self.counts
         if not others:
             return None
-        # All completions agree before the first difference, so the commonest one is on one side of it.
+        # All completions agree before the first difference, so the most frequent one is on one side of it.
         common = [common_prefix(commonest, other) for other, _ in others]
         return Divergence(min(common), commonest, others[common.index(min(common))][0])
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """Both tallies of the same loads, and the seconds that they took, compilation included."""
+    """The tallies of both numerics for the same loads, and the seconds that each took, including compilation."""
 
     loads: int
     stock: Tally
@@ -153,27 +153,27 @@ class Result:
 
 
 def contender(backend: str | None) -> str:
-    """The backend that stock XLA is compared with: `backend`, or by default the best for this device.
+    """Returns the backend to compare with stock XLA: `backend`, or by default the best one for this device.
 
     Raises:
-        ValueError: there is no such backend, or it is stock XLA itself.
+        ValueError: the backend does not exist, or is stock XLA itself.
     """
     with backends.use_backend(backend):
         name = backends.backend()
     if name == backends.STOCK:
         raise ValueError(
-            f"demo: the backend is {name!r}, which detjax is compared with; accepted: {', '.join(backends.BACKENDS)}. "
+            f"demo: the backend is {name!r}, the baseline of the demo; accepted: {', '.join(backends.BACKENDS)}. "
             f"Change --backend or {backends.BACKEND_VARIABLE}, or leave them out."
         )
     return name
 
 
 def pose(model: Decoder, tokenizer: Tokenizer | None, prompt: str | None, max_tokens: int, seed: int) -> Request:
-    """The question: the tokens of `prompt`, by default of `DEFAULT_PROMPT`; without a tokenizer, random tokens.
+    """Returns the question: `prompt`, by default `DEFAULT_PROMPT`; without a tokenizer, random tokens.
 
     Raises:
-        ValueError: there is a prompt and no tokenizer, the prompt is empty, or the model has no room for it and for
-            `max_tokens` after it.
+        ValueError: a prompt is given without a tokenizer, the prompt is empty, or prompt and `max_tokens` together
+            exceed the model's positions.
     """
     if tokenizer is not None:
         tokens = tuple(tokenizer.encode(DEFAULT_PROMPT if prompt is None else prompt))
@@ -181,7 +181,7 @@ def pose(model: Decoder, tokenizer: Tokenizer | None, prompt: str | None, max_to
         tokens = _random_tokens(model, 24, seed)
     else:
         raise ValueError(
-            f"demo: the prompt is {prompt!r} and the checkpoint has no tokenizer.json; accepted: no prompt, for which "
+            f"demo: the prompt is {prompt!r} and the checkpoint has no tokenizer.json; accepted: no prompt, so that "
             "tokens are drawn at random. Leave it out, or add the tokenizer's files to the checkpoint."
         )
     if not tokens:
@@ -198,15 +198,14 @@ def pose(model: Decoder, tokenizer: Tokenizer | None, prompt: str | None, max_to
 def draw_loads(
     model: Decoder, tokenizer: Tokenizer | None, question: Request, asks: int, seed: int
 ) -> tuple[Load, ...]:
-    """Returns loads that ask the question `asks` times in all. The same seed draws the same loads.
+    """Returns loads that ask the question `asks` times in total. The same seed draws the same loads.
 
-    Batches have 1 to `LARGEST_BATCH` requests, and every size is as frequent as any other. In each batch at least half
-    of the slots, chosen at random, hold the question; the rest hold neighbours with different prompts and lengths. No
-    request is longer than the question with its answer. So the shapes of arrays change with the number of requests and
-    with the chunks, and with nothing else.
+    Batch sizes are uniform over 1 to `LARGEST_BATCH`. In each batch at least half of the slots, chosen at random, hold
+    the question; the others hold neighbours with different prompts and lengths. No request is longer than the question
+    with its answer, so array shapes depend only on the batch size and the prefill chunk.
 
     Raises:
-        ValueError: fewer than one ask.
+        ValueError: `asks` is less than 1.
     """
     if asks < 1:
         raise ValueError(f"demo: asks is {asks}; accepted: at least 1")
@@ -236,16 +235,16 @@ def draw_loads(
 def ask(
     model: Decoder, loads: Sequence[Load], backend: str, advance: Callable[[int], object] = lambda answers: None
 ) -> list[Answer]:
-    """Returns the answers to all asks under a backend, sorted by load and slot.
+    """Returns all answers under a backend, sorted by load and slot.
 
-    Loads of about one size share their programs, so they run one after another. `concurrent_groups` such groups run at
-    a time.
+    Loads of similar size share their programs, so they run in sequence; `concurrent_groups` such groups run
+    concurrently.
 
     Args:
         model: the decoder.
         loads: the batches.
-        backend: computes them.
-        advance: called with the number of further answers, whenever there are some.
+        backend: the backend that computes them.
+        advance: called with the number of new answers after each load.
     """
     stop = threading.Event()
     groups: defaultdict[int, list[int]] = defaultdict(list)
@@ -271,15 +270,15 @@ def ask(
             answers = threads.map(run_group, sorted(groups.values(), key=len, reverse=True))
             return sorted(itertools.chain.from_iterable(answers), key=lambda answer: (answer.load, answer.slot))
         finally:
-            stop.set()  # after an interruption the threads must not finish their work; otherwise they have
+            stop.set()  # after an interruption the threads must not finish their work
 
 
 def concurrent_groups(backend: str) -> int:
-    """The number of threads that compile and run a backend's programs: two, because one core compiles a program.
+    """Returns the number of threads that compile and run a backend's programs: two, because compiling uses one core.
 
-    For stock XLA on a GPU it is one. With two threads, each of seven processes on an H200 (jax 0.11.2) failed, by a
-    segmentation fault or by "cuda_graph_end_capture failed with capturing stream has unjoined work"; with one thread,
-    none did. The cause is in cuDNN's kernels, which only stock's programs have.
+    Stock XLA on a GPU gets one. With two threads, each of seven processes on an H200 (jax 0.11.2) failed, with a
+    segmentation fault or with "cuda_graph_end_capture failed with capturing stream has unjoined work"; with one thread,
+    none did. The cause is in cuDNN's kernels, which only stock's programs use.
     """
     return 1 if (backend, backends.target()) == (backends.STOCK, "gpu") else 2
 
@@ -290,13 +289,13 @@ def compare(
     backend: str,
     advance: Callable[[str, int], object] = lambda numerics, answers: None,
 ) -> Result:
-    """Returns the result of the same loads with stock XLA and with `backend`.
+    """Runs the same loads with stock XLA and with `backend`, and returns both tallies.
 
     Args:
         model: the decoder.
         loads: the batches.
-        backend: detjax's.
-        advance: called with "stock" or "detjax" and the number of further answers; first with 0.
+        backend: detjax's backend.
+        advance: called with "stock" or "detjax" and the number of new answers; first with 0.
     """
     tallies, seconds = [], []
     for numerics, used in (("stock", backends.STOCK), ("detjax", backend)):
@@ -309,7 +308,7 @@ def compare(
 
 
 def _run_load(model: Decoder, load: Load, index: int, backend: str) -> list[Answer]:
-    """Computes one load, and returns the answers to the question."""
+    """Runs one load, and returns the answers to the question."""
     prompts = [request.prompt for request in load.requests]
     sampling = [SamplingParams(max_tokens=request.max_tokens) for request in load.requests]
     with backends.use_backend(backend):
@@ -327,6 +326,6 @@ def _random_tokens(model: Decoder, count: int, seed: int) -> tuple[int, ...]:
 
 
 def common_prefix(one: Sequence[object], other: Sequence[object]) -> int:
-    """The number of elements that both sequences begin with."""
+    """Returns the length of the longest common prefix."""
     pairs = zip(one, other, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))

@@ -1,4 +1,4 @@
-"""Draws the histogram of completions."""
+"""The histogram of completions."""
 
 import textwrap
 import warnings
@@ -19,11 +19,11 @@ _DETJAX: Final = "#2a7f8e"
 _INK: Final = "#262626"
 _GREY: Final = "#767676"
 _MAX_TEXTS: Final = 4
-"""The most bars of a panel that have room for their completions' words below them."""
+"""Maximum number of bars in a panel that leaves room for the completions below them."""
 _LINES: Final = 7
-"""The most lines of a completion."""
+"""Maximum number of lines of a completion."""
 _CHARACTERS: Final = 66
-"""Characters of a line of text as wide as a panel."""
+"""Characters in a line of text across a panel."""
 
 
 def draw_histogram(result: Result, tokenizer: Tokenizer | None, path: Path) -> None:
@@ -51,7 +51,7 @@ def draw_histogram(result: Result, tokenizer: Tokenizer | None, path: Path) -> N
     panels[0].set_ylim(0, 1.12 * max(result.stock.commonest, result.detjax.commonest))
     panels[0].yaxis.set_major_locator(MaxNLocator(5, integer=True))
     with warnings.catch_warnings():
-        # A model may answer in a script that matplotlib's fonts lack. The bars are right without its letters.
+        # A model may answer in a script that matplotlib's fonts lack.
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         figure.savefig(path, format="png")
 
@@ -72,7 +72,7 @@ def _draw_panel(axes: Axes, name: str, tally: Tally, color: str, tokenizer: Toke
     axes.grid(axis="y", color="#e4e4e4", linewidth=0.8, zorder=0)
     axes.tick_params(axis="y", length=0, labelsize=10.5, labelcolor=_GREY)
     if len(counts) > _MAX_TEXTS:
-        axes.set_xlabel(f"{len(counts)} unique completions, the commonest first", fontsize=11.5, color=_INK, labelpad=8)
+        axes.set_xlabel(f"{len(counts)} unique completions, most frequent first", fontsize=11.5, color=_INK, labelpad=8)
         axes.set_xticks([])
         return
     texts = [_verse(as_text(tokens, tokenizer), _CHARACTERS // max(len(counts), 2)) for tokens, _ in tally.counts]
@@ -89,6 +89,6 @@ def _draw_panel(axes: Axes, name: str, tally: Tally, color: str, tokenizer: Toke
 
 
 def _verse(text: str, width: int) -> str:
-    """The first `_LINES` lines of a text, none wider than `width`."""
+    """Returns the first `_LINES` lines of a text, wrapped to `width`."""
     lines = [part for line in text.splitlines() for part in textwrap.wrap(line, width)]
     return "\n".join(lines if len(lines) <= _LINES else [*lines[: _LINES - 1], "…"])

@@ -1,4 +1,4 @@
-"""The experiment's result in words, as a table and as JSON."""
+"""The experiment's result as text, table and JSON."""
 
 import dataclasses
 from typing import Any
@@ -14,16 +14,16 @@ from detjax.models import Tokenizer
 
 
 def verdict_on_stock(tally: Tally) -> str:
-    """One sentence on what stock XLA did."""
+    """Describes stock XLA's answers in one sentence."""
     if len(tally.counts) > 1:
         return (
-            f"Stock XLA gave {len(tally.counts)} different answers to one question at temperature 0. The load decided "
-            "which one."
+            f"Stock XLA gave {len(tally.counts)} different answers to one question at temperature 0. Which one came "
+            "depended on the load."
         )
     if not tally.reproduced:
         return (
-            f"Stock XLA gave one answer this time, but its logprobs came in {tally.bit_patterns} sets of bits: no "
-            "token was close enough to a tie. Another --prompt or more --max-tokens may show more."
+            f"Stock XLA gave one answer this time, but with {tally.bit_patterns} different sets of logprob bits: no "
+            "token was close enough to a tie. Another --prompt or a larger --max-tokens may show more."
         )
     return (
         "Stock XLA gave one answer with one set of logprob bits: on this device and with this model these loads made "
@@ -32,23 +32,23 @@ def verdict_on_stock(tally: Tally) -> str:
 
 
 def verdict_on_detjax(tally: Tally) -> str:
-    """One sentence on what detjax did."""
+    """Describes detjax's answers in one sentence."""
     if tally.reproduced:
         times = f"{tally.asks} of {tally.asks} times"
-        return f"detjax gave one answer whatever the load, {times}, with the same bits in all logprobs."
+        return f"detjax gave one answer regardless of the load, {times}, with the same bits in all logprobs."
     return (
         f"detjax broke its promise: {counted(len(tally.counts), 'answer')}, {counted(tally.bit_patterns, 'set')} of "
-        "logprob bits. Please report this with the fingerprint and what --json writes."
+        "logprob bits. Please report this with the fingerprint and the output of --json."
     )
 
 
 def as_text(tokens: tuple[int, ...], tokenizer: Tokenizer | None) -> str:
-    """The tokens' text, or their ids if there is no tokenizer."""
+    """Returns the tokens' text, or their ids without a tokenizer."""
     return " ".join(map(str, tokens)) if tokenizer is None else tokenizer.decode(tokens)
 
 
 def report(result: Result, question: Request, tokenizer: Tokenizer | None) -> RenderableType:
-    """The table, the texts on both sides of a divergence, and the verdicts."""
+    """Renders the table, the two texts of each divergence, and the verdicts."""
     rows = (("stock XLA", result.stock, result.stock_seconds), ("detjax", result.detjax, result.detjax_seconds))
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("", no_wrap=True)
@@ -67,7 +67,7 @@ def report(result: Result, question: Request, tokenizer: Tokenizer | None) -> Re
 
 
 def _sides(name: str, tally: Tally, question: Request, tokenizer: Tokenizer | None) -> RenderableType:
-    """Two completions side by side, with a mark where they begin to differ."""
+    """Renders two completions side by side, with a mark at the first difference."""
     divergence = tally.divergence
     assert divergence is not None
     pair = divergence.one, divergence.other
@@ -94,7 +94,7 @@ def _sides(name: str, tally: Tally, question: Request, tokenizer: Tokenizer | No
 
 
 def as_json(result: Result, question: Request, tokenizer: Tokenizer | None, **setting: Any) -> dict[str, Any]:
-    """The result as JSON: `setting`, all completions with their counts, and the fingerprint."""
+    """Returns the result as JSON: `setting`, all completions with their counts, and the fingerprint."""
 
     def numerics(tally: Tally, seconds: float) -> dict[str, Any]:
         divergence = tally.divergence
@@ -123,5 +123,5 @@ def as_json(result: Result, question: Request, tokenizer: Tokenizer | None, **se
 
 
 def counted(number: int, noun: str, plural: str | None = None) -> str:
-    """A number with its noun: "1 token", "2 tokens"."""
+    """Returns a number with its noun: "1 token", "2 tokens"."""
     return f"{number} {noun if number == 1 else plural or noun + 's'}"

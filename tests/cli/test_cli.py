@@ -566,7 +566,7 @@ def test_demo_reports_both_numerics_and_writes_its_files(checkpoint: Path, tmp_p
     )
     assert result.exit_code == 0
     assert "24 of 24" in result.stdout
-    assert "detjax gave one answer whatever the load" in result.stdout
+    assert "detjax gave one answer regardless of the load" in result.stdout
     assert "asked 24 times" in result.stderr and "24/24" in result.stderr
     printed = json.loads((tmp_path / "demo.json").read_text())
     assert (printed["asks"], printed["dtype"], printed["detjax"]["unique_logprob_bits"]) == (24, "bfloat16", 1)
@@ -604,7 +604,7 @@ def test_demo_with_several_answers_of_detjax_ends_with_code_1(
         (("--prompt", ""), "the prompt is empty"),
         (
             ("--backend", "stock"),
-            "the backend is 'stock', which detjax is compared with; accepted: hopper, tpu, portable",
+            "the backend is 'stock', the baseline of the demo; accepted: hopper, tpu, portable",
         ),
         (("--backend", "cuda"), "'cuda' is no backend"),
         (("--dtype", "int8"), "int8"),

@@ -204,7 +204,7 @@ DIFFERENT = Tally((((1, 2), 5), ((1, 3), 4)), bit_patterns=4)
     ("tally", "stock", "detjax"),
     [
         (SAME, "these loads made no difference", "9 of 9 times"),
-        (SAME_TEXT, "one answer this time, but its logprobs came in 4 sets", "broke its promise: 1 answer, 4 sets"),
+        (SAME_TEXT, "one answer this time, but with 4 different sets of logprob bits", "broke its promise: 1 answer, 4 sets"),
         (DIFFERENT, "gave 2 different answers", "broke its promise: 2 answers, 4 sets"),
     ],
 )
@@ -233,5 +233,5 @@ def test_stock_xla_is_not_compared_with_itself(monkeypatch: pytest.MonkeyPatch) 
     for forced in ("argument", "environment"):
         if forced == "environment":
             monkeypatch.setenv("DETJAX_BACKEND", "stock")
-        with pytest.raises(ValueError, match="the backend is 'stock', which detjax is compared with; accepted:"):
+        with pytest.raises(ValueError, match="the backend is 'stock', the baseline of the demo; accepted:"):
             contender("stock" if forced == "argument" else None)
