@@ -1,7 +1,7 @@
-"""Functions of a batch whose rows do not depend on the batch, whoever wrote them.
+"""Makes functions of a batch, whoever wrote them, compute each row independently of the batch.
 
-Read `transform` first, then `places` and `batch_axis`, which follow the rows through a program, then `interpreter`,
-which runs it.
+Read `transform` first, then `places` and `batch_axis`, which trace the rows through a program, then
+`interpreter`, which runs it.
 """
 
 from detjax.invariant.refusals import TracedForBatchWarning as TracedForBatchWarning

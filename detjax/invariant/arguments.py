@@ -1,4 +1,4 @@
-"""The arguments of a function of a batch: along which axis of each array the rows lie, and how many there are."""
+"""Arguments of a function of a batch: the axis of the rows in each array, and the number of rows."""
 
 import itertools
 from collections.abc import Sequence
@@ -11,17 +11,17 @@ from detjax.runtime import bound_methods
 
 
 class NoArray(TypeError):
-    """An argument has rows and is no array."""
+    """An argument with rows is not an array."""
 
 
 class Leaves(NamedTuple):
-    """What is known of a call's arguments before their arrays are: a program is made for this.
+    """The static description of a call's arguments, which a program is made for.
 
     Attributes:
-        tree: the structure of the positional and the named arguments.
+        tree: the structure of the positional and keyword arguments.
         axes: the axis of the rows for each leaf.
         is_array: whether each leaf is an array.
-        static: the other leaves; None in the places of arrays.
+        static: the other leaves; None in place of arrays.
     """
 
     tree: Any
@@ -33,20 +33,20 @@ class Leaves(NamedTuple):
     def from_call(
         cls, caller: str, batch_axes: Any, args: Sequence[Any], kwargs: dict[str, Any], shared: int = 0
     ) -> tuple["Leaves", tuple[Any, ...]]:
-        """Returns the leaves of a call's arguments, and the arrays among them.
+        """Returns the description of a call's arguments, and the arrays among them.
 
         Args:
-            caller: the function whose errors these are.
-            batch_axes: the axes of the positional arguments behind the shared ones; see `spread`.
+            caller: the function that errors name.
+            batch_axes: the axes of the positional arguments after the shared ones; see `spread`.
             args: the positional arguments.
-            kwargs: the named ones, which all rows share.
-            shared: how many positional arguments all rows share.
+            kwargs: the keyword arguments, which all rows share.
+            shared: the number of leading positional arguments that all rows share.
 
         Raises:
-            NoArray: a leaf with rows is no array.
+            NoArray: a leaf with rows is not an array.
             ValueError: the axes do not fit the arguments.
         """
-        # Each argument is flattened once: to flatten a module costs more than to compute with a small one.
+        # Each argument is flattened once: flattening a module costs more than computing with a small one.
         parts, options = [jax.tree.flatten(argument) for argument in args], jax.tree.flatten(kwargs)
         tree = tree_util.treedef_tuple((tree_util.treedef_tuple(part[1] for part in parts), options[1]))
         leaves = [leaf for part in (*parts, options) for leaf in part[0]]
@@ -57,8 +57,8 @@ class Leaves(NamedTuple):
         for leaf, axis, array in zip(leaves, axes, is_array, strict=True):
             if not array and axis is not None:
                 raise NoArray(
-                    f"{caller}: an argument with rows is {type(leaf).__name__}; accepted: arrays, or batch_axes that "
-                    "say None for it"
+                    f"{caller}: an argument with rows is {type(leaf).__name__}; accepted: arrays, or None in "
+                    "batch_axes for it"
                 )
         static = tuple(None if array else leaf for leaf, array in zip(leaves, is_array, strict=True))
         return cls(tree, axes, is_array, static), tuple(itertools.compress(leaves, is_array))
@@ -69,7 +69,7 @@ class Leaves(NamedTuple):
         return [axis for axis, array in zip(self.axes, self.is_array, strict=True) if array]
 
     def with_arrays(self, arrays: Sequence[Any]) -> list[Any]:
-        """Returns all leaves, with these arrays in their places."""
+        """Returns all leaves, with these arrays among them."""
         values = iter(arrays)
         return [next(values) if array else leaf for array, leaf in zip(self.is_array, self.static, strict=True)]
 
@@ -78,13 +78,13 @@ def spread(caller: str, name: str, axes: Any, values: Any) -> list[int | None]:
     """Returns the axis of the rows for each leaf of a tree.
 
     Args:
-        caller: the function whose errors these are.
-        name: what it calls the axes.
-        axes: integers or None, in a tree that `values` has as its beginning.
+        caller: the function that errors name.
+        name: its name for the axes.
+        axes: integers or None, in a tree that is a prefix of `values`.
         values: the tree.
 
     Raises:
-        ValueError: the trees do not fit together.
+        ValueError: the axes are not a prefix of the values.
     """
     is_none = lambda x: x is None  # noqa: E731
     if isinstance(axes, list):
@@ -101,18 +101,7 @@ def spread(caller: str, name: str, axes: Any, values: Any) -> list[int | None]:
 def spread_flat(
     caller: str, name: str, axes: Any, values: Sequence[Any], parts: Sequence[tuple[list[Any], Any]]
 ) -> list[int | None]:
-    """Returns what `spread` does for values that are flattened already, each by itself.
-
-    Args:
-        caller: the function whose errors these are.
-        name: what it calls the axes.
-        axes: integers or None, in a tree that `values` has as its beginning.
-        values: the values.
-        parts: the leaves and the structure of each.
-
-    Raises:
-        ValueError: the trees do not fit together.
-    """
+    """Returns what `spread` does for several values, given the leaves and the structure of each in `parts`."""
     if axes is None or isinstance(axes, int):
         axes = [axes] * len(parts)
     if not isinstance(axes, list | tuple) or len(axes) != len(parts):
@@ -125,7 +114,7 @@ def spread_flat(
 
 
 class _Axis:
-    """An axis or None, which pytrees would drop."""
+    """An axis, or None, which pytrees would drop."""
 
     def __init__(self, number: int | None) -> None:
         self.number = number
@@ -135,7 +124,7 @@ def count_rows(caller: str, arrays: Sequence[Array], axes: Sequence[int | None])
     """Returns the number of rows of a batch.
 
     Raises:
-        ValueError: arrays differ in it, or there are no rows.
+        ValueError: arrays have different numbers of rows, or no rows.
     """
     counts = {x.shape[axis] for x, axis in zip(arrays, axes, strict=True) if axis is not None}
     if len(counts) != 1 or counts == {0}:

@@ -1,4 +1,4 @@
-"""Loops and branches of a program for one example, with the examples as the first axis of what depends on them."""
+"""Loops and branches of a program for one example, run with an axis of examples in front of what depends on them."""
 
 import abc
 import functools
@@ -16,7 +16,7 @@ from detjax.runtime import varying
 
 
 class ControlFlow(abc.ABC):
-    """Runs programs for so many examples. A subclass says how it runs one without loops and branches."""
+    """Runs programs for `count` examples. A subclass defines how it runs one without loops and branches."""
 
     def __init__(self, count: int, dependence: Dependence) -> None:
         self.count = count
@@ -28,17 +28,17 @@ class ControlFlow(abc.ABC):
 
         Args:
             program: a function of one example.
-            values: its arguments: those that depend on the example with the axis of examples in front.
-            mapped: which do.
-            wanted: for each result whether it gets the axis; true wherever it depends on the example.
+            values: its arguments; the mapped ones have the axis of examples in front.
+            mapped: which arguments depend on the example.
+            wanted: which results get the axis; true wherever they depend on the example.
         """
 
     def spread(self, x: Any) -> Array:
-        """Returns a value that does not depend on the example with the axis of examples."""
+        """Returns a value with the axis of examples broadcast in front."""
         return jnp.broadcast_to(jnp.asarray(x)[None], (self.count, *jnp.shape(x)))
 
     def loop_or_branch(self, eqn: core.JaxprEqn, values: list[Any], mapped: list[bool]) -> list[Any] | None:
-        """Returns the results of a scan, while loop or conditional; None where every example takes its own way."""
+        """Returns the results of a scan, while loop or conditional; None if control flow depends on the example."""
         name = eqn.primitive.name
         made = self.dependence.results(eqn, mapped)
         if name == "scan":
@@ -76,13 +76,13 @@ class ControlFlow(abc.ABC):
         tested, consts, carry = equations.while_arguments(eqn, values)
         tested_mapped, consts_mapped, carry_given = equations.while_arguments(eqn, mapped)
 
-        def goes_on(carry: list[Any]) -> Array:
+        def condition(carry: list[Any]) -> Array:
             return self.run(tests, [*tested, *carry], [*tested_mapped, *made], [False])[0]
 
         def step(carry: list[Any]) -> list[Any]:
             return self.run(body, [*consts, *carry], [*consts_mapped, *made], made)
 
-        return varying.while_loop(goes_on, step, self._carried(carry, carry_given, made))
+        return varying.while_loop(condition, step, self._carried(carry, carry_given, made))
 
     def _carried(self, carry: list[Any], given: list[bool], mapped: list[bool]) -> list[Any]:
         return [self.spread(x) if m and not g else x for x, g, m in zip(carry, given, mapped, strict=True)]

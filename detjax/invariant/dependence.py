@@ -1,4 +1,4 @@
-"""Which values of a program for one example depend on the example, and where examples meet weights."""
+"""Finds the values of a program that depend on the example, and the equations where examples meet weights."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,17 +9,17 @@ from detjax.invariant.walker import walk
 
 
 class Dependence:
-    """The values of one traced function that depend on the example; it remembers what it was asked."""
+    """The values of one traced function that depend on the example, with a cache by jaxpr."""
 
     def __init__(self, is_shared: Callable[[core.JaxprEqn, Sequence[bool]], bool]) -> None:
         """Args:
-        is_shared: whether an equation, given which operands depend on the example, is computed for all at once.
+        is_shared: whether an equation is computed for all examples at once, given which operands depend on the example.
         """
         self._is_shared = is_shared
         self._known: dict[tuple[int, tuple[bool, ...]], tuple[core.Jaxpr, list[bool], bool]] = {}
 
     def results(self, eqn: core.JaxprEqn, mapped: Sequence[bool]) -> list[bool]:
-        """Returns which results of an equation depend on the example, given which arguments do."""
+        """Returns which results of an equation depend on the example, given which operands do."""
         if not any(mapped):
             return [False] * len(eqn.outvars)
         name = eqn.primitive.name
@@ -36,7 +36,7 @@ class Dependence:
         return [True] * len(eqn.outvars)
 
     def holds_shared(self, eqn: core.JaxprEqn, mapped: Sequence[bool]) -> bool:
-        """Returns whether an equation, or one that it holds, is computed for all examples at once."""
+        """Returns whether an equation, or one in its body, is computed for all examples at once."""
         name = eqn.primitive.name
         if name == "scan":
             return self._jaxpr(eqn.params["jaxpr"], self._body(eqn, mapped))[1]
@@ -50,20 +50,20 @@ class Dependence:
         return self._is_shared(eqn, mapped)
 
     def scan_carries(self, eqn: core.JaxprEqn, mapped: Sequence[bool]) -> list[bool]:
-        """Returns which carries of a scan depend on the example: those that anything becomes which does."""
+        """Returns which carries of a scan depend on the example, initially or after any iteration."""
         consts, carries, xs = equations.scan_arguments(eqn, mapped)
         return self._fixed(
             carries, lambda carries: self._jaxpr(eqn.params["jaxpr"], [*consts, *carries, *xs])[0][: len(carries)]
         )
 
     def while_carries(self, eqn: core.JaxprEqn, mapped: Sequence[bool]) -> list[bool]:
-        """Returns which carries of a while loop depend on the example: all, if the number of trips does."""
+        """Returns which carries of a while loop depend on the example: all of them if the trip count does."""
         _, consts, carries = equations.while_arguments(eqn, mapped)
         carries = self._fixed(carries, lambda carries: self._jaxpr(eqn.params["body_jaxpr"], [*consts, *carries])[0])
         return [True] * len(carries) if self.trips(eqn, mapped, carries) else carries
 
     def trips(self, eqn: core.JaxprEqn, mapped: Sequence[bool], carries: Sequence[bool]) -> bool:
-        """Returns whether the number of trips of a while loop depends on the example."""
+        """Returns whether the trip count of a while loop depends on the example."""
         tested, _, _ = equations.while_arguments(eqn, mapped)
         return self._jaxpr(eqn.params["cond_jaxpr"], [*tested, *carries])[0][0]
 
@@ -78,9 +78,9 @@ class Dependence:
         return carries
 
     def _jaxpr(self, jaxpr: core.Jaxpr, mapped: Sequence[bool]) -> tuple[list[bool], bool]:
-        """Which results of a jaxpr depend on the example, and whether it holds what is computed for all at once."""
+        """Returns which results of a jaxpr depend on the example, and whether it holds an equation that all share."""
         key = id(jaxpr), tuple(mapped)
-        if key not in self._known:  # the jaxpr itself is kept too, so that its id stays its own
+        if key not in self._known:  # the jaxpr is kept too, so that its id is not reused
             self._known[key] = jaxpr, *self._walk(jaxpr, mapped)
         return self._known[key][1:]
 

@@ -1,7 +1,7 @@
-"""Reverse-mode derivatives alone: what asks for others gets an error that names `batch_invariant`.
+"""Restricts derivatives to reverse mode; any other derivative raises an error that names `batch_invariant`.
 
-Arrays pass `reverse_only` before an invariant function. It changes none of them, and its derivative is an equation that
-can be transposed, which is all that reverse mode does with it, but that nothing computes.
+Arrays pass through `reverse_only` before an invariant function. It returns them unchanged. Its derivative is an
+equation that can be transposed, which is all that reverse mode needs, but not evaluated.
 """
 
 from collections.abc import Sequence
@@ -10,13 +10,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax._src.interpreters.ad import LinearizeTracer  # JAX has no public name for what reverse mode traces with
+from jax._src.interpreters.ad import LinearizeTracer  # JAX has no public name for reverse mode's tracer
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
 
 class ForwardMode(TypeError):
-    """A derivative that `batch_invariant` does not have was asked for."""
+    """A derivative was requested that `batch_invariant` does not support."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -26,11 +26,11 @@ class ForwardMode(TypeError):
 
 
 JAX_REFUSES = ("forward-mode autodiff (jvp) to a custom_vjp", "Linearization failed to produce known values")
-"""The beginnings of JAX's own errors that say the same."""
+"""Prefixes of JAX's own errors for the same cause."""
 
 
 def reverse_only(arrays: Sequence[Array]) -> list[Array]:
-    """Returns arrays as they are, with derivatives in reverse mode alone."""
+    """Returns arrays unchanged, with derivatives in reverse mode only."""
     inexact = [jnp.issubdtype(x.dtype, jnp.inexact) for x in arrays]
     passed = iter(_passed([x for x, passes in zip(arrays, inexact, strict=True) if passes]))
     return [next(passed) if passes else x for x, passes in zip(arrays, inexact, strict=True)]
@@ -42,7 +42,7 @@ def _passed(arrays: list[Array]) -> list[Array]:
 
 
 def _derivative(primals: tuple[list[Array]], tangents: tuple[list[Any]]) -> tuple[list[Array], list[Any]]:
-    if any(isinstance(x, (ad.JVPTracer, LinearizeTracer)) for x in primals[0]):  # a derivative of this one
+    if any(isinstance(x, (ad.JVPTracer, LinearizeTracer)) for x in primals[0]):  # a derivative of this derivative
         raise ForwardMode
     varied = [t if isinstance(t, jax.custom_derivatives.SymbolicZero) else _tangent.bind(t) for t in tangents[0]]
     return _passed(primals[0]), varied

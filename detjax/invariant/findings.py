@@ -5,14 +5,14 @@ import enum
 
 
 class Mixing(enum.Enum):
-    """The way in which an equation mixes rows."""
+    """How an equation mixes rows."""
 
     SUM = "adds numbers of different rows"
-    SLOT = "gives a row numbers that depend on its place in the batch"
+    SLOT = "gives a row numbers that depend on its position in the batch"
     SIZE = "computes with the number of rows"
     DEVICES = "meets the rows of other devices"
     MOVE = "moves, orders or counts rows of different examples"
-    OTHER = "has no rule here"
+    OTHER = "is not known to keep rows separate"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,10 +20,10 @@ class Finding:
     """An equation that mixes rows.
 
     Attributes:
-        mixing: in which way.
+        mixing: how it mixes them.
         primitive: the equation's primitive.
-        what: what it does, in words.
-        line: the user's line.
+        what: a description of what it does.
+        line: the line in the user's code.
         shapes: the shapes of its operands.
         dtypes: their dtypes.
     """

@@ -1,7 +1,8 @@
-"""A program for one example in a loop over the examples: whatever the compiler makes of it, it makes for every one.
+"""Runs a program for one example in a loop over the examples, so that the compiler treats every example alike.
 
-XLA chooses fusions, vector widths and algorithms by shape. The loop's body has the shapes of one example, so XLA gives
-the same code to every number of examples. As in `detjax.portable.tiles`, operands and the trip count pass a barrier.
+XLA chooses fusions, vector widths and algorithms by shape. The loop's body has the shapes of one example, so XLA
+generates the same code for every number of examples. As in `detjax.portable.tiles`, operands and the trip count pass
+through a barrier.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,26 +14,26 @@ from jax import Array, lax
 
 from detjax.runtime import varying
 
-_FEWEST: Final = 2
-"""Examples that arrays have room for. A slice that is a whole array goes away when XLA's CPU compiler simplifies, and
-what is left is fused in another way: the only example would have other bits than one of two."""
+_MIN_EXAMPLES: Final = 2
+"""Minimum number of examples in an array. XLA's CPU compiler removes a slice that covers the whole array and fuses the
+rest differently, so a single example would have other bits than one of two."""
 
 
 def run(
     program: Callable[..., Sequence[Array]], rows: Sequence[Array], shared: Sequence[Array], sums: int = 0
 ) -> list[Array]:
-    """Returns the results `[B, ...]` of a program, the last of them added up.
+    """Returns the results `[B, ...]` of a program, the last `sums` of them summed over the examples.
 
     Args:
         program: a function of one example's values and of shared ones, in this order.
         rows: arrays `[B, ...]`.
         shared: arrays that all examples share.
-        sums: how many results, the last ones, are added over the examples in ascending order, in float32 at least.
+        sums: the number of trailing results that are added over the examples in ascending order, at least in float32.
     """
     count = rows[0].shape[0]
     keys = [_key_kind(x) for x in rows]
     data = list(map(_data, rows))
-    data = [x if count >= _FEWEST else jnp.concatenate([x] * _FEWEST) for x in data]
+    data = [x if count >= _MIN_EXAMPLES else jnp.concatenate([x] * _MIN_EXAMPLES) for x in data]
     trips, data, shared = lax.optimization_barrier((jnp.int32(count), data, list(shared)))
 
     def example(index: Array | int) -> tuple[list[Array], list[Array], list[str | None]]:
@@ -52,7 +53,7 @@ def run(
         return mapped, added
 
     mapped, added = jax.eval_shape(shapes)
-    room = max(count, _FEWEST)
+    room = max(count, _MIN_EXAMPLES)
     start = (
         [jnp.zeros((room, *x.shape), x.dtype) for x in mapped],
         [jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)) for x in added],
@@ -69,7 +70,7 @@ def run(
 
 
 def _data(x: Array) -> Array:
-    """The numbers of a key, or any other array as it is."""
+    """Returns the data of a typed random key; any other array unchanged."""
     return x if _key_kind(x) is None else jax.random.key_data(x)
 
 
@@ -78,5 +79,5 @@ def _wrapped(data: Array, kind: str | None) -> Array:
 
 
 def _key_kind(x: Any) -> str | None:
-    """The implementation of a typed key of random numbers; None for any other array."""
+    """Returns the implementation of a typed random key; None for any other array."""
     return str(jax.random.key_impl(x)) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else None

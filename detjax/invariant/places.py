@@ -1,7 +1,7 @@
-"""Places: where the rows of a batch are in an array, in which order, and what its integers point to.
+"""Places: the axis and the order of the batch's rows in an array, and what its integers point to.
 
-Orders are words. A sort makes a letter, and an array that is gathered by its permutation has one letter more. A letter
-and its inverse cancel, so that rows which are put back where they were have the empty word again.
+An order is a word. Each sort defines a letter, and gathering an array by the sort's permutation appends that letter. A
+letter and its inverse cancel, so rows that have returned to their positions have the empty word again.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from detjax.invariant.equations import aval
 
 @dataclasses.dataclass(frozen=True)
 class Letter:
-    """The permutation of a sort, given by its number, or the inverse of it."""
+    """The permutation of a numbered sort, or its inverse."""
 
     sort: int
     inverse: bool = False
@@ -21,7 +21,7 @@ class Letter:
 
 @dataclasses.dataclass(frozen=True)
 class Picked:
-    """Rows of the batch by their numbers, in this order."""
+    """Rows of the batch, by index, in this order."""
 
     rows: tuple[int, ...]
 
@@ -30,7 +30,7 @@ type Order = tuple[Letter | Picked, ...]
 
 
 def composed(*orders: Order) -> Order:
-    """Returns the order of rows that were moved by one order after the other."""
+    """Returns the order of rows that were moved by several orders in sequence."""
     word: list[Letter | Picked] = []
     for letter in (letter for order in orders for letter in order):
         last = word[-1] if word else None
@@ -42,7 +42,7 @@ def composed(*orders: Order) -> Order:
 
 
 def inverted(order: Order) -> Order:
-    """Returns the order that puts rows back."""
+    """Returns the order that undoes another."""
     return tuple(Letter(x.sort, not x.inverse) if isinstance(x, Letter) else x for x in reversed(order))
 
 
@@ -50,7 +50,7 @@ def inverted(order: Order) -> Order:
 class Rows:
     """An array whose `axis` has `outer * B * inner` elements; element i belongs to row `i // inner % B`.
 
-    They stand in this order if `order` is empty, and are moved by it otherwise.
+    Rows are in the batch's order if `order` is empty, and moved by it otherwise.
     """
 
     axis: int
@@ -59,17 +59,17 @@ class Rows:
     order: Order = ()
 
     def on(self, axis: int) -> "Rows":
-        """Returns the place of the same rows on another axis."""
+        """Returns the same rows on another axis."""
         return dataclasses.replace(self, axis=axis)
 
     def moved(self, order: Order) -> "Rows":
-        """Returns the place of the rows after a further move."""
+        """Returns the rows after a further move."""
         return dataclasses.replace(self, order=composed(self.order, order))
 
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """Integers that count elements: element i of the flattened array is `i // step % size`."""
+    """Integers that number elements: element i of the flattened array is `i // step % size`."""
 
     step: int
     size: int
@@ -81,8 +81,8 @@ class Shared:
 
     Attributes:
         uniform: these axes.
-        grid: how its integers count, if they do.
-        number: the integer that every element is, if it is known.
+        grid: the grid that its integers form, if any.
+        number: the integer that every element equals, if known.
         sized: whether its numbers are computed from the number of rows.
     """
 
@@ -93,20 +93,20 @@ class Shared:
 
     @property
     def plain(self) -> "Shared":
-        """The same without what its integers are."""
+        """The same without `grid` and `number`."""
         return Shared(self.uniform, sized=self.sized)
 
 
 @dataclasses.dataclass(frozen=True)
 class Single:
-    """An array of one row, which is known by its number, or by the variable that holds it."""
+    """An array of one row, identified by its index or by the value number of that index."""
 
     row: Any
 
 
 @dataclasses.dataclass(frozen=True)
 class Index:
-    """Integers that say for each element of a moved array from which element it came: `order(i) // step % size`."""
+    """Integers that point each element of a moved array to its source element: `order(i) // step % size`."""
 
     order: Order
     step: int
@@ -115,11 +115,12 @@ class Index:
 
 @dataclasses.dataclass(frozen=True)
 class Counts:
-    """The number of rows with each of some keys, or what a chain of steps makes of it on the way to each row's key.
+    """The number of rows with each key, or an intermediate value of the chain that turns counts into each row's key.
 
     Attributes:
-        keys: the number of the keys' values; see `Follower.keys`.
-        step: "counts", "rolled", "before", "starts" or "marks".
+        keys: the value number of the keys; see `IndexRules.keys`.
+        step: "counts", "cut", "rolled", "before", "starts", "marks" or "groups".
+        cut: the start and limit of a slice, for the step "cut".
     """
 
     keys: Any
@@ -129,20 +130,20 @@ class Counts:
 
 @dataclasses.dataclass(frozen=True)
 class Vector:
-    """Vectors of indices, whose components lie along the last axis: one place for each."""
+    """Vectors of indices, with components along the last axis and a place for each component."""
 
     components: tuple[Any, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Draft:
-    """A step of what makes an index positive, which nothing else may read; `finding` says why."""
+    """An intermediate value in making an index positive. If anything else reads it, `finding` is reported."""
 
     finding: Any
 
 
 class _Unknown:
-    """An array whose rows are at unknown places."""
+    """An array whose rows are at unknown positions."""
 
 
 UNKNOWN: Final = _Unknown()
@@ -151,17 +152,17 @@ type Place = Rows | Shared | Single | Index | Counts | Vector | Draft | _Unknown
 
 
 def whole(atom: Any) -> Shared:
-    """Returns the place of an array without rows, if nothing else is known about it."""
+    """Returns the place of an array without rows of which nothing else is known."""
     return Shared(single(atom))
 
 
 def single(atom: Any) -> frozenset[int]:
-    """Returns the axes of one element."""
+    """Returns the axes of size 1."""
     return frozenset(axis for axis, size in enumerate(getattr(aval(atom), "shape", ())) if size == 1)
 
 
 def grid_axis(grid: Grid, shape: tuple[int, ...]) -> int | None:
-    """Returns the axis along which integers of an array of this shape count from 0; None without such an axis."""
+    """Returns the axis along which the integers of an array of this shape count from 0; None if no axis fits."""
     for axis, size in enumerate(shape):
         if size == grid.size and math.prod(shape[axis + 1 :]) == grid.step:
             return axis
@@ -169,5 +170,5 @@ def grid_axis(grid: Grid, shape: tuple[int, ...]) -> int | None:
 
 
 def is_moved(place: Place) -> bool:
-    """Returns whether rows stand in another order than in the batch."""
+    """Returns whether rows are in another order than the batch's."""
     return isinstance(place, Rows) and bool(place.order)

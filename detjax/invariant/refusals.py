@@ -1,4 +1,4 @@
-"""What `batch_invariant` says of functions whose rows it cannot keep apart."""
+"""Errors and warnings of `batch_invariant` for functions that mix rows."""
 
 import contextlib
 import re
@@ -12,30 +12,30 @@ from detjax.invariant.findings import Finding, Mixing
 _ADVICE: Final = {
     Mixing.SUM: (
         "A row would depend on the others. Compute it for each row (batch norm: use its running averages; a loss: "
-        "return one number a row and average outside)"
+        "return one number per row and average outside)"
     ),
     Mixing.SLOT: (
-        "A row would depend on its place in the batch. Make the value from the row (random numbers: pass a key a row, "
-        "with a batch axis)"
+        "A row would depend on its position in the batch. Derive the value from the row (random numbers: pass a key "
+        "per row, with a batch axis)"
     ),
     Mixing.MOVE: (
-        "A row would depend on the others. Compute it within each row, or put rows that were moved back to their "
-        "places: tokens that are sorted for experts return by the inverse of the very permutation"
+        "A row would depend on the others. Compute it within each row, or return moved rows to their positions: tokens "
+        "that are sorted for experts return by the inverse of the same permutation"
     ),
     Mixing.SIZE: (
-        "A row would depend on how many there are. Use a number of the row's own axes, or divide outside by the number "
-        "of rows"
+        "A row would depend on the number of rows. Use a size of the row's own axes, or divide by the number of rows "
+        "outside"
     ),
     Mixing.DEVICES: (
-        "A row would depend on the rows of other devices, or on how many there are. Return what is to be added, and "
-        "add it outside. Rows that all devices share may meet, where types say so (check_vma=True, JAX's default)"
+        "A row would depend on the rows of other devices, or on their number. Return the terms and add them outside. "
+        "Rows that all devices share may be combined where types say so (check_vma=True, JAX's default)"
     ),
-    Mixing.OTHER: "Compute it for each row, or with operations that keep to their row",
+    Mixing.OTHER: "Compute it for each row, or with operations that work within a row",
 }
 
 
 class UnsafeFunction(ValueError):
-    """A function whose rows cannot be kept apart. Its message names the operations and their lines.
+    """A function mixes rows. The message names the operations and their lines.
 
     Example:
         >>> try:
@@ -48,7 +48,7 @@ class UnsafeFunction(ValueError):
 
 
 class UnsafeFunctionWarning(UserWarning):
-    """What `UnsafeFunction` says, as a warning: `batch_invariant` gives it with `on_unsafe="warn"`.
+    """The message of `UnsafeFunction` as a warning, which `batch_invariant` gives with `on_unsafe="warn"`.
 
     Example:
         >>> import warnings
@@ -67,7 +67,7 @@ class UnsafeFunctionWarning(UserWarning):
 
 
 class TracedForBatchWarning(UserWarning):
-    """A function cannot be traced for one row, so its program for the whole batch is cut into rows.
+    """A function cannot be traced for one row, so the program of one row is cut out of the batch's.
 
     Example:
         >>> import warnings
@@ -86,7 +86,7 @@ class TracedForBatchWarning(UserWarning):
 
 
 def lines(findings: Sequence[Finding]) -> list[str]:
-    """Returns a line for each finding, with what to do."""
+    """Returns a line for each finding, with advice."""
     return [f"  {finding}. {_ADVICE[finding.mixing]}." for finding in dict.fromkeys(findings)]
 
 
@@ -95,9 +95,9 @@ _mixed: list[Sequence[Finding]] = []
 
 
 def mixed(findings: Sequence[Finding]) -> Any:
-    """Returns a context whose equations compute for each row alone what a function that mixes rows gives for it.
+    """Returns a context that marks the equations of a function that mixes rows, computed here for each row alone.
 
-    `mixed_by` reads it back: such a program proves nothing of the function.
+    `mixed_by` reads the mark: such a program proves nothing about the function.
     """
     if not findings:
         return contextlib.nullcontext()
@@ -106,6 +106,6 @@ def mixed(findings: Sequence[Finding]) -> Any:
 
 
 def mixed_by(scopes: str) -> Sequence[Finding]:
-    """Returns what is found of the function in whose place an equation stands, by the names of its scopes."""
+    """Returns the findings that `mixed` marked an equation with, given the names of its scopes."""
     scope = re.search(rf"{_MIXED}(\d+)", scopes)
     return _mixed[int(scope[1])] if scope else ()

@@ -1,6 +1,6 @@
-"""Pieces of a program between the products that all examples share, with their gradients.
+"""Segments of a program between the products that all examples share, with their gradients.
 
-A piece has one program, for one example, and so has its gradient. Both are run for all examples in the same way.
+A segment has one program for one example, and so has its gradient. Both are run for all examples in the same way.
 """
 
 import functools
@@ -25,8 +25,8 @@ def run(
 ) -> list[Array]:
     """Returns the results `[B, ...]` of a program for one example.
 
-    The gradient of a shared array adds those of the examples in ascending order, in float32, and rounds once. The
-    gradient keeps the operands alone, and computes again what it needs.
+    The gradient of a shared array is the sum over examples in ascending order, in float32, rounded once. The backward
+    pass keeps only the operands and recomputes the rest.
 
     Args:
         program: a function of one example's values and of shared ones, in this order.
@@ -51,14 +51,14 @@ def run(
         wanted = [c for c, v in zip(cotangents, program.results, strict=True) if is_inexact(v)]
         backward = functools.partial(_backward, program, len(rows), len(operands), fixed)
         made = iter(with_vmap_rule(backward, rows=(False,) * (len(operands) + len(wanted)))(*operands, *wanted))
-        # A gradient of zeros varies over no axis by its type, and must get the type of its operand.
+        # A gradient of zeros is typed as varying over no axis; it must get the type of its operand.
         return tuple(
             varying.over(next(made), varying.axes(x)) if is_inexact(v) and v not in fixed else None
             for v, x in zip(program.inputs, operands, strict=True)
         )
 
-    # JAX refuses derivatives by what a function with derivatives of its own closes over, so none are asked for where
-    # none are wanted.
+    # JAX refuses derivatives with respect to values that a function with its own derivative closes over, so they are
+    # requested only where they are wanted.
     constant = {v for v in equations.closed_over(program) & set(program.inputs) if is_inexact(v)}
 
     def keep_marked(*operands: Any) -> tuple[list[Array], tuple[list[Array], list[tuple[()] | None]]]:
@@ -74,8 +74,8 @@ def run(
         call.defvjp(keep_marked, marked_gradients, symbolic_zeros=True)
     else:
         call.defvjp(keep, gradients)
-    # No device may wait for others within a piece, where it may go another way: weights' gradients are added outside.
-    # Functions with derivatives of their own get what they were traced for.
+    # No collective may run within a segment, because devices may take different branches there: weights' gradients
+    # are added outside. Functions with their own derivatives get the types that they were traced for.
     if not varies:
         return call(*rows, *shared)
     kept = {v for eqn in program.eqns if equations.holds_own_rules(eqn) for v in eqn.invars if isinstance(v, core.Var)}
@@ -84,7 +84,7 @@ def run(
 
 
 def _forward(program: Program, rows: int, *operands: Array) -> list[Array]:
-    """The results for rows that may have further axes in front, which `jax.vmap` adds."""
+    """Returns the results for rows that may have leading axes added by `jax.vmap`."""
     ndim = getattr(aval(program.inputs[0]), "ndim", 0)
     leading = operands[0].shape[: operands[0].ndim - ndim]
     flat = [x.reshape(math.prod(leading), *x.shape[len(leading) :]) for x in operands[:rows]]
@@ -92,7 +92,6 @@ def _forward(program: Program, rows: int, *operands: Array) -> list[Array]:
 
 
 def _instantiated(cotangent: Any) -> Array:
-    """A cotangent as an array."""
     if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
         like: Any = cotangent.aval
         return jnp.zeros(like.shape, like.dtype)
@@ -100,13 +99,13 @@ def _instantiated(cotangent: Any) -> Array:
 
 
 def _backward(program: Program, rows: int, inputs: int, fixed: frozenset[core.Var], *operands: Array) -> list[Array]:
-    """The gradients of the inputs that have any and are not fixed, in their order."""
+    """Returns the gradients of the differentiable inputs that are not fixed, in order."""
     given, cotangents = operands[:inputs], operands[inputs:]
     differentiable = [is_inexact(v) and v not in fixed for v in program.inputs]
     weights = sum(differentiable[rows:])
 
     def pulled_back(*values: Array) -> list[Array]:
-        """One example's, from its rows, its cotangents, and what is shared."""
+        """Returns the gradients of one example, given its rows, its cotangents and the shared values."""
         mapped, cotangents, shared = values[:rows], values[rows : rows + wanted], values[rows + wanted :]
         primals = [*mapped, *shared]
 
@@ -129,9 +128,9 @@ def _backward(program: Program, rows: int, inputs: int, fixed: frozenset[core.Va
 
 
 def _schedule() -> Any:
-    """How a program is run for all examples on this platform.
+    """Returns the function that runs a program for all examples on this platform.
 
-    A CPU runs one example after the other. On accelerators, where every element of an array goes through the same
+    A CPU runs the examples in sequence. On accelerators, where every element of an array goes through the same
     instructions, the examples are one more axis.
     """
     return loops.run if backends.target() == "cpu" else batched.run

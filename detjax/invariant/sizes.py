@@ -1,4 +1,4 @@
-"""Finds the numbers of a program that come from the number of rows: programs of two batches differ in them."""
+"""Finds the numbers of a program that come from the number of rows, by comparing the programs of two batches."""
 
 from collections.abc import Sequence
 from typing import Any, Final
@@ -14,15 +14,15 @@ from detjax.invariant.equations import aval
 
 
 class Sizes:
-    """Literals, constants and axes of one program that another one, of another batch, has otherwise.
+    """Literals, constants and axes of one program that differ in the program of another batch.
 
     Attributes:
-        is_same: whether both have the same equations.
+        is_same: whether both programs have the same equations.
     """
 
     def __init__(self) -> None:
         self.is_same = True
-        self._kept: list[core.Jaxpr] = []  # so that no other equation gets the identity of one of these
+        self._kept: list[core.Jaxpr] = []  # keeps the ids of their equations from being reused
         self._literals: set[tuple[int, int]] = set()
         self._constants: dict[int, list[core.Var]] = {}
         self._equations: set[int] = set()
@@ -30,7 +30,7 @@ class Sizes:
 
     @classmethod
     def between(cls, first: core.Jaxpr, second: core.Jaxpr) -> "Sizes":
-        """Returns what is to be known of the first of two programs."""
+        """Returns the numbers of the first program that differ in the second."""
         sizes = cls()
         sizes._kept = [first, second]
         sizes._compare(first, second)
@@ -39,11 +39,11 @@ class Sizes:
         return sizes
 
     def is_literal(self, eqn: core.JaxprEqn, at: int) -> bool:
-        """Returns whether an operand is a number that comes from the number of rows."""
+        """Returns whether the operand at an index is a literal that comes from the number of rows."""
         return (id(eqn), at) in self._literals
 
     def is_parameter(self, eqn: core.JaxprEqn) -> bool:
-        """Returns whether an equation has a number among its parameters that comes from the number of rows."""
+        """Returns whether a parameter of an equation comes from the number of rows."""
         return id(eqn) in self._equations
 
     def constants(self, jaxpr: core.Jaxpr) -> Sequence[core.Var]:
@@ -82,12 +82,12 @@ class Sizes:
                 self._compare(part, other)
 
     def _compare_lines(self, first: core.Jaxpr, second: core.Jaxpr) -> None:
-        """Compares programs with different equations: notes the numbers of a line that differ in the other program."""
+        """Compares programs with different equations: records a line's literals that differ in the other program."""
         known = [_numbers_by_line(jaxpr) for jaxpr in (first, second)]
-        for place, there in known[0].items():
-            others = known[1].get(place, {})
-            if others and there.keys() != others.keys():
-                for operands in there.values():
+        for position, numbers in known[0].items():
+            others = known[1].get(position, {})
+            if others and numbers.keys() != others.keys():
+                for operands in numbers.values():
                     self._literals.update((id(eqn), at) for eqn, at in operands)
 
 
@@ -99,7 +99,7 @@ def _parameters(eqn: core.JaxprEqn) -> dict[str, Any]:
 
 
 def _differ(one: Any, two: Any) -> bool:
-    """Returns whether two numbers or arrays differ; arrays of different shapes are compared where they overlap."""
+    """Returns whether two numbers or arrays differ. Arrays of different shapes are compared where they overlap."""
     if one is two or isinstance(one, Tracer) or isinstance(two, Tracer):
         return False
     if isinstance(one, jax.Array) and jnp.issubdtype(one.dtype, jax.dtypes.extended):
@@ -112,11 +112,11 @@ def _differ(one: Any, two: Any) -> bool:
 
 
 def _numbers_by_line(jaxpr: core.Jaxpr) -> dict[Any, dict[str, list[tuple[core.JaxprEqn, int]]]]:
-    """For each line and primitive the numbers that stand there, with the operands that they are."""
+    """Maps each line, primitive and operand index to the literals there and the operands that hold them."""
     known: dict[Any, dict[str, list[tuple[core.JaxprEqn, int]]]] = {}
     for eqn in equations.all_equations(jaxpr):
         for at, atom in enumerate(eqn.invars):
             if isinstance(atom, core.Literal):
-                place = equations.source_line(eqn), eqn.primitive.name, at
-                known.setdefault(place, {}).setdefault(repr(atom.val), []).append((eqn, at))
+                position = equations.source_line(eqn), eqn.primitive.name, at
+                known.setdefault(position, {}).setdefault(repr(atom.val), []).append((eqn, at))
     return known

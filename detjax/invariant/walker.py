@@ -1,4 +1,4 @@
-"""One way through a jaxpr: something is known of each variable, and a rule says what of an equation's results."""
+"""Walks a jaxpr: a rule maps facts about an equation's operands to facts about its results."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -12,14 +12,14 @@ def walk[T](
     rule: Callable[[core.JaxprEqn, list[T]], Iterable[T]],
     literal: Callable[[core.Literal], T],
 ) -> list[T]:
-    """Returns what is known of a jaxpr's results.
+    """Returns the facts about a jaxpr's results.
 
     Args:
         jaxpr: a function.
-        known: what is known of its constants and arguments, in the order of `all_invars`.
-        rule: what is known of an equation's results, given what is known of its operands. It opens what an equation
-            holds, if it wants to.
-        literal: what is known of a literal.
+        known: the facts about its constants and arguments, in the order of `all_invars`.
+        rule: maps an equation and the facts about its operands to the facts about its results. Entering the jaxprs that
+            an equation holds is left to the rule.
+        literal: maps a literal to its fact.
     """
     env: dict[Any, T] = dict(zip(jaxpr.all_invars, known, strict=True))
 

@@ -1,4 +1,4 @@
-"""Checks what a call writes into NNX modules among its arguments: it would belong to one row, and be lost."""
+"""Refuses calls that write into NNX modules among their arguments: the write would come from one row, and be lost."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,16 +12,16 @@ from detjax.invariant import equations
 from detjax.invariant.refusals import UnsafeFunction
 
 _ADVICE = (
-    "What it writes would be one row's, and lost. Switch it off (module.eval()), or pass the state as an argument with "
-    "rows and return it."
+    "The write would come from one row, and be lost. Switch it off (module.eval()), or pass the state as an argument "
+    "with rows and return it."
 )
 
 
 def check_unchanged(arguments: Any, leaves: Sequence[Any], tree: Any, is_array: Sequence[bool]) -> dict[int, str]:
-    """Returns the counters of random streams that a call raised, by their places among the arrays, with their paths.
+    """Returns the paths of random streams' counters that a call advanced, by their indices among the arrays.
 
-    A recurrent network asks for a key for its first state, which is zeros whatever the key is. `check_counters` says
-    whether results depend on such a counter.
+    A recurrent network draws a key for its first state, which is zeros whatever the key is. `check_counters` checks
+    that no result depends on such a counter.
 
     Args:
         arguments: the arguments after the call.
@@ -59,17 +59,17 @@ def check_unchanged(arguments: Any, leaves: Sequence[Any], tree: Any, is_array: 
 
 
 def check_counters(jaxpr: core.Jaxpr, counters: Mapping[int, str]) -> None:
-    """Raises if results depend on counters of random streams that a call raises.
+    """Raises if results depend on counters of random streams that a call advances.
 
     Args:
-        jaxpr: the function, without the equations that no result needs.
+        jaxpr: the function after dead-code elimination.
         counters: from `check_unchanged`.
 
     Raises:
-        UnsafeFunction: they do. Rows would get the same random numbers in every call.
+        UnsafeFunction: they do: rows would get the same random numbers in every call.
     """
-    for place, path in counters.items():
-        reader = next((eqn for eqn in jaxpr.eqns if any(v is jaxpr.invars[place] for v in eqn.invars)), None)
+    for index, path in counters.items():
+        reader = next((eqn for eqn in jaxpr.eqns if any(v is jaxpr.invars[index] for v in eqn.invars)), None)
         if reader is not None:
             line = equations.line_outside(reader, "flax")
             raise UnsafeFunction(

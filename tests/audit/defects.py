@@ -191,10 +191,10 @@ MIXES = {
     statistics_of_the_batch: "reduces over the batch",
     scale_of_the_batch: "reduces over the batch",
     every_row_meets_every_other: "every row meet every other",
-    dropout_with_one_key: "depend on its place in the batch",
-    noise_by_slot: "depend on its place in the batch",
-    mask_by_position_in_the_batch: "depend on its place in the batch",
-    number_of_the_slot: "depend on its place in the batch",
+    dropout_with_one_key: "depend on its position in the batch",
+    noise_by_slot: "depend on its position in the batch",
+    mask_by_position_in_the_batch: "depend on its position in the batch",
+    number_of_the_slot: "depend on its position in the batch",
     numbers_of_slots_alone: "gives a result whose rows",
     loop_until_all_are_done: "reduces over the batch",
     branch_if_any_row_wants: "reduces over the batch",
@@ -208,7 +208,7 @@ MIXES = {
     scan_over_the_batch: "scans over the batch",
     split_by_batch_size: "for a batch of 2",
     padded_to_a_bucket: "pads the batch",
-    opaque_call: "has no rule here",
+    opaque_call: "is not known to keep rows separate",
 }
 """Functions that mix rows, and what certificates say of their marked line."""
 

@@ -197,10 +197,10 @@ def _numbered_lookup(w: Array, x: Array) -> Array:
     [
         (_in_pairs, "reshape .*cuts the batch axis in two"),
         (_chosen, "sort .*orders or counts rows of the batch"),
-        (_numbered_map, "scan .*place in the batch"),
-        (_numbered_start, "scan .*place in the batch"),
+        (_numbered_map, "scan .*position in the batch"),
+        (_numbered_start, "scan .*position in the batch"),
         (_all_pairs, "scans over the batch"),
-        (_numbered_lookup, "gather .*place in the batch"),
+        (_numbered_lookup, "gather .*position in the batch"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )

@@ -63,8 +63,8 @@ MIXING: dict[str, tuple[Callable[[Array], Array], str]] = {
     "number of rows by ones": (lambda x: x.sum(-1) / jnp.ones(len(x)).sum(), "number of rows"),
     "number of rows in a power": (lambda x: x ** len(x), "number of rows"),
     "number of rows as a result": (lambda x: jnp.full(x.shape, len(x)), "number of rows"),
-    "places as a result": (lambda x: jnp.arange(len(x)), "place in the batch"),
-    "places as integers": (lambda x: jnp.arange(len(x))[:, None] + jnp.argmax(x, -1), "place in the batch"),
+    "places as a result": (lambda x: jnp.arange(len(x)), "position in the batch"),
+    "places as integers": (lambda x: jnp.arange(len(x))[:, None] + jnp.argmax(x, -1), "position in the batch"),
     "mask": (lambda x: jnp.where(x > x.max(0), x, 0), "reduce_max"),
     "integer mask": (lambda x: jnp.where((x > 0).sum(0) > 2, x, 0), "reduce_sum .*over the batch"),
     "branch": (lambda x: lax.cond(jnp.any(x > 2), jnp.sin, jnp.cos, x), "reduce_or .*over the batch"),
@@ -106,7 +106,7 @@ def test_a_function_that_mixes_rows_is_refused_with_its_line(name: str) -> None:
 def test_the_reason_and_what_to_do_are_said() -> None:
     with pytest.raises(detjax.UnsafeFunction, match=r"Use a number of the row's own axes"):
         detjax.batch_invariant(lambda x: x / x.shape[0])(_inputs())
-    with pytest.raises(detjax.UnsafeFunction, match=r"inverse of the very permutation"):
+    with pytest.raises(detjax.UnsafeFunction, match=r"inverse of the same permutation"):
         detjax.batch_invariant(lambda x: x[::-1])(_inputs())
 
 

@@ -44,8 +44,8 @@ def _in_a_loop(x: Array) -> Array:
     ("fn", "primitive", "what"),
     [
         (_whitened, "reduce_sum", "reduces over the batch"),
-        (_numbered, "add", "depend on its place in the batch"),
-        (_dropped, "select_n", "depend on its place in the batch"),
+        (_numbered, "add", "depend on its position in the batch"),
+        (_dropped, "select_n", "depend on its position in the batch"),
         (_similar, "reduce_sum", "reduces over the batch"),
         (_running, "cumsum", "accumulates over the batch"),
         (_in_a_loop, "reduce_sum", "reduces over the batch"),

@@ -192,7 +192,7 @@ def dropout_with_keys() -> Function:
     GROUP,
     "dropout with one key for the batch",
     "a row's numbers would depend on its place: a key for each row",
-    "depend on its place in the batch",
+    "depend on its position in the batch",
 )
 def dropout_with_one_key() -> Function:
     return lambda x: jnp.where(jax.random.bernoulli(jax.random.key(0), 0.5, x.shape), x, 0)

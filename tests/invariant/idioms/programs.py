@@ -264,7 +264,7 @@ def number_of_rows() -> Function:
     BATCH,
     "`x + jnp.arange(x.shape[0])[:, None, None]`",
     "a row would depend on its place: pass numbers with rows",
-    "depend on its place in the batch",
+    "depend on its position in the batch",
 )
 def place_of_a_row() -> Function:
     return lambda x: x + jnp.arange(x.shape[0], dtype=x.dtype)[:, None, None]
