@@ -1,9 +1,9 @@
-"""Where the tokens of groups lie for `group_sums`: in steps, whose places make stages, which are worked on in pieces.
+"""The arrangement of grouped tokens for `group_sums`: rows in steps, steps in stages, stages in pieces of a fixed size.
 
-A step has up to `WEIGHT_GRADIENT_TOKENS` rows of one sequence, as the contract says. It takes as many places, the rest
-of which are filled with zeros, and a group's steps are filled up to whole stages. How many steps there are depends on
-how sequences meet groups, and is known on the device alone. So there are as many pieces as it takes, of one size each:
-a group that begins in one piece goes on in the next one, as if this was another microbatch.
+A step has up to `WEIGHT_GRADIENT_TOKENS` rows of one sequence, as the contract says, and is padded to that size with
+zeros; a group's steps are padded to whole stages. The number of steps depends on how sequences are spread over groups,
+which only the device knows. So the work is a loop over pieces of a static size: a group that does not end in one piece
+continues in the next, as it would in another microbatch.
 """
 
 import dataclasses
@@ -24,12 +24,12 @@ STAGE_STEPS: Final = STAGE_TOKENS // WEIGHT_GRADIENT_TOKENS
 
 
 class Stages(NamedTuple):
-    """The stages of every group, int32 `[G]` each, in an order in which groups without stages come last.
+    """The stages of every group, int32 `[G]` each; groups without stages come last.
 
     Attributes:
         group: the group.
         first: its first stage.
-        number: how many stages it has.
+        number: its number of stages.
     """
 
     group: Any
@@ -38,26 +38,26 @@ class Stages(NamedTuple):
 
     @property
     def table(self) -> Array:
-        """What kernels read: the number of groups that have stages, and the three numbers of each group."""
+        """The array that kernels read: the number of groups with stages, then the three numbers of each group."""
         return jnp.concatenate([jnp.sum(self.number > 0, dtype=jnp.int32)[None], *self])
 
     @staticmethod
     def at(table: Any, groups: int, index: Array) -> "Stages":
-        """The three numbers at an index of a table in a kernel's memory."""
+        """Reads the three numbers at an index of a table, in a kernel."""
         return Stages(*(table[1 + field * groups + index] for field in range(3)))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StagedSteps:
-    """The steps of all groups, and their places.
+    """The steps of all groups, and their positions in the padded sequence of steps.
 
     Attributes:
         row: the first row of each step, int32 `[M]`.
-        rows: how many rows it has.
+        rows: its number of rows.
         first: the first step of each group, int32 `[G]`.
-        number: how many steps it has.
-        ends: the end of its places, counted in steps.
-        size: the places of a piece, counted in steps.
+        number: its number of steps.
+        ends: the end of its padded steps.
+        size: the padded steps of a piece.
     """
 
     row: Array
@@ -69,9 +69,9 @@ class StagedSteps:
 
     @classmethod
     def from_sizes(cls, group_sizes: Array, rows: int, sequences: Array | None) -> "StagedSteps":
-        """The steps of groups of so many rows, `[G]`, which belong to these sequences, `[M]`.
+        """Returns the steps of groups with these sizes `[G]`, whose rows belong to these sequences `[M]`.
 
-        One piece has room for groups that many sequences do not meet.
+        One piece suffices unless many sequences share groups.
         """
         groups = len(group_sizes)
         tiles = group_tiles(group_sizes, rows, WEIGHT_GRADIENT_TOKENS, sequences)
@@ -84,11 +84,11 @@ class StagedSteps:
 
     @property
     def pieces(self) -> Array:
-        """How many pieces there are, an int32 scalar."""
+        """The number of pieces, an int32 scalar."""
         return -(-self.ends[-1] // self.size)
 
     def piece(self, index: Array) -> tuple[Array, Stages]:
-        """Returns the row at each place of a piece, int32, M where there is none; and the groups' stages in it."""
+        """Returns the row at each position of a piece, int32, M for padding; and the groups' stages in the piece."""
         begins = jnp.concatenate([jnp.zeros(1, jnp.int32), self.ends[:-1]])
         place = index * self.size + jnp.arange(self.size, dtype=jnp.int32)
         group = jnp.minimum(jnp.searchsorted(self.ends, place, side="right").astype(jnp.int32), len(self.ends) - 1)
@@ -100,6 +100,6 @@ class StagedSteps:
         rows = jnp.where(is_row, self.row[step][:, None] + token, jnp.int32(len(self.row)))
 
         first, end = (jnp.clip(x - index * self.size, 0, self.size) // STAGE_STEPS for x in (begins, self.ends))
-        # Groups with many stages come first, so that no worker begins a long tile when the others end.
+        # Long groups come first, so that no worker starts a long tile when the others finish.
         order = jnp.argsort(first - end, stable=True).astype(jnp.int32)
         return rows.reshape(-1), Stages(order, first[order], (end - first)[order])

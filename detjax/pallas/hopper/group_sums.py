@@ -1,11 +1,11 @@
 """Sums over the tokens of groups on Hopper GPUs (Mosaic GPU): the gradients of experts' weights and biases.
 
-Every group has float32 sums, to which its tokens are added, stage by stage. How many stages a group has is known on the
-device alone, so workers take one tile of one group's sums after another, each with as many stages as that group has.
-Groups without stages are not visited.
+Every group has float32 sums, to which its tokens are added stage by stage. Only the device knows how many stages a
+group has, so workers process tile after tile of the groups' sums, each with its group's number of stages. Groups
+without stages are not visited.
 
 A worker is a warpgroup that multiplies and a warp that loads. A multiprocessor has two, which share nothing: while one
-of them reads and writes sums, which takes as long as the products of some hundred tokens, the other one multiplies.
+reads and writes sums, which takes as long as the products of some hundred tokens, the other one multiplies.
 """
 
 import dataclasses
@@ -26,19 +26,19 @@ from detjax.pallas.hopper.device import SWIZZLE_BYTES, WARPGROUP, shared_registe
 from detjax.pallas.hopper.group_stages import STAGE_TOKENS, Stages
 
 _WIDTH_UNIT: Final = 64
-"""Widths are filled up to a multiple of what a swizzled line holds."""
+"""Widths are padded to whole swizzled lines."""
 
 _WORKERS: Final = 2
 """Workers of a CTA."""
 
 _CONSUMER_REGISTERS, _, _PRODUCER_REGISTERS = shared_registers(232, 232, 40)
 _MAX_ACCUMULATORS: Final = 128
-"""Registers of a thread that hold sums."""
+"""Registers of a thread that hold sums: a tile of 128 x 128, whose stages of 32 KiB leave each worker three of them."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """How the sums of a group are cut into tiles; no bit depends on it."""
+    """The tiles of a group's sums; no bit depends on it."""
 
     rows: int
     """Rows of a tile, a multiple of 64."""
@@ -47,17 +47,17 @@ class Schedule:
 
     @property
     def bytes_per_stage(self) -> int:
-        """Bytes of shared memory that a stage takes."""
+        """Bytes of a stage in shared memory."""
         return STAGE_TOKENS * (self.rows + self.columns) * 2
 
     @property
     def stages(self) -> int:
-        """Stages that a worker has room for."""
+        """Stages that fit into a worker's half of shared memory."""
         return (device.SHARED_MEMORY - device.SHARED_MEMORY_RESERVED) // (_WORKERS * self.bytes_per_stage)
 
 
 def default_schedule(rows: int, columns: int) -> Schedule:
-    """The tiles that divide sums of so many rows and columns and need the fewest bytes for a product."""
+    """Returns the tiles that divide sums `[rows, columns]` and load the fewest bytes per product."""
     sizes = range(_WIDTH_UNIT, 4 * _WIDTH_UNIT + 1, _WIDTH_UNIT)
     fitting = [
         Schedule(r, c)
@@ -69,32 +69,33 @@ def default_schedule(rows: int, columns: int) -> Schedule:
 
 
 def product_sums(sums: Array, x: Array, w: Array, stages: Stages, schedule: Schedule | None = None) -> Array:
-    """Returns `sums[g] + x[t].T @ w[t]`, t being the tokens of group g's stages in ascending order.
+    """Returns `sums[g] + x[t].T @ w[t]` for the tokens t of group g's stages in ascending order.
 
-    Where the program may overwrite the sums, they are written in place.
+    Donated sums are updated in place.
 
     Args:
         sums: `[G, M, N]` float32.
         x: tokens `[T, M]`, bfloat16 or float16.
         w: tokens `[T, N]` of the same dtype.
-        stages: which tokens each group has.
-        schedule: its tiles divide the sums, filled up to multiples of 64; default: `default_schedule`'s.
+        stages: the tokens of each group.
+        schedule: tiles that divide the sums padded to multiples of 64; default: `default_schedule`'s.
     """
     groups, m, n = sums.shape
-    filled = round_up(m, _WIDTH_UNIT), round_up(n, _WIDTH_UNIT)
-    ref = jax.new_ref(_filled(sums, (groups, *filled)))
-    kernel = _product_kernel(groups, filled, x.dtype, schedule or default_schedule(*filled))
-    kernel(stages.table, _filled(x, (len(x), filled[0])), _filled(w, (len(w), filled[1])), ref)
+    shape = round_up(m, _WIDTH_UNIT), round_up(n, _WIDTH_UNIT)
+    ref = jax.new_ref(_padded(sums, (groups, *shape)))
+    kernel = _product_kernel(groups, shape, x.dtype, schedule or default_schedule(*shape))
+    kernel(stages.table, _padded(x, (len(x), shape[0])), _padded(w, (len(w), shape[1])), ref)
     return jax.freeze(ref)[:, :m, :n]
 
 
-def _filled(array: Array, shape: tuple[int, ...]) -> Array:
-    """The array with zeros appended up to the shape."""
+def _padded(array: Array, shape: tuple[int, ...]) -> Array:
+    """Returns the array with zeros appended up to the shape."""
     return jnp.pad(array, [(0, target - size) for size, target in zip(array.shape, shape, strict=True)])
 
 
 def _product_kernel(groups: int, shape: tuple[int, int], dtype: Any, schedule: Schedule) -> Any:
-    """The kernel of `table, x, w, sums`, which overwrites the sums."""
+    """Returns the kernel of `table, x, w, sums`, which updates the sums in place."""
+    # The workers' rings are adjacent: worker i has the barriers and stages from i * schedule.stages on.
     barriers = _WORKERS * schedule.stages
     line = SWIZZLE_BYTES // dtype.itemsize
     transforms = (
@@ -113,6 +114,8 @@ def _product_kernel(groups: int, shape: tuple[int, int], dtype: Any, schedule: S
         def _producer() -> None:
             plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
 
+            # One loading warp for each worker: their tiles have different numbers of stages, so a common warp would let
+            # one worker wait for the other.
             @plgpu.warp_map
             def _(warp: Array) -> None:
                 pl.when(warp < _WORKERS)(lambda: cta.produce(warp))
@@ -132,6 +135,7 @@ def _product_kernel(groups: int, shape: tuple[int, int], dtype: Any, schedule: S
         scratch_types={
             "rows": operand(schedule.rows),
             "columns": operand(schedule.columns),
+            # The copy engine arrives for each of the two operands, the worker's warpgroup once it has multiplied.
             "loaded": plgpu.Barrier(num_arrivals=2, num_barriers=barriers),
             "consumed": plgpu.Barrier(num_arrivals=1, num_barriers=barriers),
         },
@@ -148,7 +152,7 @@ class _Tile(NamedTuple):
     first: Array
     """The first stage of the group."""
     stages: Array
-    """The number of its stages."""
+    """Its number of stages."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,16 +165,17 @@ class _Cta:
     operands: tuple[Any, Any, Any, Any]
     """The table, both arrays of tokens and the sums, in device memory."""
     rows: Any
-    """Stages of x in shared memory, first those of the first worker."""
+    """Stages of x in shared memory, the first worker's first."""
     columns: Any
     """Stages of w."""
     loaded: Any
-    """Barriers of the stages that are filled."""
+    """A barrier for each stage: its copies have arrived."""
     consumed: Any
-    """Barriers of the stages that may be overwritten."""
+    """A barrier for each stage: it may be overwritten."""
 
     def each_tile(self, worker: Array, visit: Callable[[_Tile, Array], None]) -> Array:
-        """Calls `visit` with every tile of a worker and the number of stages before it; returns that of all stages."""
+        """Calls `visit(tile, stages before it)` for every tile of a worker, and returns the number of all its
+        stages."""
         table, tiles_of_row = self.operands[0], self.shape[1] // self.schedule.columns
         tiles = self.shape[0] // self.schedule.rows * tiles_of_row
         workers = _WORKERS * device.multiprocessors()
@@ -188,11 +193,11 @@ class _Cta:
         return lax.fori_loop(0, count, step, jnp.int32(0))
 
     def slot(self, worker: Array, stage: Array) -> Array:
-        """The place of a worker's stage in shared memory; stages are counted over all its tiles."""
+        """Returns the slot of a worker's stage in shared memory; stages are counted over all its tiles."""
         return worker * self.schedule.stages + lax.rem(stage, jnp.int32(self.schedule.stages))
 
     def produce(self, worker: Array) -> None:
-        """Loads the stages of a worker's tiles, and waits until they are read."""
+        """Loads the stages of a worker's tiles, and waits until they are consumed."""
         _, x, w, _ = self.operands
 
         def visit(tile: _Tile, before: Array) -> None:
@@ -220,6 +225,7 @@ class _Cta:
         shape, sums = (self.schedule.rows, self.schedule.columns), self.operands[3]
 
         def visit(tile: _Tile, before: Array) -> None:
+            # No other worker has this tile, so its sums are read and written in place without synchronization.
             place = sums.at[tile.group, pl.ds(tile.row, shape[0]), pl.ds(tile.column, shape[1])]
 
             def add(total: Any) -> Array:
@@ -230,7 +236,7 @@ class _Cta:
                     slot = self.slot(worker, before + stage)
                     plgpu.barrier_wait(self.loaded.at[slot])
                     plgpu.wgmma(total, self.rows.at[slot].T, self.columns.at[slot])
-                    # The products of this stage may still run; those of the stage before have read it.
+                    # This stage's product stays in flight; the previous one is done, so its stage is free.
                     plgpu.wgmma_wait(1)
 
                     @pl.when(stage >= 1)
@@ -253,22 +259,23 @@ def row_sums(sums: Array, x: Array, stages: Stages) -> Array:
     Args:
         sums: `[G, D]` float32.
         x: tokens `[T, D]`.
-        stages: which tokens each group has.
+        stages: the tokens of each group.
     """
-    (groups, given), width = sums.shape, max(sums.shape[1], WARPGROUP)
+    (groups, columns), width = sums.shape, max(sums.shape[1], WARPGROUP)
     layout = plgpu.Layout.WG_STRIDED(shape=(WARPGROUP,), vec_size=1)
 
     def body(table: Any, start: Any, x: Any, out: Any) -> None:
         group, first, number = Stages.at(table, groups, lax.axis_index("group"))
-        # The last CTA of a group moves up to whole warps: two CTAs then write the same bits to some columns.
+        # The last CTA of a group shifts back to a whole warpgroup: two CTAs then write the same bits to some columns.
         across = pl.ds(jnp.minimum(lax.axis_index("column") * WARPGROUP, width - WARPGROUP), WARPGROUP)
 
         def add(stage: Array, total: Array) -> Array:
             token = (first + stage) * STAGE_TOKENS
-            held = [
+            # All loads of a stage are issued before the first addition needs one.
+            rows = [
                 plgpu.load(x.at[token + row, across], layout=layout, optimized=False) for row in range(STAGE_TOKENS)
             ]
-            wide = [row.astype(ACCUMULATOR) for row in held]
+            wide = [row.astype(ACCUMULATOR) for row in rows]
             steps = [wide[i : i + WEIGHT_GRADIENT_TOKENS] for i in range(0, STAGE_TOKENS, WEIGHT_GRADIENT_TOKENS)]
             return functools.reduce(jnp.add, [functools.reduce(jnp.add, step) for step in steps], total)
 
@@ -284,4 +291,4 @@ def row_sums(sums: Array, x: Array, stages: Stages) -> Array:
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
         ),
-    )(stages.table, _filled(sums, (groups, width)), _filled(x, (len(x), width)))[:, :given]
+    )(stages.table, _padded(sums, (groups, width)), _padded(x, (len(x), width)))[:, :columns]

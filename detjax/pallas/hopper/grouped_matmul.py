@@ -1,8 +1,8 @@
-"""Matmul of rows sorted by expert on Hopper GPUs: the kernel of `matmul`, whose tiles have weights of their own.
+"""Matmul of rows sorted by expert on Hopper GPUs: the kernel of `matmul` with a weight for each tile of rows.
 
-A tile has rows of one expert. Groups of rows begin at multiples of a tile's rows, so there are tiles of 8 rows where
-experts have few, and of 128 where they have many. Each row has the bits of `matmul`, since no schedule changes any, and
-so has its gradient. The gradients of weights and biases are sums over an expert's tokens, see `group_sums`.
+A tile has rows of one expert, and groups of rows start at multiples of a tile's size: 8 rows where experts have few
+rows, up to 128 where they have many. Each row and its gradient have the bits of `matmul`, since no schedule changes a
+bit. The gradients of weights and biases are sums over an expert's tokens; see `group_sums`.
 """
 
 from collections.abc import Callable
@@ -25,20 +25,20 @@ from detjax.pallas.hopper.matmul import gradient_of_sums
 from detjax.pallas.hopper.matmul.kernel import Operands, product, product_keeping_sums
 from detjax.pallas.hopper.matmul.plan import Schedule
 
-_FEWEST: Final = 8
+_MIN_TILE: Final = 8
 """Rows of the smallest tile."""
-_UNITS: Final = 128, 64, 32, 16, _FEWEST
-"""Rows of tiles."""
+_TILES: Final = 128, 64, 32, 16, _MIN_TILE
+"""Tile sizes in rows."""
 
 
 def group_unit(rows: int, experts: int) -> int:
-    """Returns the rows of a tile that suits groups of `rows / experts` rows.
+    """Returns the size of tiles for groups of `rows / experts` rows on average.
 
-    Tiles are up to twice as long as the mean group. A group of two tiles would read its expert's weight twice, which
-    costs more than rows of padding: with 32 rows an expert, tiles of 8 take twice as long as tiles of 64 (measured on
-    an H200 by `python -m benchmarks expert_schedules`, as is `_schedule`).
+    Tiles have up to twice the rows of the mean group. A group of two tiles would read its expert's weight twice, which
+    costs more than padding: with 32 rows per expert, tiles of 8 take twice as long as tiles of 64 (measured on an H200
+    by `python -m benchmarks expert_schedules`, as is `_schedule`).
     """
-    return next((unit for unit in _UNITS if 2 * rows >= unit * experts), _FEWEST)
+    return next((unit for unit in _TILES if 2 * rows >= unit * experts), _MIN_TILE)
 
 
 def forward(
@@ -53,7 +53,7 @@ def forward(
     """Returns rows `[M, N]` for rows `[M, K]`; see `detjax.ops.grouped_matmul` for the operands and options.
 
     Args:
-        schedule: how the product is computed, with tiles of `unit` tokens; default: what suits such tiles.
+        schedule: a schedule with tiles of `unit` tokens; default: `_schedule`'s for this tile size.
 
     Raises:
         NotImplementedError: the matrix unit does not take x's dtype.
@@ -72,7 +72,7 @@ def forward(
 def forward_keeping_sums(
     operands: GroupedOperands, *, layout: WeightLayout, epilogue: Epilogue, unit: int
 ) -> tuple[Array, tuple[Array, ...]]:
-    """What `forward` returns in x's dtype, and the biased sums for `backward`, `[M, N]`, or those of gate and up."""
+    """Returns the result of `forward` in x's dtype, and the biased sums `[M, N]` of each part, for `backward`."""
     x, w, bias, group_sizes, _ = operands
     outputs = w.shape[-2 if layout == "nk" else -1]
 
@@ -96,8 +96,8 @@ def backward(
 ) -> Gradients:
     """Returns the gradients of x, w and bias, or the next sums of the last two; see `hopper.matmul.backward`.
 
-    An expert's rows are added in ascending order, `WEIGHT_GRADIENT_TOKENS` of one sequence in one step. Sums of experts
-    without rows stay as they are. If z was not kept, it is computed again.
+    An expert's rows are added in ascending order, `WEIGHT_GRADIENT_TOKENS` of one sequence in a step. Sums of experts
+    without rows do not change. If z was not kept, it is recomputed.
 
     Raises:
         NotImplementedError: the matrix unit does not take x's dtype.
@@ -110,19 +110,19 @@ def backward(
             z = forward_keeping_sums(operands, layout=layout, epilogue=epilogue, unit=unit)[1]
         dz = gradient_of_sums(z, dy, epilogue)
 
-    # To contract both halves of a stacked "kn" weight at once takes a copy; "nk" halves already follow each other.
+    # The halves of a stacked "nk" weight are already contiguous along N; contracting "kn" halves at once takes a copy.
     stacked = w.reshape(len(w), -1, *w.shape[-2:])
     joined = w.reshape(len(w), -1, w.shape[-1]) if layout == "nk" else jnp.concatenate(parts(stacked), axis=2)
 
-    turned: WeightLayout = "kn" if layout == "nk" else "nk"
+    transposed: WeightLayout = "kn" if layout == "nk" else "nk"
 
     def multiply(dz: Array, experts: Array, tile: int) -> Array:
-        tiles, schedule = Operands(dz, joined, experts=experts), _schedule(tile, x.shape[1], turned)
-        return product(tiles, layout=turned, epilogue=Epilogue(), out_dtype=x.dtype, schedule=schedule)
+        tiles, schedule = Operands(dz, joined, experts=experts), _schedule(tile, x.shape[1], transposed)
+        return product(tiles, layout=transposed, epilogue=Epilogue(), out_dtype=x.dtype, schedule=schedule)
 
     has_expert = jnp.arange(len(x), dtype=jnp.int32) < jnp.sum(group_sizes, dtype=jnp.int32)
     dx = _in_tiles(multiply, dz, group_sizes, unit)
-    # Nothing was written to the tiles of rows that have no expert.
+    # The kernel does not write tiles of rows without an expert, so their memory is undefined.
     dx = jnp.where(jnp.broadcast_to(has_expert[:, None], dx.shape), dx, jnp.zeros_like(dx))
 
     start = jnp.zeros(w.shape, ACCUMULATOR) if w_sum is None else w_sum
@@ -141,16 +141,16 @@ def backward(
 
 
 type _Sums = tuple[list[Array], Array | None]
-"""The sums of the weights, `[E, N, K]`, or `[E, K, N]` of each part if the layout is "kn"; and those of the biases."""
+"""The sums of the weights, `[E, N, K]`, or `[E, K, N]` of each part if the layout is "kn"; and of the biases."""
 
 
 def _next_sums(sums: _Sums, x: Array, dz: Array, steps: StagedSteps, layout: WeightLayout) -> _Sums:
-    """The sums after the rows' steps."""
+    """Returns the sums after all steps."""
 
     def add_piece(index: Array, sums: _Sums) -> _Sums:
         weights, biases = sums
         rows, stages = steps.piece(index)
-        # Zeros stand at the places without a row.
+        # Padding has zeros, which change no sum.
         x_rows, dz_rows = (array.at[rows].get(mode="fill", fill_value=0) for array in (x, dz))
         pairs = [(dz_rows, x_rows)]
         if layout == "kn":
@@ -162,7 +162,7 @@ def _next_sums(sums: _Sums, x: Array, dz: Array, steps: StagedSteps, layout: Wei
 
 
 def _schedule(tile: int, outputs: int, layout: WeightLayout) -> Schedule:
-    """The schedule of tiles of so many rows: narrow ones stream weights, wide ones keep the matrix unit busy."""
+    """Returns the schedule for a tile size: small tiles stream weights, large ones keep the matrix unit busy."""
     if outputs <= 64:
         return Schedule(tile, 64 if layout == "kn" else round_up(outputs, 8), "weights")
     if tile == 128:
@@ -173,36 +173,32 @@ def _schedule(tile: int, outputs: int, layout: WeightLayout) -> Schedule:
 def _in_tiles[T: PyTree[Array]](
     multiply: Callable[[Array, Array, int], T], x: Array, group_sizes: Array, unit: int
 ) -> T:
-    """What `multiply` gives for rows in groups whose sizes are multiples of `unit`.
+    """Returns `multiply(rows, experts, tile)`, in which `experts` is as in `Operands` and `tile` is the tile size.
 
-    Args:
-        multiply: a function of rows, of the expert of each tile with the number of tiles that have one behind it, and
-            of the rows of a tile. Its results have as many rows.
-        x: the rows. If tiles do not fit the unit, rows are moved apart and back.
-        group_sizes: the rows of each expert.
-        unit: see there.
+    The sizes of groups are multiples of `unit`. If no tile size divides `unit`, groups are padded to whole tiles and
+    the padding is removed from the results.
     """
-    if unit % _FEWEST or len(x) % unit:
-        place, filled, room = _places_apart(group_sizes, len(x))
-        apart = jnp.zeros((room, x.shape[1]), x.dtype).at[place].set(x, mode="drop", unique_indices=True)
-        y = _in_tiles(multiply, apart, filled, _FEWEST)
+    if unit % _MIN_TILE or len(x) % unit:
+        place, padded_sizes, padded_rows = _padded_groups(group_sizes, len(x))
+        padded = jnp.zeros((padded_rows, x.shape[1]), x.dtype).at[place].set(x, mode="drop", unique_indices=True)
+        y = _in_tiles(multiply, padded, padded_sizes, _MIN_TILE)
         return jax.tree.map(lambda rows: rows.at[place].get(mode="fill", fill_value=0), y)
-    tile = next(size for size in _UNITS if unit % size == 0)
+    tile = next(size for size in _TILES if unit % size == 0)
     ends, tiles = jnp.cumsum(group_sizes, dtype=jnp.int32), len(x) // tile
     first = jnp.arange(tiles, dtype=jnp.int32) * tile
-    # Unrolled, the search is one kernel; as a loop it is one for each of its steps.
+    # Unrolled, the search is one kernel; as a loop it would launch one kernel per step.
     expert = jnp.searchsorted(ends, first, side="right", method="scan_unrolled").astype(jnp.int32)
     expert = jnp.minimum(expert, len(group_sizes) - 1)
     return multiply(x, jnp.append(expert, ends[-1] // tile), tile)
 
 
-def _places_apart(group_sizes: Array, rows: int) -> tuple[Array, Array, int]:
-    """For groups that begin at any row: each row's place in groups of whole tiles, their sizes, and all places."""
+def _padded_groups(group_sizes: Array, rows: int) -> tuple[Array, Array, int]:
+    """Returns each row's place among groups padded to whole tiles, the padded sizes, and an upper bound of all rows."""
     sizes = group_sizes.astype(jnp.int32)
-    ends, filled = jnp.cumsum(sizes, dtype=jnp.int32), -(-sizes // _FEWEST) * _FEWEST
-    starts, room = ends - sizes, round_up(rows + len(sizes) * (_FEWEST - 1), _FEWEST)
-    firsts = jnp.cumsum(filled, dtype=jnp.int32) - filled
+    ends, padded = jnp.cumsum(sizes, dtype=jnp.int32), -(-sizes // _MIN_TILE) * _MIN_TILE
+    starts, padded_rows = ends - sizes, round_up(rows + len(sizes) * (_MIN_TILE - 1), _MIN_TILE)
+    firsts = jnp.cumsum(padded, dtype=jnp.int32) - padded
     row = jnp.arange(rows, dtype=jnp.int32)
     expert = jnp.searchsorted(ends, row, side="right").astype(jnp.int32)
     known = jnp.minimum(expert, len(sizes) - 1)
-    return jnp.where(expert < len(sizes), firsts[known] + row - starts[known], room), filled, room
+    return jnp.where(expert < len(sizes), firsts[known] + row - starts[known], padded_rows), padded, padded_rows

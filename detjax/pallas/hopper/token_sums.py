@@ -1,9 +1,9 @@
 """Sums of rows over tokens on Hopper GPUs (Mosaic GPU): the gradients of biases and of norms' weights.
 
-`WEIGHT_GRADIENT_TOKENS` rows make a step. A first kernel adds the rows of each step left to right, as many steps at the
-same time as there is room for; gradients of norms do so in the kernel that has the rows anyway. A second one adds the
-steps to the sum, one after the other: that chain is the only thing that must wait for itself, so a CTA takes few
-columns, and the copy engine brings their steps.
+`WEIGHT_GRADIENT_TOKENS` rows make a step. A first kernel adds the rows of each step left to right, many steps at the
+same time; gradients of norms do so in the kernel that has the rows anyway. A second kernel adds the steps to the sum in
+sequence. This chain is the only serial part and is bound by the latency of additions, so a CTA takes few columns and
+the copy engine loads their steps ahead.
 """
 
 import functools
@@ -23,23 +23,25 @@ from detjax.pallas.hopper.device import WARP, WARPGROUP
 from detjax.pallas.hopper.rows import layout
 
 CHAIN_COLUMNS: Final = WARPGROUP
-"""Columns of a CTA that adds steps to the sum: one for each thread, which then loads 4 bytes of each step."""
+"""Columns of a CTA of the chain: one for each thread. A warp reads 32 neighbouring words of a step, one in each
+bank."""
 
 FEW_COLUMNS: Final = 32
-"""The same where rows have no multiple of `CHAIN_COLUMNS`. A thread has `LANE_GROUP` columns then, and all warps have
-the same ones: on an H200 a step takes 12 ns."""
+"""Columns of a CTA if rows are no multiple of `CHAIN_COLUMNS`. A thread then has `LANE_GROUP` columns, and all warps
+compute the same ones: on an H200 a step takes 12 ns."""
 
 CHAIN_STEPS: Final = 64
-"""Steps that one copy brings to it."""
+"""Steps of one copy."""
 
 CHAIN_SLOTS: Final = 4
-"""Copies that it has under way or waiting."""
+"""Slots of the chain's ring: 4 x 64 steps x 128 float32 columns are 128 KiB of shared memory."""
 
 CHAIN_LOADS: Final = 64
-"""Steps that it reads from shared memory before it adds them, so that no addition waits for a load."""
+"""Steps that a thread reads from shared memory before it adds them, so that no addition waits for a load; 64 registers
+with one column per thread."""
 
 COLUMN_UNIT: Final = 16
-"""Rows are filled up to a multiple of so many columns, and beyond 128 columns to a multiple of 128."""
+"""Rows are padded to a multiple of this many columns, and beyond 128 columns to a multiple of 128."""
 
 
 def token_sums(start: Array, x: Array) -> Array:
@@ -53,7 +55,7 @@ def token_sums(start: Array, x: Array) -> Array:
 
 
 def _step_sums(x: Array) -> Array:
-    """The sum of each step's rows, `[steps, D]` float32, of `[steps, tokens, D]`."""
+    """Returns the sum of each step's rows, `[steps, D]` float32, for `[steps, tokens, D]`."""
     steps, tokens, width = x.shape
     threads = math.gcd(WARP, width // LANE_GROUP)
     columns = LANE_GROUP * threads
@@ -61,11 +63,11 @@ def _step_sums(x: Array) -> Array:
     pieces = layout(together, threads)
 
     def body(ref: Any, out: Any) -> None:
-        # The last CTA moves up to whole steps: two CTAs then write the same bits to some.
+        # The last CTA shifts back so that all its steps exist: two CTAs then write the same bits to some.
         first = jnp.minimum(lax.axis_index("step") * together, steps - together)
         here, across = pl.ds(first, together), pl.ds(lax.axis_index("column") * columns, columns)
-        held = [plgpu.load(ref.at[here, token, across], layout=pieces, optimized=False) for token in range(tokens)]
-        out[here, across] = functools.reduce(jnp.add, [row.astype(ACCUMULATOR) for row in held])
+        rows = [plgpu.load(ref.at[here, token, across], layout=pieces, optimized=False) for token in range(tokens)]
+        out[here, across] = functools.reduce(jnp.add, [row.astype(ACCUMULATOR) for row in rows])
 
     return plgpu.kernel(
         body,
@@ -80,12 +82,12 @@ def _step_sums(x: Array) -> Array:
 
 
 def chain(start: Array, step_sums: Array) -> Array:
-    """`start [D]` plus the rows of `step_sums [steps, D]`, one after the other."""
+    """Returns `start [D]` plus the rows of `step_sums [steps, D]`, added in order."""
     return chains([start], [step_sums])[0]
 
 
 def chains(starts: Sequence[Array], step_sums: Sequence[Array]) -> tuple[Array, ...]:
-    """`chain` of several sums of one width at the same time."""
+    """Returns `chain` of several sums of one width, computed at the same time."""
     width = starts[0].size
     if width % CHAIN_COLUMNS == 0:
         columns, piece = CHAIN_COLUMNS, plgpu.Layout.WG_STRIDED(shape=(CHAIN_COLUMNS,), vec_size=1)
@@ -111,9 +113,10 @@ def chains(starts: Sequence[Array], step_sums: Sequence[Array]) -> tuple[Array, 
                 plgpu.barrier_wait(loaded.at[slot])
                 for first in range(0, CHAIN_STEPS, CHAIN_LOADS):
                     places = [ring.at[slot, first + step] for step in range(CHAIN_LOADS)]
-                    held = [plgpu.load(place, layout=piece, optimized=False) for place in places]
-                    total = functools.reduce(jnp.add, held, total)
-                # All threads have read the slot before it is overwritten.
+                    rows = [plgpu.load(place, layout=piece, optimized=False) for place in places]
+                    total = functools.reduce(jnp.add, rows, total)
+                # Automatic barriers are off, so this one keeps the copy engine from overwriting a slot that a thread
+                # has yet to read.
                 plgpu.commit_smem()
                 pl.when(copy + slots < copies[group])(lambda: load(copy + slots))
                 return total
@@ -121,7 +124,7 @@ def chains(starts: Sequence[Array], step_sums: Sequence[Array]) -> tuple[Array, 
             for copy in range(slots):
                 load(jnp.int32(copy))
             first = plgpu.load(start_refs[group].at[across], layout=piece, optimized=False)
-            # What the last copy finds behind the last step are zeros, which change no sum.
+            # Beyond the last step the copy engine fills in zeros, which change no sum.
             out_refs[group][across] = lax.fori_loop(0, copies[group], add, first)
 
         for group in range(len(copies)):
@@ -138,7 +141,7 @@ def chains(starts: Sequence[Array], step_sums: Sequence[Array]) -> tuple[Array, 
         grid_names=("group", "column"),
         kernel_name="token_sums",
         compiler_params=plgpu.CompilerParams(
-            # A barrier at every load would take longer than the load.
+            # An automatic barrier at every load would take longer than the load.
             lowering_semantics=plgpu.LoweringSemantics.Lane,
             unsafe_no_auto_barriers=True,
         ),

@@ -132,7 +132,7 @@ def test_results_with_further_arrays_are_not_shared(changed: dict[str, int]) -> 
 
 
 def test_devices_share_results_of_many_tokens_in_the_default_schedule() -> None:
-    many, few = Problem(1024, 2048, 4096), Problem(tuning._FEWEST_SHARED - 8, 2048, 4096)
+    many, few = Problem(1024, 2048, 4096), Problem(tuning._MIN_SHARED_TOKENS - 8, 2048, 4096)
     assert shared_schedule(many, H100) == default_schedule(many, H100)
     assert Plan(few, default_schedule(few, H100)).can_be_shared
     assert shared_schedule(few, H100) is None

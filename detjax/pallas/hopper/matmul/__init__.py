@@ -1,6 +1,6 @@
-"""Matrix products on Hopper GPUs: the operation's forward and backward pass, as products of one kernel.
+"""Matmul on Hopper GPUs: the forward and backward pass, as products computed by one kernel.
 
-`kernel.py` has the kernel, `plan.py` its schedules and `tuning.py` the choice of a schedule.
+The kernel is in `kernel.py`, its schedules in `plan.py`, the choice of a schedule in `tuning.py`.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ from detjax.runtime.device_links import DeviceLinks
 
 
 def forward(operands: MatmulOperands, *, layout: WeightLayout, epilogue: Epilogue, out_dtype: DTypeLike) -> Array:
-    """`[*B, N]` of rows `[*B, K]`; see `detjax.ops.matmul` for the arguments.
+    """Returns `[*B, N]` for rows `[*B, K]`; see `detjax.ops.matmul` for the arguments.
 
     Raises:
         NotImplementedError: the matrix unit does not take x's dtype.
@@ -43,7 +43,7 @@ def forward(operands: MatmulOperands, *, layout: WeightLayout, epilogue: Epilogu
 def shared_forward(
     operands: MatmulOperands, axis_name: AxisName, links: DeviceLinks, *, epilogue: Epilogue, out_dtype: DTypeLike
 ) -> Array | None:
-    """`[*B, devices * N]`: see `detjax.ops.matmul.shared_matmul`; None if no kernel can write it.
+    """Returns `[*B, devices * N]`, or None if no kernel can write it; see `detjax.ops.matmul.shared_matmul`.
 
     Raises:
         NotImplementedError: the matrix unit does not take x's dtype.
@@ -58,7 +58,7 @@ def shared_forward(
 def forward_keeping_sums(
     operands: MatmulOperands, *, layout: WeightLayout, epilogue: Epilogue
 ) -> tuple[Array, tuple[Array, ...]]:
-    """What `forward` returns in x's dtype, and the biased sums for `backward`, `[*B, N]`, or those of gate and up."""
+    """Returns the result of `forward` in x's dtype, and the biased sums `[*B, N]` of each part, for `backward`."""
     y, z = product_keeping_sums(_flat(operands), layout=layout, epilogue=epilogue)
     shape = *operands.x.shape[:-1], y.shape[-1]
     return y.reshape(shape), tuple(part.reshape(shape) for part in z)
@@ -77,7 +77,7 @@ def apply_epilogue(
     epilogue: Epilogue,
     out_dtype: DTypeLike,
 ) -> Array:
-    """Rows `[*B, N]` in the bits of `forward`, given its sums; see `detjax.portable.matmul.apply_epilogue`."""
+    """Returns rows `[*B, N]` with the bits of `forward`, from its sums; see `detjax.portable.matmul.apply_epilogue`."""
     added = [] if biases is None else [full_rows(bias, sums[0]) for bias in biases]
     last = [] if residual is None else [residual.astype(ACCUMULATOR)]
 
@@ -99,16 +99,16 @@ def backward(
     layout: WeightLayout,
     epilogue: Epilogue,
 ) -> Gradients:
-    """Gradients of x, w and bias; instead of those of w and bias, their next sums if they have sums.
+    """Returns the gradients of x, w and bias; for a w or bias with a running sum, the next sum instead.
 
     With z = x @ w + bias, rounded to x's dtype, and y = epilogue(z), dz is the gradient of z, rounded to x's dtype. If
-    z was not kept, it is computed again. Then
+    z was not kept, it is recomputed. Then
 
         dx[m, k]    = sum over n ascending (gate's, then up's) of dz[m, n] * w[k, n]
         dw[k, n]    = sum over tokens m ascending of x[m, k] * dz[m, n]
         dbias[n]    = sum over tokens m ascending of dz[m, n], see `token_sums`
 
-    each in one float32 accumulator that is rounded once. A sum goes on in float32 where it ended, and is not rounded.
+    each in one float32 accumulator that is rounded once. A running sum stays in float32 and is not rounded.
 
     Raises:
         NotImplementedError: the matrix unit does not take x's dtype.
@@ -122,7 +122,7 @@ def backward(
         z = _biased_sums(flat_x, halves, bias, layout) if z is None else tuple(map(flat_rows, z))
         dz = gradient_of_sums(z, flat_rows(dy), epilogue)
 
-    # To contract both halves of a stacked "kn" weight at once takes a copy; "nk" halves already follow each other.
+    # The halves of a stacked "nk" weight are already contiguous along N; contracting "kn" halves at once takes a copy.
     joined = w.reshape(-1, w.shape[-1]) if layout == "nk" else jnp.concatenate(halves, axis=1)
     dx = _plain(dz, joined, layout="kn" if layout == "nk" else "nk", out_dtype=x.dtype)
 
@@ -151,7 +151,7 @@ def _plain(x: Array, w: Array, **options: object) -> Array:
 
 
 def _biased_sums(x: Array, halves: list[Array], bias: Array | None, layout: WeightLayout) -> tuple[Array, ...]:
-    """The biased sums `[M, N]`, or those of gate and up, rounded to x's dtype."""
+    """Returns the biased sums `[M, N]` of each part, rounded to x's dtype."""
     z = [_plain(x, half, layout=layout, out_dtype=ACCUMULATOR) for half in halves]
     if bias is not None:
         z = [total + b.astype(ACCUMULATOR) for total, b in zip(z, bias.reshape(len(z), 1, -1), strict=True)]
@@ -159,8 +159,8 @@ def _biased_sums(x: Array, halves: list[Array], bias: Array | None, layout: Weig
 
 
 def gradient_of_sums(z: tuple[Array, ...], dy: Array, epilogue: Epilogue) -> Array:
-    """The gradient of the biased sums, `[M, N]` of their dtype, or `[M, 2 N]` for gate and up."""
-    # The barrier keeps the program around out of the arithmetic.
+    """Returns the gradient of the biased sums in their dtype: `[M, N]`, or `[M, 2 N]` for gate and up."""
+    # Without the barrier XLA could fuse this arithmetic with the surrounding program, differently in each program.
     z, dy = lax.optimization_barrier((z, dy))
     wide = [total.astype(ACCUMULATOR) for total in z]
     dz = jax.vjp(lambda *z: activated(z, epilogue), *wide)[1](dy.astype(ACCUMULATOR))

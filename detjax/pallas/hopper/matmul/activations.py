@@ -1,7 +1,7 @@
-"""The activations that a Hopper matmul applies to its accumulators, on registers.
+"""Activations that the epilogue of a Hopper matmul applies to accumulators in registers.
 
-All schedules share this code, so that the compiler fuses the same products with the same additions in all of them.
-Tests on the device compare this bit by bit.
+All schedules share this code, so the compiler fuses the same products with the same additions in all of them; tests on
+the device compare the bits.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from detjax.operands.options import Activation
 
 
 def _erf(x: Array) -> Array:
-    """The error function, by the rational approximation of Eigen's float32 code; Mosaic GPU has none."""
+    """The error function, which Mosaic GPU lacks, by the rational approximation of Eigen's float32 code."""
     x = jnp.clip(x, -3.7439211627767994, 3.7439211627767994)
     square = x * x
     numerator = (0.00022905065861350646, 0.0034082910107109506, 0.050955695062380861, 0.18520832239976145)

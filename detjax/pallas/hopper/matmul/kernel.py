@@ -1,15 +1,22 @@
-"""Matmul on Hopper's `wgmma`: one kernel, from the 8 tokens of a decode step's tile to the 256 of a training batch's.
+"""Matmul on Hopper's `wgmma`: one kernel for tiles of 8 tokens in a decode step up to 256 in a training batch.
 
-Every output element has one float32 accumulator that meets K in ascending steps of 16, so no field of a schedule
-reaches the bits. A schedule decides how few bytes have to be sent to each multiprocessor:
+Every output element has one float32 accumulator that takes K in ascending steps of 16, so no field of a schedule can
+change a bit. A schedule decides how many bytes each multiprocessor has to receive:
 
-- Small M streams weights. They lie on the matrix unit's 64 rows, tokens on its columns, which may be as few as 8. A
-  tile may fill only a part of its 64 rows: a CTA loads and stores the rows of its tile and ignores the rest. So one
-  wave of CTAs covers any N and each weight is read once, without a split of K.
-- Medium M is bound by the bytes that a multiprocessor can receive. CTAs of a cluster load their common operand once, by
+- Small M streams weights. They are the matrix unit's 64 rows, tokens its columns, of which 8 suffice. A tile may fill
+  only some of its 64 rows: a CTA loads and stores the rows of its tile and ignores the rest. So one wave of CTAs covers
+  any N and each weight is read once, without a split of K.
+- Medium M is bound by the bytes that a multiprocessor can receive. The CTAs of a cluster load a shared operand once, by
   multicast.
-- Large M is bound by the matrix unit: tiles of 128 x 256, two warpgroups that multiply, CTAs that take tile after tile,
-  and a producer that loads the next tile while the last one is written.
+- Large M is bound by the matrix unit: tiles of 128 x 256, two warpgroups that multiply, persistent CTAs, and a producer
+  that loads the next tile while the previous one is written.
+
+Synchronization. A stage of the pipeline has two barriers:
+
+    producer warp    --copies-->   loaded[slot]    --> consumer warpgroups wait, then issue `wgmma`
+    consumer         --arrives-->  consumed[slot]  --> producer warps of all CTAs that copy into the slot wait
+
+The copy engine itself arrives at `loaded`, once for each copy, so no thread waits for a copy before the consumers do.
 """
 
 import dataclasses
@@ -37,6 +44,9 @@ from detjax.pallas.hopper.mosaic.layouts import swizzled_lines
 from detjax.pallas.hopper.mosaic.peers import close_results, open_results, send_chunk
 from detjax.runtime import backends
 
+# A CTA of three warpgroups starts with 168 registers per thread, 504 for one thread of each. The producer only computes
+# addresses and keeps 40, so that each consumer gets 232: up to 176 for accumulators (`plan.MAX_ACCUMULATORS`), and the
+# rest for the epilogue's temporaries, which would spill otherwise.
 _CONSUMER_REGISTERS, _, _PRODUCER_REGISTERS = shared_registers(232, 232, 40)
 
 
@@ -52,12 +62,12 @@ class Operands(NamedTuple):
     residual: Any = None
     """`[M, N]`."""
     start: Any = None
-    """`[M, N]` float32, what the accumulators begin with; None: zeros."""
+    """`[M, N]` float32: initial values of the accumulators; None: zeros."""
     peers: Peers | None = None
-    """The devices that compute the columns of one result; None: this device computes all of them."""
+    """The devices that share the columns of one result; None: this device computes all of them."""
     experts: Any = None
-    """Which weight each tile of tokens meets, `[tiles + 1]` int32, and behind it the number of tiles that have one;
-    None: there is one weight. Otherwise weights are `[E, ...]`, biases too, and rows of other tiles are not written."""
+    """`[tiles + 1]` int32: the expert of each tile of tokens, then the number of tiles that have one; None: there is
+    one weight. Otherwise weights and biases are `[E, ...]`, and tiles without an expert are not written."""
 
 
 def product(
@@ -69,10 +79,10 @@ def product(
     out_dtype: DTypeLike,
     schedule: Schedule | None = None,
 ) -> Array:
-    """`[M, N]`: the epilogue of `x @ w`, computed by the schedule given or by the default one.
+    """Returns the epilogue of `x @ w`, `[M, N]`, computed by the given or the default schedule.
 
-    Accumulators that begin with sums end as their next values, without an epilogue. Where the program may overwrite the
-    sums, because they were donated to it, they are written in place.
+    With `operands.start`, the result is the next value of these running sums, without an epilogue. Donated sums are
+    updated in place.
 
     Raises:
         NotImplementedError: the matrix unit does not take x's dtype.
@@ -95,13 +105,10 @@ def shared_product(
     epilogue: Epilogue,
     out_dtype: DTypeLike,
 ) -> Array | None:
-    """`[M, devices * N]`: the columns of all devices. Each computes its own columns and writes them into all arrays.
+    """Returns `[M, devices * N]`, the columns of all devices, or None if no schedule can write them.
 
-    A result leaves for the other devices as soon as it is computed, so the exchange takes place behind the products.
-    `operands.residual` has the columns of all devices.
-
-    Returns:
-        The columns; None if no schedule can write them.
+    Each device computes its own columns and writes every chunk into the arrays of all devices as soon as it is
+    computed, so the exchange overlaps with the products. `operands.residual` has the columns of all devices.
 
     Raises:
         NotImplementedError: the matrix unit does not take x's dtype.
@@ -126,7 +133,7 @@ def shared_product(
 def product_keeping_sums(
     operands: Operands, *, layout: WeightLayout, epilogue: Epilogue, schedule: Schedule | None = None
 ) -> tuple[Array, tuple[Array, ...]]:
-    """`product` in x's dtype, and the biased sums that its epilogue took, `[M, N]`, or those of gate and up.
+    """Returns `product` in x's dtype, and for each part the biased sums `[M, N]` that its epilogue consumed.
 
     Raises:
         NotImplementedError: the matrix unit does not take x's dtype.
@@ -140,7 +147,7 @@ def product_keeping_sums(
 def _problem(
     operands: Operands, token_layout: TokenLayout, layout: WeightLayout, out_dtype: jnp.dtype, *, keeps: bool = False
 ) -> tuple[Problem, int]:
-    """The problem, with sizes that the copy engine can address, and the number of outputs."""
+    """Returns the problem, padded to sizes that the copy engine can address, and the unpadded number of outputs."""
     x, w, bias, residual, start, _, experts = operands
     if str(x.dtype) not in DTYPES:
         raise NotImplementedError(
@@ -177,7 +184,7 @@ def _prepared(
     *,
     keeps: bool = False,
 ) -> tuple[Problem, Schedule, list[Array], tuple[int, int]]:
-    """The problem, its schedule, the operands filled up to what the copy engine can address, and the result's shape."""
+    """Returns the problem, its schedule, the operands padded for the copy engine, and the result's unpadded shape."""
     x, w, bias, residual, _, _, experts = operands
     problem, n = _problem(operands, token_layout, layout, out_dtype, keeps=keeps)
     stacked = w.reshape(-1, *w.shape[-2:])
@@ -198,15 +205,15 @@ def _prepared(
 
 
 def _padded(array: Array, shape: tuple[int, ...]) -> Array:
-    """The array with zeros appended up to the shape; the array itself if it has that shape."""
+    """Returns the array with zeros appended up to the shape."""
     return jnp.pad(array, [(0, target - size) for size, target in zip(array.shape, shape, strict=True)])
 
 
 def _kernel(plan: Plan, epilogue: Epilogue, peers: Peers | None = None) -> Callable[..., list[Array]]:
-    """The kernel of `x, w, bias?, residual?, experts? -> y, *z`, or of `x, w, y`, which overwrites y's sums.
+    """Returns the kernel `x, w, bias?, residual?, experts? -> y, *z`, or `x, w, y`, which updates the sums y in place.
 
-    If the problem keeps its biased sums, they are the arrays of z, gate's and up's if there are both. If devices share
-    the result, the last operands are `addresses, number`, and residual and y have the columns of all devices.
+    z are the kept biased sums of each part. If devices share the result, the last operands are `addresses, number`, and
+    residual and y have the columns of all devices.
     """
     problem, schedule = plan.problem, plan.schedule
     devices = 1 if peers is None else peers.devices
@@ -242,7 +249,7 @@ def _kernel(plan: Plan, epilogue: Epilogue, peers: Peers | None = None) -> Calla
 
 @dataclasses.dataclass(frozen=True)
 class _Scratch:
-    """A CTA's buffers in shared memory and its barriers."""
+    """Buffers in a CTA's shared memory, and its barriers."""
 
     rows: Any
     """Stages of the row operand, `[stages, parts, ...]`."""
@@ -251,9 +258,9 @@ class _Scratch:
     out: Any
     """Chunks of the result, `[warpgroups, slots, ...]`."""
     loaded: Any
-    """Barriers of the stages that are filled."""
+    """A barrier for each stage: its copies have arrived."""
     consumed: Any
-    """Barriers of the stages that may be overwritten."""
+    """A barrier for each stage: it may be overwritten."""
     residual: Any = None
     """Chunks of the residual, `[warpgroups, slots, ...]`."""
     residual_loaded: Any = None
@@ -265,12 +272,16 @@ class _Scratch:
 
 
 def _scratch_types(plan: Plan) -> dict[str, Any]:
-    """Types of the buffers and barriers that the plan needs, by their names in `_Scratch`."""
+    """Returns the types of buffers and barriers, by their names in `_Scratch`."""
     problem, s = plan.problem, plan.schedule
     shared_axes = tuple(axis for axis, size in (("cm", s.cluster_m), ("cn", s.cluster_n)) if size > 1)
-    # A stage that other CTAs send to is free when all of them have read theirs.
+    # A multicast copy writes the same stage in every CTA that shares the operand. So before it is issued, the consumers
+    # of all these CTAs must be done with the stage: each arrives at the `consumed` barrier of every CTA along the axes.
     consumed = functools.partial(plgpu.ClusterBarrier, collective_axes=shared_axes) if shared_axes else plgpu.Barrier
 
+    # The matrix unit reads blocks of 8 lines x 16 bytes. A line of 128 bytes spans all 32 banks, so without a swizzle
+    # the 8 units of a block would share 4 banks. The swizzle XORs the line's number into the unit's, which spreads them
+    # over all.
     def operand(parts: int, size: int, contiguous_in_k: bool) -> Any:
         shape = (size, plan.tile_k) if contiguous_in_k else (plan.tile_k, size)
         transforms = swizzled_lines(plan.line, problem.dtype.itemsize)
@@ -289,6 +300,7 @@ def _scratch_types(plan: Plan) -> dict[str, Any]:
     }
     if problem.residual_dtype is not None:
         scratch["residual"] = staged(problem.residual_dtype)
+        # Each warpgroup has barriers of its own, so that warpgroups never wait for each other's epilogue.
         scratch["residual_loaded"] = plgpu.Barrier(num_barriers=s.warpgroups * plan.slots)
     if problem.bias_dtype is not None:
         scratch["bias"] = plgpu.SMEM((s.warpgroups, problem.parts, plan.bias_size), problem.bias_dtype)
@@ -297,9 +309,9 @@ def _scratch_types(plan: Plan) -> dict[str, Any]:
 
 
 class _Cta:
-    """One CTA of the kernel: a producer warp that fills the pipeline's stages, and warpgroups that multiply and store.
+    """One CTA: a producer warp that fills the pipeline, and warpgroups that multiply and store.
 
-    It takes every `plan.clusters`-th tile, beginning with the one of its cluster's index.
+    It computes every `plan.clusters`-th tile, starting at its cluster's index.
     """
 
     def __init__(
@@ -319,14 +331,14 @@ class _Cta:
             self.tiles = 1 if work == clusters else lax.div(work - self.cluster + (clusters - 1), jnp.int32(clusters))
 
     def run(self) -> None:
-        """Starts the roles: the last warpgroup produces, the others consume."""
+        """Runs the warpgroup's role: the last warpgroup produces, the others consume."""
         warpgroups = self.plan.schedule.warpgroups
 
         @pl.when(self.warpgroup == warpgroups)
         def _producer() -> None:
             plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
 
-            # One warp loads: to have the whole warpgroup meet at each copy took longer than small tiles do.
+            # One warp issues all copies. Synchronizing the whole warpgroup at each copy takes as long as a small tile.
             @plgpu.warp_map
             def _(warp: Array) -> None:
                 pl.when(warp == 0)(self.produce)
@@ -337,27 +349,29 @@ class _Cta:
             self.consume()
 
     def origin(self, tile: Array | int) -> tuple[Array, Array]:
-        """The first token and the first output of a tile of this CTA."""
+        """Returns the first token and the first output of a tile of this CTA."""
         schedule = self.plan.schedule
         index = self.cluster + tile * self.plan.clusters
         if self.operands.experts is not None:
-            # All outputs of a tile of tokens follow one another, so that its weights and those of its neighbours, which
-            # may be the same, stay in L2.
+            # Outputs vary fastest: neighbouring tiles of tokens often have the same expert, whose weights are then
+            # still in L2.
             outputs = jnp.int32(self.plan.grid[1])
             return lax.div(index, outputs) * schedule.tile_m, lax.rem(index, outputs) * schedule.tile_n
+        # CTAs that run at the same time work on `panel` rows of tiles, and reverse direction from panel to panel, so
+        # that both operands of the last tiles are still in L2.
         m, n = plgpu.planar_snake(index, self.plan.grid, 0, schedule.panel)
         m = m * schedule.cluster_m + lax.axis_index("cm")
         n = n * schedule.cluster_n + lax.axis_index("cn")
         return m * schedule.tile_m, n * schedule.tile_n
 
     def slot(self, step: Array) -> Array:
-        """The stage that a step of K passes through; steps are counted over all tiles of the CTA."""
+        """Returns the stage of a step of K. Steps are counted over all tiles: the pipeline never drains in between."""
         return lax.rem(step, jnp.int32(self.plan.stages))
 
     # --- the producer ---------------------------------------------------------------------------------------------
 
     def produce(self) -> None:
-        """Fills one stage after another."""
+        """Fills the stages in order."""
         plan, consumed = self.plan, self.scratch.consumed
 
         @pl.loop(0, self.tiles)
@@ -369,6 +383,7 @@ class _Cta:
                 step = tile * plan.k_steps + k_step
                 slot = self.slot(step)
 
+                # The first round fills empty stages. Later ones wait for the consumers, in whatever CTA they are.
                 @pl.when(step >= plan.stages)
                 def _() -> None:
                     plgpu.barrier_wait(consumed.at[slot])
@@ -377,20 +392,20 @@ class _Cta:
 
         steps = self.tiles * plan.k_steps
 
-        # No CTA ends while another one may still send to it or arrive at its barriers. Where tiles have weights of
-        # their own, it may have fewer steps than stages.
+        # A CTA may not exit while others of its cluster still copy into its shared memory or arrive at its barriers, so
+        # it waits until its last stages are consumed. With experts it may have fewer steps than stages.
         @pl.loop(jnp.maximum(steps - plan.stages, 0), steps)
         def _(step: Array) -> None:
             plgpu.barrier_wait(consumed.at[self.slot(step)])
 
     def weight(self, m: Array | int, part: int) -> Array | int:
-        """The index of a part of the weight that tokens from m on meet."""
+        """Returns the index of a part of the weight for the tile of tokens that starts at m."""
         if self.operands.experts is None:
             return part
         return self.operands.experts[lax.div(m, jnp.int32(self.plan.schedule.tile_m))] * self.plan.problem.parts + part
 
     def load_stage(self, m: Array, n: Array, k: Array, slot: Array) -> None:
-        """Starts the copies of one step of K: each part of both operands, in one piece or in one per warpgroup."""
+        """Starts the copies of one step of K: one for each part of both operands, or one per warpgroup."""
         plan, loaded = self.plan, self.scratch.loaded.at[slot]
         k_slice = pl.ds(k, plan.tile_k)
 
@@ -407,6 +422,7 @@ class _Cta:
         row_axis = row_axis if plan.rows_shared_by > 1 else None
         column_axis = column_axis if plan.columns_shared_by > 1 else None
         for part in range(plan.row_parts):
+            # With padded rows, the rows of two warpgroups are not adjacent in shared memory, so each takes a copy.
             for piece in range(plan.row_pieces):
                 source = row_source(part, first_row + piece * plan.rows, plan.row_tile // plan.row_pieces)
                 target = self.scratch.rows.at[slot, part]
@@ -421,11 +437,14 @@ class _Cta:
     # --- a consumer -----------------------------------------------------------------------------------------------
 
     def consume(self) -> None:
-        """Computes this warpgroup's part of each tile."""
+        """Computes this warpgroup's part of each tile, and writes it to all devices that share the result."""
         peers = self.operands.peers
         if peers is None:
             self._consume(())
             return
+        # Each warpgroup has its own channel to the warpgroup with the same number on the other devices. It opens the
+        # channel before its first store, since until the peer's kernel runs, the peer's array may still be other
+        # memory, and closes it after its last one, so that no device returns before all columns have arrived.
         schedule, exchange = self.plan.schedule, {"devices": peers.devices, "first": peers.first}
         cta = (self.cluster * schedule.cluster_m + lax.axis_index("cm")) * schedule.cluster_n + lax.axis_index("cn")
         channel = cta * schedule.warpgroups + self.warpgroup
@@ -433,7 +452,7 @@ class _Cta:
         close_results(peers.addresses, peers.number, channel, **exchange)
 
     def _consume(self, arrays: tuple[Array, ...]) -> None:
-        """Computes the tiles, and writes them to `arrays` of other devices too."""
+        """Computes the tiles, and writes them also to the other devices' `arrays`."""
         plan = self.plan
 
         @pl.loop(0, self.tiles)
@@ -442,18 +461,14 @@ class _Cta:
             first = self.warpgroup * plan.rows
             m, n = (m, n + first) if plan.weights_on_rows else (m + first, n)
             output = _Output(self, m, n, arrays)
-            output.prefetch()
+            output.prefetch()  # bias and residual arrive while the products run
             output.store(self.accumulate(tile, output.sums()))
 
+        # Shared memory must outlive the copies out of it.
         plgpu.wait_smem_to_gmem(0)
 
     def accumulate(self, tile: Array, start: Array | None) -> list[Array]:
-        """The accumulators of this warpgroup, `[rows, columns]` float32: one, or gate's and up's.
-
-        Args:
-            tile: the index of the tile among the CTA's.
-            start: what the only accumulator begins with; None: zeros.
-        """
+        """Returns this warpgroup's accumulators, `[rows, columns]` float32 for each part, which begin with `start`."""
         plan, parts = self.plan, self.plan.problem.parts
         loaded, consumed = self.scratch.loaded, self.scratch.consumed
         warpgroup = lax.axis_index("warpgroup")
@@ -469,7 +484,8 @@ class _Cta:
                 plgpu.barrier_wait(loaded.at[slot])
                 for part in range(parts):
                     self.multiply(sums[part], part, slot, warpgroup)
-                # The products of this step may still run; those of the step before have read their stage.
+                # `wgmma` is asynchronous: with this step's products left in flight, the matrix unit is busy while the
+                # warpgroup waits for the next stage. The previous step's products are done, so its stage is free.
                 plgpu.wgmma_wait(parts)
 
                 @pl.when(k_step >= 1)
@@ -486,7 +502,7 @@ class _Cta:
         return list(pl.run_scoped(add_all, *[accumulator] * parts))
 
     def multiply(self, total: Any, part: int, slot: Array, warpgroup: Array) -> None:
-        """Starts to add a stage's product, of gate or of up if there are both, to an accumulator."""
+        """Starts to add one part's product of a stage to an accumulator."""
         plan, rows = self.plan, self.scratch.rows
         row_part, column_part = (part, 0) if plan.weights_on_rows else (0, part)
         rows_of_warpgroup = pl.ds(warpgroup * plan.padded_rows, plan.padded_rows)
@@ -499,29 +515,25 @@ class _Cta:
 
 
 class _Output:
-    """A warpgroup's part of a tile of the result: its accumulators go through the epilogue chunk by chunk.
+    """A warpgroup's part of a tile of the result, from token m and output n on, which passes the epilogue in chunks.
 
-    Args:
-        cta: the CTA that computes the tile.
-        m: the first token of the part.
-        n: the first output of the part.
-        arrays: where the other devices' results are, if they share it; see `open_results`.
+    `arrays` are the other devices' results, if they share it; see `open_results`.
     """
 
     def __init__(self, cta: _Cta, m: Array, n: Array, arrays: tuple[Array, ...]) -> None:
         self.plan, self.epilogue, self.scratch = cta.plan, cta.epilogue, cta.scratch
         self.bias, self.residual = cta.operands.bias, cta.operands.residual
         self.y, self.z, self.weight = cta.y, cta.z, cta.weight
-        self.stored = 0  # chunks of results so far, which take the slots in turn
+        self.stored = 0  # chunks of results so far; they use the slots round robin
         self.arrays, peers = arrays, cta.operands.peers
         self.devices = 1 if peers is None else peers.devices
         self.first: Any = 0 if peers is None else peers.number[0] * self.plan.problem.n
-        """The first column of this device in the result."""
+        """First column of this device in the result."""
         self.m, self.n = m, n
         self.warpgroup = lax.axis_index("warpgroup")
 
     def prefetch(self) -> None:
-        """Starts the epilogue's loads: the bias, and as many chunks of the residual as there are slots."""
+        """Starts the epilogue's loads: the bias, and one chunk of the residual for each slot."""
         plan, scratch = self.plan, self.scratch
         if self.bias is not None:
             size = plan.rows if plan.weights_on_rows else plan.columns
@@ -534,10 +546,11 @@ class _Output:
                 self._load_residual(chunk)
 
     def sums(self) -> Array | None:
-        """What the accumulator begins with, from device memory; None: zeros."""
+        """Returns the accumulator's initial values from device memory; None: zeros."""
         plan = self.plan
         if not plan.problem.continues:
             return None
+        # Threads read the sums themselves, so no tile may reach beyond the array; see `Plan.unmet_requirements`.
         tile = self.y.at[pl.ds(self.m, plan.rows), pl.ds(self.n, plan.columns)]
         return plgpu.load(tile, layout=plgpu.Layout.WGMMA, optimized=False)
 
@@ -546,9 +559,10 @@ class _Output:
         if self.bias is not None:
             plgpu.barrier_wait(self.scratch.bias_loaded.at[self.warpgroup])
         for chunk in range(self.plan.chunks):
-            # The epilogue works on one chunk at a time: the temporaries of an activation would not fit into registers
-            # beside all accumulators.
+            # One chunk at a time, because the temporaries of an activation for all accumulators would not fit into the
+            # registers that the accumulators leave.
             biased = [self._add_bias(z, part, chunk) for part, z in enumerate(sums)]
+            # The backward pass takes the epilogue's derivative at these biased sums.
             for part, array in enumerate(self.z):
                 self._store_chunk(biased[part], chunk, array)
             z = activated(biased, self.epilogue, ACTIVATIONS)
@@ -557,7 +571,7 @@ class _Output:
             self._store_chunk(z, chunk, self.y)
 
     def _add_bias(self, z: Array, part: int, chunk: int) -> Array:
-        """A chunk of the sums of gate or up, plus its bias."""
+        """Returns a chunk of one part's sums plus its bias."""
         plan, first, size = self.plan, chunk * self.plan.chunk, self._width(chunk)
         z = z[:, first : first + size] if plan.chunks > 1 else z
         if self.bias is None:
@@ -567,11 +581,12 @@ class _Output:
         return z + lax.broadcast_in_dim(bias, z.shape, [0 if plan.weights_on_rows else 1])
 
     def _add_residual(self, z: Array, chunk: int) -> Array:
-        """A chunk plus its residual; starts the load of the next chunk that the residual's slot is for."""
+        """Returns a chunk plus its residual, and starts the load of the next chunk for the residual's slot."""
         plan = self.plan
         plgpu.barrier_wait(self.scratch.residual_loaded.at[self._slot_index(chunk)])
         z = z + self._residual_chunk(chunk).astype(ACCUMULATOR)
         if chunk + plan.slots < plan.chunks:
+            # All threads must have read the slot before the copy engine overwrites it.
             plgpu.commit_smem()
             self._load_residual(chunk + plan.slots)
         return z
@@ -580,17 +595,19 @@ class _Output:
         """Rounds a chunk and starts its copy to an array in device memory."""
         plan, dtype = self.plan, self.plan.problem.out_dtype
         slot, self.stored = self.stored % plan.slots, self.stored + 1
+        # The slot is free as soon as the copy engine has read it; whether its writes have landed does not matter.
         plgpu.wait_smem_to_gmem(plan.slots - 1, wait_read_only=True)
         if plan.weights_on_rows and dtype.itemsize == 4:
             z = plgpu.layout_cast(z, plgpu.Layout.WGMMA_TRANSPOSED)
         self._staged_as_rows(self.scratch.out, chunk, slot)[...] = z.astype(dtype)
+        # The copy engine reads through another proxy: without the fence it could read what was in the slot before.
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(self._staged(self.scratch.out, chunk, slot), self._in_memory(array, chunk))
         if self.arrays:
             self._send_chunk(chunk, slot)
 
     def _send_chunk(self, chunk: int, slot: int) -> None:
-        """Writes a chunk of the result into the arrays of the other devices."""
+        """Writes a chunk of the result into the other devices' arrays."""
         plan, first, size = self.plan, chunk * self.plan.chunk, self._width(chunk)
         m, n, shape = (
             (self.m + first, self.n, (size, plan.rows))
@@ -618,25 +635,25 @@ class _Output:
         return self.warpgroup * self.plan.slots + chunk % self.plan.slots
 
     def _width(self, chunk: int) -> int:
-        """Columns of a chunk; the last one may have fewer than the others."""
+        """Columns of a chunk; the last one may have fewer."""
         return min(self.plan.chunk, self.plan.columns - chunk * self.plan.chunk)
 
     def _in_memory(self, array: Any, chunk: int) -> Any:
-        """The `[tokens, outputs]` of an array in device memory that a chunk covers."""
+        """The part `[tokens, outputs]` of an array in device memory that a chunk covers."""
         plan, first, size = self.plan, chunk * self.plan.chunk, self._width(chunk)
         if plan.weights_on_rows:
             return array.at[pl.ds(self.m + first, size), pl.ds(self.first + self.n, plan.rows)]
         return array.at[pl.ds(self.m, plan.rows), pl.ds(self.first + self.n + first, size)]
 
     def _staged(self, buffer: Any, chunk: int, slot: int) -> Any:
-        """A chunk in a slot of shared memory, `[tokens, outputs]`, without the padding of its rows."""
+        """A chunk in a slot of shared memory, `[tokens, outputs]`, without padding rows."""
         plan, size = self.plan, self._width(chunk)
         tokens, outputs = (size, plan.rows) if plan.weights_on_rows else (plan.rows, size)
         ref = buffer.at[self.warpgroup, slot]
         return ref if (tokens, outputs) == plan.staged_shape else ref.at[pl.ds(0, tokens), pl.ds(0, outputs)]
 
     def _staged_as_rows(self, buffer: Any, chunk: int, slot: int) -> Any:
-        """A chunk in a slot of shared memory in the shape of the accumulator: `[rows, columns]`."""
+        """A chunk in a slot of shared memory, in the accumulator's shape `[rows, columns]`."""
         plan, size = self.plan, self._width(chunk)
         ref = buffer.at[self.warpgroup, slot]
         if not plan.weights_on_rows:

@@ -1,4 +1,4 @@
-"""Schedules of the Hopper matmul: a `Problem`, a `Schedule` for it, and the `Plan` of sizes that follows from both."""
+"""Schedules of the Hopper matmul: a `Problem`, a `Schedule` for it, and the `Plan` of sizes derived from both."""
 
 import dataclasses
 import math
@@ -15,10 +15,10 @@ from detjax.pallas.hopper.device import SWIZZLE_BYTES
 TokenLayout = Literal["mk", "km"]
 
 MAX_COLUMNS: Final = 256
-"""Columns of the widest second operand of one `wgmma`."""
+"""Columns of the widest `wgmma`."""
 
 MAX_ACCUMULATORS: Final = 176
-"""Registers of a thread that may hold sums. With 192, epilogues with bias and residual spill; with 208, all spill."""
+"""Registers of a thread that may hold accumulators. With 192, epilogues with bias and residual spill; with 208, all."""
 
 MATRIX_ROWS: Final = 64
 """Rows of one `wgmma`."""
@@ -29,14 +29,14 @@ _BFLOAT16: Final = jnp.dtype("bfloat16")
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One product `[m, k] x [k, n]`: its shape, its dtypes and how its operands lie in memory."""
+    """One product `[m, k] x [k, n]`: its shape, its dtypes and its memory layouts."""
 
     m: int
     """Tokens."""
     n: int
-    """Outputs; of gate and of up each, if there are two parts."""
+    """Outputs of each part."""
     k: int
-    """Elements that each output sums over."""
+    """Elements of the contracted axis."""
     parts: int = 1
     """2 if the weight is gate and up, stacked; otherwise 1."""
     dtype: jnp.dtype = _BFLOAT16
@@ -44,19 +44,19 @@ class Problem:
     out_dtype: jnp.dtype = _BFLOAT16
     """Dtype of the result."""
     residual_dtype: jnp.dtype | None = None
-    """Dtype of the array that is added to the result, or None if there is none."""
+    """Dtype of the array that is added to the result; None: there is no residual."""
     bias_dtype: jnp.dtype | None = None
-    """Dtype of the bias, or None if there is none."""
+    """Dtype of the bias; None: there is no bias."""
     token_layout: TokenLayout = "mk"
     """Axes of the tokens in memory; "km", K first, in weight gradients."""
     layout: WeightLayout = "nk"
     """Axes of the weights in memory."""
     continues: bool = False
-    """Whether the result holds sums already, which the accumulators begin with."""
+    """True if accumulators start from running sums, which the result overwrites."""
     keeps: bool = False
-    """Whether the biased sums are results as well, of the same dtype."""
+    """True if the biased sums are also results, of the same dtype."""
     experts: int = 0
-    """The number of weights, each for some tiles of tokens; 0: there is one, for all tokens."""
+    """Weights, each for some tiles of tokens; 0: one weight for all tokens."""
 
     @property
     def tokens(self) -> int:
@@ -69,14 +69,14 @@ class Problem:
 
     @property
     def kept_sums(self) -> int:
-        """The arrays of biased sums among the results."""
+        """Arrays of biased sums among the results."""
         return self.parts if self.keeps else 0
 
     @property
     def addressable(self) -> "Problem":
-        """The smallest problem that contains this one and that the copy engine can address.
+        """This problem, padded to the smallest sizes that the copy engine can address.
 
-        The copy engine takes rows in groups of 8 and lines of at least 32 bytes. Lines have 128 bytes if K is not the
+        The copy engine takes rows in groups of 8 and lines of at least 32 bytes. Lines have 128 bytes unless K is the
         last axis of both operands.
         """
         m, k_is_last = self.m, (self.token_layout, self.layout) == ("mk", "nk")
@@ -90,16 +90,16 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """How a product is spread over the chip; no bit depends on it."""
+    """The distribution of a product over the chip; no bit depends on it."""
 
     tile_m: int
     """Tokens of a CTA's tile, a multiple of 8."""
     tile_n: int
-    """Outputs of a CTA's tile, a multiple of 8; of gate and of up each."""
+    """Outputs of each part in a CTA's tile, a multiple of 8."""
     rows: Literal["weights", "tokens"] = "weights"
-    """The operand on the matrix unit's 64 rows. Its tile is cut into 64s, the other operand's tile into 8s."""
+    """The operand on the matrix unit's rows, which come in 64s; the other operand's columns come in 8s."""
     warpgroups: int = 1
-    """Warpgroups that multiply, 1 or 2. They divide the tile of the operand on the rows among them."""
+    """Warpgroups that multiply, 1 or 2, each with an equal share of the rows."""
     cluster_m: int = 1
     """CTAs of a cluster that load the same weights."""
     cluster_n: int = 1
@@ -107,10 +107,10 @@ class Schedule:
     lines: int = 1
     """Swizzled lines of K, of 128 bytes each, in a pipeline stage."""
     panel: int = 1
-    """Tiles along the tokens that are walked together, so that both operands stay in L2."""
+    """Tiles along the tokens that are visited together, so that both operands stay in L2."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError if no problem could be computed by this schedule."""
+        """Raises ValueError if the schedule fits no problem."""
         size = self.cluster_m * self.cluster_n
         rules = {
             f"rows is {self.rows!r}; accepted: 'weights', 'tokens'": self.rows in ("weights", "tokens"),
@@ -124,14 +124,14 @@ class Schedule:
                 raise ValueError(f"matmul: Schedule: {text}")
 
     def fits(self, problem: Problem) -> bool:
-        """Whether a kernel of this schedule can compute the problem."""
+        """Returns True if a kernel of this schedule can compute the problem."""
         return not Plan(problem, self).unmet_requirements()
 
     def check(self, problem: Problem) -> None:
-        """Returns if a kernel of this schedule can compute the problem.
+        """Checks that a kernel of this schedule can compute the problem.
 
         Raises:
-            ValueError: it cannot; the message has the requirements that are not met.
+            ValueError: it cannot; the message lists the unmet requirements.
         """
         if unmet := Plan(problem, self).unmet_requirements():
             raise ValueError(f"matmul: {self} for {problem}; accepted: {'; '.join(unmet)}")
@@ -141,8 +141,8 @@ class Schedule:
 class Plan:
     """A schedule applied to a problem: the sizes that a kernel is built from.
 
-    The row operand is the one on the matrix unit's rows, the column operand the other one. An accumulator has the
-    tile of the row operand on its rows and that of the column operand on its columns.
+    The row operand is on the matrix unit's rows, the column operand on its columns, and so are their tiles in an
+    accumulator.
     """
 
     problem: Problem
@@ -150,7 +150,7 @@ class Plan:
 
     @property
     def weights_on_rows(self) -> bool:
-        """Whether accumulators are [outputs, tokens] rather than [tokens, outputs]."""
+        """True if accumulators are [outputs, tokens] rather than [tokens, outputs]."""
         return self.schedule.rows == "weights"
 
     @property
@@ -165,37 +165,37 @@ class Plan:
 
     @property
     def rows(self) -> int:
-        """Rows of the tile that one warpgroup computes."""
+        """Rows of a tile that one warpgroup computes."""
         return self.row_tile // self.schedule.warpgroups
 
     @property
     def padded_rows(self) -> int:
-        """Rows of a warpgroup's accumulator. Rows from `rows` on are neither loaded nor stored."""
+        """Rows of a warpgroup's accumulator. Rows beyond `rows` are neither loaded nor stored."""
         return round_up(self.rows, MATRIX_ROWS)
 
     @property
     def rows_contiguous_in_k(self) -> bool:
-        """Whether K is the last axis of the row operand."""
+        """True if K is the last axis of the row operand."""
         return self.problem.layout == "nk" if self.weights_on_rows else self.problem.token_layout == "mk"
 
     @property
     def columns_contiguous_in_k(self) -> bool:
-        """Whether K is the last axis of the column operand."""
+        """True if K is the last axis of the column operand."""
         return self.problem.token_layout == "mk" if self.weights_on_rows else self.problem.layout == "nk"
 
     @property
     def row_parts(self) -> int:
-        """Tiles of the row operand in a stage: 2 if it is gate and up."""
+        """Tiles of the row operand in a stage: 2 for gate and up."""
         return self.problem.parts if self.weights_on_rows else 1
 
     @property
     def column_parts(self) -> int:
-        """Tiles of the column operand in a stage: 2 if it is gate and up."""
+        """Tiles of the column operand in a stage: 2 for gate and up."""
         return 1 if self.weights_on_rows else self.problem.parts
 
     @property
     def row_pieces(self) -> int:
-        """Copies that load a tile of the row operand: one, or one per warpgroup if padding separates their rows."""
+        """Copies of a tile of the row operand: one, or one per warpgroup if padding separates their rows."""
         return 1 if self.rows == self.padded_rows else self.schedule.warpgroups
 
     @property
@@ -226,17 +226,18 @@ class Plan:
 
     @property
     def k_steps(self) -> int:
-        """Stages that a tile's sums take."""
+        """Stages of a tile."""
         return pl.cdiv(self.problem.k, self.tile_k)
 
     # --- the output -----------------------------------------------------------------------------------------------
 
     @property
     def chunk(self) -> int:
-        """Columns of the accumulator that are finished and stored together."""
+        """Columns of the accumulator that pass the epilogue together."""
+        # 64 rows x 64 columns are 32 registers of a thread, which leaves room for an activation's temporaries.
         if not self.weights_on_rows:
             return math.gcd(self.columns, 64)
-        # If the rows are not full, only tiles of 8 tokens lie contiguous in shared memory.
+        # With padding rows, only tiles of 8 tokens are contiguous in shared memory.
         return min(64, self.columns) if self.rows == self.padded_rows else 8
 
     @property
@@ -246,7 +247,7 @@ class Plan:
 
     @property
     def slots(self) -> int:
-        """Chunks that may be copied at the same time."""
+        """Buffers for chunks: at least 2, so that one is filled while another is copied, and up to 64 columns."""
         return min(self.chunks, max(2, 64 // self.chunk))
 
     @property
@@ -255,20 +256,21 @@ class Plan:
         return (self.chunk, self.padded_rows) if self.weights_on_rows else (self.padded_rows, self.chunk)
 
     def staged_line(self, dtype: jnp.dtype) -> int:
-        """Outputs in one swizzled line of a chunk."""
+        """Outputs in a swizzled line of a chunk."""
         outputs = self.rows if self.weights_on_rows else self.chunk
         return math.gcd(outputs, SWIZZLE_BYTES // dtype.itemsize, self.problem.n)
 
     @property
     def bias_size(self) -> int:
-        """Elements of the buffer for a warpgroup's biases; the copy engine writes to multiples of 128 bytes."""
+        """Elements of the buffer for a warpgroup's biases. The copy engine writes to multiples of 128 bytes."""
         return round_up(self.padded_rows if self.weights_on_rows else self.columns, 64)
 
     @property
     def can_be_shared(self) -> bool:
-        """True if each device may compute some columns of a result that all of them have.
+        """True if devices can share the columns of a result.
 
-        The copy engine leaves out what lies beyond the result, and not what lies beyond a device's columns of it.
+        The copy engine clips at the end of the result, but not at the end of a device's columns, so tiles must end
+        there.
         """
         problem, s = self.problem, self.schedule
         is_plain = not (problem.experts or problem.continues or problem.keeps)
@@ -279,13 +281,18 @@ class Plan:
 
     @property
     def bytes_per_stage(self) -> int:
-        """Bytes of shared memory that a stage takes."""
+        """Bytes of a stage in shared memory."""
         rows = self.row_parts * self.schedule.warpgroups * self.padded_rows
         return (rows + self.column_parts * self.columns) * self.tile_k * self.problem.dtype.itemsize
 
     @property
     def stages(self) -> int:
-        """Pipeline stages: as many as shared memory holds and a CTA's work can use."""
+        """Pipeline stages: as many as shared memory holds and a CTA's work can use, up to 16.
+
+        Depth hides the latency of memory. A decode tile of 64 weights and 8 tokens has stages of 9 KiB for each line of
+        K, so 16 stages keep 144 KiB in flight on each multiprocessor. A tile of 128 x 256 has stages of 48 KiB, of
+        which 3 or 4 fit, but there each stage also takes longest to multiply.
+        """
         staged = [self.problem.out_dtype]
         staged += [] if self.problem.residual_dtype is None else [self.problem.residual_dtype]
         chunk = self.schedule.warpgroups * self.slots * math.prod(self.staged_shape)
@@ -308,12 +315,12 @@ class Plan:
 
     @property
     def clusters(self) -> int:
-        """Clusters that are launched. Each takes tile after tile: a cluster that had to wait for room on the chip would
-        double the time."""
+        """Clusters that are launched, at most as many as fit on the chip: one that had to wait would double the
+        time."""
         return min(math.prod(self.grid), device.resident_clusters(self.cluster_size))
 
     def unmet_requirements(self) -> list[str]:
-        """The requirements of a kernel that this plan does not meet; none if the kernel can be built."""
+        """Returns the requirements that this plan does not meet; an empty list if the kernel can be built."""
         s = self.schedule
         accumulators = self.problem.parts * self.padded_rows * self.columns // device.WARPGROUP
         row_groups = (self.row_tile // self.row_pieces if self.rows_contiguous_in_k else self.tile_k) // 8
@@ -325,14 +332,14 @@ class Plan:
             "row tiles in 64s where K is not the last axis": self.rows_contiguous_in_k or self.rows % 64 == 0,
             "column tiles in 64s where K is not the last axis": self.columns_contiguous_in_k or self.columns % 64 == 0,
             f"up to {MAX_ACCUMULATORS} accumulators a thread": accumulators <= MAX_ACCUMULATORS,
-            # The copy engine ignores the coordinate along an axis that holds a single tile: a CTA beyond the end of
-            # such an axis would access the start of the array.
+            # The copy engine ignores the coordinate along an axis with a single tile: a CTA beyond the end of such an
+            # axis would silently access the start of the array.
             "tile_m 8 and cluster_m 1 for up to 8 tokens": self.problem.m > 8
             or not self.weights_on_rows
             or (s.tile_m == 8 and s.cluster_m == 1),
             "tiles of a cluster within up to 64 outputs": self.problem.n > 64
             or s.tile_n * s.cluster_n <= self.problem.n,
-            # Threads read the sums themselves, where the copy engine would leave out what lies beyond the array.
+            # Threads read running sums themselves, without the copy engine's clipping at the end of the array.
             "tokens on the rows and clusters that divide the sums": not self.problem.continues
             or not (
                 self.weights_on_rows
@@ -341,6 +348,8 @@ class Plan:
             ),
             "clusters of one CTA where tiles have weights of their own": not self.problem.experts
             or self.cluster_size == 1,
+            # Each CTA of a cluster loads an equal share of a shared operand and multicasts it; swizzled rows come in
+            # 8s.
             "shared operands in equal groups of 8 rows": row_groups % max(1, self.rows_shared_by) == 0
             and column_groups % max(1, self.columns_shared_by) == 0,
         }

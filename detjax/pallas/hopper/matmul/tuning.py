@@ -1,4 +1,4 @@
-"""Which schedule serves a Hopper matmul: the tuned tables, and a cost model for problems that no table has."""
+"""The choice of a schedule for a Hopper matmul: tuned tables, and a cost model for problems that no table has."""
 
 import dataclasses
 import functools
@@ -17,26 +17,24 @@ from detjax.pallas.hopper.matmul.plan import MATRIX_ROWS, MAX_COLUMNS, Plan, Pro
 from detjax.runtime import backends
 
 TABLES: Final = Path(__file__).parent / "tables"
-"""The folder of the tuned tables, a file for each kind of device."""
+"""Folder of the tuned tables, a file for each kind of device."""
 
 BUCKETS: Final = (8, 16, 24, *(size for power in range(5, 13) for size in (2**power, 3 * 2 ** (power - 1))), 8192)
 """Numbers of tokens that schedules are tuned for: powers of two, and three halves of them."""
 
-
-_FEWEST_SHARED: Final = 128
-"""Tokens from which on devices write their results to one another as they compute them."""
+_MIN_SHARED_TOKENS: Final = 128
+"""Fewest tokens for which devices write results into each other's arrays as they compute them."""
 
 
 def default_schedule(problem: Problem, device_kind: str | None = None) -> Schedule:
-    """The schedule that serves the problem.
+    """Returns the schedule for a problem.
 
-    That is the table's schedule for the problem's number of tokens. If the table has none, or if it does not fit, it is
-    the table's schedule of the same weights for the next smaller or larger numbers of tokens, up to half and double.
-    Without any of these, it is the candidate of least estimated time.
+    The table's schedule for this number of tokens comes first, then those of the same weights for the neighbouring
+    numbers of tokens, from half to double. If none fits, the candidate with the lowest estimated time is taken.
 
     Args:
-        problem: what is computed, with sizes that the copy engine can address.
-        device_kind: whose table serves, as "NVIDIA H200"; None: that of the device that programs are traced for.
+        problem: the problem, with sizes that the copy engine can address.
+        device_kind: the kind of device whose table is used, such as "NVIDIA H200"; None: the traced device's.
     """
     tuned = table(backends.device_kind() if device_kind is None else device_kind)
     index = BUCKETS.index(bucket(problem.tokens))
@@ -51,17 +49,17 @@ def default_schedule(problem: Problem, device_kind: str | None = None) -> Schedu
 
 
 def shared_schedule(problem: Problem, device_kind: str | None = None) -> Schedule | None:
-    """The schedule of a product whose columns several devices compute, each writing to the arrays of all.
+    """Returns the schedule of a product whose columns devices share, or None if a separate exchange is faster.
 
-    That is the default one; None where an exchange by a kernel of its own is faster. Measured on two H100s for an MLP
-    of 4096 and 12288 columns, kernels that write to both take 1.27 times as long with 16 tokens, 0.93 with 257, and
-    0.81 with 1024. With 8448 the schedule whose tiles end where a device's columns do costs more than the exchange.
+    Measured on two H100s for an MLP of 4096 and 12288 columns, kernels that write to both devices take 1.27 times as
+    long as a separate exchange with 16 tokens, 0.93 with 257, and 0.81 with 1024. With 8448 tokens the schedule whose
+    tiles end where a device's columns do costs more than the exchange.
 
     Args:
-        problem: what one of the devices computes.
+        problem: one device's part of the product.
         device_kind: see `default_schedule`.
     """
-    if problem.m < _FEWEST_SHARED:
+    if problem.m < _MIN_SHARED_TOKENS:
         return None
     schedule = default_schedule(problem, device_kind)
     return schedule if Plan(problem, schedule).can_be_shared else None
@@ -76,12 +74,12 @@ def _best_candidate(problem: Problem) -> Schedule:
 
 
 def bucket(m: int) -> int:
-    """The number of tokens whose schedule serves m tokens: the least of `BUCKETS` from m on, or the last one."""
+    """Returns the least of `BUCKETS` that is at least m, or the last one."""
     return next((size for size in BUCKETS if m <= size), BUCKETS[-1])
 
 
 def key(problem: Problem) -> str:
-    """The problem's name in a table, which has all that a schedule is tuned for."""
+    """Returns the problem's name in a table, made of everything that a schedule is tuned for."""
     layouts = (
         "" if (problem.token_layout, problem.layout) == ("mk", "nk") else f"-{problem.token_layout}-{problem.layout}"
     )
@@ -89,13 +87,13 @@ def key(problem: Problem) -> str:
     out = "" if problem.out_dtype == problem.dtype else f"-{problem.out_dtype}"
     tokens = bucket(problem.tokens)
     m, k = (tokens, problem.k) if problem.token_layout == "mk" else (problem.m, tokens)
-    # Residual and bias take a little shared memory, which is no reason for a different schedule.
+    # Residual and bias are left out: the little shared memory that they take calls for no other schedule.
     return f"{problem.dtype}-{gated}{problem.n}x{k}{layouts}{out}-m{m}"
 
 
 @functools.cache
 def table(device_kind: str) -> dict[str, Schedule]:
-    """The tuned schedules of a kind of device, by `key`; empty if none were tuned."""
+    """Returns the tuned schedules of a kind of device, by `key`; empty without a table."""
     file = table_file(device_kind)
     if not file.is_file():
         return {}
@@ -103,12 +101,12 @@ def table(device_kind: str) -> dict[str, Schedule]:
 
 
 def table_file(device_kind: str) -> Path:
-    """The file of the table of a kind of device."""
+    """Returns the path of a device kind's table."""
     return TABLES / f"{device_kind.replace(' ', '_')}.json"
 
 
 def table_text(schedules: dict[str, Schedule], origin: dict[str, Any]) -> str:
-    """A table as it is stored: one line per schedule, without the fields that have their default."""
+    """Returns the text of a table's file: one line per schedule, without fields that have their default."""
     defaults = {f.name: f.default for f in dataclasses.fields(Schedule)}
     lines = []
     for name in sorted(schedules):
@@ -128,7 +126,7 @@ _MAX_STAGE_BYTES: Final = 44 * 1024
 
 
 def candidates(problem: Problem) -> list[Schedule]:
-    """Every schedule worth trying for the problem, in ascending order of estimated time."""
+    """Returns every schedule worth trying for the problem, in ascending order of estimated time."""
     schedules = [schedule for schedule in _schedules(problem) if schedule.fits(problem)]
     return sorted(schedules, key=lambda schedule: estimated_seconds(Plan(problem, schedule)))
 
@@ -142,7 +140,7 @@ def _schedules(problem: Problem) -> Iterator[Schedule]:
             if tile_m >= 2 * tokens and tile_m > 8:
                 continue
             bytes_per_line = (tile_m + problem.parts * tile_n) * SWIZZLE_BYTES
-            # Two warpgroups with half-empty rows each were slow.
+            # Two warpgroups with half-empty rows each were slow when measured.
             warpgroup_counts = (1, 2) if (tile_n if rows == "weights" else tile_m) >= 128 else (1,)
             for warpgroups, (cluster_m, cluster_n), lines in itertools.product(warpgroup_counts, _CLUSTERS, (1, 2, 4)):
                 if tile_m * (cluster_m - 1) < tokens and (lines == 1 or lines * bytes_per_line <= _MAX_STAGE_BYTES):
@@ -160,17 +158,17 @@ _BYTES_RECEIVED_PER_CYCLE: Final = 62.0
 _BYTES_SENT_BY_L2_PER_CYCLE: Final = 58.0
 """Bytes that L2 sends to a multiprocessor per cycle."""
 _MIN_WGMMA_CYCLES: Final = 26.0
-"""Cycles of a `wgmma`, however few columns it has."""
+"""Fewest cycles of a `wgmma`, whatever its number of columns."""
 _CYCLES_PER_STEP: Final = 6.0
-"""Cycles of a step of K beyond its copies and products."""
+"""Cycles of a step of K in addition to its copies and products."""
 _CYCLES_PER_TILE: Final = 4500.0
-"""Cycles of a tile beyond its steps."""
+"""Cycles of a tile in addition to its steps."""
 _LAUNCH: Final = 1.5e-6
 """Seconds of a launch."""
 
 
 def estimated_seconds(plan: Plan) -> float:
-    """Seconds that this plan should take on an H200, by what limits each step of K; used to rank, never to report."""
+    """Returns the estimated seconds of a plan on an H200, from the bottleneck of each step of K; only for ranking."""
     p, s = plan.problem, plan.schedule
     waves = pl.cdiv(math.prod(plan.grid), plan.clusters)
     wgmma = 4 * s.lines * max(plan.columns / 2, _MIN_WGMMA_CYCLES) * plan.column_parts
@@ -182,10 +180,10 @@ def estimated_seconds(plan: Plan) -> float:
     step = max(matrix_unit, received, sent_by_l2) + _CYCLES_PER_STEP
     written = s.tile_m * s.tile_n * p.out_dtype.itemsize / _BYTES_RECEIVED_PER_CYCLE
     on_chip = waves * (plan.k_steps * step + written + _CYCLES_PER_TILE) / _CLOCK
-    # Weights that several clusters ask for at the same time are partly fetched again.
+    # Weights that several clusters request at the same time are partly fetched more than once.
     weight_reads = 1 + 0.3 * (min(plan.grid[0], 4) - 1)
     elements_read = weight_reads * p.parts * p.n * p.k + p.m * p.k
     bytes_moved = elements_read * p.dtype.itemsize + p.m * p.n * p.out_dtype.itemsize
     memory = bytes_moved / _MEMORY_BANDWIDTH
-    # The larger time does not hide the smaller one completely.
+    # The longer of the two hides the shorter one only in part.
     return max(on_chip, memory) + 0.15 * min(on_chip, memory) + _LAUNCH
