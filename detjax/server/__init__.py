@@ -1,7 +1,7 @@
-"""An OpenAI-compatible HTTP server, whose answers do not depend on which other requests it serves.
+"""An OpenAI-compatible HTTP server whose answers do not depend on the other requests that it serves.
 
-Read `app` first: it leads from a body (`api`) through the engine to a response. `http` has the limits on clients,
-`text` the workers that tokenize, `tools` the tool calls, `replicas` the servers of several engines.
+Read `app` first: it takes a request from its body (`api`) through the engine to the response. `http` limits clients,
+`text` has the tokenizing workers, `tools` tool calls, and `replicas` servers with several engines.
 """
 
 from detjax.server.app import create_app as create_app

@@ -266,7 +266,7 @@ def test_a_certificate_that_cannot_be_used_is_named(certificate: tuple[Path, Pat
             ValueError, match=r"the TLS certificate '.*\.pem'.* cannot be used .*accepted: files in PEM"
         ):
             tls_context(settings)
-    with pytest.raises(ValueError, match=r"key is .* accepted: a key beside a certificate"):
+    with pytest.raises(ValueError, match=r"key is .* accepted: a key with a certificate"):
         ConnectionSettings(key=certificate[1])
 
 

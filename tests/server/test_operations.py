@@ -229,4 +229,4 @@ def test_a_server_whose_engine_fails_tells_clients_logs_why_and_ends(
     lines = [json.loads(line) for line in stream.getvalue().splitlines()]
     (failure,) = [line for line in lines if "traceback" in line]
     assert "RESOURCE_EXHAUSTED: a secret" in failure["traceback"]
-    assert lines[-1]["message"] == "the server ends with exit code 70, because the engine failed"
+    assert lines[-1]["message"] == "exiting with code 70 because the engine failed"

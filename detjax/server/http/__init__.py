@@ -1,4 +1,4 @@
-"""HTTP around the API: settings, connections, limits, errors, streams, logs, metrics and the process.
+"""HTTP: settings, connections, limits, errors, streams, logs, metrics and the server process.
 
-Read `run` for the process and `guard` for the limits that protect requests from one another.
+Read `run` for the process and `guard` for the limits that protect requests from each other.
 """

@@ -1,4 +1,4 @@
-"""Events of streams that wait for their clients to read."""
+"""Backpressure for streams: buffered events of slow clients, with a limit on their total size."""
 
 import asyncio
 import collections
@@ -6,47 +6,46 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Final
 
 SENT_TOGETHER: Final = 1 << 16
-"""Bytes of events, about, that are sent together where events wait to be sent."""
+"""Approximate number of bytes of buffered events to send at once."""
 
 
 class Backlog:
-    """Events of all streams that wait for their clients to read, up to a number of bytes.
+    """The buffered events of all streams, with a limit on their bytes.
 
-    Where they exceed it, the stream with the most bytes is ended: its client reads too slowly.
+    When the limit is exceeded, the stream with the most buffered bytes is aborted: its client reads too slowly.
 
     Attributes:
-        size: bytes of the events that wait.
+        size: total bytes of buffered events.
     """
 
     def __init__(self, limit: int) -> None:
-        """A backlog of up to `limit` bytes."""
         self.size = 0
         self._limit = limit
         self._queues: set[EventQueue] = set()
 
     def open(self, abort: Callable[[], None]) -> "EventQueue":
-        """A queue for the events of one stream. `abort` closes the connection of the stream's client."""
+        """Returns a queue for one stream's events. `abort` closes the connection of the stream's client."""
         queue = EventQueue(self, abort)
         self._queues.add(queue)
         return queue
 
     def close(self, queue: "EventQueue") -> None:
-        """Forgets a queue with its events."""
+        """Drops a queue and its events."""
         self._queues.discard(queue)
         self.size -= queue.size
 
     def grow(self, size: int) -> None:
-        """Counts events that a queue was given, and ends the largest stream if they are too many."""
+        """Adds to the buffered bytes, and aborts the largest stream if they exceed the limit."""
         self.size += size
         if self.size > self._limit:
             max(self._queues, key=lambda queue: queue.size).abort()
 
 
 class EventQueue:
-    """Events of a stream that its client has not read.
+    """The buffered events of one stream.
 
     Attributes:
-        size: their bytes.
+        size: bytes of the events.
         abort: closes the connection of the stream's client.
     """
 
@@ -66,12 +65,12 @@ class EventQueue:
         self._changed.set()
 
     def complete(self) -> None:
-        """Tells that no event will follow."""
+        """Marks the end of the events."""
         self._is_complete = True
         self._changed.set()
 
     async def parts(self) -> AsyncGenerator[bytes]:
-        """Yields the events until the queue is complete. Those that wait are joined to parts of some 64 KiB."""
+        """Yields events until the queue is complete, joining buffered ones into parts of about 64 KiB."""
         while not self._is_complete or self._events:
             await self._changed.wait()
             while self._events:

@@ -1,8 +1,8 @@
-"""Parsing of request bodies, at a cost in proportion to their bytes.
+"""Parsing of request bodies, at a cost proportional to their size.
 
-Eight megabytes of JSON, the default limit, may hold millions of empty lists, strings or fields. Each of them would
-become a Python object of ten to twenty times its bytes, although no request that could be served has so many. So a long
-body is counted through before it is parsed. Only numbers are not counted, because prompts of token ids have many.
+Eight megabytes of JSON, the default limit, can hold millions of empty lists, strings or fields, each of which would
+become a Python object of ten to twenty times its size. No valid request has that many, so the items of a long body are
+counted before it is parsed. Numbers are not counted, because prompts of token ids have many.
 """
 
 import re
@@ -14,20 +14,20 @@ from pydantic_core import from_json
 from detjax.server.http.errors import ApiError, from_validation_error, quote
 
 LONG: Final = 1 << 16
-"""Bytes from which on a body is counted through before it is parsed, and a thread parses it."""
+"""Bytes above which a body's items are counted before it is parsed, in a thread."""
 MAX_ITEMS: Final = 1 << 17
-"""The most strings, lists, objects and fields together that a body may have."""
+"""Maximum number of strings, lists, objects and fields in a body."""
 
 _ITEM: Final = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|[\[{:]', re.DOTALL)
-"""A string, or what begins a list, an object or a field's value. Nothing within a string is an item."""
+"""A string, or the first character of a list, an object or a field's value. Nothing inside a string is an item."""
 
 
 def parse[Body: BaseModel](body: bytes, schema: type[Body]) -> Body:
-    """Returns the request that a body of JSON holds.
+    """Parses a JSON body.
 
     Raises:
-        ApiError: the body is not JSON, holds too many items, or is not as the schema describes it. The error names
-            the faulty fields.
+        ApiError: the body is not JSON, has too many items, or does not match the schema. The error names the faulty
+            fields.
     """
     if len(body) > LONG:
         _check_number_of_items(body)
@@ -44,14 +44,14 @@ def parse[Body: BaseModel](body: bytes, schema: type[Body]) -> Body:
 
 
 def _check_number_of_items(body: bytes) -> None:
-    """Refuses a body with too many items. It looks at no more of them than are accepted."""
+    """Rejects a body with too many items, and stops counting at the limit."""
     if sum(map(body.count, (b'"', b"[", b"{", b":"))) <= MAX_ITEMS:
-        return  # even if none of them stands within a string
+        return  # an upper bound: it also counts characters inside strings
     for number, _ in enumerate(_ITEM.finditer(body)):
         if number == MAX_ITEMS:
             raise ApiError(
                 400,
-                f"the body has more than {MAX_ITEMS} strings, lists, objects and fields; accepted: up to so many. "
+                f"the body has more than {MAX_ITEMS} strings, lists, objects and fields; accepted: up to {MAX_ITEMS}. "
                 "Send several requests.",
                 code="too_many_items",
             )

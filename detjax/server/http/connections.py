@@ -1,4 +1,4 @@
-"""Connections of clients: how many there may be, and how long they may wait for bytes in either direction."""
+"""Client connections: limits on their number, and timeouts for reading and writing."""
 
 import asyncio
 import json
@@ -14,10 +14,10 @@ from uvicorn.server import ServerState
 from detjax.server.http.settings import ConnectionSettings
 
 _ABORT: Final = "detjax.abort"
-"""The key of a request's state that holds a function which closes its connection."""
+"""Key of the function in a request's state that closes its connection."""
 _MIN_PROGRESS: Final = 1 << 14
-"""Bytes that a client has to read in `write_seconds`, so that reading a byte now and then does not hold a place."""
-_MESSAGE: Final = "the server has as many connections as it accepts; connect again later"
+"""Bytes that a client must read within `write_seconds`, so that it cannot hold a connection by reading single bytes."""
+_MESSAGE: Final = "the server has reached its maximum number of connections; connect again later"
 _BODY: Final = json.dumps(
     {"error": {"message": _MESSAGE, "type": "server_error", "param": None, "code": "too_many_connections"}}
 ).encode()
@@ -28,27 +28,27 @@ _FULL: Final = (
 
 
 def abort_of(scope: Scope) -> Callable[[], None]:
-    """A function that closes the connection of a request at once. It does nothing under other servers than ours."""
+    """Returns a function that closes a request's connection immediately, or does nothing under another ASGI server."""
     return scope.get("state", {}).get(_ABORT, lambda: None)
 
 
 def tls_context(settings: ConnectionSettings) -> ssl.SSLContext | None:
-    """The server's side of TLS, or None if the settings name no certificate.
+    """Returns the server's TLS context, or None if the settings name no certificate.
 
     Raises:
-        ValueError: the certificate or its key cannot be read, or they do not belong together.
+        ValueError: the certificate or its key is not readable, or they do not match.
     """
     if settings.certificate is None:
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
-        # Without a password of our own, OpenSSL would ask for that of an encrypted key on the terminal.
+        # Without a password, OpenSSL would ask for an encrypted key's password on the terminal.
         context.load_cert_chain(settings.certificate, settings.key, password=b"")
     except (OSError, ValueError) as error:  # OSError includes ssl.SSLError
         files = f"{str(settings.certificate)!r}" + (f" with key {str(settings.key)!r}" if settings.key else "")
         raise ValueError(
-            f"the TLS certificate {files} cannot be used ({error.args[-1]}); accepted: files in PEM format, a "
-            "certificate and the private key that belongs to it, which is not encrypted"
+            f"the TLS certificate {files} cannot be used ({error.args[-1]}); accepted: files in PEM format with a "
+            "certificate and its private key, not encrypted"
         ) from error
     return context
 
@@ -58,19 +58,19 @@ class ConnectionConfig(uvicorn.Config):
 
     Attributes:
         settings: the limits.
-        max_connections: open connections at most.
-        waiting: the connections without a request in progress, those that have waited longest first.
+        max_connections: maximum number of open connections.
+        waiting: the connections without a request in progress, longest waiting first.
     """
 
     def __init__(self, app: ASGIApp, settings: ConnectionSettings, shutdown_seconds: float) -> None:
-        """A configuration whose server waits up to `shutdown_seconds` for requests in flight when it ends."""
+        """A configuration whose server waits up to `shutdown_seconds` for requests in flight when it shuts down."""
         self.settings = settings
         self.max_connections = settings.max_connections
         self.waiting: dict[Connection, None] = {}
         super().__init__(
             app,
             http=Connection,
-            ws="none",  # a connection that changes its protocol would leave the limits
+            ws="none",  # a connection that switches protocols would escape the limits
             lifespan="off",
             log_config=None,
             access_log=False,
@@ -80,7 +80,7 @@ class ConnectionConfig(uvicorn.Config):
         )
 
     def load(self) -> None:
-        """Loads what uvicorn needs, and TLS, which uvicorn would set up with a question on the terminal."""
+        """Loads uvicorn's configuration, and sets up TLS here, since uvicorn might ask for a password."""
         super().load()
         self.ssl = tls_context(self.settings)
 
@@ -88,8 +88,8 @@ class ConnectionConfig(uvicorn.Config):
 class Connection(H11Protocol):
     """A client's connection.
 
-    It is closed if the headers of a request take too long, if it is idle for too long, or if the client does not read
-    its answer. A connection without a request in progress may be closed to make room for a new one.
+    It is closed if request headers take too long, if it is idle for too long, or if the client does not read its
+    answer. A connection without a request in progress may be closed to make room for a new one.
     """
 
     def __init__(
@@ -104,10 +104,10 @@ class Connection(H11Protocol):
         self._headers_due: asyncio.TimerHandle | None = None
         self._progress_due: asyncio.TimerHandle | None = None
         self._unread = 0
-        """Bytes that waited for the client at the last look."""
+        """Bytes in the write buffer at the last check."""
 
     def abort(self) -> None:
-        """Closes the connection without sending what waits to be sent."""
+        """Closes the connection without sending the write buffer."""
         if self.transport is not None:
             self.transport.abort()
 
@@ -156,7 +156,7 @@ class Connection(H11Protocol):
     # --- room for other connections -----------------------------------------------------------------------------------
 
     def _make_room(self) -> bool:
-        """Closes the connection that has waited longest for a request, and returns whether there is one."""
+        """Closes the connection that has waited longest for a request, if any, and returns whether there was one."""
         longest = next(iter(self._limits.waiting), None)
         if longest is None:
             return False
@@ -167,9 +167,9 @@ class Connection(H11Protocol):
     # --- time limits --------------------------------------------------------------------------------------------------
 
     def _note_state(self) -> None:
-        """Notes whether the connection waits for a request, and starts or ends the time limit of its headers.
+        """Tracks whether the connection waits for a request, and starts or cancels the timeout for its headers.
 
-        Between two requests uvicorn's own limit holds until the first byte comes.
+        Between two requests uvicorn's keep-alive timeout applies until the first byte arrives.
         """
         if not self._is_waiting:
             self._limits.waiting.pop(self, None)
@@ -197,7 +197,7 @@ class Connection(H11Protocol):
             self._expect_progress()
 
     def _close(self) -> None:
-        """Closes the connection. The client has a while to read what was sent."""
+        """Closes the connection, and leaves the client time to read the write buffer."""
         self.transport.close()
         if self._headers_due is not None:
             self._headers_due.cancel()

@@ -1,4 +1,4 @@
-"""Errors in the form that OpenAI's clients expect."""
+"""Errors in the format that OpenAI's clients expect."""
 
 import logging
 from itertools import islice
@@ -20,7 +20,7 @@ _MAX_QUOTED: Final = 3
 
 
 class ApiError(Exception):
-    """An error that a client is told of.
+    """An error that is sent to the client.
 
     Attributes:
         status: the HTTP status.
@@ -36,7 +36,7 @@ class ApiError(Exception):
         code: str | None = None,
         headers: dict[str, str] | None = None,
     ) -> None:
-        """An error; `param` names the field of the request that caused it, and `code` is for programs to read."""
+        """An error; `param` names the request field that caused it, and `code` is machine-readable."""
         super().__init__(message)
         self.status = status
         kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
@@ -44,20 +44,20 @@ class ApiError(Exception):
         self._headers = headers
 
     def response(self) -> JSONResponse:
-        """The HTTP response that tells of the error."""
+        """Returns the error as an HTTP response."""
         return JSONResponse(self.body, self.status, self._headers)
 
 
 class NamesFields(Protocol):
-    """A body that knows what it calls the fields of the engine's requests."""
+    """A body that maps the engine's field names to its own."""
 
     def param_of(self, field: str) -> str:
-        """Returns what the body calls a field of `Request` or `SamplingParams`, or of itself."""
+        """Returns the body's name for a field of `Request`, `SamplingParams` or the body itself."""
         ...
 
 
 async def error_response(_: Request, error: Exception) -> Response:
-    """Starlette's handler of `ApiError` and of its own `HTTPException`."""
+    """Handles `ApiError` and Starlette's `HTTPException`."""
     if isinstance(error, HTTPException):
         error = ApiError(error.status_code, error.detail, headers=dict(error.headers or {}))
     assert isinstance(error, ApiError)
@@ -65,11 +65,11 @@ async def error_response(_: Request, error: Exception) -> Response:
 
 
 def to_api_error(error: Exception, body: NamesFields | None = None) -> ApiError:
-    """Returns what a client is told of an exception. A defect's details go to the log and not to the client.
+    """Converts an exception to an error for the client. Details of bugs go only to the log.
 
     Args:
         error: the exception.
-        body: the request's, which names the faulty field.
+        body: the request body, which names the faulty field.
     """
     if isinstance(error, ApiError):
         return error
@@ -77,16 +77,16 @@ def to_api_error(error: Exception, body: NamesFields | None = None) -> ApiError:
         return ApiError(503, str(error))
     if isinstance(error, FieldError) and body is not None:
         return ApiError(400, str(error), param=body.param_of(error.field))
-    if isinstance(error, ValueError):  # the engine, the tokenizer or the chat template refused the request
+    if isinstance(error, ValueError):  # the engine, the tokenizer or the chat template rejected the request
         return ApiError(400, str(error))
     _log.error("a request failed", exc_info=error)
-    if isinstance(error, NotFinite):  # the checkpoint's defect, and not the server's
+    if isinstance(error, NotFinite):  # the checkpoint's fault, not the server's
         return ApiError(500, str(error))
-    return ApiError(500, "internal error: the server has a defect; its log holds the details")
+    return ApiError(500, "internal error: this is a bug in the server; its log has the details")
 
 
 def from_validation_error(error: ValidationError) -> ApiError:
-    """Returns an error that names each faulty field, what was given and what is accepted."""
+    """Returns an error that names each faulty field with the given and the accepted values."""
     faults = {_field(fault["loc"]): fault for fault in error.errors(include_url=False)}
     messages = [_describe(field, fault) for field, fault in islice(faults.items(), _MAX_FAULTS)]
     if len(faults) > _MAX_FAULTS:
@@ -100,7 +100,7 @@ def from_validation_error(error: ValidationError) -> ApiError:
 
 
 def _field(location: tuple[int | str, ...]) -> tuple[int | str, ...]:
-    """The path of a faulty field, without the tags that tell which of several types it was checked as."""
+    """Returns the path of a faulty field, without the tags of union types."""
     return tuple(part for part in location if not is_tag(part))
 
 
@@ -117,7 +117,7 @@ def _describe(field: tuple[int | str, ...], fault: Any) -> str:
 
 
 def quote(value: Any, depth: int = 2) -> str:
-    """Returns how an error message quotes a JSON value: the beginning of it, which takes no time for a long one."""
+    """Quotes the beginning of a JSON value for an error message, in constant time."""
     match value:
         case str():
             return _shortened(repr(value[: _LONGEST_QUOTE + 1]))

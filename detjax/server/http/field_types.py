@@ -1,8 +1,8 @@
-"""Types of the fields of bodies, and how many entries each may have.
+"""Types of request fields, with limits on their sizes.
 
-Checking a body takes a small multiple of its bytes, whatever is wrong with it: a list is checked up to its first wrong
-item, a dictionary's length is checked before its entries, and where a field takes several types, the value's own type
-decides which of them it is checked as.
+Validation time is proportional to a body's size, whatever is wrong with it: a list is checked up to its first invalid
+item, a dictionary's length is checked before its entries, and a field that accepts several types is validated only
+against the one that the value's own type selects.
 """
 
 from itertools import islice
@@ -14,50 +14,50 @@ from pydantic_core import PydanticCustomError
 from detjax.engine.sampling_params import MAX_BIASES
 
 MAX_SAMPLES: Final = 128
-"""The most samples of one prompt."""
+"""Samples per prompt."""
 MAX_PROMPTS: Final = 2048
-"""The most prompts of one request."""
+"""Prompts per request."""
 MAX_TOKENS: Final = 1 << 20
-"""The most token ids of one prompt."""
+"""Token ids per prompt."""
 MAX_MESSAGES: Final = 4096
-"""The most messages of a conversation."""
+"""Messages per conversation."""
 MAX_PARTS: Final = 1024
-"""The most parts of a message's content."""
+"""Content parts per message."""
 MAX_STOPS: Final = 16
-"""The most stop strings."""
+"""Stop strings per request."""
 LONGEST_STOP: Final = 256
-"""The most characters of a stop string."""
+"""Characters per stop string."""
 MAX_STOP_TOKENS: Final = 1024
-"""The most entries of `stop_token_ids`."""
+"""Entries of `stop_token_ids`."""
 MAX_METADATA: Final = 64
-"""The most entries of `metadata`."""
+"""Entries of `metadata`."""
 MAX_VARIABLES: Final = 64
-"""The most entries of `chat_template_kwargs`."""
+"""Entries of `chat_template_kwargs`."""
 MAX_CHOICES: Final = 1024
-"""Texts that `structured_outputs` may offer as choice."""
+"""Texts in the `choice` of `structured_outputs`."""
 MAX_TOOLS: Final = 128
-"""The most tools of a request."""
+"""Tools per request."""
 MAX_CALLS: Final = 128
-"""The most tool calls of a message."""
+"""Tool calls per message."""
 LONGEST_SALT: Final = 256
-"""The most characters of `cache_salt`."""
+"""Characters of `cache_salt`."""
 RESERVED_VARIABLES: Final = frozenset(
     {"add_generation_prompt", "documents", "messages", "raise_exception", "self", "strftime_now", "tools"}
 )
-"""Variables of chat templates that the server sets itself."""
+"""Chat template variables that only the server sets."""
 LARGEST: Final = 2**31 - 1
-"""The largest token id, and the largest of other numbers."""
+"""The largest token id, also the limit of other numbers."""
 
 
 class Body(BaseModel):
-    """JSON of exactly these fields and types."""
+    """A JSON object with exactly these fields and types."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
 
     @model_validator(mode="before")
     @classmethod
     def _check_number_of_fields(cls, value: Any) -> Any:
-        """Refuses a body with more fields than there are at once, because each unknown field would be an error."""
+        """Rejects a body with more fields than the schema in one error, instead of one per unknown field."""
         if isinstance(value, dict) and len(value) > len(cls.model_fields):
             unknown = [*islice((name for name in value if name not in cls.model_fields), 3)]
             names = ", ".join(name[:80] for name in unknown)
@@ -67,7 +67,7 @@ class Body(BaseModel):
 
 
 def _kind_of_prompt(value: Any) -> str | None:
-    """The tag of the type that a prompt is checked as: its own type and that of its first item decide."""
+    """Returns the type tag to validate a prompt as, by the type of the value and of its first item."""
     match value:
         case str():
             return "<text>"
@@ -81,17 +81,17 @@ def _kind_of_prompt(value: Any) -> str | None:
 
 
 def text_or_list(value: Any) -> str | None:
-    """The tag of the type that a value is checked as which may be text or a list."""
+    """Returns the type tag to validate a value as, which may be text or a list."""
     return "<text>" if isinstance(value, str) else "<list>" if isinstance(value, list) else None
 
 
 def is_tag(part: int | str) -> bool:
-    """Whether a part of an error's location is such a tag, and not the name of a field."""
+    """Returns whether a part of an error's location is a type tag rather than a field."""
     return isinstance(part, str) and part.startswith("<") and part.endswith(">")
 
 
 def at_most(most: int) -> BeforeValidator:
-    """Refuses a dictionary by its length before its entries are checked, each of which might be an error."""
+    """Rejects a dictionary by its length before its entries are checked, each of which might be an error."""
 
     def check(value: Any) -> Any:
         if isinstance(value, dict) and len(value) > most:
@@ -102,14 +102,14 @@ def at_most(most: int) -> BeforeValidator:
 
 
 def _drop_zeros(value: Any) -> Any:
-    """Leaves out biases of 0, which change nothing."""
+    """Drops biases of 0."""
     if not isinstance(value, dict):
         return value
     return {token: bias for token, bias in value.items() if isinstance(bias, bool) or bias != 0}
 
 
 def _check_variables(value: Any) -> Any:
-    """Refuses variables that a chat template cannot take, or that the server sets itself."""
+    """Rejects variables that a chat template cannot use or that only the server sets."""
     if not isinstance(value, dict):
         return value
     reserved = sorted(RESERVED_VARIABLES & value.keys())

@@ -1,4 +1,4 @@
-"""Protection of requests from one another: a limit on samples in flight, a time limit, and cancellation."""
+"""Protection of requests from each other: a limit on samples in flight, timeouts and cancellation."""
 
 import asyncio
 import contextlib
@@ -12,14 +12,14 @@ from detjax.server.http.errors import ApiError
 
 
 class ClientGone(Exception):
-    """The client disconnected, so nobody waits for the response."""
+    """The client has disconnected."""
 
 
 class Admission:
-    """Samples that a guard admitted. A request gives them back one by one as they end, and the rest when it ends.
+    """The admitted samples of one request, released one by one as they end, or all at once when the request ends.
 
     Attributes:
-        deadline: when the request's time is over, by the loop's clock.
+        deadline: the request's deadline on the event loop's clock.
     """
 
     def __init__(self, guard: "Guard", samples: int, deadline: float) -> None:
@@ -28,31 +28,28 @@ class Admission:
         guard.in_flight += samples
 
     def give_back(self, samples: int = 1) -> None:
-        """Tells that samples have ended, so that others take their place however slowly the client reads."""
+        """Releases samples that have ended, so that others can start however slowly the client reads."""
         samples = min(samples, self._samples)
         self._samples -= samples
         self._guard.in_flight -= samples
 
     def close(self) -> None:
-        """Gives back the samples that are left."""
+        """Releases the remaining samples."""
         self.give_back(self._samples)
 
 
 class Guard:
-    """Admits requests, and ends those that take too long, lose their client, or outlast a shutdown's grace period.
+    """Admits requests, and cancels those that time out, lose their client, or outlast the grace period of a shutdown.
 
     Attributes:
-        capacity: samples in flight at most.
-        in_flight: samples that were admitted and have not ended.
-        is_draining: whether the guard refuses all further requests.
-        backlog: events of streams that wait for their clients.
+        capacity: maximum number of samples in flight.
+        in_flight: admitted samples that have not ended.
+        is_draining: True if the guard rejects all new requests.
+        backlog: the buffered events of streams.
     """
 
     def __init__(self, capacity: int, seconds: float, max_pending_bytes: int = 64 << 20) -> None:
-        """A guard that admits `capacity` samples at once and gives each request so many seconds.
-
-        Streams together may have `max_pending_bytes` bytes that wait for their clients.
-        """
+        """Limits samples in flight, seconds per request, and the bytes of all streams that wait for slow clients."""
         self.capacity = capacity
         self.backlog = Backlog(max_pending_bytes)
         self.in_flight = 0
@@ -63,10 +60,10 @@ class Guard:
 
     @contextlib.contextmanager
     def admitted(self, samples: int) -> Iterator[Admission]:
-        """A context in which the samples count as in flight until they are given back.
+        """Counts samples as in flight until they are released, at the latest at the end of the context.
 
         Raises:
-            ApiError: the samples do not fit, or the server is shutting down.
+            ApiError: the samples exceed the capacity, or the server is shutting down.
         """
         if self.is_draining:
             raise ApiError(
@@ -82,7 +79,7 @@ class Guard:
             raise ApiError(
                 429,
                 f"the queue is full: {self.in_flight} samples are in flight and the request has {samples}; accepted: "
-                f"up to {self.capacity} in all. Send the request again later.",
+                f"up to {self.capacity} in total. Retry later.",
                 code="queue_full",
                 headers={"Retry-After": "1"},
             )
@@ -93,26 +90,26 @@ class Guard:
             admission.close()
 
     def drain(self) -> None:
-        """Admits no further requests."""
+        """Stops admitting requests."""
         self.is_draining = True
 
     def stop(self) -> None:
-        """Ends all requests in flight."""
+        """Cancels all requests in flight."""
         self._is_stopped = True
         if self._stopped is not None and not self._stopped.done():
             self._stopped.set_result(None)
 
     async def watch[T](self, receive: Receive, work: Coroutine[Any, Any, T], deadline: float) -> T:
-        """Returns the result of `work`, which is cancelled when its result is no longer needed.
+        """Returns the result of `work`, or cancels it when nobody needs the result any more.
 
         Args:
-            receive: the request's ASGI channel, which tells when the client disconnects.
-            work: the computation of the response, or of a part of it.
-            deadline: when the request's time is over, by the loop's clock.
+            receive: the request's ASGI channel, on which a disconnect arrives.
+            work: computes the response or a part of it.
+            deadline: the request's deadline on the event loop's clock.
 
         Raises:
             ClientGone: the client disconnected.
-            ApiError: the deadline passed, or the server stopped.
+            ApiError: the deadline has passed, or the server is stopping.
         """
         loop = asyncio.get_running_loop()
         if self._stopped is None:
@@ -132,7 +129,7 @@ class Guard:
                 raise ClientGone
             if self._stopped.done():
                 raise ApiError(
-                    503, "the server is shutting down and did not finish the request; send it to another server"
+                    503, "the server shut down before it finished the request; send it to another server"
                 )
             raise ApiError(
                 504,

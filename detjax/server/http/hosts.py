@@ -1,4 +1,4 @@
-"""The check of the header Host, which keeps web pages of other hosts out of servers on this machine."""
+"""Host header checks, which keep web pages of other hosts away from servers on this machine."""
 
 import ipaddress
 from collections.abc import Sequence
@@ -12,15 +12,15 @@ _LOOPBACK: Final = ("localhost", "127.0.0.1", "[::1]")
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only this machine reaches an address."""
+    """Returns whether an address is reachable only from this machine."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 def default_hosts(address: str, needs_key: bool) -> tuple[str, ...] | None:
-    """The hosts that a server on an address accepts by default; None stands for all.
+    """Returns the hosts that a server on an address accepts by default; None accepts all.
 
-    A web page can make its own host name resolve to 127.0.0.1 after a browser has loaded it ("DNS rebinding"), and then
-    read the answers of a server on the browser's machine that asks for no key. Its requests name the page's host.
+    A web page can make its host name resolve to 127.0.0.1 once a browser has loaded it ("DNS rebinding"), and then read
+    answers of a server without a key on the browser's machine. Its requests carry the page's host name.
     """
     if needs_key or not is_loopback(address):
         return None
@@ -28,10 +28,10 @@ def default_hosts(address: str, needs_key: bool) -> tuple[str, ...] | None:
 
 
 class HostCheck:
-    """ASGI middleware that refuses requests to other hosts than the accepted ones."""
+    """ASGI middleware that rejects requests for hosts that are not accepted."""
 
     def __init__(self, app: ASGIApp, hosts: Sequence[str]) -> None:
-        """Middleware around `app`. A host "*.example.com" stands for every host below example.com, and "*" for all."""
+        """Wraps `app`. A host "*.example.com" accepts all subdomains of example.com, and "*" accepts every host."""
         self._app = app
         self._names = ", ".join(hosts)
         self._hosts = frozenset(host.lower() for host in hosts)
@@ -53,7 +53,7 @@ class HostCheck:
 
 
 def _host(scope: Scope) -> str:
-    """The header Host without its port, in lower case."""
+    """Returns the Host header without its port, in lower case."""
     values = [value for name, value in scope["headers"] if name == b"host"]
     host = values[0].decode("latin-1").lower() if len(values) == 1 else ""
     name, _, port = host.rpartition(":")

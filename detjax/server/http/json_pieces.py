@@ -1,4 +1,4 @@
-"""JSON responses that are made and sent piece by piece, because an answer may have tens of megabytes."""
+"""JSON responses that are encoded and sent incrementally, since an answer may have tens of megabytes."""
 
 import asyncio
 import itertools
@@ -14,21 +14,20 @@ from detjax.server.http.errors import ApiError
 from detjax.server.http.guard import ClientGone, Guard
 
 TURN_BYTES: Final = 1 << 14
-"""Bytes, about, that are made and sent before others have a turn: a millisecond or two of work."""
+"""Approximate number of bytes to encode and send before yielding to other requests: a millisecond or two of work."""
 _LONG: Final = 1 << 14
-"""Characters of a string from which on it is made in slices."""
+"""Characters above which a string is encoded in slices."""
 _AT_ONCE: Final = 32
-"""Items of a list that are made at once: a call of the encoder for each number of a list takes most of the time."""
+"""List items per call of the encoder; one call per number would dominate the time."""
 
-# The form that starlette's JSONResponse gives to JSON.
+# The same format as Starlette's JSONResponse.
 _encode: Final = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 
 
 def pieces(content: Any) -> Iterator[str]:
     """Yields the JSON text of `content` in pieces.
 
-    A list that grows with the answer is given as an iterator, which is read as the pieces are made. Everything else is
-    as `json.dumps` takes it.
+    An iterator is encoded as a list, read incrementally. Everything else is as in `json.dumps`.
     """
     if isinstance(content, Iterator):
         yield "["
@@ -59,7 +58,7 @@ def pieces(content: Any) -> Iterator[str]:
 
 
 def _is_long(content: Any) -> bool:
-    """Whether something has parts that are made in pieces."""
+    """Returns whether a value has parts that are encoded in pieces."""
     if isinstance(content, dict):
         return any(map(_is_long, content.values()))
     return isinstance(content, Iterator) or (isinstance(content, str) and len(content) > _LONG)
@@ -79,21 +78,21 @@ def parts(content: Any) -> Iterator[bytes]:
 
 
 class JsonPieces(Response):
-    """A response of JSON, sent while it is made, so that others have turns between its parts.
+    """A JSON response that is encoded while it is sent, yielding to other requests between its parts.
 
-    A small response is made at once and has a length.
+    A small response is sent at once, with a Content-Length.
     """
 
     media_type = "application/json"
 
     def __init__(self, guard: Guard, content: Any, seconds: float) -> None:
-        """A response that its client has so many seconds to read; `content` as `pieces` takes it."""
-        made = parts(content)
-        self._first, self._second = next(made), next(made, None)
+        """A response that the client must read within `seconds`; `content` as in `pieces`."""
+        encoded = parts(content)
+        self._first, self._second = next(encoded), next(encoded, None)
         super().__init__(self._first if self._second is None else b"")
         if self._second is not None:
             del self.headers["content-length"]
-        self._guard, self._rest, self._seconds = guard, made, seconds
+        self._guard, self._rest, self._seconds = guard, encoded, seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._second is None:
@@ -104,7 +103,7 @@ class JsonPieces(Response):
             await self._guard.watch(receive, self._send_parts(send), deadline)
         except ClientGone:
             return
-        except ApiError:  # there is no place for an error within JSON, so the response ends before its end
+        except ApiError:  # JSON has no room for an error, so the response is cut off
             abort_of(scope)()
             return
         await send({"type": "http.response.body", "body": b""})

@@ -1,4 +1,4 @@
-"""The server's log on stderr: lines for people, or JSON."""
+"""The server's log on stderr, as text or JSON."""
 
 import contextlib
 import contextvars
@@ -11,17 +11,17 @@ from typing import Any, Final
 from detjax.server.http.settings import LogSettings
 
 REQUESTS: Final = "detjax.server.http.requests"
-"""The logger that has a line for each request."""
+"""The logger that writes a line per request."""
 
 request_id: Final = contextvars.ContextVar[str | None]("request_id", default=None)
-"""The id of the request that the current task serves."""
+"""The id of the current task's request."""
 
 _LOGGERS: Final = ("detjax", "uvicorn", "asyncio")
 
 
 @contextlib.contextmanager
 def logging_to_stderr(settings: LogSettings) -> Iterator[None]:
-    """A context in which the server's messages go to stderr as the settings say."""
+    """Sends the server's log messages to stderr as configured."""
     handler = logging.StreamHandler()
     handler.setFormatter(_JsonLines() if settings.format == "json" else _TextLines())
     handler.addFilter(_is_no_cancellation)
@@ -42,7 +42,7 @@ def logging_to_stderr(settings: LogSettings) -> Iterator[None]:
 
 
 def _is_no_cancellation(record: logging.LogRecord) -> bool:
-    """Whether a message is no report of a request that was cancelled, which is no defect, at the end of the server."""
+    """Drops reports of requests that a shutdown cancelled."""
     kind = record.exc_info[0] if record.exc_info else None
     return kind is None or kind.__name__ != "CancelledError"
 
@@ -52,7 +52,7 @@ def _time(record: logging.LogRecord) -> str:
 
 
 class _TextLines(logging.Formatter):
-    """A line with the time, the level, the request's id and the message; a traceback follows on further lines."""
+    """Lines with time, level, message and request id; a traceback follows on separate lines."""
 
     def format(self, record: logging.LogRecord) -> str:
         identity = request_id.get()
@@ -61,7 +61,7 @@ class _TextLines(logging.Formatter):
 
 
 class _JsonLines(logging.Formatter):
-    """One JSON object a line, with the fields that a message was given beside its text, and the traceback."""
+    """One JSON object per line, with the message's extra fields and the traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
         content: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Metrics for Prometheus, and the middleware that counts requests."""
+"""Prometheus metrics, and the middleware that counts requests."""
 
 import asyncio
 from collections.abc import Iterator, Sequence
@@ -14,14 +14,13 @@ from detjax.server.replicated_engine import ReplicatedEngine
 _BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 """Upper bounds of the histograms' buckets, in seconds."""
 _CLIENT_CLOSED_REQUEST = 499
-"""The status that nginx logs for a request whose client left before the response began."""
+"""The status that nginx logs if the client disconnects before the response begins."""
 
 
 class Metrics:
-    """The metrics of a server."""
+    """The metrics of a server and its engine; with replicas, the number of lost replicas instead of the engine's."""
 
     def __init__(self, engine: Engine | ReplicatedEngine) -> None:
-        """Metrics that include the engine's own; of replicas, how often requests have lost one."""
         self.registry = CollectorRegistry()
         self.registry.register(
             _ReplicaCollector(engine) if isinstance(engine, ReplicatedEngine) else _EngineCollector(engine)
@@ -41,12 +40,12 @@ class Metrics:
         return Histogram(name, documentation, labels, registry=self.registry, buckets=_BUCKETS)
 
     def text(self) -> bytes:
-        """The metrics in Prometheus' text format."""
+        """Returns the metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
 
 class _EngineCollector(Collector):
-    """Reads the engine's statistics whenever Prometheus asks for them."""
+    """Reads the engine's statistics for each scrape."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -60,25 +59,27 @@ class _EngineCollector(Collector):
         yield CounterMetricFamily("detjax_preemptions", "Samples that lost their pages to others.", stats.preemptions)
         yield GaugeMetricFamily("detjax_snapshot_bytes", "Bytes of snapshots of slots.", stats.snapshot_bytes)
         yield CounterMetricFamily(
-            "detjax_snapshot_hits", "Samples that went on from a snapshot of a slot.", stats.snapshot_hits
+            "detjax_snapshot_hits", "Samples that resumed from a snapshot of a slot.", stats.snapshot_hits
         )
 
 
 class _ReplicaCollector(Collector):
-    """Reads what is known of replicas whenever Prometheus asks for it."""
+    """Reads the number of lost replicas for each scrape."""
 
     def __init__(self, engine: ReplicatedEngine) -> None:
         self._engine = engine
 
     def collect(self) -> Iterator[Metric]:
-        yield CounterMetricFamily("detjax_lost_replicas", "Calls that went on at another replica.", self._engine.losses)
+        yield CounterMetricFamily(
+            "detjax_lost_replicas", "Calls that continued on another replica.", self._engine.losses
+        )
 
 
 class RequestMetrics:
     """ASGI middleware that counts requests by path and status, and measures how long they take."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics, paths: Sequence[str]) -> None:
-        """Middleware around `app`; requests of other paths than `paths` are counted under "other"."""
+        """Wraps `app`; requests for paths that are not in `paths` count as "other"."""
         self._app, self._metrics, self._paths = app, metrics, frozenset(paths)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

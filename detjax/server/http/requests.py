@@ -1,4 +1,4 @@
-"""The ids of requests, and the log that has a line for each request."""
+"""Request ids, and the access log."""
 
 import dataclasses
 import json
@@ -19,17 +19,17 @@ _SANE_ID: Final = re.compile(rb"[A-Za-z0-9._:@/+=-]{1,128}")
 _STATE: Final = "detjax.request"
 _LONGEST_PATH: Final = 200
 _CLIENT_CLOSED_REQUEST: Final = 499
-"""The status that nginx logs for a request whose client left before the response began."""
+"""The status that nginx logs if the client disconnects before the response begins."""
 
 
 @dataclasses.dataclass
 class RequestRecord:
-    """What the log says of a request.
+    """The access log's record of a request.
 
     Attributes:
-        request_id: the id that the client sent, or a new one.
+        request_id: the client's id, or a new one.
         prompt_tokens: tokens of its prompts; None if it was not admitted.
-        generated_tokens: tokens that were generated for it.
+        generated_tokens: tokens generated for it.
     """
 
     request_id: str
@@ -38,14 +38,14 @@ class RequestRecord:
 
 
 def record_of(scope: Scope) -> RequestRecord:
-    """The record of a request, which its handler completes."""
+    """Returns the record of a request, for its handler to complete."""
     return scope["state"][_STATE]
 
 
 class RequestLog:
     """ASGI middleware that gives each request an id, returns it to the client, and logs a line when the request ends.
 
-    The id is that of the header X-Request-Id if it is up to 128 letters, digits and characters of `._:@/+=-`.
+    A valid X-Request-Id header provides the id: up to 128 letters, digits and characters of `._:@/+=-`.
     """
 
     def __init__(self, app: ASGIApp) -> None:

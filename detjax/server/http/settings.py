@@ -1,6 +1,6 @@
-"""The settings of a server: what it lets clients do, what it spends on connections, and what it logs.
+"""Settings of a server: its clients, connections and log.
 
-No answer depends on any of them, given its seed.
+Given its seed, no answer depends on them.
 """
 
 import dataclasses
@@ -21,29 +21,30 @@ _ORIGIN: Final = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+")
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """How a server treats its clients.
+    """Settings for a server's clients.
 
     Attributes:
-        name: what clients call the model.
-        more_names: further names of the same model.
-        api_keys: keys, one of which clients have to send. Without any, nobody needs a key.
-        separate_prefixes: keep pages for clients of each API key apart, so that no client can tell by time what others
-            sent. Otherwise the time that an answer takes may tell that another one has sent the beginning of a prompt.
-        max_in_flight: samples in flight at most, those that wait included. Further requests get status 429.
-        max_body: bytes of a request's body at most.
-        body_seconds: seconds that a client may take to send its request.
-        request_seconds: time that an answer may take.
-        text_seconds: CPU time that the chat template and the tokenizer may take for a request.
+        name: the model's name for clients.
+        more_names: additional names of the model.
+        api_keys: the accepted API keys. If empty, no key is required.
+        separate_prefixes: keep a separate prefix cache for each API key, so that clients cannot learn from response
+            times what others sent. With a shared cache, a fast answer may reveal that another client has sent the
+            beginning of the prompt.
+        max_in_flight: maximum number of samples in flight, including waiting ones. Further requests get status 429.
+        max_body: maximum size of a request body, in bytes.
+        body_seconds: timeout for receiving a request's body.
+        request_seconds: timeout for answering a request.
+        text_seconds: limit on the CPU time of a request's chat template and tokenizer.
         max_pending_bytes: limit on the bytes of all streams that wait for slow clients. Beyond it, the stream with the
-            most pending bytes is ended.
-        allowed_hosts: serve requests that name this host, without a port; *.example.com: all below it; *: all. None
-            accepts every host.
-        image_directory: requests may name the files of this directory as images and videos. Default: images come with
-            requests alone.
-        unseeded: the seed of requests at a temperature above 0 that give none: random draws one for each prompt from
-            the operating system; fixed takes 0, so that the same request has the same answer. Answers say it.
-        allowed_origins: let web pages of this origin, such as https://example.com, use the server from browsers; *:
-            all. Default: none.
+            most pending bytes is aborted.
+        allowed_hosts: accept requests for this host, without a port; *.example.com accepts all subdomains, * every
+            host. None accepts every host.
+        image_directory: directory of images and videos that requests may refer to by name. Default: requests contain
+            their images.
+        unseeded: seed of requests that sample without giving one: random draws a seed per prompt; fixed uses 0, so
+            that repeated requests have the same answer. Answers report the seed.
+        allowed_origins: let web pages of this origin, such as https://example.com, use the server from browsers; *
+            allows every origin. Default: none.
     """
 
     name: str
@@ -100,24 +101,23 @@ class Settings:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All names of the model, without repetition."""
+        """All distinct names of the model."""
         return tuple(dict.fromkeys((self.name, *self.more_names)))
 
 
 @dataclasses.dataclass(frozen=True)
 class ConnectionSettings:
-    """What a server spends on connections, and how it ends them.
+    """Limits, timeouts and TLS of connections.
 
     Attributes:
-        grace: time in seconds that requests in flight have when the server is told to stop; a second signal ends it.
-        max_connections: open connections at most. Where they are used up, a new one takes the place of the one that has
-            waited longest without a request in progress; where there is none, the client gets status 503.
-        header_seconds: time that a client may take until the headers of a request are complete.
-        idle_seconds: time that a connection stays open between two requests.
-        write_seconds: time in which a client has to read 16 KiB of an answer that waits for it.
-        certificate: serve HTTPS with the TLS certificate of this file, and those that vouch for it, in PEM format.
-            Default: HTTP.
-        key: the file with the certificate's private key. Default: in the certificate's file.
+        grace: time in seconds for requests in flight to finish after a signal to stop; a second signal cancels them.
+        max_connections: maximum number of open connections. At the limit, a new connection replaces the one that has
+            waited longest without a request in progress; if there is none, the client gets status 503.
+        header_seconds: timeout for receiving a request's headers.
+        idle_seconds: timeout of a connection between two requests.
+        write_seconds: timeout for a client to read 16 KiB of pending output.
+        certificate: serve HTTPS with the certificate chain in this PEM file. Default: HTTP.
+        key: file with the certificate's private key. Default: the certificate's file.
     """
 
     grace: float = 30
@@ -142,19 +142,19 @@ class ConnectionSettings:
                 "header_seconds": _is_time(self.header_seconds),
                 "idle_seconds": _is_time(self.idle_seconds),
                 "write_seconds": _is_time(self.write_seconds),
-                "key": (self.key is None or self.certificate is not None, "a key beside a certificate"),
+                "key": (self.key is None or self.certificate is not None, "a key with a certificate"),
             },
         )
 
 
 @dataclasses.dataclass(frozen=True)
 class LogSettings:
-    """What a server logs on stderr.
+    """Settings of a server's log on stderr.
 
     Attributes:
-        level: log messages of this severity or more.
-        format: log as text, in lines for people, or as json, an object a line.
-        access: log a line for each request, of level info.
+        level: minimum level of messages to log.
+        format: format of the log: text, or json with one object per line.
+        access: log a line at level info for each request.
     """
 
     level: LogLevel = "info"
@@ -177,7 +177,7 @@ class LogSettings:
 
 
 _LONGEST: Final = 10**7
-"""Seconds that a time limit may have at most: timers of event loops do not take any number."""
+"""Maximum timeout in seconds: event loops do not accept arbitrarily long timers."""
 
 
 def _is_time(seconds: float) -> tuple[bool, str]:
@@ -186,7 +186,7 @@ def _is_time(seconds: float) -> tuple[bool, str]:
 
 
 def _check(settings: object, fields: Mapping[str, tuple[bool, str]]) -> None:
-    """Raises an error for the first field that is not accepted; `fields` says so and describes what is accepted."""
+    """Raises an error for the first field that is not accepted; `fields` has this and the accepted values by name."""
     for name, (is_accepted, description) in fields.items():
         if not is_accepted:
             given = getattr(settings, name)

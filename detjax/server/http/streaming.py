@@ -1,4 +1,4 @@
-"""Responses of server-sent events."""
+"""Responses that stream server-sent events."""
 
 import asyncio
 import contextlib
@@ -15,19 +15,19 @@ from detjax.server.http.errors import ApiError, NamesFields, to_api_error
 from detjax.server.http.guard import ClientGone, Guard
 
 DONE: Final = b"data: [DONE]\n\n"
-"""The event that ends a stream, as OpenAI's API has it."""
+"""The last event of a stream in OpenAI's API."""
 
 
 def event(content: dict[str, Any]) -> bytes:
-    """A server-sent event that carries JSON."""
+    """Returns a server-sent event with JSON."""
     return f"data: {json.dumps(content, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
 
 
 class EventStream(Response):
-    """A response of server-sent events. An error after the first event becomes an event too.
+    """A response that streams server-sent events. An error after the first event becomes an event.
 
-    Events are taken as soon as there are any, even while the client does not read, so that a sample's place in the
-    server is free when the sample has ended. `Guard.backlog` limits how many may wait.
+    Events are read as soon as they exist, even while the client does not read, so that a sample that has ended is
+    released immediately. `Guard.backlog` limits the buffered events.
     """
 
     media_type = "text/event-stream"
@@ -42,16 +42,16 @@ class EventStream(Response):
         error_event: Callable[[ApiError], bytes] = lambda error: event(error.body),
         body: NamesFields | None = None,
     ) -> None:
-        """A response that begins with an event already computed.
+        """A response whose first event is already computed.
 
         Args:
-            guard: watches over the rest.
+            guard: watches the rest of the response.
             first: the first event.
             events: the events after it.
-            deadline: when the request's time is over, by the loop's clock.
-            admission: closed when the response has ended.
+            deadline: the request's deadline on the event loop's clock.
+            admission: closed at the end of the response.
             error_event: makes the event of an error.
-            body: the request's.
+            body: the request body, which names faulty fields.
         """
         super().__init__()
         del self.headers["content-length"]
@@ -79,20 +79,19 @@ class EventStream(Response):
             async with contextlib.aclosing(queue.parts()) as parts:
                 async for part in parts:
                     await _send_part(send, part)
-            await filling  # which raises what the events raised
+            await filling  # re-raises errors of the events
         finally:
             filling.cancel()
             await asyncio.gather(filling, return_exceptions=True)
             self._guard.backlog.close(queue)
 
     async def _fill(self, queue: EventQueue) -> None:
-        """Puts all events into a queue."""
         try:
             queue.put(self._first)
             async for one in self._events:
                 queue.put(one)
                 if queue.size > SENT_TOGETHER:
-                    await asyncio.sleep(0)  # where tokens come faster than they are sent, nobody else would have a turn
+                    await asyncio.sleep(0)  # tokens that come faster than they are sent would starve other requests
         finally:
             queue.complete()
 
