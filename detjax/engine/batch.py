@@ -1,4 +1,4 @@
-"""A step as the device takes it: arrays whose shapes come from a few that programs are compiled for."""
+"""Step batches: the arrays of a step, in one of the few shapes that programs are compiled for."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,14 +18,14 @@ from detjax.operands.kv_pages import Queries
 from detjax.operands.sampling_arrays import Arrays, LogitAdjustments, SamplingArrays
 
 _GROWTH = 4
-"""The ratio of one size of a serving engine's batches to the next smaller one."""
+"""The ratio of consecutive batch sizes of a serving engine."""
 _MIN_ROWS = 64
-"""Rows of the smallest step of a serving engine that prefills."""
+"""Rows of a serving engine's smallest step with prefills."""
 _MAX_ROWS = 8192
-"""Rows of a step that prefills, where the caller says how long chunks are but not how many fit into a step."""
+"""Maximum rows of a step with prefills if the caller fixes only the length of chunks."""
 _BIASED: Final = 512
-"""Tokens of a row that have a bias or are barred: as many as a request may give biases, as many as it may have stop
-tokens beside `min_tokens`, and a few end-of-sequence tokens of the model."""
+"""Capacity for tokens of a row with a bias or that may not be chosen: a request's maximum number of biases, its maximum
+number of stop tokens with `min_tokens`, and a few end-of-sequence tokens."""
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -33,10 +33,10 @@ class BatchShape:
     """The sizes that the programs of a step are compiled for.
 
     Attributes:
-        decodes: room for chunks of a single token.
-        rows: room for the rows of prefill chunks.
-        prefills: room for prefill chunks.
-        sampled: room for the chunks together, after each of which a token may be sampled.
+        decodes: capacity for chunks of a single token.
+        rows: capacity for rows of prefill chunks.
+        prefills: capacity for prefill chunks.
+        sampled: capacity for all chunks together; each may sample a token.
     """
 
     decodes: int
@@ -45,7 +45,7 @@ class BatchShape:
     sampled: int
 
     def fits(self, step: ScheduledStep) -> bool:
-        """Returns whether the shape has room for a step."""
+        """Returns whether a step fits into the shape."""
         if len(step.chunks) > self.sampled:
             return False
         if not step.prefills:
@@ -55,38 +55,38 @@ class BatchShape:
 
 
 class BatchShapes:
-    """The shapes of a step loop's batches, and the limits that its steps keep."""
+    """The shapes of a step loop's batches, and the limits of its steps."""
 
     def __init__(self, shapes: Iterable[BatchShape], limits: StepLimits) -> None:
-        """Shapes of which, for each step within the limits, at least one has room."""
+        """A set of shapes in which every step within the limits fits."""
         self.limits = limits
-        # Rows of prefills cost more than decodes, so the shape with the fewest rows is the cheapest.
+        # Prefill rows cost more than decodes, so the shape with the fewest rows is the cheapest.
         self._shapes = sorted(shapes, key=lambda shape: (shape.rows, shape.decodes))
 
     @classmethod
     def for_serving(cls, slots: int, token_budget: int) -> "BatchShapes":
-        """Returns shapes for steps of any mixture, few enough to compile them all before the first request.
+        """Returns shapes for any mix of prefills and decodes, few enough to compile them all before the first request.
 
         Args:
             slots: sequences that are computed at the same time.
-            token_budget: tokens of a step.
+            token_budget: maximum tokens of a step.
         """
         decodes = _sizes(1, slots)
         prefills = {
             rows: min(slots, rows // QUERY_UNIT)
             for rows in _sizes(min(_MIN_ROWS, padded_rows(token_budget)), padded_rows(token_budget))
         }
-        # A few decodes too many cost little beside prefills, so there every other size is enough.
-        beside_prefills = [0, *decodes[::-2][::-1]]
+        # In steps with prefills, unused room for decodes costs little, so every other size is enough.
+        decodes_with_prefills = [0, *decodes[::-2][::-1]]
 
         def shape(count: int, rows: int) -> BatchShape:
-            # A step has at most one chunk of each slot. With as many rows to sample from as one of the sizes of
-            # decodes, all shapes share the few sampling programs of those sizes.
+            # A step has at most one chunk per slot. The number of rows to sample from is one of the decode sizes, so
+            # all shapes share the sampling programs of these sizes.
             chunks = min(slots, count + prefills.get(rows, 0))
             return BatchShape(count, rows, prefills.get(rows, 0), next(size for size in decodes if size >= chunks))
 
         shapes = [shape(count, 0) for count in decodes]
-        shapes += [shape(count, rows) for rows in prefills for count in beside_prefills]
+        shapes += [shape(count, rows) for rows in prefills for count in decodes_with_prefills]
         rows = max(prefills)
         limits = StepLimits(
             slots=slots, tokens=token_budget, prefills=prefills[rows], rows=rows, prefill_chunk=token_budget
@@ -99,8 +99,8 @@ class BatchShapes:
 
         Args:
             slots: sequences that are computed at the same time.
-            prefill_chunk: tokens of a prefill chunk at most. A chunk of one token is computed like a decode.
-            mixes: whether steps that prefill also decode. Otherwise all prompts are in the cache before the first
+            prefill_chunk: maximum tokens of a prefill chunk. A chunk of one token is computed like a decode.
+            mixes: whether a step may have both prefills and decodes. Otherwise all prefills come before the first
                 decode.
         """
         chunk_rows = padded_rows(prefill_chunk)
@@ -116,7 +116,7 @@ class BatchShapes:
         return iter(self._shapes)
 
     def smallest(self, step: ScheduledStep, is_ready: Callable[[BatchShape], bool] = lambda _: True) -> BatchShape:
-        """Returns the cheapest shape that has room for a step, among those that are ready."""
+        """Returns the cheapest ready shape that a step fits into."""
         return next(shape for shape in self._shapes if shape.fits(step) and is_ready(shape))
 
 
@@ -128,7 +128,7 @@ def _sizes(first: int, last: int) -> list[int]:
 
 
 def sampling_arrays(params: Sequence[SamplingParams], sample_index: Sequence[int]) -> SamplingArrays:
-    """Returns a row for each sample, on the host. Positions, which change from step to step, are zeros."""
+    """Returns a row for each sample, on the host. Positions change with every step and are zeros here."""
     return SamplingArrays(
         seed=np.array([ops.seed_words(row.seed) for row in params], np.uint32),
         position=np.zeros(len(params), np.int32),
@@ -141,7 +141,7 @@ def sampling_arrays(params: Sequence[SamplingParams], sample_index: Sequence[int
 
 
 def logit_adjustments(params: SamplingParams, barred: Iterable[int] = ()) -> LogitAdjustments:
-    """Returns a row on the host: penalties, biases, and tokens that must not be chosen."""
+    """Returns a row on the host with penalties, biases, and `barred` tokens, which must not be chosen."""
     bias = dict(params.logit_bias) | dict.fromkeys(barred, -np.inf)
     padding = _BIASED - len(bias)
     repetition = np.array([params.repetition_penalty], np.float32)
@@ -161,21 +161,20 @@ def no_adjustments(rows: int) -> LogitAdjustments:
 
 
 class StepBatch(NamedTuple):
-    """The arrays of one step: N tokens, first the decodes, then the rows of prefills; R rows to sample from.
+    """The arrays of one step: N tokens, first the decodes, then the prefill rows; and R rows to sample from.
 
-    Of these rows, the first one belongs to the step's first chunk, and so on. What a shape has room for and a step does
-    not need belongs to no sequence.
+    The rows to sample from are in the order of the step's chunks. Unused capacity is padding.
 
     Attributes:
-        token: ids of the tokens. The device replaces those of decodes that it holds.
-        held: for each decode the slot that holds its token; the number of slots where `token` has it.
-        queries: where the tokens stand in their sequences, and the sequences in the cache.
-        last_row: for each chunk its last token, as an index into the N.
-        slot: for each chunk the slot that will hold the sampled token; the number of slots where none is sampled.
-        sampling: for each chunk how its next token is sampled.
-        adjustments: for each chunk what changes the logits before; None where no chunk's are changed.
-        images: the rows of images among the tokens that prefill; None where there are none.
-        steps: in a run, the number of steps that each decode takes part in; None: the batch is a single step.
+        token: token ids. The device replaces the tokens of decodes that it holds.
+        held: for each decode, the slot that holds its token; the number of slots if `token` has it.
+        queries: the tokens' positions in their sequences, and the sequences' pages in the cache.
+        last_row: for each chunk, the index of its last token in N.
+        slot: for each chunk, the slot that will hold the sampled token; the number of slots if it samples none.
+        sampling: sampling parameters of each chunk.
+        adjustments: logit adjustments of each chunk; None if no chunk has any.
+        images: the rows of images among the prefill tokens; None without images.
+        steps: in a run, the number of steps that each decode takes part in; None for a single step.
     """
 
     token: Int32[Arrays, "N"]
@@ -193,13 +192,11 @@ class StepBatch(NamedTuple):
         return self._replace(adjustments=None, steps=np.zeros(self.held.shape, np.int32))
 
     def at_step_of_run(self, number: Any, no_slot: int) -> "StepBatch":
-        """Returns the batch of one step of a run: each decode is further on, and those that have ended are no more.
-
-        The program of the run traces this.
+        """Returns the batch of one step of a run, without the decodes that have ended. The run's program traces this.
 
         Args:
-            number: the number of the step, from 0 on.
-            no_slot: the number of slots, which stands for none.
+            number: the index of the step in the run.
+            no_slot: the number of slots, which stands for no slot.
         """
         assert self.steps is not None
         is_active = number < self.steps
@@ -216,19 +213,18 @@ class StepBatch(NamedTuple):
 
 
 class SlotTable:
-    """What batches need to know of the sequences that have a slot, by slot."""
+    """Page tables and sampling parameters of the running sequences, by slot; makes step batches from them."""
 
     def __init__(
         self, slots: int, pages_per_sequence: int, *, named_in_queries: bool = False, coordinates: int | None = None
     ) -> None:
-        """A table for so many slots, and for sequences of so many pages at most.
+        """A table of empty slots.
 
         Args:
             slots: sequences that are computed at the same time.
-            pages_per_sequence: pages of a sequence at most.
-            named_in_queries: whether queries say the slots, as models need it that keep a state of each request.
-            coordinates: how many coordinates a token has, for models whose rotary embedding has sections; None: queries
-                say none.
+            pages_per_sequence: maximum pages of a sequence.
+            named_in_queries: include slots in queries, for models with state in slots.
+            coordinates: coordinates per token, for models whose rotary embedding has sections; None: queries have none.
         """
         self.slots = slots
         self._coordinates = coordinates
@@ -242,16 +238,16 @@ class SlotTable:
         self._bars_ends = [False] * slots
 
     def batch(self, step: ScheduledStep, shape: BatchShape, *, adjusted: bool = False) -> StepBatch:
-        """Returns the arrays of a step. Its chunks' page tables and sampling parameters are brought up to date.
+        """Updates the page tables and sampling parameters of a step's sequences, and returns the step's arrays.
 
         Args:
             step: the step.
-            shape: a shape that has room for it.
-            adjusted: whether the batch has adjustments.
+            shape: a shape that it fits into.
+            adjusted: include adjustments.
         """
         for chunk in step.chunks:
             self._refresh(chunk.sequence)
-        # The queries of prefills begin where the room for decodes ends.
+        # The queries of prefills begin after the capacity for decodes.
         requests = [*range(len(step.decodes)), *(shape.decodes + index for index in range(len(step.prefills)))]
         slots = np.array([chunk.sequence.slot for chunk in step.chunks], np.int32)
         starts = np.array([chunk.start for chunk in step.chunks], np.int32)
@@ -259,13 +255,13 @@ class SlotTable:
         completes = np.array([chunk.completes for chunk in step.chunks], bool)
 
         def by_request(values: np.ndarray) -> np.ndarray:
-            """Returns a value for each request of the queries, given a value per chunk."""
+            """Scatters values per chunk to the requests of the queries."""
             result = np.zeros((shape.decodes + shape.prefills, *values.shape[1:]), values.dtype)
             result[requests] = values
             return result
 
         def sampled(values: np.ndarray, fill: int = 0) -> np.ndarray:
-            """Returns a value for each row to sample from, given a value per chunk."""
+            """Pads values per chunk to the rows to sample from."""
             padding = np.full((shape.sampled - len(values), *values.shape[1:]), fill, values.dtype)
             return np.concatenate([values, padding])
 
@@ -313,12 +309,12 @@ class SlotTable:
         return held
 
     def _refresh(self, sequence: sequences.Sequence) -> None:
-        """Brings a slot's page table and sampling parameters up to date."""
+        """Updates a slot's page table and sampling parameters."""
         slot = sequence.slot
         assert slot is not None
         params = sequence.params
         bars_ends = params.min_tokens > 0 and sequence.length - len(sequence.prompt) < params.min_tokens
-        is_new = self._page_ids[slot] is not sequence.page_ids  # another sequence, or the same with different pages
+        is_new = self._page_ids[slot] is not sequence.page_ids  # another sequence, or the same with new pages
         if is_new:
             self._page_ids[slot], self._num_pages[slot] = sequence.page_ids, 0
             _set_row(self._sampling, slot, sampling_arrays([params], [sequence.index]))
@@ -336,14 +332,14 @@ class SlotTable:
 
 
 def _steps(step: ScheduledStep, shape: BatchShape) -> Int32[np.ndarray, "decodes"]:
-    """The number of steps of a run that each decode takes part in."""
+    """Returns the number of steps of a run that each decode takes part in."""
     steps = np.zeros(shape.decodes, np.int32)
     steps[: len(step.decodes)] = [1 + chunk.later for chunk in step.decodes]
     return steps
 
 
 def _coordinates(step: ScheduledStep, shape: BatchShape, count: int) -> Int32[np.ndarray, "N A"]:
-    """The coordinates of each token: its position, in prompts with images what their arrangement says."""
+    """Returns the coordinates of each token: its position or, in prompts with images, its place in their layout."""
     result = np.zeros((shape.decodes + shape.rows, count), np.int32)
     images = [chunk.sequence.context.images for chunk in step.decodes]
     position = [chunk.start for chunk in step.decodes]
@@ -359,7 +355,7 @@ def _coordinates(step: ScheduledStep, shape: BatchShape, count: int) -> Int32[np
 
 
 def _image_rows(step: ScheduledStep, shape: BatchShape) -> ImageRows | None:
-    """The rows of images among the tokens that prefill."""
+    """Returns the rows of images among the prefill tokens; None without images."""
     shown = [
         (row - shape.decodes, chunk, images)
         for row, chunk in _rows_of_prefills(step, shape)
@@ -377,7 +373,7 @@ def _image_rows(step: ScheduledStep, shape: BatchShape) -> ImageRows | None:
 
 
 def _rows_of_prefills(step: ScheduledStep, shape: BatchShape) -> Iterator[tuple[int, ScheduledChunk]]:
-    """The first row of each prefill chunk, and the chunk."""
+    """Yields the first row of each prefill chunk, and the chunk."""
     row = shape.decodes
     for chunk in step.prefills:
         yield row, chunk

@@ -1,7 +1,7 @@
-"""Constraints on a sample's text, such as a JSON schema: which tokens may come next, as a mask for the sampler.
+"""Constraints on a sample's text, such as a JSON schema, as masks of the tokens that may come next.
 
-A mask is a function of the constraint and of the tokens that the sample has so far, so a constrained answer has the
-same bits alone and among others. llguidance computes the masks on the host, while the device computes hidden states.
+A mask is a function of the constraint and the sample's tokens so far, so a constrained answer has the same bits in
+every batch. llguidance computes the masks on the host while the device computes hidden states.
 """
 
 import collections
@@ -29,53 +29,52 @@ if TYPE_CHECKING:
     import llguidance
 
 _FORMATS: Final[Mapping[str, Any]] = {"json_schema": None, "regex": "regex", "grammar": "lark", "choice": "choice"}
-"""The kinds of constraints, with the names that llguidance has for them; schemas have a function of their own there."""
+"""The kinds of constraints, with llguidance's names; it has a separate function for schemas."""
 _WORD_BITS: Final = 32
 """Tokens of one word of a mask. Bit i of word w stands for token 32 w + i."""
 _ALL_ALLOWED: Final = np.uint32(0xFFFFFFFF)
 """A word of a mask that allows all of its tokens."""
 _MAX_COMPILED: Final = 64
-"""Constraints that are kept compiled."""
+"""Maximum number of constraints that are kept compiled."""
 _SLICES: Final = [
     r"[\x20\x0A\x0D\x09]+",
     *(rf'[^"\\\x00-\x1F\x7F]{{1,{length}}}' for length in (4, 5, 6, 7, 8, 10, 30)),
     r'[^"\\\x00-\x1F\x7F]+',
 ]
-"""Classes of tokens that llguidance allows as a whole where it can; no mask depends on them. It has some of them by
-itself. Those of less than 10 characters halve the time of its slowest masks, which are those near the end of a string
-that has a maximum length: with 152k tokens 1.2 ms in place of 2.4 ms."""
-_LONGEST_ERROR: Final = 400
+"""Classes of tokens that llguidance allows as a whole where it can; no mask depends on them. Some are llguidance's own.
+Classes of less than 10 characters halve the time of the slowest masks, near the end of a string with a maximum length:
+from 2.4 ms to 1.2 ms with 152k tokens."""
+_MAX_ERROR_LENGTH: Final = 400
 """Characters of an error of llguidance, which may quote a constraint of any length."""
 _STARTING_THREADS: Final = 16
 """Threads that make the matchers of a step's new samples."""
 _MAX_SPARE: Final = 256
-"""New matchers that are kept for samples to come. One takes about 0.1 MB."""
+"""Maximum number of new matchers that are kept for future samples. One takes about 0.1 MB."""
 _PAUSE: Final = 0.002
-"""Seconds between one spare matcher and the next. To make one takes 0.4 ms, a tenth of which needs the interpreter, and
-so does all of the time that it takes to free one, 0.04 ms and more."""
+"""Seconds between two spare matchers. Making one takes 0.4 ms, a tenth of it with the GIL; freeing one takes 0.04 ms
+or more, all of it with the GIL."""
 _FREED: Final = 32
-"""Matchers that are to be freed, for each one that is freed between two pauses."""
+"""One in this many ended matchers is freed between two pauses, rounded up."""
 _LIMITS: Final = {
     "initial_lexer_fuel": 100_000,
     "max_lexer_states": 20_000,
     "max_grammar_size": 200_000,
     "verbose_errors": False,
 }
-"""What a constraint may cost. With this fuel the expression `(a{1000}){1000}` takes 0.05 s and 25 MB until it ends
-and 1.1 s and 265 MB with the own limit of llguidance, for which all requests would wait. A state of a
-lexer takes up to 2 kB, and each sample has a lexer of its own: those of 256 samples that answered a usual schema took
-0.1 to 0.9 MB each."""
+"""Limits on compiling a constraint: the expression `(a{1000}){1000}` fails after 0.05 s and 25 MB; with llguidance's
+own limit it takes 1.1 s and 265 MB, and all requests would wait. A state of a lexer takes up to 2 kB, and each sample
+has its own lexer: for 256 samples of a typical schema they took 0.1 to 0.9 MB each."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Constraint:
-    r"""What the text of a sample must be.
+    r"""A restriction on the text of a sample.
 
     Attributes:
-        kind: "json_schema": JSON that a schema accepts; "regex": text that a regular expression matches from beginning
-            to end, in the syntax of Rust's crate regex; "grammar": text of a context-free grammar in llguidance's
-            variant of Lark's syntax; "choice": one of several texts.
-        text: the schema as JSON, the expression, the grammar, or the texts as a list in JSON.
+        kind: "json_schema": JSON that a schema accepts; "regex": text that fully matches a regular expression in the
+            syntax of Rust's crate regex; "grammar": text of a context-free grammar in llguidance's variant of Lark's
+            syntax; "choice": one of several texts.
+        text: the schema as JSON, the expression, the grammar, or the texts as a JSON list.
 
     Example:
         >>> from detjax.engine import Constraint
@@ -99,37 +98,37 @@ class Constraint:
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any], *, any_whitespace: bool = False) -> "Constraint":
-        """Returns the constraint of JSON that a schema accepts; `{"type": "object"}` accepts any object.
+        """Returns a constraint to JSON that a schema accepts; `{"type": "object"}` accepts any object.
 
         Args:
             schema: the schema. Its `x-guidance` may have options of llguidance.
-            any_whitespace: whether any white space may be between the parts of JSON. By default the JSON is one line,
-                with a space or none after each comma and colon, because models may go on with white space until their
-                tokens are used up.
+            any_whitespace: allow any white space between the parts of JSON. By default the JSON is one line with at
+                most one space after each comma and colon, because models may emit white space until they run out of
+                tokens.
         """
         options = {"x-guidance": json_schemas.ANY_WHITE_SPACE | schema.get("x-guidance", {})} if any_whitespace else {}
         return cls("json_schema", _compact({**schema, **options}))
 
     @classmethod
     def choice(cls, texts: Sequence[str]) -> "Constraint":
-        """Returns the constraint of one of several texts."""
+        """Returns a constraint to one of several texts."""
         return cls("choice", _compact(list(texts)))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CompiledConstraint:
-    """A constraint that is known to be valid for the tokens of a model.
+    """A constraint that was validated for the tokens of a model.
 
     Attributes:
-        compiler: what compiled it.
-        start: makes the library's matcher at the beginning of a text.
+        compiler: the compiler that made it.
+        start: returns a new llguidance matcher at the beginning of a text.
     """
 
     compiler: "ConstraintCompiler"
     start: "Callable[[], llguidance.LLMatcher]"
 
     def matcher(self, begun: Sequence[int] = ()) -> "Matcher":
-        """Returns a matcher behind the tokens that a text has already."""
+        """Returns a matcher positioned after the tokens that a text has already."""
         return Matcher(self, begun)
 
 
@@ -138,15 +137,14 @@ _DONE.set_result(None)
 
 
 class Matcher:
-    """How far one sample has come in its constraint.
+    """The position of one sample in its constraint.
 
-    It shares nothing with the matchers of other samples. Copies of one matcher would share a lexer, and with it a lock,
-    so that no two masks are computed at the same time, and the states that the constraint's limits count, so that a
-    sample may fail for what its neighbours sampled.
+    Samples share no matchers. Copies of one matcher would share a lexer: its lock would serialize their masks, and its
+    states count towards the constraint's limits, so a sample could fail because of its neighbours' tokens.
 
     Attributes:
         constraint: the constraint.
-        starting: done as soon as the library's matcher is there; None before `ConstraintCompiler.start_masks`.
+        starting: done once the llguidance matcher exists; None before `ConstraintCompiler.start_masks`.
     """
 
     def __init__(self, constraint: CompiledConstraint, begun: Sequence[int] = ()) -> None:
@@ -156,29 +154,29 @@ class Matcher:
 
     @functools.cached_property
     def state(self) -> "llguidance.LLMatcher":
-        """The library's matcher. The first use makes it, which takes up to 50 ms, most of them without the GIL."""
-        return self._behind_begun(self.constraint.start())
+        """The llguidance matcher, made on first use. This takes up to 50 ms, mostly without the GIL."""
+        return self._advance(self.constraint.start())
 
     def begin_with(self, spare: "llguidance.LLMatcher") -> None:
-        """Takes a new matcher of the library, which no other sample has."""
-        self.state, self.starting = self._behind_begun(spare), _DONE
+        """Uses a new llguidance matcher that no other sample has."""
+        self.state, self.starting = self._advance(spare), _DONE
 
-    def _behind_begun(self, new: "llguidance.LLMatcher") -> "llguidance.LLMatcher":
-        for token in self._begun:  # a matcher that refuses one says so of the sample's next mask
+    def _advance(self, new: "llguidance.LLMatcher") -> "llguidance.LLMatcher":
+        for token in self._begun:  # if a token is refused, the sample's next mask reports it
             new.consume_token(token)
         return new
 
     def end(self) -> None:
-        """Has the library's matcher freed behind the steps, as soon as nothing else needs it."""
+        """Frees the llguidance matcher in the background, once nothing else uses it."""
         self.constraint.compiler.free(self)
 
 
 class Masks(NamedTuple):
-    """Which tokens may come next in the rows of a step.
+    """The tokens that may come next in the rows of a step.
 
     Attributes:
         allowed: a bit per token, on the device; see `ops.adjust_logits`.
-        failures: why the constraints of some rows cannot go on. These rows allow all tokens.
+        failures: error messages of the rows whose constraints failed. These rows allow all tokens.
     """
 
     allowed: UInt32[Array, "R W"]
@@ -186,10 +184,7 @@ class Masks(NamedTuple):
 
 
 class ConstraintCompiler:
-    """Compiles constraints for the tokens of one model.
-
-    It is safe to use from several threads, and keeps the constraints that it compiled last.
-    """
+    """Compiles constraints for the tokens of one model, with a cache of recent ones. It is thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer, vocabulary: int, end_tokens: Sequence[int]) -> None:
         """A compiler for a model.
@@ -197,7 +192,7 @@ class ConstraintCompiler:
         Args:
             tokenizer: the model's tokenizer.
             vocabulary: the number of the model's logits, which may exceed the number of tokens.
-            end_tokens: tokens that end a text. A constraint allows them where its text is complete.
+            end_tokens: tokens that end a text. A constraint allows them when the text is complete.
 
         Raises:
             ValueError: llguidance is not installed, or the model has no end token.
@@ -223,7 +218,7 @@ class ConstraintCompiler:
         self._lock = threading.Lock()
 
     def compile(self, constraint: Constraint) -> CompiledConstraint:
-        """Returns a constraint that samples may have.
+        """Returns a compiled constraint.
 
         Raises:
             ValueError: the constraint is not valid, or too complex.
@@ -231,7 +226,7 @@ class ConstraintCompiler:
         with self._lock:
             compiled = self._compiled.get(constraint)
         if compiled is None:
-            compiled = self._compile(constraint)  # takes up to a second, and other constraints need not wait
+            compiled = self._compile(constraint)  # takes up to a second, so without the lock
         with self._lock:
             self._compiled[constraint] = compiled
             self._compiled.move_to_end(constraint)
@@ -240,30 +235,29 @@ class ConstraintCompiler:
         return compiled
 
     def free(self, matcher: Matcher) -> None:
-        """Keeps the matcher of a sample that has ended until there is time to free it."""
+        """Frees the matcher of an ended sample in the background."""
         self._spares.free(matcher)
 
     def start_masks(
         self, rows: int, matchers: Mapping[int, Matcher], accepted: Callable[[], Iterable[tuple[Matcher, int]]]
     ) -> Future[Masks]:
-        """Begins to compute the tokens that each row allows, in other threads and without the GIL.
+        """Starts computing the tokens that each row allows, in other threads and without the GIL.
 
-        The matchers must be left alone until the result is there, except that masks of later steps may be asked for.
+        Until the result is there, the matchers may only be passed to `start_masks` of later steps.
 
         Args:
             rows: the number of rows, R.
-            matchers: by row; of this compiler or of another one for the same tokens. Other rows allow all tokens.
-            accepted: returns matchers, each with its sample's last token, which it has not been told yet. It is called
+            matchers: by row; from this compiler or another one for the same tokens. Other rows allow all tokens.
+            accepted: returns matchers, each with its sample's last token, which it has not consumed yet. It is called
                 in another thread, so it may wait for the tokens, and must wait for the masks of earlier steps. A
-                constraint that refuses its token, or that becomes too complex to go on, is among the failures from
-                then on.
+                constraint that refuses its token or becomes too complex is among the failures from then on.
         """
         if begin := [matcher for matcher in matchers.values() if matcher.starting is None]:
             self._start(begin)
 
         def masks() -> Masks:
             concurrent.futures.wait({matcher.starting for matcher in matchers.values() if matcher.starting is not None})
-            # The device waits for what is done after the last tokens are known.
+            # The device waits for everything after `accepted`, which waits for the last tokens.
             allowed = all_allowed(rows, self._vocabulary)
             by_state = [(matcher.state, row) for row, matcher in matchers.items()]
             last_tokens = [(matcher.state, token) for matcher, token in accepted()]
@@ -278,11 +272,9 @@ class ConstraintCompiler:
         return self._threads.submit(masks)
 
     def masks_of(self, constraint: CompiledConstraint, tokens: Sequence[int]) -> Iterator[UInt32[np.ndarray, "W"]]:
-        """Yields the tokens that a text's constraint allows in the place of each of its tokens, on the host.
+        """Yields the mask of allowed tokens at the position of each token of a text, on the host.
 
-        Args:
-            constraint: the constraint.
-            tokens: the text's tokens. Behind one that the constraint refuses there are no more masks.
+        Masks end after a token that the constraint refuses.
         """
         state = constraint.start()
         for token in tokens:
@@ -295,7 +287,7 @@ class ConstraintCompiler:
                 return
 
     def _start(self, matchers: Sequence[Matcher]) -> None:
-        """Begins to make the library's matchers, as far as there are no spare ones."""
+        """Starts making llguidance matchers for those that get no spare one."""
         matchers = self._spares.hand_out(matchers)
 
         def make(part: Sequence[Matcher]) -> None:
@@ -328,34 +320,34 @@ class ConstraintCompiler:
             raise _invalid(kind, state.get_error())
         self._library.numpy.fill_next_token_bitmask(state, all_allowed(1, self._vocabulary).view(np.int32))
         if state.is_error():
-            raise _invalid(kind, f"no text can be what it asks for ({one_line(state.get_error())})")
+            raise _invalid(kind, f"no text satisfies it ({one_line(state.get_error())})")
         return CompiledConstraint(self, start)
 
 
 class SpareMatchers:
-    """New matchers of the library for the constraints that samples began with last, made behind the steps.
+    """A pool of new llguidance matchers for recently used constraints, made in the background while steps run.
 
-    A step that begins with many samples need not wait for their matchers then. A spare matcher is as new as any other,
-    so no mask depends on whether there was one. Matchers of samples that have ended are freed behind the steps, too.
+    A step that starts many samples then need not wait for their matchers. A matcher from the pool is as new as any
+    other, so no mask depends on it. Matchers of ended samples are freed in the background, too.
     """
 
     def __init__(self, threads: ThreadPoolExecutor) -> None:
-        """No matchers yet; the threads will make them, one at a time."""
+        """An empty pool; the threads fill it, one matcher at a time."""
         self._threads = threads
         self._spares: collections.OrderedDict[CompiledConstraint, list[llguidance.LLMatcher]]
         self._spares = collections.OrderedDict()
-        """By constraint, the one that samples began with last at the end."""
+        """By constraint, the most recently used one at the end."""
         self._wanted: dict[CompiledConstraint, int] = {}
-        """How many each of these constraints is to have."""
+        """Target number of matchers of each of these constraints."""
         self._ended: collections.deque[Matcher] = collections.deque()
         self._is_busy = False
         self._lock = threading.Lock()
 
     def hand_out(self, matchers: Sequence[Matcher]) -> list[Matcher]:
-        """Gives the spare matchers there are to samples that begin. Returns the samples' matchers that get none.
+        """Assigns matchers of the pool to new samples. Returns the samples' matchers that got none.
 
-        Many constraints are those of a single request. So a constraint has spares from the second time on that samples
-        begin with it, as many as began together at most.
+        Many constraints occur in a single request. So a constraint gets matchers in the pool from its second use on,
+        at most as many as samples started together with it.
         """
         without = []
         with self._lock:
@@ -375,19 +367,19 @@ class SpareMatchers:
         return without
 
     def free(self, matcher: Matcher) -> None:
-        """Keeps a matcher until there is time to free it."""
+        """Frees a matcher in the background."""
         self._ended.append(matcher)
         self._begin()
 
     def _begin(self) -> None:
-        """Begins to free matchers and to make spare ones, until all is done."""
+        """Starts freeing and making matchers in the background, until all is done."""
         with self._lock:
             is_busy, self._is_busy = self._is_busy, True
         if not is_busy:
-            self._go_on()
+            self._continue()
 
-    def _go_on(self) -> None:
-        with contextlib.suppress(RuntimeError):  # the interpreter is about to end
+    def _continue(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the interpreter is shutting down
             self._threads.submit(self._free_and_make)
 
     def _free_and_make(self) -> None:
@@ -404,22 +396,22 @@ class SpareMatchers:
                 if constraint in self._spares:
                     self._spares[constraint].append(spare)
         if is_busy:
-            self._go_on()
+            self._continue()
 
 
 class ModelConstraints:
-    """The constraints of one model's requests.
+    """Compiles the constraints of one model's requests.
 
-    The first one makes the model's compiler, which takes up to a second for a large vocabulary.
+    The first constraint makes the model's compiler, which takes up to a second for a large vocabulary.
     """
 
     def __init__(self, config: DecoderConfig, defaults: GenerationDefaults | None, tokenizer: Tokenizer | None) -> None:
-        """Constraints for a model with these settings."""
+        """Constraints for a model with this configuration."""
         self._vocabulary, self._tokenizer = config.vocab_size, tokenizer
         self._end_tokens = sorted(defaults.eos_token_ids) if defaults is not None else []
 
     def compile(self, constraint: Constraint | None) -> CompiledConstraint | None:
-        """Returns a constraint that samples may have; None for None, which constrains nothing.
+        """Returns a compiled constraint, or None for None.
 
         Raises:
             ValueError: the constraint is not valid, or too complex; llguidance is not installed; or the model has no
@@ -430,7 +422,7 @@ class ModelConstraints:
     @functools.cached_property
     def _compiler(self) -> ConstraintCompiler:
         if self._tokenizer is None:
-            message = "constraints need a tokenizer, and there is none. Give the one of the checkpoint."
+            message = "constraints need a tokenizer, and none was given. Pass the checkpoint's tokenizer."
             raise FieldError(message, "constraint")
         return ConstraintCompiler(self._tokenizer, self._vocabulary, self._end_tokens)
 
@@ -441,15 +433,15 @@ def all_allowed(rows: int, vocabulary: int) -> UInt32[np.ndarray, "R W"]:
 
 
 def one_line(error: str) -> str:
-    """Returns what an error of llguidance says, without the lines that quote the constraint."""
+    """Returns an error of llguidance without the lines that quote the constraint."""
     first, *rest = error.splitlines() or [""]
     reason = next((line.removeprefix("error: ") for line in rest if line.startswith("error: ")), None)
     text = first if reason is None else f"{first} {reason}"
-    return text if len(text) <= _LONGEST_ERROR else f"{text[:_LONGEST_ERROR]}..."
+    return text if len(text) <= _MAX_ERROR_LENGTH else f"{text[:_MAX_ERROR_LENGTH]}..."
 
 
 def _invalid(kind: str, error: str) -> FieldError:
-    """The error of a constraint that the library or a check refuses."""
+    """Returns the error of a constraint that llguidance or a check refuses."""
     syntax = "; accepted: the syntax of Rust's crate regex, without look-around and backreferences"
     message = f"the constraint's {kind} is not valid: {one_line(error)}{syntax if kind == 'regex' else ''}"
     return FieldError(message, "constraint")
@@ -458,9 +450,9 @@ def _invalid(kind: str, error: str) -> FieldError:
 def _library_tokenizer(tokenizer: Tokenizer, vocabulary: int, end_tokens: Sequence[int]) -> "llguidance.LLTokenizer":
     """Returns a model's tokens in llguidance's form.
 
-    Where a constraint leaves one way to go on, llguidance tokenizes it. It does so by itself if it reads the same
-    tokens in `tokenizer.json` as `Tokenizer` does. Otherwise it calls `Tokenizer`, and then the threads that compute
-    masks wait for the interpreter and for one another: on an H200's host with 16 processors, three of them did as much.
+    If a constraint allows only one continuation, llguidance tokenizes it. It uses its own tokenizer if that reads the
+    same tokens in `tokenizer.json` as `Tokenizer` does. Otherwise it calls `Tokenizer`, and the threads that compute
+    masks contend for the GIL: on an H200's host with 16 processors, they did the work of three.
     """
     import llguidance
 
@@ -468,7 +460,7 @@ def _library_tokenizer(tokenizer: Tokenizer, vocabulary: int, end_tokens: Sequen
     called = _CalledTokenizer(tokenizer, vocabulary, end_tokens[0])
     try:
         native = llguidance.LLTokenizer(tokenizer.with_all_added_special(), n_vocab=vocabulary, **options)
-    except ValueError:  # a kind of tokenizer that it does not know
+    except ValueError:  # an unsupported kind of tokenizer
         native = None
     if native is not None and called.has_tokens_of(native):
         return native
@@ -489,8 +481,8 @@ class _CalledTokenizer:
         self._tokenizer = tokenizer
 
     def has_tokens_of(self, other: "llguidance.LLTokenizer") -> bool:
-        """Whether a tokenizer of the library has the same tokens, and the same special ones among them."""
-        # The library never allows a token without text, or one of the byte 255, by which it marks special tokens.
+        """Returns whether an llguidance tokenizer has the same tokens and the same special tokens."""
+        # llguidance never allows a token without text, or of the byte 255, which marks special tokens.
         special = set(self.special_token_ids)
         return all(
             other.decode_bytes([token]) == text and other.is_special_token(token) == (token in special)
@@ -509,7 +501,7 @@ def _check_choice(text: str) -> None:
     except ValueError:
         texts = None
     if not isinstance(texts, list) or not texts or not all(isinstance(one, str) for one in texts):
-        raise _invalid("choice", "it is no list of strings; accepted: a list of strings in JSON, with at least one")
+        raise _invalid("choice", "it is not a list of strings; accepted: a JSON list of at least one string")
 
 
 def _compact(value: Any) -> str:

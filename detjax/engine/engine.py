@@ -1,4 +1,4 @@
-"""The engine: a step loop in a thread, which takes requests from any threads and tasks."""
+"""The engine: a step loop in a thread that serves requests from any thread or task."""
 
 import asyncio
 import atexit
@@ -35,14 +35,14 @@ from detjax.runtime.compilation import Choices
 
 _log: Final = logging.getLogger("detjax.engine")
 _SWITCH_INTERVAL: Final = 0.0005
-"""Seconds that a thread keeps Python's interpreter while others wait for it, after a warm-up. Threads that give the
-device its steps need it for moments; with Python's default of 5 ms they wait for as long as a step takes."""
+"""Python's switch interval after a warm-up, in seconds. Threads that launch steps need the GIL for moments; with the
+default of 5 ms they would wait as long as a step takes."""
 
 
 class EngineClosed(RuntimeError):
     """The engine was closed, or it failed, before the request was answered.
 
-    Its text is fit for clients. What made an engine fail is the exception's `__cause__`, and the log has it.
+    The message is safe to show to clients. The cause of a failure is in `__cause__` and in the log.
     """
 
 
@@ -56,13 +56,13 @@ class _Job:
         self._unfinished = sum(sample.finish_reason is None for sample in samples)
 
     def deliver(self, token: Token) -> None:
-        """Passes on a token. The last token of the request settles its future.
+        """Passes a token to the listener. The last token of the request settles its future.
 
         Raises:
             BaseException: the sample or the listener has failed, and the request with it.
         """
         failure = self.samples[token.sample].failure
-        # The tokens of a run are read before the first of them is passed on: a failure belongs to the last one.
+        # All tokens of a run are read before the first is delivered; a failure belongs to the last one.
         if failure is not None and token.finish_reason is not None:
             raise failure
         if self._on_token is not None:
@@ -87,24 +87,23 @@ class _Job:
 
 
 class Engine(RequestReader):
-    """Generates for any number of requests at the same time, in a thread of its own, until it is closed.
+    """Serves any number of concurrent requests in its own thread, until it is closed.
 
-    No bit of a request's tokens and logprobs depends on the other requests, on the order in which requests arrive, on
-    how they are cut into steps, on whether pages of their prompts were in the cache, or on whether the engine computed
-    them twice because it ran out of pages.
+    No bit of a request's tokens and logprobs depends on other requests, on the order of arrival, on how requests are
+    divided into steps, on the prefix cache, or on preemption.
 
-    A failure that belongs to one request, such as an exception of its listener, ends that request alone. Any other
-    exception in the engine's thread ends the engine: it is logged with its traceback (logger "detjax.engine"), requests
-    in flight and later ones get `EngineClosed`, `failure` is the exception, and `closed` ends with it.
+    A failure of one request, such as an exception of its listener, ends only that request. Any other exception in the
+    engine's thread ends the engine: it is logged with its traceback (logger "detjax.engine"), requests in flight and
+    later ones get `EngineClosed`, `failure` is the exception, and `closed` ends with it.
 
-    Where devices of several processes share the model, each process has an engine, and all of them must get the same
-    calls in the same order, from one thread: their devices compute every step together. Such an engine takes a call
-    when all calls before it are answered, so that no step depends on when a call comes.
+    If devices of several processes share the model, each process has an engine, and all of them must get the same
+    calls in the same order, from one thread, because their devices compute every step together. Such an engine starts
+    a call when all earlier calls are answered, so no step depends on the timing of calls.
 
     Attributes:
-        closed: a future that ends with the engine, for those who want to be told: its result is None after `close`, its
-            exception is what made the engine fail. Its callbacks are called in the engine's thread, after every request
-            in flight has been told. It cannot be cancelled.
+        closed: a future that ends with the engine. Its result is None after `close`; its exception is the engine's
+            failure. Callbacks run in the engine's thread, after all requests in flight have ended. It cannot be
+            cancelled.
 
     Example:
         >>> import detjax, detjax.demo
@@ -128,22 +127,22 @@ class Engine(RequestReader):
         mesh: Mesh | None = None,
         **options: Any,
     ) -> None:
-        """Starts an engine that takes requests.
+        """Starts an engine.
 
-        `warm_up` compiles its programs beforehand; without it the first requests wait for them.
+        `warm_up` compiles its programs in advance; otherwise the first requests wait for compilation.
 
         Args:
             model: the decoder.
             tokenizer: needed for texts and stop strings.
             config: the engine's settings.
-            mesh: devices that share the model, with the axes "tensor" and "expert" or one of them; see
-                `detjax.models.sharded`. No bit depends on them. Default: those of the model.
-            options: fields of `EngineConfig`, in place of those of `config`.
+            mesh: devices that share the model, with the axes "tensor", "expert" or both; see `detjax.models.sharded`.
+                No bit depends on it. Default: the model's mesh.
+            options: fields of `EngineConfig` that override `config`.
 
         Raises:
-            TypeError: an option is no field of `EngineConfig`.
-            ValueError: a setting is out of range, see `EngineConfig.resolved`; or the mesh has another axis, or devices
-                of a mesh share the model already.
+            TypeError: an option is not a field of `EngineConfig`.
+            ValueError: a setting is out of range, see `EngineConfig.resolved`; the mesh has another axis; or the model
+                is already sharded.
         """
         model = model if mesh is None else sharded(model, mesh)
         resolved = dataclasses.replace(config or EngineConfig(), **options).resolved(model)
@@ -151,7 +150,7 @@ class Engine(RequestReader):
         self._in_lockstep = spans_processes(model.mesh)
         self._loop = StepLoop.for_model(model, self._config.step_loop(), LauncherThread())
 
-        # Everything below belongs to the engine's thread, to which other threads send functions through the inbox.
+        # Only the engine's thread uses the fields below; other threads send it functions through the inbox.
         self._jobs: dict[sequences.Sequence, _Job] = {}
         self._inbox: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._end_reason: EngineClosed | None = None
@@ -162,21 +161,22 @@ class Engine(RequestReader):
         self._choices = Choices.here()
         self._thread = threading.Thread(target=self._work, name="detjax-engine", daemon=True)
         self._thread.start()
-        atexit.register(self.close)  # a program that ends while the device computes may crash
+        atexit.register(self.close)  # exiting while the device computes may crash
 
     def warm_up(self, *, progress: bool = False, cache: Path | None = None, in_background: bool = False) -> None:
-        """Compiles every program that steps may need. The engine must be idle.
+        """Compiles all programs that steps may need. The engine must be idle.
 
-        Afterwards Python's garbage collector ignores the objects that exist now: tracing leaves many of them, and a
-        step would wait while the collector looks through them. Threads of this process that wait for the interpreter
-        get it after 0.5 ms at most (`sys.setswitchinterval`): the engine's own wait for one another.
+        Afterwards Python's garbage collector ignores the existing objects (`gc.freeze`): tracing leaves many, and
+        scanning them would delay steps. The switch interval of this process is set to 0.5 ms
+        (`sys.setswitchinterval`), because the engine's threads wait for each other.
 
         Args:
-            progress: show a bar on stderr.
-            cache: a directory of compiled programs. Programs found there are not compiled again, and new ones are added
-                to it. Whoever can write to it can run code in this process.
-            in_background: return when the engine can serve any request, and let other processes compile the programs
-                that make some steps faster. No request waits for one. On a CPU nothing is left for later.
+            progress: show a progress bar on stderr.
+            cache: a directory of compiled programs. Programs found there are not compiled again, and new ones are
+                added. Anyone who can write to it can run code in this process.
+            in_background: return as soon as the engine can serve any request. Other processes then compile the
+                programs that only make some steps faster; no request waits for them. On a CPU everything is compiled
+                before the return.
 
         Raises:
             OSError: the directory cannot be made or written to.
@@ -199,20 +199,20 @@ class Engine(RequestReader):
         self._call(compile_all).result()
 
     def wait_for_programs(self) -> None:
-        """Waits until nothing is compiled any more, in the background of steps or otherwise."""
+        """Waits until all programs are compiled, including those compiled in the background."""
         self._loop.wait_for_programs()
 
     def programs(self) -> list[StepProgram]:
-        """Returns every program that steps may need, the essential ones first. Each says what it is for."""
+        """Returns all programs that steps may need, the essential ones first."""
         return list(self._loop.programs().by_key().values())
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
     def generate(self, requests: Iterable[Request]) -> list[Generation]:
-        """Returns a generation per request, in their order. Each has the bits that it would have if it were alone.
+        """Returns a generation per request, in their order, with the bits of each request on its own.
 
         Raises:
-            ValueError: a request cannot be served. Then none of them is started.
+            ValueError: a request cannot be served. Then no request is started.
             EngineClosed: the engine was closed meanwhile, or it failed.
         """
         self._refuse_listeners()
@@ -220,33 +220,33 @@ class Engine(RequestReader):
             return [job.future.result() for job in jobs]
 
     async def generate_async(self, requests: Iterable[Request]) -> list[Generation]:
-        """Returns what `generate` returns. Cancelling the task cancels its requests.
+        """Asynchronous version of `generate`. Cancelling the task cancels its requests.
 
         Raises:
-            ValueError: a request cannot be served. Then none of them is started.
+            ValueError: a request cannot be served. Then no request is started.
             EngineClosed: the engine was closed meanwhile, or it failed.
         """
         with self._started(requests) as jobs:
             return [await asyncio.wrap_future(job.future) for job in jobs]
 
     def submit(self, request: Request, on_token: Callable[[Token], None] | None = None) -> "Future[Generation]":
-        """Returns at once a future of the request's generation. Cancelling the future cancels the request.
+        """Returns a future of the request's generation without waiting. Cancelling the future cancels the request.
 
         Args:
-            request: joins the requests in flight.
-            on_token: called with each token in the engine's thread, which waits for it. An exception that it raises
-                ends the request and comes out of the future.
+            request: the request.
+            on_token: called with each token in the engine's thread, which waits for it. An exception ends the request
+                and becomes the future's exception.
 
         Raises:
             ValueError: the request cannot be served.
-            EngineClosed: the engine was closed, or it failed. This may also come out of the future.
+            EngineClosed: the engine was closed, or it failed. The future may also raise it.
         """
         job = self._job("the request", request, on_token)
         self._start([job])
         return job.future
 
     async def stream(self, request: Request) -> AsyncIterator[Token]:
-        """Yields the tokens of a request's samples as they come. Leaving the loop cancels the rest of the request.
+        """Yields the tokens of a request's samples as they arrive. Leaving the loop cancels the request.
 
         Raises:
             ValueError: the request cannot be served.
@@ -257,10 +257,10 @@ class Engine(RequestReader):
                 yield token
 
     async def stream_all(self, requests: Sequence[Request]) -> AsyncGenerator[tuple[int, Token]]:
-        """Yields the tokens of several requests as `stream` does, each with its request's number.
+        """Yields the tokens of several requests as they arrive, each with the index of its request.
 
         Raises:
-            ValueError: a request cannot be served. Then none of them is started.
+            ValueError: a request cannot be served. Then no request is started.
             EngineClosed: the engine was closed meanwhile, or it failed.
         """
         async with contextlib.aclosing(self.stream_events(requests)) as events:
@@ -269,17 +269,17 @@ class Engine(RequestReader):
                     yield number, event
 
     async def stream_events(self, requests: Sequence[Request]) -> AsyncGenerator[tuple[int, Token | Generation]]:
-        """Yields what `stream_all` yields, and behind the last token of each request its generation.
+        """Yields the tokens of `stream_all`, and after the last token of each request its generation.
 
         Raises:
-            ValueError: a request cannot be served. Then none of them is started.
+            ValueError: a request cannot be served. Then no request is started.
             EngineClosed: the engine was closed meanwhile, or it failed.
         """
         loop = asyncio.get_running_loop()
         events: asyncio.Queue[tuple[int, Token | None]] = asyncio.Queue()
 
         def notify(number: int, token: Token | None) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop was closed, so nobody listens any more
+            with contextlib.suppress(RuntimeError):  # the loop was closed, so nobody listens
                 loop.call_soon_threadsafe(events.put_nowait, (number, token))
 
         with self._started(requests, notify) as jobs:
@@ -298,7 +298,7 @@ class Engine(RequestReader):
     def _started(
         self, requests: Iterable[Request], on_token: Callable[[int, Token], None] | None = None
     ) -> Iterator[list[_Job]]:
-        """Starts the requests. Those that have not ended when the context is left are cancelled."""
+        """Starts the requests. Leaving the context cancels unfinished ones."""
         jobs = [
             self._job(f"request {number}", request, on_token and functools.partial(on_token, number))
             for number, request in enumerate(requests)
@@ -311,7 +311,6 @@ class Engine(RequestReader):
                 job.future.cancel()
 
     def _job(self, name: str, request: Request, on_token: Callable[[Token], None] | None = None) -> _Job:
-        """Returns a request, which error messages call `name`, ready to be started."""
         return _Job(self.samples_of(name, request, is_streamed=on_token is not None), on_token)
 
     def _start(self, jobs: list[_Job]) -> None:
@@ -338,10 +337,10 @@ class Engine(RequestReader):
     # --- weights, and the end -----------------------------------------------------------------------------------------
 
     def update_weights(self, params: PyTree[Array]) -> None:
-        """Replaces the weights, as a trainer needs it, and forgets all prefixes in the cache.
+        """Replaces the weights, for example during training, and clears the prefix cache.
 
         Args:
-            params: what `nnx.split(model)[1]` or `nnx.state(model)` returns, of the same shapes and dtypes.
+            params: the result of `nnx.split(model)[1]` or `nnx.state(model)`, with the same shapes and dtypes.
 
         Raises:
             RuntimeError: requests are in flight: it would be unclear which weights answered them.
@@ -356,7 +355,7 @@ class Engine(RequestReader):
         self._call(update).result()
 
     def forget_prefixes(self) -> None:
-        """Makes the engine compute every prompt again, whatever it has in its cache. No bit depends on it.
+        """Clears the prefix cache. No bit depends on it.
 
         Raises:
             EngineClosed: the engine was closed, or it failed.
@@ -379,7 +378,7 @@ class Engine(RequestReader):
 
     @property
     def is_open(self) -> bool:
-        """Whether the engine takes requests: it was not closed, and it has not failed."""
+        """True if the engine accepts requests: it was not closed and has not failed."""
         return self._end_reason is None
 
     @property
@@ -389,15 +388,15 @@ class Engine(RequestReader):
 
     @property
     def busy_seconds(self) -> float:
-        """Seconds that its thread has spent on its current work, such as a step; 0 while it waits for requests.
+        """Seconds that the thread has spent on its current work, such as a step; 0 while it waits for requests.
 
-        Where it grows and grows, the engine is stuck. A `warm_up` takes long, too.
+        If it keeps growing, the engine is stuck. A `warm_up` takes long, too.
         """
         since = self._busy_since
         return 0.0 if since is None or not self.is_open else time.monotonic() - since
 
     def stats(self) -> EngineStats:
-        """Returns what the engine is doing. It may be called from any thread and at any time."""
+        """Returns the engine's current load. It may be called from any thread at any time."""
         scheduler = self._loop.scheduler
         snapshots = scheduler.pool.snapshots
         count = 0 if snapshots is None else len(snapshots)
@@ -415,7 +414,7 @@ class Engine(RequestReader):
     # --- the thread ---------------------------------------------------------------------------------------------------
 
     def _call(self, fn: Callable[[], Any]) -> "Future[Any]":
-        """Makes the engine's thread call `fn` between two steps. Returns a future of what it returns or raises."""
+        """Makes the engine's thread call `fn` between two steps, and returns a future of its result."""
         future: Future[Any] = Future()
         with self._open:
             if self._end_reason is not None:
@@ -424,7 +423,7 @@ class Engine(RequestReader):
         return future
 
     def _refuse_listeners(self) -> None:
-        """Raises if the caller, who is going to wait for the engine's thread, is that thread."""
+        """Raises if the caller runs in the engine's thread, because it would wait for itself."""
         if threading.current_thread() is self._thread:
             raise RuntimeError(
                 "Engine: a listener waits for the engine, which waits for the listener; accepted in on_token: submit"
@@ -436,13 +435,12 @@ class Engine(RequestReader):
                 f"Engine.{name}: {len(self._jobs)} samples are in flight; accepted: none. Wait for them, or cancel "
                 "them."
             )
-        while not self._loop.is_idle:  # a step may be in flight that was started before a sample's end was known
+        while not self._loop.is_idle:  # a step started before a sample ended may still be in flight
             self._loop.step()
 
     def _work(self) -> None:
         try:
-            # The choices that were made where the engine was: every thread makes its own.
-            with self._choices.held():
+            with self._choices.held():  # choices are per thread
                 while self._empty_inbox():
                     self._busy_since = time.monotonic()
                     for sample, token in self._loop.step():
@@ -474,7 +472,7 @@ class Engine(RequestReader):
             self._fail(job, error)
 
     def _fail(self, job: _Job, error: BaseException) -> None:
-        """Ends one request with an exception. The others go on."""
+        """Ends one request with an exception."""
         self._remove(job)
         job.settle(error)
 
@@ -484,7 +482,7 @@ class Engine(RequestReader):
                 self._loop.scheduler.cancel(sample)
 
     def _empty_inbox(self) -> bool:
-        """Calls every function in the inbox, and waits for one if the loop is idle. Returns False at the end."""
+        """Calls all functions in the inbox, and waits for one if the loop is idle. Returns False at the end."""
         while not self._in_lockstep or self._loop.is_idle:
             if self._loop.is_idle:
                 self._busy_since = None

@@ -1,4 +1,4 @@
-"""Launchers: where a step loop gives the device its steps, at once or in a thread of its own."""
+"""Launchers, which launch a step loop's steps immediately or in a separate thread."""
 
 import queue
 import threading
@@ -11,22 +11,22 @@ from detjax.runtime.compilation import Choices
 
 @runtime_checkable
 class Launcher(Protocol):
-    """Calls functions one after the other, in the order in which they are submitted."""
+    """Calls functions sequentially, in the order of submission."""
 
     def submit[T](self, fn: Callable[[], T], /) -> Future[T]:
-        """Returns a future of what `fn` returns or raises."""
+        """Returns a future of the result of `fn`."""
         ...
 
     def close(self) -> None:
-        """Waits for the functions that were submitted. None is submitted afterwards."""
+        """Waits for all submitted functions. Nothing may be submitted afterwards."""
         ...
 
 
 class ImmediateLauncher:
-    """Calls each function where and when it is submitted, under the caller's JAX settings."""
+    """Calls each function in `submit`, under the caller's JAX settings."""
 
     def submit[T](self, fn: Callable[[], T], /) -> Future[T]:
-        """Returns a future with the result of `fn`, whose exceptions the caller gets at once."""
+        """Returns a completed future; exceptions of `fn` are raised here."""
         future: Future[T] = Future()
         future.set_result(fn())
         return future
@@ -36,17 +36,17 @@ class ImmediateLauncher:
 
 
 class LauncherThread:
-    """Calls the functions in a thread of its own.
+    """Calls the functions in a separate thread.
 
-    To give the device one step takes XLA half as long as the device takes to compute it, most of this time without the
-    interpreter. In the meantime the caller reads the tokens of the step before, and plans the next one.
+    Launching a step takes XLA half as long as the device needs to compute it, mostly without the GIL. In the meantime
+    the caller reads the tokens of the previous step and plans the next one.
 
-    A function that fails is the last one that is called: those after it would find the device in a state that nobody
-    knows. They fail with the same exception.
+    After a failure nothing more is called, because the state of the device is unknown. Later functions fail with the
+    same exception.
     """
 
     def __init__(self) -> None:
-        """Starts the thread, whose choices of backend and fusions are those made here."""
+        """Starts the thread with the caller's choices of backend and fusions."""
         self._choices = Choices.here()
         self._failure: BaseException | None = None
         self._inbox: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
@@ -54,23 +54,23 @@ class LauncherThread:
         self._thread.start()
 
     def submit[T](self, fn: Callable[[], T], /) -> Future[T]:
-        """Returns at once a future of what `fn` will return or raise."""
+        """Returns a future of the result of `fn`."""
         future: Future[T] = Future()
         self._inbox.put((fn, future))
         return future
 
     def close(self) -> None:
-        """Waits for the functions that were submitted, and ends the thread. None is submitted afterwards."""
+        """Waits for all submitted functions, and ends the thread. Nothing may be submitted afterwards."""
         self._inbox.put(None)
         self._thread.join()
 
     def _work(self) -> None:
-        with self._choices.held():  # every thread makes its own
+        with self._choices.held():  # choices are per thread
             while self._call_next():
                 pass
 
     def _call_next(self) -> bool:
-        """Calls the next function, and waits for one if there is none. Returns False at the end."""
+        """Waits for the next function and calls it. Returns False at the end."""
         item = self._inbox.get()
         if item is None:
             return False

@@ -1,4 +1,4 @@
-"""The step loop: from sequences to tokens, one step after the other."""
+"""The step loop: from sequences to tokens, step by step."""
 
 import collections
 import dataclasses
@@ -33,7 +33,7 @@ from detjax.operands.sampling_arrays import Arrays
 
 @runtime_checkable
 class Runner(Protocol):
-    """What computes steps: `ModelRunner`, or a test's model of it."""
+    """Computes steps: `ModelRunner`, or a test's model of it."""
 
     def copy(self, batch: StepBatch) -> StepBatch: ...
 
@@ -77,14 +77,14 @@ class StepLoopConfig:
     Attributes:
         shapes: the shapes of its batches.
         num_pages: pages of the cache.
-        pages_per_sequence: pages of a sequence at most.
+        pages_per_sequence: maximum pages of a sequence.
         variants: sampling programs that steps may use, the fastest first.
         prefix_cache: keep pages for sequences that begin with the same tokens.
-        snapshot_bytes: bytes of the host's memory at most for snapshots of slots. Models that keep a state of each
-            request have no prefix cache without.
-        snapshot_tokens: how many tokens a snapshot must spare those who go on from it.
-        kv_cache_dtype: how keys and values are quantized in the cache. Among these fields it alone changes bits.
-        runs_of: decodes that a run of steps may have at most; 0: there are no runs.
+        snapshot_bytes: maximum host memory for snapshots of slots. Models with state in slots have no prefix cache
+            without snapshots.
+        snapshot_tokens: minimum number of tokens that a snapshot must save.
+        kv_cache_dtype: quantization of keys and values in the cache. Only this field changes bits.
+        runs_of: maximum number of decodes of a run; 0: no runs.
     """
 
     shapes: BatchShapes
@@ -100,7 +100,7 @@ class StepLoopConfig:
 
 @dataclasses.dataclass(frozen=True)
 class _PromptScore:
-    """Logprobs of some of a prompt's tokens, which a step in flight computes."""
+    """Logprobs of some tokens of a prompt, which a step in flight computes."""
 
     sequence: Sequence
     position: int
@@ -109,7 +109,7 @@ class _PromptScore:
     tokens: SampledTokens
 
     def read(self) -> None:
-        """Waits for the logprobs, and gives them to the sequence."""
+        """Waits for the logprobs, and appends them to the sequence's output."""
         tokens, logprobs = self.tokens.read(), self.sequence.output.prompt_logprobs
         for index in range(self.count):
             # A preempted sequence computes some of its logprobs twice.
@@ -120,16 +120,16 @@ class _PromptScore:
 
 @dataclasses.dataclass(frozen=True)
 class _PlannedStep:
-    """A step that the device can be given.
+    """A step that is ready to launch.
 
     Attributes:
         plan: its chunks.
         batch: its arrays, on the device.
-        first_rows: the first row of each chunk's prefill.
-        samples: the chunks after which tokens are sampled, each with its row of the sampled tokens.
-        needed: what the sampling program must be able to do; None if no token is sampled.
-        unseen: arguments of `Runner.note_seen`, of the samples whose tokens the device does not know yet.
-        copies: what is copied between slots and snapshots before the step and after it.
+        first_rows: the first row of each prefill chunk.
+        samples: the sequences that sample a token, each with its row of the sampled tokens.
+        needed: the capabilities that the sampling program needs; None if no token is sampled.
+        unseen: arguments of `Runner.note_seen` for the samples whose tokens the device does not know yet.
+        copies: copies between slots and snapshots before and after the step.
     """
 
     plan: ScheduledStep
@@ -142,17 +142,17 @@ class _PlannedStep:
 
     @property
     def is_constrained(self) -> bool:
-        """Whether its tokens can be sampled only after their masks are known."""
+        """True if sampling has to wait for masks."""
         return self.needed is not None and self.needed.constrained
 
 
 class _Launched(NamedTuple):
-    """What the device computes for a step that it has been given.
+    """The pending results of a step that the device computes.
 
     Attributes:
         scores: logprobs of prompts.
-        sampled: the tokens; None if there are none.
-        failures: why the constraints of some rows could not go on.
+        sampled: the tokens; None if no token is sampled.
+        failures: error messages of the rows whose constraints failed.
     """
 
     scores: list[_PromptScore]
@@ -161,7 +161,7 @@ class _Launched(NamedTuple):
 
 
 class _InFlightStep(NamedTuple):
-    """A step that the launcher has been given and whose results have not been read."""
+    """A step that the launcher has and whose results were not read yet."""
 
     planned: _PlannedStep
     launched: Future[_Launched]
@@ -170,8 +170,8 @@ class _InFlightStep(NamedTuple):
 class StepLoop:
     """Turns sequences into tokens, step after step. One step is in flight while the next is planned.
 
-    `Engine` runs one in a thread, `generate` runs one until all its sequences have ended, and experiments drive one
-    themselves: they choose the size of prefill chunks, and when sequences arrive. No bit depends on either.
+    `Engine` runs one in a thread, and `generate` runs one until all sequences have ended. Experiments can drive one
+    directly to choose the size of prefill chunks and the arrival of sequences. No bit depends on either.
 
     Example:
         >>> from pathlib import Path
@@ -202,7 +202,7 @@ class StepLoop:
         runner: Runner,
         launcher: Launcher | None = None,
     ) -> None:
-        """A loop of these parts; see `for_model`."""
+        """A loop made of these parts; see `for_model`."""
         self.scheduler = scheduler
         self._shapes = shapes
         self._slots = slots
@@ -210,17 +210,17 @@ class StepLoop:
         self._launcher = launcher or ImmediateLauncher()
         self._in_flight: collections.deque[_InFlightStep] = collections.deque()
         self._newest: _InFlightStep | None = None
-        """The step that was started last, as long as constraints may have to be told its tokens."""
+        """The last step that was started, kept while constraints may need its tokens."""
 
     @classmethod
     def for_model(cls, model: Decoder, config: StepLoopConfig, launcher: Launcher | None = None) -> "StepLoop":
-        """Returns a loop with an empty cache, which computes with the model on the default device.
+        """Returns a loop with an empty cache on the model's devices.
 
         Args:
             model: the decoder.
             config: the loop's sizes.
-            launcher: gives the device the steps that wait for masks; the loop closes it. Default: the thread that calls
-                `step` does, as it does for all other steps.
+            launcher: launches the steps that wait for masks; the loop closes it. Default: the thread that calls `step`
+                launches them, like all other steps.
         """
         slots = config.shapes.limits.slots
         sections = model.config.rope.sections
@@ -238,7 +238,7 @@ class StepLoop:
             image_tokens=_image_tokens(model, config.pages_per_sequence * KV_BLOCK),
             runs_of=config.runs_of,
         )
-        # What a layer keeps of a request as a whole is not in the pages of its prefix, but it may be in a snapshot.
+        # Pages do not hold the state that layers keep in slots, but snapshots may.
         snapshots = None
         if config.prefix_cache and model.has_slots:
             size = bytes_of_snapshot(model)
@@ -251,7 +251,7 @@ class StepLoop:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is left to compute or to read."""
+        """True if nothing is left to compute or read."""
         return self.scheduler.is_idle and not self._in_flight
 
     def submit(self, sequence: Sequence) -> None:
@@ -260,7 +260,7 @@ class StepLoop:
         self.scheduler.submit(sequence)
 
     def compute_images(self, sequences: Iterable[Sequence]) -> None:
-        """Makes rows of the images in prompts, many images at a time. `submit` does it for sequences without them."""
+        """Computes the rows of prompts' images in large batches. `submit` calls this for each sequence without rows."""
         prompts = {id(images): images for sequence in sequences if (images := sequence.context.images) is not None}
         missing = [images for images in prompts.values() if not images.rows]
         if not missing:
@@ -270,7 +270,7 @@ class StepLoop:
             images.rows = [next(rows) for _ in images.patches]
 
     def programs(self) -> StepPrograms:
-        """Returns every program that steps may need."""
+        """Returns all programs that steps may need."""
         return self._runner.programs(self._empty_batches())
 
     def warm_up(self, compiler: ProgramCompiler) -> None:
@@ -278,11 +278,11 @@ class StepLoop:
         self._runner.warm_up(self._empty_batches(), compiler)
 
     def wait_for_programs(self) -> None:
-        """Waits until nothing is compiled any more."""
+        """Waits until all programs are compiled."""
         self._runner.wait_for_programs()
 
     def close(self) -> None:
-        """Waits for the steps that the launcher has been given, and ends what is still being compiled."""
+        """Waits for the steps in the launcher, and cancels compilations."""
         self._launcher.close()
         self._runner.close()
 
@@ -290,7 +290,7 @@ class StepLoop:
         return [self._slots.batch(ScheduledStep(), shape) for shape in self._shapes]
 
     def update_weights(self, params: PyTree[Array]) -> None:
-        """Replaces the weights, and forgets all prefixes in the cache. The loop must be idle.
+        """Replaces the weights and clears the prefix cache. The loop must be idle.
 
         Raises:
             ValueError: the weights do not fit the model.
@@ -299,7 +299,7 @@ class StepLoop:
         self.scheduler.pool.forget_prefixes()
 
     def step(self) -> list[tuple[Sequence, Token]]:
-        """Gives the device its next step, if there is one, and returns the tokens of steps before it."""
+        """Launches the next step, if there is one, and returns the tokens of earlier steps."""
         plan = self.scheduler.plan()
         assert plan.chunks or self._in_flight or self.scheduler.is_idle, "no step is in flight, and none can be started"
         if plan.chunks:
@@ -315,14 +315,14 @@ class StepLoop:
         """Returns how many steps stay in flight after a step has been started."""
         if not plan.chunks:
             return 0
-        # The masks of a step need the tokens of the step before. While the device computes the layers in between, there
-        # is time for the masks and for giving it the sampling and the next layers, but not for planning these layers as
-        # well. So they are planned before, and their samples may turn out to have ended two steps ago.
+        # The masks of a step need the tokens of the previous step. While the device computes the layers, there is time
+        # to compute the masks and to launch the sampling and the next layers, but not to plan these layers as well. So
+        # they are planned one step earlier, and their samples may turn out to have ended two steps ago.
         plans_ahead = self._in_flight[-1].planned.is_constrained and self.scheduler.can_plan_ahead
         return 2 if plans_ahead else 1
 
     def _planned(self, plan: ScheduledStep) -> _PlannedStep:
-        """Copies a step to the device, and notes that it will be computed."""
+        """Copies a step to the device and marks it as submitted."""
         samples = [(row, chunk.sequence) for row, chunk in enumerate(plan.chunks) if chunk.completes]
         needed = SamplingVariant.needed_by([sequence.params for _, sequence in samples]) if samples else None
         shape = self._shapes.smallest(plan, self._runner.has_layers)
@@ -336,12 +336,12 @@ class StepLoop:
         return _PlannedStep(plan, self._runner.copy(batch), first_rows, samples, needed, unseen, copies)
 
     def _start(self, planned: _PlannedStep) -> None:
-        """Gives the device a step; if it has to wait for masks, has the launcher do it."""
+        """Launches a step, in the launcher's thread if it has to wait for masks."""
         previous = self._newest
         masks = _start_masks(previous, planned)
         launcher = self._launcher
         if masks is None and (previous is None or previous.launched.done()):
-            # Nothing is waited for, so that to change threads would only take time.
+            # There is nothing to wait for, so another thread would only add latency.
             launcher = ImmediateLauncher()
             if previous is not None:
                 previous.launched.result()  # raises what the launcher raised
@@ -349,16 +349,16 @@ class StepLoop:
         self._in_flight.append(self._newest)
 
     def _launch(self, planned: _PlannedStep, pending: Future[Masks] | None) -> _Launched:
-        """Gives the device a step: its layers at once, the sampling as soon as the masks are there."""
+        """Launches the layers of a step at once, and the sampling when the masks are there."""
         for tokens in planned.unseen:
             self._runner.note_seen(*tokens)
         for slot, snapshot in planned.copies.restored:
             self._runner.put_slot(slot, snapshot.rows)
         if planned.plan.is_run:
-            # Sequences decode after the last of their snapshots.
+            # A sequence takes its last snapshot before it decodes.
             assert planned.needed is not None and not planned.copies.taken
             sampled = self._runner.decode_run(planned.batch, planned.needed).start_copy()
-            if pending is not None:  # samples of a run have no matcher, but matchers of the step before take its tokens
+            if pending is not None:  # a run has no masks, but matchers of the previous step still consume tokens
                 pending.result()
             return _Launched([], sampled, {})
         hidden, rows = self._runner.forward(planned.batch)
@@ -376,7 +376,7 @@ class StepLoop:
         return _Launched(scores, sampled, {} if masks is None else masks.failures)
 
     def _scores(self, chunk: ScheduledChunk, first_row: int, hidden: Any) -> Iterator[_PromptScore]:
-        """Computes the prompt logprobs that a chunk's hidden states give, if the request asks for them."""
+        """Computes the prompt logprobs of a chunk if the request asks for them."""
         prompt = chunk.sequence.prompt
         if not chunk.sequence.params.prompt_logprobs:
             return
@@ -390,7 +390,7 @@ class StepLoop:
     def _read(self, step: _InFlightStep) -> Iterator[tuple[Sequence, Token]]:
         """Reads a step's results after later steps have been started."""
         if len(self._in_flight) > 1:
-            # Other threads compute the next step's masks from the same tokens, and the device waits for these.
+            # Other threads compute the next step's masks from the same tokens while the device waits.
             self._in_flight[0].launched.result()
         launched = step.launched.result()
         for _, snapshot in step.planned.copies.taken:
@@ -403,12 +403,11 @@ class StepLoop:
         size = len(plan.chunks)
         for tokens in sampled.by_step() if plan.is_run else [sampled]:
             for row, sequence in step.planned.samples:
-                # The step was started before the sequence's end was known, or the run is longer for others: they take
-                # part in it up to the last token that they may have.
+                # The sequence ended after the step was started, or other sequences have more tokens left in the run.
                 if sequence.finish_reason is not None:
                     continue
                 if row in launched.failures:
-                    message = f"the sample's constraint cannot go on: {launched.failures[row]}"
+                    message = f"the sample's constraint failed: {launched.failures[row]}"
                     sequence.failure = FieldError(message, "constraint")
                 token = sequence.add(*tokens.at(row, sequence.params), batch=size)
                 self.scheduler.accept_token(sequence)
@@ -418,7 +417,7 @@ class StepLoop:
 
 
 def _image_tokens(model: Decoder, most: int) -> int:
-    """The tokens of the largest image that sequences of up to so many tokens may have."""
+    """Returns the tokens of the largest image in sequences of up to `most` tokens."""
     vision = model.config.vision
     if vision is None:
         return 0
@@ -428,7 +427,7 @@ def _image_tokens(model: Decoder, most: int) -> int:
 
 def _unseen(sequence: Sequence) -> tuple[int, Seq[int], Seq[int]] | None:
     """Returns a slot and its tokens when a sequence with penalties samples for the first time in it; otherwise None."""
-    # The device counts what it samples later, and it knows those tokens before the host does.
+    # Later the device counts the tokens itself, before the host reads them.
     if sequence.is_held or not sequence.params.penalized:
         return None
     assert sequence.slot is not None
@@ -437,7 +436,7 @@ def _unseen(sequence: Sequence) -> tuple[int, Seq[int], Seq[int]] | None:
 
 
 def _start_masks(previous: _InFlightStep | None, planned: _PlannedStep) -> Future[Masks] | None:
-    """Begins to compute the masks of a planned step, which depend on the tokens that the step before samples."""
+    """Starts computing the masks of a planned step, which depend on the tokens of the previous step."""
     matchers = {row: sequence.matcher for row, sequence in planned.samples if sequence.matcher is not None}
     accepting = [
         (row, sequence.matcher, sequence.context.end_tokens)
@@ -448,7 +447,7 @@ def _start_masks(previous: _InFlightStep | None, planned: _PlannedStep) -> Futur
     def accepted() -> Iterator[tuple[Matcher, int]]:
         if previous is None:
             return
-        # Matchers may still be used for the step before until it is launched.
+        # The previous step may use the matchers until it is launched.
         launched = previous.launched.result()
         tokens = launched.sampled.read_tokens() if accepting and launched.sampled is not None else []
         for row, matcher, end_tokens in accepting:

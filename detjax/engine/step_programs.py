@@ -1,7 +1,7 @@
-"""The programs that compute steps: what each does, and which ones a step loop may need.
+"""The programs that compute steps, and the set of programs that a step loop may need.
 
-A program is compiled for arrays of certain sizes. Few sizes serve all steps, so that all programs can be compiled
-before the first request; see `BatchShapes.for_serving`.
+A program is compiled for fixed array sizes. A few sizes serve all steps, so all programs can be compiled before the
+first request; see `BatchShapes.for_serving`.
 """
 
 import contextlib
@@ -32,23 +32,23 @@ from detjax.runtime import compilation
 from detjax.runtime.device_links import DeviceLinks
 
 SCORED_ROWS: Final = 64
-"""Prompt tokens whose logprobs one program computes."""
+"""Prompt tokens that one program scores."""
 RUN_STEPS: Final = 4
-"""Steps of a run of decodes. The host has the time of all of them to prepare the next one."""
+"""Steps of a run of decodes. The host prepares the next run while the device computes them."""
 _SEEN_ENTRIES: Final = 1024
-"""Tokens of a sequence that one program notes as seen."""
+"""Tokens of a sequence that one program records as seen."""
 _SLOT: Final = "slot"
 """The size of programs that copy one slot."""
 _COUNT: Final = np.uint16
-"""The dtype of counts of tokens. They end at its largest number, which the contract knows."""
+"""The dtype of token counts. They saturate at its largest number, as the contract says."""
 
 
 class Parameters(NamedTuple):
-    """What every program takes before its own arguments.
+    """The leading arguments of every program.
 
     Attributes:
         weights: the model's weights.
-        links: how devices that share the model reach one another; None: there is one, or XLA's collectives are used.
+        links: connections between devices that share the model; None: one device, or XLA's collectives.
     """
 
     weights: Weights
@@ -56,10 +56,9 @@ class Parameters(NamedTuple):
 
 
 class SampledTokens(NamedTuple):
-    """One row per token: the token with its logprob, and the likeliest tokens in its place with theirs.
+    """Sampled tokens, one per row, with their logprobs and the likeliest tokens at their positions.
 
-    The last field has the logprobs of the distribution that the tokens were drawn from; None where the program does not
-    compute them.
+    `sampling_logprob` is None if the program does not compute it.
     """
 
     token: Any
@@ -69,37 +68,37 @@ class SampledTokens(NamedTuple):
     sampling_logprob: Any = None
 
     def start_copy(self) -> "SampledTokens":
-        """Begins to copy the arrays to the host, and returns them."""
+        """Starts copying the arrays to the host, and returns them."""
         for x in self:
             if x is not None:
                 x.copy_to_host_async()
         return self
 
     def read(self) -> "SampledTokens":
-        """Returns the arrays on the host, those with one number a row as lists, and waits for them if need be."""
+        """Waits for the arrays and returns them on the host; arrays of one number per row become lists."""
         read = type(self)(*jax.device_get(tuple(self)))
         sampling_logprob = None if read.sampling_logprob is None else read.sampling_logprob.tolist()
-        # Numbers of a list are read five times as fast as those of an array.
+        # Reading a number from a list is five times as fast as from an array.
         return read._replace(
             token=read.token.tolist(), logprob=read.logprob.tolist(), sampling_logprob=sampling_logprob
         )
 
     def by_step(self) -> "list[SampledTokens]":
-        """Returns what `read` returned of a run, `[steps, R]`, for each of its steps."""
+        """Splits the result of `read` for a run, `[steps, R]`, into its steps."""
         steps = range(len(self.token))
         return [type(self)(*(None if x is None else x[step] for x in self)) for step in steps]
 
     def read_tokens(self) -> list[int]:
-        """Returns the tokens, and waits for them alone if need be."""
+        """Waits for the tokens, but not for the other arrays, and returns them."""
         return np.asarray(self.token).tolist()
 
     def at(self, row: int, params: SamplingParams) -> tuple[int, float, tuple[tuple[int, float], ...], float | None]:
-        """Returns a row of what `read` returned, as far as a request with these parameters asks for it.
+        """Returns one row of the result of `read` for a request with these parameters.
 
-        These are the token, its logprob, the likeliest tokens with their logprobs, and the token's sampling logprob.
+        The row is the token, its logprob, the likeliest tokens with their logprobs, and the token's sampling logprob.
         """
         top, likeliest, sampling_logprob = params.top_logprobs, (), None
-        if top:  # few requests ask for them, and all wait for this
+        if top:  # few requests ask for them, and all requests wait here
             likeliest = zip(self.top_tokens[row, :top].tolist(), self.top_logprobs[row, :top].tolist(), strict=True)
         if params.sampling_logprobs and self.sampling_logprob is not None:
             sampling_logprob = self.sampling_logprob[row]
@@ -107,14 +106,14 @@ class SampledTokens(NamedTuple):
 
 
 class SamplingVariant(NamedTuple):
-    """Which parts a sampling program has. A program with fewer parts is faster, and no bit depends on the choice.
+    """The capabilities of a sampling program. A program with fewer is faster, and no bit depends on the choice.
 
     Attributes:
         filtered: it can apply top-k, top-p and min-p.
-        top_logprobs: how many of the likeliest tokens it reports.
+        top_logprobs: number of likeliest tokens that it reports.
         adjusted: it can apply penalties and biases.
         constrained: it can apply masks of allowed tokens.
-        distribution: it reports logprobs of the distribution that tokens are drawn from.
+        distribution: it reports logprobs under the distribution that tokens are drawn from.
     """
 
     filtered: bool
@@ -126,15 +125,15 @@ class SamplingVariant(NamedTuple):
     @classmethod
     def needed_by(cls, params: Sequence[SamplingParams]) -> "SamplingVariant":
         """Returns the smallest variant that serves samples with these parameters."""
-        # Of hundreds of rows few differ in what they need.
+        # Hundreds of rows have few different needs.
         return cls(*map(max, zip(*{row.needs for row in params}, strict=True)))
 
     @classmethod
     def for_serving(cls, top_logprobs: int) -> "tuple[SamplingVariant, ...]":
-        """Returns the variants of an engine whose requests may ask for so many of the likeliest tokens.
+        """Returns the variants of an engine whose requests may ask for `top_logprobs` likeliest tokens.
 
-        Filters sort the logits, and the likeliest tokens are searched for: each takes longer than all the rest. So what
-        is common has programs without them, and the last program serves what is left.
+        Sorting the logits for filters and searching for the likeliest tokens each take longer than everything else.
+        So common requests have programs without these, and the last program serves the rest.
         """
         plain = [cls(filtered, top) for filtered in (False, True) for top in dict.fromkeys((0, top_logprobs))]
         constrained = [cls(filtered, 0, constrained=True) for filtered in (False, True)]
@@ -144,7 +143,7 @@ class SamplingVariant(NamedTuple):
 
     @property
     def description(self) -> str:
-        """What requests may ask for, in words."""
+        """The capabilities in words."""
         parts = {
             "top-k, top-p and min-p": self.filtered,
             f"{self.top_logprobs} likeliest tokens": self.top_logprobs,
@@ -157,16 +156,16 @@ class SamplingVariant(NamedTuple):
         )
 
     def serves(self, needed: "SamplingVariant") -> bool:
-        """Returns whether a program of this variant can do what is needed."""
+        """Returns whether a program of this variant has the capabilities that are needed."""
         return all(part >= wanted for part, wanted in zip(self, needed, strict=True))
 
 
 class SlotState(NamedTuple):
-    """What the device knows of the sequences in the slots.
+    """The device's record of the sequences in the slots.
 
     Attributes:
         last: the last sampled token.
-        seen: the tokens so far, of sequences with penalties; None where no program needs them.
+        seen: the tokens so far, for sequences with penalties; None if no program needs them.
     """
 
     last: Int32[Array, "slots"]
@@ -180,11 +179,11 @@ class SampledRows(NamedTuple):
     sampling: SamplingArrays
     adjustments: LogitAdjustments | None
     allowed: UInt32[Arrays, "R W"] | None = None
-    """A bit for each token that may be chosen; see `ops.adjust_logits`."""
+    """A bit per token that may be chosen; see `ops.adjust_logits`."""
 
 
 class SeenEntries(NamedTuple):
-    """Some tokens of one sequence, each once: how often it was generated, and whether the prompt has it."""
+    """Distinct tokens of one sequence: how often each was generated, and whether it is in the prompt."""
 
     token: Int32[Arrays, "n"]
     generated: UInt16[Arrays, "n"]
@@ -192,16 +191,16 @@ class SeenEntries(NamedTuple):
 
 
 class StepProgram(NamedTuple):
-    """A program, and the arguments of a call of it.
+    """A program and the arguments of a call.
 
     Attributes:
-        fn: a function of `compilation.jit`, whose first arguments are the network and its weights.
+        fn: a function of `compilation.jit`; its first arguments are the network and its weights.
         size: the sizes that its arguments depend on.
         args: the arguments after the parameters: arrays, or their shapes and dtypes.
-        static: the arguments by keyword, on which the program depends.
-        purpose: what the program is for.
-        is_essential: whether there are steps that no other essential program serves. The other programs make steps
-            faster that are smaller, or that need less.
+        static: the static keyword arguments.
+        purpose: a description of the program.
+        is_essential: whether some steps have no other essential program. The other programs only make smaller or
+            simpler steps faster.
     """
 
     fn: Callable[..., Any]
@@ -213,17 +212,17 @@ class StepProgram(NamedTuple):
 
     @property
     def key(self) -> Hashable:
-        """What tells the program from the others of its step loop, in any process."""
+        """The program's identity in its step loop, the same in all processes."""
         return self.fn.__name__, self.size, *self.static.values()
 
 
 def forward_key(shape: BatchShape) -> Hashable:
-    """Returns the key of what `forward` returns for a batch of a shape."""
+    """Returns the key of the result of `forward` for a batch of a shape."""
     return _forward.__name__, shape
 
 
 def sample_key(count: int, variant: SamplingVariant) -> Hashable:
-    """Returns the key of what `sample` returns for a batch with so many rows to sample from."""
+    """Returns the key of the result of `sample` for a batch that samples from `count` rows."""
     return _sample.__name__, count, variant
 
 
@@ -231,28 +230,28 @@ def forward(batch: StepBatch, state: State, last: Any) -> StepProgram:
     """Returns the program that computes hidden states."""
     shape = batch.shape
     prefills = f", and prefills of up to {shape.rows} rows" if shape.rows else ""
-    # How tokens are chosen does not matter to the layers: their program is the same with adjustments and without.
+    # The layers do not depend on sampling: their program is the same with and without adjustments.
     args = state, last, batch._replace(adjustments=None)
     return StepProgram(_forward, shape, args, {}, f"layers: up to {shape.decodes} decodes{prefills}")
 
 
 def has_runs(shape: BatchShape, most: int) -> bool:
-    """Returns whether there are runs of steps of a shape, where runs have `most` decodes at most."""
+    """Returns whether steps of a shape can form runs, which have `most` decodes at most."""
     return not shape.rows and shape.sampled == shape.decodes <= most
 
 
 def run_variants(variants: Sequence[SamplingVariant]) -> list[SamplingVariant]:
-    """Returns the variants that runs have programs for: those whose samples ask for a token and its logprob alone."""
+    """Returns the variants that runs have programs for: they report only a token and its logprob."""
     return [variant for variant in variants if variant == SamplingVariant(variant.filtered, 0)]
 
 
 def decode_run_key(count: int, variant: SamplingVariant) -> Hashable:
-    """Returns the key of what `decode_run` returns for a batch with this number of decodes."""
+    """Returns the key of the result of `decode_run` for a batch with `count` decodes."""
     return _decode_run.__name__, count, variant, RUN_STEPS
 
 
 def decode_run(batch: StepBatch, state: State, last: Any, variant: SamplingVariant) -> StepProgram:
-    """Returns the program that computes several decode steps, where each takes the tokens of the step before."""
+    """Returns the program that computes several decode steps, each from the tokens of the previous step."""
     count = batch.shape.decodes
     purpose = f"runs of {RUN_STEPS} steps: up to {count} decodes {variant.description}"
     args = state, last, batch._replace(adjustments=None)
@@ -260,7 +259,7 @@ def decode_run(batch: StepBatch, state: State, last: Any, variant: SamplingVaria
 
 
 def sample(batch: StepBatch, hidden: Any, slots: SlotState, variant: SamplingVariant, allowed: Any) -> StepProgram:
-    """Returns the program that samples after hidden states. A variant without constraints takes no masks, `allowed`."""
+    """Returns the program that samples from hidden states. `allowed` is ignored by variants without constraints."""
     count, adjustments = batch.shape.sampled, batch.adjustments
     if not variant.adjusted:
         slots, adjustments = slots._replace(seen=None), None
@@ -271,14 +270,14 @@ def sample(batch: StepBatch, hidden: Any, slots: SlotState, variant: SamplingVar
 
 
 def sample_rows(rows: SampledRows, hidden: Any, slots: SlotState, variant: SamplingVariant) -> StepProgram:
-    """Returns the program that samples a token for each row, after the hidden state of the same row."""
+    """Returns the program that samples a token for each row from the hidden state of the same row."""
     count = len(rows.slot)
     purpose = f"sampling: up to {count} samples {variant.description}"
     return StepProgram(_sample, count, (hidden, slots, rows), {"variant": variant}, purpose)
 
 
 def score(rows: Any, first: int, tokens: np.ndarray, top: int) -> StepProgram:
-    """Returns the program that computes logprobs of given tokens after hidden states in consecutive rows."""
+    """Returns the program that computes logprobs of given tokens from hidden states in consecutive rows."""
     padded = np.zeros(SCORED_ROWS, np.int32)
     padded[: len(tokens)] = tokens
     purpose = f"logprobs of prompts: prefills of up to {len(rows)} rows"
@@ -286,49 +285,49 @@ def score(rows: Any, first: int, tokens: np.ndarray, top: int) -> StepProgram:
 
 
 def note_seen(seen: SeenTokens, slot: int, entries: SeenEntries, *, is_first: bool) -> StepProgram:
-    """Returns the program that notes tokens of the sequence in a slot."""
+    """Returns the program that records tokens of the sequence in a slot."""
     args = seen, np.int32(slot), np.bool_(is_first), entries
     return StepProgram(_note_seen, len(entries.token), args, {}, "tokens of a sample with penalties that gets a slot")
 
 
 def image_rows_key(windows: int) -> Hashable:
-    """Returns the key of what `image_rows` returns for patches with so many windows."""
+    """Returns the key of the result of `image_rows` for patches with `windows` windows."""
     return _image_rows.__name__, windows
 
 
 def image_rows(patches: Patches) -> StepProgram:
-    """Returns the program that makes rows of the patches of images."""
+    """Returns the program that runs the vision tower on image patches."""
     windows = len(patches.pixels)
     return StepProgram(_image_rows, windows, (patches,), {}, f"images: up to {windows} windows or pieces of them")
 
 
 def take_slot(state: State, slot: int) -> StepProgram:
-    """Returns the program that copies a slot's rows of the layers whose state lies in slots."""
+    """Returns the program that copies a slot's rows out of the layers with state in slots."""
     return StepProgram(_take_slot, _SLOT, (state, np.int32(slot)), {}, "snapshots: the rows of a slot")
 
 
 def put_slot(state: State, slot: int, rows: PyTree) -> StepProgram:
-    """Returns the program that gives a slot its rows of the layers whose state lies in slots."""
+    """Returns the program that writes a slot's rows of the layers with state in slots."""
     return StepProgram(_put_slot, _SLOT, (state, np.int32(slot), rows), {}, "snapshots: a slot that gets its rows")
 
 
 @dataclasses.dataclass(frozen=True)
 class StepPrograms:
-    """Every program that a step loop may need, as shapes and dtypes: another process can make them from a pickle.
+    """All programs that a step loop may need, described by shapes and dtypes so that they can be pickled.
 
     Attributes:
         network: the model without its weights.
-        parameters: the weights, and how devices reach one another.
-        state: what the layers keep.
-        in_slots: for each layer, whether it keeps it in slots.
-        slots: what the device knows of the sequences in the slots.
+        parameters: the weights and device links.
+        state: the state of the layers.
+        in_slots: for each layer, whether its state lies in slots.
+        slots: the state of the slots.
         batches: a batch of each shape.
         variants: the sampling programs that steps may use.
         hidden: one row of hidden states.
         vocabulary: the number of tokens.
-        images: patches of each size that the vision tower may be given.
-        everywhere: the sharding of what every device has that shares the model; None: there is one device.
-        runs_of: decodes that a run of steps may have at most; 0: there are no runs.
+        images: patches of each size that the vision tower may get.
+        everywhere: the replicated sharding over the devices that share the model; None: one device.
+        runs_of: maximum number of decodes of a run; 0: no runs.
     """
 
     network: Network
@@ -346,15 +345,15 @@ class StepPrograms:
 
     @property
     def mesh(self) -> Mesh | None:
-        """The devices that share the model; None: there is one."""
+        """The devices that share the model; None: one device."""
         if self.everywhere is None:
             return None
         assert isinstance(self.everywhere.mesh, Mesh)
         return self.everywhere.mesh
 
     def by_key(self) -> dict[Hashable, StepProgram]:
-        """Returns the programs: the essential ones first, and of these the longest to compile first."""
-        # Programs of many rows take longer, and the layers longer than all others.
+        """Returns the programs, the essential ones first; within each kind, the slowest to compile come first."""
+        # Compile times grow with rows, and layers take the longest.
         batches = sorted(self.batches, key=lambda batch: -len(batch.token))
         by_size = {batch.shape.sampled: batch for batch in batches}
         programs = [
@@ -375,7 +374,7 @@ class StepPrograms:
             state = state_in_slots(self.state, self.in_slots)
             rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state)
             programs += [take_slot(state, 0), put_slot(state, 0, rows)]
-        # The largest serves smaller images, too.
+        # The largest one also serves smaller images.
         largest = max((len(patches.pixels) for patches in self.images), default=0)
         for patches in self.images:
             program = image_rows(patches)
@@ -386,7 +385,7 @@ class StepPrograms:
     def _layers(self, batch: StepBatch) -> StepProgram:
         shape = batch.shape
         alike = [other.shape for other in self.batches if other.shape.rows == shape.rows]
-        # Most steps only decode. Among those that prefill, a few decodes too many cost little.
+        # Most steps only decode. In steps that prefill, unused room for decodes costs little.
         is_essential = not shape.rows or shape == max(alike)
         return forward(batch, self.state, self.slots.last)._replace(is_essential=is_essential)
 
@@ -405,7 +404,7 @@ class StepPrograms:
 
 
 def state_in_slots(state: State, in_slots: Sequence[bool]) -> State:
-    """Returns the state of the layers that keep it in slots."""
+    """Returns the state of the layers that have it in slots."""
     return tuple(layer for layer, is_in_slots in zip(state, in_slots, strict=True) if is_in_slots)
 
 
@@ -414,7 +413,7 @@ def shapes_of[T](tree: T, everywhere: NamedSharding | None = None) -> T:
 
     Args:
         tree: arrays, or shapes and dtypes.
-        everywhere: the sharding of arrays that say none, where several devices share a model; None: there is one.
+        everywhere: the sharding of arrays without one, if several devices share a model.
     """
 
     def shape_of(x: Any) -> jax.ShapeDtypeStruct:
@@ -429,13 +428,13 @@ def shapes_of[T](tree: T, everywhere: NamedSharding | None = None) -> T:
 
 
 def most_likeliest(variants: Sequence[SamplingVariant]) -> int:
-    """Returns how many of the likeliest tokens the variants report at most."""
+    """Returns the largest number of likeliest tokens that a variant reports."""
     return max(variant.top_logprobs for variant in variants)
 
 
 @contextlib.contextmanager
 def _model(network: Network[Decoder], parameters: Parameters) -> Iterator[Decoder]:
-    """The model, within a context in which its devices exchange by the links of the parameters."""
+    """Yields the model, whose devices exchange by the links of the parameters in this context."""
     with linked(parameters.links):
         yield network.with_weights(parameters.weights)
 
@@ -444,12 +443,12 @@ def _model(network: Network[Decoder], parameters: Parameters) -> Iterator[Decode
 def _forward(
     network: Network, parameters: Parameters, state: State, last: Int32[Array, "slots"], batch: StepBatch
 ) -> tuple[State, Float[Array, "R D"], Float[Array, "rows D"]]:
-    """Returns the state with the step's tokens, and hidden states: of each chunk's last token, and of prefill rows."""
+    """Returns the new state, the hidden state of each chunk's last token, and the hidden states of prefill rows."""
     decodes = batch.held.shape[0]
     is_held = batch.held < last.shape[0]
     tokens = jnp.concatenate([jnp.where(is_held, last[batch.held], batch.token[:decodes]), batch.token[decodes:]])
     images = batch.images
-    if images is not None:  # decodes come before them
+    if images is not None:  # decodes come first
         padding = (decodes, 0)
         images = ImageRows(jnp.pad(images.present, padding), jnp.pad(images.rows, (padding, (0, 0))))
     with _model(network, parameters) as model:
@@ -468,7 +467,7 @@ def _decode_run(
     variant: SamplingVariant,
     most: int,
 ) -> tuple[State, Int32[Array, "slots"], SampledTokens]:
-    """Returns the state and the last tokens after a run of decode steps, and the tokens of each, `[most, R]`."""
+    """Returns the state and the last tokens after a run of decode steps, and the tokens of all steps, `[most, R]`."""
     with _model(network, parameters) as model:
         state, (last, sampled) = model.with_state(_decoded, state, last, batch, variant=variant, most=most)
     return state, last, sampled
@@ -483,13 +482,13 @@ def _decoded(
     variant: SamplingVariant,
     most: int,
 ) -> tuple[State, tuple[Int32[Array, "slots"], SampledTokens]]:
-    """Computes what `_decode_run` returns, with the weights that the model has on this device."""
+    """Computes the results of `_decode_run` with this device's weights."""
     links = current_links()
 
     def step(carried: tuple[State, Array], number: Array) -> tuple[tuple[State, Array], SampledTokens]:
         state, last = carried
         now = batch.at_step_of_run(number, last.shape[0])
-        with linked(links):  # what was gathered outside of the loop cannot be used in it
+        with linked(links):  # arrays gathered outside the loop cannot be used inside
             hidden, state = model.hidden_states(last[now.held], now.queries, state)
             rows = SampledRows(now.slot, now.sampling, None)
             sampled = model.with_logits(_sampled, hidden[now.last_row], rows, None, variant=variant)
@@ -509,7 +508,7 @@ def _sample(
     *,
     variant: SamplingVariant,
 ) -> tuple[SlotState, SampledTokens]:
-    """Returns the state of the slots, and the tokens that are sampled after the given hidden states."""
+    """Returns the state of the slots and the tokens sampled from the hidden states."""
     seen_by_row, slot = None, jnp.asarray(rows.slot)
     if variant.adjusted:
         assert slots.seen is not None
@@ -525,7 +524,7 @@ def _sample(
 
 
 def _sampled(logits: Logits, rows: SampledRows, seen: SeenTokens | None, *, variant: SamplingVariant) -> SampledTokens:
-    """Returns the tokens that are sampled by logits, given what is seen in the rows' slots where they are adjusted."""
+    """Returns the tokens sampled from logits. `seen` holds the seen tokens of each row, for adjusted variants."""
     choices = logits
     if variant.adjusted:
         assert seen is not None and rows.adjustments is not None
@@ -541,12 +540,12 @@ def _sampled(logits: Logits, rows: SampledRows, seen: SeenTokens | None, *, vari
 
 
 class _Choice(NamedTuple):
-    """The tokens that are sampled, and their logprobs as far as these are known.
+    """The sampled tokens, and those of their logprobs that were computed.
 
     Attributes:
         token: the tokens.
-        logprob: their logprobs by the logits that were given.
-        sampling_logprob: their logprobs by the distribution that they were drawn from.
+        logprob: their logprobs under the logits.
+        sampling_logprob: their logprobs under the distribution they were drawn from.
     """
 
     token: Int32[Array, "R"]
@@ -555,17 +554,17 @@ class _Choice(NamedTuple):
 
 
 def _choice(choices: Logits, sampling: SamplingArrays, variant: SamplingVariant) -> _Choice:
-    """Returns tokens sampled by the given logits."""
+    """Returns tokens sampled from the logits."""
     if not variant.distribution:
         return _Choice(*choices.sample(sampling, filtered=variant.filtered), None)
-    # Filters sort the logits, which takes longer than all the rest: they are applied once for both.
+    # Filters sort the logits, which takes longer than everything else: apply them once for both.
     kept = choices.filtered(sampling) if variant.filtered else choices
     token, logprob = kept.sample(sampling, filtered=False)
     return _Choice(token, None if variant.filtered else logprob, kept.sampling_logprobs(token, sampling))
 
 
 def _with_tokens(seen: SeenTokens, by_row: SeenTokens, slot: Int32[Array, "R"], token: Int32[Array, "R"]) -> SeenTokens:
-    """Returns what is seen in the slots, with a further token of each row."""
+    """Adds a token of each row to the seen tokens of the slots."""
     count = by_row.generated[jnp.arange(len(token), dtype=jnp.int32), token]
     count += (count < np.iinfo(_COUNT).max).astype(_COUNT)
     return seen._replace(generated=seen.generated.at[slot, token].set(count, mode="drop", unique_indices=True))
@@ -580,7 +579,7 @@ def _note_seen(
     is_first: Bool[Arrays, ""],
     entries: SeenEntries,
 ) -> SeenTokens:
-    """Returns what is seen in the slots, with more tokens of one slot: with these alone if they are its first."""
+    """Adds tokens to the seen tokens of one slot; `is_first` clears the slot before."""
 
     def written(rows: Array, values: Arrays) -> Array:
         row = jnp.where(is_first, jnp.zeros_like(rows[slot]), rows[slot])
@@ -610,19 +609,19 @@ def _put_slot(network: Network, parameters: Parameters, state: State, slot: Int3
 
 
 def none_seen(slots: int, vocabulary: int) -> SeenTokens:
-    """Returns what the device knows of empty slots."""
+    """Returns the seen tokens of empty slots."""
     return SeenTokens(jnp.zeros((slots, vocabulary), _COUNT), jnp.zeros((slots, vocabulary), bool))
 
 
 def seen_entries(prompt: Sequence[int], generated: Sequence[int], vocabulary: int) -> Iterator[SeenEntries]:
-    """Yields the tokens of a sequence, each once, in pieces of `_SEEN_ENTRIES`: one piece at least."""
+    """Yields the distinct tokens of a sequence in batches of `_SEEN_ENTRIES`, at least one batch."""
     count = np.bincount(np.asarray(generated, np.int64), minlength=vocabulary)
     in_prompt = np.zeros(vocabulary, bool)
     in_prompt[np.asarray(prompt, np.int64)] = True
     tokens = np.flatnonzero(in_prompt | (count > 0)).astype(np.int32)
     count = np.minimum(count, np.iinfo(_COUNT).max).astype(_COUNT)
     for first in range(0, max(len(tokens), 1), _SEEN_ENTRIES):
-        # Padding is beyond the vocabulary, and every entry is another number.
+        # Padding lies beyond the vocabulary, and all entries are distinct.
         token = np.arange(vocabulary, vocabulary + _SEEN_ENTRIES, dtype=np.int32)
         some = tokens[first : first + _SEEN_ENTRIES]
         token[: len(some)] = some
@@ -639,12 +638,12 @@ def _score(
     *,
     top: int,
 ) -> SampledTokens:
-    """Returns logprobs of given tokens, each after the hidden state in a row of its own."""
+    """Returns logprobs of given tokens, each from the hidden state of its own row."""
     index = jnp.minimum(first + jnp.arange(tokens.shape[0], dtype=jnp.int32), rows.shape[0] - 1)
     with _model(network, parameters) as model:
         return model.with_logits(_scored, rows[index], jnp.asarray(tokens), top=top)
 
 
 def _scored(logits: Logits, tokens: Int32[Array, "n"], *, top: int) -> SampledTokens:
-    """Returns given tokens with their logprobs, and the likeliest tokens in their places."""
+    """Returns given tokens with their logprobs and the likeliest tokens at their positions."""
     return SampledTokens(tokens, logits.logprobs(tokens), *logits.top_logprobs(top))
