@@ -1,6 +1,6 @@
 """Attention on Hopper GPUs: one contract, served by kernels for decode, prefill and latents, and their gradients.
 
-Gradients through values that are columns of their keys are those of the portable backend's program.
+Gradients through key columns come from the portable backend's program.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ def forward(
 ) -> tuple[Array, Array | None]:
     """Returns the output `[B, T, H, V]` and, if asked for, the log2 of rows' normalizers.
 
-    The normalizers are float32 `[H, N]` in `_packed`'s order, or `[B, T, H]` where values are columns of their keys.
+    The normalizers are float32 `[H, N]` in `_packed`'s order, or `[B, T, H]` where values are key columns.
     See `ops.attention` for the mask, `[B or 1, H or 1, T, s]`; only prefill takes one.
 
     Raises:
@@ -68,10 +68,11 @@ def backward(
     """Returns the gradients of q, of the pages and of the sinks; a page belongs to one request.
 
     Args:
-        operands: what `forward` took.
-        output: what `forward` returned.
+        operands: the operands of `forward`.
+        output: the result of `forward`.
         do: the gradient of the output.
-        sinks_sum: the sum that the gradient of the sinks goes on from, float32; None: it is rounded and returned alone.
+        sinks_sum: float32 sum of the sinks' gradients that this call continues and returns unrounded; None: their
+            gradient alone is returned, rounded.
         masking: see `forward`.
     """
     if operands.kv.values_are_keys:
@@ -84,21 +85,21 @@ def backward(
 
 
 def _rounded_or_sum(dsinks: Array | None, sinks: Array | None, sinks_sum: Array | None) -> Array | None:
-    """Returns the gradient of the sinks in their dtype, or their next sum if they have one."""
+    """Returns the sinks' gradient in their dtype, or unrounded if the call continues a sum."""
     if sinks is None or dsinks is None:
         return None
     return dsinks.astype(sinks.dtype) if sinks_sum is None else dsinks
 
 
 def _packed(x: Array) -> Array:
-    """`[B, T, H, K]` as `[N, H, K]`, requests one after another, each filled up to a multiple of `QUERY_UNIT`."""
+    """Packs `[B, T, H, K]` into `[N, H, K]`, with each request padded to a multiple of `QUERY_UNIT` rows."""
     batch, tokens, *rest = x.shape
     padded = round_up(tokens, QUERY_UNIT)
     return jnp.pad(x, ((0, 0), (0, padded - tokens), (0, 0), (0, 0))).reshape(batch * padded, *rest)
 
 
 def _unpacked(x: Array, like: Array) -> Array:
-    """The inverse of `_packed`, with `like`'s requests and tokens."""
+    """Inverts `_packed` for `like`'s requests and tokens."""
     batch, tokens = like.shape[:2]
     return x.reshape(batch, -1, *x.shape[1:])[:, :tokens]
 
@@ -119,8 +120,8 @@ def ragged(operands: AttentionOperands, *, masking: Masking) -> Array:
 def ragged_with_normalizers(operands: AttentionOperands, *, masking: Masking) -> tuple[Array, Array]:
     """Returns the output of packed queries, and the log2 of each row's normalizer; see `forward`.
 
-    The normalizers are `[H, N]`, or `[N, H]` where values are columns of their keys. The output is 0 in rows that
-    belong to no request: gradients of weights add over all rows, and what lay in memory before may be NaN.
+    The normalizers are `[H, N]`, or `[N, H]` where values are key columns. The output is 0 in padding rows: gradients
+    of weights sum over all rows, and uninitialized memory may be NaN.
 
     Raises:
         NotImplementedError: no kernel serves the dtype or the sizes.
@@ -138,7 +139,7 @@ def ragged_with_normalizers(operands: AttentionOperands, *, masking: Masking) ->
 
 
 def _ragged(operands: AttentionOperands, masking: Masking) -> tuple[Array, Array]:
-    """The output of packed queries and their normalizers; what no request's rows are may be anything."""
+    """Returns the output of packed queries and their normalizers, both undefined in padding rows."""
     q, kv, queries, sinks, _ = operands
     _check(q, kv)
     assert queries.first_row is not None and queries.count is not None
@@ -161,9 +162,9 @@ def ragged_backward(
     """Returns the gradients of packed queries, of the pages and of the sinks: the bits of `backward`.
 
     Args:
-        operands: what `ragged_with_normalizers` took.
-        output: what `ragged_with_normalizers` returned.
-        do: the gradient of the output; that of rows that belong to no request is not read.
+        operands: the operands of `ragged_with_normalizers`.
+        output: the result of `ragged_with_normalizers`.
+        do: the gradient of the output; padding rows are not read.
         sinks_sum: see `backward`.
         masking: see `forward`.
     """
@@ -177,15 +178,7 @@ def ragged_backward(
 def _in_numbers(
     kv: KVPages, queries: Queries, count: Array | int, masking: Masking, dtype: DTypeLike
 ) -> tuple[KVPages, Queries]:
-    """Keys, values and page table as prefill takes them: quantized pages that some tile of queries visits as numbers.
-
-    Args:
-        kv: pages of either kind.
-        queries: page table, start and length of each request.
-        count: queries of each request.
-        masking: which keys a query sees.
-        dtype: dtype of the numbers.
-    """
+    """Dequantizes the pages that prefill visits with `count` queries per request; returns them and their page table."""
     if kv.quantized is None:
         return kv, queries
     start, end = jnp.asarray(queries.start), jnp.asarray(queries.length)
@@ -195,7 +188,7 @@ def _in_numbers(
     if masking.causal:
         end = jnp.minimum(end, last + 1)
     if masking.window is not None:
-        # A tile visits at least one block, also where its window holds no key.
+        # A tile visits at least one block even if its window holds no key.
         first = jnp.maximum(start - (masking.window - 1), 0) // KV_BLOCK
         least_end = jnp.maximum(last - (masking.window - 1), 0) // KV_BLOCK + 1
     first = jnp.minimum(first, blocks - 1).astype(jnp.int32)
@@ -221,7 +214,7 @@ def _check(q: Array, kv: KVPages) -> None:
 
 
 def _check_latents(operands: AttentionOperands, masking: Masking) -> None:
-    """Raises unless the kernel for values that are columns of their keys serves the call."""
+    """Raises NotImplementedError unless the latent kernel serves the call."""
     q, kv, _, sinks, mask = operands
     options = {"window": masking.window, "soft_cap": masking.soft_cap, "alibi_slopes": masking.alibi_slopes}
     options |= {"sinks": sinks, "mask": mask}
@@ -229,13 +222,13 @@ def _check_latents(operands: AttentionOperands, masking: Masking) -> None:
     if str(q.dtype) not in DTYPES:
         given, accepted = _dtype(q)
     elif kv.kv_heads != 1:
-        given, accepted = f"values that are columns of the keys of {kv.kv_heads} heads", "one head of such keys"
+        given, accepted = f"key columns as values with {kv.kv_heads} KV heads", "1 KV head"
     elif not latent.serves_widths(q.shape[-1], kv.value_width):
         given = f"keys of {q.shape[-1]} columns whose values are the first {kv.value_width}"
-        accepted = f"{', '.join(map(str, latent.VALUE_WIDTHS))} columns of values, and {latent.PART} more of keys"
+        accepted = f"{', '.join(map(str, latent.VALUE_WIDTHS))} value columns, and {latent.PART} more for keys"
     elif refused:
-        given = f"values that are columns of their keys with {', '.join(refused)}"
-        accepted = "such values with scale and causal alone"
+        given = f"key columns as values with {', '.join(refused)}"
+        accepted = "only scale and causal with key columns"
     else:
         return
     raise _refused(given, accepted)

@@ -16,16 +16,17 @@ d\mathrm{sink} = -\sum_i 2^{\log_2(e)\,\mathrm{sink} - N_i} \delta_i$$
 Without a soft cap the factor $1 - T^2$ is missing. $P$ and $dS$ are rounded to the operands' dtype before they are
 multiplied.
 
-Both kernels recompute the probabilities from the forward's normalizers, so that every sum has one owner and one order:
+Both kernels recompute the probabilities from the forward pass's normalizers. So there are seven products rather than
+five, but every sum has one owner and one order:
 
 * `dq`: a CTA has 128 query rows of one head and adds keys in ascending order. It also stores each row's `delta` for the
   other kernel.
-* `dk` and `dv`: a CTA has a page of one head of keys. It adds query rows in ascending order, `ROWS` in one step, and
-  does so for each query head of the group from zeros; the heads' sums are added left to right. Scores are transposed
-  here: keys are the matrix unit's rows, so that probabilities are the next product's operand where they were computed.
+* `dk` and `dv`: a CTA has a page of one KV head. For each query head of the group it adds query rows in ascending
+  order, `ROWS` at a time, from zeros; the heads' sums are added left to right. Scores are transposed here: with keys on
+  the matrix unit's rows, probabilities are the next product's operand in the registers where they were computed.
 
-In both, two warpgroups multiply, 64 rows each, and take turns at the matrix unit, so that one multiplies while the
-other exponentiates. A third one loads.
+In both, two warpgroups multiply 64 rows each and take turns at the matrix unit, so that one multiplies while the other
+exponentiates. A third warpgroup loads.
 """
 
 from typing import NamedTuple
@@ -47,14 +48,14 @@ from detjax.pallas.hopper.mosaic.layouts import ROWS
 
 
 class Residuals(NamedTuple):
-    """What the gradients need of the forward call.
+    """Arrays of the forward call that the gradients need.
 
     Attributes:
-        q: queries of all requests, `[N, H, K]`: packed, or rectangular with N / B rows each, a multiple of 8. Rows that
-            only fill up rectangular ones are finite.
+        q: queries of all requests, `[N, H, K]`: packed, or rectangular with N / B rows each, a multiple of 8. Padding
+            of rectangular ones is finite.
         kv: pages of numbers.
-        queries: page table, start and length of each request, and of packed queries where they stand; no page is in the
-            table twice within the requests' lengths, as each gradient has one owner.
+        queries: page table, start and length of each request, and positions of packed queries. Within the requests'
+            lengths a page occurs once in the table, since each gradient has one owner.
         sinks: a score for each head, or None.
         mask: `[B or 1, H or 1, T, s]`, as `ops.attention` has it, or None.
         o: the output, `[N, H, V]`.
@@ -78,15 +79,14 @@ def backward(
     masking: Masking,
     schedule: Schedule | None = None,
 ) -> tuple[Array, Array, Array, Array | None]:
-    """Gradients of q `[N, H, K]`, of both page pools `[P, h, S, K]` and `[P, h, S, V]`, and of the sinks `[H]` float32.
+    """Returns gradients of q `[N, H, K]`, page pools `[P, h, S, K]` and `[P, h, S, V]`, and sinks `[H]` float32.
 
-    Pages that no request owns, and rows of a page after its request's length, get zeros, and so do packed queries that
-    belong to no request.
+    Pages that no request owns, rows of a page after its request's length, and padding of packed queries get zeros.
 
     Args:
         residuals: the forward call.
-        do: gradient of the output, `[N, H, V]`; zeros in rows that only fill up rectangular ones.
-        sinks_sum: the sum that the gradient of the sinks goes on from; None: zeros.
+        do: gradient of the output, `[N, H, V]`; zeros in the padding of rectangular rows.
+        sinks_sum: the sum of sinks' gradients to continue; None: zeros.
         masking: which keys a query sees, and how scores are shaped.
         schedule: default: `default_schedule`.
     """
@@ -94,7 +94,7 @@ def backward(
     page_table, start, length = (jnp.asarray(x) for x in (queries.page_table, queries.start, queries.length))
     rows = rows_of_requests(queries, residuals.q.shape[0])
     q, o, do = (rows.filled_up(x) for x in (residuals.q, residuals.o, do))
-    # A row that only fills up gives every key the probability 0.
+    # In a padding row every key has probability 0.
     normalizers = rows.filled_up(residuals.log2_normalizers, axis=1, value=jnp.inf)
     tiles, pages = rows.tiles(), rows.key_pages(page_table, length, k_pages.shape[0])
     counts = tiles.request.shape[0], pages.request.shape[0], rows.rows_of_each
@@ -122,7 +122,7 @@ def backward(
 
 
 def _zeros_in_free_pages(gradients: dict[str, Array], pages: KeyPages) -> tuple[Array, Array]:
-    """Gradients of keys and values, with zeros in the pages that no request owns, which no kernel writes."""
+    """Returns gradients of keys and values with zeros in the pages that no request owns, which no kernel writes."""
     count = gradients["k"].shape[0]
     is_owned = jnp.zeros(count, bool).at[jnp.where(pages.rows > 0, pages.page, count)].set(True, mode="drop")
     is_owned = is_owned[:, None, None, None]
@@ -133,19 +133,18 @@ def _zeros_in_free_pages(gradients: dict[str, Array], pages: KeyPages) -> tuple[
 def _sink_gradient(
     rows: RequestRows, sinks: Array, normalizers: Array, delta: Array, sinks_sum: Array | None = None
 ) -> Array:
-    """`sinks_sum - sum(share of the sink * delta)`.
+    """Returns `sinks_sum - sum(share of the sink * delta)`.
 
-    Neighbouring rows of a request are added in pairs, and so on; then the sum goes on request by request.
-
-    So zeros that fill up change nothing, and the order is one that depends on no length.
+    Neighbouring rows of a request are added in pairs, then the pairs in pairs, and so on; requests are added in order.
+    So padding with zeros changes no bit, and the order does not depend on lengths.
     """
     share = jnp.exp2((sinks.astype(ACCUMULATOR) * log2_scale(1.0))[:, None] - normalizers)
     x = lax.optimization_barrier(share * delta).reshape(share.shape[0], -1, ROWS)
     while x.shape[-1] > 1:
         x = x[..., 0::2] + x[..., 1::2]
     x, stride = x[..., 0], 1
-    # Each block of rows gets the sum of the request's next ones, of which only every second one goes on to be used, and
-    # of these every second one. Blocks of nobody may be NaN.
+    # Each block of rows adds the request's block `stride` later. Of the results only every second one is used in the
+    # next round, and so on. Padding blocks may be NaN.
     block = jnp.arange(x.shape[1], dtype=jnp.int32)[None]
     first, count = rows.first_row // ROWS, rows.rows // ROWS
     request = jnp.maximum(jnp.sum(first[None] <= block.T, axis=1, dtype=jnp.int32) - 1, 0)

@@ -1,4 +1,9 @@
-"""What the kernels of attention's gradients have in common on Hopper: operands, turns, and a tile's arithmetic."""
+"""Shared code of the kernels of attention gradients on Hopper: operands, turns, and a tile's arithmetic.
+
+Both kernels keep 64 rows in shared memory per warpgroup and stream blocks of 64 rows of the other side through slots.
+Copies into a slot complete its two `loaded` barriers, one per operand, so that the first product need not wait for the
+second operand. Both warpgroups read every slot, and release it at a named barrier that the loading warp awaits.
+"""
 
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
@@ -31,14 +36,15 @@ from detjax.pallas.hopper.mosaic.layouts import PER_ROW, ROWS
 from detjax.pallas.hopper.mosaic.tiles import fma, mask_bits
 
 _FREE: Final = FIRST_BARRIER
-"""Named barriers from here on: one for each slot of what is streamed."""
+"""First of the named barriers of slots, one each."""
 SQUARE: Final = (ROWS, ROWS)
 SUMS: Any = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
 
 
 class Operands(NamedTuple):
-    """Arrays in memory that both kernels read, and those that one of them does: `tiles` and `o`, or `pages` and
-    `delta`. Rows of queries are those of `backward_rows.RequestRows`.
+    """Input arrays of both kernels, of which one has `tiles` and `o`, the other `pages` and `delta`.
+
+    Rows of queries are laid out by `backward_rows.RequestRows`.
     """
 
     q: Any
@@ -58,24 +64,23 @@ class Operands(NamedTuple):
 
 
 def everywhere(value: Array | int) -> Array:
-    """The same integer at every row."""
+    """Repeats an integer in every row."""
     return plgpu.layout_cast(jnp.full((ROWS,), value, jnp.int32), PER_ROW)
 
 
 def quotient(x: Array, divisor: int, *, up: bool = False) -> Array:
-    """`x / divisor`, at least 0, rounded down or up."""
+    """Returns `x / divisor`, at least 0, rounded down or up."""
     return lax.div(lax.max(x + (divisor - 1 if up else 0), jnp.int32(0)), jnp.int32(divisor))
 
 
 class Tile(NamedTuple):
-    """What the scores of a tile of queries and keys depend on, in the scores' orientation; all of it is recomputed or
-    read again where it is used, as registers are few.
+    """Operands of a tile's scores, in the scores' orientation: functions, called where they are used, to save registers.
 
     Attributes:
         normalizers: returns the query's normalizer at every element.
         delta: returns the query's delta at every element.
-        distances: returns how far each key is from its query, int32.
-        mask: returns scores with -inf where a query does not see a key; None where it sees all.
+        distances: returns the distance of each key from its query, int32.
+        mask: sets scores to -inf where a query does not see a key; None if it sees all.
     """
 
     normalizers: Callable[[], Array]
@@ -85,14 +90,14 @@ class Tile(NamedTuple):
 
 
 def combined_mask(by_position: Callable[[Array], Array] | None, words: list[Array]) -> Callable[[Array], Array] | None:
-    """Masks scores by positions and by the words of the call's mask; None if there is neither."""
+    """Returns a function that masks scores by positions and by the words of the call's mask; None without either."""
     if not words:
         return by_position
     return lambda s: mask_bits(s if by_position is None else by_position(s), *words)
 
 
 class Kernel:
-    """What both kernels share: operands, turns, and a tile's arithmetic."""
+    """Base of both kernels' CTAs."""
 
     def __init__(
         self, problem: Problem, schedule: Schedule, masking: Masking, operands: Operands, scratch: dict[str, Any]
@@ -119,21 +124,21 @@ class Kernel:
         sync_with_consumers(_FREE + slot)
 
     def free(self, slot: Array | int) -> None:
-        """Lets a slot be overwritten."""
+        """Releases a slot."""
         arrive_for_loader(_FREE + slot)
 
     def mask_words(self, request: Array, head: Array, row: Array, column: Array) -> list[Array]:
-        """Words of the call's mask for a tile; none without a mask."""
+        """Loads the words of the call's mask for a tile; none without a mask."""
         mask = self.operands.mask
         return [] if mask is None else [load_words(mask, request, head, row, column)]
 
     def head_slope(self, head: Array) -> Array | None:
-        """ALiBi's slope at every element of a tile, or None."""
+        """Returns the ALiBi slope at every element of a tile, or None."""
         slopes = self.operands.slopes
         return None if slopes is None else splat(slopes[head], SQUARE)
 
     def probabilities(self, s: Array, tile: Tile, slopes: Array | None) -> tuple[Array, Array | None]:
-        """Probabilities of a tile of scores, and the slope of the soft cap."""
+        """Returns the probabilities of a tile of scores, and the derivative of the soft cap."""
         cap, cap_slope = self.masking.soft_cap, None
         if cap is not None or slopes is not None:
             s = s * np.float32(self.masking.scale)
@@ -147,7 +152,7 @@ class Kernel:
         return jnp.exp2(fma(s, splat(exponent_scale(self.masking), SQUARE), -tile.normalizers())), cap_slope
 
     def score_gradients(self, p: Array, dp: Array, tile: Tile, cap_slope: Array | None) -> Array:
-        """Gradients of the scaled scores before the soft cap, in the operands' dtype."""
+        """Returns the gradients of the scaled scores before the soft cap, in the operands' dtype."""
         ds = p * (dp - tile.delta())
         return (ds if cap_slope is None else ds * cap_slope).astype(self.problem.dtype)
 
@@ -156,6 +161,7 @@ class Kernel:
 
         def multiply_all() -> None:
             plgpu.set_max_registers(MULTIPLYING_REGISTERS, action="increase")
+            # Slots are free at first: the loader awaits a release before every copy, also the first one into a slot.
             for slot in range(self.schedule.stages):
                 self.free(slot)
             pl.when(self.warpgroup == 1)(self.pass_turn)

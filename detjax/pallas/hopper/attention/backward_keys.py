@@ -33,7 +33,7 @@ from detjax.pallas.hopper.mosaic.tiles import mask_columns
 
 
 class _Head(NamedTuple):
-    """A query head that a warpgroup adds to the gradients of its keys.
+    """A query head whose rows a warpgroup adds to the gradients of its keys.
 
     Attributes:
         number: the head's number in the group.
@@ -41,7 +41,7 @@ class _Head(NamedTuple):
         k: the keys in shared memory.
         v: the values in shared memory.
         first_step: the step of the head's first rows.
-        slopes: ALiBi's slope at every element of a tile, or None.
+        slopes: ALiBi slope at every element of a tile, or None.
     """
 
     number: Array
@@ -53,7 +53,7 @@ class _Head(NamedTuple):
 
 
 class _KeyGradients(Kernel):
-    """A CTA with a page of one head of keys. Query rows are visited in blocks of `ROWS`."""
+    """A CTA that computes the gradients of a page of one KV head. It visits query rows in blocks of `ROWS`."""
 
     def __init__(
         self, problem: Problem, schedule: Schedule, masking: Masking, operands: Operands, scratch: dict[str, Any]
@@ -77,8 +77,7 @@ class _KeyGradients(Kernel):
     def end(self) -> Array:
         """The end of the query rows that see the page, in units of `ROWS`.
 
-        Without a window that is the request's last row: a constant or read again where it is used, as registers are
-        few.
+        Without a window that is the request's end: a constant, or loaded wherever it is used, for lack of registers.
         """
         if self.end_in_window is not None:
             return self.end_in_window
@@ -88,20 +87,20 @@ class _KeyGradients(Kernel):
 
     @property
     def page(self) -> Array:
-        """The page's number in the pool, read again where it is used, as registers are few."""
+        """The page id, loaded wherever it is used, for lack of registers."""
         return self.pages.page[self.item]
 
     def run(self, gradients: dict[str, Any], totals: dict[str, Any]) -> None:
-        """Runs the warpgroup's role, if there is a page.
+        """Runs the warpgroup's role, unless the page is padding.
 
         Args:
             gradients: `dk` ("k") and `dv` ("v") in memory.
-            totals: for groups of heads, the sums of the heads so far in memory.
+            totals: running sums over the heads of a group, in memory.
         """
         pl.when(self.is_needed)(lambda: self.run_roles(lambda: self.multiply(gradients, totals), self.load))
 
     def load(self) -> None:
-        """Loads the page, then, for each query head of the group, the rows that see it."""
+        """Loads the page, then the rows that see it, for each query head of the group."""
         operands, page, first_row = self.operands, self.page, self.pages.row[self.item]
         for name, pages in (("k", operands.k_pages), ("v", operands.v_pages)):
             source = pages.at[page, self.kv_head]
@@ -148,12 +147,12 @@ class _KeyGradients(Kernel):
             for name, x in self.multiply_head(tuple(gradients), index).items():
                 self.add_to_total(totals[name], x, index)
 
-        # Apart from the loop, so that no address of this lives beside the sums.
+        # After the loop, so that no address of this is in registers together with the sums.
         for name, totals_of_name in totals.items():
             self.write(name, self.load_total(self.total(totals_of_name)), gradients[name])
 
     def multiply_head(self, names: tuple[str, ...], index: Array) -> dict[str, Array]:
-        """The sums of one query head for the gradients named."""
+        """Returns the sums of one query head for the named gradients."""
         keys = self.keys + self.warpgroup * ROWS
         k, v = self.scratch["k"].at[self.rows], self.scratch["v"].at[self.rows]
         first_step = index * (self.end - self.first)
@@ -162,7 +161,7 @@ class _KeyGradients(Kernel):
         return pl.run_scoped(functools.partial(self.visit_rows, head), **accumulators)
 
     def visit_rows(self, head: _Head, **sums: Any) -> dict[str, Array]:
-        """Adds all blocks of query rows to accumulators, and returns their contents."""
+        """Adds all blocks of query rows to accumulators, and returns these."""
 
         def visit_all(first: Array, end: Array, is_masked: bool) -> None:
             pl.loop(first, end)(lambda block: self.visit(head, block, sums, is_masked=is_masked))
@@ -197,6 +196,7 @@ class _KeyGradients(Kernel):
             combined_mask(by_position, words),
         )
         plgpu.barrier_wait(self.scratch["q_loaded"].at[slot])
+        # A pass for values alone needs no gradients of scores, and so no `do` before its own product.
         if "k" in sums:
             p, ds = self.probabilities_and_score_gradients(head, slot, tile)
             if "v" in sums:
@@ -210,20 +210,20 @@ class _KeyGradients(Kernel):
         self.free(slot)
 
     def numbers_of_queries(self, name: str, slot: Array) -> Array:
-        """Numbers of the queries in a slot, at every element of a tile."""
+        """Loads numbers of the queries in a slot, at every element of a tile."""
         numbers = plgpu.load(self.scratch[name].at[slot], layout=PER_COLUMN, optimized=False)
         return along_columns(numbers, SQUARE)
 
     def mask_by_position(self, keys: Array, position: Array, s: Array) -> Array:
-        """A tile with -inf where a key is hidden by the length, by causality or by the window."""
-        # Columns of the tile, of each row: positions of queries, which begin with the key's own if causal.
+        """Sets scores to -inf where the length, causality or the window hides a key."""
+        # In columns of the tile, for each row: the queries that see a key begin with the key's own position if causal.
         key = row_indices() + (keys - position)
         end = everywhere(ROWS) if self.masking.window is None else key + self.masking.window
         end = jnp.where(key < self.length - position, end, 0)
         return mask_columns(s, end, key if self.masking.causal else None)
 
     def probabilities_alone(self, head: _Head, slot: Array, tile: Tile) -> Array:
-        """Transposed probabilities of a tile, rounded."""
+        """Returns a tile's transposed probabilities, rounded."""
         q = self.scratch["q"].at[slot]
 
         def multiply(s_sum: Any) -> Array:
@@ -235,7 +235,7 @@ class _KeyGradients(Kernel):
         return pl.run_scoped(multiply, SUMS(SQUARE, ACCUMULATOR))
 
     def probabilities_and_score_gradients(self, head: _Head, slot: Array, tile: Tile) -> tuple[Array, Array]:
-        """Transposed probabilities of a tile and gradients of its scores, rounded."""
+        """Returns a tile's transposed probabilities and the gradients of its scores, rounded."""
         q, do = self.scratch["q"].at[slot], self.scratch["do"].at[slot]
 
         def multiply(s_sum: Any, dp_sum: Any) -> tuple[Array, Array]:
@@ -244,28 +244,29 @@ class _KeyGradients(Kernel):
             plgpu.barrier_wait(self.scratch["do_loaded"].at[slot])
             plgpu.wgmma(dp_sum, head.v, do.T)
             self.pass_turn()
+            # Exponentiates while the second product runs.
             p, cap_slope = self.probabilities(plgpu.wgmma_accumulator_load(s_sum, wait_n=1), tile, head.slopes)
             return p.astype(self.problem.dtype), self.score_gradients(p, dp_sum[...], tile, cap_slope)
 
         return pl.run_scoped(multiply, SUMS(SQUARE, ACCUMULATOR), SUMS(SQUARE, ACCUMULATOR))
 
     def total(self, totals: Any) -> Any:
-        """Where a warpgroup's sum over the heads so far lies: each thread reads what it has written itself."""
+        """Returns a warpgroup's running sum over heads, of which each thread reads only what it wrote itself."""
         return totals.at[self.cta, self.rows]
 
     def load_total(self, total: Any) -> Array:
-        """The sum over the heads so far."""
+        """Loads the running sum over heads."""
         return plgpu.load(total, layout=MATRIX, optimized=False)
 
     def add_to_total(self, totals: Any, x: Array, index: Array) -> None:
-        """Adds a head's sums to those of the heads before it."""
+        """Adds a head's sums to the running sum over heads."""
         total = self.total(totals)
         previous = lax.cond(index > 0, lambda: self.load_total(total), lambda: splat(0.0, x.shape))
         total[...] = previous + x
 
     def write(self, name: str, x: Array, target: Any) -> None:
         """Writes the gradients of the warpgroup's keys or values."""
-        # Keys and values are not needed any more: the result waits for its copy in their place.
+        # Keys and values are no longer needed, so the result is staged in their memory.
         staged = self.scratch[name].at[self.rows]
         y = x * np.float32(self.masking.scale) if name == "k" else x
         staged[...] = y.astype(self.problem.dtype)
@@ -276,10 +277,7 @@ class _KeyGradients(Kernel):
 def key_gradients(
     problem: Problem, schedule: Schedule, masking: Masking, names: str, operands: Operands
 ) -> dict[str, Array]:
-    """`dk` if "k" is among the names and `dv` if "v" is, in the pools' shapes.
-
-    Pages that are not among the operands' are not written.
-    """
+    """Returns `dk` ("k") and `dv` ("v") as named, in the pools' shapes; only the operands' pages are written."""
 
     def rows(count: tuple[int, ...], width: int) -> Any:
         return plgpu.SMEM((*count, width), problem.dtype, transforms=swizzled(width))
@@ -299,7 +297,7 @@ def key_gradients(
         jax.ShapeDtypeStruct((pages, problem.kv_heads, KV_BLOCK, widths[name]), problem.dtype) for name in names
     ]
     if problem.group > 1:
-        # The sums over the heads so far.
+        # Running sums over heads.
         out_type += [jax.ShapeDtypeStruct((items, KV_BLOCK, widths[name]), ACCUMULATOR) for name in names]
 
     def body(operands: Operands, results: list[Any], scratch: dict[str, Any]) -> None:

@@ -37,12 +37,12 @@ class _QueryRows(NamedTuple):
     """A warpgroup's query rows.
 
     Attributes:
-        rows: where they are in memory.
+        rows: their slice in memory.
         q: the queries in shared memory.
         do: the output's gradients in shared memory.
         delta: row sums of `do * o`.
         normalizers: log2 of the rows' normalizers.
-        slopes: ALiBi's slope at every element of a tile, or None.
+        slopes: ALiBi slope at every element of a tile, or None.
     """
 
     rows: Any
@@ -54,13 +54,13 @@ class _QueryRows(NamedTuple):
 
 
 class _QueryGradient(Kernel):
-    """A CTA with 128 query rows of one head. Keys are visited in tiles of `ROWS`."""
+    """A CTA that computes the gradient of 128 query rows of one head. It visits keys in tiles of `ROWS`."""
 
     def __init__(
         self, problem: Problem, schedule: Schedule, masking: Masking, operands: Operands, scratch: dict[str, Any]
     ) -> None:
         super().__init__(problem, schedule, masking, operands, scratch)
-        # Heads of one tile are neighbours, so that those that share keys run at the same time.
+        # Heads of a tile are neighbours, so that heads that share keys run at the same time.
         tile, self.head = lax.div(self.cta, problem.heads), lax.rem(self.cta, problem.heads)
         assert operands.tiles is not None
         self.request, self.first_row, self.offset, self.count = (x[tile] for x in operands.tiles)
@@ -77,16 +77,15 @@ class _QueryGradient(Kernel):
         self.is_stored = self.warpgroup * ROWS < self.count
 
     def row_in_tile(self, warpgroup: Array | int) -> Array:
-        """A warpgroup's first row in the tile. Where the tile has no second half, the second warpgroup repeats the
-        first one's."""
+        """Returns a warpgroup's first row in the tile; both warpgroups have the same rows of a tile of 64."""
         return lax.min(jnp.int32(warpgroup * ROWS), self.count - ROWS)
 
     def row(self, warpgroup: Array | int) -> Array:
-        """A warpgroup's first row in the arrays of all requests."""
+        """Returns a warpgroup's first row in the arrays of all requests."""
         return self.first_row + self.row_in_tile(warpgroup)
 
     def run(self, dq_gmem: Any, delta_gmem: Any) -> None:
-        """Runs the warpgroup's role, if the tile has rows."""
+        """Runs the warpgroup's role, unless the tile is padding."""
         pl.when(self.count > 0)(lambda: self.run_roles(lambda: self.multiply(dq_gmem, delta_gmem), self.load))
 
     def load(self) -> None:
@@ -133,20 +132,20 @@ class _QueryGradient(Kernel):
         return _QueryRows(rows, q, do, delta, normalizers, slopes)
 
     def row_products(self, x: Any, y: Any) -> Array:
-        """Row sums of `x * y`; the sums of pieces of the columns are added left to right."""
+        """Returns row sums of `x * y`, summed in pieces of columns that are added left to right."""
         total = None
         width = self.problem.value_width
         for first in range(0, width, ROWS):
             part = pl.ds(first, min(ROWS, width - first))
             a, b = (plgpu.load(z.at[:, part], layout=MATRIX, optimized=False).astype(ACCUMULATOR) for z in (x, y))
-            # The product of two 16-bit numbers is exact: it makes no difference whether it is fused with the sum.
+            # The product of two 16-bit numbers is exact, so it makes no difference whether it is fused with the sum.
             piece = row_sums(a * b)
             total = piece if total is None else total + piece
         assert total is not None
         return total
 
     def visit_keys(self, rows: _QueryRows, dq: Any) -> Array:
-        """Adds all tiles of keys to an accumulator, and returns its content."""
+        """Adds all tiles of keys to an accumulator, and returns it."""
 
         def visit_all(first: Array, end: Array, is_masked: bool) -> None:
             pl.loop(first, end)(lambda step: self.visit(rows, step, dq, is_masked=is_masked))
@@ -174,12 +173,12 @@ class _QueryGradient(Kernel):
         plgpu.barrier_wait(self.scratch["k_loaded"].at[slot])
         keys = step * ROWS
         if is_masked:
-            # A phase of a barrier is waited for once.
+            # Here rather than before the product, as a phase of a barrier is awaited once.
             plgpu.barrier_wait(self.scratch["v_loaded"].at[slot])
 
             @pl.when(keys + ROWS > self.length)
             def _() -> None:
-                # Both warpgroups write the same zeros, so that neither waits for the other.
+                # Both warpgroups write the same zeros, so neither waits for the other.
                 clear_tail(k, self.length - keys)
                 clear_tail(v, self.length - keys)
 
@@ -198,6 +197,7 @@ class _QueryGradient(Kernel):
                 plgpu.barrier_wait(self.scratch["v_loaded"].at[slot])
             plgpu.wgmma(dp_sum, rows.do, v.T)
             self.pass_turn()
+            # Exponentiates while the second product runs.
             p, cap_slope = self.probabilities(plgpu.wgmma_accumulator_load(s_sum, wait_n=1), tile, rows.slopes)
             return self.score_gradients(p, dp_sum[...], tile, cap_slope)
 
@@ -207,8 +207,8 @@ class _QueryGradient(Kernel):
         self.free(slot)
 
     def mask_by_position(self, keys: Array, s: Array) -> Array:
-        """A tile with -inf where a key is hidden by the length, by causality or by the window."""
-        # Columns of the tile, of each row.
+        """Sets scores to -inf where the length, causality or the window hides a key."""
+        # In columns of the tile, for each row.
         position = row_indices() + (self.position - keys)
         end = everywhere(self.length - keys)
         if self.masking.causal:
@@ -219,7 +219,7 @@ class _QueryGradient(Kernel):
 
 
 def query_gradient(problem: Problem, schedule: Schedule, masking: Masking, operands: Operands) -> tuple[Array, Array]:
-    """`dq` `[N, H, K]`, and `delta` `[H, N]` float32. Rows that are in no tile are not written."""
+    """Returns `dq` `[N, H, K]` and `delta` `[H, N]` float32; only rows of tiles are written."""
 
     def rows(count: tuple[int, ...], width: int) -> Any:
         return plgpu.SMEM((*count, width), problem.dtype, transforms=swizzled(width))

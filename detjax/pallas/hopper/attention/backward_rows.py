@@ -1,7 +1,7 @@
-"""Where the query rows of requests lie for attention's gradients on Hopper, and the work that follows from it.
+"""Layout of requests' query rows for attention gradients on Hopper, and the division of work that follows from it.
 
-Gradients of keys add blocks of `ROWS` query rows, counted from the request's first one. So each request's rows begin at
-a multiple of `ROWS` here, and zeros fill them up to one: packed requests have the blocks, and so the bits, of
+Gradients of keys add blocks of `ROWS` query rows, counted from the request's first row. So each request's rows begin at
+a multiple of `ROWS` here and are padded with zeros to one, which gives packed requests the blocks, and so the bits, of
 rectangular ones.
 """
 
@@ -26,9 +26,9 @@ class KeyPages(NamedTuple):
     Attributes:
         request: the page's request.
         block: its block of the request's keys.
-        page: its number in the pool.
+        page: its page id.
         row: the first query row of the request.
-        rows: how many query rows the request has, a multiple of `ROWS`; 0 where there is no page.
+        rows: the number of the request's query rows, a multiple of `ROWS`; 0 in padding.
     """
 
     request: Array
@@ -39,13 +39,13 @@ class KeyPages(NamedTuple):
 
 
 class RequestRows(abc.ABC):
-    """The rows of all requests, one request after another.
+    """The padded rows of all requests, request by request.
 
     Attributes:
-        most_rows: no request has more rows, those that fill up included.
-        rows_of_each: how many rows each request has, if that is known to be the same number; else None.
+        most_rows: maximum number of rows of a request.
+        rows_of_each: number of rows of each request, if that is a constant; else None.
         first_row: each request's first row, int32 `[B]`, a multiple of `ROWS`.
-        rows: how many rows each request has, int32 `[B]`, those included that fill up to a multiple of `ROWS`.
+        rows: each request's number of rows, int32 `[B]`, a multiple of `ROWS`.
     """
 
     most_rows: int
@@ -55,25 +55,19 @@ class RequestRows(abc.ABC):
 
     @abc.abstractmethod
     def filled_up(self, x: Array, axis: int = 0, value: float = 0.0) -> Array:
-        """The rows given, along an axis, with a value in those that fill up."""
+        """Pads the rows of the call along an axis with a value."""
 
     @abc.abstractmethod
     def given(self, x: Array) -> Array:
-        """The rows given, along the first axis, of what was computed for all rows."""
+        """Returns the rows of the call from padded ones, along the first axis."""
 
     @abc.abstractmethod
     def tiles(self) -> Tiles:
-        """The tiles of query rows, of 64 or 128 each, 0 where a tile is not needed."""
+        """Returns the tiles of query rows, of 64 or 128 rows each; padding tiles have none."""
 
     @abc.abstractmethod
     def key_pages(self, page_table: Array, length: Array, pages: int) -> KeyPages:
-        """The pages of keys.
-
-        Args:
-            page_table: the page of each request's block of tokens.
-            length: tokens of each request.
-            pages: pages of the pool.
-        """
+        """Returns the pages of keys, given each request's length and the number of pages of the pool."""
 
 
 class RectangularRows(RequestRows):
@@ -100,14 +94,14 @@ class RectangularRows(RequestRows):
         return x.reshape(self._batch, self.most_rows, *rest)[:, : self._given].reshape(-1, *rest)
 
     def tiles(self) -> Tiles:
-        """See `RequestRows`. The last tiles of the requests see most keys, and come first."""
+        """See `RequestRows`. Longest first: the last tiles of requests see the most keys."""
         tiles = ceil_div(self.most_rows, TILE)
         tile = jnp.arange(self._batch * tiles, dtype=jnp.int32)
         request, offset = tile % self._batch, (tiles - 1 - tile // self._batch) * TILE
         return Tiles(request, self.first_row[request] + offset, offset, jnp.minimum(TILE, self.most_rows - offset))
 
     def key_pages(self, page_table: Array, length: Array, pages: int) -> KeyPages:
-        """See `RequestRows`. The first blocks are seen by most rows, and come first."""
+        """See `RequestRows`. Longest first: the first blocks are seen by the most rows."""
         del pages
         index = jnp.arange(page_table.size, dtype=jnp.int32)
         request, block = index % self._batch, index // self._batch
@@ -116,7 +110,7 @@ class RectangularRows(RequestRows):
 
 
 class SpreadRows(RequestRows):
-    """The rows of packed requests, moved apart: packed ones begin at multiples of `contract.QUERY_UNIT`."""
+    """The rows of packed requests, which begin at multiples of `contract.QUERY_UNIT`, moved to multiples of `ROWS`."""
 
     def __init__(self, first_row: Array, count: Array, rows: int) -> None:
         self._packed_first, self._count, self._packed = first_row, count, rows
@@ -135,7 +129,7 @@ class SpreadRows(RequestRows):
         return jnp.where(is_given, jnp.take(x, self._source, axis, mode="clip"), jnp.asarray(value, x.dtype))
 
     def given(self, x: Array) -> Array:
-        """See `RequestRows`; zeros in packed rows that belong to no request."""
+        """See `RequestRows`; zeros in padding between packed requests."""
         request, offset = request_of_rows(self._packed, self._packed_first)
         is_given = (offset >= 0) & (offset < self._count[request])
         source = jnp.where(is_given, self.first_row[request] + offset, 0)
@@ -144,11 +138,11 @@ class SpreadRows(RequestRows):
 
     def tiles(self) -> Tiles:
         """See `RequestRows`."""
-        # Whole blocks of rows need no more tiles than the packed rows in them.
+        # Padding to whole blocks of rows adds no tiles.
         return ragged_tiles(self._packed, self.first_row, self.rows)
 
     def key_pages(self, page_table: Array, length: Array, pages: int) -> KeyPages:
-        """See `RequestRows`. There are no more than the pool has, as a page belongs to one request."""
+        """See `RequestRows`. There are at most as many as in the pool, since a page belongs to one request."""
         needed = jnp.where(self.rows > 0, jnp.minimum(-(-length // KV_BLOCK), page_table.shape[1]), 0)
         request, block, is_needed = pieces(needed, min(pages, page_table.size))
         block, rows = jnp.where(is_needed, block, 0), jnp.where(is_needed, self.rows[request], 0)
@@ -156,7 +150,7 @@ class SpreadRows(RequestRows):
 
 
 def rows_of_requests(queries: Queries, rows: int) -> RequestRows:
-    """The layout of so many rows: those of packed queries, or of rectangular ones, one request after another."""
+    """Returns the layout of the `rows` rows of packed or rectangular queries."""
     if queries.first_row is None:
         batch = queries.page_table.shape[0]
         return RectangularRows(batch, rows // batch)

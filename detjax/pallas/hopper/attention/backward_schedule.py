@@ -1,4 +1,4 @@
-"""The problem of attention's gradients on Hopper, and its schedules."""
+"""Problems and schedules of attention gradients on Hopper."""
 
 import dataclasses
 from typing import Any, Final
@@ -14,7 +14,8 @@ from detjax.pallas.hopper.mosaic.layouts import ROWS
 
 _MAX_STAGES: Final = 4
 _MAX_COLUMNS_TOGETHER: Final = 256
-"""Columns of keys and values whose sums fit into the registers of one kernel."""
+"""Maximum columns of keys and values together whose sums fit into one kernel's registers: 64 x 256 take 128 of a
+thread's 240."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,12 +23,12 @@ class Problem:
     """Sizes of a call.
 
     Attributes:
-        tiles: tiles of 128 query rows of one request each, those included that no request needs.
-        pages: pages of keys that get gradients, those included that no request needs.
-        rows: query rows of each request, those included that fill up, if all requests have the same number; else None.
+        tiles: tiles of 128 query rows of one request each, including padding.
+        pages: pages of keys that get gradients, including padding.
+        rows: query rows per request including padding, if all requests have the same number; else None.
         heads: query heads.
         kv_heads: heads of keys and values.
-        blocks: pages of a request in the page table.
+        blocks: pages per request in the page table.
         width: columns of queries and keys.
         value_width: columns of values.
         dtype: the operands' dtype, of 2 bytes.
@@ -45,7 +46,7 @@ class Problem:
 
     @property
     def group(self) -> int:
-        """Query heads that share a head of keys."""
+        """Query heads per KV head."""
         return self.heads // self.kv_heads
 
     @property
@@ -55,7 +56,7 @@ class Problem:
 
     @property
     def most_stages(self) -> int:
-        """The most stages that fit into shared memory beside 128 rows of two operands."""
+        """Maximum number of stages that fit into shared memory next to 128 rows of two operands."""
         row = (self.width + self.value_width) * self.dtype.itemsize
         free = SHARED_MEMORY - SHARED_MEMORY_RESERVED - TILE * row
         return max(1, min(_MAX_STAGES, free // (ROWS * (row + 2 * np.dtype(ACCUMULATOR).itemsize))))
@@ -63,12 +64,12 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """How work is spread over time; no bit depends on it.
+    """Order of work in time; no bit depends on it.
 
     Attributes:
-        stages: slots for what is streamed, 64 rows of two operands each.
-        together: whether one kernel adds `dk` and `dv`; else each has its own, for want of registers.
-        turns: whether the warpgroups take turns at the products that scores and their gradients are made of.
+        stages: slots for streamed rows, 64 rows of two operands each.
+        together: whether one kernel adds `dk` and `dv`; else each has a kernel, for lack of registers.
+        turns: whether the warpgroups take turns at the products for scores and their gradients.
     """
 
     stages: int = _MAX_STAGES
@@ -80,7 +81,7 @@ class Schedule:
             raise ValueError(f"Schedule: stages is {self.stages}; accepted: at least 1")
 
     def check(self, problem: Problem) -> None:
-        """Raises a ValueError if the problem's rows do not fit into so many stages."""
+        """Raises ValueError if the stages do not fit into shared memory."""
         if self.stages > problem.most_stages:
             raise ValueError(
                 f"Schedule: stages is {self.stages} for rows of {problem.width} and {problem.value_width} columns; "
@@ -89,5 +90,5 @@ class Schedule:
 
 
 def default_schedule(problem: Problem) -> Schedule:
-    """The schedule that serves a problem where none is given."""
+    """Returns the default schedule."""
     return Schedule(problem.most_stages, together=problem.width + problem.value_width <= _MAX_COLUMNS_TOGETHER)

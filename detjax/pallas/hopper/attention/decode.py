@@ -1,10 +1,10 @@
-"""Attention of a few query tokens a request on Hopper (Pallas Mosaic GPU): decode, and verifying drafted tokens.
+"""Attention of a few query tokens per request on Hopper (Pallas Mosaic GPU): decode and verification of drafts.
 
-The queries of all heads that share keys, and of up to 16 tokens, are the columns of one tile. A *sequence* is one
-request, one head of keys and one tile. Blocks of keys of all sequences lie on one line, in order, which is cut into one
-*share* of equal length for each CTA: requests of any lengths are side by side. A CTA merges the blocks of a sequence
-that it has from the first on. A sequence that began in an earlier CTA is *split*: the CTA stores each block's result by
-itself, and a second kernel merges these in order. Where the cuts lie changes no bit.
+The columns of a tile are the queries of all heads that share keys, for up to 16 tokens. A *sequence* is one request,
+one KV head and one tile. The key blocks of all sequences form one line, which is cut into *shares* of equal length, one
+per CTA, so that requests of any lengths balance. A CTA merges the blocks of each sequence that begins in its share. If
+a sequence began in an earlier share, it is *split*: the CTA stores each block's result unmerged, and a second kernel
+merges them in order. No bit depends on where the cuts are.
 """
 
 from typing import Any, Final
@@ -25,22 +25,19 @@ from detjax.pallas.hopper.attention.warpgroups import launch
 from detjax.pallas.hopper.mosaic.layouts import ROWS
 
 MAX_TOKENS: Final = 16
-"""The most query tokens of a request."""
+"""Maximum number of query tokens per request."""
 
 
 def serves(q: Array, kv: KVPages) -> bool:
-    """Whether tokens are few, a tile has room for the heads that share keys, and values fill the matrix unit's rows."""
+    """Returns whether tokens are few, a tile can hold the heads that share keys, and values fill the matrix unit."""
     problem = Problem.from_operands(q, kv, 1)
     return problem.tokens <= MAX_TOKENS and problem.group <= problem.most_columns and problem.value_width >= ROWS
 
 
 def forward(operands: AttentionOperands, *, masking: Masking, schedule: Schedule | None = None) -> Array:
-    """Output `[B, T, H, V]` of queries `[B, T, H, K]`, if decode `serves` them.
+    """Returns the output `[B, T, H, V]` of queries `[B, T, H, K]` that decode `serves`, without a mask.
 
-    Args:
-        operands: what `ops.attention` takes, without a mask.
-        masking: which keys a query sees, and how scores are shaped.
-        schedule: default: `default_schedule`.
+    The schedule defaults to `default_schedule`.
     """
     q, kv, queries, sinks, _ = operands
     batch, tokens, heads, width = q.shape
@@ -76,6 +73,6 @@ def forward(operands: AttentionOperands, *, masking: Masking, schedule: Schedule
 
 
 def _by_column(per_head: Array, problem: Problem) -> Array:
-    """Numbers of the query heads for the columns of a tile, `[h, n]`."""
+    """Expands one number per query head to the columns of a tile, `[h, n]`."""
     by_token = jnp.tile(per_head.reshape(problem.kv_heads, problem.group), (1, problem.tile_tokens))
     return jnp.pad(by_token, ((0, 0), (0, problem.columns - problem.rows)))

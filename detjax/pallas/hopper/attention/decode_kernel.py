@@ -1,4 +1,13 @@
-"""A decode's kernel on Hopper: the roles of a CTA's warpgroups."""
+"""Decode kernel on Hopper: the roles of a CTA's warpgroups.
+
+Memory bandwidth limits a decode, not the matrix unit, so a single warpgroup multiplies, and pages of many blocks are in
+flight. Each slot of a ring passes from warpgroup to warpgroup by barriers in shared memory:
+
+* Numbers: the loader starts a copy, whose end completes `loaded`; the multiplying warpgroup arrives at `consumed` once
+  the matrix unit has read the slot, which the loader awaits before it loads the next page into it.
+* Codes: copies complete `codes_loaded`. Both dequantizing warpgroups wait for that and for `consumed`, write their
+  halves of the page, and arrive at `codes_consumed` for the loader and at `loaded` for the multiplying warpgroup.
+"""
 
 import functools
 from collections.abc import Callable
@@ -44,20 +53,22 @@ from detjax.pallas.hopper.mosaic.columns import (
 from detjax.pallas.hopper.mosaic.layouts import PER_COLUMN, ROWS, line, swizzled
 
 DEQUANTIZING: Final = KV_BLOCK // ROWS
-"""Warpgroups that dequantize, where pages are quantized: each has its rows of every page."""
+"""Dequantizing warpgroups of a CTA with quantized pages; each has `ROWS` rows of every page."""
 _PREFETCHING: Final = 2 * WARPGROUP
-"""Threads that ask for the page table."""
+"""Threads that prefetch the page table."""
 _REGISTERS: Final = 512
 """Registers of four threads, one of each warpgroup."""
+# The sums need 240 registers of a thread. A CTA of four warpgroups begins with 128 per thread, so the other three get
+# what remains of 512: the loader holds addresses, a dequantizing thread 64 numbers of a page and their codes.
 _, _LOADING_REGISTERS, _DEQUANTIZING_REGISTERS, _ = shared_registers(MULTIPLYING_REGISTERS, 40, 112, 112)
 
 
 def scratch_types(problem: Problem) -> dict[str, Any]:
-    """Shared memory and barriers of a CTA."""
+    """Returns the shared memory and barriers of a CTA."""
     dtype, slots, columns, kind = problem.dtype, problem.slots, problem.columns, problem.quantization
     scratch: dict[str, Any] = {
         "q": plgpu.SMEM((columns, problem.width), dtype, transforms=swizzled(problem.width)),
-        # As wide lines as the values have: the matrix unit's operands share them.
+        # The swizzle is the values': both operands of a product have the same one.
         "p": plgpu.SMEM((columns, KV_BLOCK), dtype, transforms=swizzled(line(problem.value_width))),
         "kv": [plgpu.SMEM((slots, KV_BLOCK, size), dtype, transforms=swizzled(size)) for size in problem.ring_widths],
         "loaded": plgpu.Barrier(num_arrivals=1 if kind is None else DEQUANTIZING, num_barriers=slots),
@@ -74,13 +85,13 @@ def scratch_types(problem: Problem) -> dict[str, Any]:
 
 
 class _Arrivals(NamedTuple):
-    """Where pages arrive: as they are multiplied, or as codes and scales.
+    """Destination of the loader's copies: pages as they are multiplied, or codes and scales.
 
     Attributes:
         rings: for keys and for values, or for both, the slots of each array of a page.
         slots: number of slots.
-        loaded: name of the barriers of their arrival.
-        consumed: name of the barriers of their release.
+        loaded: name of the barriers that copies complete.
+        consumed: name of the barriers that release slots.
     """
 
     rings: list[tuple[Any, ...]]
@@ -90,17 +101,17 @@ class _Arrivals(NamedTuple):
 
 
 class _Tile(NamedTuple):
-    """A segment as the multiplying warpgroup works on it.
+    """A segment and its queries.
 
     Attributes:
         segment: the segment.
-        kv_head: head of keys.
-        tile: tile of the request's query tokens.
+        kv_head: KV head.
+        tile: index of the tile among the request's query tokens.
         kv_length: number of the request's keys.
         position: position of the tile's first query.
         sinks: sink of each column, or None.
-        queries: columns that are queries.
-        first_step: the step of the segment's first page of keys.
+        queries: number of columns that are queries.
+        first_step: step of the segment's first page of keys.
     """
 
     segment: Segment
@@ -114,10 +125,10 @@ class _Tile(NamedTuple):
 
 
 class _Sums(NamedTuple):
-    """What is merged so far of a sequence.
+    """Running sums of a sequence.
 
     Attributes:
-        o: running sums of values, for each chunk of the columns.
+        o: running sums of values, for each chunk of columns.
         m: running maximum of each query.
         total: running sum of each query's probabilities.
     """
@@ -128,9 +139,9 @@ class _Sums(NamedTuple):
 
 
 class Kernel:
-    """A CTA: a warpgroup that multiplies, one that loads, and two that dequantize where pages are quantized.
+    """A CTA of one multiplying and one loading warpgroup, and two dequantizing ones if pages are quantized.
 
-    A *step* is a page of keys or of values; keys and values of a block are steps `2 i` and `2 i + 1`.
+    A *step* is a page of keys or of values; keys and values of block `i` are steps `2 i` and `2 i + 1`.
     """
 
     def __init__(
@@ -153,6 +164,8 @@ class Kernel:
         self.line = Line(problem, schedule, masking, operands)
         self.cta = lax.axis_index("cta")
         self.warpgroup = lax.axis_index("warpgroup")
+        # The loader reads page ids one at a time, waiting for each. All CTAs together bring the table to the L2 cache
+        # while they look for their shares.
         prefetch(operands.page_table, self.cta, parts=schedule.ctas, threads=_PREFETCHING)
         self.share = self.line.share(self.cta)
 
@@ -161,28 +174,28 @@ class Kernel:
         roles = [self.multiply, self.load]
         if self.problem.quantization is not None:
             roles.append(lambda: self.dequantize((self.warpgroup - 2) * ROWS))
-        lax.switch(self.warpgroup, roles)  # the last one is that of all further warpgroups
+        lax.switch(self.warpgroup, roles)  # clamps the index: further warpgroups have the last role
 
     def take_registers(self, count: int) -> None:
-        """Takes so many registers for each thread, where warpgroups that dequantize leave too few for the one that
-        multiplies. Else all may have as many as that one."""
+        """Sets the registers of each thread of the warpgroup, if the CTA has dequantizing warpgroups."""
+        # Two warpgroups begin with 256 registers per thread, which suffice for every role.
         if self.problem.quantization is not None:
             plgpu.set_max_registers(count, action="increase" if count > _REGISTERS // 4 else "decrease")
 
     def head_and_tile(self, segment: Segment) -> tuple[Array, Array]:
-        """Head of keys, and tile of query tokens, of a segment's sequence."""
+        """Returns the KV head and the tile of a segment's sequence."""
         tiles = jnp.int32(self.problem.tiles)
         return lax.div(segment.sequence, tiles), lax.rem(segment.sequence, tiles)
 
     def ring(self, number: int) -> Any:
-        """The slots that keys (0) or values (1) pass through; both the same ones where they are equally wide."""
+        """Returns the slots of keys (0) or values (1), which share a ring if they are equally wide."""
         rings = self.scratch["kv"]
         return rings[number % len(rings)]
 
     # --- the loading warpgroup ----------------------------------------------------------------------------------------
 
     def load(self) -> None:
-        """Loads all pages of the share with one warp."""
+        """Loads all pages of the share with one warp, which starts copies faster than a whole warpgroup."""
         self.take_registers(_LOADING_REGISTERS)
 
         @plgpu.warp_map
@@ -193,14 +206,14 @@ class Kernel:
                 self.await_all(self.arrivals.consumed, steps, self.arrivals.slots)
 
     def await_all(self, name: str, count: Array, slots: int) -> None:
-        """Waits for the releases that have not been waited for when the last of `count` loads was started."""
+        """Waits for the releases that are outstanding after the last of `count` loads was started."""
 
         @pl.loop(lax.max(count - slots, 0), count)
         def _(index: Array) -> None:
             plgpu.barrier_wait(self.scratch[name].at[lax.rem(index, jnp.int32(slots))])
 
     def await_slot(self, name: str, step: Array, slots: int) -> Array:
-        """The step's slot, once its content is no longer needed."""
+        """Waits until the step's slot is free, and returns the slot."""
         slot = lax.rem(step, jnp.int32(slots))
 
         @pl.when(step >= slots)
@@ -227,7 +240,7 @@ class Kernel:
     # --- the dequantizing warpgroups ----------------------------------------------------------------------------------
 
     def dequantize(self, first_row: Array) -> None:
-        """Turns `ROWS` rows of every page that arrives from codes into what the matrix unit reads."""
+        """Dequantizes `ROWS` rows of every page of the share, for the matrix unit."""
         self.take_registers(_DEQUANTIZING_REGISTERS)
 
         def dequantize_block(_: Array, step: Array) -> Array:
@@ -242,7 +255,7 @@ class Kernel:
         self.await_all("consumed", steps, self.problem.slots)
 
     def dequantize_page(self, number: int, step: Array, first_row: Array) -> None:
-        """Turns some rows of a page of keys (0) or values (1) into numbers."""
+        """Dequantizes `ROWS` rows of a page of keys (0) or values (1)."""
         kind = self.problem.quantization
         assert kind is not None
         code_slot = lax.rem(step, jnp.int32(self.problem.code_slots))
@@ -251,24 +264,27 @@ class Kernel:
         codes, scales = self.arrivals.rings[number % len(self.arrivals.rings)]
         target = self.ring(number).at[slot]
         dequantize(kind, codes.at[code_slot], scales.at[code_slot], target, first_row)
+        # Codes are in registers by now, so the loader may go ahead before the numbers are visible to the matrix unit.
         plgpu.barrier_arrive(self.scratch["codes_consumed"].at[code_slot])
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.scratch["loaded"].at[slot])
 
     # --- the multiplying warpgroup ------------------------------------------------------------------------------------
-    # Every block has the warpgroup's threads meet twice: in `column_maxima`, and when p and its sums are in shared
-    # memory. So whatever is written there has been read, by all of them, a meeting earlier.
+    # All threads of the warpgroup meet twice per block: in `column_maxima`, and in `commit_smem` after p and its
+    # partial sums are written. Maxima are read before the second meeting and written after it. Sums are read before
+    # the next block's first meeting and written after it, and so is p, whose product has ended by then. No thread
+    # overwrites what another still reads, so no further barrier is needed.
 
     def multiply(self) -> None:
         """Computes all segments of the share."""
         self.take_registers(MULTIPLYING_REGISTERS)
         if self.partials is not None and not self.splits.by_sequence:
-            # A CTA that begins no sequence has none that goes on in the next CTA.
+            # Default: a CTA in which no sequence begins has none that continues in the next CTA.
             self.store_split(self.partials, Split(*(jnp.int32(0),) * len(Split._fields)))
         self.line.fold(self.share, self.multiply_segment, jnp.int32(0))
 
     def multiply_segment(self, segment: Segment, first_step: Array) -> Array:
-        """Computes a segment, and returns the next step."""
+        """Merges or stores a segment's blocks, and returns the next step."""
         tile = self.load_tile(segment, first_step)
         if self.partials is None:
             self.merge_segment(tile)
@@ -285,7 +301,7 @@ class Kernel:
         first_token = tile * problem.tile_tokens
         position = self.operands.q_start[segment.request] + first_token
         sinks = None if self.operands.sinks is None else self.by_column(self.operands.sinks, kv_head)
-        # In the last tile, columns after the last token are zeros.
+        # Columns after the last token are zeros.
         queries = lax.min(jnp.int32(problem.tile_tokens), problem.tokens - first_token) * problem.group
         source = self.operands.q.at[segment.request, :, kv_head]
         load_queries(source, self.scratch["q"], first_token, queries)
@@ -293,13 +309,13 @@ class Kernel:
         return _Tile(segment, kv_head, tile, kv_length, position, sinks, queries, first_step)
 
     def by_column(self, ref: Any, kv_head: Array) -> Array:
-        """Numbers of the columns of a head's tile."""
+        """Loads the numbers of a head's columns."""
         return plgpu.load(ref.at[kv_head], layout=PER_COLUMN, optimized=False)
 
     def visit(
         self, tile: _Tile, i: Array, use: Callable[[int, Array, Array], Any]
     ) -> tuple[Array, Array, tuple[Any, ...]]:
-        """Maximum and sum of the segment's block i, and what `use(chunk, product, maximum)` made of each chunk."""
+        """Returns maxima and sums of the segment's block i, and `use(chunk, product, maxima)` of each chunk."""
         segment, step = tile.segment, tile.first_step + 2 * i
         k_slot, v_slot = (lax.rem(step + number, jnp.int32(self.problem.slots)) for number in range(2))
         k, v = self.ring(0).at[k_slot], self.ring(1).at[v_slot]
@@ -309,13 +325,14 @@ class Kernel:
         m_b = self.exponentiate(s)
         plgpu.barrier_wait(self.scratch["loaded"].at[v_slot])
         pl.when(keys + KV_BLOCK > tile.kv_length)(lambda: self.clear_values(v, tile.kv_length - keys))
+        # For the matrix unit, which reads p and the zeros, and for all threads, which read the partial sums.
         plgpu.commit_smem()
         results = self.multiply_values(v, lambda chunk, product: use(chunk, product, m_b))
         plgpu.barrier_arrive(self.scratch["consumed"].at[v_slot])
         return m_b, column_sums(self.scratch["sums"]), results
 
     def score(self, tile: _Tile, k: Any, k_slot: Array, keys: Array) -> Array:
-        """Shaped and masked scores of a block, `[KV_BLOCK, n]`; releases the keys."""
+        """Returns the shaped and masked scores of a block, `[KV_BLOCK, n]`; releases the keys."""
         problem, masking = self.problem, self.masking
 
         def multiply(accumulator: Any) -> Array:
@@ -331,15 +348,16 @@ class Kernel:
         return mask_rows(s, *visible_keys(masking, keys, positions, tile.kv_length, PER_COLUMN))
 
     def exponentiate(self, s: Array) -> Array:
-        """Leaves p and its partial sums in shared memory, and returns the block's maxima."""
+        """Stores p and its partial sums to shared memory, and returns the block's maxima."""
         maxima = column_maxima(s, self.scratch["maxima"])
         p, m_b = exponentials(s, exponent_scale(self.masking), maxima, along_columns)
         store_partial_sums(p, self.scratch["sums"])
+        # p is the product's second operand, which the matrix unit takes from shared memory only.
         self.scratch["p"].T[...] = p.astype(self.problem.dtype)
         return m_b
 
     def multiply_values(self, v: Any, use: Callable[[int, Array], Any]) -> tuple[Any, ...]:
-        """What `use(chunk, product)` makes of the product of each chunk of values with p."""
+        """Returns `use(chunk, product)` of the product of each chunk of values with p."""
         results = []
         for chunks in self.problem.chunks_at_once:
 
@@ -356,12 +374,12 @@ class Kernel:
         return tuple(results)
 
     def clear_values(self, v: Any, length: Array) -> None:
-        """Zeros after a request's last value."""
+        """Zeroes the values after a request's last one."""
         for first in range(0, KV_BLOCK, ROWS):
             clear_tail(v.at[pl.ds(first, ROWS)], length - first)
 
     def merge_block(self, tile: _Tile, i: Array, sums: _Sums) -> _Sums:
-        """The sums with the segment's block i."""
+        """Returns the sums including the segment's block i."""
 
         def merge_chunk(chunk: int, product: Array, m_b: Array) -> Array:
             _, a, b = rescaling(sums.m, m_b)
@@ -373,7 +391,7 @@ class Kernel:
         return _Sums(o, m, merged(sums.total, a, total_b, b, PER_COLUMN))
 
     def merge_segment(self, tile: _Tile) -> None:
-        """Merges a segment with which its sequence begins, and stores the result, or the prefix of a split sequence."""
+        """Merges the first segment of a sequence; stores the result, or the prefix if the sequence is split."""
         segment, partials = tile.segment, self.partials
         if partials is not None:
             first_place = self.splits.first_place(self.cta + 1, self.share.usual)
@@ -399,12 +417,12 @@ class Kernel:
     # --- partial results of split sequences ---------------------------------------------------------------------------
 
     def store_split(self, partials: SplitPartials, split: Split) -> None:
-        """Stores what the merging kernel has to know of a sequence that begins here."""
+        """Stores the record of a sequence that begins here, for the merge kernel."""
         for index, number in enumerate(split):
             partials.splits[self.splits.record(self.cta, split.request, split.sequence), index] = number
 
     def store_prefix(self, partials: SplitPartials, segment: Segment, sums: _Sums) -> None:
-        """Stores what was merged of a sequence that goes on in the next CTA."""
+        """Stores the sums of a sequence that continues in the next CTA."""
         record = self.splits.record(self.cta, segment.request, segment.sequence)
         for chunk, x in enumerate(sums.o):
             self.store_chunk(partials.prefixes.at[record], chunk, x)
@@ -412,7 +430,7 @@ class Kernel:
             store_column_numbers(numbers, partials.prefix_statistics.at[record, :, index])
 
     def store_segment(self, partials: SplitPartials, tile: _Tile) -> None:
-        """Stores each block of a segment whose sequence began in an earlier CTA by itself."""
+        """Stores the blocks of a segment unmerged, because its sequence began in an earlier CTA."""
 
         def store_block(i: Array, carry: None) -> None:
             place = self.splits.first_place(self.cta, self.share.usual) + i
@@ -425,10 +443,7 @@ class Kernel:
         lax.fori_loop(0, tile.segment.visits, store_block, None)
 
     def store_chunk(self, ref: Any, chunk: int, x: Array) -> None:
-        """Stores a chunk of the columns of a partial result.
-
-        It will be merged soon, and is better not written to memory until then, which keys and values that stream
-        through the cache would make it.
-        """
+        """Stores a chunk of columns of a partial result."""
+        # The merge kernel reads it soon. Keys and values that stream through the L2 cache would evict it before.
         target = ref.at[:, :, pl.ds(self.problem.value_chunks[chunk], ROWS)]
         store_columns(x, target, 0, self.problem.rows, keep_in_cache=True)

@@ -1,4 +1,4 @@
-"""The line of blocks that a decode on Hopper deals out to its CTAs."""
+"""The line of key blocks that decode on Hopper distributes over its CTAs."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
@@ -13,16 +13,16 @@ from detjax.pallas.hopper.mosaic.warps import find_places
 
 
 class Operands(NamedTuple):
-    """Arrays in memory that the kernel reads.
+    """Input arrays of the kernel.
 
     Attributes:
-        q: queries by head of keys, `[B, T, h, G, K]`.
-        pools: the arrays of the pages of keys, and of values: numbers, or codes and scales.
-        page_table: the page of each request's block.
+        q: queries by KV head, `[B, T, h, G, K]`.
+        pools: the arrays of the pages of keys and of values: numbers, or codes and scales.
+        page_table: page ids of each request's blocks.
         q_start: position of each request's first query.
         kv_length: number of each request's keys.
-        sinks: the sink of each column of a tile, `[h, n]`, or None.
-        slopes: ALiBi's slope of each column of a tile, `[h, n]`, or None.
+        sinks: sink of each column of a tile, `[h, n]`, or None.
+        slopes: ALiBi slope of each column of a tile, `[h, n]`, or None.
     """
 
     q: Any
@@ -35,7 +35,7 @@ class Operands(NamedTuple):
 
 
 class _Sizes(Protocol):
-    """What the line has to know of a problem: see `decode_schedule.Problem`."""
+    """Sizes that the line depends on; see `decode_schedule.Problem`."""
 
     @property
     def batch(self) -> int: ...
@@ -50,7 +50,7 @@ class _Sizes(Protocol):
 
 
 class _Positions(Protocol):
-    """Where the queries of each request stand, in memory: see `Operands`."""
+    """Positions of each request's queries and keys; see `Operands`."""
 
     @property
     def q_start(self) -> Any: ...
@@ -63,8 +63,8 @@ class _Place(NamedTuple):
 
     Attributes:
         request: the request.
-        sequence: the sequence of the request: heads of keys, and for each head its tiles.
-        skipped: blocks of the sequence before this one.
+        sequence: the sequence in the request, by KV head and then by tile.
+        skipped: number of the sequence's blocks before this one.
     """
 
     request: Array
@@ -73,12 +73,12 @@ class _Place(NamedTuple):
 
 
 class Share(NamedTuple):
-    """The blocks that a CTA has.
+    """The blocks of a CTA.
 
     Attributes:
         start: the first block.
         blocks: number of blocks.
-        usual: number of blocks that most CTAs have.
+        usual: number of blocks of most CTAs, before cuts move.
     """
 
     start: _Place
@@ -87,15 +87,15 @@ class Share(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """Blocks of one sequence that a CTA has.
+    """The blocks of one sequence that belong to one CTA.
 
     Attributes:
         request: the request.
-        sequence: the sequence of the request.
-        skipped: blocks of the sequence that earlier CTAs have.
-        first_block: the block of the request's cache with which the sequence begins.
+        sequence: the sequence in the request.
+        skipped: number of the sequence's blocks in earlier CTAs.
+        first_block: index of the sequence's first block in the request.
         blocks: number of the sequence's blocks.
-        visits: how many of these the CTA has.
+        visits: number of these that the CTA visits.
     """
 
     request: Array
@@ -107,13 +107,13 @@ class Segment(NamedTuple):
 
 
 class Line:
-    """The line of blocks of all sequences, and its cuts."""
+    """The blocks of all sequences in a line, and its cuts."""
 
     def __init__(self, problem: _Sizes, schedule: Schedule, masking: Masking, operands: _Positions) -> None:
         self.problem, self.schedule, self.masking, self.operands = problem, schedule, masking, operands
 
     def blocks_of(self, request: Array) -> tuple[Array, Array]:
-        """First block, and number of blocks, that some query token of the request sees; at least one."""
+        """Returns the first block that any query token of the request sees, and the number of blocks, at least 1."""
         length = self.operands.kv_length[request]
         first, end = jnp.int32(0), length
         if self.masking.causal or self.masking.window is not None:
@@ -128,7 +128,8 @@ class Line:
         return first, end - first
 
     def share(self, cta: Array) -> Share:
-        """The blocks of a CTA."""
+        """Returns the blocks of a CTA."""
+        # Each CTA derives its share from the requests' lengths by itself, so that no kernel has to run before.
 
         def amount(request: Array) -> Array:
             _, blocks = self.blocks_of(request)
@@ -145,12 +146,12 @@ class Line:
         return Share(start, end - begin, size)
 
     def adjusted(self, position: Array, place: tuple[Array, Array], slack: Array) -> tuple[Array, _Place]:
-        """Where the schedule wants a cut, and the block after it.
+        """Moves a cut to where the schedule allows one; returns its position and the block after it.
 
         Args:
-            position: the cut's place on the line.
-            place: the request of the block after it, and how many of the request's blocks are before it.
-            slack: how many blocks a cut may move.
+            position: position of the cut on the line.
+            place: request of the block after the cut, and the number of the request's blocks before it.
+            slack: maximum number of blocks that the cut moves.
         """
         request, offset = place
         _, blocks = self.blocks_of(request)
@@ -162,7 +163,7 @@ class Line:
         return position + (moved - skipped), _Place(*(jnp.where(moved < blocks, *pair) for pair in pairs))
 
     def moved(self, skipped: Array, blocks: Array, slack: Array) -> Array:
-        """Where a cut after so many of a sequence's blocks goes: 0 for its beginning, `blocks` for the next one's."""
+        """Returns where a cut after `skipped` blocks of a sequence moves: 0 is its beginning, `blocks` its end."""
         if not self.schedule.cut:
             # A sequence belongs to the CTA in whose share it begins.
             return jnp.where(skipped > 0, blocks, 0)
@@ -174,13 +175,13 @@ class Line:
         return jnp.where(skipped <= slack, 0, jnp.where(blocks - skipped <= slack, blocks, skipped))
 
     def following(self, place: _Place) -> _Place:
-        """Where the next sequence begins."""
+        """Returns the first block of the next sequence."""
         is_last = place.sequence + 1 == self.problem.sequences
         request = jnp.where(is_last, place.request + 1, place.request)
         return _Place(request, jnp.where(is_last, 0, place.sequence + 1), jnp.zeros_like(place.skipped))
 
     def fold(self, share: Share, step: Callable[[Segment, Array], Array], carry: Array) -> Array:
-        """The last `carry = step(segment, carry)` of a share's segments in order."""
+        """Folds `carry = step(segment, carry)` over a share's segments in order."""
 
         def body(state: tuple[_Place, Array, Array]) -> tuple[_Place, Array, Array]:
             place, remaining, carry = state

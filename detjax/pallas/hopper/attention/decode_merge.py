@@ -1,10 +1,9 @@
-"""Merges the blocks of keys that several CTAs computed of one sequence, in order (Pallas Mosaic GPU for Hopper).
+"""Merges the key blocks of sequences that decode split between CTAs, in order (Pallas Mosaic GPU for Hopper).
 
-Where decode splits a sequence between CTAs, the CTA that has its beginning stores what it has merged, the *prefix*, and
-the others store each block's result by itself. Here a CTA merges some columns of one query of such a sequence, a thread
-for each column. It first finds the factors of 128 blocks, a thread for each: what is left to do in order is a fused
-multiply-add a block. What shared memory delivers limits how fast that goes, so where sequences are few, their columns
-are spread over several CTAs.
+The CTA in which a split sequence begins has stored its sums, the *prefix*, and the others each block's result. Here a
+CTA merges some columns of one query of such a sequence, one column per thread. It first computes the factors of 128
+blocks at once, one block per thread, which leaves one fused multiply-add per block to do in order. Shared memory
+bandwidth limits that loop, so the columns of few sequences are spread over several CTAs.
 """
 
 import dataclasses
@@ -31,42 +30,42 @@ from detjax.pallas.hopper.mosaic.lines import in_warps, load_line, running_maxim
 from detjax.pallas.hopper.mosaic.tiles import fma
 
 _BLOCKS_PER_LOAD: Final = 32
-"""Blocks that are loaded at once."""
+"""Blocks per load: as many as the threads of a warp, so that one of the flags of `store_changes` covers a load."""
 _MAX_CTAS: Final = 4
-"""Columns are spread over CTAs until each multiprocessor has so many of these."""
+"""Maximum number of CTAs per multiprocessor among which columns are spread."""
 _BYTES_IN_FLIGHT: Final = 192 * 1024
 """Bytes of loads in flight, for all CTAs of a multiprocessor."""
 _SUMMING_WARP: Final = 3
-"""The warp that merges the sums. It has no columns where these are spread over CTAs."""
+"""The warp that merges the sums: the last one, which has no columns if these are spread over CTAs."""
 
 
 class _Factor(enum.IntEnum):
     """Rows of the factors in shared memory."""
 
     RUNNING = 0
-    """The factor of what was merged before a block."""
+    """Factor of the running sums before a block."""
     BLOCK = 1
-    """The factor of the block's result."""
+    """Factor of the block's result."""
     SUM = 2
-    """The block's sum times the factor of its result."""
+    """The block's sum times `BLOCK`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Splits:
-    """Sizes of the partial results of sequences that are split between CTAs.
+    """Sizes of the partial results of split sequences.
 
-    A sequence is one request, one head of keys and one tile of queries. Query `t * group + g` of a tile is head `g` of
-    the tile's token `t`. A *record* describes one split sequence and holds its prefix.
+    A sequence is one request, one KV head and one tile of queries. Query `t * group + g` of a tile is head `g` of the
+    tile's token `t`. A *record* describes one split sequence and holds its prefix.
 
     Attributes:
         ctas: CTAs of the decode.
-        blocks: the most blocks that a CTA stores unmerged of a sequence that goes on in the next CTA.
+        blocks: maximum number of blocks that a CTA stores unmerged of a sequence that continues in the next CTA.
         batch: requests.
         sequences: sequences of a request.
         tokens: query tokens of a request.
         tiles: tiles of a request's query tokens.
         tile_tokens: query tokens of a tile.
-        group: query heads that share a head of keys.
+        group: query heads per KV head.
         value_width: columns of values.
         dtype: dtype of the output.
     """
@@ -89,8 +88,8 @@ class Splits:
 
     @property
     def by_sequence(self) -> bool:
-        """Whether sequences are fewer than the places where one may be split. Then each sequence has a record; else
-        each CTA has one, for the sequence that it begins last."""
+        """Whether each sequence has a record, because sequences are fewer than cuts. Otherwise each CTA has one, for
+        the last sequence that begins in it."""
         return self.batch * self.sequences < self.ctas - 1
 
     @property
@@ -99,12 +98,12 @@ class Splits:
         return self.batch * self.sequences if self.by_sequence else self.ctas - 1
 
     def record(self, cta: Array, request: Array, sequence: Array) -> Array:
-        """The record of a sequence that begins in a CTA."""
+        """Returns the record of a sequence that begins in a CTA."""
         return request * self.sequences + sequence if self.by_sequence else cta
 
     @property
     def columns(self) -> int:
-        """Columns of a result that one CTA merges."""
+        """Columns that one CTA merges: whole warps, as few as `_MAX_CTAS` allows."""
         fits = (
             columns
             for columns in (WARP, 2 * WARP, 4 * WARP)
@@ -119,35 +118,35 @@ class Splits:
 
     @property
     def width(self) -> int:
-        """Columns of a partial result, the same number in each part."""
+        """Columns of a partial result, padded to equal parts."""
         return self.parts * self.columns
 
     @property
     def stages(self) -> int:
-        """Loads in flight: as many as fit where all CTAs run at the same time, most of which have nothing to do."""
+        """Loads in flight: as many as fit with all CTAs resident, most of which have nothing to do and end at once."""
         ctas = ceil_div(self.records * self.rows * self.parts, device.multiprocessors())
         return max(3, min(16, _BYTES_IN_FLIGHT // ctas // (_BLOCKS_PER_LOAD * self.columns * 4)))
 
     @property
     def places(self) -> int:
-        """Room for unmerged blocks: those of the CTAs, what the last CTA may have more, and a load after the last."""
+        """Places of unmerged blocks: each CTA's, the last one's excess, and room for loads past the end."""
         return self.ctas * self.blocks + self.blocks + WARPGROUP
 
     @property
     def bytes(self) -> int:
-        """Approximate size of all partial results."""
+        """Approximate bytes of all partial results."""
         return self.places * self.rows * self.width * 4
 
     def first_place(self, cta: Array, share: Array) -> Array:
-        """Where a CTA's unmerged blocks begin, most CTAs having a share of so many blocks.
+        """Returns the place of a CTA's first unmerged block, from the usual size of shares.
 
-        The blocks of one sequence are neighbours, whichever CTAs computed them. A sequence that is shorter than a share
-        is unmerged in one CTA alone.
+        The blocks of one sequence are contiguous across CTAs: a share within a sequence has the usual size, and a
+        sequence shorter than a share has unmerged blocks in one CTA only.
         """
         return cta * lax.min(share, jnp.int32(self.blocks))
 
     def out_types(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Shapes and dtypes of the fields of `SplitPartials`."""
+        """Returns the shapes and dtypes of the fields of `SplitPartials`."""
         result = self.tile_tokens, self.group, self.width
         return (
             jax.ShapeDtypeStruct((self.places, *result), ACCUMULATOR),
@@ -163,10 +162,10 @@ class SplitPartials(NamedTuple):
 
     Attributes:
         blocks: results of unmerged blocks, `[place, t, g, width]`.
-        statistics: their maxima and sums, `[query, 2, place]`.
-        prefixes: merged blocks of the beginnings of sequences, `[record, t, g, width]`.
-        prefix_statistics: their maxima and sums, `[record, query, 2]`.
-        splits: a `Split` for each record, `[record, 4]`.
+        statistics: maxima and sums of these, `[query, 2, place]`.
+        prefixes: running sums of values of the beginnings of sequences, `[record, t, g, width]`.
+        prefix_statistics: running maxima and sums, `[record, query, 2]`.
+        splits: a `Split` per record, `[record, 4]`.
     """
 
     blocks: Any
@@ -177,13 +176,13 @@ class SplitPartials(NamedTuple):
 
 
 class Split(NamedTuple):
-    """A sequence that is split, all int32.
+    """A split sequence, all int32.
 
     Attributes:
         request: the request.
-        sequence: the sequence of the request: heads of keys, and for each head its tiles.
+        sequence: the sequence in the request, by KV head and then by tile.
         blocks: number of unmerged blocks; 0 if the sequence is not split.
-        first_place: the first block's place.
+        first_place: place of the first unmerged block.
     """
 
     request: Array
@@ -193,7 +192,7 @@ class Split(NamedTuple):
 
 
 def merge(splits: Splits, o: Array, partials: SplitPartials) -> Array:
-    """The output `[B, T, h, G, V]`, with the split sequences written into it."""
+    """Writes the split sequences into the output `[B, T, h, G, V]` in place, and returns it."""
     columns, stages = splits.columns, splits.stages
 
     def body(o_gmem: Any, *refs: Any, **scratch: Any) -> None:
@@ -221,16 +220,16 @@ def merge(splits: Splits, o: Array, partials: SplitPartials) -> Array:
 
 
 def _spread(x: Array) -> Array:
-    """A number in every thread."""
+    """Repeats a number in every thread."""
     return plgpu.layout_cast(lax.broadcast_in_dim(x, (WARPGROUP,), ()), PER_THREAD)
 
 
 class _Merged(NamedTuple):
-    """What is merged so far.
+    """Running sums.
 
     Attributes:
-        o: a running sum of values for each thread's column.
-        total: running sum of probabilities.
+        o: running sum of values of each thread's column.
+        total: running sum of probabilities, in `_SUMMING_WARP` only.
     """
 
     o: Array
@@ -241,10 +240,10 @@ class _Group(NamedTuple):
     """The state before 128 blocks are merged.
 
     Attributes:
-        merged: what is merged so far.
+        merged: running sums.
         m: running maximum.
-        m_b: the blocks' maxima, one for each thread.
-        total_b: the blocks' sums, one for each thread.
+        m_b: the blocks' maxima, one per thread.
+        total_b: the blocks' sums, one per thread.
     """
 
     merged: _Merged
@@ -254,13 +253,13 @@ class _Group(NamedTuple):
 
 
 class _Load(NamedTuple):
-    """Blocks that were loaded at once, or as many of these as the sequence has.
+    """The blocks of one load.
 
     Attributes:
-        slot: where they are in shared memory.
-        first: place of the first block's factors.
-        blocks: number of blocks.
-        steady: the running sums' factor, if it is the same for all blocks.
+        slot: slot in shared memory.
+        first: index of the first block's factors.
+        blocks: number of blocks that belong to the sequence.
+        steady: factor of the running sums, if all blocks have the same.
     """
 
     slot: Array
@@ -270,7 +269,12 @@ class _Load(NamedTuple):
 
 
 class _Merge:
-    """A CTA that merges some columns of one query of a split sequence."""
+    """A CTA that merges some columns of one query of a split sequence.
+
+    Two kinds of meetings order its threads. All threads load, compute and read factors, so `running_maxima` (which
+    meets) separates the last reads of a group's factors from the next group's writes, and `meet` those writes from
+    reads. A slot is loaded again only after all threads that read it have met.
+    """
 
     def __init__(self, splits: Splits, o_gmem: Any, partials: SplitPartials, scratch: dict[str, Any]) -> None:
         self.splits, self.o_gmem, self.partials = splits, o_gmem, partials
@@ -302,14 +306,15 @@ class _Merge:
         self.store(group.merged)
 
     def load(self, index: Array) -> None:
-        """Starts to load so many blocks' results."""
+        """Starts the load of number `index` of blocks' results."""
         slot = lax.rem(index, jnp.int32(self.splits.stages))
         places = pl.ds(self.split.first_place + index * _BLOCKS_PER_LOAD, _BLOCKS_PER_LOAD)
         source = self.partials.blocks.at[places, self.tile_token, self.head, self.columns]
         plgpu.copy_gmem_to_smem(source, self.results.at[slot], self.loaded.at[slot])
 
     def load_statistics(self, first: Array) -> tuple[Array, Array]:
-        """Maxima and sums of 128 blocks; anything for those after the last one."""
+        """Loads maxima and sums of 128 blocks; undefined after the last block."""
+        # Undefined ones harm no block before them, as maxima run from left to right, and no factor of theirs is used.
         places = pl.ds(self.split.first_place + first, WARPGROUP)
         m_b, total_b = (
             plgpu.load(self.partials.statistics.at[self.row, index, places], layout=PER_THREAD, optimized=False)
@@ -321,7 +326,7 @@ class _Merge:
         """Merges 128 blocks."""
         first = index * WARPGROUP
         self.find_factors(group)
-        # The next statistics are on their way while these blocks are merged.
+        # In flight while these blocks are merged.
         following = self.load_statistics(lax.min(first + WARPGROUP, self.split.blocks))
         loads_per_group = WARPGROUP // _BLOCKS_PER_LOAD
         end = lax.min((index + 1) * loads_per_group, self.loads)
@@ -329,7 +334,7 @@ class _Merge:
         return _Group(merged, self.maxima[WARPGROUP - 1], *following)
 
     def find_factors(self, group: _Group) -> None:
-        """Leaves the factors of 128 blocks in shared memory, and which of them change the running maximum."""
+        """Stores the factors of 128 blocks, and which of them change the running maximum, to shared memory."""
         before, after = running_maxima(group.m_b, group.m, self.maxima_of_warps)
         b = jnp.exp2(group.m_b - after)
         factors = {
@@ -341,14 +346,14 @@ class _Merge:
             self.factors.at[row][...] = factor
         self.maxima[...] = after
         store_changes(before, after, self.changes)
-        meet()
+        meet()  # not `commit_smem`, which would also wait for the loads in flight
 
     def merge_load(self, index: Array, merged: _Merged) -> _Merged:
-        """Merges what was loaded at once, and starts the load that takes its slot."""
+        """Merges the blocks of a load, and starts the next load into its slot."""
         slot, first = lax.rem(index, jnp.int32(self.splits.stages)), index * _BLOCKS_PER_LOAD
         plgpu.barrier_wait(self.loaded.at[slot])
         first_factor, remaining = lax.rem(first, jnp.int32(WARPGROUP)), self.split.blocks - first
-        # What is loaded for all threads limits the speed, and a maximum seldom grows.
+        # Reads of factors limit the speed. A maximum seldom grows, so most loads need no running factors.
         is_steady = self.changes[lax.div(first_factor, jnp.int32(WARP))] == 0
         kind = jnp.where(remaining < _BLOCKS_PER_LOAD, 0, jnp.where(is_steady, 2, 1))
         kinds = [
@@ -360,26 +365,19 @@ class _Merge:
 
         @pl.when(index + self.splits.stages < self.loads)
         def _() -> None:
-            meet()  # all have read the slot
+            meet()  # all threads have read the slot
             self.load(index + self.splits.stages)
 
         return merged
 
     def merge_blocks(self, slot: Array, first: Array, count: Array | int, is_steady: bool, merged: _Merged) -> _Merged:
-        """Merges the first blocks of a slot, whose factors begin at `first`.
-
-        Args:
-            slot: where the blocks are.
-            first: place of the first block's factors.
-            count: number of blocks.
-            is_steady: whether no block changes the running maximum.
-            merged: what is merged so far.
-        """
-        # It is 1, which the compiler must not know: it would add products unrounded.
+        """Merges the first `count` blocks of a slot; `is_steady` if none of them changes the running maximum."""
+        # The factor is 1, but must not be a constant: `fma(o, 1, x * b)` would become an addition, which the compiler
+        # fuses with the product, and the product would not be rounded.
         steady = self.factors[_Factor.RUNNING, first]
         load = _Load(slot, first, count, steady if is_steady else None)
-        # What is broadcast from shared memory takes as long as what is not: one warp looks at the sums, and those that
-        # have no columns at nothing.
+        # Reading one number for all threads takes shared memory as long as reading one for each: only one warp reads
+        # the sums' factors, and warps without columns read nothing.
         warps = self.splits.columns // WARP
         merge_sums = functools.partial(self.fold, load, self.merge_sum)
         total = in_warps(_SUMMING_WARP, _SUMMING_WARP + 1, merge_sums, merged.total)
@@ -387,29 +385,29 @@ class _Merge:
         return _Merged(o, total)
 
     def fold(self, load: _Load, step: Callable[[_Load, Any, Array], Array], x: Array) -> Array:
-        """The last `x = step(load, index, x)` of the load's blocks in order."""
+        """Folds `x = step(load, index, x)` over the load's blocks in order; unrolled if their number is static."""
         if isinstance(load.blocks, int):
             return functools.reduce(lambda x, index: step(load, index, x), range(load.blocks), x)
         return lax.fori_loop(0, load.blocks, functools.partial(step, load), x)
 
     def merge_result(self, load: _Load, index: Any, o: Array) -> Array:
-        """The running sum of values with a block's."""
+        """Returns the running sum of values including a block."""
         x = load_line(self.results.at[load.slot, index])
         b = _spread(self.factors[_Factor.BLOCK, load.first + index])
         return fma(o, _spread(self.running_factor(load, index)), x * b, layout=PER_THREAD)
 
     def merge_sum(self, load: _Load, index: Any, total: Array) -> Array:
-        """The running sum of probabilities with a block's, which has its factor already."""
+        """Returns the running sum of probabilities including a block, whose sum was already scaled."""
         a = self.running_factor(load, index)
         return fma(total, a, self.factors[_Factor.SUM, load.first + index], layout=NUMBER)
 
     def running_factor(self, load: _Load, index: Any) -> Array:
-        """The factor of what was merged before a block."""
+        """Returns the factor of the running sums before a block."""
         return self.factors[_Factor.RUNNING, load.first + index] if load.steady is None else load.steady
 
     def store(self, merged: _Merged) -> None:
         """Stores the CTA's columns of the query's result."""
-        # One warp has the sum, in its last thread too.
+        # The last thread belongs to `_SUMMING_WARP`: its number is the total.
         self.maxima[...] = plgpu.layout_cast(jnp.full((WARPGROUP,), merged.total), PER_THREAD)
         meet()
         total = _spread(self.maxima[WARPGROUP - 1])

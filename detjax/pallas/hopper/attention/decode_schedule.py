@@ -1,4 +1,4 @@
-"""The problem of a decode on Hopper, and its schedules."""
+"""Problems and schedules of decode on Hopper."""
 
 import dataclasses
 from typing import Any, Final
@@ -16,8 +16,8 @@ from detjax.pallas.hopper.device import SHARED_MEMORY, SHARED_MEMORY_RESERVED
 from detjax.pallas.hopper.mosaic.layouts import ROWS, UNIT
 
 _BYTES_IN_FLIGHT: Final = 128 * 1024
-"""Bytes of pages in flight: enough to keep memory busy. What arrives last is all there at about the same time, and the
-more that is, the longer it takes until it is multiplied."""
+"""Bytes of pages in flight: enough to saturate memory. More would lengthen a CTA's tail, because its last pages arrive
+at about the same time and are then multiplied one by one."""
 _MAX_PARTIALS: Final = 1 << 28
 """Bytes of partial results above which sequences are not split."""
 
@@ -33,7 +33,7 @@ class Problem:
         kv_heads: heads of keys and values.
         width: columns of queries and keys.
         value_width: columns of values.
-        most_blocks: the most blocks of keys that a request may have.
+        most_blocks: maximum number of key blocks per request.
         dtype: dtype of the queries and of the output, of 2 bytes.
         quantization: kind of quantized pages, or None.
     """
@@ -50,19 +50,19 @@ class Problem:
 
     @classmethod
     def from_operands(cls, q: Array, kv: KVPages, most_blocks: int) -> "Problem":
-        """The problem of queries `[B, T, H, K]`."""
+        """Returns the problem of queries `[B, T, H, K]`."""
         batch, tokens, heads, width = q.shape
         kind = None if kv.quantized is None else kv.quantized[0].kind
         return cls(batch, tokens, heads, kv.kv_heads, width, kv.value_width, most_blocks, q.dtype, kind)
 
     @property
     def group(self) -> int:
-        """Query heads that share a head of keys."""
+        """Query heads per KV head."""
         return self.heads // self.kv_heads
 
     @property
     def most_columns(self) -> int:
-        """The most columns of a tile whose sums fit into registers."""
+        """Maximum columns of a tile, so that its sums fit into registers."""
         return 64 if self.value_width <= 128 else 32
 
     @property
@@ -82,7 +82,7 @@ class Problem:
 
     @property
     def columns(self) -> int:
-        """Columns of a tile: its queries, and zeros up to what the matrix unit multiplies."""
+        """Columns of a tile: its queries, padded to a multiple of the matrix unit's columns."""
         return round_up(self.rows, UNIT)
 
     @property
@@ -92,30 +92,31 @@ class Problem:
 
     @property
     def cut_unit(self) -> int:
-        """Blocks of a sequence that must not be cut apart: one, as blocks are merged one by one."""
+        """Blocks between possible cuts of a sequence: one, since blocks are merged one by one."""
         return 1
 
     @property
     def value_chunks(self) -> list[int]:
-        """First columns of the chunks of 64 in which values are multiplied. The last chunk may overlap the one before:
-        both then have the same bits."""
+        """First columns of the chunks of 64 in which values are multiplied. The last chunk may overlap the previous
+        one: columns in both have the same bits."""
         return [*range(0, self.value_width - ROWS, ROWS), self.value_width - ROWS]
 
     @property
     def chunks_at_once(self) -> list[list[int]]:
-        """The chunks of values in groups whose products are in registers at the same time, beside all sums."""
+        """Chunks of values, grouped by how many products fit into registers at a time, next to all sums."""
+        # A product of 64 x n takes n / 2 registers of a thread: a group takes 32.
         size = max(1, 64 // self.columns)
         chunks = list(range(len(self.value_chunks)))
         return [chunks[first : first + size] for first in range(0, len(chunks), size)]
 
     @property
     def ring_widths(self) -> list[int]:
-        """Columns of the rings of keys and values: one ring for both if they are equally wide, or one for each."""
+        """Columns of the rings of keys and values: one ring for both if they are equally wide, else one each."""
         return list(dict.fromkeys((self.width, self.value_width)))
 
     @property
     def slots(self) -> int:
-        """Pages of keys or values that the matrix unit can read, at once or while more are in flight."""
+        """Pages of keys or values in the matrix unit's format that shared memory holds, including those in flight."""
         return self._slots_and_code_slots[0]
 
     @property
@@ -126,26 +127,27 @@ class Problem:
     @property
     def _slots_and_code_slots(self) -> tuple[int, int]:
         columns = self.columns
+        # Queries and p, then the arrays of `mosaic.columns.exchanges`.
         exchanged = columns * (self.width + KV_BLOCK) * self.dtype.itemsize + columns * (4 + 32) * 4
         free = SHARED_MEMORY - SHARED_MEMORY_RESERVED - exchanged
         page = KV_BLOCK * sum(self.ring_widths) * self.dtype.itemsize
         if self.quantization is None:
             return min(6, free // page, max(3, _BYTES_IN_FLIGHT // page)), 0
         page_of_codes = sum(page_bytes(self.quantization, width) for width in self.ring_widths)
-        # Numbers that wait hide nothing of the memory's latency: more room is for codes.
+        # Only codes in flight hide memory latency, so dequantized pages get few slots and codes the rest.
         slots = min(3, free // (page + page_of_codes))
         return slots, min(8, (free - slots * page) // page_of_codes)
 
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """How blocks are dealt out; no bit depends on it.
+    """Distribution of blocks over CTAs; no bit depends on it.
 
     Attributes:
-        ctas: into how many shares the line of blocks is cut.
+        ctas: number of shares that the line of blocks is cut into.
         cut: whether a share may begin within a sequence.
-        slack: a cut that lies within this part of a share from a sequence's beginning moves there: what is not split
-            needs no merging.
+        slack: distance from the beginning of a sequence, as a fraction of a share, within which a cut moves there:
+            a sequence that is not split needs no merging.
     """
 
     ctas: int
@@ -159,10 +161,10 @@ class Schedule:
             raise ValueError(f"Schedule: slack is {self.slack}; accepted: from 0 to less than 0.5")
 
     def check(self, problem: Problem) -> None:
-        """Accepts every problem: any number of CTAs can share any line of blocks."""
+        """Accepts every problem: any number of CTAs can share a line of blocks."""
 
     def splits(self, problem: Problem) -> Splits:
-        """Sizes of the partial results of CTAs that share sequences."""
+        """Returns the sizes of the partial results of split sequences."""
         blocks = ceil_div(problem.batch * problem.sequences * problem.most_blocks, self.ctas)
         return Splits(
             ctas=self.ctas,
@@ -179,8 +181,8 @@ class Schedule:
 
 
 def default_schedule(problem: Problem) -> Schedule:
-    """The schedule that serves a problem where none is given: sequences are split if the memory for it is small, or if
-    there are too few sequences for all multiprocessors."""
+    """Returns the default schedule: sequences are split if the partial results are small, or if sequences are too few
+    for all multiprocessors."""
     ctas = device.multiprocessors()
     is_small = Schedule(ctas).splits(problem).bytes <= _MAX_PARTIALS
     return Schedule(ctas, cut=is_small or problem.batch * problem.sequences < 2 * ctas)

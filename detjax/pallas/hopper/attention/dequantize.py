@@ -1,11 +1,11 @@
-"""Quantized keys and values on Hopper: codes and scales in shared memory become what the matrix unit reads.
+"""Dequantization of keys and values on Hopper, from codes and scales in shared memory to the matrix unit's operands.
 
-Decode does so beside its products, and reads a page's codes from memory once. In prefill many tiles of queries read
-each page, and the matrix unit is what is waited for: a kernel of its own turns the pages that will be read into numbers
-before, once. It takes room for these numbers, of one layer, for as long as that runs.
+Decode dequantizes while it multiplies, and reads a page's codes from memory once. In prefill many query tiles read each
+page, and the matrix unit is the bottleneck. So a separate kernel dequantizes the pages that prefill will read, each
+once, into memory for one layer's numbers, which is free again after the layer.
 
-A warpgroup takes 64 rows of a page: each thread loads eight codes at once, makes float32 numbers of them, multiplies by
-the row's scale, rounds, and stores eight numbers at once, where no two threads meet in a bank.
+A warpgroup takes 64 rows of a page: each thread loads eight codes at once, converts them to float32, multiplies by the
+row's scale, rounds, and stores eight numbers at once, without bank conflicts.
 """
 
 import dataclasses
@@ -26,14 +26,14 @@ from detjax.pallas.hopper.mosaic.layouts import ROWS, line, swizzled
 from detjax.pallas.hopper.mosaic.quantized import products
 
 _COLUMNS: Final = 128
-"""Columns that are worked on at once: half as many numbers in each thread's registers."""
+"""Columns that are dequantized at once. A thread has half as many numbers in registers."""
 
 
 def page_buffers(kind: KVQuantization, slots: int, width: int) -> tuple[Any, Any]:
-    """Codes and scales of `slots` pages of one head in shared memory."""
+    """Returns shared memory for codes and scales of `slots` pages of one head."""
     codes, scales = quantized_layout((slots, 1, KV_BLOCK, width), kind)
     row, transforms = _columns(width) // 2 if kind == "q4_0" else line(width), ()
-    if row >= 32:  # else rows are an odd number of 16 bytes, of which no two threads meet in a bank as they lie
+    if row >= 32:  # shorter rows are an odd number of 16 bytes, which are free of bank conflicts without a swizzle
         tiling = plgpu.TilingTransform((8, row))  # pyright: ignore[reportAbstractUsage]
         transforms = tiling, plgpu.SwizzleTransform(row)  # pyright: ignore[reportAbstractUsage]
     return (
@@ -43,18 +43,18 @@ def page_buffers(kind: KVQuantization, slots: int, width: int) -> tuple[Any, Any
 
 
 def page_bytes(kind: KVQuantization, width: int) -> int:
-    """Bytes of codes and scales of one head of a page."""
+    """Returns the bytes of codes and scales of one head of a page."""
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in quantized_layout((1, 1, KV_BLOCK, width), kind))
 
 
 def dequantize(kind: KVQuantization, codes: Any, scales: Any, target: Any, first_row: Any) -> None:
-    """Writes the numbers of `ROWS` rows of a page, for the matrix unit once shared memory is committed.
+    """Dequantizes `ROWS` rows of a page; the matrix unit sees the numbers once shared memory is committed.
 
     Args:
         kind: kind of the page.
         codes: codes of the page, in shared memory as `page_buffers` lays it out.
         scales: scales of the page.
-        target: numbers of the page, `[KV_BLOCK, width]` swizzled.
+        target: numbers of the page, `[KV_BLOCK, width]`, swizzled.
         first_row: the first of the rows.
     """
     width = target.shape[-1]
@@ -80,7 +80,7 @@ class PageRange:
     """The pages of each request that are read.
 
     Attributes:
-        table: the page of each request's block, `[B, p]`.
+        table: page ids of each request's blocks, `[B, p]`.
         first: first block that is read, int32 `[B]`.
         end: end of the blocks that are read, int32 `[B]`.
     """
@@ -91,15 +91,9 @@ class PageRange:
 
 
 def dequantize_pages(pages: QuantizedPages, read: PageRange, dtype: Any) -> tuple[Array, Array]:
-    """Pages of numbers `[n, h, S, K]`, and the page table of the requests in them; pages that are not read are garbage.
-
-    Args:
-        pages: keys or values.
-        read: the pages that are read.
-        dtype: dtype of the numbers.
-    """
+    """Returns pages of numbers `[n, h, S, K]` and their page table; pages that are not read are undefined."""
     (batch, blocks), (count, kv_heads, _, width), kind = read.table.shape, pages.shape, pages.kind
-    # A pool that is no larger than what the requests may need keeps its page table.
+    # Pages of a small pool keep their ids. A large one would need memory for pages that no request has.
     keeps_table = count <= batch * blocks
     count = count if keeps_table else batch * blocks
 
@@ -141,15 +135,15 @@ def dequantize_pages(pages: QuantizedPages, read: PageRange, dtype: Any) -> tupl
 
 
 def _columns(width: int) -> int:
-    """Columns of a row that are worked on at once: whole lines of the swizzles of 1-byte and of 2-byte elements."""
+    """Returns the columns that are dequantized at once: whole lines of the swizzles of 1-byte and 2-byte elements."""
     return math.gcd(width, _COLUMNS)
 
 
 def _layout(kind: KVQuantization, width: int) -> Any:
-    """Which threads have which codes of `ROWS` rows, and then the numbers."""
+    """Returns the layout of the codes of `ROWS` rows in registers, and of the numbers."""
     if kind == "q4_0":
-        return plgpu.Layout.WGMMA_8BIT  # four bytes at once, of a group's 16
-    # Eight at once: what eight threads store fills all banks, whole lines of the swizzle.
+        return plgpu.Layout.WGMMA_8BIT  # a thread has four consecutive bytes of a group's 16
+    # Eight codes at once: the numbers that eight threads store are whole lines of the swizzle and fill all banks.
     columns = line(width)
     rows = 256 // columns  # of a warp, at once
     tiles = [(ROWS, columns), (16, columns), (rows, columns), (8,)]

@@ -1,10 +1,10 @@
-"""Attention whose values are columns of the keys on Hopper (Pallas Mosaic GPU): latent attention in every phase.
+"""Latent attention on Hopper in every phase (Pallas Mosaic GPU): attention whose values are key columns.
 
-All query heads share one key for each token, so the rows of a tile are heads of one token, or of a few consecutive
-ones: decode, verifying drafted tokens, and prefill differ in nothing but the number of tiles. Blocks of keys of all
-tiles lie on one line, as in decode, which is cut into one share for each CTA. Where the values are wider than
-`SPAN_WIDTH` and tiles are few, cuts lie between spans: a CTA stores the spans of a sequence that began in an earlier
-one by themselves, and a second kernel merges them in order.
+All query heads share one key per token, so the rows of a tile are the heads of one token, or of a few consecutive ones.
+Decode, verification of drafts and prefill differ only in the number of tiles. As in decode, the key blocks of all tiles
+form one line, which is cut into one share per CTA. If values are wider than `SPAN_WIDTH` and tiles are few, sequences
+may be cut between spans: a CTA stores the spans of a sequence that began in an earlier CTA unmerged, and a second
+kernel merges them in order.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ VALUE_WIDTHS: Final = (128, 256, 384, 512)
 
 
 def serves_widths(width: int, value_width: int) -> bool:
-    """Whether there is a kernel for keys and values of so many columns."""
+    """Returns whether a kernel serves keys and values of these widths."""
     return value_width in VALUE_WIDTHS and width == value_width + PART
 
 
@@ -50,14 +50,14 @@ def forward(
     with_normalizers: bool = True,
     schedule: Schedule | None = None,
 ) -> tuple[Array, Array | None]:
-    """Output `[B, T, H, V]` of queries `[B, T, H, K]`; if asked for, log2 of rows' normalizers, float32 `[B, T, H]`.
+    """Returns the output `[B, T, H, V]` of queries `[B, T, H, K]`, and the log2 of rows' normalizers or None.
 
     Args:
         q: the queries.
         kv: pages of keys, whose first columns are the values.
         queries: page table, start and length of each request.
         masking: whether attention is causal, and the scale.
-        with_normalizers: whether the normalizers are returned. No sequence is split then.
+        with_normalizers: whether to return normalizers, float32 `[B, T, H]`. No sequence is split then.
         schedule: default: `default_schedule`.
     """
     batch, tokens, heads, _ = q.shape
@@ -82,9 +82,9 @@ def ragged(
     with_normalizers: bool = True,
     schedule: Schedule | None = None,
 ) -> tuple[Array, Array]:
-    """Output `[N, H, V]` of packed queries `[N, H, K]`, and log2 of each row's normalizer, `[N, H]`; see `forward`.
+    """Returns the output `[N, H, V]` of packed queries `[N, H, K]`, and log2 of normalizers `[N, H]`; see `forward`.
 
-    The normalizers may be anything if they are not asked for.
+    The normalizers are undefined unless `with_normalizers`.
     """
     assert queries.first_row is not None and queries.count is not None
     rows, heads, _ = q.shape
@@ -102,7 +102,7 @@ def ragged(
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """What rectangular and packed queries have in common; see `forward`."""
+    """A call, with rectangular or packed queries; see `forward`."""
 
     kv: KVPages
     page_table: Array
@@ -111,11 +111,11 @@ class _Call:
     schedule: Schedule | None
 
     def attend(self, q: Array, places: tuple[Array, Array, Array]) -> tuple[Array, Array]:
-        """Output `[N, H, V]` and normalizers `[N, H]` of the tokens of all tiles.
+        """Returns output `[N, H, V]` and normalizers `[N, H]` of the tokens of all tiles.
 
         Args:
             q: queries `[N, H, K]`, tile by tile.
-            places: for each tile its request, the position of its first token, and the number of the request's keys.
+            places: request, position of the first token, and number of the request's keys of each tile.
         """
         (tokens, heads, width), tiles, blocks = q.shape, places[0].shape[0], self.page_table.shape[1]
         filled = filled_heads(heads)
@@ -124,7 +124,7 @@ class _Call:
         if self.with_normalizers:
             schedule = dataclasses.replace(schedule, cut=False)
         rows = jnp.pad(q, ((0, 0), (0, filled - heads), (0, 0))).reshape(tokens * filled, width)
-        # The last tile is read whole.
+        # Every tile is read as `ROWS` rows, the last one too.
         rows = jnp.pad(rows, ((0, ROWS - problem.rows), (0, 0)))
         operands = Operands(rows, self.kv.k, self.page_table, *(x.astype(jnp.int32) for x in places))
         out = [

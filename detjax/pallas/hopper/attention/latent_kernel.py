@@ -1,4 +1,4 @@
-"""The kernel of attention over latents on Hopper: the roles of a CTA's warpgroups."""
+"""Latent attention kernel on Hopper: the roles of a CTA's warpgroups."""
 
 import enum
 from typing import Any, Final, NamedTuple
@@ -47,34 +47,34 @@ from detjax.pallas.hopper.mosaic.tiles import (
 )
 
 _MEETING: Final = FIRST_BARRIER
-"""The named barrier at which both multiplying warpgroups meet."""
+"""Named barrier at which both multiplying warpgroups meet."""
 
 
 class _Row(enum.IntEnum):
-    """Numbers of each row in shared memory, by which warpgroups exchange them. One array, as each takes a whole kB."""
+    """Numbers per row that warpgroups exchange in shared memory: one array, because every array takes whole kB."""
 
     MAXIMUM = 0
-    """The maximum of a block's scores in the first half of its keys."""
+    """Maximum of a block's scores in the first half of its keys."""
     OTHER_MAXIMUM = 1
-    """The maximum of those in the second half."""
+    """Maximum in the second half."""
     TOTAL = 2
     """A span's sum of probabilities."""
     RUNNING_MAXIMUM = 3
-    """The maximum of all earlier spans of the segment."""
+    """Maximum of all earlier spans of the segment."""
     RUNNING_TOTAL = 4
-    """The sum of probabilities of all earlier spans of the segment."""
+    """Sum of probabilities of all earlier spans of the segment."""
 
 
 class Operands(NamedTuple):
-    """Arrays in memory that the kernel reads.
+    """Input arrays of the kernel.
 
     Attributes:
-        q: rows of queries, `[N * H, K]`, with enough rows behind the last for a whole sequence.
+        q: rows of queries, `[N * H, K]`, padded so that the last sequence has `ROWS` rows.
         pages: pages of keys, `[P, 1, S, K]`.
-        page_table: the page of each request's block.
-        request: the request of each tile.
+        page_table: page ids of each request's blocks.
+        request: request of each tile.
         q_start: position of each tile's first query.
-        kv_length: number of the keys of each tile's request; 0 for a tile that belongs to nobody.
+        kv_length: number of the keys of each tile's request; 0 for padding tiles.
     """
 
     q: Any
@@ -86,15 +86,15 @@ class Operands(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Arrays in memory that the kernel writes.
+    """Output arrays of the kernel.
 
     Attributes:
-        o: the output `[tile, sequence, 64, V]`, but for that of split sequences.
-        normalizers: log2 of each row's normalizer, `[tile, sequence, 64]`; likewise.
-        sums: merged values of spans, `[place, part]` and a tile of 64 columns by thread; see `partial_results`.
-        statistics: their maxima and sums of probabilities, `[place, 2, 64]`.
-        splits: for each sequence the first span that its first CTA has not merged, and the end of its spans, or zeros
-            if it is not split; `[tile * sequence, 2]`.
+        o: the output `[tile, sequence, 64, V]`, except for split sequences.
+        normalizers: log2 of each row's normalizer, `[tile, sequence, 64]`, except for split sequences.
+        sums: sums of values of spans, `[place, part]` and a tile of 64 columns by thread; see `partial_results`.
+        statistics: maxima and sums of probabilities of spans, `[place, 2, 64]`.
+        splits: first span of each sequence that its first CTA has not merged, and end of its spans, or zeros if it is
+            not split; `[tile * sequence, 2]`.
     """
 
     o: Any
@@ -105,12 +105,12 @@ class Results(NamedTuple):
 
 
 class _Sums(NamedTuple):
-    """What a warpgroup has merged so far of a span.
+    """A warpgroup's running sums of a span.
 
     Attributes:
-        o: running sums of values, for each of the warpgroup's parts of the columns.
+        o: running sums of values, for each of the warpgroup's parts of columns.
         m: running maximum of each row.
-        total: running sum of each row's probabilities; the second warpgroup has it alone.
+        total: running sum of each row's probabilities, in the second warpgroup only.
     """
 
     o: tuple[Array, ...]
@@ -119,7 +119,7 @@ class _Sums(NamedTuple):
 
 
 def scratch_types(problem: Problem) -> dict[str, Any]:
-    """Shared memory and barriers of a CTA."""
+    """Returns the shared memory and barriers of a CTA."""
 
     def rows(*shape: int) -> Any:
         return plgpu.SMEM(shape, problem.dtype, transforms=swizzled(PART))
@@ -138,14 +138,20 @@ def scratch_types(problem: Problem) -> dict[str, Any]:
 
 
 class Kernel:
-    """A CTA: two warpgroups that multiply, and one that loads.
+    """A CTA of two multiplying warpgroups and one loading warpgroup.
 
-    Both multiplying warpgroups have the same 64 rows. Of a block's keys each scores one half, and of the columns of
-    values each multiplies every other part. So a page is read by the matrix unit once for the scores and once as
-    values. Probabilities are exchanged where the part of the page was that is in keys alone.
+    Both multiplying warpgroups have the same 64 rows, because the sums of 512 columns exceed one warpgroup's registers.
+    Each scores one half of a block's keys, and multiplies every other part of the values' columns. So the matrix unit
+    reads a page once for the scores and once as values. The warpgroups exchange probabilities in the part of the page
+    that is keys only, which nobody needs after the scores.
 
-    A *step* is a block that the CTA visits. Shared memory has room for one page: each of its parts is overwritten by
-    that of the next page as soon as it has been multiplied.
+    A *step* is a block that the CTA visits. Shared memory has room for one page, since a page of 576 columns takes 144
+    kB and queries 72. Each part is overwritten by the next page's as soon as it has been multiplied, which overlaps the
+    loads of one page with the products of the page before.
+
+    Barriers: a copy completes `loaded` of its part. A part of values is released by the warpgroup that has multiplied
+    it (`consumed`), the part of keys only by both, after they have read the probabilities in it (`p_consumed`), and
+    the queries by both, after a segment's last scores (`q_consumed`).
     """
 
     def __init__(
@@ -166,7 +172,7 @@ class Kernel:
 
     @property
     def warpgroup(self) -> Array:
-        """The warpgroup's number, which the compiler takes for another one each time: see `prefill_wide`."""
+        """The warpgroup's number, opaque to the compiler; see `prefill_wide`."""
         return lax.optimization_barrier(self._warpgroup)
 
     def run(self) -> None:
@@ -192,7 +198,7 @@ class Kernel:
                         self.await_release(part)
 
     def await_release(self, part: int) -> None:
-        """Waits until a part of the page is no longer needed."""
+        """Waits until a part of the page is released."""
         values = self.problem.value_parts
         plgpu.barrier_wait(self.scratch["consumed"].at[part] if part < values else self.scratch["p_consumed"])
 
@@ -206,7 +212,7 @@ class Kernel:
 
         def load_block(i: Array, step: Array) -> Array:
             page = self.operands.page_table[request, segment.skipped + i]
-            # In the order in which they are released.
+            # In the order of their release: the probabilities' part after the scores, values one by one.
             for part in (*range(problem.value_parts, problem.parts), *range(problem.value_parts)):
                 pl.when(step > 0)(lambda part=part: self.await_release(part))
                 source = self.operands.pages.at[page, 0, :, pl.ds(part * PART, PART)]
@@ -216,8 +222,8 @@ class Kernel:
         return lax.fori_loop(0, segment.visits, load_block, step)
 
     # --- the multiplying warpgroups -----------------------------------------------------------------------------------
-    # In every block both warpgroups meet twice: when maxima are in shared memory, and when probabilities are. So what
-    # one of them writes there has been read by the other one a meeting earlier.
+    # Both warpgroups meet twice per block: when maxima are in shared memory, and when probabilities are. What one of
+    # them overwrites after a meeting, the other has read before it.
 
     def multiply(self) -> None:
         """Computes all segments of the share."""
@@ -225,7 +231,7 @@ class Kernel:
         self.line.fold(self.share, lambda segment, _: self.multiply_segment(segment), jnp.int32(0))
 
     def multiply_segment(self, segment: Segment) -> Array:
-        """Computes a segment."""
+        """Computes a segment, span by span."""
         if self.schedule.cut:
             pl.when((segment.skipped == 0) & (self.warpgroup == 0))(lambda: self.store_split(segment))
         plgpu.barrier_wait(self.scratch["q_loaded"])
@@ -244,27 +250,27 @@ class Kernel:
 
     @property
     def pieces(self) -> int:
-        """Parts of the columns of values that a warpgroup has."""
+        """Number of parts of the values' columns that a warpgroup has."""
         return self.problem.value_parts // WARPGROUPS
 
     def value_part(self, piece: int) -> Array:
-        """The part of the page that is the warpgroup's piece number so-and-so."""
+        """Returns the part of the page that is piece number `piece` of the warpgroup."""
         return WARPGROUPS * piece + self.warpgroup
 
     def numbers(self, row: Any) -> Any:
-        """Numbers of each row in shared memory; see `_Row`."""
+        """Returns numbers of each row in shared memory; see `_Row`."""
         return self.scratch["rows"].at[row]
 
     def half(self) -> Any:
-        """The warpgroup's half of the keys of a block."""
+        """Returns the warpgroup's half of a block's keys."""
         return pl.ds(self.warpgroup * ROWS, ROWS)
 
     def merge_block(self, segment: Segment, i: Array, sums: _Sums) -> _Sums:
-        """The sums with the segment's block i."""
+        """Returns the sums including the segment's block i."""
         scratch = self.scratch
         keys = (segment.skipped + i) * KV_BLOCK
         s = self.score(segment, i)
-        # Registers are too few to keep this from block to block.
+        # Loaded again for every block, for lack of registers.
         positions = self.operands.q_start[segment.request] + lax.div(row_indices(), jnp.int32(self.problem.group))
         kv_length = self.operands.kv_length[segment.request]
         s = mask_columns(s, *visible_keys(self.masking, keys + self.warpgroup * ROWS, positions, kv_length))
@@ -273,6 +279,7 @@ class Kernel:
         sync(_MEETING, CONSUMERS)
         others = _load(self.numbers(_Row.OTHER_MAXIMUM - self.warpgroup))
         p, m_b = exponentials(s, exponent_scale(self.masking), jnp.maximum(maxima, others))
+        # The contract adds each lane's keys in ascending order: the second warpgroup continues the first one's sums.
         pl.when(self.warpgroup == 0)(lambda: store_lane_sums(p, scratch["lane_sums"]))
         exchanged = scratch["page"].at[self.problem.value_parts]
         store_lines(p.astype(self.problem.dtype), exchanged.at[self.half()])
@@ -282,6 +289,7 @@ class Kernel:
         total_b = lax.cond(
             self.warpgroup == 0, lambda: splat(0.0, (ROWS,)), lambda: row_sums_of_halves(p, scratch["lane_sums"])
         )
+        # In registers p frees its memory for the next page before the values are multiplied.
         p = joined(*(_load(exchanged.at[pl.ds(first, ROWS)], MATRIX) for first in (0, ROWS)))
         plgpu.barrier_arrive(scratch["p_consumed"])
         m, a, b = rescaling(sums.m, m_b)
@@ -290,7 +298,7 @@ class Kernel:
         return _Sums(self.multiply_values(p, a, b, sums.o), m, total)
 
     def score(self, segment: Segment, i: Array) -> Array:
-        """Products of the queries and the warpgroup's half of a block's keys."""
+        """Returns the products of the queries and the warpgroup's half of a block's keys."""
         scratch = self.scratch
 
         def multiply(accumulator: Any) -> Array:
@@ -305,21 +313,17 @@ class Kernel:
         return s
 
     def clear_values(self, length: Array) -> None:
-        """Zeros after a request's last value, in the warpgroup's half of the page.
+        """Zeroes the values after a request's last one, in the warpgroup's half of the page.
 
-        What a page holds there may be NaN, and 0 * NaN is not 0.
+        The page may hold NaN there, and 0 * NaN is not 0.
         """
         for part in range(self.problem.value_parts):
             clear_rows(self.scratch["page"].at[part, self.half()], length - self.warpgroup * ROWS)
 
     def multiply_values(self, p: Array, a: Array, b: Array, o: tuple[Array, ...]) -> tuple[Array, ...]:
-        """The running sums with a block's products, piece by piece: one warpgroup merges while the other multiplies.
+        """Returns the running sums `o`, scaled by `a`, plus the products of `p` and values, scaled by `b`.
 
-        Args:
-            p: probabilities.
-            a: factors of the running sums.
-            b: factors of the products.
-            o: the running sums.
+        Each piece is merged before the next one is multiplied, while the other warpgroup multiplies.
         """
         merged_o = []
         for piece, x in enumerate(o):
@@ -334,21 +338,20 @@ class Kernel:
     # --- spans --------------------------------------------------------------------------------------------------------
 
     def record(self, segment: Segment) -> Array:
-        """The number of a segment's sequence."""
+        """Returns the number of a segment's sequence."""
         return segment.request * self.problem.sequences + segment.sequence
 
     def store_split(self, segment: Segment) -> None:
-        """Stores what the merging kernel has to know of a sequence that begins here."""
+        """Stores the spans that the merge kernel has to merge of a sequence that begins here."""
         is_split, unit = segment.visits < segment.blocks, self.problem.cut_unit
         for index, blocks in enumerate((segment.visits, segment.blocks)):
             spans = lax.div(blocks + (unit - 1), jnp.int32(unit))
             self.results.splits[self.record(segment), index] = jnp.where(is_split, spans, 0)
 
     def end_span(self, segment: Segment, span: Array, sums: _Sums) -> None:
-        """Merges a span with those before it in the segment.
+        """Merges a span with the earlier ones of the segment, or stores it unmerged if its sequence began elsewhere.
 
-        Registers have no room for two sums: those of earlier spans are in memory. A segment whose sequence began in
-        another CTA stores each span by itself.
+        Registers have no room for two sums, so the sums of earlier spans are in memory.
         """
         results = self.results
         is_unmerged = segment.skipped > 0
@@ -391,7 +394,7 @@ class Kernel:
             pl.when(is_result)(lambda: _store(log2_normalizers(m, total), target))
 
     def store(self, segment: Segment, x: Array, columns: Any, total: Array) -> None:
-        """Stores some columns of the result of a whole sequence."""
+        """Stores some columns of a whole sequence's result."""
         y = normalized(x, total, self.problem.dtype)
         _store(y, self.results.o.at[segment.request, segment.sequence, :, columns])
 

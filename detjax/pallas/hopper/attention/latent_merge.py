@@ -1,4 +1,4 @@
-"""Merges the spans that several CTAs computed of one sequence, in order (Pallas Mosaic GPU for Hopper)."""
+"""Merges the spans of latent attention's split sequences in order (Pallas Mosaic GPU for Hopper)."""
 
 from typing import Any, Final
 
@@ -17,13 +17,13 @@ from detjax.pallas.hopper.mosaic.layouts import PER_ROW, ROWS, UNIT
 from detjax.pallas.hopper.mosaic.tiles import by_thread, load_by_thread
 
 _COLUMNS: Final = 16
-"""Columns that a CTA merges, of all rows: few, so that many CTAs merge even a single sequence."""
+"""Columns that a CTA merges of all rows: few, so that many CTAs merge even a single sequence."""
 _SPANS_AHEAD: Final = 4
-"""Spans that are on their way while one is merged: memory takes longer to answer than it takes to merge a span."""
+"""Spans in flight while one is merged, since memory latency is longer than a merge."""
 
 
 def merge(problem: Problem, o: Array, sums: Array, statistics: Array, splits: Array) -> Array:
-    """The output, with the split sequences written into it; see `latent_kernel.Results`."""
+    """Writes the split sequences into the output in place, and returns it; see `latent_kernel.Results`."""
     groups = _COLUMNS // UNIT
 
     def body(o_gmem: Any, sums: Any, statistics: Any, splits: Any) -> None:
@@ -32,7 +32,7 @@ def merge(problem: Problem, o: Array, sums: Array, statistics: Array, splits: Ar
         part, in_part = (f(columns, jnp.int32(PART // _COLUMNS)) for f in (lax.div, lax.rem))
 
         def load(span: Array) -> tuple[Array, ...]:
-            """Values, maxima and sums of a span; those of the last one after it."""
+            """Loads values, maxima and sums of a span; past the end, of the last one again."""
             span_place = place + lax.min(span, end - 1)
             numbers = (
                 plgpu.load(statistics.at[span_place, index], layout=PER_ROW, optimized=False) for index in range(2)
@@ -68,7 +68,7 @@ def merge(problem: Problem, o: Array, sums: Array, statistics: Array, splits: Ar
 
 
 def out_types(problem: Problem, places: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Shapes and dtypes of sums, statistics and splits; see `latent_kernel.Results`."""
+    """Returns shapes and dtypes of sums, statistics and splits; see `latent_kernel.Results`."""
     return (
         jax.ShapeDtypeStruct((places, problem.value_parts, *by_thread(PART)), ACCUMULATOR),
         jax.ShapeDtypeStruct((places, 2, ROWS), ACCUMULATOR),

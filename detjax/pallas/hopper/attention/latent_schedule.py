@@ -1,4 +1,4 @@
-"""The problem of attention over latents on Hopper, and its schedule."""
+"""Problems and schedules of latent attention on Hopper."""
 
 import dataclasses
 from typing import Any, Final
@@ -12,9 +12,9 @@ from detjax.pallas.hopper.mosaic.layouts import ROWS
 SWIZZLED_ROWS: Final = 8
 """Rows of a swizzled group, which a copy into shared memory takes as a whole."""
 PART: Final = 64
-"""Columns of a page that are loaded, and freed, at once."""
+"""Columns of a part of a page, which is loaded and released as a whole."""
 _BUSY: Final = 0.9
-"""The share of the chip's CTAs that whole sequences keep busy, from which on splitting them is slower."""
+"""Fraction of the chip's CTAs that whole sequences keep busy from which on splitting them is slower."""
 _MAX_PARTIALS: Final = 1 << 30
 """Bytes of partial results above which sequences are not split, unless they are very few."""
 
@@ -23,16 +23,16 @@ _MAX_PARTIALS: Final = 1 << 30
 class Problem:
     """Sizes of a call, in tiles of queries.
 
-    A tile is some consecutive tokens of a request. A *sequence* is a tile with as many heads as fit into 64 rows; it is
-    what a CTA computes at a time.
+    A tile is some consecutive tokens of a request. A *sequence* is a tile with as many heads as fit into 64 rows, which
+    a CTA computes at a time.
 
     Attributes:
-        batch: tiles, of all requests.
+        batch: tiles of all requests.
         tokens: query tokens of a tile.
-        heads: query heads, as many as `filled_heads` returns.
+        heads: query heads including padding, see `filled_heads`.
         width: columns of queries and keys.
         value_width: columns of values, the first ones of the keys.
-        most_blocks: the most blocks of keys that a request may have.
+        most_blocks: maximum number of key blocks per request.
         dtype: dtype of queries, keys and output, of 2 bytes.
     """
 
@@ -60,12 +60,12 @@ class Problem:
 
     @property
     def rows(self) -> int:
-        """Rows of a sequence; row `t * group + g` is head `g` of the tile's token `t`. Rows after them are padding."""
+        """Rows of a sequence before its padding; row `t * group + g` is head `g` of the tile's token `t`."""
         return self.tokens * self.group
 
     @property
     def parts(self) -> int:
-        """Parts of a page: those of the values, then one for what is in keys alone."""
+        """Parts of a page: first those that are values as well, then one of keys only."""
         return self.width // PART
 
     @property
@@ -75,54 +75,54 @@ class Problem:
 
     @property
     def cut_unit(self) -> int:
-        """Blocks of a sequence that must not be cut apart: those of a span, or all where there are no spans."""
+        """Blocks between possible cuts of a sequence: a span, or all blocks if there are no spans."""
         return SPAN_BLOCKS if self.value_width > SPAN_WIDTH else self.most_blocks
 
     @property
     def most_spans(self) -> int:
-        """The most spans of a sequence."""
+        """Maximum number of spans per sequence."""
         return ceil_div(self.most_blocks, self.cut_unit)
 
 
 def filled_heads(heads: int) -> int:
-    """The heads of queries in memory: those that there are, and others that fill sequences up to whole swizzled groups.
+    """Returns the number of query heads in memory, padded so that every sequence is whole swizzled groups of rows.
 
-    The copy engine finds rows in such groups: a sequence that began within one would be read wrongly, on the device
-    alone.
+    A copy into shared memory that begins within such a group reads wrong rows, on the device but not in the
+    interpreter.
     """
     sequences = ceil_div(heads, ROWS)
     return sequences * round_up(ceil_div(heads, sequences), SWIZZLED_ROWS)
 
 
 def heads_of_a_sequence(heads: int) -> int:
-    """The query heads, of `filled_heads`, that are rows of the same sequence: each sequence has the same number."""
+    """Returns how many of the `filled_heads` are rows of one sequence, the same number for each."""
     return heads // ceil_div(heads, ROWS)
 
 
 def tokens_of_a_tile(tokens: int, heads: int) -> int:
-    """The tokens that are rows of the same sequences: a power of two that divides `QUERY_UNIT`.
+    """Returns the number of tokens per tile: a power of two that divides `QUERY_UNIT`.
 
     Args:
         tokens: consecutive query tokens of a request.
-        heads: query heads, as many as `filled_heads` returns.
+        heads: query heads including padding, see `filled_heads`.
     """
     most = min(QUERY_UNIT, max(1, ROWS // heads))
     return next(size for size in (1, 2, 4, QUERY_UNIT) if 2 * size > most or size >= tokens)
 
 
 def partial_results(problem: Problem, schedule: Schedule) -> int:
-    """How many results of spans, or of several merged ones, have a place in memory.
+    """Returns the number of places in memory for results of spans or of several merged spans.
 
-    Where sequences are split, each of their spans has one, of which the first is that of all spans that were merged in
-    the CTA in which the sequence begins. Else each CTA has one, for what it has merged of its sequence.
+    If sequences are split, each span has a place, and the first one of a sequence holds all spans that were merged in
+    the CTA where the sequence begins. Otherwise each CTA has one, for the running sums of its current sequence.
     """
     return problem.batch * problem.sequences * problem.most_spans if schedule.cut else schedule.ctas
 
 
 def default_schedule(problem: Problem) -> Schedule:
-    """The schedule that serves a problem where none is given: sequences are split if they are too few for the chip.
+    """Returns the default schedule: sequences are split if they are too few to keep nearly all of the chip busy.
 
-    They are not where whole ones keep nearly all of the chip busy, because what is split has to be merged.
+    Otherwise merging split sequences would cost more than it gains.
     """
     ctas = device.multiprocessors()
     split, sequences = Schedule(ctas), problem.batch * problem.sequences

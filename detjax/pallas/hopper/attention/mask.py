@@ -1,7 +1,7 @@
-"""A mask of attention's scores on Hopper: packed to bits before a kernel, in words as its threads need them.
+"""Attention masks on Hopper: packed before a kernel into words of bits, one per thread and tile.
 
-Each of a warpgroup's threads holds 32 scores of a tile of 64 x 64. Their bits are one word, so that a thread loads one
-number for a tile, and a warpgroup's loads lie side by side.
+A thread holds 32 scores of a 64 x 64 tile. Their bits are one word, so a thread loads one number per tile, and a
+warpgroup's loads are contiguous.
 """
 
 from typing import Any, Final
@@ -17,10 +17,10 @@ _BITS: Final = 32
 
 
 def pack_words(mask: Array, rows: int, columns: int) -> Array:
-    """Words `[B, H, rows / 64, columns / 64, 128]`, int32, of a mask `[B, H, T, s]`.
+    """Packs a mask `[B, H, T, s]` into int32 words `[B, H, rows / 64, columns / 64, 128]`.
 
-    Rows and columns that the mask does not have are False. In each tile, row `16 w + 8 e + g` and column
-    `8 n + 2 l + i` are bit `16 e + 2 n + i` of thread `32 w + 4 g + l`.
+    Rows and columns beyond the mask are False. In each tile, row `16 w + 8 e + g` and column `8 n + 2 l + i` are bit
+    `16 e + 2 n + i` of thread `32 w + 4 g + l`.
     """
     batch, heads, *given = mask.shape
     mask = jnp.pad(mask, ((0, 0), (0, 0), (0, rows - given[0]), (0, columns - given[1])))
@@ -32,14 +32,9 @@ def pack_words(mask: Array, rows: int, columns: int) -> Array:
 
 
 def load_words(words: Any, request: Array, head: Array, row: Array, column: Array) -> Array:
-    """The words of a tile, one for each thread.
+    """Loads the words of the tile in a row and a column of tiles, from the result of `pack_words`.
 
-    Args:
-        words: the words in memory, as `pack_words` makes them; the mask may be the same for all requests, or heads.
-        request: the request in the batch.
-        head: the query head.
-        row: the tile's row, in tiles.
-        column: the tile's column, in tiles.
+    Requests may share a mask, and so may heads.
     """
     batch, heads = words.shape[:2]
     tile = words.at[request if batch > 1 else 0, head if heads > 1 else 0, row, column]

@@ -1,4 +1,4 @@
-r"""The contract's arithmetic of attention, once for prefill, decode, merging and the gradients.
+r"""The contract's arithmetic of attention, shared by prefill, decode, merges and gradients.
 
 A block of 128 keys gives a query the scores $s$, its maximum $m_b$, probabilities $p$, their sum $l_b$ and the product
 $O_b = p V$. Blocks are merged from left to right into the running $m$, $l$ and $O$:
@@ -6,8 +6,9 @@ $O_b = p V$. Blocks are merged from left to right into the running $m$, $l$ and 
 $$m' = \max(m, m_b), \quad a = 2^{m - m'}, \quad b = 2^{m_b - m'}, \quad
 O' = \mathrm{fma}(O, a, O_b b), \quad l' = \mathrm{fma}(l, a, l_b b)$$
 
-Every fused multiply-add is written as one, and every product that is rounded stands where no compiler can fuse it: what
-a kernel's surroundings make of `x * y + z` would otherwise be a matter of its schedule.
+Every fused multiply-add is written as one, and every product that the contract rounds stands where no compiler can fuse
+it. If the compiler were free to choose for `x * y + z`, bits would depend on the surrounding code, and so on the
+schedule. Addends of `fma` are safe: an instruction that is already fused takes in no other product.
 """
 
 from collections.abc import Callable
@@ -26,23 +27,23 @@ from detjax.pallas.hopper.mosaic.layouts import PER_ROW, ROWS
 from detjax.pallas.hopper.mosaic.tiles import fma
 
 type Spread = Callable[[Array, tuple[int, ...]], Array]
-"""Repeats a number for each query over a tile of the shape given."""
+"""Repeats one number per query over a tile of the given shape."""
 
 
 def exponent_scale(masking: Masking) -> float:
-    """The contract's `c`: what shaped scores are multiplied by to become exponents of 2."""
+    """Returns the contract's `c`, by which shaped scores become exponents of 2."""
     is_shaped = masking.soft_cap is not None or masking.alibi_slopes is not None
     return float(log2_scale(1.0 if is_shaped else masking.scale))
 
 
 def shaped_scores(s: Array, masking: Masking, slopes: Array | None, distances: Callable[[], Array]) -> Array:
-    """Scores with soft cap and ALiBi.
+    """Applies soft cap and ALiBi to scores.
 
     Args:
         s: products of queries and keys.
-        masking: the soft cap, if there is one, and the scale.
-        slopes: ALiBi's slope of the head of each element, or None.
-        distances: returns how far each element's key is from its query, as float32.
+        masking: scale and soft cap.
+        slopes: ALiBi slope of each element's head, or None.
+        distances: returns the float32 distance of each element's key from its query.
     """
     if masking.soft_cap is None and slopes is None:
         return s
@@ -55,16 +56,17 @@ def shaped_scores(s: Array, masking: Masking, slopes: Array | None, distances: C
 
 
 def soft_cap_tanh(s: Array, soft_cap: float) -> Array:
-    """`tanh(s / soft_cap)` as the contract has it; the hardware's own is good to three digits only."""
+    """Returns `tanh(s / soft_cap)` by the contract's formula; the hardware's tanh is accurate to three digits only."""
     e = jnp.exp2(s * soft_cap_exponent(soft_cap))
-    # The maximum with 0 changes nothing, and keeps the quotient from being fused with the subtraction.
+    # A quotient ends in a product, which ptxas would fuse with the subtraction even past an optimization barrier. It is
+    # positive, so the maximum with 0 changes nothing, but it is an instruction between the two.
     return 1.0 - jnp.maximum(2.0 / (1.0 + e), 0.0)
 
 
 def visible_keys(
     masking: Masking, keys: Array, positions: Array, kv_length: Array, layout: Any = PER_ROW
 ) -> tuple[Array, ...]:
-    """For each query the end of the keys of a block that it sees and, if there is a window, the first one.
+    """Returns the end of the keys of a block that each query sees and, with a window, the first of them.
 
     Args:
         masking: whether attention is causal, and its window.
@@ -78,18 +80,19 @@ def visible_keys(
         end = jnp.minimum(end, positions + 1 - keys)
     if masking.window is None:
         return (end,)
-    # A window of 2^31 tokens would leave int32.
+    # A window of 2^31 tokens would overflow int32.
     return end, positions - (min(masking.window, 1 << 30) - 1) - keys
 
 
 def exponentials(s: Array, c: float, maxima: Array, spread: Spread = along_rows) -> tuple[Array, Array]:
-    """The contract's `p` and `m_b`, from a block's scores, masked ones being -inf, and each query's largest."""
+    """Returns the contract's `p` and `m_b` from a block's scores (-inf where masked) and each query's maximum."""
+    # The scaled maximum is a rounded product, whatever uses it.
     m = jnp.maximum(lax.optimization_barrier(maxima * c), LOWEST_MAXIMUM)
     return jnp.exp2(fma(s, splat(c, s.shape), spread(-m, s.shape))), m
 
 
 def initial_statistics(sinks: Array | None, queries: int = ROWS, layout: Any = PER_ROW) -> tuple[Array, Array]:
-    """`m` and `l` before the first block: a sink is a key without a value that comes before all others."""
+    """Returns `m` and `l` before the first block; a sink is a key without a value before all others."""
     if sinks is None:
         return splat(LOWEST_MAXIMUM, (queries,), layout), splat(0.0, (queries,), layout)
     m = jnp.maximum(lax.optimization_barrier(sinks * float(log2_scale(1.0))), LOWEST_MAXIMUM)
@@ -97,25 +100,25 @@ def initial_statistics(sinks: Array | None, queries: int = ROWS, layout: Any = P
 
 
 def rescaling(m: Array, m_b: Array) -> tuple[Array, Array, Array]:
-    """The maximum of both, and the factors that bring the running sums and the block's to it."""
+    """Returns the maximum of both, and the factors that rescale the running sums and the block's to it."""
     m_new = jnp.maximum(m, m_b)
     return m_new, jnp.exp2(m - m_new), jnp.exp2(m_b - m_new)
 
 
 def merged(x: Array, a: Array, x_b: Array, b: Array, layout: Any = None) -> Array:
-    """`fma(x, a, rn(x_b * b))`, where rn rounds."""
+    """Returns `fma(x, a, rn(x_b * b))`, where rn rounds."""
     return fma(x, a, x_b * b, layout=layout)
 
 
 def normalized(o: Array, total: Array, dtype: Any, spread: Spread = along_rows) -> Array:
-    """Rows of the result, `o / total`; zeros for a row that saw no key."""
+    """Returns the rows `o / total`, zeros for a row that saw no key."""
     reciprocal = 1.0 / jnp.where(total == 0.0, 1.0, total)
     y = (o * spread(reciprocal, o.shape)).astype(dtype)
-    # A zero is +0, whatever was rounded to it.
+    # The contract writes every zero as +0, including negative numbers that round to zero.
     return jnp.where(y.astype(ACCUMULATOR) == 0.0, 0.0, y.astype(ACCUMULATOR)).astype(dtype)
 
 
 def log2_normalizers(m: Array, total: Array) -> Array:
-    """`m + log2(l)` of each row; 0 for a row that saw no key."""
+    """Returns `m + log2(l)` of each row, 0 for a row that saw no key."""
     is_empty = total == 0.0
     return jnp.where(is_empty, 0.0, m + jnp.log2(jnp.where(is_empty, 1.0, total)))

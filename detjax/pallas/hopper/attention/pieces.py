@@ -1,4 +1,4 @@
-"""Packed requests on Hopper, cut into pieces: tiles of 128 rows, blocks of 64, pages of keys."""
+"""Division of packed requests into pieces on Hopper: tiles of 128 rows, blocks of 64, or pages of keys."""
 
 from typing import NamedTuple
 
@@ -12,12 +12,12 @@ from detjax.pallas.hopper.attention.warpgroups import TILE
 
 
 class Pieces(NamedTuple):
-    """The pieces of all requests, request by request, `[pieces]`.
+    """The pieces of all requests, request by request, then padding, `[pieces]`.
 
     Attributes:
-        request: the piece's request; any for a piece that is not needed.
+        request: the piece's request; undefined in padding.
         number: its number in the request.
-        is_needed: whether the request has the piece. Those that no request has come last.
+        is_needed: whether it is a piece and not padding.
     """
 
     request: Array
@@ -26,7 +26,7 @@ class Pieces(NamedTuple):
 
 
 def pieces(needed: Array, most: int) -> Pieces:
-    """The pieces of requests that need so many each, int32 `[B]`; all together at most `most`."""
+    """Returns the pieces of requests, given the number that each needs, int32 `[B]`, padded to `most`."""
     needed = needed.astype(jnp.int32)
     ends = jnp.cumsum(needed)
     piece = jnp.arange(most, dtype=jnp.int32)
@@ -36,21 +36,21 @@ def pieces(needed: Array, most: int) -> Pieces:
 
 
 def most_pieces(rows: int, requests: int, size: int) -> int:
-    """The most pieces of `size` rows that packed requests can need: those of requests that are as short as can be, but
-    for one."""
+    """Returns the maximum number of pieces of `size` rows that packed requests can need: when all but one of them are
+    as short as possible."""
     units = ceil_div(rows, QUERY_UNIT)
     requests = min(requests, units)
     return requests + (units - requests) * QUERY_UNIT // size
 
 
 def ragged_tiles(rows: int, first_row: Array, count: Array) -> Tiles:
-    """The tiles of requests that have `count` rows each from `first_row` on.
+    """Returns the tiles of requests that have `count` rows each from `first_row` on.
 
-    There are as many as `rows` packed rows can need; tiles that are not needed have no row.
+    There are as many as `rows` packed rows can need; padding tiles have no rows.
     """
     needed = -(-count // TILE)
     request, number, is_needed = pieces(needed, most_pieces(rows, count.shape[0], TILE))
-    # The last tile of a request sees most keys, and comes first.
+    # Longest first: the last tile of a request sees the most keys.
     offset = jnp.where(is_needed, (needed[request] - 1 - number) * TILE, 0)
     rows_of_tile = jnp.where(is_needed, jnp.minimum(TILE, count[request] - offset), 0)
     return Tiles(*(x.astype(jnp.int32) for x in (request, first_row[request] + offset, offset, rows_of_tile)))

@@ -1,12 +1,12 @@
 """Attention of many query tokens on Hopper (Pallas Mosaic GPU): prefill, chunked prefill and the training forward.
 
-A CTA has 128 query rows of one head: two warpgroups of 64, which take turns at the matrix unit, so that one multiplies
-while the other exponentiates. A third one loads: one of its warps brings keys and values, a page each, another one the
-queries.
+A CTA has 128 query rows of one head, 64 for each of two warpgroups that take turns at the matrix unit: one multiplies
+while the other exponentiates. A third warpgroup loads: one of its warps copies pages of keys and values, and another
+the queries.
 
-Rows of more than 128 columns are wide: shared memory does not hold two pages of keys and two of values, nor registers a
-block's product beside all running sums. Wide pages come in parts, which share one ring of slots, and a block's values
-are multiplied in pieces: while one is multiplied, the one before it is merged.
+Rows of more than 128 columns are *wide*. Shared memory cannot hold two pages of keys and two of values, nor registers a
+block's product next to all running sums. So wide pages are loaded in parts that share one ring of slots, and values are
+multiplied in pieces: while one is multiplied, the previous one is merged.
 """
 
 from typing import Any
@@ -39,14 +39,14 @@ def forward(
     tiles: Tiles | None = None,
     schedule: Schedule | None = None,
 ) -> tuple[Array, Array]:
-    """Output `[N, H, V]` and log2 of each row's normalizer, `[H, N]` float32.
+    """Returns the output `[N, H, V]` and the log2 of each row's normalizer, `[H, N]` float32.
 
     Args:
-        operands: queries of all requests, `[N, H, K]`, N being a multiple of 8, at which each request begins; pages of
-            numbers; page table, start and length of each request; and in the place of the mask its words, see
-            `pack_words`, of whole tiles of 128 rows and all pages, or None, as with `tiles`.
+        operands: packed queries `[N, H, K]`, with N and each request's first row a multiple of 8; pages of numbers;
+            page table, start and length of each request; instead of the mask its words from `pack_words` for whole
+            tiles of 128 rows and all pages, or None. There is no mask with `tiles`.
         masking: which keys a query sees, and how scores are shaped.
-        tiles: the tiles of 128 rows; default: those of requests of N / B rows each. Rows after a request's last are
+        tiles: the tiles of 128 rows; default: tiles of requests of N / B rows each. Rows after a request's last one are
             written up to the next multiple of 8.
         schedule: default: `default_schedule`.
     """

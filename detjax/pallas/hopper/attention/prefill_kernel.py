@@ -1,4 +1,9 @@
-"""A prefill's kernel on Hopper: what narrow and wide rows have in common."""
+"""Prefill kernel on Hopper, as far as narrow and wide rows share it.
+
+Loader and multiplying warpgroups are connected by two barriers per slot. A copy completes `loaded`, which both
+warpgroups await. When both have multiplied the slot's content, they have arrived at its named barrier, `Slot.free`,
+which the loading warp awaits before it starts the next copy. Queries work the same way, but per warpgroup.
+"""
 
 import abc
 from collections.abc import Sequence
@@ -49,7 +54,7 @@ from detjax.pallas.hopper.mosaic.tiles import (
 
 
 class Operands(NamedTuple):
-    """Arrays in memory that the kernel reads."""
+    """Input arrays of the kernel."""
 
     q: Any
     k_pages: Any
@@ -70,11 +75,11 @@ class Item(NamedTuple):
         request: the request.
         head: the query head.
         row: the tile's first row in the packed queries.
-        rows: how many of its rows are the request's.
+        rows: number of its rows that the request has.
         position: position of its first row.
         kv_length: number of the request's keys.
         first: the first block of keys that is visited.
-        end: the end of the blocks that are visited; at least one is.
+        end: the end of the blocks that are visited, at least one.
     """
 
     request: Array
@@ -95,8 +100,8 @@ class Rows(NamedTuple):
         position: position of the warpgroup's first row.
         q: the queries in shared memory.
         sinks: the head's sink for each row, or None.
-        slopes: ALiBi's slope for each score, or None.
-        first_step: the step at which the tile's first block is visited.
+        slopes: ALiBi slope for each score, or None.
+        first_step: the step of the tile's first block.
     """
 
     item: Item
@@ -108,11 +113,11 @@ class Rows(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """Room in shared memory for a page, or for a part of a wide page.
+    """Shared memory for a page, or for a part of a wide page.
 
     Attributes:
-        content: the room.
-        loaded: the barrier of its content's arrival.
+        content: the memory.
+        loaded: the barrier that copies into it complete.
         number: its number in the ring.
         first_free: the named barrier of the ring's first slot.
     """
@@ -124,12 +129,12 @@ class Slot(NamedTuple):
 
     @property
     def free(self) -> Array:
-        """The named barrier at which all arrive that are done with the content."""
+        """The named barrier at which warpgroups arrive when they are done with the content."""
         return self.first_free + self.number
 
 
 class Visit(NamedTuple):
-    """A block of keys that a warpgroup visits.
+    """A warpgroup's visit of a block of keys.
 
     Attributes:
         rows: the warpgroup's rows.
@@ -137,9 +142,9 @@ class Visit(NamedTuple):
         step: the step, see `Kernel`.
         k: slots of the block's keys.
         v: slots of the block's values.
-        words: words of the call's mask; none without a mask.
+        words: words of the call's mask; empty without a mask.
         is_last: whether it is the last block of the tile.
-        is_masked: whether some row may not see all of the block's keys.
+        is_masked: whether positions may hide some of the block's keys from some row.
     """
 
     rows: Rows
@@ -153,13 +158,13 @@ class Visit(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """What a warpgroup has merged so far.
+    """Running sums of a warpgroup.
 
     Attributes:
-        o: running sums of values, for each piece of the columns.
+        o: running sums of values, for each piece of columns.
         m: running maximum of each row.
         total: running sum of each row's probabilities.
-        step: the step of the next block, or None where it follows from the block.
+        step: the step of the next block, or None if it follows from the block.
     """
 
     o: tuple[Array, ...]
@@ -169,7 +174,7 @@ class Sums(NamedTuple):
 
 
 class Block(NamedTuple):
-    """What a block contributes to the sums.
+    """A block's contribution to the sums.
 
     Attributes:
         p: probabilities in the values' dtype.
@@ -182,7 +187,7 @@ class Block(NamedTuple):
     b: Array
 
     def merge(self, o: Array, product: Array) -> Array:
-        """The running sums of some columns with the block's product."""
+        """Returns the running sums of some columns including the block's product."""
         return merged(o, along_rows(self.a, product.shape), product, along_rows(self.b, product.shape))
 
 
@@ -191,7 +196,7 @@ class Piece(NamedTuple):
 
     Attributes:
         part: the part of the page.
-        first: the first column in the part.
+        first: the first column within the part.
         size: number of columns.
     """
 
@@ -201,10 +206,11 @@ class Piece(NamedTuple):
 
 
 class Kernel(abc.ABC):
-    """A CTA's work: tiles of 128 query rows of one head each.
+    """A CTA that computes tiles of 128 query rows of one head each.
 
-    A *step* is a block that the CTA visits: its number for narrow rows; for wide rows the slot of its first part, as a
-    remainder by 3, 5 or 7 slots would be multiplications of 64 bits for each part, in registers that are not there.
+    A *step* is a block that the CTA visits. For narrow rows it is the block's number. For wide rows it is the slot of
+    the block's first part: a remainder by 3, 5 or 7 slots would need a 64-bit multiply per part, and we have no
+    registers left.
     """
 
     ring_names: ClassVar[tuple[str, ...]]
@@ -229,13 +235,13 @@ class Kernel(abc.ABC):
     @classmethod
     @abc.abstractmethod
     def scratch_types(cls, problem: Problem, schedule: Schedule) -> dict[str, Any]:
-        """Shared memory of queries, keys, values and results."""
+        """Returns shared memory for queries, keys, values and results."""
 
     def run(self) -> None:
         """Runs the warpgroup's role."""
         lax.cond(self.warpgroup < WARPGROUPS, self.multiply, self.load)
 
-    # --- what narrow and wide rows do in different ways ---------------------------------------------------------------
+    # --- steps that narrow and wide rows implement differently --------------------------------------------------------
 
     @property
     def warpgroup(self) -> Array:
@@ -245,7 +251,7 @@ class Kernel(abc.ABC):
     @property
     @abc.abstractmethod
     def first_free(self) -> tuple[int, ...]:
-        """For each ring of slots, the named barrier of the first slot."""
+        """The named barrier of the first slot of each ring."""
 
     @property
     @abc.abstractmethod
@@ -254,58 +260,58 @@ class Kernel(abc.ABC):
 
     @abc.abstractmethod
     def key_slots(self, step: Array) -> list[Slot]:
-        """Where the parts of the step's page of keys go."""
+        """Returns the slots of the parts of the step's keys."""
 
     @abc.abstractmethod
     def value_slots(self, step: Array) -> list[Slot]:
-        """Where the parts of the step's page of values go."""
+        """Returns the slots of the parts of the step's values."""
 
     @abc.abstractmethod
     def first_key_slot(self, step: Array) -> Slot:
-        """Where the first part of the step's page of keys goes."""
+        """Returns the slot of the first part of the step's keys."""
 
     @abc.abstractmethod
     def page_part(self, page: Any, part: int) -> Any:
-        """A part of a page in memory."""
+        """Returns a part of a page in memory."""
 
     @abc.abstractmethod
     def next_step(self, step: Array) -> Array:
-        """The step of the next block."""
+        """Returns the step of the next block."""
 
     @abc.abstractmethod
     def initial_step(self, rows: Rows) -> Array | None:
-        """The step that goes with the running sums at a tile's first block."""
+        """Returns the step that the running sums carry into a tile's first block."""
 
     @abc.abstractmethod
     def step_of(self, rows: Rows, block: Array, sums: Sums) -> Array:
-        """The step at which a block is visited."""
+        """Returns the step of a block."""
 
     @abc.abstractmethod
     def step_after(self, rows: Rows, sums: Sums) -> Array:
-        """The step of the next tile's first block."""
+        """Returns the step of the next tile's first block."""
 
     @abc.abstractmethod
     def start_scores(self, accumulator: Any, rows: Rows, slots: list[Slot]) -> None:
-        """Starts the products of queries and keys; the keys' first part has been loaded."""
+        """Starts the products of queries and keys; the keys' first part is already loaded."""
 
     @abc.abstractmethod
     def accumulate(self, visit: Visit, o: tuple[Array, ...], block: Block, loaded: int) -> tuple[Array, ...]:
         """Multiplies a block's values and merges the products.
 
         Args:
-            visit: the block.
+            visit: the visit of the block.
             o: the running sums.
             block: the block's probabilities and factors.
-            loaded: how many parts of the values are known to be loaded.
+            loaded: number of parts of the values that were already awaited.
         """
 
     @abc.abstractmethod
     def step_after_visit(self, visit: Visit) -> Array | None:
-        """The step that goes with the running sums after a visit."""
+        """Returns the step that the running sums carry after a visit."""
 
     @abc.abstractmethod
     def clear_values(self, slots: list[Slot], rows: Any, length: Array) -> None:
-        """Zeros after the first `length` of the warpgroup's rows of a page of values."""
+        """Zeroes all but the first `length` of the warpgroup's rows of a page of values."""
 
     @abc.abstractmethod
     def stage(self, y: Array, target: Any, piece: Piece) -> None:
@@ -314,9 +320,9 @@ class Kernel(abc.ABC):
     # --- which tiles --------------------------------------------------------------------------------------------------
 
     def item(self, i: Array) -> Item:
-        """The CTA's tile number i, and the blocks of keys that some of its rows see."""
+        """Returns tile number i of the CTA, with the blocks of keys that any of its rows sees."""
         index = self.item_index(i)
-        # Heads of one tile are neighbours, so that those that share keys run at the same time.
+        # Heads of a tile are neighbours, so that heads that share keys run at the same time.
         heads = jnp.int32(self.problem.heads)
         tile, head = lax.div(index, heads), lax.rem(index, heads)
         request, row, offset, rows = self.place(tile)
@@ -332,12 +338,12 @@ class Kernel(abc.ABC):
         return Item(request, head, row, rows, position, kv_length, lax.min(first, end - 1), end)
 
     def place(self, tile: Array) -> tuple[Array, Array, Array, Array]:
-        """The fields of `Tiles` for one tile."""
+        """Returns the fields of `Tiles` for one tile."""
         if self.operands.tiles is not None:
             return tuple(ref[tile] for ref in self.operands.tiles)  # pyright: ignore[reportReturnType]
         batch = self.problem.batch
         tokens = self.problem.rows // batch
-        # The last tiles of the requests see most keys, and come first.
+        # Longest first: the last tiles of requests see the most keys.
         offset = (ceil_div(tokens, TILE) - 1 - lax.div(tile, jnp.int32(batch))) * TILE
         request = lax.rem(tile, jnp.int32(batch))
         return request, request * tokens + offset, offset, lax.min(jnp.int32(TILE), tokens - offset)
@@ -345,7 +351,8 @@ class Kernel(abc.ABC):
     # --- the loading warpgroup ----------------------------------------------------------------------------------------
 
     def load(self) -> None:
-        """Loads keys and values with one warp, and queries with another one."""
+        """Loads keys and values with one warp, and queries with another."""
+        # Two warps, so that waiting for free queries delays no page. One warp starts a copy faster than a warpgroup.
         plgpu.set_max_registers(LOADING_REGISTERS, action="decrease")
 
         @plgpu.warp_map
@@ -354,7 +361,7 @@ class Kernel(abc.ABC):
             pl.when(warp == 1)(self.load_queries)
 
     def load_keys_and_values(self) -> None:
-        """Loads all pages that the CTA's tiles visit, each as soon as its slots are free."""
+        """Loads all pages that the CTA's tiles visit, each part as soon as its slot is free."""
         group = self.problem.heads // self.problem.kv_heads
 
         def load_tile(i: Array, step: Array) -> Array:
@@ -376,7 +383,7 @@ class Kernel(abc.ABC):
         lax.fori_loop(0, self.item_count, load_tile, jnp.int32(0))
 
     def load_queries(self) -> None:
-        """Loads the queries of all of the CTA's tiles, for each warpgroup as soon as it needs the last ones no more."""
+        """Loads the queries of all tiles, for each warpgroup as soon as it is done with the previous ones."""
 
         @pl.loop(0, self.item_count)
         def _(i: Array) -> None:
@@ -388,19 +395,20 @@ class Kernel(abc.ABC):
                 plgpu.copy_gmem_to_smem(source, target, self.scratch["q_loaded"].at[warpgroup])
 
     def queries(self, warpgroup: Array | int) -> Any:
-        """A warpgroup's rows of the queries in shared memory."""
+        """Returns a warpgroup's rows of the queries in shared memory."""
         return self.scratch["q"].at[pl.ds(warpgroup * ROWS, ROWS)]
 
     @property
     def q_free(self) -> int:
-        """The named barrier at which the first warpgroup is done with its queries."""
+        """The named barrier of the first warpgroup's queries."""
         return FIRST_FREE + len(self.first_free) * self.schedule.stages
 
     # --- the multiplying warpgroups -----------------------------------------------------------------------------------
 
     def multiply(self) -> None:
-        """Computes the warpgroup's rows of all of the CTA's tiles."""
+        """Computes the warpgroup's rows of all tiles of the CTA."""
         plgpu.set_max_registers(MULTIPLYING_REGISTERS, action="increase")
+        # Everything is free at first: the loader awaits a release before every copy, also the first one into a slot.
         for slot in range(self.schedule.stages):
             for first_free in self.first_free:
                 arrive_for_loader(first_free + slot)
@@ -419,11 +427,11 @@ class Kernel(abc.ABC):
         pass_turn(self.warpgroup)
 
     def free_queries(self) -> None:
-        """Lets the warpgroup's queries be overwritten."""
+        """Releases the warpgroup's queries."""
         arrive(self.q_free + self.warpgroup, WARPGROUP + WARP)
 
     def multiply_tile(self, i: Array, first_step: Array) -> Array:
-        """Computes a tile, and returns the next one's first step."""
+        """Computes a tile, and returns the next tile's first step."""
         rows = self.await_rows(i, first_step)
         if not self.schedule.product_turns:
             self.take_turn()
@@ -459,7 +467,7 @@ class Kernel(abc.ABC):
         return visit_all(open_end, item.end, sums, True)
 
     def open_blocks(self, rows: Rows) -> tuple[Array, Array]:
-        """First and end of the blocks that every row sees whole, but for what the call's own mask hides."""
+        """Returns first and end of the blocks that every row sees entirely, except for the call's own mask."""
         item = rows.item
         open_end = lax.div(item.kv_length, jnp.int32(KV_BLOCK))
         if self.masking.causal:
@@ -486,6 +494,7 @@ class Kernel(abc.ABC):
         p = p.astype(self.problem.dtype)
         m, a, b = rescaling(sums.m, m_b)
         total = merged(sums.total, a, total_b, b)
+        # The turn is for products: the barrier keeps the compiler from moving exponentials and factors into it.
         p, m, total, a, b = lax.optimization_barrier((p, m, total, a, b))
         loaded = self.await_values(visit, keys)
         self.take_turn()
@@ -493,11 +502,13 @@ class Kernel(abc.ABC):
         return Sums(o, m, total, self.step_after_visit(visit))
 
     def score(self, visit: Visit) -> Array:
-        """Products of the queries and a block's keys, which are released."""
+        """Returns the products of the queries and a block's keys, and releases the keys."""
 
         def multiply(accumulator: Any) -> Array:
             self.start_scores(accumulator, visit.rows, visit.k)
+            # Products run asynchronously: the other warpgroup can start its own behind them right away.
             self.pass_turn()
+            # The number is that of products that may still run, so parts are released one by one.
             for part, slot in enumerate(visit.k[:-1]):
                 plgpu.wgmma_wait(len(visit.k) - 1 - part)
                 arrive_for_loader(slot.free)
@@ -507,12 +518,13 @@ class Kernel(abc.ABC):
             self.take_turn()
         s = pl.run_scoped(multiply, plgpu.ACC((ROWS, KV_BLOCK), ACCUMULATOR))  # pyright: ignore
         arrive_for_loader(visit.k[-1].free)
+        # The next tile's queries are loaded while this tile ends, unless its results take their place.
         if not self.problem.results_in_queries:
             pl.when(visit.is_last)(self.free_queries)
         return s
 
     def masked(self, visit: Visit, keys: Array, s: Array) -> Array:
-        """Shaped scores of a block whose first key is at position `keys`, with -inf where a key is not visible."""
+        """Returns shaped scores of a block that begins at position `keys`, with -inf where a key is not visible."""
         rows = visit.rows
         s = shaped_scores(s, self.masking, rows.slopes, lambda: column_distances(keys - rows.position - row_indices()))
         if visit.is_masked:
@@ -521,7 +533,7 @@ class Kernel(abc.ABC):
         return mask_bits(s, *visit.words) if visit.words else s
 
     def mask_words(self, item: Item, block: Array) -> list[Array]:
-        """Words of the call's mask for a block; none without a mask."""
+        """Loads the words of the call's mask for a block; none without a mask."""
         mask = self.operands.mask
         if mask is None:
             return []
@@ -531,9 +543,9 @@ class Kernel(abc.ABC):
         return [load_words(mask, item.request, item.head, row, block * parts + part) for part in range(parts)]
 
     def await_values(self, visit: Visit, keys: Array) -> int:
-        """Waits for a block's values, and returns for how many parts it did.
+        """Waits for a block's values, and returns for how many parts.
 
-        Parts after the first one are waited for when it is their turn, unless their tails are to be cleared.
+        Parts after the first are awaited when they are multiplied, unless their tails must be zeroed first.
         """
         loaded = len(visit.v) if visit.is_masked else 1
         for slot in visit.v[:loaded]:
@@ -544,15 +556,15 @@ class Kernel(abc.ABC):
         return loaded
 
     def clear_tail(self, slots: list[Slot], length: Array) -> None:
-        """Zeros after a request's last value: each warpgroup clears half of the page, and both use it whole."""
+        """Zeroes the values after a request's last one: each warpgroup half of the page, which both use as a whole."""
         rows = pl.ds(self.warpgroup * ROWS, ROWS)
         self.clear_values(slots, rows, length - self.warpgroup * ROWS)
         sync(CLEARED, CONSUMERS)
 
     def end_turn(self, visit: Visit) -> None:
-        """Ends the warpgroup's turn when the block's last product has been started.
+        """Ends the warpgroup's turn after the block's last product has been started.
 
-        Where a turn goes on with the next block's scores, the warpgroup waits for their keys first.
+        A turn that continues with the next block's scores waits for their keys here, while the product runs.
         """
 
         def await_next() -> None:
@@ -569,6 +581,7 @@ class Kernel(abc.ABC):
         in_queries = self.problem.results_in_queries
         staged = self.scratch["q" if in_queries else "o"].at[pl.ds(self.warpgroup * ROWS, ROWS)]
         normalizers = self.scratch["normalizers"].at[self.warpgroup]
+        # The copies of the previous tile have to have read the staged results before they are overwritten.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         for x, piece in zip(sums.o, self.pieces, strict=True):
             self.stage(normalized(x, sums.total, self.problem.dtype), staged, piece)
@@ -583,11 +596,12 @@ class Kernel(abc.ABC):
 
         pl.when(count >= ROWS)(lambda: copy(0, ROWS))
 
+        # The copy engine takes whole groups of 8 rows, at which requests begin.
         @pl.when(count < ROWS)
         def _() -> None:
             for first in range(0, ROWS, QUERY_UNIT):
                 pl.when(first < count)(lambda first=first: copy(first, QUERY_UNIT))
 
-        if in_queries:
+        if in_queries:  # the next queries may be loaded once the copies have read the results
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             self.free_queries()

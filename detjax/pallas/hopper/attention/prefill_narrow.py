@@ -1,4 +1,4 @@
-"""Prefill of rows of at most 128 columns on Hopper: whole pages, multiplied at once."""
+"""Prefill of rows of at most 128 columns on Hopper: pages are loaded and multiplied as a whole."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -45,7 +45,7 @@ class NarrowKernel(Kernel):
         return [Piece(0, 0, self.problem.value_width)]
 
     def slot(self, ring: int, step: Array) -> Slot:
-        """Where the step's page goes in one of the rings."""
+        """Returns the slot of the step's page in a ring."""
         name = self.ring_names[ring]
         index = lax.rem(step, jnp.int32(self.schedule.stages))
         return Slot(

@@ -1,4 +1,4 @@
-"""The problem of a prefill on Hopper, and its schedules."""
+"""Problems and schedules of prefill on Hopper."""
 
 import dataclasses
 import math
@@ -17,14 +17,14 @@ from detjax.pallas.hopper.attention.warpgroups import (
 from detjax.pallas.hopper.device import SHARED_MEMORY, SHARED_MEMORY_RESERVED
 
 CLEARED: Final = FIRST_BARRIER
-"""The named barrier at which both warpgroups meet when they have cleared the tail of a page."""
+"""Named barrier at which both warpgroups meet after they have zeroed the tail of a page."""
 FIRST_FREE: Final = FIRST_BARRIER + 1
-"""Named barriers from here on: one for each slot of keys and of values, then one for each warpgroup's queries."""
+"""First of the named barriers that release memory: one per slot of keys and values, then one per warpgroup."""
 MAX_SLOTS: Final = NAMED_BARRIERS - FIRST_FREE - WARPGROUPS
-"""Slots for which there are named barriers."""
+"""Maximum number of slots, each of which has a named barrier."""
 SHORT_REQUEST: Final = 2048
-"""Query rows. The tiles of longer requests even out by themselves; short ones gain from the next one's queries being
-loaded already."""
+"""Query rows per request below which CTAs are persistent. Short tiles gain from having the next tile's queries loaded
+already; the many tiles of longer requests balance without that."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Problem:
 
     Attributes:
         batch: requests.
-        rows: packed query rows of all requests.
+        rows: query rows of all requests.
         tiles: tiles of 128 rows of one request each.
         heads: query heads.
         kv_heads: heads of keys and values.
@@ -53,23 +53,23 @@ class Problem:
 
     @property
     def is_wide(self) -> bool:
-        """Whether pages come in parts and values are multiplied in pieces. Both widths are then multiples of 64."""
+        """Whether pages are loaded in parts and values multiplied in pieces. Both widths are then multiples of 64."""
         return max(self.width, self.value_width) > 128
 
     @property
     def part_width(self) -> int:
-        """Columns of a wide page that are loaded, and freed, at once."""
+        """Columns of a part of a wide page, which is loaded and released as a whole."""
         common = math.gcd(self.width, self.value_width)
         return 128 if common == 256 else common
 
     @property
     def results_in_queries(self) -> bool:
-        """Whether results wait to be copied where their queries were, because there is no other room."""
+        """Whether results are staged in the queries' shared memory, for lack of other room."""
         return self.is_wide and self.width == self.value_width
 
     @property
     def most_stages(self) -> int:
-        """The most stages that fit into shared memory and for which there are named barriers."""
+        """Maximum number of stages that fit into shared memory and have named barriers."""
         free = (SHARED_MEMORY - SHARED_MEMORY_RESERVED) // self.dtype.itemsize
         free -= TILE * (self.width + (0 if self.results_in_queries else self.value_width))
         if self.is_wide:
@@ -79,13 +79,14 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """How tiles are spread over the chip; no bit depends on it.
+    """Distribution of tiles over the chip; no bit depends on it.
 
     Attributes:
-        stages: pages of keys, and of values, in flight; of wide rows, parts of either.
-        persistent: whether a CTA per multiprocessor takes tile after tile, the longest first; else a CTA has one tile.
+        stages: slots for pages of keys, and for pages of values; for wide rows, slots for parts of either.
+        persistent: whether each multiprocessor has one CTA that takes tile after tile, longest first; else a CTA has
+            one tile.
         product_turns: whether a turn at the matrix unit is one product: a warpgroup merges while the other multiplies,
-            but has less time to exponentiate. Else a turn is a block's values and the next block's scores.
+            but has less time to exponentiate. Otherwise a turn is a block's values and the next block's scores.
     """
 
     stages: int = 2
@@ -97,7 +98,7 @@ class Schedule:
             raise ValueError(f"Schedule: stages is {self.stages}; accepted: at least 1")
 
     def check(self, problem: Problem) -> None:
-        """Raises a ValueError if the problem's pages do not fit into so many stages."""
+        """Raises ValueError if the stages do not fit into shared memory or lack named barriers."""
         if self.stages > problem.most_stages:
             raise ValueError(
                 f"Schedule: stages is {self.stages} for rows of {problem.width} and {problem.value_width} columns; "
@@ -105,28 +106,29 @@ class Schedule:
             )
 
     def ctas(self, problem: Problem) -> int:
-        """How many CTAs a call has."""
+        """Returns the number of CTAs of a call."""
         items = problem.tiles * problem.heads
         return min(items, device.multiprocessors()) if self.persistent else items
 
 
 def default_schedule(problem: Problem) -> Schedule:
-    """The schedule that serves a problem where none is given."""
+    """Returns the default schedule."""
     persistent = problem.rows // problem.batch < SHORT_REQUEST
     if not problem.is_wide:
+        # With 128 columns, shared memory has no room for a third stage next to queries and results.
         return Schedule(2, persistent)
-    # A turn for each product is 1% faster on an H200 at 256 columns; a persistent CTA has no registers for it.
+    # Turns of one product are 1% faster on an H200 at 256 columns; a persistent CTA has no registers for them.
     return Schedule(problem.most_stages, persistent, product_turns=problem.value_width == 256 and not persistent)
 
 
 class Tiles(NamedTuple):
-    """Where each tile of 128 rows stands, int32 `[tiles]`.
+    """Positions of the tiles of 128 rows, int32 `[tiles]`.
 
     Attributes:
         request: the tile's request.
         row: its first row in the packed queries.
         offset: its first row in the request.
-        rows: how many of its rows are the request's.
+        rows: number of its rows that the request has.
     """
 
     request: Array

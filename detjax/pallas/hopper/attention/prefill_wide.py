@@ -1,4 +1,4 @@
-"""Prefill of rows of more than 128 columns on Hopper: pages in parts, values multiplied in pieces."""
+"""Prefill of rows of more than 128 columns on Hopper: pages are loaded in parts, values multiplied in pieces."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -38,8 +38,8 @@ class WideKernel(Kernel):
 
     @property
     def warpgroup(self) -> Array:
-        # The compiler takes it for another one each time: registers are too few to keep all addresses, barriers and
-        # descriptors that follow from it from block to block.
+        # Opaque, so that the compiler recomputes the addresses, barriers and descriptors that depend on it for every
+        # block: sums leave no registers to keep them in.
         return lax.optimization_barrier(self._warpgroup)
 
     @property
@@ -58,18 +58,20 @@ class WideKernel(Kernel):
 
     @property
     def pieces(self) -> Sequence[Piece]:
-        """Two pieces' products, all running sums and a block's p are in a warpgroup's registers at the same time."""
+        """Pieces such that the products of two, all running sums and a block's p fit into registers."""
+        # 256 columns take 128 registers of a thread for sums, 2 x 32 for products of 64 and 32 for p. 192 columns take
+        # 96 for sums, 64 + 32 for products of 128 and 64, and 32. Both are 224 of 240.
         width, size = self.problem.part_width, 64 if self.problem.value_width > 192 else 128
         firsts = [(part, first) for part in range(self.value_parts) for first in range(0, width, size)]
         return [Piece(part, first, min(size, width - first)) for part, first in firsts]
 
     def slot(self, step: Array, part: int) -> Slot:
-        """Where one of the parts of a step's keys and values goes."""
+        """Returns the slot of a part of a step's keys and values."""
         index = self.slot_after(step, part)
         return Slot(self.scratch["kv"].at[index], self.scratch["kv_loaded"].at[index], index, FIRST_FREE)
 
     def slot_after(self, slot: Array, distance: int) -> Array:
-        """The number of the slot that comes so much later in the ring."""
+        """Returns the slot that is `distance` later in the ring."""
         slot = slot + distance
         return jnp.where(slot >= self.schedule.stages, slot - self.schedule.stages, slot) if distance else slot
 
@@ -107,7 +109,7 @@ class WideKernel(Kernel):
         return sums.step
 
     def start_scores(self, accumulator: Any, rows: Rows, slots: list[Slot]) -> None:
-        """Starts the products part by part of the columns."""
+        """Starts the products of all parts, each once it is loaded."""
         q = self.queries(self.warpgroup)
         for part, slot in enumerate(slots):
             if part > 0:
@@ -115,7 +117,7 @@ class WideKernel(Kernel):
             plgpu.wgmma(accumulator, q.at[:, self.columns(part)], slot.content.T)
 
     def accumulate(self, visit: Visit, o: tuple[Array, ...], block: Block, loaded: int) -> tuple[Array, ...]:
-        """Multiplies the values piece by piece; while one piece is multiplied, the one before it is merged."""
+        """Multiplies values piece by piece; while one is multiplied, the previous one is merged."""
         slots = visit.v
         merged_o, product_before = [], None
         for piece in self.pieces:
@@ -124,13 +126,14 @@ class WideKernel(Kernel):
                 plgpu.barrier_wait(slots[piece.part].loaded)
             product = start_product(block.p, slots[piece.part].content.at[:, pl.ds(piece.first, piece.size)])
             if product_before is not None:
-                plgpu.wgmma_wait(1)
+                plgpu.wgmma_wait(1)  # for all products but the one just started
                 if is_next_part:
                     arrive_for_loader(slots[piece.part - 1].free)
+                # To the compiler a product is final once it is started. The barriers keep its merge between the waits.
                 sums = block.merge(o[len(merged_o)], lax.optimization_barrier(product_before))
                 merged_o.append(lax.optimization_barrier(sums))
             product_before = product
-        # Not before the merging above, which the compiler would put off until after what this waits for.
+        # After the merge above, which the compiler would otherwise postpone until after the wait in here.
         self.end_turn(visit)
         plgpu.wgmma_wait(0)
         arrive_for_loader(slots[-1].free)

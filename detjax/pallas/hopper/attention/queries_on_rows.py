@@ -1,4 +1,4 @@
-"""A tile of attention with queries on its rows, as prefill and the gradients have it."""
+"""Attention tiles with queries on the rows, as prefill and gradients have them."""
 
 from typing import Any
 
@@ -12,33 +12,30 @@ from detjax.pallas.hopper.mosaic.tiles import clear_rows_in_registers
 
 
 def along_rows(x: Array, shape: tuple[int, ...]) -> Array:
-    """A number per row, repeated in every column."""
+    """Repeats one number per row in every column."""
     return lax.broadcast_in_dim(x, shape, [0])
 
 
 def splat(value: Any, shape: tuple[int, ...], layout: Any = None) -> Array:
-    """The same float32 number everywhere.
-
-    The default layout is that of a tile for two axes, and of a number for each of its rows for one axis.
-    """
+    """Returns an array of one float32 number; the default layout is `MATRIX` for two axes, `PER_ROW` for one."""
     filled = jnp.full(shape, value, ACCUMULATOR)
     return plgpu.layout_cast(filled, layout or (MATRIX if len(shape) == 2 else PER_ROW))
 
 
 def indices(axis: int, shape: tuple[int, ...] = (ROWS, KV_BLOCK)) -> Array:
-    """Row or column of each element of a tile."""
+    """Returns the row or column of each element of a tile, int32."""
     return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=MATRIX)
 
 
 def row_indices() -> Array:
-    """Row indices of a tile, int32 `[ROWS]`."""
+    """Returns the row indices of a tile, int32 `[ROWS]`."""
     return plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=PER_ROW)
 
 
 def clear_tail(rows: Any, length: Array) -> None:
-    """Zeros after the first `length` of `ROWS` rows of keys or values in shared memory, for the matrix unit to see.
+    """Zeroes all but the first `length` of `ROWS` rows of keys or values in shared memory, visibly to the matrix unit.
 
-    What a page holds after its request's last token may be NaN, and 0 * NaN is not 0.
+    A page may hold NaN after its request's last token, and 0 * NaN is not 0.
     """
     clear_rows_in_registers(rows, length)
     plgpu.commit_smem()

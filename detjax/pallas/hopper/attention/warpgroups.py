@@ -1,4 +1,4 @@
-"""CTAs of attention's kernels on Hopper, and the turns of two warpgroups that multiply beside one that loads."""
+"""CTAs of the attention kernels on Hopper: their launch, registers and barriers, and turns at the matrix unit."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -12,20 +12,25 @@ from detjax.pallas.hopper.mosaic.barriers import arrive, sync
 from detjax.pallas.hopper.mosaic.layouts import ROWS
 
 WARPGROUPS: Final = 2
-"""Warpgroups that multiply."""
+"""Multiplying warpgroups."""
 TILE: Final = WARPGROUPS * ROWS
 """Rows that they multiply at once."""
 CONSUMERS: Final = WARPGROUP * WARPGROUPS
-"""Threads that multiply."""
+"""Threads of the multiplying warpgroups."""
 
+# A CTA of three warpgroups begins with 168 registers per thread, 504 in all. The loader needs addresses only, so it
+# leaves all but 24. 240 each is what the others can then have; a warpgroup that asked for 8 more would wait forever.
 MULTIPLYING_REGISTERS, _, LOADING_REGISTERS = shared_registers(240, 240, 24)
-"""Registers of a thread that multiplies, and of one that loads: enough for addresses, so that the others have more."""
+"""Registers of a multiplying and of a loading thread."""
 
 _TURN: Final = 4
 FIRST_BARRIER: Final = _TURN + WARPGROUPS
-"""The first of the 16 named barriers that a kernel may use. Those below 4 are the compiler's, the others the turns'."""
+"""The first of the 16 named barriers that kernels may use. The compiler uses those below 4, and turns the next two."""
 NAMED_BARRIERS: Final = 16
 
+# `approx_math` makes exp2 the hardware's instruction. Kernels place every barrier themselves, as their warpgroups have
+# roles of their own, and reduce in primitives, which need no scratch memory of the compiler's. Primitives are code for
+# one thread, hence the lane semantics.
 COMPILER_PARAMS: Final = plgpu.CompilerParams(
     approx_math=True,
     unsafe_no_auto_barriers=True,
@@ -44,16 +49,16 @@ def launch(
     *,
     warpgroups: int = WARPGROUPS + 1,
 ) -> Sequence[Array]:
-    """Runs a kernel on CTAs with the axis name "cta", whose warpgroups have the axis name "warpgroup".
+    """Runs a kernel on CTAs (axis "cta") of warpgroups (axis "warpgroup").
 
     Args:
         name: the kernel's name in profiles.
         body: takes references to the operands, to the results, and to shared memory.
         operands: a pytree of arrays.
-        out_type: a sequence of the results' shapes and dtypes.
+        out_type: shapes and dtypes of the results.
         ctas: number of CTAs.
         scratch: shared memory and barriers by name.
-        warpgroups: warpgroups of a CTA; default: two that multiply and one that loads.
+        warpgroups: warpgroups per CTA; default: two that multiply and one that loads.
     """
     leaves, tree = jax.tree.flatten(operands)
 
@@ -74,6 +79,12 @@ def launch(
     return kernel(*leaves)
 
 
+# The multiplying warpgroups take turns at the matrix unit, so that one exponentiates while the other multiplies. Each
+# waits at a barrier of its own, at which the other one arrives. Every arrival has its wait: a kernel begins with
+# warpgroup 1 passing the first turn to warpgroup 0, and ends with warpgroup 0 taking the turn that warpgroup 1 passed
+# last.
+
+
 def take_turn(warpgroup: Array) -> None:
     """Waits until the other warpgroup has passed the matrix unit on."""
     sync(_TURN + warpgroup, CONSUMERS)
@@ -85,10 +96,10 @@ def pass_turn(warpgroup: Array) -> None:
 
 
 def sync_with_consumers(barrier: Array | int) -> None:
-    """A loading warp waits until both warpgroups have arrived at a barrier."""
+    """Has a loading warp wait until both multiplying warpgroups have arrived at a barrier."""
     sync(barrier, CONSUMERS + WARP)
 
 
 def arrive_for_loader(barrier: Array | int) -> None:
-    """A warpgroup arrives at a barrier that both warpgroups and a loading warp use."""
+    """Arrives, in a multiplying warpgroup, at a barrier that a loading warp waits at."""
     arrive(barrier, CONSUMERS + WARP)

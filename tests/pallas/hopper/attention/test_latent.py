@@ -147,21 +147,20 @@ LATENTS = {"heads": 2, "kv_heads": 1, "width": 576, "values": 512, "dtype": "bfl
     ("changes", "options", "words"),
     [
         ({"dtype": "float32"}, {}, "q has dtype float32 on .*; accepted by the backend 'hopper': bfloat16, float16. "),
-        ({"kv_heads": 2}, {}, "values that are columns of the keys of 2 heads on .*; accepted .*: one head of such"),
+        ({"kv_heads": 2}, {}, "key columns as values with 2 KV heads on .*; accepted .*: 1 KV head"),
         (
             {"values": 256},
             {},
-            "keys of 576 columns whose values are the first 256 on .*; accepted .*: 128, 256, 384, 512 columns of "
-            "values, and 64 more of keys, or choose the backend 'portable'",
+            "keys of 576 columns whose values are the first 256 on .*; accepted .*: 128, 256, 384, 512 value columns, "
+            "and 64 more for keys, or choose the backend 'portable'",
         ),
         (
             {},
             {"window": 4, "soft_cap": 2.0},
-            "values that are columns of their keys with window, soft_cap on .*; accepted .*: such values with scale "
-            "and causal alone",
+            "key columns as values with window, soft_cap on .*; accepted .*: only scale and causal with key columns",
         ),
-        ({}, {"sinks": True}, "values that are columns of their keys with sinks on"),
-        ({}, {"alibi_slopes": (0.5, 0.25)}, "values that are columns of their keys with alibi_slopes on"),
+        ({}, {"sinks": True}, "key columns as values with sinks on"),
+        ({}, {"alibi_slopes": (0.5, 0.25)}, "key columns as values with alibi_slopes on"),
     ],
 )
 def test_what_no_kernel_serves_is_refused(changes: dict[str, Any], options: dict[str, Any], words: str) -> None:
