@@ -1,4 +1,4 @@
-"""Equations of a traced function that together are attention: two products, with scale, mask and softmax in between."""
+"""Recognizes equations that together are attention: two products, with scale, mask and softmax in between."""
 
 import dataclasses
 import itertools
@@ -19,18 +19,18 @@ from detjax.invariant.equations import Program, aval
 from detjax.invariant.patterns import Softmax, Uses
 
 _LOWEST_FILL: Final = -1e30
-"""The largest number that stands for a score that is not seen: `exp` of it is 0 beside every other score."""
+"""Largest fill value of a masked score: its `exp` is 0 next to any other score."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Mask:
-    """Which scores are seen.
+    """The visible scores.
 
     Attributes:
-        seen: booleans of some of the axes of the scores.
-        axes: for each of its axes, the one of the scores.
-        is_negated: whether they say what is not seen.
-        fill: the score of what is not seen.
+        seen: booleans with some of the axes of the scores.
+        axes: the axis of the scores for each axis of `seen`.
+        is_negated: whether true means masked.
+        fill: the value of masked scores.
     """
 
     seen: core.Var
@@ -40,16 +40,16 @@ class Mask:
 
 
 class Axes(NamedTuple):
-    """What the axes of scores are, but for the last one, which is that of keys.
+    """The roles of the scores' axes, except for the last axis, which is keys.
 
-    An axis that keys and values have too is one of requests, or of their heads; the others are those of queries alone.
-    No axis of the queries moves if theirs come in this order.
+    Axes that keys and values share are requests or heads; the others belong to queries alone. Queries whose axes are in
+    this order need no transposition.
 
     Attributes:
-        requests: axes that keys and values have.
+        requests: axes of queries, keys and values.
         tokens: axes of queries alone.
-        heads: further axes that keys and values have.
-        shared: further axes of queries alone, all of which share a head of keys.
+        heads: further axes of queries, keys and values.
+        shared: further axes of queries alone, which share a head of keys.
     """
 
     requests: tuple[int, ...]
@@ -58,14 +58,14 @@ class Axes(NamedTuple):
     shared: tuple[int, ...]
 
     @classmethod
-    def from_queries(cls, places: Mapping[int, int], paired: Collection[int]) -> "Axes":
-        """Returns them for queries.
+    def from_queries(cls, query_axes: Mapping[int, int], paired: Collection[int]) -> "Axes":
+        """Returns the roles of axes.
 
         Args:
-            places: for each axis of the scores that queries have, where they have it.
-            paired: those that keys and values have too.
+            query_axes: for each axis of the scores that queries have, the axis of the queries.
+            paired: axes of the scores that keys and values have too.
         """
-        order = sorted(places, key=places.__getitem__)
+        order = sorted(query_axes, key=query_axes.__getitem__)
         runs = [tuple(run) for _, run in itertools.groupby(order, key=lambda axis: axis in paired)]
         if order and order[0] not in paired:
             runs.insert(0, ())
@@ -83,15 +83,15 @@ class Attention:
         q: the queries.
         k: the keys.
         v: the values.
-        axes: what the axes of the scores are.
-        q_axes: the axes of the queries: those of `axes`, and that of columns.
-        k_axes: the axes of the keys: requests, their own, heads, and columns.
-        v_axes: likewise of the values.
-        scale: what the products are multiplied by.
-        mask: which scores are seen; None: all.
-        out_axes: for each axis of the result, its place among those of `axes` and that of columns.
-        result: what the last equation gives.
-        equations: their indices in the program, the last of which gives the result.
+        axes: the roles of the scores' axes.
+        q_axes: axes of the queries in the order of `axes`, then columns.
+        k_axes: axes of the keys in the order requests, keys, heads, columns.
+        v_axes: axes of the values in the same order.
+        scale: the factor of the scores.
+        mask: the visible scores; None: all.
+        out_axes: for each axis of the result, its index among `axes` followed by columns.
+        result: the result.
+        equations: the indices of its equations in the program; the last one computes the result.
     """
 
     q: core.Var
@@ -109,12 +109,12 @@ class Attention:
 
     @property
     def operands(self) -> dict[str, core.Var]:
-        """What the attention reads, by the names that it is called with."""
+        """The variables that the attention reads, by argument name."""
         operands = {"q": self.q, "k": self.k, "v": self.v}
         return operands if self.mask is None else operands | {"mask": self.mask.seen}
 
     def is_served(self, count: int) -> bool:
-        """Returns whether the backend has attention for such arrays of so many examples."""
+        """Returns whether the backend has attention for these shapes with `count` examples."""
         shapes = {
             name: jax.ShapeDtypeStruct((count, *aval(x).shape), aval(x).dtype) for name, x in self.operands.items()
         }
@@ -128,7 +128,7 @@ class Attention:
         """Returns the result `[B, ...]`.
 
         Args:
-            values: q, k and v of all examples, `[B, ...]`, and the mask, `[B or 1, ...]`, if there is one.
+            values: q, k and v of all examples, `[B, ...]`, and the mask, `[B or 1, ...]`, if any.
         """
         q, k, v = (
             values[name].transpose(0, *(axis + 1 for axis in axes))
@@ -151,7 +151,7 @@ class Attention:
         return o.transpose(0, *(axis + 1 for axis in self.out_axes))
 
     def _seen(self, seen: Array) -> Array:
-        """The mask, an axis for each axis of requests, heads, tokens and keys; of size 1 where it has none."""
+        """Returns the mask with all axes of requests, heads, tokens and keys, of size 1 where it has none."""
         assert self.mask is not None
         sizes = [1] * (sum(map(len, self.axes)) + 1)
         for size, axis in zip(seen.shape[1:], self.mask.axes, strict=True):
@@ -161,7 +161,7 @@ class Attention:
         return ~seen if self.mask.is_negated else seen
 
     def _unseen_value(self, v: Array, shared: int) -> Array:
-        """What a query has that sees no key: the mean of all values, as all scores are the same, or NaN."""
+        """Returns the output of a query that sees no key: the mean of all values, as its scores are equal, or NaN."""
         assert self.mask is not None
         if math.isinf(self.mask.fill):
             return jnp.asarray(jnp.nan, v.dtype)
@@ -170,9 +170,9 @@ class Attention:
 
 
 def _spread(seen: Array, sizes: Sequence[Sequence[int]]) -> Array:
-    """A mask with one axis for all axes of requests, for those of heads, of tokens, and of keys.
+    """Returns a mask `[requests, heads, tokens, keys]`.
 
-    The first two stay of size 1 where the mask says nothing of them.
+    Requests and heads keep size 1 where the mask does not depend on them.
     """
     shape, axis = [], 0
     for number, group in enumerate(sizes):
@@ -184,33 +184,29 @@ def _spread(seen: Array, sizes: Sequence[Sequence[int]]) -> Array:
 
 
 def attentions(uses: Uses, softmaxes: Sequence[Softmax]) -> list[Attention]:
-    """Returns the attentions of a program.
+    """Returns the attentions of a program, given the result of `patterns.softmaxes` for it.
 
-    Each is a product of two arrays whose float32 result is scaled by a number, masked by a `where` with -inf or a
-    number near the lowest, given to softmax, rounded, and multiplied by a third array, with transpositions in between.
-    Nobody else reads what lies between.
-
-    Args:
-        uses: those of the program.
-        softmaxes: what `patterns.softmaxes` finds in it.
+    Each is a product of two arrays whose float32 result is scaled by a number, masked by a `where` with -inf or a very
+    low number, passed to softmax, rounded, and multiplied by a third array, with transpositions in between. No other
+    equation reads an intermediate value.
     """
     matches = (_Match(uses, softmax).attention() for softmax in softmaxes)
     return [attention for attention in matches if attention is not None]
 
 
 class _NoMatch(Exception):
-    """The equations are something else."""
+    """The equations are not attention."""
 
 
 class _Match:
-    """The equations around one softmax."""
+    """Matches the equations around a softmax."""
 
     def __init__(self, uses: Uses, softmax: Softmax) -> None:
         self._uses, self._softmax = uses, softmax
         self._taken = set(softmax.equations)
 
     def attention(self) -> Attention | None:
-        """Returns the attention that the softmax belongs to, if it belongs to one."""
+        """Returns the attention that the softmax is part of, if any."""
         try:
             return self._attention()
         except _NoMatch:
@@ -221,22 +217,23 @@ class _Match:
         scale, order, product = self._product(scores)
         (contracted, paired_axes) = product.params["dimension_numbers"]
         free = [_free_axes(product, side) for side in (0, 1)]
-        # Where each axis of the product is in its operands, then where each axis of the scores is.
-        places: list[tuple[int | None, int | None]] = [*zip(*paired_axes, strict=True)]
-        places += [(axis, None) for axis in free[0]] + [(None, axis) for axis in free[1]]
-        *places, keys = [places[axis] for axis in order]
+        # The axes of the operands for each axis of the product, then for each axis of the scores.
+        sources: list[tuple[int | None, int | None]] = [*zip(*paired_axes, strict=True)]
+        sources += [(axis, None) for axis in free[0]] + [(None, axis) for axis in free[1]]
+        *sources, keys = [sources[axis] for axis in order]
         _require(None in keys)
         side = 1 - keys.index(None)
         _require(len(free[side]) == 1 and len(contracted[0]) == 1)
         operands: list[Any] = product.invars
         q, k = operands[1 - side], operands[side]
         query_axes, key_axes = (
-            {axis: n for axis, place in enumerate(places) if (n := place[one]) is not None} for one in (1 - side, side)
+            {axis: n for axis, source in enumerate(sources) if (n := source[one]) is not None}
+            for one in (1 - side, side)
         )
         paired = list(key_axes)
         axes = Axes.from_queries(query_axes, paired)
 
-        last, v, value_axes, v_axis, out = self._values(paired, len(places) + 1)
+        last, v, value_axes, v_axis, out = self._values(paired, len(sources) + 1)
         v_free = [axis for axis in range(aval(v).ndim) if axis not in (*value_axes.values(), v_axis)]
         _require(len(v_free) == 1 and _have_one_dtype(q, k, v, last.outvars[0]))
         order = (*axes.requests, *axes.tokens, *axes.heads, *axes.shared)
@@ -263,7 +260,7 @@ class _Match:
     # --- before the softmax -------------------------------------------------------------------------------------------
 
     def _mask(self, x: Any) -> tuple[Mask | None, Any]:
-        """The mask of the scores, if they have one, and the scores without it."""
+        """Returns the mask of the scores, if any, and the scores without it."""
         eqn = self._uses.maker(x)
         _require(eqn is not None and self._uses.count[x] == 2)
         assert eqn is not None
@@ -274,7 +271,7 @@ class _Match:
         return selection.mask, selection.scores
 
     def _product(self, x: Any) -> tuple[float, list[int], core.JaxprEqn]:
-        """The product that scores are, what it is multiplied by, and which of its axes each axis of the scores is."""
+        """Returns the scale, the product's axis for each axis of the scores, and the product."""
         scale, order, readers = 1.0, list(range(aval(x).ndim)), 2 if x is self._softmax.x else 1
         while True:
             eqn = self._uses.maker(x)
@@ -304,10 +301,10 @@ class _Match:
     def _values(
         self, paired: Sequence[int], ndim: int
     ) -> tuple[core.JaxprEqn, Any, dict[int, int], int, list[int | None]]:
-        """The product with the values.
+        """Matches the product with the values.
 
-        Returns it, the values, where each paired axis is in them, their axis of keys, and which axis of the scores each
-        axis of the product is; None for the columns.
+        Returns the product, the values, the values' axis for each paired axis, the values' axis of keys, and for each
+        axis of the product the axis of the scores, None for columns.
         """
         p = self._softmax.result
         eqn = self._only_reader(p)
@@ -339,7 +336,7 @@ class _Selection:
 
     @classmethod
     def from_equation(cls, eqn: core.JaxprEqn, uses: Uses) -> "_Selection | None":
-        """Returns what an equation selects, if it selects scores by a mask: `select_n`, or a call that holds one."""
+        """Returns the selection of scores by a mask that an equation computes: `select_n`, or a call of it."""
         atoms: dict[Any, Any] = {}
         if equations.is_call(eqn):
             body = Program.from_jaxpr(equations.body(eqn))
@@ -361,7 +358,7 @@ class _Selection:
             return None
 
         def origin(atom: Any) -> tuple[Any, tuple[int, ...]]:
-            """What an operand is made of by broadcasting, and the axes that its axes are."""
+            """Returns the array that an operand is broadcast from, and the operand's axes of its axes."""
             axes = tuple(range(aval(atom).ndim))
             while (maker := uses.maker(atom)) is not None:
                 if maker.primitive.name == "broadcast_in_dim":
@@ -398,7 +395,7 @@ def _is_number(atom: Any) -> bool:
 
 
 def _have_one_dtype(*atoms: Any) -> bool:
-    """Whether values are arrays of one dtype under contract, with an element at least."""
+    """Returns whether values are nonempty arrays of one dtype under contract."""
     first = aval(atoms[0]).dtype
     return str(first) in INPUT_DTYPES and all(
         isinstance(atom, core.Var) and aval(atom).dtype == first and math.prod(aval(atom).shape) for atom in atoms

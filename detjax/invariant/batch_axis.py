@@ -1,8 +1,8 @@
-"""The place of the batch in every array of a traced function, and the equations that mix its rows.
+"""Traces the axis of the batch through a function, and finds the equations that mix its rows.
 
-This is an abstract interpretation. An array holds rows of the batch along one axis (`Rows`), or none (`Shared`), or it
-is not known which element belongs to which row (`UNKNOWN`). Nothing that follows an unknown array is reported, so every
-finding is where the rows part ways first.
+This is an abstract interpretation. An array holds rows of the batch along one axis (`Rows`), or no rows (`Shared`), or
+its elements belong to unknown rows (`UNKNOWN`). Equations that read unknown arrays are not reported, so each finding is
+the first equation that mixes rows.
 """
 
 import dataclasses
@@ -55,29 +55,29 @@ def follow(
     *,
     rows_may_return: bool = True,
 ) -> tuple[list[Place], list[Finding]]:
-    """Returns where the batch is in the results of a jaxpr, and the equations that mix its rows.
+    """Returns the places of the batch in the results of a jaxpr, and the equations that mix its rows.
 
     Args:
         jaxpr: a function of a whole batch.
-        batch: how many rows the batch has, at least 2.
-        places: for each argument its place, or None for an array without rows.
-        sharded: the axes of a mesh around the function along which devices have other rows; None if that is not known.
-        sizes: which numbers of the function come from the number of rows, if that is known.
-        rows_may_return: whether rows may leave their places if they return to them.
+        batch: the number of rows, at least 2.
+        places: the place of each argument; None for an array without rows.
+        sharded: the axes of a surrounding mesh along which devices have different rows; None if unknown.
+        sizes: the numbers of the function that come from the number of rows, if known.
+        rows_may_return: whether rows may leave their positions if they return to them.
     """
-    follower = Follower(batch, sharded, sizes, rows_may_return=rows_may_return)
-    made = [follower.result(place) for place in follower.jaxpr(jaxpr, places)]
-    return made, list(dict.fromkeys(follower.findings))
+    tracer = BatchAxisTracer(batch, sharded, sizes, rows_may_return=rows_may_return)
+    results = [tracer.result(place) for place in tracer.jaxpr(jaxpr, places)]
+    return results, list(dict.fromkeys(tracer.findings))
 
 
 _MAX_ROUNDS: Final = 5
-"""In which the places of a loop's carries are found: a carry goes from shared to rows to unknown."""
+"""Rounds in which the places of a loop's carries settle: a carry can change from shared to rows to unknown."""
 
 
 def operation_places(eqn: core.JaxprEqn, places: Sequence[Place], batch: int) -> list[Place]:
-    """Returns the places of the results of an operation of detjax, which keeps the rows of its operands apart.
+    """Returns the places of the results of an operation of detjax, which keeps the rows of its operands separate.
 
-    Rows are found by the sizes of axes, so the batch's size is to divide no other axis.
+    Axes of rows are recognized by size, so the batch size must not divide any other axis.
     """
     if any(place is UNKNOWN for place in places) and not any(isinstance(place, Rows) for place in places):
         return [UNKNOWN] * len(eqn.outvars)
@@ -107,15 +107,15 @@ _OF_MATRICES: Final[Mapping[str, int]] = {
     ),
     **dict.fromkeys(("tridiagonal_solve", "lu_pivots_to_permutation"), 1),
 }
-"""Primitives of linear algebra, and how many of the last axes they work along."""
+"""Primitives of linear algebra, and the number of trailing axes they work along."""
 _CALLED: Final = frozenset(
     "pure_callback io_callback pallas_call ffi_call custom_linear_solve linear_solve threefry2x32 random_gamma".split()
 )
-"""Primitives that are called for each row alone, at the shapes of one row: they promise to keep rows apart."""
+"""Primitives that are called for each row alone, at the shapes of one row: they promise to keep rows separate."""
 
 
 def _points_to_rows(eqn: core.JaxprEqn, places: Sequence[Place]) -> bool:
-    """Returns whether operands of an equation select rows by number: the rules of indices look at them."""
+    """Returns whether operands of an equation select rows by index, which the index rules handle."""
     name, rows = eqn.primitive.name, places[0]
     if name == "dynamic_update_slice" or name.startswith("scatter"):
         return any(isinstance(place, (Single, Index, Vector)) for place in places) or _is_at_rows(eqn, places)
@@ -132,13 +132,13 @@ def _is_at_rows(eqn: core.JaxprEqn, places: Sequence[Place]) -> bool:
     return numbers is not None and rows is not None and rows.axis in numbers.scatter_dims_to_operand_dims
 
 
-class Follower(RowRules):
-    """The places of one function's arrays, equation by equation."""
+class BatchAxisTracer(RowRules):
+    """Computes the places of a function's arrays, equation by equation."""
 
     def jaxpr(
         self, jaxpr: core.Jaxpr, places: Sequence[Place | None], values: Sequence[Any] | None = None
     ) -> list[Place]:
-        """Returns the places of a jaxpr's results; `values` are the values of its arguments, if known."""
+        """Returns the places of a jaxpr's results; `values` are the value numbers of its arguments, if known."""
         env: dict[core.Var, Place] = {}
         constants = map(constant_place, jaxpr.consts)
         for var, place in zip(jaxpr.all_invars, [*constants, *places], strict=True):
@@ -153,9 +153,9 @@ class Follower(RowRules):
             return dataclasses.replace(whole(atom), number=self._number(atom))
 
         def rule(eqn: core.JaxprEqn, given: list[Place]) -> list[Place]:
-            for at, (v, place) in enumerate(zip(eqn.invars, given, strict=True)):
-                if isinstance(v, core.Literal) and isinstance(place, Shared) and self.sizes.is_literal(eqn, at):
-                    given[at] = dataclasses.replace(place, sized=True)
+            for index, (v, place) in enumerate(zip(eqn.invars, given, strict=True)):
+                if isinstance(v, core.Literal) and isinstance(place, Shared) and self.sizes.is_literal(eqn, index):
+                    given[index] = dataclasses.replace(place, sized=True)
             is_call = equations.is_call(eqn)
             if not is_call:
                 self.number_results(eqn)
@@ -177,7 +177,7 @@ class Follower(RowRules):
                 self._grids[var] = place.grid
 
     def result(self, place: Place) -> Place:
-        """Returns the place of a result, and reports rows that do not return to their places."""
+        """Returns the place of a result, and reports rows that do not return to their positions."""
         if isinstance(place, Draft):
             self.findings.append(place.finding)
         elif isinstance(place, (Index, Rows)) and place.order:
@@ -195,7 +195,7 @@ class Follower(RowRules):
                 self.findings.append(finding)
 
     def equation(self, eqn: core.JaxprEqn, places: list[Place]) -> list[Place]:
-        """Returns the places of an equation's results, given those of its operands."""
+        """Returns the places of an equation's results, given the places of its operands."""
         name = eqn.primitive.name
         if equations.kind(eqn) is Kind.CALL:
             self.calls.append(eqn)
@@ -213,7 +213,7 @@ class Follower(RowRules):
             return self._operation(eqn, places)
         if any(place is UNKNOWN for place in places):
             if not self.findings and not keeps_order(eqn, places):
-                self.mixes(eqn, Mixing.OTHER, "works on rows in the order of an operation")
+                self.mixes(eqn, Mixing.OTHER, "works on rows that an operation has reordered")
             return [UNKNOWN] * len(eqn.outvars)
         others = [place for place in places if not isinstance(place, Shared)]
         if not others:
@@ -234,9 +234,9 @@ class Follower(RowRules):
         return place if isinstance(place, list) else [place] * len(eqn.outvars)
 
     def _operation(self, eqn: core.JaxprEqn, places: list[Place]) -> list[Place]:
-        """The places of the results of an operation of detjax, which keeps rows apart, or orders them as it needs.
+        """Returns the places of an operation's results. Operations of detjax keep rows separate, but may reorder them.
 
-        No row can be cut out of it, so where rows may not leave their places it is not taken.
+        No row can be cut out of an operation, so it is refused where rows may not leave their positions.
         """
         if not self.rows_may_return:
             what = f"calls {equations.operation(eqn)} of detjax.ops for the whole batch"
@@ -246,7 +246,7 @@ class Follower(RowRules):
         return operation_places(eqn, places, self.batch)
 
     def _special(self, eqn: core.JaxprEqn, places: list[Place], others: Sequence[Place]) -> list[Place] | None:
-        """The places of results of single rows, of indices and counts, and of numbers that come from the batch."""
+        """Returns the places of results made from single rows, indices, counts, or numbers that come from the batch."""
         name, count = eqn.primitive.name, len(eqn.outvars)
         if any(isinstance(place, Shared) and place.sized for place in places) and not _points_to_rows(eqn, places):
             what = Mixing.SIZE.value
@@ -261,7 +261,7 @@ class Follower(RowRules):
         elif any(isinstance(place, Single) for place in others) and not (
             name in (*_JOINING, "dynamic_update_slice") or name.startswith("scatter")
         ):
-            return [self.mixes(eqn, Mixing.SLOT, "lets a row meet another one")] * count
+            return [self.mixes(eqn, Mixing.SLOT, "combines a row with another one")] * count
         if any(isinstance(place, (Index, Counts, Vector)) for place in others):
             made = self.with_indices(eqn, places)
             return [self.mixes(eqn, Mixing.MOVE, Mixing.MOVE.value)] * count if made is None else made
@@ -285,7 +285,7 @@ class Follower(RowRules):
         return rules[name](eqn, places)
 
     def _opaque(self, eqn: core.JaxprEqn, places: list[Place]) -> list[Place]:
-        """The places of results of what keeps to the leading axes of its operands, or is called for each row."""
+        """Returns the places of results of primitives that work along trailing axes, or are called for each row."""
         name, rows = eqn.primitive.name, next(place for place in places if isinstance(place, Rows))
         ndim = {"fft": len(eqn.params.get("fft_lengths", ()))}.get(name, _OF_MATRICES.get(name))
         if ndim is not None:
@@ -302,7 +302,7 @@ class Follower(RowRules):
     # Control flow ---------------------------------------------------------------------------------------------------
 
     def _rounds(self, carries: list[Place], step: Callable[[list[Place]], list[Place]], eqn: Any) -> list[Place]:
-        """The places of carries that a loop's body leaves as they are."""
+        """Returns the places of carries once the loop's body no longer changes them."""
         carries = [place.plain if isinstance(place, Shared) else place for place in carries]
         for _ in range(_MAX_ROUNDS):
             after = [self._joined((x, y), eqn) for x, y in zip(carries, step(carries), strict=True)]
@@ -318,7 +318,7 @@ class Follower(RowRules):
         over_rows = [isinstance(place, Rows) and place.axis == 0 for place in xs]
         is_apart = not carries and not any(isinstance(place, Rows) for place in consts)
         if any(over_rows) and is_apart and all(place == Rows(0) for place in xs if isinstance(place, Rows)):
-            # A step sees one row, without an axis of rows, and leaves nothing to the next.
+            # Each step sees one row, without an axis of rows, and carries nothing to the next.
             if any(isinstance(place, Shared) and 0 not in place.uniform for place in xs):
                 unknown = self.mixes(eqn, Mixing.SLOT, Mixing.SLOT.value)
                 return [unknown] * len(eqn.outvars), [unknown] * len(places)
@@ -347,19 +347,19 @@ class Follower(RowRules):
         step = lambda carries: self.jaxpr(eqn.params["body_jaxpr"], [*consts, *carries])  # noqa: E731
         carries = self._rounds(carries, step, eqn)
         test = self.jaxpr(eqn.params["cond_jaxpr"], [*tested, *carries])[0]
-        # `jax.vmap` makes loops that leave a row as it is when that wants no more: each row has its own answer then.
+        # `jax.vmap` makes loops that leave a finished row unchanged: each row has its own condition then.
         ends_by_row = (
             self.rows_may_return
             and isinstance(test, Rows)
             and all(place == test for place in carries if isinstance(place, Rows))
         )
         if not ends_by_row and not isinstance(test, (Shared, Single)):
-            return [self.mixes(eqn, Mixing.OTHER, "goes on as long as any row wants")] * len(eqn.outvars)
+            return [self.mixes(eqn, Mixing.OTHER, "loops until every row is done")] * len(eqn.outvars)
         return carries
 
     def _cond(self, eqn: core.JaxprEqn, places: list[Place]) -> list[Place]:
         if not isinstance(places[0], (Shared, Single)):
-            return [self.mixes(eqn, Mixing.OTHER, "takes a branch that rows choose")] * len(eqn.outvars)
+            return [self.mixes(eqn, Mixing.OTHER, "branches on a value of rows")] * len(eqn.outvars)
         branches = [self.jaxpr(branch, places[1:]) for branch in eqn.params["branches"]]
         return [self._joined(results, eqn) for results in zip(*branches, strict=True)]
 
@@ -369,14 +369,14 @@ class Follower(RowRules):
             names = spec[place.axis] if isinstance(place, Rows) and place.axis < len(spec) else None
             names = names if isinstance(names, tuple) else (names,)
             if any(name is not None and sizes[name] > 1 for name in names):
-                return [self.mixes(eqn, Mixing.OTHER, "cuts the batch among devices")] * len(eqn.outvars)
+                return [self.mixes(eqn, Mixing.OTHER, "shards the batch")] * len(eqn.outvars)
         before, self.inner_axes = self.inner_axes, self.inner_axes | eqn.params["newly_manual_axes"]
         made = self.jaxpr(eqn.params["jaxpr"], places)
         self.inner_axes = before
         return made
 
     def _joined(self, places: Sequence[Place], eqn: core.JaxprEqn) -> Place:
-        """The place of an array that may be any of several."""
+        """Returns the place of an array that may be any of several."""
         first, *others = places
         for other in others:
             if first == other:
@@ -390,7 +390,8 @@ class Follower(RowRules):
                 first = UNKNOWN
             elif isinstance(first, (Single, Shared)) and isinstance(other, (Single, Shared)):
                 rows = {place for place in (first, other) if isinstance(place, Single)}
-                first = rows.pop() if len(rows) == 1 else self.mixes(eqn, Mixing.SLOT, "lets a row meet another one")
+                what = "combines a row with another one"
+                first = rows.pop() if len(rows) == 1 else self.mixes(eqn, Mixing.SLOT, what)
             elif isinstance(first, (Single, Index, Counts, Vector)) or isinstance(
                 other, (Single, Index, Counts, Vector)
             ):
@@ -407,7 +408,7 @@ class Follower(RowRules):
         return first
 
     def _shared_results(self, eqn: core.JaxprEqn, places: list[Shared]) -> list[Place]:
-        """The places of results that hold no rows: along which axes they are uniform, and what their integers are."""
+        """Returns the places of results without rows: their uniform axes, and what is known of their integers."""
         name = eqn.primitive.name
         sized = any(place.sized for place in places) or self.sizes.is_parameter(eqn)
         if name in REDUCTIONS or name in ALONG or name == "dot_general":

@@ -1,13 +1,13 @@
-"""A program for one example, run for all of them at once, on devices where every element goes through the same code.
+"""Runs a program for one example for all of them at once, on devices where every element goes through the same code.
 
-The examples are the first axis of every array that depends on them. Three things could still give an example other
-bits among others, and none is left to the compiler:
+The examples are the first axis of every array that depends on them. Three things could still change an example's bits
+with the batch, and none is left to the compiler:
 
-- *Sums, largest and smallest numbers.* Their order is written out: halves of an axis are combined until one number is
-  left. Products of activations are products of groups of rows, under contract, and so are softmax where
-  `jax.nn.softmax` wrote it, and attention.
-- *Fused products.* Whether `x * y + z` is rounded once or twice depends on what a compiler fuses, and that on shapes.
-  What may end in a product is sealed by adding -0.0, which changes no number: a product that has been added to
+- *Sums, maxima and minima.* Their order is explicit: halves of an axis are combined until one number is left. Products
+  of activations become grouped matrix products under contract. Attention, and softmax as `jax.nn.softmax` writes it,
+  become operations under contract.
+- *Fused products.* Whether `x * y + z` is rounded once or twice depends on the compiler's fusions, and these on shapes.
+  A result that may end in a product is sealed by adding -0.0, which changes no number: a product that has been added to
   something cannot be fused with a further addition. The compiler does not know that the number is -0.0.
 - *Anything else* whose code may depend on shapes, such as convolutions, runs in a loop over the examples.
 """
@@ -33,25 +33,25 @@ from detjax.invariant.patterns import Softmax
 from detjax.operands.rounding import rounded
 from detjax.portable.tiles import fold_rows
 
-_FEWEST: Final = 2
-"""Examples that arrays hold: where an axis of one goes away, compilers simplify what they otherwise would not."""
+_MIN_EXAMPLES: Final = 2
+"""Minimum number of examples in an array: compilers remove an axis of size 1 and simplify further."""
 
 _NOT_SEALED: Final = frozenset(("add", "sub", "add_any", "convert_element_type", "sqrt"))
-"""What is rounded once and does not end in a product."""
+"""Primitives that round once and do not end in a product."""
 
 _SEALED_DTYPES: Final = ("float16", "float32", "float64")
-"""Types of products that hardware adds to without rounding them; bfloat16 ones are rounded from float32."""
+"""Dtypes whose products hardware can fuse with an addition; bfloat16 products are rounded from float32."""
 
 
 def run(program: Program, rows: Sequence[Array], shared: Sequence[Array], sums: int = 0) -> list[Array]:
-    """Returns what `loops.run` returns, up to the last bits, for all examples at once.
+    """Returns the results of `loops.run`, except for the last bits, computed for all examples at once.
 
-    What is shared must be nothing that a compiler could fuse with the program; see `interpreter`.
+    The compiler must not be able to fuse the computation of shared values with the program; see `interpreter`.
     """
     count = rows[0].shape[0]
-    if count < _FEWEST:
-        rows = [jnp.concatenate([x] * _FEWEST) for x in rows]
-    batch = _Batch(max(count, _FEWEST))
+    if count < _MIN_EXAMPLES:
+        rows = [jnp.concatenate([x] * _MIN_EXAMPLES) for x in rows]
+    batch = _Batch(max(count, _MIN_EXAMPLES))
     mapped = [True] * len(rows) + [False] * len(shared)
     results = batch.run(program, [*rows, *shared], mapped, [True] * len(program.results))
     results = [x[:count] for x in results]
@@ -60,7 +60,7 @@ def run(program: Program, rows: Sequence[Array], shared: Sequence[Array], sums: 
 
 
 class _Batch(ControlFlow):
-    """The run of one program and of those that it holds."""
+    """The run of a program and of the programs in its equations."""
 
     def __init__(self, count: int) -> None:
         super().__init__(count, Dependence(lambda eqn, mapped: False))
@@ -82,7 +82,7 @@ class _Batch(ControlFlow):
         softmaxes = patterns.softmaxes(uses)
         attentions = [one for one in attention_patterns.attentions(uses, softmaxes) if one.is_served(self.count)]
         operations = {pattern.equations[-1]: pattern for pattern in (*softmaxes, *attentions)}
-        # The softmax of an attention is inside of it.
+        # An attention contains its softmax.
         inside = {index for pattern in operations.values() for index in pattern.equations[:-1]}
         for index, eqn in enumerate(program.eqns):
             if index in inside:
@@ -104,10 +104,7 @@ class _Batch(ControlFlow):
         return [self.spread(x) if want and not flag else x for x, flag, want in results]
 
     def _operation(self, pattern: Softmax | Attention, env: Values, flags: dict[Any, bool]) -> tuple[Array, bool]:
-        """The result of equations that together are an operation, and whether it depends on the example.
-
-        The rows of all examples are computed in one launch.
-        """
+        """Returns an operation's result, computed in one launch, and whether it depends on the example."""
         if isinstance(pattern, Softmax):
             return ops.softmax(env[pattern.x]), flags[pattern.x]
         operands = pattern.operands
@@ -131,7 +128,7 @@ class _Batch(ControlFlow):
         if kind in (Kind.EXACT, Kind.OPERATION) or (name == "scatter" and eqn.params["unique_indices"]):
             return self._at_once(eqn, values, mapped)
         if name == "reduce_sum":
-            # Numbers narrower than float32 are added in float32, and rounded once.
+            # Numbers narrower than float32 are added in float32 and rounded once.
             wide = values[0].astype(jnp.promote_types(values[0].dtype, jnp.float32))
             return [rounded(_halved(wide, [axis + 1 for axis in eqn.params["axes"]], lax.add, 0.0), values[0].dtype)]
         if name == "cumsum":
@@ -145,7 +142,7 @@ class _Batch(ControlFlow):
 
     @staticmethod
     def _extreme(eqn: core.JaxprEqn, values: list[Any], mapped: list[bool]) -> list[Any]:
-        """Largest or smallest numbers, in an order that is written out: it decides the sign of zeros."""
+        """Returns maxima or minima in an explicit order, which decides the sign of zeros."""
         name = eqn.primitive.name
         chosen, limit = (lax.max, "min") if name.endswith("max") else (lax.min, "max")
         is_real = jnp.issubdtype(values[0].dtype, jnp.floating)
@@ -158,13 +155,13 @@ class _Batch(ControlFlow):
         return _one_by_one(eqn, values, mapped)
 
     def _at_once(self, eqn: core.JaxprEqn, values: list[Any], mapped: list[bool]) -> list[Any]:
-        """The results of an equation whose elements do not depend on their place, by JAX's own batching rule."""
+        """Returns the results of an equation by JAX's batching rule, where no element depends on its position."""
         one = functools.partial(equations.bind, eqn)
         axes = [0 if m else None for m in mapped]
         return jax.vmap(lambda *values: one(values), in_axes=axes, axis_size=self.count)(*values)
 
     def _sealed(self, eqn: core.JaxprEqn, results: list[Any]) -> list[Any]:
-        """Results that cannot be fused into a sum."""
+        """Returns results that cannot be fused into a sum."""
         if equations.kind(eqn) not in (Kind.ROUNDED, Kind.APPROXIMATED, Kind.SUM) or eqn.primitive.name in _NOT_SEALED:
             return results
         zeros = [self._negative_zeros.get(str(x.dtype)) for x in results]
@@ -175,28 +172,28 @@ class _Batch(ControlFlow):
 
 
 def _one_by_one(eqn: core.JaxprEqn, values: list[Any], mapped: list[bool]) -> list[Any]:
-    """The results of an equation for one example after the other."""
+    """Returns the results of an equation, computed for the examples in sequence."""
     rows = [k for k, m in enumerate(mapped) if m]
     shared = [k for k, m in enumerate(mapped) if not m]
 
-    def one(*given: Any) -> list[Any]:
-        places = dict(zip((*rows, *shared), given, strict=True))
-        return equations.bind(eqn, [places[k] for k in range(len(values))])
+    def one(*operands: Any) -> list[Any]:
+        by_index = dict(zip((*rows, *shared), operands, strict=True))
+        return equations.bind(eqn, [by_index[k] for k in range(len(values))])
 
     return loops.run(one, [values[k] for k in rows], [jnp.asarray(values[k]) for k in shared])
 
 
 def _infinity(dtype: Any, limit: str) -> float:
-    """The largest or smallest number of a dtype, infinite where there is such a number."""
+    """Returns the largest or smallest number of a dtype, infinite if the dtype has infinities."""
     finite = float(getattr(jnp.finfo(dtype), limit))
     infinite = math.copysign(math.inf, finite)
     return infinite if np.isinf(np.asarray(infinite, dtype)) else finite
 
 
 def _halved(x: Array, axes: Sequence[int], combined: Callable[[Array, Array], Array], filling: float) -> Array:
-    """What is left of axes, one after the other, whose halves are combined until there is one number.
+    """Reduces axes in sequence by combining their halves until one number is left.
 
-    Axes are filled up to a power of two with what changes nothing.
+    Each axis is padded to a power of two with `filling`, the identity of the reduction.
     """
     total = x
     for axis in axes:
@@ -211,7 +208,7 @@ def _halved(x: Array, axes: Sequence[int], combined: Callable[[Array, Array], Ar
 
 
 def _added_examples(x: Array) -> Array:
-    """The sum over the examples in ascending order, in float32 at least."""
+    """Returns the sum over the examples in ascending order, at least in float32."""
     wide = lax.optimization_barrier(x.astype(jnp.promote_types(x.dtype, jnp.float32)))
 
     def add(total: Array, rows: Array, _: None) -> Array:

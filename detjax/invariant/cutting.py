@@ -1,12 +1,12 @@
-"""The program of one row, cut out of the program of a whole batch.
+"""Cuts the program of one row out of the program of a whole batch.
 
-A function that cannot be traced for one row, because it asks for a size of the batch, is traced for the batch. Where
-the rows lie in every array is followed through that program (`detjax.invariant.batch_axis`). If no equation mixes
-rows, each of them works on the rows of its operands alike and independently, so the same equations with the batch
-taken out of their shapes compute one row: the program that tracing for one row would have given.
+A function that cannot be traced for one row, because it requires some batch size, is traced for the batch. The axis of
+the rows is traced through that program (`detjax.invariant.batch_axis`). If no equation mixes rows, each equation works
+on all rows alike and independently, so the same equations with the batch removed from their shapes compute one row:
+the program that tracing for one row would have given.
 
-Values that hold no rows may have an axis of the batch's size too, such as positions that are repeated for every row.
-Numbers computed from these are computed once, and not for every row, so that their bits do not know the batch either.
+Values without rows may have an axis of the batch's size too, such as positions that are repeated for every row. Numbers
+derived from them are computed once, not once per row, so that their bits do not depend on the batch either.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +19,7 @@ from jax import Array, lax
 from jax.extend import core
 
 from detjax.invariant import equations
-from detjax.invariant.batch_axis import Follower
+from detjax.invariant.batch_axis import BatchAxisTracer
 from detjax.invariant.equations import Kind, aval
 from detjax.invariant.places import Place, Rows, Shared
 from detjax.invariant.refusals import UnsafeFunction, lines
@@ -33,12 +33,12 @@ _SIZES: Final = {
     "slice": "limit_indices",
     "dynamic_slice": "slice_sizes",
 }
-"""The parameter that holds the size of the axis of rows."""
+"""Primitives with a parameter that holds the size of the axis of rows, and this parameter."""
 
 _PAIRED: Final = frozenset(
     "concatenate dynamic_update_slice sort random_bits random_fold_in random_split random_seed".split()
 )
-"""Whose operands have their rows on one axis."""
+"""Primitives whose operands have their rows on the same axis."""
 
 _ALIKE: Final = frozenset(
     (
@@ -47,18 +47,18 @@ _ALIKE: Final = frozenset(
         "conv_general_dilated reduce_window_max reduce_window_min reduce_window_sum reduce_window"
     ).split()
 )
-"""Whose parameters say nothing of the axis of rows."""
+"""Primitives whose parameters do not contain the number of rows."""
 
 
 def cut(jaxpr: core.Jaxpr, batch: int, places: Sequence[Place | None]) -> Callable[..., list[Array]]:
-    """Returns the function of one row whose rows a function of a batch computes.
+    """Returns the function of one row that a function of a batch computes for each row.
 
-    An array that has rows keeps its axis of rows, with the elements of one of them.
+    Arrays with rows keep the axis of rows, with the elements of one row.
 
     Args:
         jaxpr: a function of a whole batch in which `batch_axis.follow` finds no equation that mixes rows.
-        batch: how many rows the batch has, at least 2.
-        places: for each argument its place, or None for an array without rows.
+        batch: the number of rows, at least 2.
+        places: the place of each argument; None for an array without rows.
 
     Raises:
         UnsafeFunction: an equation cannot be cut; when the function is traced.
@@ -68,14 +68,14 @@ def cut(jaxpr: core.Jaxpr, batch: int, places: Sequence[Place | None]) -> Callab
 
 
 class _Cutter:
-    """The equations of one row. Values without rows may have one element along axes on which they are uniform."""
+    """Runs the equations of one row. Values without rows may have size 1 along axes on which they are uniform."""
 
     def __init__(self, batch: int) -> None:
         self._batch = batch
         self._calls: list[core.JaxprEqn] = []
 
     def run(self, jaxpr: core.Jaxpr, values: Sequence[Any], places: Sequence[Place]) -> tuple[list[Any], list[Place]]:
-        """Returns one row's results of a jaxpr, and where the rows are in them."""
+        """Returns one row's results of a jaxpr, and their places."""
 
         def rule(eqn: core.JaxprEqn, given: list[tuple[Any, Place]]) -> Iterator[tuple[Any, Place]]:
             with equations.at_line(eqn):
@@ -88,43 +88,42 @@ class _Cutter:
         made = walk(jaxpr, inputs, rule, lambda atom: (atom.val, _known_single(Shared(), atom)))
         return [self._whole(x, v, p) for v, (x, p) in zip(jaxpr.outvars, made, strict=True)], [p for _, p in made]
 
-    def _follower(self) -> Follower:
-        follower = Follower(self._batch)
-        follower.calls.extend(self._calls)
-        return follower
+    def _tracer(self) -> BatchAxisTracer:
+        tracer = BatchAxisTracer(self._batch)
+        tracer.calls.extend(self._calls)
+        return tracer
 
     def _places(self, eqn: core.JaxprEqn, places: Sequence[Place]) -> list[Place]:
-        """The places of an equation's results.
+        """Returns the places of an equation's results.
 
         Raises:
-            UnsafeFunction: the equation mixes rows, which happens here in derivatives alone.
+            UnsafeFunction: the equation mixes rows, which only equations of derivatives can do here.
         """
-        follower = self._follower()
-        made = follower.equation(eqn, list(places))
-        if follower.findings:
-            reports = "\n".join(lines(follower.findings))
-            raise UnsafeFunction(f"batch_invariant: rows of the batch meet.\n{reports}")
+        tracer = self._tracer()
+        made = tracer.equation(eqn, list(places))
+        if tracer.findings:
+            reports = "\n".join(lines(tracer.findings))
+            raise UnsafeFunction(f"batch_invariant: the function mixes rows of the batch.\n{reports}")
         return made
 
     def _refuse(self, eqn: core.JaxprEqn, why: str) -> UnsafeFunction:
         return UnsafeFunction(
             f"batch_invariant: the function cannot be traced for one row, and its program for {self._batch} rows "
             f"cannot be cut into rows: {eqn.primitive.name} of {', '.join(map(str, equations.shapes(eqn)))} {why}, at "
-            f"{self._follower().line(eqn)}. Write the function so that it can be traced for a batch of one."
+            f"{self._tracer().line(eqn)}. Write the function so that it can be traced for a batch of one."
         )
 
     # Shapes ---------------------------------------------------------------------------------------------------------
 
     def _one(self, shape: Sequence[int], axis: int) -> tuple[int, ...]:
-        """The shape of one row of an array."""
         return tuple(size // self._batch if k == axis else size for k, size in enumerate(shape))
 
     def _whole(self, x: Any, var: Any, place: Place) -> Any:
-        """A value in its whole shape, that of one row if it has any."""
+        """Returns a value without rows at its full shape; a value with rows unchanged."""
         return x if isinstance(place, Rows) else _shaped(x, getattr(aval(var), "shape", ()))
 
     def _fitted(self, x: Any, var: Any, place: Place, wanted: Place) -> Any:
-        """A value that meets rows, at the shape of one row."""
+        """Returns a value at the shape of one row, if it is combined with rows."""
         shape = getattr(aval(var), "shape", ())
         if isinstance(place, Rows) or not isinstance(wanted, Rows) or not shape or shape[wanted.axis] == 1:
             return self._whole(x, var, place)
@@ -145,14 +144,14 @@ class _Cutter:
         return self._without_rows(eqn, values, places, made), made
 
     def _rows(self, eqn: core.JaxprEqn, values: list[Any], places: list[Place], made: list[Place]) -> list[Any]:
-        """One row's results of an equation whose operands have rows."""
+        """Returns one row's results of an equation whose operands have rows."""
         name, params = eqn.primitive.name, dict(eqn.params)
         given = next(place for place in places if isinstance(place, Rows))
         wanted: list[Place] = [place if isinstance(place, Rows) else Shared() for place in places]
         result = made[0]
         assert isinstance(result, Rows)
         if name == "sharding_constraint":
-            return values  # of the batch's axis, which a row has not
+            return values  # it constrains the axis of the batch, which a row does not have
         if name == "optimization_barrier":
             pass
         elif name in equations.ELEMENTWISE:
@@ -175,7 +174,7 @@ class _Cutter:
             "scatter_max",
             "scatter-max",
         ):
-            axes = self._follower().scattered_rows(eqn, places)
+            axes = self._tracer().scattered_rows(eqn, places)
             assert axes is not None
             wanted = [Shared() if axis is None else Rows(axis) for axis in axes]
         elif name == "dot_general":
@@ -186,19 +185,19 @@ class _Cutter:
         return _bind(eqn, operands, params)
 
     def _gather(self, eqn: core.JaxprEqn, params: dict[str, Any], places: list[Place]) -> list[Place]:
-        """The places in which operands meet; changes the sizes that a gather takes."""
+        """Returns the places that operands are fitted to; sets a gather's slice sizes in `params`."""
         numbers, operand = params["dimension_numbers"], places[0]
         wanted: list[Place] = list(places)
         if isinstance(operand, Rows):
             if operand.axis in numbers.operand_batching_dims:
-                at = numbers.operand_batching_dims.index(operand.axis)
-                wanted[1] = operand.on(numbers.start_indices_batching_dims[at])
+                index = numbers.operand_batching_dims.index(operand.axis)
+                wanted[1] = operand.on(numbers.start_indices_batching_dims[index])
             else:
                 params["slice_sizes"] = self._one(params["slice_sizes"], operand.axis)
         return wanted
 
     def _without_rows(self, eqn: core.JaxprEqn, values: list[Any], places: list[Place], made: list[Place]) -> list[Any]:
-        """The results of an equation without rows, computed once along axes on which they are uniform."""
+        """Returns the results of an equation without rows, computed once along axes on which they are uniform."""
         name, shapes = eqn.primitive.name, list(equations.shapes(eqn))
         uniform = [place.uniform if isinstance(place, Shared) else frozenset() for place in (*places, *made[:1])]
         inexact = any(map(equations.is_inexact, eqn.outvars))
@@ -245,7 +244,7 @@ class _Cutter:
         if equations.is_call(eqn):
             return self.run(equations.body(eqn), values, places)
         if name == "shard_map":
-            raise self._refuse(eqn, "divides the batch among devices, or holds what they do")
+            raise self._refuse(eqn, "shards the batch over devices, or contains a program of each device")
         made = self._places(eqn, places)
         rule = {"scan": self._scan, "while": self._while, "cond": self._cond}[name]
         return rule(eqn, values, places, made), made
@@ -257,13 +256,13 @@ class _Cutter:
         length = params["length"]
         _, carry_vars, x_vars = equations.scan_arguments(eqn, eqn.invars)
         if any(isinstance(place, Rows) and place.axis == 0 for place in x_places):
-            # A step of the whole program's takes a row: here there is one.
+            # Each step takes a row, and here there is one row.
             length = next(p.outer * p.inner for p in x_places if isinstance(p, Rows))
             fitted = zip(xs, x_vars, x_places, strict=True)
             xs = [self._fitted(x, v, place, Rows(0)) for x, v, place in fitted]
             inside: list[Place] = [*const_places, *[Shared()] * len(xs)]
         else:
-            inside = self._follower().scan(eqn, places)[1]
+            inside = self._tracer().scan(eqn, places)[1]
             carried = zip(carry, carry_vars, equations.scan_arguments(eqn, places)[1], made, strict=False)
             carry = [self._fitted(*given) for given in carried]
         wanted = inside[len(consts) : len(consts) + len(carry)]
@@ -282,13 +281,13 @@ class _Cutter:
         variables = equations.while_arguments(eqn, eqn.invars)[2]
         carry = [self._fitted(*given) for given in zip(carry, variables, carry_places, made, strict=True)]
 
-        def goes_on(carry: list[Any]) -> Any:
+        def condition(carry: list[Any]) -> Any:
             return self.run(tests, [*tested, *carry], [*tested_places, *made])[0][0]
 
         def step(carry: list[Any]) -> list[Any]:
             return self._results(body, [*consts, *carry], [*const_places, *made], made)
 
-        return varying.while_loop(goes_on, step, carry)
+        return varying.while_loop(condition, step, carry)
 
     def _cond(self, eqn: core.JaxprEqn, values: list[Any], places: list[Place], made: list[Place]) -> list[Any]:
         def branch(jaxpr: core.Jaxpr) -> Callable[..., list[Any]]:
@@ -300,14 +299,14 @@ class _Cutter:
     def _results(
         self, jaxpr: core.Jaxpr, values: Sequence[Any], places: Sequence[Place], wanted: Sequence[Place]
     ) -> list[Any]:
-        """One row's results of a jaxpr, the first of them in the places where others of their kind have their rows."""
+        """Returns one row's results of a jaxpr, the first ones fitted to the places `wanted`."""
         results, made = self.run(jaxpr, values, places)
         count = len(wanted)
         first = zip(results[:count], jaxpr.outvars[:count], made[:count], wanted, strict=True)
         return [jnp.asarray(x) for x in (*(self._fitted(*given) for given in first), *results[count:])]
 
     def _with_jvp(self, eqn: core.JaxprEqn, places: list[Place]) -> Callable[..., list[Any]]:
-        """The function of a `custom_jvp_call`, with its own derivative for one row."""
+        """Returns the function of a `custom_jvp_call`, with its derivative for one row."""
         consts = eqn.params["num_consts"]
         calls = list(self._calls)
 
@@ -335,13 +334,13 @@ class _Cutter:
         return call
 
     def _with_vjp(self, eqn: core.JaxprEqn, places: list[Place]) -> Callable[..., list[Any]]:
-        """The function of a `custom_vjp_call`, whose own derivative is one of a whole batch."""
+        """Returns the function of a `custom_vjp_call`; its own derivative, which takes a whole batch, is refused."""
 
         @jax.custom_vjp
         def call(*values: Any) -> list[Any]:
             return [jnp.asarray(x) for x in self.run(equations.body(eqn), values, places)[0]]
 
-        refusal = self._refuse(eqn, "has a gradient of its own (custom_vjp), which is one of the whole batch")
+        refusal = self._refuse(eqn, "has its own gradient (custom_vjp), which takes the whole batch")
 
         def keep(*values: Any) -> Any:
             raise refusal
@@ -351,7 +350,7 @@ class _Cutter:
 
 
 def _zero_tangent(x: Any) -> Any:
-    """The tangent of a result that does not change."""
+    """Returns the tangent of a constant result."""
     return jnp.zeros_like(x) if jnp.issubdtype(x.dtype, jnp.inexact) else np.zeros(jnp.shape(x), jax.dtypes.float0)
 
 
@@ -361,7 +360,7 @@ def _bind(eqn: core.JaxprEqn, values: Sequence[Any], params: dict[str, Any]) -> 
 
 
 def _known_single(place: Place, atom: Any) -> Place:
-    """A place, where axes of one element are known to be uniform."""
+    """Returns a place whose axes of size 1 are marked uniform."""
     if not isinstance(place, Shared):
         return place
     shape = getattr(aval(atom), "shape", ())
@@ -373,7 +372,7 @@ def _ones(shape: Sequence[int], axes: frozenset[int] | set[int]) -> tuple[int, .
 
 
 def _shaped(x: Any, shape: Sequence[int]) -> Any:
-    """A value with more or fewer elements along axes on which all are equal."""
+    """Returns a value with more or fewer elements along axes on which all are equal."""
     given = jnp.shape(x)
     if given == tuple(shape):
         return x
@@ -384,7 +383,7 @@ def _shaped(x: Any, shape: Sequence[int]) -> Any:
 
 
 def _paired_operands(eqn: core.JaxprEqn, places: list[Place]) -> list[Place]:
-    """The places in which the operands of a dot meet."""
+    """Returns the places that a dot's operands are fitted to."""
     pairs = eqn.params["dimension_numbers"][1]
     wanted = list(places)
     for side, place in enumerate(places):
@@ -396,7 +395,7 @@ def _paired_operands(eqn: core.JaxprEqn, places: list[Place]) -> list[Place]:
 def _dot_shapes(
     eqn: core.JaxprEqn, shapes: Sequence[tuple[int, ...]], uniform: Sequence[frozenset[int]]
 ) -> list[tuple[int, ...]]:
-    """The shapes of a dot's operands without what is repeated along axes that are not added over."""
+    """Returns the shapes of a dot's operands without repetition along axes that are not contracted."""
     contracted, paired = eqn.params["dimension_numbers"]
     ones = [set(u) - set(c) - set(p) for u, c, p in zip(uniform, contracted, paired, strict=False)]
     for left, right in zip(*paired, strict=True):

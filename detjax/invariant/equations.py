@@ -1,4 +1,4 @@
-"""Equations of a traced function: what decides the bits of each, and the lines that they come from."""
+"""Equations of a traced function: the kind of each, which decides its bits, and the line that it comes from."""
 
 import dataclasses
 import enum
@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
-from jax._src import source_info_util  # JAX has no public way from an equation to a line of the user's
+from jax._src import source_info_util  # JAX has no public way from an equation to the user's line
 from jax.extend import core
 from jax.interpreters import partial_eval
 
@@ -18,7 +18,7 @@ from detjax.runtime import backends, compilation, varying
 
 
 class Kind(enum.Enum):
-    """What decides the bits of an equation's results."""
+    """The reason for the bits of an equation's results."""
 
     CALL = "contains other equations"
     ROUNDED = "single elements, rounded once"
@@ -26,16 +26,16 @@ class Kind(enum.Enum):
     EXACT = "moves, selects or counts: every order of work gives the same bits"
     SUM = "adds or otherwise reduces numbers in an order that the compiler chooses"
     OPERATION = "an operation of detjax: under contract, with a batching rule that keeps the bits of rows"
-    OPAQUE = "computed in a way of its own"
+    OPAQUE = "computed in an unknown way"
 
 
 CALLS: Final = frozenset(
     "jit pjit closed_call core_call remat2 checkpoint custom_jvp_call custom_vjp_call custom_vmap_call".split()
 )
-"""Primitives that hold one function, whose arguments are theirs."""
+"""Primitives that hold one function with the same arguments."""
 
 OWN_RULES: Final = frozenset(("custom_jvp_call", "custom_vjp_call", "custom_vmap_call"))
-"""Calls whose function has a derivative or a batching rule of its own."""
+"""Calls whose function has its own derivative or batching rule."""
 
 _LOOPS: Final = frozenset(("scan", "while", "cond", "shard_map"))
 
@@ -58,21 +58,21 @@ def _with_reason(reason: str, primitives: str) -> dict[str, str]:
 
 _EXACT_ON_ELEMENTS: Final[Mapping[str, str]] = {
     **_with_reason(
-        "leaves or picks the bits of an element",
+        "keeps or picks the bits of an element",
         "copy stop_gradient optimization_barrier sharding_constraint pvary real imag complex select_n "
         "bitcast_convert_type",
     ),
-    **_with_reason("changes the sign bit alone", "neg abs conj"),
-    **_with_reason("has one result for each number, which is a number of the dtype", "sign floor ceil round"),
-    **_with_reason("rounds once, to nearest, ties to even, as IEEE 754 says of one element", "reduce_precision"),
+    **_with_reason("changes only the sign bit", "neg abs conj"),
+    **_with_reason("has one exact result for each number", "sign floor ceil round"),
+    **_with_reason("rounds one element once, to nearest, ties to even, as IEEE 754 specifies", "reduce_precision"),
     **_with_reason("is IEEE 754's maximum or minimum of one pair, -0.0 below 0.0, in one instruction", "max min clamp"),
     **_with_reason("steps to the next number by its bits as an integer", "nextafter"),
     **_with_reason(
-        "gives true or false by the numbers, among which zeros of both signs are equal and NaN is to none",
+        "compares numbers, where zeros of both signs are equal and NaN equals nothing",
         "eq ne lt le gt ge eq_to lt_to le_to is_finite",
     ),
     **_with_reason(
-        "is logic of integers",
+        "is integer logic",
         "and or xor not shift_left shift_right_logical shift_right_arithmetic population_count clz",
     ),
 }
@@ -80,32 +80,32 @@ _EXACT_ON_ELEMENTS: Final[Mapping[str, str]] = {
 
 _EXACT_MOVES: Final[Mapping[str, str]] = {
     **_with_reason(
-        "moves bits to places that shapes and indices say",
+        "moves bits to positions that shapes and indices determine",
         "broadcast_in_dim reshape squeeze transpose concatenate pad slice dynamic_slice rev "
         "dynamic_update_slice gather split unstack stack tile",
     ),
     **_with_reason("counts", "iota"),
-    **_with_reason("is the first of equal numbers, by a comparison that knows indices", "argmax argmin"),
+    **_with_reason("is the first of equal numbers, by a comparison that includes indices", "argmax argmin"),
     **_with_reason(
-        "is one of the numbers, in any order, up to the sign of zero and the bits of NaN: see `EXTREMES`",
+        "is one of the numbers in every order, except for the sign of zero and the bits of NaN: see `EXTREMES`",
         "reduce_max reduce_min cummax cummin reduce_window_max reduce_window_min scatter-min scatter-max",
     ),
-    **_with_reason("is logic of integers, in any order", "reduce_and reduce_or reduce_xor"),
-    **_with_reason("has one order where it is stable, in which zeros are equal and so are NaN", "sort"),
-    **_with_reason("has one order, that of bits, and the lower index first", "top_k"),
-    **_with_reason("computes with integers, from a key alone", "random_bits random_fold_in random_split random_seed"),
+    **_with_reason("is integer logic, the same in every order", "reduce_and reduce_or reduce_xor"),
+    **_with_reason("has one order if it is stable; all zeros are equal, and all NaN", "sort"),
+    **_with_reason("orders by bits, and equal numbers by index", "top_k"),
+    **_with_reason("computes integers from a key", "random_bits random_fold_in random_split random_seed"),
 }
 """Further exact primitives, each with the reason."""
 
 EXACT: Final[Mapping[str, str]] = {**_EXACT_ON_ELEMENTS, **_EXACT_MOVES}
-"""Primitives that give the same bits in every order of work and in every code, each with the reason. What they still
-leave open, such as the sign of a zero, `detjax.audit.certification.freedoms` says."""
+"""Primitives that give the same bits in every order and in any generated code, each with the reason.
+`detjax.audit.certification.freedoms` covers what they leave open, such as the sign of a zero."""
 
 EXTREMES: Final = frozenset(
     "reduce_max reduce_min cummax cummin reduce_window_max reduce_window_min scatter-max scatter-min".split()
 )
-"""Largest and smallest numbers of many: exact for integers; of floating-point numbers, the order decides the sign of
-zero, the bits of NaN, and on CPUs which of several subnormal numbers it is."""
+"""Maxima and minima: exact for integers. For floating-point numbers the order decides the sign of zero, the bits of
+NaN, and on CPUs the choice among subnormal numbers."""
 
 _SUMS: Final = frozenset(
     (
@@ -116,17 +116,17 @@ _SUMS: Final = frozenset(
 )
 
 _ANY_REDUCTION: Final = ("reduce", "reduce_window")
-"""Reductions by a function of the user's, for which the order matters in any dtype."""
+"""Reductions by a user's function, whose order matters in any dtype."""
 
 ELEMENTWISE: Final = _ROUNDED | _APPROXIMATED | frozenset((*_EXACT_ON_ELEMENTS, "random_wrap", "random_unwrap"))
 """Primitives whose results have the shape of their arguments, element by element."""
 
 
 def kind(eqn: core.JaxprEqn) -> Kind:
-    """Returns what decides the bits of an equation's results.
+    """Returns the kind of an equation.
 
-    Sums of integers are exact. Complex numbers are computed by several real operations, so what is rounded once or
-    exact for real numbers is an approximation for them, unless real and imaginary parts do not meet.
+    Sums of integers are exact. Complex numbers take several real operations, so operations that are exact or rounded
+    once for real numbers are approximations for them, unless they keep real and imaginary parts separate.
     """
     name = eqn.primitive.name
     if operation(eqn) is not None:
@@ -147,7 +147,7 @@ def kind(eqn: core.JaxprEqn) -> Kind:
 
 
 def is_exact(eqn: core.JaxprEqn) -> bool:
-    """Returns whether an equation gives the same bits however it is computed: it moves, selects or widens numbers."""
+    """Returns whether an equation has the same bits however it is computed: it moves, selects or widens numbers."""
     if eqn.primitive.name != "convert_element_type":
         return kind(eqn) is Kind.EXACT
     given, made = (aval(v).dtype for v in (*eqn.invars, *eqn.outvars))
@@ -158,7 +158,7 @@ def is_exact(eqn: core.JaxprEqn) -> bool:
 
 
 def aval(atom: Any) -> Any:
-    """Returns the abstract value of a variable or literal, which has a shape and a dtype if it is an array's."""
+    """Returns the abstract value of a variable or literal, which has a shape and a dtype if it is an array."""
     return atom.aval
 
 
@@ -178,10 +178,10 @@ def shapes(eqn: core.JaxprEqn) -> tuple[tuple[int, ...], ...]:
 
 
 def operation(eqn: core.JaxprEqn) -> str | None:
-    """Returns the name of the operation of detjax that an equation calls; None if it calls none, or one of `stock`.
+    """Returns the name of the operation of detjax that an equation calls; None for other equations and for `stock`.
 
-    Operations are told by the file that defines them, so a function of the same name elsewhere is none. What has a
-    batching rule of its own within one, such as its gradient, is one as well.
+    Operations are recognized by the file that defines them, so a function of the same name elsewhere does not count. A
+    function within an operation that has its own batching rule, such as its gradient, counts too.
     """
     name = eqn.primitive.name
     if name not in ("jit", "pjit", "custom_vmap_call") or backends.backend() == backends.STOCK:
@@ -202,12 +202,12 @@ def _is_of_operations(file: str) -> bool:
 
 
 def is_call(eqn: core.JaxprEqn) -> bool:
-    """Returns whether an equation holds one function, whose arguments are its own, and that can be looked into."""
+    """Returns whether an equation calls one function with its own arguments, other than an operation of detjax."""
     return eqn.primitive.name in CALLS and operation(eqn) is None
 
 
 _BODIES: Final = ("call_jaxpr", "jaxpr", "call")
-"""How primitives of `CALLS` name what they hold."""
+"""Parameters in which primitives of `CALLS` hold their function."""
 
 
 def body(eqn: core.JaxprEqn) -> core.Jaxpr:
@@ -224,7 +224,7 @@ def bodies(eqn: core.JaxprEqn) -> Iterator[core.Jaxpr]:
 
 
 def all_equations(jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:
-    """Yields the equations of a jaxpr and of all that it holds."""
+    """Yields the equations of a jaxpr, including nested ones."""
     for eqn in jaxpr.eqns:
         yield eqn
         for part in bodies(eqn):
@@ -232,7 +232,7 @@ def all_equations(jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:
 
 
 def line(eqn: core.JaxprEqn) -> str | None:
-    """Returns the user's line that an equation comes from, and the layer's name where the function names it."""
+    """Returns the user's line that an equation comes from, with the layer's name if it has one."""
     source, name = source_line(eqn), layer(eqn)
     return None if source is None else source + (f" (in {name})" if name else "")
 
@@ -240,13 +240,13 @@ def line(eqn: core.JaxprEqn) -> str | None:
 def source_line(eqn: core.JaxprEqn) -> str | None:
     """Returns the user's line that an equation comes from, as file and number."""
     frames = source_info_util.user_frames(eqn.source_info.traceback)
-    # A call of what `detjax.jit` made comes from the line that calls it.
+    # A call of a function from `detjax.jit` comes from the line that calls it.
     frame = next((frame for frame in frames if frame.file_name != compilation.__file__), None)
     return None if frame is None else f"{frame.file_name}:{frame.start_line}"
 
 
 def line_outside(eqn: core.JaxprEqn, package: str) -> str:
-    """Returns the line that an equation comes from, the first outside of a package, or the last one in it."""
+    """Returns the line that an equation comes from: the first outside of a package, or else the last within it."""
     detjax = str(pathlib.Path(compilation.__file__).parents[1])
     frames = source_info_util.user_frames(eqn.source_info.traceback)
     frames = [frame for frame in frames if not frame.file_name.startswith(detjax)]
@@ -255,22 +255,22 @@ def line_outside(eqn: core.JaxprEqn, package: str) -> str:
 
 
 def layer(eqn: core.JaxprEqn) -> str:
-    """Returns the names of the scopes that an equation stands in within its function, with slashes between them.
+    """Returns the names of the scopes around an equation within its function, joined by slashes.
 
-    `jnp.einsum` opens a scope named after its subscripts. It is no part of a model, so it is left out.
+    `jnp.einsum` opens a scope named after its subscripts, which is left out.
     """
     return "/".join(name for name in str(eqn.source_info.name_stack).split("/") if "->" not in name)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:
-    """Equations in their order, with the variables that they read and give.
+    """Equations in order, with their inputs and results.
 
     Attributes:
-        inputs: the variables that somebody else gives.
+        inputs: the input variables.
         eqns: the equations.
-        results: variables of them, or literals.
-        constants: values of further variables, which are part of the program.
+        results: variables or literals.
+        constants: further variables with their values.
     """
 
     inputs: tuple[core.Var, ...]
@@ -285,7 +285,7 @@ class Program:
         return cls(tuple(jaxpr.invars), tuple(jaxpr.eqns), tuple(jaxpr.outvars), constants)
 
     def __call__(self, *values: Any) -> list[Any]:
-        """Returns the results for such inputs."""
+        """Returns the results for values of the inputs."""
         env = Values(zip(self.inputs, values, strict=True))
         env.update(self.constants)
         for eqn in self.eqns:
@@ -294,7 +294,7 @@ class Program:
 
 
 class Values(dict[core.Var, Any]):
-    """The values of variables."""
+    """Maps variables to values."""
 
     def read(self, atoms: Sequence[Any]) -> list[Any]:
         """Returns the values of variables and literals."""
@@ -302,7 +302,7 @@ class Values(dict[core.Var, Any]):
 
 
 def bind(eqn: core.JaxprEqn, values: Sequence[Any]) -> list[Any]:
-    """Returns an equation's results for such values, in the context in which it was traced."""
+    """Returns an equation's results for values of its operands, in the context in which it was traced."""
     with at_line(eqn):
         return _retyped(eqn, values) if varying.is_typed() else _bound(eqn, values)
 
@@ -313,9 +313,9 @@ def _bound(eqn: core.JaxprEqn, values: Sequence[Any]) -> list[Any]:
 
 
 def _retyped(eqn: core.JaxprEqn, values: Sequence[Any]) -> list[Any]:
-    """An equation's results for values that may vary over other axes of a mesh than those that it was traced for.
+    """Returns an equation's results for values that may vary over other mesh axes than in its trace.
 
-    What holds other equations is traced again: its own type would be the type of the values that it was traced for.
+    Equations with nested programs are traced again, because their types are fixed by the traced values.
     """
     name, params = eqn.primitive.name, eqn.params
     if name in OWN_RULES or name == "shard_map":
@@ -347,10 +347,10 @@ def _retyped(eqn: core.JaxprEqn, values: Sequence[Any]) -> list[Any]:
 
 
 def without_types(jaxpr: core.Jaxpr) -> core.Jaxpr:
-    """Returns a jaxpr without the equations that say of a value that it varies over axes of a mesh.
+    """Returns a jaxpr without the equations that mark values as varying over axes of a mesh.
 
-    `bind` says it again. Left in, they would make a variable of every number that the function writes down, and a
-    compiler could do less with it than where there is no mesh. Functions with rules of their own keep theirs.
+    `bind` marks them again. Left in, they would turn each literal into a variable, which the compiler optimizes less
+    than it does without a mesh. Functions with their own rules keep these equations.
     """
     if not varying.is_typed():
         return jaxpr
@@ -371,7 +371,7 @@ _PRINTS: Final = frozenset(("debug_print", "debug_callback"))
 
 
 def without_prints(jaxpr: core.Jaxpr) -> core.Jaxpr:
-    """Returns a jaxpr without calls of `jax.debug.print` and `jax.debug.callback`, and without what they alone read."""
+    """Returns a jaxpr without `jax.debug.print` and `jax.debug.callback`, and without values that only they read."""
     if not any(map(_prints, jaxpr.eqns)):
         return jaxpr
     return partial_eval.dce_jaxpr_consts(_unprinted(jaxpr), [True] * len(jaxpr.outvars), True)[0]
@@ -395,7 +395,7 @@ def _unprinted(jaxpr: core.Jaxpr) -> core.Jaxpr:
 
 
 def _with_bodies(eqn: core.JaxprEqn, changed: Callable[[core.Jaxpr], core.Jaxpr]) -> dict[str, Any]:
-    """The parameters of an equation, with other functions in place of those that it holds."""
+    """Returns an equation's parameters with each nested jaxpr replaced by `changed` of it."""
 
     def replaced(value: Any) -> Any:
         if isinstance(value, core.Jaxpr):
@@ -406,17 +406,13 @@ def _with_bodies(eqn: core.JaxprEqn, changed: Callable[[core.Jaxpr], core.Jaxpr]
 
 
 def holds_own_rules(eqn: core.JaxprEqn) -> bool:
-    """Returns whether an equation is, or holds, one with a derivative or a batching rule of its own."""
+    """Returns whether an equation is, or contains, a call with its own derivative or batching rule."""
     is_one = eqn.primitive.name in OWN_RULES
     return is_one or any(holds_own_rules(inner) for part in bodies(eqn) for inner in part.eqns)
 
 
 def closed_over(program: Any) -> set[core.Var]:
-    """Returns the values that functions with gradients of their own (`custom_vjp`) close over, within calls too.
-
-    Args:
-        program: a program or a jaxpr.
-    """
+    """Returns the values that functions with their own gradients (`custom_vjp`) close over, also within calls."""
     closed: set[Any] = set()
     for eqn in program.eqns:
         if eqn.primitive.name == "custom_vjp_call":
@@ -431,7 +427,7 @@ def closed_over(program: Any) -> set[core.Var]:
 
 
 def at_line(eqn: core.JaxprEqn) -> Any:
-    """Returns a context whose equations name the line of this one, so that errors and profiles do."""
+    """Returns a context whose equations get the line of this one, for errors and profiles."""
     return _Line(eqn)
 
 
@@ -455,13 +451,13 @@ class _Line:
 
 
 def scan_arguments[T](eqn: core.JaxprEqn, arguments: Sequence[T]) -> tuple[list[T], list[T], list[T]]:
-    """Returns a scan's arguments: those that all steps share, the carry's, and those that are cut into steps."""
+    """Returns a scan's arguments: constants, carry, and arrays that are sliced into steps."""
     consts, carries, _ = (len(part) for part in eqn.params["ft_in"].unpack())
     return _cut(arguments, consts, carries)
 
 
 def while_arguments[T](eqn: core.JaxprEqn, arguments: Sequence[T]) -> tuple[list[T], list[T], list[T]]:
-    """Returns a while loop's arguments: what its condition reads, what its body reads, and the carry."""
+    """Returns a while loop's arguments: constants of the condition, constants of the body, and carry."""
     return _cut(arguments, eqn.params["cond_nconsts"], eqn.params["body_nconsts"])
 
 

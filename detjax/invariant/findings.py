@@ -5,12 +5,12 @@ import enum
 
 
 class Mixing(enum.Enum):
-    """How an equation mixes rows."""
+    """Ways in which an equation mixes rows."""
 
     SUM = "adds numbers of different rows"
     SLOT = "gives a row numbers that depend on its position in the batch"
     SIZE = "computes with the number of rows"
-    DEVICES = "meets the rows of other devices"
+    DEVICES = "combines rows of different devices"
     MOVE = "moves, orders or counts rows of different examples"
     OTHER = "is not known to keep rows separate"
 

@@ -1,7 +1,7 @@
-"""Arrays that point to rows: sorts, their permutations and inverses, lookups by them, and how many rows have each key.
+"""Rules for arrays that point to rows: sorts, permutations and their inverses, lookups, and counts of rows per key.
 
-A mixture of experts sorts tokens of all rows by their experts, multiplies each group by its expert's weight, and puts
-the tokens back. Every row returns to itself there, and the rules of this module are what can be shown of that.
+A mixture of experts sorts tokens of all rows by expert, multiplies each group by its expert's weight, and returns the
+tokens to their positions. These rules prove that every row returns to itself.
 """
 
 import abc
@@ -33,14 +33,14 @@ from detjax.invariant.places import (
 _RENAMES: Final = frozenset(
     "reshape squeeze expand_dims convert_element_type copy stop_gradient broadcast_in_dim transpose".split()
 )
-"""Primitives that leave the elements of an array as they are, if there are no more of them after it."""
+"""Primitives that keep the elements of an array in order, if the array has as many elements afterwards."""
 
 _NOT_NEGATIVE: Final = frozenset("iota argmax argmin".split())
 
 
 @dataclasses.dataclass(frozen=True)
 class Sort:
-    """A sort of rows: what it sorts by, in which order these stood before, and where the rows lie."""
+    """A sort of rows: its keys, the order before it, the place of the rows, and the length of the axis."""
 
     keys: Any
     before: Order
@@ -49,7 +49,7 @@ class Sort:
 
 
 class IndexRules(abc.ABC):
-    """Facts about indices and keys, by value numbers: equal equations of equal values give one value."""
+    """Facts about indices and keys by value number: equal equations of equal values share a value number."""
 
     def __init__(self) -> None:
         self._values: dict[core.Var, Any] = {}
@@ -57,7 +57,7 @@ class IndexRules(abc.ABC):
         self._made_by: dict[int, tuple[str, tuple[Any, ...]]] = {}
         self._keys: dict[Any, Any] = {}
         self._not_negative: set[Any] = set()
-        self._hot: dict[Any, tuple[Any, int]] = {}  # one-hot arrays: the keys, and the axis of their values
+        self._hot: dict[Any, tuple[Any, int]] = {}  # one-hot arrays: their keys, and the axis of the keys' values
         self._sorts: dict[int, Sort] = {}
         self._numbers: dict[core.Var, int] = {}
         self._grids: dict[core.Var, Grid] = {}
@@ -67,7 +67,7 @@ class IndexRules(abc.ABC):
     # Values -----------------------------------------------------------------------------------------------------------
 
     def value(self, atom: Any) -> Any:
-        """Returns the value of a variable or literal: equal ones are equal numbers."""
+        """Returns the value number of a variable or literal."""
         if isinstance(atom, core.Literal):
             number = self._number(atom)
             return "literal", str(getattr(aval(atom), "dtype", "")), repr(atom.val) if number is None else number
@@ -76,17 +76,17 @@ class IndexRules(abc.ABC):
         return self._values[atom]
 
     def fresh(self) -> int:
-        """Returns a value that is equal to no other."""
+        """Returns a new value number."""
         self._fresh += 1
         return self._fresh
 
     def set_values(self, variables: Sequence[core.Var], values: Sequence[Any] | None) -> None:
-        """Says which values the arguments of a jaxpr have; new ones if nothing is known of them."""
+        """Sets the value numbers of a jaxpr's arguments; new ones if none are known."""
         values = [self.fresh() for _ in variables] if values is None else values
         self._values.update(zip(variables, values, strict=True))
 
     def number_results(self, eqn: core.JaxprEqn) -> None:
-        """Gives the results of an equation their values."""
+        """Assigns value numbers to the results of an equation."""
         name = eqn.primitive.name
         if equations.is_call(eqn):
             body = equations.body(eqn)
@@ -101,13 +101,13 @@ class IndexRules(abc.ABC):
             hash(key)
         except TypeError:
             key = self.fresh(), given, ()
-        for place, var in enumerate(eqn.outvars):
-            made = self._known.get((key, place))
+        for index, var in enumerate(eqn.outvars):
+            made = self._known.get((key, index))
             if made is None:
-                made = self._known[key, place] = self.fresh()
+                made = self._known[key, index] = self.fresh()
                 self._made_by[made] = name, given
             self._values[var] = made
-        if eqn.outvars:  # a print gives nothing
+        if eqn.outvars:  # a print has no result
             self._follow_keys(eqn, given)
 
     def _follow_keys(self, eqn: core.JaxprEqn, given: tuple[Any, ...]) -> None:
@@ -124,7 +124,7 @@ class IndexRules(abc.ABC):
             for one, other in ((0, 1), (1, 0)):
                 number = self._number(eqn.invars[other])
                 if number is not None and not isinstance(eqn.invars[one], core.Literal):
-                    self._keys[made] = self.keys(given[one])  # which grows as they do
+                    self._keys[made] = self.keys(given[one])  # which is monotonic in the operand
                     if (name == "max" and number >= 0) or given[one] in self._not_negative:
                         self._not_negative.add(made)
         if name == "sort":
@@ -140,7 +140,7 @@ class IndexRules(abc.ABC):
                 self._hot[made] = keys, axis - sum(k < axis for k in axes)
 
     def _find_one_hot(self, eqn: core.JaxprEqn, made: Any) -> None:
-        """Notes keys that are compared with numbers from 0 on along an axis that they have not."""
+        """Records keys that are compared with the numbers 0, 1, ... along an axis of their own."""
         for keys, numbers in (eqn.invars, reversed(eqn.invars)):
             grid = self._grids.get(numbers) if not isinstance(numbers, core.Literal) else None
             shape = getattr(aval(numbers), "shape", ())
@@ -156,7 +156,7 @@ class IndexRules(abc.ABC):
             self._hot[made] = self.keys(self._before_spread(keys, axis)), axis
 
     def _before_spread(self, keys: Any, axis: int) -> Any:
-        """The value of keys before they were repeated along an axis."""
+        """Returns the value number of keys before they were repeated along an axis."""
         made = self.value(keys)
         shape = aval(keys).shape
         if shape[axis] == 1:
@@ -165,24 +165,24 @@ class IndexRules(abc.ABC):
         return given[0] if name == "broadcast_in_dim" else made
 
     def unspread(self, value: Any) -> Any:
-        """Returns the value of a number before it became an array of it."""
+        """Returns the value number of a number before it was broadcast."""
         while (made := self._made_by.get(value)) is not None and made[0] in ("broadcast_in_dim", "reshape"):
             value = made[1][0]
         return value
 
     def keys(self, value: Any) -> Any:
-        """Returns what is the same for arrays of the same keys in any order, and for what grows as they do."""
+        """Returns a value that arrays share if they hold the same keys in any order, or monotonic functions of them."""
         return self._keys.get(value, value)
 
     def _number(self, atom: Any) -> int | None:
-        """The integer that an array is full of, if it is known."""
+        """Returns the integer that every element of an array equals, if known."""
         if isinstance(atom, core.Literal):
             is_integer = not equations.is_inexact(atom) and not aval(atom).shape
             return int(atom.val) if is_integer else None
         return self._numbers.get(atom)
 
     def positive_index(self, eqn: core.JaxprEqn, places: Sequence[Place]) -> Place | None:
-        """Returns the place of `where(i < 0, i + n, i)`, which is the place of i; None for any other selection."""
+        """Returns the place of `where(i < 0, i + n, i)`, which is the place of i; None for other equations."""
         if eqn.primitive.name != "select_n" or len(eqn.invars) != 3:
             return None
         asked, index, moved = map(self.value, eqn.invars)
@@ -203,14 +203,14 @@ class IndexRules(abc.ABC):
     # Sorts ------------------------------------------------------------------------------------------------------------
 
     def sorted_rows(self, eqn: core.JaxprEqn, places: list[Place]) -> list[Place] | None:
-        """Returns the places of rows that are sorted among one another; None if that is not what a sort does."""
+        """Returns the places of the results of a sort of rows, or of a permutation; None for other sorts."""
         shape = aval(eqn.invars[0]).shape
         if len(shape) != 1:
             return None
         first = places[0]
         counts = lambda place: isinstance(place, Shared) and place.grid == Grid(1, shape[0])  # noqa: E731
         if isinstance(first, Index) and first.step == 1 and first.size == shape[0] and eqn.params["num_keys"] == 1:
-            # The permutation that puts back.
+            # An argsort of a permutation is its inverse.
             if all(map(counts, places[1:])):
                 back = Index(inverted(first.order), 1, shape[0])
                 return [Shared(grid=Grid(1, shape[0])), *[back] * len(places[1:])]
@@ -228,16 +228,16 @@ class IndexRules(abc.ABC):
 
     @abc.abstractmethod
     def described(self, eqn: core.JaxprEqn) -> Any:
-        """Returns what is to be said of a sort if rows do not return from it."""
+        """Returns the finding for a sort or count from which rows do not return."""
 
     # Lookups and writes -----------------------------------------------------------------------------------------------
 
     def components(self, atom: Any, place: Place) -> list[Place]:
-        """Returns the places of the components of an array of vectors of indices."""
+        """Returns the place of each component of an array of index vectors."""
         return list(place.components) if isinstance(place, Vector) else [place] * aval(atom).shape[-1]
 
     def looked_up(self, eqn: core.JaxprEqn, places: list[Place]) -> Place | None:
-        """Returns the place of rows that are read where an array of indices points; None if they may be others'."""
+        """Returns the place of rows that a gather reads at indices; None if these may point to other rows."""
         operand, indices = places
         numbers, shape = eqn.params["dimension_numbers"], aval(eqn.invars[0]).shape
         if numbers.operand_batching_dims:
@@ -275,7 +275,7 @@ class IndexRules(abc.ABC):
         return Rows(batch_axes[0], 1, operand.inner * at.step, at.order)
 
     def _permuted_numbers(self, eqn: core.JaxprEqn, operand: Shared, indices: Place) -> Place | None:
-        """The place of integers that count elements, looked up by a permutation of them."""
+        """Returns the place of integers that number elements, looked up by a permutation of them."""
         shape = aval(eqn.invars[0]).shape
         if len(shape) != 1 or not isinstance(indices, Index) or operand.grid is None:
             return None
@@ -284,7 +284,7 @@ class IndexRules(abc.ABC):
         return Index(indices.order, operand.grid.step, operand.grid.size)
 
     def written(self, eqn: core.JaxprEqn, places: list[Place]) -> Place | None:
-        """Returns the place of rows that are written where an array of indices points; None if they meet others."""
+        """Returns the place of rows that a scatter writes at indices; None if these may point to other rows."""
         operand, indices, updates = places
         numbers, shape = eqn.params["dimension_numbers"], aval(eqn.invars[0]).shape
         if numbers.operand_batching_dims or not isinstance(operand, (Shared, Rows)):
@@ -316,7 +316,7 @@ class IndexRules(abc.ABC):
     def _put_along(
         eqn: core.JaxprEqn, places: list[Place], others: list[Place], axis: int, along: tuple[int, int]
     ) -> Rows | None:
-        """The place of rows that are written at their numbers, where further indices are their own, or alike."""
+        """Returns the place of rows that are written at their own index, with other indices per row or uniform."""
         operand, _, updates = places
         made: Rows | None = None
         if isinstance(updates, Rows) and updates.axis == along[1]:
@@ -331,7 +331,7 @@ class IndexRules(abc.ABC):
         return made if all(is_own) else None
 
     def _put_back(self, eqn: core.JaxprEqn, at: Index, updates: Place, axis: int) -> Rows | None:
-        """The place of moved rows that are written to, or added at, the elements from which they came."""
+        """Returns the place of moved rows that are written to, or added at, their source elements."""
         count = aval(eqn.invars[1]).shape[0]
         if not isinstance(updates, Rows):
             return None
@@ -343,7 +343,7 @@ class IndexRules(abc.ABC):
         return Rows(axis, updates.outer, updates.inner // at.step)
 
     def counted(self, eqn: core.JaxprEqn, places: list[Place]) -> Place | None:
-        """Returns the counts of keys, where a scatter adds one for each row at its key; None if it does not."""
+        """Returns the counts of keys, if a scatter adds one per row at the row's key; otherwise None."""
         operand, indices, updates = places
         is_counting = (
             eqn.primitive.name in ("scatter-add", "scatter_add")
@@ -360,7 +360,7 @@ class IndexRules(abc.ABC):
     # Other equations of indices ---------------------------------------------------------------------------------------
 
     def with_indices(self, eqn: core.JaxprEqn, places: list[Place]) -> list[Place] | None:
-        """Returns the places of results of an equation that indices, or counts of keys, go into; None if unknown."""
+        """Returns the places of results of an equation that reads indices or counts of keys; None if unknown."""
         name, count = eqn.primitive.name, len(eqn.outvars)
         first = next(place for place in places if isinstance(place, (Index, Counts, Vector)))
         if name == "sort":
@@ -400,7 +400,7 @@ class IndexRules(abc.ABC):
         return None
 
     def divided(self, name: str, places: Sequence[Place]) -> list[Place] | None:
-        """Returns the place of indices that are divided by a number, or of what remains."""
+        """Returns the place of indices divided by a number, or of the remainder."""
         index, by = places[0], places[1]
         if not isinstance(by, Shared) or by.number is None or by.number < 1:
             return None
@@ -430,7 +430,7 @@ class IndexRules(abc.ABC):
 
     @staticmethod
     def _rolled(places: list[Place]) -> list[Place] | None:
-        """Counts that are moved by one, the last one first, as `jnp.roll` does it."""
+        """Returns the place of counts rolled by one, as by `jnp.roll`."""
         if len(places) != 2 or not all(isinstance(p, Counts) and p.step == "cut" and p.cut for p in places):
             return None
         one, other = places
@@ -439,14 +439,14 @@ class IndexRules(abc.ABC):
         return [Counts(one.keys, "rolled")] if is_rolled else None
 
     def _groups(self, counts: Counts) -> list[Place] | None:
-        """The keys of sorted rows, made from how many there are of each."""
+        """Returns the place of sorted rows' keys, computed from the counts of each key."""
         for number, sort in self._sorts.items():
             if sort.keys == counts.keys:
                 return [sort.rows.moved((Letter(number),))]
         return None
 
     def _grouped(self, eqn: core.JaxprEqn, places: list[Place]) -> list[Place] | None:
-        """The place of rows that are multiplied by their group's weight, if the groups are formed by their keys."""
+        """Returns the place of rows that are multiplied by their group's weight, if groups follow the rows' keys."""
         rows, weights, counts = places
         if not isinstance(rows, Rows) or not isinstance(weights, Shared) or not isinstance(counts, Counts):
             return None
@@ -458,7 +458,7 @@ class IndexRules(abc.ABC):
         return [rows] if is_sorted and aval(eqn.invars[0]).ndim == 2 else None
 
     def counted_one_hot(self, eqn: core.JaxprEqn) -> Place | None:
-        """Returns the counts of keys, where one-hot integers are added over all rows; None for any other sum."""
+        """Returns the counts of keys, if one-hot integers are added over all rows; None for other sums."""
         known = self._hot.get(self.value(eqn.invars[0]))
         axes = set(range(aval(eqn.invars[0]).ndim)) - set(eqn.params["axes"])
         if eqn.primitive.name != "reduce_sum" or known is None or axes != {known[1]}:
@@ -471,7 +471,7 @@ def _alike(place: Shared, axis: int, atom: Any) -> bool:
 
 
 def is_vector(eqn: core.JaxprEqn) -> bool:
-    """Returns whether integers are joined along their last axis, on which each has one."""
+    """Returns whether integers are joined along their last axis, where each array has size 1."""
     is_last = eqn.params["dimension"] == aval(eqn.outvars[0]).ndim - 1
     is_integer = not equations.is_inexact(eqn.outvars[0])
     return is_last and is_integer and all(aval(v).shape[-1] == 1 for v in eqn.invars)

@@ -1,4 +1,4 @@
-"""A program for one example, run for all of them: weights meet all examples at once, the rest keeps to its example."""
+"""Runs a program for one example for all of them: products with weights for all at once, the rest per example."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,12 +15,12 @@ from detjax.runtime import varying
 
 
 def run(program: Program, values: Sequence[Any], mapped: Sequence[bool], count: int) -> tuple[list[Any], list[bool]]:
-    """Returns the results for all examples, and which of them depend on the example.
+    """Returns the results for all examples, and which results depend on the example.
 
     Args:
         program: a function of one example.
-        values: its arguments: those that depend on the example with an axis of examples in front.
-        mapped: which do.
+        values: its arguments; the mapped ones have an axis of examples in front.
+        mapped: which arguments depend on the example.
         count: the number of examples.
     """
     varies = varying.join([x for x, m in zip(values, mapped, strict=True) if m])
@@ -28,7 +28,7 @@ def run(program: Program, values: Sequence[Any], mapped: Sequence[bool], count: 
 
 
 class _Interpreter(ControlFlow):
-    """The run of one function and of those that it holds."""
+    """The run of a function and of the functions in its equations."""
 
     def __init__(self, count: int, dependence: Dependence, varies: frozenset[str]) -> None:
         super().__init__(count, dependence)
@@ -40,21 +40,21 @@ class _Interpreter(ControlFlow):
         return [self.spread(x) if w and not m else x for x, m, w in zip(results, made, wanted, strict=True)]
 
     def results(self, program: Program, values: Sequence[Any], mapped: Sequence[bool]) -> tuple[list[Any], list[bool]]:
-        """Returns the results of a program, and which depend on the example."""
+        """Returns the results of a program, and which results depend on the example."""
         env, depends = Values(zip(program.inputs, values, strict=True)), Flags(zip(program.inputs, mapped, strict=True))
         env.update(program.constants)
         depends.update((var, False) for var, _ in program.constants)
         last = _last_uses(program)
         transposed: dict[core.Var, core.JaxprEqn] = {}
         shared = _Shared(env)
-        # Equations wait as long as no product needs them, so that pieces are large.
+        # Equations wait until a product needs them, so that segments are large.
         waiting: list[core.JaxprEqn] = []
         pending: set[core.Var] = set()
 
         def flush(now: int) -> None:
-            """Computes what waits, before the equation of this index."""
+            """Computes the waiting equations, before the equation at index `now`."""
             if waiting:
-                _run_piece(waiting, env, depends, shared, lambda var: last.get(var, -1) >= now, self._varies)
+                _run_segment(waiting, env, depends, shared, lambda var: last.get(var, -1) >= now, self._varies)
                 waiting.clear()
                 pending.clear()
 
@@ -81,11 +81,11 @@ class _Interpreter(ControlFlow):
         return env.read(program.results), depends.read(program.results)
 
     def _goes_through(self, eqn: core.JaxprEqn, mapped: Sequence[bool]) -> bool:
-        """Whether an equation is computed for all examples at once, or holds such equations that can be reached.
+        """Returns whether an equation, or one in its body, is computed for all examples at once.
 
-        One that gives something that does not depend on the example is gone through as well. Functions with a
-        derivative of their own, and loops and branches of which every example has its own, are left whole: one example
-        runs after the other in them.
+        An equation with a result that does not depend on the example is opened too. Functions with their own
+        derivative, and loops and branches whose control flow depends on the example, are not opened: they run for the
+        examples in sequence.
         """
         name = eqn.primitive.name
         if name in equations.OWN_RULES:
@@ -120,10 +120,10 @@ class _Interpreter(ControlFlow):
 
 
 class _Shared(Values):
-    """What all examples share, as pieces of a program may read it: no compiler fuses into a piece how it was computed.
+    """Shared values as segments read them: through barriers, so that the compiler fuses none of their computation.
 
-    Numbers that were moved or widened are the exception. They are the same however that is compiled, and a kernel for
-    each would take longer than to do it where they are read.
+    Numbers that were only moved or widened need no barrier: they have the same bits however they are compiled, and
+    a kernel for each would take longer than moving them where they are read.
     """
 
     def __init__(self, env: Values) -> None:
@@ -136,21 +136,21 @@ class _Shared(Values):
         return x
 
     def results(self, eqn: core.JaxprEqn) -> list[Any]:
-        """Returns the results of an equation that no example has a part in."""
+        """Returns the results of an equation that depends on no example."""
         if equations.is_exact(eqn):
             return equations.bind(eqn, self.read(eqn.invars))
         return lax.optimization_barrier(equations.bind(eqn, self._env.read(eqn.invars)))
 
 
 class Flags(dict[core.Var, bool]):
-    """Which variables depend on the example."""
+    """Maps variables to whether they depend on the example."""
 
     def read(self, atoms: Sequence[Any]) -> list[bool]:
-        """Returns whether variables and literals do."""
+        """Returns whether variables and literals depend on the example."""
         return [not isinstance(atom, core.Literal) and self[atom] for atom in atoms]
 
 
-def _run_piece(
+def _run_segment(
     eqns: Sequence[core.JaxprEqn],
     env: Values,
     depends: Flags,
@@ -158,7 +158,7 @@ def _run_piece(
     is_needed: Any,
     varies: frozenset[str],
 ) -> None:
-    """Computes equations that follow one another, and keeps what is needed later."""
+    """Computes consecutive equations into `env`, which gets the results that are needed later."""
     made = [var for eqn in eqns for var in eqn.outvars]
     results = tuple(var for var in made if is_needed(var))
     inside = set(made)
@@ -172,7 +172,7 @@ def _run_piece(
 
 
 def _last_uses(program: Program) -> dict[core.Var, int]:
-    """The index of the last equation that reads a variable; the number of equations for a result."""
+    """Returns the index of the last equation that reads each variable; the number of equations for a result."""
     last: dict[core.Var, int] = {}
     for index, eqn in enumerate(program.eqns):
         last.update((v, index) for v in eqn.invars if not isinstance(v, core.Literal))

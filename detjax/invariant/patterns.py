@@ -1,7 +1,7 @@
-"""Equations of a traced function that together are an operation of `detjax.ops`.
+"""Recognizes equations that together are an operation of `detjax.ops`.
 
-A pattern is recognized equation by equation: each has the primitive, the axes, the shapes and the operands that it must
-have, and nobody else reads what lies between. Anything else is left as it is.
+A pattern is matched equation by equation: each must have the right primitive, axes, shapes and operands, and no other
+equation may read an intermediate value.
 """
 
 import collections
@@ -22,8 +22,8 @@ class Softmax:
 
     Attributes:
         x: the array.
-        result: what softmax gives.
-        equations: their indices in the program, the last of which gives the result.
+        result: the result.
+        equations: the indices of its equations in the program; the last one computes the result.
     """
 
     x: core.Var
@@ -33,13 +33,13 @@ class Softmax:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Uses:
-    """Who gives and who reads the values of a program.
+    """Definitions and uses of the values of a program.
 
     Attributes:
         eqns: its equations.
-        makers: the index of the equation that gives a variable.
-        readers: the indices of the equations that read one, as often as they read it.
-        count: how often a variable is read, by equations and as a result.
+        makers: for each variable the index of the equation that computes it.
+        readers: for each variable the indices of the equations that read it, once per read.
+        count: the number of reads of each variable, by equations and as a result.
     """
 
     eqns: Sequence[core.JaxprEqn]
@@ -49,7 +49,7 @@ class Uses:
 
     @classmethod
     def from_program(cls, program: Program) -> "Uses":
-        """Returns those of a program."""
+        """Returns the definitions and uses of a program."""
         readers: dict[Any, list[int]] = {}
         for index, eqn in enumerate(program.eqns):
             for atom in eqn.invars:
@@ -61,20 +61,20 @@ class Uses:
         return cls(program.eqns, makers, readers, count)
 
     def maker(self, atom: Any) -> core.JaxprEqn | None:
-        """Returns the equation that gives a value; None for a literal and for what the program is given."""
+        """Returns the equation that computes a value; None for literals, inputs and constants."""
         index = None if isinstance(atom, core.Literal) else self.makers.get(atom)
         return None if index is None else self.eqns[index]
 
 
 _MAX_BETWEEN: Final = 3
-"""Equations between the maximum and the subtraction: one with -inf, one that keeps the axis, and `stop_gradient`."""
+"""Equations between the maximum and the subtraction: a maximum with -inf, the kept axis, and `stop_gradient`."""
 
 
 def softmaxes(uses: Uses) -> list[Softmax]:
     """Returns the softmaxes of a program, as `jax.nn.softmax` writes them.
 
-    That is `exp(x - stop_gradient(max(x)))` over its own sum: every sum and maximum is over the last axis, and no
-    equation outside reads the shifted values, their exponentials or their sums.
+    The form is `exp(x - stop_gradient(max(x)))` divided by its sum. Sum and maximum are over the last axis, and no
+    other equation reads the shifted values, their exponentials or their sums.
     """
     quotients = (index for index, eqn in enumerate(uses.eqns) if eqn.primitive.name == "div")
     matches = (_Match(uses).softmax(index) for index in quotients)
@@ -82,14 +82,14 @@ def softmaxes(uses: Uses) -> list[Softmax]:
 
 
 class _Match:
-    """The equations that end in one quotient, from the last to the first."""
+    """Matches the equations that end in a quotient, from the last to the first."""
 
     def __init__(self, uses: Uses) -> None:
         self._uses = uses
         self._taken: list[int] = []
 
     def softmax(self, quotient: int) -> Softmax | None:
-        """Returns the softmax that a division ends, if it ends one."""
+        """Returns the softmax that ends in a division, if any."""
         eqn = self._uses.eqns[quotient]
         above, below = eqn.invars
         exponential = self._made(above, "exp", readers=2)
@@ -110,7 +110,7 @@ class _Match:
         return Softmax(x, eqn.outvars[0], (*sorted(self._taken), quotient))
 
     def _made(self, atom: Any, primitive: str, readers: int = 1) -> core.JaxprEqn | None:
-        """Returns the equation that gives a value, if it is of this primitive and so many equations read the value."""
+        """Returns the equation that computes a value, if it has this primitive and the value this number of readers."""
         eqn = self._uses.maker(atom)
         if eqn is None or eqn.primitive.name != primitive or self._uses.count[atom] != readers:
             return None
@@ -118,7 +118,7 @@ class _Match:
         return eqn
 
     def _is_largest(self, atom: Any, x: core.Var) -> bool:
-        """Whether a value is the maximum over x's last axis, with that axis kept, as a constant of derivatives."""
+        """Returns whether a value is the maximum over x's last axis, kept as an axis, under `stop_gradient`."""
         spread: core.JaxprEqn | None = None
         is_constant = False
         for _ in range(_MAX_BETWEEN + 1):
@@ -141,7 +141,7 @@ class _Match:
 
 
 def _keeps_last_axis(reduction: core.JaxprEqn, spread: core.JaxprEqn) -> bool:
-    """Whether an equation reduces over the last axis, and another puts an axis of one element into its place."""
+    """Returns whether an equation reduces over the last axis, and another restores it with size 1."""
     shape = aval(reduction.invars[0]).shape
     return (
         tuple(reduction.params["axes"]) == (len(shape) - 1,)
@@ -151,7 +151,7 @@ def _keeps_last_axis(reduction: core.JaxprEqn, spread: core.JaxprEqn) -> bool:
 
 
 def _is_softmax_of(x: core.Var, result: core.Var) -> bool:
-    """Whether two arrays are float32, of one shape, and not empty."""
+    """Returns whether two arrays are float32, of one shape, and not empty."""
     given, made = aval(x), aval(result)
     is_float32 = given.dtype == made.dtype == jnp.float32
     return is_float32 and given.shape == made.shape and len(given.shape) > 0 and 0 not in given.shape

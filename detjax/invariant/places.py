@@ -152,7 +152,7 @@ type Place = Rows | Shared | Single | Index | Counts | Vector | Draft | _Unknown
 
 
 def whole(atom: Any) -> Shared:
-    """Returns the place of an array without rows of which nothing else is known."""
+    """Returns the place of an array without rows, if nothing else is known about it."""
     return Shared(single(atom))
 
 

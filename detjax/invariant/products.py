@@ -1,6 +1,6 @@
-"""Products and lookups in which examples meet weights: computed for all examples at once, by operations under contract.
+"""Products and lookups of examples with weights, computed for all examples at once by operations under contract.
 
-A value that depends on the example has the examples as its first axis here, before the axes that one example has.
+A value that depends on the example has the examples as its first axis here.
 """
 
 import math
@@ -18,18 +18,13 @@ from detjax.operands.numerics import round_up
 from detjax.runtime import backends, varying
 
 _UNITS: Final = 128, 64, 32, 16, 8
-"""Rows of a group of activations: kernels like multiples of these numbers."""
+"""Kernels run fastest on groups whose number of rows is a multiple of one of these."""
 
 _SHARED: Final = frozenset(("dot_general", "gather", "ragged_dot_general"))
 
 
 def is_shared(eqn: core.JaxprEqn, mapped: Sequence[bool]) -> bool:
-    """Returns whether `shared_product` computes an equation for all examples.
-
-    Args:
-        eqn: the equation.
-        mapped: which of its operands depend on the example.
-    """
+    """Returns whether `shared_product` computes an equation, given which operands depend on the example."""
     name = eqn.primitive.name
     if name not in _SHARED or not is_under_contract(eqn):
         return False
@@ -44,14 +39,14 @@ def is_shared(eqn: core.JaxprEqn, mapped: Sequence[bool]) -> bool:
 
 
 def with_weight_as_stored(eqn: core.JaxprEqn, transposed: Mapping[core.Var, core.JaxprEqn]) -> core.JaxprEqn:
-    """Returns a dot that reads a weight as it is stored, in place of a transposed copy of it, as far as that is one.
+    """Returns an equation; a dot with a transposed weight reads the weight as it is stored.
 
-    A head that shares its weight with the embedding has `x @ w.T`: kernels take either layout, and a copy would cost as
-    much as a small batch's product.
+    An output head that shares its weight with the embedding computes `x @ w.T`. Kernels take either layout, and a copy
+    would cost as much as a small batch's product.
 
     Args:
         eqn: the equation.
-        transposed: the transpositions of what all examples share, by their results.
+        transposed: the transpositions of shared values, by their results.
     """
     if eqn.primitive.name != "dot_general":
         return eqn
@@ -63,7 +58,7 @@ def with_weight_as_stored(eqn: core.JaxprEqn, transposed: Mapping[core.Var, core
             continue
         order = made.params["permutation"]
         free = [order[k] for k in range(len(order)) if k not in (*contracted[side], *paired[side])]
-        if free == sorted(free):  # else the result would have its axes in another order
+        if free == sorted(free):  # otherwise the result's axes would change order
             invars[side] = made.invars[0]
             contracted[side], paired[side] = (tuple(order[k] for k in axes[side]) for axes in (contracted, paired))
     numbers = tuple(contracted), tuple(paired)
@@ -83,7 +78,7 @@ def shared_product(eqn: core.JaxprEqn, operands: Sequence[Array], mapped: Sequen
 
 
 def activations(x: Array, y: Array, dimensions: Any, out_dtype: Any) -> Array:
-    """Returns `dot_general` of two operands `[B, ...]` for each example, every product of matrices under contract."""
+    """Returns `dot_general` of two operands `[B, ...]` for each example, with all matrix products under contract."""
     (x_contracted, y_contracted), (x_paired, y_paired) = dimensions
     left, shape_left = _matrices(x, [0, *(k + 1 for k in x_paired)], [k + 1 for k in x_contracted])
     right, shape_right = _matrices(y, [0, *(k + 1 for k in y_paired)], [k + 1 for k in y_contracted])
@@ -96,7 +91,7 @@ def activations(x: Array, y: Array, dimensions: Any, out_dtype: Any) -> Array:
 
 
 def is_under_contract(eqn: core.JaxprEqn) -> bool:
-    """Returns whether the operands and the result of a product or lookup have shapes and dtypes under contract."""
+    """Returns whether a contract covers the shapes and dtypes of a product's or lookup's operands and result."""
     floats = [aval(v).dtype for v in (*eqn.invars[:1], *eqn.outvars)]
     if eqn.primitive.name != "gather":
         floats.append(aval(eqn.invars[1]).dtype)
@@ -113,7 +108,7 @@ def takes(eqn: core.JaxprEqn) -> bool:
 
 
 def _groups(x: Array, w: Array, out_dtype: Any) -> Array:
-    """Products `[G, M, N]` of groups of rows `[G, M, K]`, each with its matrix `[N, K]`."""
+    """Returns the products `[G, M, N]` of groups of rows `[G, M, K]`, each with its matrix `[N, K]`."""
     groups, count, width = x.shape
     rows = round_up(count, _UNITS[-1])
     unit = next(unit for unit in _UNITS if rows % unit == 0)
@@ -124,21 +119,21 @@ def _groups(x: Array, w: Array, out_dtype: Any) -> Array:
 
 
 def _plain(x: Array, w: Array, **options: Any) -> Array:
-    """`ops.matmul`, by plain JAX where the backend's matrix unit does not take the dtype."""
+    """Returns `ops.matmul`, by plain JAX if the backend's matrix unit does not support the dtype."""
     portable = backends.backend() == "hopper" and x.dtype == jnp.float32
     with backends.use_backend("portable" if portable else None):
         return ops.matmul(x, w, **options)
 
 
 def _matrices(x: Array, paired: Sequence[int], contracted: Sequence[int]) -> tuple[Array, list[int]]:
-    """An operand as `[groups, rows, K]`, and the sizes of the axes that are its rows."""
+    """Returns an operand as `[groups, rows, K]`, and the sizes of the axes that form its rows."""
     free = [k for k in range(x.ndim) if k not in (*paired, *contracted)]
     sizes = [[x.shape[k] for k in axes] for axes in (paired, free, contracted)]
     return x.transpose(*paired, *free, *contracted).reshape(*map(math.prod, sizes)), sizes[1]
 
 
 def _dot(eqn: core.JaxprEqn, x: Array, w: Array, *, rows_first: bool) -> Array:
-    """The dot of examples and a weight: the examples are one more free axis."""
+    """Returns the dot of examples and a weight; the examples are one more free axis."""
     contracted, paired = eqn.params["dimension_numbers"]
     if not rows_first:
         x, w, contracted, paired = w, x, contracted[::-1], paired[::-1]
@@ -167,7 +162,7 @@ def _dot(eqn: core.JaxprEqn, x: Array, w: Array, *, rows_first: bool) -> Array:
 
 
 def _is_lookup(eqn: core.JaxprEqn) -> bool:
-    """Whether a gather takes whole rows of a table `[V, D]`."""
+    """Returns whether a gather takes whole rows of a table `[V, D]`."""
     numbers, table = eqn.params["dimension_numbers"], aval(eqn.invars[0])
     indices = aval(eqn.invars[1])
     return (
@@ -181,7 +176,7 @@ def _is_lookup(eqn: core.JaxprEqn) -> bool:
 
 
 def _lookup(eqn: core.JaxprEqn, table: Array, indices: Array) -> Array:
-    """The rows of a table; what lies outside of it is filled or clamped as the gather says."""
+    """Returns rows of a table; indices out of range are filled or clamped as the gather says."""
     tokens = indices[..., 0]
     inside = jnp.clip(tokens, 0, table.shape[0] - 1)
     rows = ops.embed(inside.astype(jnp.int32), table)
@@ -192,7 +187,7 @@ def _lookup(eqn: core.JaxprEqn, table: Array, indices: Array) -> Array:
 
 
 def _is_grouped(eqn: core.JaxprEqn) -> bool:
-    """Whether a ragged dot is `x[m] @ w[group of m]` with groups along x's first axis."""
+    """Returns whether a ragged dot is `x[m] @ w[group of m]` with groups along x's first axis."""
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     return (
         aval(eqn.invars[0]).ndim == 2
@@ -205,7 +200,7 @@ def _is_grouped(eqn: core.JaxprEqn) -> bool:
 
 
 def _grouped(x: Array, w: Array, sizes: Array, out_dtype: Any) -> Array:
-    """The ragged dots `[B, M, N]` of examples `[B, M, K]`, whose rows are sorted by group again for all of them."""
+    """Returns the ragged dots `[B, M, N]` of examples `[B, M, K]`, by sorting the rows of all examples by group."""
     batch, count, width = x.shape
     ends = jnp.cumsum(sizes, axis=1, dtype=jnp.int32)
     group = jnp.sum(jnp.arange(count, dtype=jnp.int32)[None, :, None] >= ends[:, None, :], axis=2, dtype=jnp.int32)

@@ -41,9 +41,9 @@ class UnsafeFunction(ValueError):
         >>> try:
         ...     detjax.batch_invariant(lambda x: x - jnp.mean(x, axis=0, keepdims=True))(jnp.ones((2, 3)))
         ... except detjax.UnsafeFunction:
-        ...     print("rows would meet")
+        ...     print("rows would mix")
         ...
-        rows would meet
+        rows would mix
     """
 
 

@@ -1,4 +1,4 @@
-"""A rule for each primitive: the places of rows in its results, given their places in its operands."""
+"""Defines a rule for each primitive: the places of its results, given the places of its operands."""
 
 import math
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ from detjax.invariant.uniform import ALONG, is_uniform, is_uniform_along, parame
 
 
 class RowRules(IndexRules):
-    """A rule for each primitive, and the equations that were found to mix rows."""
+    """A rule for each primitive, and the findings so far."""
 
     def __init__(
         self,
@@ -42,11 +42,11 @@ class RowRules(IndexRules):
         self.sizes = Sizes() if sizes is None else sizes
         self.rows_may_return = rows_may_return
         self.sharded = sharded
-        self.inner_axes: frozenset[str] = frozenset()  # of meshes that the function itself divides arrays over
+        self.inner_axes: frozenset[str] = frozenset()  # of meshes that the function itself shards arrays over
         self.findings: list[Finding] = []
         self.picked_at: dict[Picked, Finding] = {}
         self.counted_at: dict[Any, Finding] = {}
-        self.calls: list[core.JaxprEqn] = []  # those around the equation that is looked at, the outermost first
+        self.calls: list[core.JaxprEqn] = []  # calls around the current equation, outermost first
 
     def mixes(self, eqn: core.JaxprEqn, mixing: Mixing, what: str) -> Any:
         """Reports an equation that mixes rows, and returns the place of its results."""
@@ -54,17 +54,18 @@ class RowRules(IndexRules):
         return UNKNOWN
 
     def finding(self, eqn: core.JaxprEqn, mixing: Mixing, what: str) -> Finding:
-        """Returns what there is to say of an equation that mixes rows."""
+        """Returns the finding for an equation that mixes rows."""
         dtypes = tuple(str(getattr(aval(v), "dtype", "token")) for v in eqn.invars)
         return Finding(mixing, eqn.primitive.name, what, self.line(eqn), equations.shapes(eqn), dtypes)
 
     def described(self, eqn: core.JaxprEqn) -> Finding:
         """See `IndexRules`."""
-        return self.finding(eqn, Mixing.MOVE, "orders or counts rows of the batch, which do not return to their places")
+        what = "orders or counts rows of the batch, which do not return to their positions"
+        return self.finding(eqn, Mixing.MOVE, what)
 
     def line(self, eqn: core.JaxprEqn) -> str:
-        """Returns the user's line of the equation that is looked at."""
-        # Functions of JAX hold equations without lines of the user's: the call of such a function has one.
+        """Returns the user's line of the current equation."""
+        # Equations within JAX's own functions have no user line, but the call of such a function has one.
         return next(filter(None, map(equations.line, (eqn, *reversed(self.calls)))), "an unknown line")
 
     # Single elements, and what works along axes -----------------------------------------------------------------------
@@ -76,9 +77,7 @@ class RowRules(IndexRules):
         for place, var in zip(places, eqn.invars, strict=True):
             if isinstance(place, Rows) and place != rows:
                 is_moved = place.order != rows.order
-                what = (
-                    "lets rows meet in different orders" if is_moved else "meets itself with the batch on another axis"
-                )
+                what = "combines rows in different orders" if is_moved else "combines rows with the batch on two axes"
                 return self.mixes(eqn, Mixing.MOVE if is_moved else Mixing.SLOT, what)
             if isinstance(place, Shared) and not is_uniform(place, var, rows.axis):
                 return self.mixes(eqn, Mixing.SLOT, Mixing.SLOT.value)
@@ -128,15 +127,15 @@ class RowRules(IndexRules):
         return rows.on(eqn.params["permutation"].index(rows.axis))
 
     def _reshape(self, eqn: core.JaxprEqn, places: list[Place]) -> Place:
-        """A reshape leaves an element's flat index alone, and that says its row: `index // stride % B`."""
+        """Returns the place after a reshape, which keeps each element's flat index and row, `index // stride % B`."""
         rows = places[0]
         assert isinstance(rows, Rows)
         old, new = aval(eqn.invars[0]).shape, aval(eqn.outvars[0]).shape
         if rows.order:
-            behind = math.prod(old[rows.axis + 1 :])
-            kept = (k for k, n in enumerate(new) if n == old[rows.axis] and math.prod(new[k + 1 :]) == behind)
+            stride = math.prod(old[rows.axis + 1 :])
+            kept = (k for k, n in enumerate(new) if n == old[rows.axis] and math.prod(new[k + 1 :]) == stride)
             axis = next(kept, None)
-            return self.mixes(eqn, Mixing.MOVE, "cuts rows that were moved") if axis is None else rows.on(axis)
+            return self.mixes(eqn, Mixing.MOVE, "splits rows that were moved") if axis is None else rows.on(axis)
         stride, after = rows.inner * math.prod(old[rows.axis + 1 :]), 1
         for axis in reversed(range(len(new))):
             if after <= stride and stride * self.batch <= after * new[axis] and stride % after == 0:
@@ -144,7 +143,7 @@ class RowRules(IndexRules):
                 if new[axis] % (inner * self.batch) == 0:
                     return Rows(axis, new[axis] // (inner * self.batch), inner)
             after *= new[axis]
-        return self.mixes(eqn, Mixing.MOVE, "cuts the batch axis in two")
+        return self.mixes(eqn, Mixing.MOVE, "splits the batch axis in two")
 
     def _squeeze(self, eqn: core.JaxprEqn, places: list[Place]) -> Place:
         rows = places[0]
@@ -162,7 +161,7 @@ class RowRules(IndexRules):
     def _slice(self, eqn: core.JaxprEqn, places: list[Place]) -> Place:
         rows = places[0]
         if not isinstance(rows, Rows):
-            return self.mixes(eqn, Mixing.MOVE, "begins where rows say")
+            return self.mixes(eqn, Mixing.MOVE, "slices at an index from rows")
         if aval(eqn.outvars[0]).shape[rows.axis] == aval(eqn.invars[0]).shape[rows.axis]:
             return rows
         start, limit = (eqn.params[name][rows.axis] for name in ("start_indices", "limit_indices"))
@@ -170,19 +169,19 @@ class RowRules(IndexRules):
         return self._picked(eqn, rows, range(start, limit, step))
 
     def _picked(self, eqn: core.JaxprEqn, rows: Rows, numbers: Sequence[int]) -> Place:
-        """The place of some rows of a batch, which may be put together again."""
+        """Returns the place of some rows of a batch, which may be joined again later."""
         if not self.rows_may_return or rows != Rows(rows.axis):
             return self.mixes(eqn, Mixing.MOVE, "takes some rows of the batch")
         if len(numbers) == 1:
             return Single(numbers[0])
         picked = Picked(tuple(numbers))
-        self.picked_at[picked] = self.finding(eqn, Mixing.MOVE, "takes rows of the batch out of their places")
+        self.picked_at[picked] = self.finding(eqn, Mixing.MOVE, "takes rows of the batch out of their positions")
         return rows.moved((picked,))
 
     def _dynamic_slice(self, eqn: core.JaxprEqn, places: list[Place]) -> Place:
         rows = places[0]
         if not isinstance(rows, Rows) or any(not isinstance(place, Shared) for place in places[1:]):
-            return self.mixes(eqn, Mixing.MOVE, "begins where rows say")
+            return self.mixes(eqn, Mixing.MOVE, "slices at an index from rows")
         if aval(eqn.outvars[0]).shape[rows.axis] == aval(eqn.invars[0]).shape[rows.axis]:
             return rows
         if self.rows_may_return and rows == Rows(rows.axis) and eqn.params["slice_sizes"][rows.axis] == 1:
@@ -193,7 +192,7 @@ class RowRules(IndexRules):
 
     def _dynamic_update_slice(self, eqn: core.JaxprEqn, places: list[Place]) -> Place:
         if any(isinstance(place, Rows) for place in places[2:]):
-            return self.mixes(eqn, Mixing.MOVE, "writes where rows say")
+            return self.mixes(eqn, Mixing.MOVE, "writes at an index from rows")
         if isinstance(places[1], Single):
             return self._row_written(eqn, places)
         rows = next(place for place in places if isinstance(place, Rows))
@@ -203,7 +202,7 @@ class RowRules(IndexRules):
         return self._meeting(eqn, rows, places[:2])
 
     def _row_written(self, eqn: core.JaxprEqn, places: list[Place]) -> Place:
-        """The place of rows when one row is written where it was read."""
+        """Returns the place of an array after one row is written at the index where it was read."""
         operand, update = places[:2]
         assert isinstance(update, Single)
         shapes = [aval(v).shape for v in eqn.invars[:2]]
@@ -220,14 +219,14 @@ class RowRules(IndexRules):
         return self.mixes(eqn, Mixing.MOVE, "writes a row where another one belongs")
 
     def _row_scattered(self, eqn: core.JaxprEqn, places: list[Place]) -> Place:
-        """The place of rows when a scatter writes one row where it was read."""
+        """Returns the place of an array after a scatter writes one row at the index where it was read."""
         operand, indices, update = places
         assert isinstance(update, Single)
         numbers = eqn.params["dimension_numbers"]
-        (axis, *more), at = numbers.scatter_dims_to_operand_dims, self.unspread(self.value(eqn.invars[1]))
+        (axis, *more), index = numbers.scatter_dims_to_operand_dims, self.unspread(self.value(eqn.invars[1]))
         number = indices.number if isinstance(indices, Shared) else None
         is_one = not more and axis in numbers.inserted_window_dims and math.prod(aval(eqn.invars[1]).shape) == 1
-        is_own = update.row == (at if number is None else number)
+        is_own = update.row == (index if number is None else number)
         is_free = operand == Rows(axis) or (isinstance(operand, Shared) and is_uniform(operand, eqn.invars[0], axis))
         if is_one and is_own and is_free and aval(eqn.invars[0]).shape[axis] == self.batch and self.rows_may_return:
             return Rows(axis)
@@ -247,7 +246,7 @@ class RowRules(IndexRules):
         return self._meeting(eqn, rows, places)
 
     def _joined_rows(self, eqn: core.JaxprEqn, places: list[Place], axis: int) -> Place:
-        """The place of rows that are put together: the whole batch, if they come in its order."""
+        """Returns the place of rows that are joined: the whole batch, if they are in its order."""
         numbers: list[Any] = []
         lengths = set()
         for place, var in zip(places, eqn.invars, strict=True):
@@ -268,7 +267,7 @@ class RowRules(IndexRules):
             return Rows(axis, 1, lengths.pop())
         if all(row == numbers[0] for row in numbers):
             return Single(numbers[0])
-        return self.mixes(eqn, Mixing.MOVE, "puts rows together in another order than the batch's")
+        return self.mixes(eqn, Mixing.MOVE, "joins rows in another order than the batch's")
 
     def _stack(self, eqn: core.JaxprEqn, places: list[Place]) -> Place:
         axis = eqn.params["axis"]
@@ -279,7 +278,7 @@ class RowRules(IndexRules):
         return place if not isinstance(place, Rows) else place.on(place.axis + (axis <= place.axis))
 
     def _meeting(self, eqn: core.JaxprEqn, rows: Rows, places: Sequence[Place]) -> Place:
-        """The place of rows among arrays of the same axes."""
+        """Returns the place of rows that are combined with arrays of the same axes."""
         for place, var in zip(places, eqn.invars, strict=False):
             if place != rows and not (isinstance(place, Shared) and is_uniform(place, var, rows.axis)):
                 return self.mixes(eqn, Mixing.SLOT, Mixing.SLOT.value)
@@ -294,7 +293,7 @@ class RowRules(IndexRules):
     def _pad(self, eqn: core.JaxprEqn, places: list[Place]) -> Place:
         rows = places[0]
         if not isinstance(rows, Rows):
-            return self.mixes(eqn, Mixing.MOVE, "fills with what rows say")
+            return self.mixes(eqn, Mixing.MOVE, "pads with a value of rows")
         if eqn.params["padding_config"][rows.axis] != (0, 0, 0):
             return self.mixes(eqn, Mixing.MOVE, "pads the batch")
         return rows
@@ -331,7 +330,7 @@ class RowRules(IndexRules):
         if isinstance(operand, Shared):
             assert isinstance(indices, Rows)
             if indices.axis in numbers.start_indices_batching_dims:
-                return self.mixes(eqn, Mixing.MOVE, "looks up what depends on the place in the batch")
+                return self.mixes(eqn, Mixing.MOVE, "looks up values that depend on the position in the batch")
             return indices.on(batch_axes[indices.axis])
         assert isinstance(operand, Rows)
         axis = operand.axis
@@ -349,7 +348,7 @@ class RowRules(IndexRules):
             removed = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
             offset = [k for k in range(len(shape)) if k not in removed]
             return operand.on(numbers.offset_dims[offset.index(axis)])
-        return self.mixes(eqn, Mixing.MOVE, "reads rows that it is told")
+        return self.mixes(eqn, Mixing.MOVE, "reads rows at computed indices")
 
     def _scatter(self, eqn: core.JaxprEqn, places: list[Place]) -> Place:
         if isinstance(places[2], Single):
@@ -362,12 +361,12 @@ class RowRules(IndexRules):
                 self.counted_at[counts.keys] = self.described(eqn)
                 return counts
         if axes is None:
-            # Mixtures of experts collect their tokens so.
+            # Mixtures of experts collect their tokens like this.
             return self.mixes(eqn, Mixing.MOVE, "writes numbers of different rows into one array")
         return next(place for place in places if isinstance(place, Rows)).on(axes[0])
 
     def scattered_rows(self, eqn: core.JaxprEqn, places: Sequence[Place]) -> tuple[int, int | None, int] | None:
-        """Returns the axes on which a scatter's operand, indices and updates have their rows; None if it mixes them."""
+        """Returns the axes of rows in a scatter's operand, indices and updates; None if it mixes rows."""
         indices, numbers = places[1], eqn.params["dimension_numbers"]
         shapes = [aval(v).shape for v in eqn.invars]
         removed = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
@@ -379,24 +378,24 @@ class RowRules(IndexRules):
             (axis, paired, scattered[paired])
             for axis, paired in zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True)
         ]
-        # Whole columns of the batch, written where all rows say alike:
+        # Whole columns of the batch, written at indices that all rows share:
         if isinstance(indices, Shared):
             windows = zip(kept, numbers.update_window_dims, strict=True)
             pairs += [(k, None, axis) for k, axis in windows if shapes[0][k] == shapes[2][axis]]
         for axes in pairs:
             met = list(zip(places, eqn.invars, axes, strict=True))
-            is_apart = all(
+            is_separate = all(
                 k is None or (isinstance(place, Rows) and place.axis == k) or is_uniform_along(place, v, k)
                 for place, v, k in met
             )
-            if is_apart and all(place.on(axes[0]) == rows[0].on(axes[0]) for place in rows):
+            if is_separate and all(place.on(axes[0]) == rows[0].on(axes[0]) for place in rows):
                 return axes
         return None
 
     _scatter_add = _scatter_mul = _scatter_min = _scatter_max = _scatter
 
     def _random_keys(self, eqn: core.JaxprEqn, places: list[Place]) -> Place:
-        """A key gives numbers of its own, which stand where the key did."""
+        """Returns the place of random numbers, each drawn from the key at its position."""
         rows = next(place for place in places if isinstance(place, Rows))
         return self._meeting(eqn, rows, places)
 
@@ -417,16 +416,16 @@ class RowRules(IndexRules):
             if place.axis in contracted[side]:
                 return self.mixes(eqn, Mixing.SUM, "adds over the batch")
             if place.axis in paired[side]:
-                at = list(paired[side]).index(place.axis)
+                index = list(paired[side]).index(place.axis)
                 other = places[1 - side]
-                axis = paired[1 - side][at]
+                axis = paired[1 - side][index]
                 if isinstance(other, Shared) and not is_uniform(other, eqn.invars[1 - side], axis):
                     return self.mixes(eqn, Mixing.SLOT, Mixing.SLOT.value)
-                made.append(place.on(at))
+                made.append(place.on(index))
             else:
                 made.append(place.on(len(paired[0]) + side * len(free[0]) + free[side].index(place.axis)))
         if any(place != made[0] for place in made):
-            return self.mixes(eqn, Mixing.MOVE, "lets every row meet every other")
+            return self.mixes(eqn, Mixing.MOVE, "combines every row with every other")
         return made[0]
 
     def _conv_general_dilated(self, eqn: core.JaxprEqn, places: list[Place]) -> Place:
@@ -435,7 +434,7 @@ class RowRules(IndexRules):
         if [isinstance(p, Rows) and Rows(p.axis, p.outer) for p in places] == grouped and not any(
             map(is_moved, places)
         ):
-            if eqn.params["feature_group_count"] % self.batch == 0:  # `jax.vmap` of a kernel for each row
+            if eqn.params["feature_group_count"] % self.batch == 0:  # `jax.vmap` over a kernel per row
                 axis = numbers.out_spec[1]
                 return Rows(axis, 1, aval(eqn.outvars[0]).shape[axis] // self.batch)
         is_batch = isinstance(rows, Rows) and rows.axis == numbers.lhs_spec[0]
@@ -452,13 +451,13 @@ class RowRules(IndexRules):
     # Devices ----------------------------------------------------------------------------------------------------------
 
     def _collective(self, eqn: core.JaxprEqn, places: list[Place]) -> Place:
-        """The place of rows that devices exchange, if all devices have the same rows."""
+        """Returns the place of rows that devices exchange, if all devices have the same rows."""
         name, params = eqn.primitive.name, eqn.params
         rows = next(place for place in places if isinstance(place, Rows))
         given = params.get("axes", params.get("axis_name"))
         names = set(given if isinstance(given, tuple) else (given,)) - self.inner_axes
         if names and (self.sharded is None or names & self.sharded):
-            what = f"meets the rows of other devices along {', '.join(map(repr, sorted(map(str, names))))}"
+            what = f"combines rows of different devices along {', '.join(map(repr, sorted(map(str, names))))}"
             return self.mixes(eqn, Mixing.DEVICES, what)
         if name in ("all_gather", "all_gather_invariant"):
             axis = params["all_gather_dimension"]
@@ -468,10 +467,10 @@ class RowRules(IndexRules):
         if name in ("reduce_scatter", "psum_scatter"):
             axis = params["scatter_dimension"]
             if axis == rows.axis:
-                return self.mixes(eqn, Mixing.MOVE, "divides the batch")
+                return self.mixes(eqn, Mixing.MOVE, "scatters the batch over devices")
             return rows if params["tiled"] else rows.on(rows.axis - (axis < rows.axis))
         if name == "all_to_all" and rows.axis in (params["split_axis"], params["concat_axis"]):
-            return self.mixes(eqn, Mixing.MOVE, "divides the batch")
+            return self.mixes(eqn, Mixing.MOVE, "splits the batch over devices")
         return self._meeting(eqn, rows, places)
 
     _psum = _psum_invariant = _pmax = _pmin = _all_gather = _all_gather_invariant = _collective

@@ -1,4 +1,4 @@
-"""`batch_invariant`: a function of a batch whose rows depend on themselves alone, in every bit."""
+"""`batch_invariant`: makes each row of a function of a batch depend on that row alone, in every bit."""
 
 import functools
 import inspect
@@ -19,7 +19,7 @@ from jax.interpreters import partial_eval
 
 from detjax.invariant import arguments, cutting, derivatives, equations, interpreter, refusals, writes
 from detjax.invariant.arguments import Leaves
-from detjax.invariant.batch_axis import Follower, follow
+from detjax.invariant.batch_axis import BatchAxisTracer, follow
 from detjax.invariant.equations import Program
 from detjax.invariant.findings import Finding, Mixing
 from detjax.invariant.places import Place, Rows, Shared
@@ -32,7 +32,7 @@ type OnUnsafe = Literal["refuse", "warn"]
 type TracedFor = Literal["row", "batch"]
 
 _tracing = jax.make_user_context(False)
-"""Whether a function is being traced for rows already, so that a layer of it need not keep them apart itself."""
+"""True while a function is traced for rows, so that layers within it need not keep rows separate themselves."""
 
 
 def batch_invariant(
@@ -46,35 +46,35 @@ def batch_invariant(
     """Returns `fn` with rows that do not depend on the batch: row i of the result is `fn` of row i alone, in every bit.
 
     `fn` is traced for a batch of one. Products of a row's values with weights, and lookups in tables, are computed for
-    all rows at once by `detjax.ops`; everything else keeps to its row. So the result does not depend on how many rows
-    there are, on where a row stands, or on what the others hold. It works under `jax.jit` (on GPUs `detjax.jit`),
+    all rows at once by `detjax.ops`; everything else is computed per row. So a row does not depend on the number of
+    rows, on its position, or on the other rows. It works under `jax.jit` (on GPUs `detjax.jit`),
     `jax.grad` (in reverse mode, once), `jax.vmap`, `jax.lax.scan` and `jax.shard_map`.
 
-    Gradients of rows depend on the row alone too. Those of weights are sums over the batch: in ascending order of rows,
-    in float32, rounded once for each use of the weight (`detjax.ops.matmul` says how products add).
+    Gradients of rows depend on the row alone too. Gradients of weights are sums over the batch: in ascending order of
+    rows, in float32, rounded once for each use of the weight (`detjax.ops.matmul` defines how products add).
 
     Args:
-        fn: a function of arrays and of anything else; what is not an array is static. Or a Flax module: the result has
+        fn: a function of arrays and static values (everything that is not an array). Or a Flax module: the result takes
             the arguments of an NNX module's call, or of a Linen module's `apply`. As a decorator of an NNX class it
-            changes the class's call. A method of an NNX module is one too. What a call writes into an NNX module is
-            refused, except for counters of random streams on which no result depends. Each call computes with the
-            weights that the module has then, `detjax.jit` around it as well; what a function closes over stays as it
-            is in the first call with such arguments, as under `jax.jit`.
-        batch_axes: for each positional argument, the axis of its rows: an integer, None for what all rows share (such
-            as weights), or a pytree of them, as `in_axes` of `jax.vmap`. One integer holds for all arguments. A
+            changes the class's call. A method of an NNX module also works. A call that writes into an NNX module is
+            refused, except for counters of random streams on which no result depends. Each call uses the module's
+            current weights, also under `detjax.jit`; values that a function closes over are fixed by the first call
+            with arguments of one kind, as under `jax.jit`.
+        batch_axes: for each positional argument, the axis of its rows: an integer, None for values that all rows share
+            (such as weights), or a pytree of these, as `in_axes` of `jax.vmap`. One integer holds for all arguments. A
             module's own variables come before these arguments, and are shared. Keyword arguments are shared.
-        out_axes: the axis of the rows in the results, likewise.
-        on_unsafe: what happens where `fn` mixes rows: where a number of a row's depends on the other rows, on its
-            place among them, or on how many there are. "refuse" raises, "warn" warns and returns what `fn` gives for
-            each row alone. Rows may leave their places if every row returns, as tokens do that are sorted for experts.
+        out_axes: the axis of the rows in each result, in the same form.
+        on_unsafe: what to do if `fn` mixes rows, so that a row depends on the other rows, on its position among them,
+            or on their number. "refuse" raises; "warn" warns and returns the results of `fn` for each row alone. Rows
+            may leave their positions if every row returns, as tokens do that are sorted for experts.
         traced_for: "row" traces `fn` for a batch of one. "batch" traces it for the batch and cuts the program of one
-            row out of that, which has the same bits; rows may not leave their places then. By default it is "row", and
-            "batch", with a `TracedForBatchWarning`, where tracing for one row raises.
+            row out of that, with the same bits; rows may not leave their positions then. None tries "row", and uses
+            "batch", with a `TracedForBatchWarning`, if tracing for one row raises.
 
     Raises:
-        TypeError: an argument that has rows is not an array, or fn is a class other than of NNX modules. Forward mode
-            or a gradient of a gradient is asked for; when called.
-        UnsafeFunction: see `on_unsafe` and `traced_for`; when called. A result has no axis of rows; when called.
+        TypeError: an argument with rows is not an array, or fn is a class other than an NNX module's. Forward mode or a
+            gradient of a gradient is requested; when called.
+        UnsafeFunction: see `on_unsafe` and `traced_for`, or a result has no axis of rows; when called.
         ValueError: batches have different sizes or no rows, or an option is unknown.
 
     Example:
@@ -116,7 +116,7 @@ class _Options(NamedTuple):
 
 
 def _invariant(fn: Callable[..., Any], *, batch_axes: Any, options: _Options, shared: int) -> Callable[..., Any]:
-    """See `batch_invariant`; so many arguments before those of `batch_axes` are shared by all rows."""
+    """Returns the invariant function; all rows share the first `shared` arguments, before those in `batch_axes`."""
     programs: dict[Any, Callable[..., Any]] = {}
 
     @compilation.chain
@@ -140,7 +140,7 @@ def _invariant(fn: Callable[..., Any], *, batch_axes: Any, options: _Options, sh
 
 
 def _program(fn: Callable[..., Any], given: Leaves, options: _Options) -> Callable[..., Any]:
-    """The invariant function of the arrays among the arguments."""
+    """Returns the invariant function of the arrays among the arguments."""
     array_axes = given.array_axes
     counters: dict[int, str] = {}
 
@@ -170,19 +170,19 @@ def _program(fn: Callable[..., Any], given: Leaves, options: _Options) -> Callab
         values = [x if axis is None else _as_examples(x, axis) for x, axis in zip(arrays, array_axes, strict=True)]
         program = Program.from_jaxpr(equations.without_types(jaxpr))
         with refusals.mixed(whole.findings):
-            results, made = interpreter.run(program, values, flags, count)
-        return _as_batch(results, made, one, whole, options.out_axes, count)
+            results, mapped = interpreter.run(program, values, flags, count)
+        return _as_batch(results, mapped, one, whole, options.out_axes, count)
 
     return invariant
 
 
 def _as_examples(x: Array, axis: int) -> Array:
-    """An array with the rows as its first axis, before those of a batch of one."""
+    """Returns an array with the rows as its first axis, followed by the axes of a batch of one."""
     return jnp.expand_dims(jnp.moveaxis(x, axis, 0), axis % x.ndim + 1)
 
 
 def _shapes(arrays: Sequence[Array], axes: Sequence[int | None], rows: int) -> list[jax.ShapeDtypeStruct]:
-    """The shapes of arrays for a batch of so many rows."""
+    """Returns the shapes of arrays for a batch of `rows` rows."""
 
     def shape(x: Array, axis: int | None) -> jax.ShapeDtypeStruct:
         sizes = list(x.shape)
@@ -196,46 +196,46 @@ def _shapes(arrays: Sequence[Array], axes: Sequence[int | None], rows: int) -> l
 def _traced(
     fn: Callable[..., Any], arrays: Sequence[Array], axes: Sequence[int | None], rows: int
 ) -> tuple[core.Jaxpr, Any]:
-    """The jaxpr of a function for a batch of so many rows, and the shapes of its results."""
+    """Returns the jaxpr of a function for a batch of `rows` rows, and the shapes of its results."""
     with _tracing(True):
         jaxpr, shapes = jax.make_jaxpr(fn, return_shape=True)(*_shapes(arrays, axes, rows))
     return partial_eval.dce_jaxpr_consts(jaxpr, [True] * len(jaxpr.outvars), True)[0], shapes
 
 
 class _Whole(NamedTuple):
-    """A function as it is traced for a batch.
+    """A function traced for a batch.
 
     Attributes:
         batch: the number of rows, at least 2.
         jaxpr: the function.
-        shapes: of its results, as the pytree that it returns.
-        given: the place of the rows in each argument; None for an argument without rows.
-        made: their places in the results.
+        shapes: the shapes of its results, as the pytree that it returns.
+        argument_places: the place of the rows in each argument; None for an argument without rows.
+        result_places: the places in the results.
         findings: the equations that mix rows.
     """
 
     batch: int
     jaxpr: core.Jaxpr
     shapes: Any
-    given: list[Place | None]
-    made: list[Place]
+    argument_places: list[Place | None]
+    result_places: list[Place]
     findings: list[Finding]
 
     @classmethod
     def read(
         cls, fn: Callable[..., Any], arrays: Sequence[Array], axes: Sequence[int | None], count: int, options: _Options
     ) -> "_Whole":
-        """Returns a function as it is traced for a batch in which rows are told by their number alone.
+        """Traces a function for a batch size that divides no other axis, so that axes of rows are recognized by size.
 
-        A number that divides no other axis is best. A function that takes no such batch is traced for the one that it
-        got. It is traced for one row more as well, which shows the numbers that come from the number of rows.
+        A function that does not accept that batch is traced for the batch of the call. A second trace, for one row
+        more, shows the numbers that come from the number of rows.
         """
         try:
             batch = count if options.traced_for == "batch" else _telling_batch(arrays)
             traced = _traced(fn, arrays, axes, batch)
         except UnsafeFunction:
             raise
-        except Exception:  # whatever a function raises that takes some batches alone
+        except Exception:  # a function that does not accept every batch may raise anything
             batch = count
             traced = _traced(fn, arrays, axes, batch)
         try:
@@ -255,41 +255,41 @@ class _Whole(NamedTuple):
         *,
         rows_may_return: bool = True,
     ) -> "_Whole":
-        """Returns where the rows are in a function that was traced for `batch` rows, and for one row more."""
+        """Returns a function traced for `batch` rows, with its places and findings; `more` has one row more."""
         jaxpr, shapes = traced
-        given: list[Place | None] = [
+        argument_places: list[Place | None] = [
             None if axis is None else Rows(axis % x.ndim) for x, axis in zip(arrays, axes, strict=True)
         ]
         sharded = varying.sharded([x for x, axis in zip(arrays, axes, strict=True) if axis is not None])
         jaxpr = equations.without_prints(jaxpr)
         sizes = None if more is None else Sizes.between(jaxpr, equations.without_prints(more))
-        made, findings = follow(jaxpr, batch, given, sharded, sizes, rows_may_return=rows_may_return)
-        return cls(batch, jaxpr, shapes, given, made, findings)
+        result_places, findings = follow(jaxpr, batch, argument_places, sharded, sizes, rows_may_return=rows_may_return)
+        return cls(batch, jaxpr, shapes, argument_places, result_places, findings)
 
     def check(self, options: _Options) -> None:
-        """Raises or warns if a row's numbers depend on other rows, on its place, or on how many rows there are."""
+        """Raises or warns if a row depends on other rows, on its position, or on the number of rows."""
         findings = [*self.findings, *self._numbered_results(options.out_axes)]
         if not findings:
             return
-        message = "\n".join(("batch_invariant: rows of the batch meet.", *refusals.lines(findings)))
+        message = "\n".join(("batch_invariant: the function mixes rows of the batch.", *refusals.lines(findings)))
         if options.on_unsafe == "refuse":
-            raise UnsafeFunction(f"{message}\non_unsafe='warn' computes what the function gives for each row alone.")
+            raise UnsafeFunction(f"{message}\non_unsafe='warn' computes the function for each row alone.")
         warnings.warn(UnsafeFunctionWarning(message), stacklevel=2)
 
     def _numbered_results(self, out_axes: Any) -> Iterator[Finding]:
-        """Yields findings for results that hold no row's numbers, but differ from row to row, or with the batch."""
+        """Yields findings for results without rows that vary along their axis of rows, or with the batch size."""
         makers = {var: eqn for eqn in self.jaxpr.eqns for var in eqn.outvars}
         axes = arguments.spread("batch_invariant", "out_axes", out_axes, self.shapes)
-        for atom, place, axis in zip(self.jaxpr.outvars, self.made, axes, strict=True):
+        for atom, place, axis in zip(self.jaxpr.outvars, self.result_places, axes, strict=True):
             if not isinstance(place, Shared) or isinstance(atom, core.Literal) or atom not in makers:
                 continue
             ndim, mixing = equations.aval(atom).ndim, Mixing.SIZE if place.sized else Mixing.SLOT
             if place.sized or (axis is not None and -ndim <= axis < ndim and axis % ndim not in place.uniform):
-                yield Follower(self.batch).finding(makers[atom], mixing, mixing.value)
+                yield BatchAxisTracer(self.batch).finding(makers[atom], mixing, mixing.value)
 
 
 def _telling_batch(arrays: Sequence[Array]) -> int:
-    """A prime number of rows that divides no axis of the arguments."""
+    """Returns a prime number of rows that divides no axis of the arguments."""
     sizes = {size for x in arrays for size in x.shape if size}
     batch = 11
     while any(batch % k == 0 for k in range(2, math.isqrt(batch) + 1)) or any(size % batch == 0 for size in sizes):
@@ -303,14 +303,14 @@ def _one_row(
     axes: Sequence[int | None],
     traced_for: TracedFor | None,
 ) -> tuple[core.Jaxpr, Any]:
-    """The jaxpr of a function for a batch of one, and the shapes of its results."""
+    """Returns the jaxpr of a function for a batch of one, and the shapes of its results."""
     reason: Exception | None = None
     if traced_for != "batch":
         try:
             return _traced(fn, arrays, axes, 1)
         except UnsafeFunction:
             raise
-        except Exception as error:  # whatever a function raises that does not take one row
+        except Exception as error:  # a function that does not accept one row may raise anything
             if traced_for == "row":
                 raise
             reason = error
@@ -325,35 +325,38 @@ def _one_row(
         ) from reason
     if reason is not None:
         message = (
-            f"batch_invariant: the function{why} is traced for {whole.batch} rows instead, of which one is cut out. A "
+            f"batch_invariant: the function{why} is traced for {whole.batch} rows instead, and one row is cut out. A "
             "row depends on the number of rows where the function computes with it. Write the function so that it "
-            "takes one row, or choose traced_for='batch'."
+            "accepts one row, or choose traced_for='batch'."
         )
         warnings.warn(TracedForBatchWarning(message), stacklevel=2)
     leaves, tree = jax.tree.flatten(whole.shapes)
-    cut = cutting.cut(whole.jaxpr, whole.batch, whole.given)
+    cut = cutting.cut(whole.jaxpr, whole.batch, whole.argument_places)
     with _tracing(True):
         jaxpr, made = jax.make_jaxpr(cut, return_shape=True)(*_shapes(arrays, axes, 1))
     assert len(made) == len(leaves)
     return partial_eval.dce_jaxpr_consts(jaxpr, [True] * len(jaxpr.outvars), True)[0], jax.tree.unflatten(tree, made)
 
 
-def _as_batch(results: Sequence[Any], made: Sequence[bool], one: Any, whole: _Whole, out_axes: Any, count: int) -> Any:
-    """The results `[B, ...]` with their rows where the function has them, as the pytree that it returns.
+def _as_batch(
+    results: Sequence[Any], mapped: Sequence[bool], one: Any, whole: _Whole, out_axes: Any, count: int
+) -> Any:
+    """Returns the results as the pytree that the function returns, with rows along `out_axes`.
 
     Args:
-        results: of the program for one example.
-        made: which depend on the example.
+        results: results `[B, ...]` of the program for one example.
+        mapped: which results depend on the example.
         one: the shapes for a batch of one.
-        whole: the function as it is traced for a batch.
+        whole: the function traced for a batch.
         out_axes: see `batch_invariant`.
         count: the number of rows.
     """
     paths = [tree_util.keystr(path) for path, _ in tree_util.tree_leaves_with_path(one)]
     out = []
     axes = arguments.spread("batch_invariant", "out_axes", out_axes, one)
+    shapes, whole_shapes = jax.tree.leaves(one), jax.tree.leaves(whole.shapes)
     for x, is_mapped, path, alone, among, place, axis in zip(
-        results, made, paths, jax.tree.leaves(one), jax.tree.leaves(whole.shapes), whole.made, axes, strict=True
+        results, mapped, paths, shapes, whole_shapes, whole.result_places, axes, strict=True
     ):
         if axis is None and not is_mapped:
             out.append(jnp.asarray(x))
@@ -363,13 +366,13 @@ def _as_batch(results: Sequence[Any], made: Sequence[bool], one: Any, whole: _Wh
         if has_axis := axis is not None and -alone.ndim <= axis < alone.ndim:
             rows = Rows(axis % alone.ndim)
             if isinstance(place, Rows) and place.axis == rows.axis:
-                rows = place  # which may have several elements of a row
+                rows = place  # may hold several elements per row
             expected[rows.axis] = rows.outer * whole.batch * rows.inner
         if not has_axis or alone.shape[rows.axis] != rows.outer * rows.inner or tuple(expected) != among.shape:
             raise UnsafeFunction(
                 f"batch_invariant: result{path} has shape {alone.shape} for a batch of 1 and {among.shape} for one "
-                f"of {whole.batch}, and out_axes says {axis}; accepted: results whose axis of rows out_axes names. A "
-                "number of the whole batch, such as a mean loss, is for the caller to add up."
+                f"of {whole.batch}, and out_axes is {axis}; accepted: results with an axis of rows that out_axes "
+                "names. Compute a number of the whole batch, such as a mean loss, outside."
             )
         x = x if is_mapped else jnp.broadcast_to(jnp.asarray(x)[None], (count, *alone.shape))
         before, after = alone.shape[: rows.axis], alone.shape[rows.axis + 1 :]

@@ -1,4 +1,4 @@
-"""Arrays of a traced function that hold no rows: along which axes they are uniform, and what their integers are."""
+"""Arrays without rows: the axes along which they are uniform, and what is known of their integers."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -17,23 +17,23 @@ from detjax.invariant.places import Grid, Place, Rows, Shared, grid_axis
 REDUCTIONS: Final = frozenset(
     "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor argmax argmin".split()
 )
-"""Primitives that leave one element of an axis."""
+"""Primitives that reduce axes to one element."""
 
 ALONG: Final[Mapping[str, str]] = {
     **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "top_k"), "axis"),
     "sort": "dimension",
     "rev": "dimensions",
 }
-"""Primitives whose elements depend on others along some axes, and the parameter that names these."""
+"""Primitives that mix elements along some axes, and the parameter that names these axes."""
 
-_LARGEST_CONSTANT: Final = 1 << 20
-"""Elements of a constant that is looked at: those that a function fills for a batch are small."""
+_MAX_CONSTANT: Final = 1 << 20
+"""Maximum size of a constant that is read, in elements: constants that a function fills for a batch are small."""
 
 
 def constant_place(value: Any) -> Shared | None:
-    """Returns the place of a constant of a function: along which axes its elements are equal; None if it is large."""
+    """Returns the place of a constant, with the axes along which its elements are equal; None if it is large."""
     is_concrete = isinstance(value, (np.ndarray, jax.Array)) and not isinstance(value, Tracer)
-    if not is_concrete or not 0 < value.size <= _LARGEST_CONSTANT or value.dtype.itemsize not in (1, 2, 4, 8):
+    if not is_concrete or not 0 < value.size <= _MAX_CONSTANT or value.dtype.itemsize not in (1, 2, 4, 8):
         return None
     if jnp.issubdtype(value.dtype, jax.dtypes.extended):
         return None
@@ -57,7 +57,7 @@ def parameter_axes(eqn: core.JaxprEqn, parameter: str) -> tuple[int, ...]:
 
 
 def shifted(place: Place, by: int) -> Place:
-    """The place in an array that has one axis more or less in front."""
+    """Returns the place in an array with `by` more axes in front."""
     if isinstance(place, Rows):
         return place.on(place.axis + by)
     if isinstance(place, Shared):
@@ -66,7 +66,7 @@ def shifted(place: Place, by: int) -> Place:
 
 
 def integers(eqn: core.JaxprEqn, places: Sequence[Shared]) -> tuple[Grid | None, int | None]:
-    """The grid of integers without rows, and the number that all of them are, where known."""
+    """Returns the grid of integers without rows, and the number that all of them equal, where known."""
     name = eqn.primitive.name
     if name == "iota":
         shape, axis = eqn.params["shape"], eqn.params["dimension"]
@@ -89,10 +89,10 @@ def integers(eqn: core.JaxprEqn, places: Sequence[Shared]) -> tuple[Grid | None,
 
 
 def keeps_order(eqn: core.JaxprEqn, places: Sequence[Place]) -> bool:
-    """Returns whether an equation keeps apart rows whose order an operation has changed, along their first axis."""
+    """Returns whether an equation keeps rows separate that an operation has reordered along their first axis."""
     name = eqn.primitive.name
     makes_inexact = any(map(equations.is_inexact, eqn.outvars))
-    if name == "gather":  # each looks up an integer, such as the number of its request, which operations take
+    if name == "gather":  # each row looks up an integer, such as its request's index, which operations take
         return isinstance(places[0], Shared) and not makes_inexact
     if name in equations.ELEMENTWISE:
         met = [(place, v) for place, v in zip(places, eqn.invars, strict=True) if isinstance(place, Shared)]

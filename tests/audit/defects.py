@@ -190,7 +190,7 @@ MIXES = {
     sum_over_the_batch: "reduces over the batch",
     statistics_of_the_batch: "reduces over the batch",
     scale_of_the_batch: "reduces over the batch",
-    every_row_meets_every_other: "every row meet every other",
+    every_row_meets_every_other: "combines every row with every other",
     dropout_with_one_key: "depend on its position in the batch",
     noise_by_slot: "depend on its position in the batch",
     mask_by_position_in_the_batch: "depend on its position in the batch",

@@ -186,7 +186,7 @@ def test_rows_in_the_order_of_experts_are_followed_no_further() -> None:
     for change, primitives in changes.items():
         risks = audit.risks(lambda x, change=change: mixture(x, change), (X[:, 0],))
         assert [risk.primitive for risk in risks] == primitives
-        assert {risk.why for risk in risks} <= {"works on rows in the order of an operation"}
+        assert {risk.why for risk in risks} <= {"works on rows that an operation has reordered"}
 
 
 def test_what_mixes_in_a_loop_is_named_whatever_its_last_round_sees() -> None:
@@ -291,9 +291,9 @@ def test_an_engines_programs_are_under_contract_and_stock_ones_are_not() -> None
         (lambda x: x, (X,), {"batch_sizes": ()}, "batch_sizes are"),
         (lambda x: x, (X,), {"batch_axes": None}, "no argument has rows"),
         (lambda x, y: x, (X, X[:2]), {}, "batches have 2, 3 rows"),
-        (lambda x: x.mean(), (X,), {}, "out_axes says 0"),
-        (lambda x: x.swapaxes(0, 1), (X,), {}, "out_axes says 0"),
-        (lambda x: jnp.maximum(x[:, None], x[None]), (X,), {}, "out_axes says 0"),
+        (lambda x: x.mean(), (X,), {}, "out_axes is 0"),
+        (lambda x: x.swapaxes(0, 1), (X,), {}, "out_axes is 0"),
+        (lambda x: jnp.maximum(x[:, None], x[None]), (X,), {}, "out_axes is 0"),
         (lambda x: x + jnp.ones((3, 1, 1)), (X,), {}, "cannot be traced for a batch of"),
         (lambda x: x, (X,), {"batch_axes": (0, 0)}, "batch_axes does not fit"),
     ],

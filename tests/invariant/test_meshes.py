@@ -110,7 +110,7 @@ def _refused() -> None:
         lambda x: lax.all_to_all(x, "d", 2, 2, tiled=True),
     ]
     for fn in exchanges:
-        with pytest.raises(detjax.UnsafeFunction, match=r"rows of other devices along 'd', at .*test_meshes\.py"):
+        with pytest.raises(detjax.UnsafeFunction, match=r"rows of different devices along 'd', at .*test_meshes\.py"):
             jax.shard_map(detjax.batch_invariant(fn), mesh=mesh, in_specs=P("d"), out_specs=P("d"))(x)
 
     def halves(w: Array, x: Array) -> Array:

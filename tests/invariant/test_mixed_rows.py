@@ -37,7 +37,7 @@ def _accepts(fn: Callable[..., Any]) -> None:
 
 def _refuses(fn: Callable[..., Any], message: str = "") -> None:
     with pytest.raises(
-        detjax.UnsafeFunction, match=rf"(?s)rows of the batch meet\..*{message}.*test_mixed_rows\.py:\d+"
+        detjax.UnsafeFunction, match=rf"(?s)mixes rows of the batch\..*{message}.*test_mixed_rows\.py:\d+"
     ):
         detjax.batch_invariant(fn)(_inputs())
     with pytest.warns(detjax.UnsafeFunctionWarning):
@@ -265,7 +265,7 @@ MISSORTED = [
 
 @pytest.mark.parametrize("fn", MISSORTED, ids=lambda fn: fn.__name__)
 def test_tokens_that_do_not_return_are_refused(fn: Callable[[Array], Array]) -> None:
-    with pytest.raises(detjax.UnsafeFunction, match=r"(?s)rows of the batch meet\..*test_mixed_rows\.py:\d+"):
+    with pytest.raises(detjax.UnsafeFunction, match=r"(?s)mixes rows of the batch\..*test_mixed_rows\.py:\d+"):
         detjax.batch_invariant(fn)(_inputs())
 
 

@@ -88,7 +88,7 @@ def test_what_a_call_writes_into_a_module_is_refused() -> None:
     [
         (lambda x: jnp.float32(1), "shape \\(\\) for a batch of 1"),
         (lambda x: {"loss": jnp.sum(x, axis=(1, 2)), "all": jnp.zeros((6, 2))}, r"result\['all'\]"),
-        (lambda x: x.swapaxes(0, 1), "out_axes says 0"),
+        (lambda x: x.swapaxes(0, 1), "out_axes is 0"),
     ],
 )
 def test_results_without_rows_are_refused(fn: Callable[..., Any], message: str) -> None:

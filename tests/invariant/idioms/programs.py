@@ -214,7 +214,7 @@ def branch_by_all_rows() -> Function:
     BATCH,
     "`x - x[:1]`",
     "a row reads another one: pass that row as an argument without rows",
-    "lets a row meet another one",
+    "combines a row with another one",
 )
 def first_row() -> Function:
     return lambda x: x - x[:1]
@@ -224,13 +224,13 @@ def first_row() -> Function:
     BATCH,
     "`jnp.roll(x, 1, 0)`",
     "a row would become another one: move rows outside",
-    "puts rows together in another order",
+    "joins rows in another order",
 )
 def rolled() -> Function:
     return lambda x: jnp.roll(x, 1, 0)
 
 
-@refused(BATCH, "`x[::-1]`", "rows leave their places", "takes rows of the batch out of their places")
+@refused(BATCH, "`x[::-1]`", "rows leave their places", "takes rows of the batch out of their positions")
 def reversed_rows() -> Function:
     return lambda x: x[::-1]
 
@@ -239,7 +239,7 @@ def reversed_rows() -> Function:
     BATCH,
     "`x * jnp.concatenate([x[1:], x[:1]])`",
     "a row reads its neighbour: pass the neighbours as an argument with rows",
-    "puts rows together in another order",
+    "joins rows in another order",
 )
 def neighbours() -> Function:
     return lambda x: x * jnp.concatenate([x[1:], x[:1]])
@@ -279,7 +279,7 @@ def cumsum_over_rows() -> Function:
     BATCH,
     "contrasts: products of every row with every other (`x @ x.T`)",
     "no row of the result belongs to one row: compute the table outside, from rows of `batch_invariant`",
-    "lets every row meet every other",
+    "combines every row with every other",
     "vectors",
 )
 def contrasts() -> Function:
