@@ -86,9 +86,7 @@ def _attention(here: _Here, weights: Weights, x: Array) -> Array:
     )
     scores = jnp.where(causal, scores, -1e9)
     slot = jnp.arange(x.shape[0])[:, None, None]
-    scores = here(
-        "a mask by position in the batch", lambda: scores, lambda: jnp.where((slot % 3 == 2) & (order == 0), -1e9, scores)
-    )
+    scores = here("a mask by position", lambda: scores, lambda: jnp.where((slot % 3 == 2) & (order == 0), -1e9, scores))
     top = jnp.max(scores, axis=-1, keepdims=True)
     weight = here("no maximum in softmax", lambda: jnp.exp(scores - top), lambda: jnp.exp(scores))
     weight = weight / jnp.sum(weight, axis=-1, keepdims=True)
@@ -163,7 +161,7 @@ IN_NUMBERS: Final[Mapping[str, str]] = {
 IN_ROWS: Final[Mapping[str, str]] = {
     "neighbours add to a table": "embed",
     "batch norm": "norm",
-    "a mask by position in the batch": "attention",
+    "a mask by position": "attention",
     "a quantization scale of the batch": "mlp",
     "a dropout key by slot": "mlp",
     "a capacity of experts": "experts",
@@ -174,7 +172,7 @@ IN_ROWS: Final[Mapping[str, str]] = {
 LINES: Final[Mapping[str, str]] = {
     "neighbours add to a table": ".at[tokens].add(1e-3)",
     "batch norm": "axis=(0, 2)",
-    "a mask by position in the batch": "slot % 3 == 2",
+    "a mask by position": "slot % 3 == 2",
     "a quantization scale of the batch": "h / jnp.max(jnp.abs(h))",
     "a dropout key by slot": "jax.random.bernoulli(",
     "a capacity of experts": "jnp.cumsum(chosen",

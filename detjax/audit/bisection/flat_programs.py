@@ -10,7 +10,7 @@ from jax import lax
 from jax.extend import core
 
 from detjax.invariant import equations
-from detjax.invariant.batch_axis import Follower, operation_places
+from detjax.invariant.batch_axis import BatchAxisTracer, operation_places
 from detjax.invariant.equations import Kind
 from detjax.invariant.places import UNKNOWN, Place, Rows, Shared
 from detjax.invariant.walker import walk
@@ -156,7 +156,7 @@ class _Flattening:
 
     def __init__(self, batch: int | None) -> None:
         # A batch of one needs no places, because each of its arrays is a row as it is.
-        self._follower = Follower(batch) if batch is not None and batch > 1 else None
+        self._tracer = BatchAxisTracer(batch) if batch is not None and batch > 1 else None
         self._values = itertools.count()
         self._steps = itertools.count()
 
@@ -213,16 +213,16 @@ class _Flattening:
         What rows meet is taken to be alike for all of them: a defect gives rows numbers that depend on their place in
         the batch, and they are still rows.
         """
-        if self._follower is None:
+        if self._tracer is None:
             return [Shared()] * len(eqn.outvars), [Shared()] * len(eqn.invars)
         if equations.kind(eqn) is Kind.OPERATION:
-            return operation_places(eqn, given, self._follower.batch), []
+            return operation_places(eqn, given, self._tracer.batch), []
         alike: list[Place] = [
             place if isinstance(place, Rows) else Shared(frozenset(range(getattr(equations.aval(v), "ndim", 0))))
             for place, v in zip(given, eqn.invars, strict=True)
         ]
         is_scan = eqn.primitive.name == "scan"
-        results, body_places = self._follower.scan(eqn, alike) if is_scan else (self._follower.equation(eqn, alike), [])
+        results, body_places = self._tracer.scan(eqn, alike) if is_scan else (self._tracer.equation(eqn, alike), [])
         if UNKNOWN in given:  # what comes of mixed rows alone is mixed, too
             results = [x if isinstance(x, Rows) else UNKNOWN for x in results]
             body_places = [x if isinstance(x, Rows) else UNKNOWN for x in body_places]

@@ -12,7 +12,7 @@ from jax.extend import core
 from detjax.audit.certification.contracts import PREPARED, contract_of
 from detjax.audit.certification.freedoms import Freedoms, Path
 from detjax.invariant import equations, refusals
-from detjax.invariant.batch_axis import Follower, operation_places
+from detjax.invariant.batch_axis import BatchAxisTracer, operation_places
 from detjax.invariant.equations import Kind, aval
 from detjax.invariant.findings import Mixing
 from detjax.invariant.places import UNKNOWN, Place, Rows, Shared
@@ -65,7 +65,7 @@ class Risk:
         return dataclasses.asdict(self) | {"role": self.role.name.lower()}
 
 
-class Roles(Follower):
+class Roles(BatchAxisTracer):
     """The place of the batch in a function's arrays, and the role of every equation.
 
     Attributes:
@@ -110,7 +110,7 @@ class Roles(Follower):
                 self.mixes(makers[atom], Mixing.SLOT, "gives a result whose rows are not those of the arguments")
 
     def mixes(self, eqn: core.JaxprEqn, mixing: Mixing, what: str) -> Any:
-        """Reports an equation that mixes rows; see `Follower.mixes`."""
+        """Reports an equation that mixes rows; see `BatchAxisTracer.mixes`."""
         self._note(eqn, Role.MIXES, Risk.from_equation(eqn, Role.MIXES, what, self.line(eqn)))
         return super().mixes(eqn, mixing, what)
 
