@@ -1,10 +1,12 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo docs test test-tpu test-tunix test-ray test-models test-all notebooks mutants mutate soak lint format lock clean always
+.PHONY: help demo docs test test-tpu test-tunix test-ray test-models test-tier test-all notebooks mutants mutate soak wheel address workflows lint format lock clean always
 
 BIN := .venv/bin
 READY := .venv/.ready
 PTXAS := .ptxas
 LIBTPU := .libtpu
+RELEASE := .release
+ACTIONLINT ?= actionlint
 # What the adapter to Tunix is tested with: the extra `tunix`, or what pip takes, such as the path of a checkout.
 TUNIX_SOURCE ?=
 TUNIX := $(if $(TUNIX_SOURCE),.tunix-source,.tunix)
@@ -48,6 +50,16 @@ test: lint $(PTXAS)/.ready ## set up, lint, then run the tests (PYTEST_ARGS="-k 
 	$(PYTEST) $(FULLY_OPTIMIZED) $(PYTEST_ARGS) $(IF_ANY)
 	$(QUICK_COMPILER) $(PYTEST) tests --ignore tests/pallas/tpu $(addprefix --ignore ,$(FULLY_OPTIMIZED)) $(PYTEST_ARGS) $(IF_ANY)
 
+# The tests by what they are about, for machines that share the work. A test checks that no folder is left out.
+TIER_numerics := $(FULLY_OPTIMIZED)
+TIER_kernels := tests/operands tests/pallas tests/runtime tests/stock
+TIER_engine := tests/audit tests/bench tests/benchmarks tests/demo tests/engine tests/rl
+TIER_service := tests/cli tests/docs tests/mutants tests/server tests/tools tests/test_bits.py tests/test_docstrings.py
+
+test-tier: $(PTXAS)/.ready ## run the tests of one TIER: numerics, kernels, engine or service
+	$(if $(filter numerics,$(TIER)),,$(QUICK_COMPILER)) $(PYTEST) $(or $(TIER_$(TIER)),$(error TIER=$(TIER); accepted: numerics, kernels, engine or service)) \
+	  --ignore tests/pallas/tpu $(PYTEST_ARGS) $(IF_ANY)
+
 test-tpu: $(LIBTPU)/.ready ## test the TPU kernels in the interpreter and with the TPU compiler; no TPU is needed
 	PYTHONPATH=$(LIBTPU) JAX_PLATFORMS=cpu $(QUICK_COMPILER) $(PYTEST) --dist load tests/pallas/tpu $(PYTEST_ARGS)
 
@@ -85,6 +97,18 @@ SOAK_HOME = $(if $(filter replicas,$(SOAK)),$(RAY),.venv)
 soak: $(READY) $(if $(filter replicas,$(SOAK)),$(RAY)/.ready) ## attack real servers for minutes (SOAK="kills --times 4" picks an attack; --help lists them)
 	PYTHONPATH=. $(SOAK_HOME)/bin/python -m tools.soak $(SOAK)
 
+wheel: $(READY) $(RELEASE)/.ready ## build the sdist and the wheel, and run the commands from the wheel outside the checkout
+	rm -rf dist
+	$(BIN)/python -m hatchling build --directory dist
+	uv=$$(tools/find-uv.sh) && $(RELEASE)/bin/python tools/check_wheel.py --uv "$$uv" --python "$$(tools/find-python.sh)" \
+	  --constraint requirements.lock dist
+
+address: ## write the project's address everywhere (ADDRESS=https://github.com/OWNER/detjax)
+	"$$(tools/find-python.sh)" tools/set_address.py "$(ADDRESS)"
+
+workflows: $(READY) ## check the workflows; needs actionlint (ACTIONLINT=PATH)
+	$(ACTIONLINT) -no-color -shellcheck= -pyflakes=
+
 lint: $(READY) ## check style, formatting, types, the direction of imports, the rules of language and spelling
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -104,6 +128,7 @@ lock: ## resolve all lock files again (LOCK_ARGS=--upgrade takes newer releases)
 	"$$uv" pip compile pyproject.toml --extra test --extra notebooks --extra docs $(COMPILE) $(LOCK_ARGS) --output-file requirements.lock && \
 	"$$uv" pip compile --group ptxas --no-deps $(COMPILE) $(LOCK_ARGS) --output-file requirements-ptxas.lock && \
 	"$$uv" pip compile --group libtpu --no-deps $(COMPILE) $(LOCK_ARGS) --output-file requirements-libtpu.lock && \
+	"$$uv" pip compile --group release $(COMPILE) $(LOCK_ARGS) --output-file requirements-release.lock && \
 	for of in cpu cuda13; do \
 	  echo hatchling | "$$uv" pip compile pyproject.toml - --extra server --extra structured $$([ $$of = cpu ] || echo --extra $$of) \
 	    --constraint requirements.lock --constraint requirements-ptxas.lock --no-annotate $(COMPILE) $(LOCK_ARGS) \
@@ -111,7 +136,7 @@ lock: ## resolve all lock files again (LOCK_ARGS=--upgrade takes newer releases)
 	done
 
 clean: ## remove everything that was made here
-	rm -rf .venv .site site $(PTXAS) $(LIBTPU) .tunix .tunix-source .ray .mutate .models .tools dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .release .site site $(PTXAS) $(LIBTPU) .tunix .tunix-source .ray .mutate .models .tools dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(READY): pyproject.toml requirements.lock tools/make-venv.sh
@@ -130,6 +155,12 @@ $(LIBTPU)/.ready: $(READY) requirements-libtpu.lock
 	@rm -rf $(LIBTPU)
 	@uv=$$(tools/find-uv.sh) && "$$uv" pip install --quiet --python $(BIN)/python --target $(LIBTPU) \
 	  --no-deps --require-hashes --requirements requirements-libtpu.lock
+	@touch $@
+
+$(RELEASE)/.ready: $(READY) requirements-release.lock
+	@rm -rf $(RELEASE)
+	@uv=$$(tools/find-uv.sh) && "$$uv" venv --quiet --python $(BIN)/python $(RELEASE) && \
+	"$$uv" pip sync --quiet --python $(RELEASE)/bin/python --require-hashes requirements-release.lock
 	@touch $@
 
 # KaTeX and Mermaid, by npm as it comes with pyright's Node.

@@ -1,0 +1,132 @@
+"""Checks what a release ships: `make wheel`.
+
+Checks the sdist and the wheel in a folder with twine, installs the wheel into an empty environment outside the
+checkout, and runs there what a user runs first: `detjax demo`, `generate`, `certify` and `serve`.
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+_CERTIFIED: Final = """
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+import detjax
+
+model = nn.Dense(8)
+weights = model.init(jax.random.key(0), jnp.zeros((1, 16)))
+forward = detjax.batch_invariant(model.apply, batch_axes=(None, 0))
+
+
+def arguments():
+    return weights, jax.random.normal(jax.random.key(1), (4, 16))
+"""
+
+_STARTED: Final = 600
+"""Seconds that a server may take to start, which is generous: it compiles its programs first."""
+
+
+def run(*command: str | Path, folder: Path) -> str:
+    """Runs a command in a folder, shows what it prints, and returns it.
+
+    Raises:
+        subprocess.CalledProcessError: the command fails.
+    """
+    print("$", *command, flush=True)
+    result = subprocess.run(command, cwd=folder, check=False, text=True, stdout=subprocess.PIPE, env=_environment())
+    print(result.stdout, flush=True)
+    result.check_returncode()
+    return result.stdout
+
+
+def _environment() -> dict[str, str]:
+    """This process's environment without what could make the checkout's code or packages importable."""
+    return {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
+
+
+def check_server(detjax: Path, checkpoint: Path, folder: Path) -> None:
+    """Starts a server, asks it for its health and a completion, and ends it.
+
+    Raises:
+        RuntimeError: the server ends before it listens, or with another code than 0.
+        urllib.error.URLError: it does not answer.
+    """
+    command = [detjax, "serve", checkpoint, "--port", "0", "--max-samples", "2", "--max-length", "64"]
+    print("$", *command, flush=True)
+    log = folder / "serve.log"
+    with (
+        log.open("w") as out,
+        subprocess.Popen(command, cwd=folder, env=_environment(), stdout=out, stderr=out) as server,
+    ):
+        try:
+            address = _address(server, log)
+            body = json.dumps({"model": checkpoint.name, "prompt": "ROMEO:", "max_tokens": 4, "seed": 0}).encode()
+            with urllib.request.urlopen(f"{address}/health", timeout=60) as answer:
+                print("/health", answer.status)
+            request = urllib.request.Request(
+                f"{address}/v1/completions", body, {"content-type": "application/json"}, method="POST"
+            )
+            with urllib.request.urlopen(request, timeout=_STARTED) as answer:
+                print("/v1/completions", json.loads(answer.read())["choices"][0]["text"].encode())
+        finally:
+            server.send_signal(signal.SIGTERM)
+            code = server.wait(timeout=120)
+    if code != 0:
+        raise RuntimeError(f"detjax serve ended with code {code}:\n{log.read_text()}")
+
+
+def _address(server: subprocess.Popen[bytes], log: Path) -> str:
+    """Returns the address that a server prints once it listens."""
+    for _ in range(_STARTED * 2):
+        for word in log.read_text().split():
+            if word.startswith("http://127.0.0.1:"):
+                return word.rstrip("/.,")
+        if server.poll() is not None:
+            break
+        time.sleep(0.5)
+    raise RuntimeError(f"detjax serve did not listen:\n{log.read_text()}")
+
+
+def main(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--uv", required=True, help="the uv that makes the environment")
+    parser.add_argument("--python", default=sys.executable, help="the Python of the environment")
+    parser.add_argument("--constraint", type=Path, help="a lock file whose versions are installed; default: the newest")
+    parser.add_argument("dist", type=Path, help="the folder with one sdist and one wheel")
+    options = parser.parse_args(arguments)
+    (wheel,), (sdist,) = options.dist.glob("*.whl"), options.dist.glob("*.tar.gz")
+    run(sys.executable, "-m", "twine", "check", "--strict", wheel.resolve(), sdist.resolve(), folder=options.dist)
+    with tempfile.TemporaryDirectory(prefix="detjax-wheel-") as name:
+        folder = Path(name)
+        run(options.uv, "venv", "--quiet", "--python", options.python, "env", folder=folder)
+        limits = [] if options.constraint is None else ["--constraint", options.constraint.resolve()]
+        python, detjax = folder / "env/bin/python", folder / "env/bin/detjax"
+        install = (options.uv, "pip", "install", "--quiet", "--python", python)
+        run(*install, *limits, f"detjax[server,structured] @ {wheel.resolve().as_uri()}", folder=folder)
+        where = "import detjax, pathlib; print(pathlib.Path(detjax.__file__).parent)"
+        package = Path(run(python, "-c", where, folder=folder).strip())
+        if not package.is_relative_to(folder.resolve()):
+            raise RuntimeError(f"detjax is imported from {package}; accepted: the environment in {folder}")
+        run(detjax, "demo", "--asks", "100", folder=folder)
+        checkpoint = package / "demo" / "checkpoint"
+        run(detjax, "generate", "--model", checkpoint, "--prompt", "ROMEO:", "--max-tokens", "8", folder=folder)
+        (folder / "certified.py").write_text(_CERTIFIED)
+        axes = ("--batch-axes", "[null, 0]", "--require", "proven")
+        run(detjax, "certify", "certified:forward", "--args", "certified:arguments", *axes, folder=folder)
+        check_server(detjax, checkpoint, folder)
+    print(f"{wheel.name} runs outside of the checkout")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
