@@ -1,4 +1,4 @@
-"""JSON schemas as llguidance gets them: bounded white space, and no part that only an infinite answer would follow."""
+"""Prepares JSON schemas for llguidance: bounds white space, and removes parts that no finite answer satisfies."""
 
 import json
 import re
@@ -9,41 +9,37 @@ from typing import Any, Final
 type Schema = dict[str, Any] | bool
 
 ANY_WHITE_SPACE: Final[Mapping[str, Any]] = {"whitespace_flexible": True}
-"""What `x-guidance` has in a schema whose answers may have any white space between the parts of JSON."""
+"""`x-guidance` options that allow any white space between the parts of JSON."""
 _ONE_LINE: Final[Mapping[str, Any]] = {
     "whitespace_flexible": False,
     "item_separator": ", ?",
     "key_separator": ": ?",
 }
-"""JSON in one line, with a space or none after a comma and a colon. Models may go on with white space until their
-tokens are used up."""
+"""`x-guidance` options for JSON in one line, with at most one space after a comma and a colon: otherwise models may
+emit white space until they run out of tokens."""
 _OPTIONS: Final = "x-guidance"
 _LISTS: Final = "allOf", "anyOf", "oneOf", "prefixItems"
 _MAPS: Final = "properties", "patternProperties"
 _DEFINITIONS: Final = "$defs", "definitions"
 _SINGLE: Final = "additionalProperties", "items", "additionalItems"
 _MAX_STEPS: Final = 1_000_000
-"""What the search for finite answers may cost: a second. A schema that takes more is left as it is."""
-_LONGEST_QUOTE: Final = 80
+"""Limit of the search for finite answers, about a second. A schema that takes more is left unchanged."""
+_MAX_QUOTE: Final = 80
 _LARK_JSON: Final = re.compile(
     r"""
     "(?:\\.|[^"\\\n])*"             # a string
     | //[^\n]* | \#[^\n]*           # a comment
     | /(?:\\.|[^/\\\n])+/           # a regular expression
-    | %json\s*(?=\{)                # what a schema follows
+    | %json\s*(?=\{)                # a schema comes next
     """,
     re.VERBOSE,
 )
 
 
 def prepared_schema(text: str) -> str:
-    """Returns a schema for llguidance: white space is bounded unless the schema says otherwise in `x-guidance`.
+    """Returns a schema, given as JSON, for llguidance. White space is bounded unless its `x-guidance` says otherwise.
 
-    Properties, items and alternatives that have no finite value are forbidden, because an answer that began one could
-    not end.
-
-    Args:
-        text: the schema as JSON.
+    Properties, items and alternatives without a finite value are forbidden: an answer that began one could not end.
 
     Raises:
         ValueError: it is not JSON, or it has no finite answer; the message names the `$ref`.
@@ -57,8 +53,8 @@ def prepared_schema(text: str) -> str:
     if search.is_endless(schema):
         if (cause := search.endless_reference()) is not None:
             raise ValueError(
-                f"it has no finite answer, because of $ref {cause[:_LONGEST_QUOTE]!r}; accepted: schemas in which what "
-                "refers to itself can also end, for example by null, an empty array or a property that is not required"
+                f"it has no finite answer, because of $ref {cause[:_MAX_QUOTE]!r}; accepted: schemas whose recursion "
+                "can end, for example by null, an empty array or a property that is not required"
             )
     else:
         schema = search.pruned(schema)
@@ -66,7 +62,7 @@ def prepared_schema(text: str) -> str:
 
 
 def prepared_grammar(text: str) -> str:
-    """Returns a grammar in llguidance's variant of Lark's syntax with its schemas prepared; see `prepared_schema`.
+    """Returns a grammar in llguidance's variant of Lark's syntax with prepared schemas; see `prepared_schema`.
 
     Raises:
         ValueError: a schema has no finite answer.
@@ -78,7 +74,7 @@ def prepared_grammar(text: str) -> str:
         if match[0].startswith("%json"):
             try:
                 schema, length = json.JSONDecoder().raw_decode(text[end:])
-            except ValueError:  # llguidance says where
+            except ValueError:  # llguidance reports where
                 continue
             pieces.append(prepared_schema(json.dumps(schema)))
             end += length
@@ -86,7 +82,7 @@ def prepared_grammar(text: str) -> str:
 
 
 def _options(given: Any) -> Any:
-    """The options of a schema's `x-guidance`, with bounded white space unless they speak of white space."""
+    """Returns the options of a schema's `x-guidance`, with bounded white space unless they set white space."""
     if given is None:
         return _ONE_LINE
     if not isinstance(given, dict) or given.get("whitespace_flexible") or given.get("whitespace_pattern"):
@@ -95,28 +91,28 @@ def _options(given: Any) -> Any:
 
 
 class _Search:
-    """Which parts of a schema have a finite value.
+    """Finds the parts of a schema that have a finite value, as a least fixed point.
 
-    It is the least fixed point: at first none has one, and each round finds those whose value needs nothing but parts
-    that have one, until a round finds no more.
+    Initially no part is known to have one. Each round adds the parts that have a value made of known parts, until a
+    round adds none.
     """
 
     def __init__(self, root: dict[str, Any]) -> None:
         self._root = root
         self._parts = {id(part): part for part in _all_parts(root)}
-        """By id. They are parts of the root, so no id is used again."""
+        """Parts by `id`; the root keeps them alive, so ids are unique."""
         self._known: dict[frozenset[int], bool] = {frozenset([one]): False for one in self._parts}
-        """For values that follow several schemas at once, named by their ids: whether a finite one is known."""
+        """For each set of schemas, by their ids: whether a finite value is known that satisfies all of them."""
         self._steps = 0
         while self._steps < _MAX_STEPS and self._round():
             pass
 
     def is_endless(self, part: Any) -> bool:
-        """Whether no finite value follows a part of the root."""
+        """Returns whether no finite value satisfies a part of the root."""
         return self._steps < _MAX_STEPS and not self._known.get(frozenset([id(part)]), True)
 
     def endless_reference(self) -> str | None:
-        """Returns a `$ref` by which a root without a finite value comes back to itself; None: it has none for that."""
+        """Returns a `$ref` that makes the root recursive without end, if there is one."""
         part: Any = self._root
         seen, last = set[int](), None
         while isinstance(part, dict) and id(part) not in seen:
@@ -126,12 +122,12 @@ class _Search:
                 last, part = part["$ref"], target
             else:
                 part = next(filter(self.is_endless, _parts(part)), None)
-        # What several parts ask for together may be endless where each of them could end.
+        # Several parts together may be endless although each of them could end.
         others = (part["$ref"] for part in self._parts.values() if self.is_endless(self._target(part)))
         return last or next(others, None)
 
     def pruned(self, schema: Any) -> Any:
-        """Returns a part of the root in which parts without a finite value are false, which nothing follows."""
+        """Returns a part of the root with parts without a finite value replaced by false, which accepts nothing."""
         if not isinstance(schema, dict):
             return schema
         if self.is_endless(schema):
@@ -148,25 +144,25 @@ class _Search:
         return pruned
 
     def _round(self) -> bool:
-        """Looks at all values again, and returns whether it found anything out, new values to look at included."""
+        """Visits all unknown values once. Returns whether it learned anything, including new values to visit."""
         before = len(self._known), sum(self._known.values())
         for key in [key for key, is_known in self._known.items() if not is_known]:
             self._known[key] = self._can_end([(self._parts[one], frozenset()) for one in key])
         return (len(self._known), sum(self._known.values())) != before
 
     def _has_finite(self, parts: Iterable[Schema]) -> bool:
-        """Whether a finite value is known that follows all of the schemas. Later rounds look for one."""
+        """Returns whether a finite value is known that satisfies all schemas; if not, later rounds look for one."""
         parts = [part for part in parts if part is not True]
         if not all(isinstance(part, dict) and id(part) in self._parts for part in parts):
             return False
         return self._known.setdefault(frozenset(map(id, parts)), not parts)
 
     def _can_end(self, pending: list[tuple[Any, frozenset[int]]]) -> bool:
-        """Whether a finite value follows schemas, as far as is known.
+        """Returns whether a finite value is known to satisfy schemas.
 
         Args:
-            pending: schemas, or lists of alternatives, each with the ids of those that led to it by `$ref` and
-                combinations alone.
+            pending: schemas, or lists of alternatives, each with the ids of the schemas that led to it by `$ref` and
+                combinations only.
         """
         branches = [(pending, dict[int, dict[str, Any]]())]
         while branches:
@@ -180,7 +176,7 @@ class _Search:
                     branches += [([*pending, (one, path)], dict(facts)) for one in part]
                     self._steps += len(part) * (len(pending) + len(facts))
                     break
-                if part is False or id(part) in path:  # the schema says that it is itself, and nothing else
+                if part is False or id(part) in path:  # a schema defined only by itself
                     break
                 if isinstance(part, dict) and id(part) not in facts:
                     facts[id(part)] = part
@@ -197,7 +193,7 @@ class _Search:
 
     @staticmethod
     def _has_plain_value(facts: Sequence[dict[str, Any]]) -> bool:
-        """Whether a number, a string, true, false, null or a given value may follow the schemas; llguidance checks."""
+        """Returns whether a scalar or a given value may satisfy the schemas; llguidance checks the details."""
         return any("const" in fact or "enum" in fact for fact in facts) or bool(
             _types(facts) & {"string", "number", "integer", "boolean", "null"}
         )
@@ -206,7 +202,7 @@ class _Search:
         if "array" not in _types(facts):
             return False
         least = max((_number(fact, "minItems") for fact in facts), default=0)
-        # After the last place that a schema names, all places are alike.
+        # All positions after the last one that a schema names are alike.
         named = max((len(_first_items(fact)) for fact in facts), default=0)
         return all([self._has_finite(_item(fact, at) for fact in facts) for at in range(min(least, named + 1))])
 
@@ -225,7 +221,8 @@ class _Search:
         return any([self._has_finite([one]) for one in patterns]) or sum(finite) >= lacking
 
     def _target(self, part: Mapping[str, Any]) -> Schema | None:
-        """What a schema refers to; None: nothing, or nothing that is in the root."""
+        """Returns the schema that `$ref` refers to, or None if there is no reference or its target is not in the
+        root."""
         pointer = part.get("$ref")
         if not isinstance(pointer, str) or not pointer.startswith("#"):
             return None
@@ -242,7 +239,7 @@ class _Search:
 
 
 def _parts(schema: Mapping[str, Any]) -> Iterator[Schema]:
-    """Yields the schemas right within a schema, except definitions."""
+    """Yields the direct subschemas of a schema, except definitions."""
     for name in (*_LISTS, *_SINGLE):
         value = schema.get(name)
         yield from value if isinstance(value, list) else [value] if isinstance(value, dict | bool) else []
@@ -251,7 +248,7 @@ def _parts(schema: Mapping[str, Any]) -> Iterator[Schema]:
 
 
 def _all_parts(schema: Schema) -> Iterator[dict[str, Any]]:
-    """Yields a schema and all within it, definitions included."""
+    """Yields a schema and all its subschemas, including definitions."""
     pending: list[Any] = [schema]
     while pending:
         part = pending.pop()
@@ -262,7 +259,7 @@ def _all_parts(schema: Schema) -> Iterator[dict[str, Any]]:
 
 
 def _types(facts: Sequence[Mapping[str, Any]]) -> set[str]:
-    """The types that a value which follows all of the schemas may have."""
+    """Returns the types that all schemas accept."""
     types = {"string", "number", "integer", "boolean", "null", "array", "object"}
     for fact in facts:
         if isinstance(given := fact.get("type"), str):
@@ -288,21 +285,21 @@ def _number(schema: Mapping[str, Any], name: str) -> int:
 
 
 def _first_items(schema: Mapping[str, Any]) -> list[Any]:
-    """The schemas of an array's first places. Older drafts have them in `items`."""
+    """Returns the schemas of an array's first items. Older drafts have them in `items`."""
     return _items(schema, "prefixItems") or _items(schema, "items")
 
 
-def _item(schema: Mapping[str, Any], place: int) -> Schema:
-    """The schema of a place in an array."""
+def _item(schema: Mapping[str, Any], index: int) -> Schema:
+    """Returns the schema of an array's item."""
     first = _first_items(schema)
-    if place < len(first):
-        return first[place]
+    if index < len(first):
+        return first[index]
     rest = schema.get("additionalItems" if isinstance(schema.get("items"), list) else "items", True)
     return rest if isinstance(rest, dict | bool) else True
 
 
 def _property_schemas(facts: Sequence[Mapping[str, Any]], name: str) -> list[Schema]:
-    """The schemas that a property's value has to follow."""
+    """Returns the schemas that a property's value has to satisfy."""
     schemas: list[Schema] = []
     for fact in facts:
         named = [_mapping(fact, "properties")[name]] if name in _mapping(fact, "properties") else []

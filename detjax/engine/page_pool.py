@@ -1,4 +1,4 @@
-"""The page pool: which pages of the KV cache are free, referenced or kept, and a prefix cache of whole pages."""
+"""The page pool: free, referenced and cached pages of the KV cache, with a prefix cache of full pages."""
 
 import hashlib
 from collections import OrderedDict
@@ -13,14 +13,14 @@ from detjax.engine.snapshots import SnapshotCache
 _DIGEST_BYTES: Final = 32
 
 type Digest = bytes
-"""A name for the tokens of a page and of all pages before it. Pages of one digest hold the same bits."""
+"""A hash of the tokens of a page and of all pages before it. Pages with the same digest hold the same bits."""
 
 
 def prefix_root(cache_salt: str | None) -> Digest:
-    """Returns what the digests of a request's pages begin with: requests of different salts share no page."""
+    """Returns the root of a request's page digests. Requests of different salts share no pages."""
     if cache_salt is None:
         return b""
-    # Personalized, so that no salt can give the digest of a page. JSON allows half characters, which UTF-8 does not.
+    # Personalized, so that no salt can give the digest of a page. JSON allows lone surrogates, which UTF-8 does not.
     salt = cache_salt.encode(errors="surrogatepass")
     return hashlib.blake2b(salt, digest_size=_DIGEST_BYTES, person=b"cache_salt").digest()
 
@@ -31,16 +31,16 @@ def digests(
     root: Digest = b"",
     images: Sequence[tuple[int, int, bytes]] = (),
 ) -> list[Digest]:
-    """Returns the digest of every full page of a sequence of tokens.
+    """Returns the digest of each full page of a sequence of tokens.
 
-    The hash is a cryptographic one: two different prefixes of one digest would silently share keys and values.
+    The hash is cryptographic, because prefixes with equal digests share keys and values.
 
     Args:
         tokens: token ids, from position 0 on.
-        known: digests of pages from the first one on, which are not computed again.
-        root: what the first digest depends on besides tokens; see `prefix_root`.
-        images: for each image, the first of its tokens, what follows its last one, and a digest of its content, on
-            which the digests of its pages depend: the tokens of all images are alike.
+        known: digests of the leading pages, which are not computed again.
+        root: see `prefix_root`.
+        images: for each image, the start and end of its tokens and a digest of its content. The digests of its pages
+            depend on it, because all image tokens are alike.
     """
     result = list(known[: len(tokens) // KV_BLOCK])
     for page in range(len(result), len(tokens) // KV_BLOCK):
@@ -58,16 +58,16 @@ class PagePool:
     """The pages of a cache, by their ids.
 
     A page is free, or sequences refer to it, or the pool keeps it for later sequences with the same prefix. When no
-    page is free, the pool gives away the kept page that has been unused the longest.
+    page is free, the pool evicts the least recently used kept page.
     """
 
     def __init__(self, num_pages: int, *, keeps_prefixes: bool = True, snapshots: SnapshotCache | None = None) -> None:
         """A pool of free pages.
 
         Args:
-            num_pages: how many.
+            num_pages: number of pages.
             keeps_prefixes: keep pages for later sequences.
-            snapshots: what is kept of prefixes besides, for models with state in slots; None: pages are all they have.
+            snapshots: snapshots of prefixes, for models with state in slots.
         """
         if num_pages < 1:
             raise ValueError(f"PagePool: num_pages is {num_pages}; accepted: at least 1")
@@ -76,7 +76,7 @@ class PagePool:
         self.snapshots = snapshots
         self._free = list(range(num_pages - 1, -1, -1))
         self._references = [0] * num_pages
-        self._kept: OrderedDict[int, None] = OrderedDict()  # the page that has been unused the longest comes first
+        self._kept: OrderedDict[int, None] = OrderedDict()  # the least recently used page comes first
         self._page_by_digest: dict[Digest, int] = {}
         self._digest_by_page: dict[int, Digest] = {}
 
@@ -103,7 +103,7 @@ class PagePool:
         return page
 
     def known(self, prefix: Sequence[Digest]) -> int:
-        """Returns how many pages `share` would return."""
+        """Returns the number of pages that `share` would return."""
         return next((pages for pages, name in enumerate(prefix) if name not in self._page_by_digest), len(prefix))
 
     def share(self, prefix: Iterable[Digest]) -> list[int]:
@@ -119,14 +119,14 @@ class PagePool:
         return pages
 
     def name(self, page: int, digest: Digest) -> None:
-        """Makes a full page that is in use available to `share`. The first page of a digest keeps the name."""
+        """Makes a full page in use available to `share`. If several pages have the digest, the first one counts."""
         if self.keeps_prefixes and digest not in self._page_by_digest and page not in self._digest_by_page:
             self._page_by_digest[digest] = page
             self._digest_by_page[page] = digest
 
     def release(self, pages: Sequence[int]) -> None:
-        """Takes back one reference to each page of a sequence, given in the order of the sequence's tokens."""
-        for page in reversed(pages):  # the end of a prefix is given away before its beginning
+        """Removes one reference to each page of a sequence, given in the order of the sequence's tokens."""
+        for page in reversed(pages):  # the end of a prefix is evicted before its beginning
             self._references[page] -= 1
             assert self._references[page] >= 0, f"page {page} is released more often than it was taken"
             if self._references[page]:
@@ -137,7 +137,7 @@ class PagePool:
                 self._free.append(page)
 
     def forget_prefixes(self) -> None:
-        """Makes `share` find none of today's pages, as is needed after a change of weights."""
+        """Clears the prefix cache, as is needed after a change of weights."""
         for page in list(self._digest_by_page):
             self._forget(page)
         self._free += self._kept

@@ -1,4 +1,4 @@
-"""How requests are read: their prompts, images and constraints, and what an engine refuses."""
+"""Validates requests and turns them into sequences: prompts, images and constraints."""
 
 from collections.abc import Sequence
 
@@ -23,15 +23,15 @@ from detjax.models.vision.prompt_images import (
 
 
 class RequestReader:
-    """What reads the requests of an engine. It needs no weights, so a process without the model can do it too."""
+    """Validates and tokenizes an engine's requests. It needs no weights, so processes without the model can use it."""
 
     def __init__(self, model: Decoder | ModelMetadata, tokenizer: Tokenizer | None, config: EngineConfig) -> None:
         """A reader.
 
         Args:
-            model: the engine's model, or its outline.
+            model: the engine's model, or its metadata.
             tokenizer: needed for texts, stop strings and constraints.
-            config: the engine's settings, resolved.
+            config: the engine's resolved settings.
         """
         self._config = config
         self._model_config, self._defaults, self._tokenizer = model.config, model.generation_defaults, tokenizer
@@ -40,60 +40,60 @@ class RequestReader:
 
     @property
     def config(self) -> EngineConfig:
-        """The engine's settings, with every default filled in."""
+        """The engine's settings, with all defaults filled in."""
         return self._config
 
     @property
     def max_length(self) -> int:
-        """Tokens of a sample at most, its prompt included."""
+        """Maximum tokens of a sample, including its prompt."""
         assert self._config.max_length is not None
         return self._config.max_length
 
     @property
     def takes_images(self) -> bool:
-        """Whether the model has a vision tower."""
+        """True if the model has a vision tower."""
         return self._model_config.vision is not None
 
     @property
     def frame_sampling(self) -> FrameSampling:
-        """Which frames of a file with a video the model sees, as the checkpoint says it."""
+        """The checkpoint's selection of video frames."""
         return self._image_reader.sampling
 
     def image_patches(self, name: str, image: GivenImage) -> list[VisualInput]:
-        """Returns the patches of an image or a video, which a request takes in its place. That may take a second.
+        """Returns the patches of an image or a video; `Request.images` accepts them too. This may take a second.
 
         Args:
-            name: what error messages call it.
+            name: its name in error messages.
             image: see `Request.images`.
 
         Raises:
-            ValueError: it is none that the model takes.
+            ValueError: the model does not accept it.
         """
         return self._image_reader.patches(name, [image])
 
     def image_tokens(self, images: Sequence[VisualInput]) -> int:
-        """Returns how many tokens stand for images and videos."""
+        """Returns the number of tokens that stand for images and videos."""
         vision = self._model_config.vision
         return 0 if vision is None else sum(token_grid(image, vision).size for image in places(images))
 
     def with_image_tokens(self, name: str, prompt: Sequence[int], images: Sequence[VisualInput]) -> list[int]:
-        """Returns a prompt with as many image tokens as its images have, and the times of frames if prompts say them.
+        """Returns a prompt with all tokens of its images, and with frame times if the model's prompts state them.
 
         Args:
-            name: what error messages call the prompt.
+            name: the prompt's name in error messages.
             prompt: token ids.
             images: the images in the order of the prompt.
 
         Raises:
-            ValueError: the prompt has other places for images.
+            ValueError: the image tokens in the prompt do not match the images.
         """
         return list(with_image_tokens(name, self._model_config, prompt, images, self._tokenizer))
 
     def compile_constraint(self, constraint: Constraint) -> None:
-        """Compiles a constraint, so that requests with it are taken at once. That may take a second.
+        """Compiles a constraint in advance, so that requests with it start without delay. This may take a second.
 
         Raises:
-            ValueError: the constraint is not valid, or the model can have none.
+            ValueError: the constraint is not valid, or the model does not support constraints.
         """
         self._constraints.compile(constraint)
 
@@ -101,9 +101,9 @@ class RequestReader:
         """Returns the samples of a request, before they are scheduled.
 
         Args:
-            name: what error messages call the request.
+            name: the request's name in error messages.
             request: the request.
-            is_streamed: make the text at every token.
+            is_streamed: decode the text at every token.
 
         Raises:
             ValueError: the engine cannot serve it.

@@ -1,4 +1,4 @@
-"""Continuous batching: which tokens of which sequences a step computes. It changes no bit of any result."""
+"""Continuous batching: chooses the tokens that each step computes. It changes no bit of any result."""
 
 import dataclasses
 import operator
@@ -12,7 +12,7 @@ from detjax.engine.waiting_queue import WaitingQueue
 _TURN = operator.attrgetter("turn")
 
 
-@dataclasses.dataclass(slots=True)  # not frozen: these would take three times as long to make
+@dataclasses.dataclass(slots=True)  # frozen ones would take three times as long to make
 class ScheduledChunk:
     """Consecutive tokens of a sequence that a step computes.
 
@@ -20,10 +20,10 @@ class ScheduledChunk:
         sequence: the sequence.
         start: position of the first token.
         count: number of tokens.
-        completes: whether these are the last tokens that the sequence has, so that the step samples the next one.
-        is_decode: whether the chunk is a single token and takes one row of the step. Other chunks are prefills, whose
-            rows begin at multiples of `QUERY_UNIT`.
-        later: further tokens that a run of decodes computes after these, each of them sampled by the step before it.
+        completes: whether the chunk ends with the sequence's last token, so that the step samples the next one.
+        is_decode: whether the chunk is a single token in one row of the step. Other chunks are prefills, whose rows
+            begin at multiples of `QUERY_UNIT`.
+        later: further tokens that a run computes after the chunk, each sampled by the previous step of the run.
     """
 
     sequence: Sequence
@@ -35,7 +35,7 @@ class ScheduledChunk:
 
     @property
     def end(self) -> int:
-        """Position after the last token that the step, or the run, computes."""
+        """Position after the last token that the step or run computes."""
         return self.start + self.count + self.later
 
 
@@ -58,21 +58,21 @@ class ScheduledStep:
 
     @property
     def is_run(self) -> bool:
-        """True if the device repeats the step with the tokens that it samples itself."""
+        """True if the device repeats the step with the tokens that it samples."""
         return any(chunk.later for chunk in self.decodes)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepLimits:
-    """The size of a step.
+    """Maximum sizes of a step.
 
     Attributes:
         slots: sequences that are computed at the same time.
         tokens: tokens of a step.
         prefills: prefill chunks of a step.
-        rows: rows of a step's prefill chunks, each of which takes `padded_rows` of its tokens.
+        rows: rows of a step's prefill chunks; see `padded_rows`.
         prefill_chunk: tokens of a chunk.
-        mixes: whether a step may hold decodes and prefills. Otherwise all prefills come before the next decode.
+        mixes: whether a step may have both prefills and decodes. Otherwise all prefills come before the next decode.
     """
 
     slots: int
@@ -84,10 +84,11 @@ class StepLimits:
 
 
 class Scheduler:
-    """The running sequences, which have a slot, in the order in which they first got one, and the waiting ones.
+    """Plans steps for running sequences, which have a slot, and admits waiting ones.
 
-    A step takes sequences that decode before sequences with more tokens to compute, in each group the earliest first.
-    When pages run out, the latest running sequence gives its pages back, waits again, and is recomputed later.
+    A step takes decoding sequences before sequences with more tokens to compute, each in the order in which they first
+    got a slot. When pages run out, the latest running sequence is preempted: it returns its pages, waits again, and is
+    recomputed later.
     """
 
     def __init__(self, pool: PagePool, limits: StepLimits) -> None:
@@ -100,14 +101,14 @@ class Scheduler:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no sequence is running or waiting."""
+        """True if no sequence is running or waiting."""
         return not self.waiting and not self.running
 
     @property
     def can_plan_ahead(self) -> bool:
-        """Whether a step can be planned while tokens of several steps are unread.
+        """True if a step can be planned while tokens of several steps are unread.
 
-        A preempted sequence must know all its tokens when it is recomputed.
+        Recomputing a preempted sequence requires that all its tokens were read.
         """
         return not self.waiting.has_preempted
 
@@ -117,22 +118,22 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def cancel(self, sequence: Sequence) -> None:
-        """Ends a sequence early. The tokens that steps in flight sample for it will not be read."""
+        """Ends a sequence early. Tokens that steps in flight sample for it are discarded."""
         if sequence.finish_reason is None:
             sequence.finish_reason = "cancelled"
             self.release(sequence)
 
     def release(self, sequence: Sequence) -> None:
-        """Takes back the slot and the pages of a sequence that has ended."""
+        """Frees the slot and the pages of an ended sequence."""
         if sequence.slot is None:
             self.waiting.remove(sequence)
         else:
             self._evict(sequence)
 
     def plan(self) -> ScheduledStep:
-        """Returns the next step. It has no chunks if all remaining work depends on tokens that have not been read.
+        """Returns the next step. It has no chunks if all remaining work depends on unread tokens.
 
-        All steps but the one planned last must have been read, unless `can_plan_ahead`.
+        All steps except the last planned one must have been read, unless `can_plan_ahead`.
         """
         chunks, preemptions = self._chunks_of_running(), self.preemptions
         for sequence in sorted(chunks, key=_TURN):
@@ -149,11 +150,10 @@ class Scheduler:
         return ScheduledStep(decodes, prefills)
 
     def extend_to_run(self, step: ScheduledStep, most: int) -> None:
-        """Makes a step that `plan` has returned a run, in which each decode takes up to `most` steps.
+        """Turns a step from `plan` into a run, in which each decode takes up to `most` steps.
 
-        It stays a single step while sequences wait, which would wait for the whole run; if it prefills, or decodes
-        tokens that the device does not hold; and if the run needs more pages than are free, since other sequences
-        would have to give theirs back.
+        It stays a single step if sequences wait, because they would wait for the whole run; if it prefills, or decodes
+        tokens that the device does not hold; or if the run needs more pages than are available without preemption.
         """
         if self.waiting or step.prefills or not all(chunk.sequence.is_held for chunk in step.decodes):
             return
@@ -168,10 +168,10 @@ class Scheduler:
             chunk.later = 0
 
     def mark_submitted(self, step: ScheduledStep) -> SlotCopies:
-        """Notes that the device has been given the step: all later steps will find its tokens in the cache.
+        """Records that the step was launched: all later steps find its tokens in the cache.
 
         Returns:
-            What has to be copied before the step and after it, of models whose state lies in slots.
+            Copies to make before and after the step, for models with state in slots.
         """
         copies = SlotCopies([], [])
         for chunk in step.chunks:
@@ -186,7 +186,7 @@ class Scheduler:
         return copies
 
     def accept_token(self, sequence: Sequence) -> None:
-        """Notes that a sampled token was read and appended to its sequence."""
+        """Records that a sampled token was read and appended to its sequence."""
         sequence.unread -= 1
         if sequence.finish_reason is None:
             self._name_pages(sequence)
@@ -207,7 +207,7 @@ class Scheduler:
     def _admit(self, chunks: "_StepChunks") -> None:
         """Gives slots to waiting sequences while there are slots, pages and room in the step."""
         while self._slots and (sequence := self.waiting.first(self._is_ready)) is not None:
-            # At least one token is computed: the next token is sampled from its hidden state.
+            # The last token is always computed, because the next one is sampled from its hidden state.
             full_pages = (len(sequence.tokens) - 1) // KV_BLOCK
             prefix = sequence.digests()[:full_pages] if self._uses_prefix_cache(sequence) else []
             sequence.page_ids = self.pool.share(self._with_snapshot(sequence, prefix))
@@ -234,7 +234,7 @@ class Scheduler:
         return self.pool.keeps_prefixes and not sequence.params.prompt_logprobs
 
     def _is_ready(self, sequence: Sequence) -> bool:
-        """Returns whether the sequence need not wait for pages of the prompt that its leader computes."""
+        """Returns False while the sequence waits for prompt pages that its leader computes."""
         leader = sequence.leader
         return (
             leader is None
@@ -246,10 +246,10 @@ class Scheduler:
     # --- snapshots ----------------------------------------------------------------------------------------------------
 
     def _with_snapshot(self, sequence: Sequence, prefix: list[Digest]) -> list[Digest]:
-        """Returns the part of a prefix that the sequence can go on from, and decides which snapshots it takes.
+        """Returns the part of a prefix that the sequence can resume from, and plans its snapshots.
 
-        These are one at the end of its prompt, for those who go on from there, and one where it leaves the pages of
-        another sequence: where two have parted, a third is likely to. Few tokens are sooner computed than copied.
+        It takes one at the end of its prompt, for requests that continue it, and one where it diverges from the pages
+        of another sequence, since a third is likely to diverge there too. Snapshots that save few tokens are skipped.
         """
         snapshots = self.pool.snapshots
         if snapshots is None:
@@ -274,7 +274,7 @@ class Scheduler:
             self.pool.snapshots.hits += 1
 
     def _take_snapshot(self, sequence: Sequence, copies: SlotCopies) -> None:
-        """Has a snapshot taken if the sequence has come to the end of one, and no other sequence was there before."""
+        """Takes a snapshot if the sequence has reached its position and no other sequence took it before."""
         if not sequence.snapshot_ends or sequence.computed < sequence.snapshot_ends[0]:
             return
         end, snapshots = sequence.snapshot_ends.pop(0), self.pool.snapshots
@@ -288,7 +288,7 @@ class Scheduler:
     # --- pages --------------------------------------------------------------------------------------------------------
 
     def _has_pages(self, chunk: ScheduledChunk) -> bool:
-        """Takes the pages that a chunk writes to. Returns False if the pool ran out of pages."""
+        """Allocates the pages that a chunk writes to. Returns False if the pool ran out of pages."""
         pages = chunk.sequence.page_ids
         while len(pages) * KV_BLOCK < chunk.end:
             page = self.pool.take()
@@ -298,9 +298,9 @@ class Scheduler:
         return True
 
     def _name_pages(self, sequence: Sequence) -> None:
-        """Makes the sequence's full pages available to others, as far as their tokens have been read."""
+        """Makes the sequence's full pages whose tokens were read available to others."""
         named = sequence.named_pages
-        if sequence.computed < (named + 1) * KV_BLOCK:  # most steps fill no page, and this is called twice a token
+        if sequence.computed < (named + 1) * KV_BLOCK:  # fast path: called twice per token, and few steps fill a page
             return
         full = min(sequence.computed, len(sequence.tokens)) // KV_BLOCK
         if full > named and self.pool.keeps_prefixes and sequence.slot is not None:
@@ -334,7 +334,7 @@ class _StepChunks(dict[Sequence, ScheduledChunk]):
         self._free_tokens, self._free_rows, self._free_prefills = limits.tokens, limits.rows, limits.prefills
 
     def add(self, sequence: Sequence) -> None:
-        """Adds the sequence's next chunk, as long as the step has room for. Without room nothing is added."""
+        """Adds the sequence's next chunk, as long as fits; adds nothing if the step is full."""
         remaining = sequence.length - sequence.computed
         count = min(remaining, self._free_tokens, self._limits.prefill_chunk)
         if sequence.snapshot_ends:
@@ -350,10 +350,10 @@ class _StepChunks(dict[Sequence, ScheduledChunk]):
 
 
 def padded_rows(tokens: int) -> int:
-    """Returns the rows that a prefill chunk takes: the next chunk begins at a multiple of `QUERY_UNIT`."""
+    """Returns the rows of a prefill chunk, rounded up to a multiple of `QUERY_UNIT`."""
     return -(-tokens // QUERY_UNIT) * QUERY_UNIT
 
 
 def pages_needed(sequence: Sequence) -> int:
-    """Returns the most pages that a sequence needs. Its last token is not computed."""
+    """Returns the maximum pages of a sequence. Its last token is not computed."""
     return -(-max(len(sequence.prompt) + sequence.params.max_tokens - 1, 1) // KV_BLOCK)

@@ -1,4 +1,4 @@
-"""A sequence: one sample of a request while it is scheduled, what has been generated for it, and its text."""
+"""Sequences: samples of a request while they are scheduled, with their output and text."""
 
 import dataclasses
 import functools
@@ -20,7 +20,7 @@ type TopLogprobs = tuple[tuple[int, float], ...]
 
 
 class TokenIds(Seq[int]):
-    """The tokens of a sequence: those of the prompt, which the request's samples share, then the generated ones."""
+    """The tokens of a sequence: the prompt, which the request's samples share, then the generated tokens."""
 
     def __init__(self, prompt: tuple[int, ...]) -> None:
         self.prompt = prompt
@@ -36,7 +36,7 @@ class TokenIds(Seq[int]):
     def __getitem__(self, index: slice) -> Seq[int]: ...
 
     def __getitem__(self, index: int | slice) -> int | Seq[int]:
-        """Returns the token at a position, or the tokens of a range of positions."""
+        """Returns the token at a position, or the tokens of a slice."""
         first = len(self.prompt)
         if isinstance(index, int):
             index = range(len(self))[index]
@@ -48,16 +48,16 @@ class TokenIds(Seq[int]):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class RequestContext:
-    """What a request's samples have in common besides prompt and parameters. It exists once, whatever their number.
+    """Fields of a request that all its samples share, in addition to prompt and parameters.
 
     Attributes:
         end_tokens: tokens that end a sample.
-        tokenizer: makes the text; needed for stop strings.
-        is_streamed: make the text at every token.
-        prefix_root: what digests of pages begin with; see `page_pool.prefix_root`.
-        client: whose turn the samples take while they wait for a slot.
-        constraint: what the text must be; None: any text.
-        images: the prompt's images; None: it has none.
+        tokenizer: decodes the text; needed for stop strings.
+        is_streamed: decode the text at every token.
+        prefix_root: the root of page digests; see `page_pool.prefix_root`.
+        client: identifies the client for round-robin scheduling.
+        constraint: restricts the text; None: any text.
+        images: the prompt's images, if it has any.
     """
 
     end_tokens: frozenset[int] = frozenset()
@@ -70,7 +70,7 @@ class RequestContext:
 
 
 class SampleOutput:
-    """What has been generated for one sample.
+    """The output of one sample.
 
     Attributes:
         logprobs: one per generated token.
@@ -92,30 +92,30 @@ class SampleOutput:
 
 
 class Sequence:
-    """One sample of a request: its tokens, and the scheduler's state of them.
+    """One sample of a request: its tokens and its scheduling state.
 
     Attributes:
         prompt: token ids of the prompt.
         index: the sample's number in its request.
         params: the request's sampling parameters.
         leader: the request's first sample, whose prompt pages this sequence waits for and shares; None for the first.
-        context: what else the request's samples share.
+        context: other fields that the request's samples share.
         tokens: the prompt and the generated tokens that have been read.
-        generated: the generated tokens that have been read, those that the request came with included.
-        given: how many of them the request came with.
+        generated: the generated tokens that have been read, including those given in the request.
+        given: the number of generated tokens given in the request.
         output: logprobs of the generated tokens and of the prompt.
         finish_reason: "stop", "length", "cancelled" or "failed" after the end; None before it.
         failure: the exception that ended a sequence that failed.
         cached_tokens: tokens of the prompt that the request's first sample found in the prefix cache.
-        computed: tokens, from the first on, whose keys and values the submitted steps put into the cache.
-        unread: tokens that submitted steps sample and that have not been read.
+        computed: number of leading tokens whose keys and values submitted steps write to the cache.
+        unread: number of tokens that submitted steps sample and that have not been read.
         page_ids: pages of the cache, in the order of the tokens.
-        named_pages: how many of these pages, from the first on, other sequences can share.
-        turn: how many sequences had been given a slot before this one first got one; None before that.
-        slot: the number under which the device keeps the last sampled token; None while the sequence waits.
+        named_pages: number of leading pages that other sequences can share.
+        turn: number of sequences that got a slot before this one first did; None before that.
+        slot: the slot in which the device keeps the last sampled token; None while the sequence waits.
         is_held: whether the only token left to compute is the one in the slot.
-        restored: the snapshot that the slot gets before the sequence's next chunk; None once it has got it.
-        snapshot_ends: positions at which snapshots of the slot are to be taken, in their order. A chunk ends there.
+        restored: the snapshot to restore to the slot before the next chunk, if any.
+        snapshot_ends: positions at which to take snapshots of the slot, ascending. Chunks end there.
     """
 
     def __init__(
@@ -128,25 +128,17 @@ class Sequence:
         context: RequestContext | None = None,
         generated: Seq[int] = (),
     ) -> None:
-        """A sequence that waits, unless its given tokens are all that it may have.
-
-        Args:
-            prompt: token ids.
-            params: sampling parameters.
-            index: the sample's number in its request.
-            leader: the request's first sample.
-            context: what else the request's samples share. Default: no end tokens, no text.
-            generated: tokens that were generated for the sample elsewhere.
+        """A waiting sequence, or an ended one if `generated` is complete; arguments as in the class.
 
         Raises:
-            ValueError: one of `generated` before the last one ends the sample.
+            ValueError: a token of `generated` before the last one ends the sample.
         """
         self.prompt = prompt
         self.index = index
         self.params = params
         self.leader = leader
         self.context = context or RequestContext()
-        # Many samples of a long prompt may wait: none of them copies anything of the request's size.
+        # Many samples of a long prompt may wait, so none of them copies the prompt.
         self.tokens = TokenIds(prompt)
         self.generated = self.tokens.generated
         self.output = SampleOutput()
@@ -164,21 +156,21 @@ class Sequence:
         self.snapshot_ends: list[int] = []
         self._digests: list[Digest] = []
         self._stop: StopStrings = StopStrings(params.stop) if leader is None else leader._stop
-        # Decoding text takes longer than everything else here, so it is done at every token only where it is needed.
+        # Decoding text takes longer than everything else here, so do it per token only if needed.
         needs_text = self.context.is_streamed or bool(params.stop) or len(generated) > 0
         tokenizer = self.context.tokenizer
         self._text_stream = TextStream(tokenizer, self._stop) if tokenizer is not None and needs_text else None
         self.given = len(generated)
         self._streamed_length = self._take(generated)
-        """Characters that a stream told with the given tokens."""
+        """Characters that a stream has already sent for the given tokens."""
 
     def _take(self, generated: Seq[int]) -> int:
-        """Appends the tokens that the request came with. Returns the length of the text that a stream has told."""
+        """Appends the tokens given in the request. Returns the length of the text that a stream has already sent."""
         for number, token in enumerate(generated):
             if self.finish_reason is not None:
                 raise ValueError(
                     f"generated has {len(generated)} tokens for sample {self.index}, which ends after {number} of them "
-                    f"({self.finish_reason}); accepted: tokens of one sample, none after its end"
+                    f"({self.finish_reason}); accepted: tokens of one sample up to its end"
                 )
             self.generated.append(token)
             self._note_end()
@@ -188,27 +180,27 @@ class Sequence:
 
     @functools.cached_property
     def matcher(self) -> Matcher | None:
-        """How far the sample has come in its constraint, if it has one. Samples that wait have none."""
+        """The sample's matcher, if it has a constraint. It is made on first use, when the sample runs."""
         return None if self.context.constraint is None else self.context.constraint.matcher(self.generated)
 
     @property
     def length(self) -> int:
-        """Tokens of the sequence, those that have not been read included."""
+        """Tokens of the sequence, including unread ones."""
         return len(self.prompt) + len(self.generated) + self.unread
 
     @property
     def needs_rows(self) -> bool:
-        """Whether its prompt is computed in rows of prefills alone, for logprobs of the prompt and for images."""
+        """True if the prompt is computed only in prefill rows, for prompt logprobs or images."""
         return self.params.prompt_logprobs or self.context.images is not None
 
     @property
     def missing(self) -> int:
-        """The number of tokens that the sequence may still have, beyond the ones that submitted steps sample."""
+        """The number of further tokens that the sequence may have, beyond those of submitted steps."""
         return self.params.max_tokens - len(self.generated) - self.unread
 
     @property
     def has_all(self) -> bool:
-        """Whether submitted steps sample every token that the sequence may have."""
+        """True if submitted steps sample all tokens that the sequence may have."""
         return self.missing == 0
 
     @property
@@ -219,11 +211,7 @@ class Sequence:
         return self.context.tokenizer.decode(self.generated) if self._text_stream is None else self._text_stream.text
 
     def completion(self) -> Completion:
-        """Returns the sample after its end.
-
-        Raises:
-            BaseException: the sample has failed.
-        """
+        """Returns the completion of an ended sample, or raises the exception of a failed one."""
         if self.failure is not None:
             raise self.failure
         assert self.finish_reason is not None
@@ -254,14 +242,14 @@ class Sequence:
     ) -> Token:
         """Appends the next generated token, and ends the sequence if it is the last one.
 
-        An exception ends the sequence with the finish reason "failed", because it is no fault of the step's others.
+        An exception ends only this sequence, with the finish reason "failed".
 
         Args:
             token: its id.
             logprob: its logprob.
-            top: the likeliest tokens in its place.
-            sampling_logprob: its logprob under the distribution that it was drawn from, if the request asks for it.
-            batch: sequences of the step that sampled it.
+            top: the likeliest tokens at its position.
+            sampling_logprob: its logprob under the distribution it was drawn from, if the request asks for it.
+            batch: number of sequences in the step that sampled it.
         """
         self.generated.append(token)
         self.output.logprobs.append(logprob)
@@ -279,7 +267,7 @@ class Sequence:
                 text = self._text_stream.take_new(is_last=self.finish_reason is not None)
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # the tokenizer's library raises more than Exception when it fails
+        except BaseException as error:  # the tokenizer library raises BaseException when it panics
             self.finish_reason, self.failure = "failed", error
         return Token(
             self.index, token, logprob, top, text, self.finish_reason, batch, self.cached_tokens, sampling_logprob
@@ -295,7 +283,7 @@ class Sequence:
             self.finish_reason = "length"
 
     def _not_finite(self) -> NotFinite:
-        # A logprob of minus infinity is no such error: a token may be forced that the model itself never chooses.
+        # Minus infinity is not an error: a constraint may force a token that the model itself never chooses.
         return NotFinite(
             f"the model's logits for position {len(self.tokens) - 1} hold NaN or infinity; accepted: finite numbers. "
             "Check the weights of the checkpoint, and whether the dtype is wide enough for the activations."
@@ -307,13 +295,13 @@ def samples(
 ) -> list[Sequence]:
     """Returns a sequence for each sample of a request.
 
-    The first sample leads: the others can share its prompt pages, and it alone computes the prompt's logprobs.
+    The first sample leads: the others can share its prompt pages, and only it computes the prompt's logprobs.
 
     Args:
         prompt: token ids.
         params: sampling parameters.
-        context: what else the samples share.
-        generated: tokens that the samples have already; see `Request.generated`.
+        context: other fields that the samples share.
+        generated: see `Request.generated`.
 
     Raises:
         ValueError: a sample has tokens after its end.
