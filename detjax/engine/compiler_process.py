@@ -1,6 +1,6 @@
-"""A process that compiles programs: the side that asks, and the side that compiles.
+"""Processes that compile programs: the client side and the worker side.
 
-Python traces programs one after the other, whatever the number of threads. So many programs take many processes.
+The GIL serializes tracing in threads, so tracing many programs in parallel takes processes.
 """
 
 import contextlib
@@ -31,12 +31,12 @@ class CompilerFailed(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What a process needs to know before it can compile.
+    """The first message to a process.
 
     Attributes:
         programs: the programs.
-        choices: the backend that serves, and the fusions that are switched off.
-        fingerprint: the digest of the fingerprint that the process must have too.
+        choices: the backend, and the fusions that are switched off.
+        fingerprint: the digest of the fingerprint, which the process must have too.
     """
 
     programs: StepPrograms
@@ -45,7 +45,7 @@ class Task:
 
     @classmethod
     def for_programs(cls, programs: StepPrograms) -> "Task":
-        """Returns the task of compiling programs as this thread would."""
+        """Returns the task to compile programs with the choices of this thread."""
         return cls(programs, compilation.Choices.here(), fingerprints.fingerprint().digest)
 
 
@@ -62,18 +62,18 @@ class CompilerProcess:
                 [sys.executable, "-m", __name__, str(other.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,  # it would repeat the warnings of this process
+                stderr=subprocess.DEVNULL,  # it would repeat this process's warnings
                 pass_fds=[other.fileno()],
                 env=os.environ | _SHARED_MEMORY | {"PYTHONPATH": paths},
             )
-        with contextlib.suppress(OSError):  # `compiled` notices that it has ended
+        with contextlib.suppress(OSError):  # `compiled` reports that the process has ended
             self._connection.send_bytes(_pickled(task))
 
     def compiled(self, key: Hashable) -> bytes:
         """Returns one of the task's programs in the form of `compilation.serialized`.
 
         Raises:
-            CompilerFailed: the process has ended, or it cannot compile the program. The message says why.
+            CompilerFailed: the process has ended, or it cannot compile the program.
         """
         try:
             self._connection.send(key)
@@ -85,26 +85,24 @@ class CompilerProcess:
         return answer
 
     def kill(self) -> None:
-        """Ends the process without waiting for its end, which takes a second where it has used a GPU."""
+        """Kills the process without waiting for its end, which takes a second if it used a GPU."""
         self._process.kill()
 
     def close(self) -> None:
-        """Ends the process, and waits for its end."""
+        """Kills the process and waits for its end."""
         self._process.kill()
         self._process.wait()
         self._connection.close()
 
 
 class _TaskPickler(pickle.Pickler):
-    """Writes a device, which belongs to its process, as its number. Another process has the same devices."""
+    """Pickles devices, which are objects of one process, by their ids; other processes have the same devices."""
 
     def persistent_id(self, obj: Any) -> int | None:
         return obj.id if isinstance(obj, jax.Device) else None
 
 
 class _TaskUnpickler(pickle.Unpickler):
-    """Reads what `_TaskPickler` has written."""
-
     def persistent_load(self, pid: int) -> Any:
         return next(device for device in jax.devices() if device.id == pid)
 
@@ -116,7 +114,7 @@ def _pickled(task: Task) -> bytes:
 
 
 def _serve(connection: Connection) -> None:
-    """Compiles what is asked for until the other side closes the connection. Answers failures with their texts."""
+    """Compiles requested programs until the client closes the connection. Answers failures with their tracebacks."""
     task: Task = _TaskUnpickler(io.BytesIO(connection.recv_bytes())).load()
     with task.choices.held(), contextlib.suppress(EOFError):
         digest = fingerprints.fingerprint().digest
@@ -134,7 +132,7 @@ def _serve(connection: Connection) -> None:
 
 
 if __name__ == "__main__":
-    # The classes of what is received are those of the module's own name.
+    # Unpickled objects have the classes of the imported module, not of `__main__`.
     from detjax.engine import compiler_process
 
     compiler_process._serve(Connection(int(sys.argv[1])))

@@ -48,11 +48,11 @@ _MAX_ERROR_LENGTH: Final = 400
 """Characters of an error of llguidance, which may quote a constraint of any length."""
 _STARTING_THREADS: Final = 16
 """Threads that make the matchers of a step's new samples."""
-_MAX_SPARE: Final = 256
+_MAX_POOLED: Final = 256
 """Maximum number of new matchers that are kept for future samples. One takes about 0.1 MB."""
 _PAUSE: Final = 0.002
-"""Seconds between two spare matchers. Making one takes 0.4 ms, a tenth of it with the GIL; freeing one takes 0.04 ms
-or more, all of it with the GIL."""
+"""Seconds between two matchers of the pool. Making one takes 0.4 ms, a tenth of it with the GIL; freeing one takes
+0.04 ms or more, all of it with the GIL."""
 _FREED: Final = 32
 """One in this many ended matchers is freed between two pauses, rounded up."""
 _LIMITS: Final = {
@@ -157,9 +157,9 @@ class Matcher:
         """The llguidance matcher, made on first use. This takes up to 50 ms, mostly without the GIL."""
         return self._advance(self.constraint.start())
 
-    def begin_with(self, spare: "llguidance.LLMatcher") -> None:
+    def begin_with(self, new: "llguidance.LLMatcher") -> None:
         """Uses a new llguidance matcher that no other sample has."""
-        self.state, self.starting = self._advance(spare), _DONE
+        self.state, self.starting = self._advance(new), _DONE
 
     def _advance(self, new: "llguidance.LLMatcher") -> "llguidance.LLMatcher":
         for token in self._begun:  # if a token is refused, the sample's next mask reports it
@@ -213,7 +213,7 @@ class ConstraintCompiler:
         self._tokenizer = _library_tokenizer(tokenizer, vocabulary, end_tokens)
         self._executor = llguidance.LLExecutor()
         self._threads = ThreadPoolExecutor(thread_name_prefix="detjax-constraints")
-        self._spares = SpareMatchers(self._threads)
+        self._pool = MatcherPool(self._threads)
         self._compiled: collections.OrderedDict[Constraint, CompiledConstraint] = collections.OrderedDict()
         self._lock = threading.Lock()
 
@@ -236,7 +236,7 @@ class ConstraintCompiler:
 
     def free(self, matcher: Matcher) -> None:
         """Frees the matcher of an ended sample in the background."""
-        self._spares.free(matcher)
+        self._pool.free(matcher)
 
     def start_masks(
         self, rows: int, matchers: Mapping[int, Matcher], accepted: Callable[[], Iterable[tuple[Matcher, int]]]
@@ -287,8 +287,8 @@ class ConstraintCompiler:
                 return
 
     def _start(self, matchers: Sequence[Matcher]) -> None:
-        """Starts making llguidance matchers for those that get no spare one."""
-        matchers = self._spares.hand_out(matchers)
+        """Starts making llguidance matchers for those that get none from the pool."""
+        matchers = self._pool.hand_out(matchers)
 
         def make(part: Sequence[Matcher]) -> None:
             for matcher in part:
@@ -324,7 +324,7 @@ class ConstraintCompiler:
         return CompiledConstraint(self, start)
 
 
-class SpareMatchers:
+class MatcherPool:
     """A pool of new llguidance matchers for recently used constraints, made in the background while steps run.
 
     A step that starts many samples then need not wait for their matchers. A matcher from the pool is as new as any
@@ -334,8 +334,8 @@ class SpareMatchers:
     def __init__(self, threads: ThreadPoolExecutor) -> None:
         """An empty pool; the threads fill it, one matcher at a time."""
         self._threads = threads
-        self._spares: collections.OrderedDict[CompiledConstraint, list[llguidance.LLMatcher]]
-        self._spares = collections.OrderedDict()
+        self._matchers: collections.OrderedDict[CompiledConstraint, list[llguidance.LLMatcher]]
+        self._matchers = collections.OrderedDict()
         """By constraint, the most recently used one at the end."""
         self._wanted: dict[CompiledConstraint, int] = {}
         """Target number of matchers of each of these constraints."""
@@ -352,17 +352,17 @@ class SpareMatchers:
         without = []
         with self._lock:
             for constraint, count in collections.Counter(matcher.constraint for matcher in matchers).items():
-                wanted = max(self._wanted[constraint], count) if constraint in self._spares else 0
-                self._wanted[constraint] = min(wanted, _MAX_SPARE)
-                self._spares.setdefault(constraint, [])
-                self._spares.move_to_end(constraint)
+                wanted = max(self._wanted[constraint], count) if constraint in self._matchers else 0
+                self._wanted[constraint] = min(wanted, _MAX_POOLED)
+                self._matchers.setdefault(constraint, [])
+                self._matchers.move_to_end(constraint)
             for matcher in matchers:
-                if spares := self._spares[matcher.constraint]:
-                    matcher.begin_with(spares.pop())
+                if pooled := self._matchers[matcher.constraint]:
+                    matcher.begin_with(pooled.pop())
                 else:
                     without.append(matcher)
-            while len(self._spares) > _MAX_COMPILED or sum(self._wanted.values()) > _MAX_SPARE:
-                del self._wanted[self._spares.popitem(last=False)[0]]
+            while len(self._matchers) > _MAX_COMPILED or sum(self._wanted.values()) > _MAX_POOLED:
+                del self._wanted[self._matchers.popitem(last=False)[0]]
         self._begin()
         return without
 
@@ -387,14 +387,14 @@ class SpareMatchers:
         for _ in range(ceil_div(len(self._ended), _FREED)):
             self._ended.popleft()
         with self._lock:
-            lacking = (one for one, spares in reversed(self._spares.items()) if len(spares) < self._wanted[one])
+            lacking = (one for one, pooled in reversed(self._matchers.items()) if len(pooled) < self._wanted[one])
             constraint = next(lacking, None)
             is_busy = self._is_busy = constraint is not None or bool(self._ended)
         if constraint is not None:
-            spare = constraint.start()
+            matcher = constraint.start()
             with self._lock:
-                if constraint in self._spares:
-                    self._spares[constraint].append(spare)
+                if constraint in self._matchers:
+                    self._matchers[constraint].append(matcher)
         if is_busy:
             self._continue()
 

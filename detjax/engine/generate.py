@@ -22,7 +22,7 @@ from detjax.models.vision.prompt_images import GivenImage, ImageReader, PromptIm
 from detjax.operands.options import KVQuantization
 
 PREFILL_CHUNK: Final = 128
-"""Tokens of a prompt that one step computes, by default. It is a schedule: every number gives the same bits."""
+"""Default tokens of a prefill chunk. It is a schedule: all values give the same bits."""
 
 
 def generate(  # noqa: PLR0913
@@ -36,23 +36,23 @@ def generate(  # noqa: PLR0913
     kv_cache_dtype: KVQuantization | None = None,
     progress: bool = False,
 ) -> list[Generation]:
-    """Returns a generation per prompt. Each has the bits that it would have if it were alone.
+    """Returns a generation per prompt. Each has the same bits as if it were generated alone.
 
     Args:
         model: the decoder.
-        prompts: texts, or lists of token ids; of any lengths.
-        sampling: parameters for all prompts, or for each prompt its own. Default: greedy.
+        prompts: texts or lists of token ids, of any lengths.
+        sampling: parameters for all prompts, or one per prompt. Default: greedy.
         images: the images and videos of each prompt; see `Request.images`. Default: none.
         tokenizer: needed for texts and stop strings.
-        prefill_chunk: tokens of a prompt that one step computes at most. It changes no bits.
-        kv_cache_dtype: "int8", "fp8_e4m3" or "q4_0" quantize keys and values in the cache (`ops.quantize_kv`), which
-            gives different numbers, as independent of everything else. Default: the model's dtype.
-        progress: show a bar on stderr.
+        prefill_chunk: maximum tokens of a prompt in one step. It changes no bits.
+        kv_cache_dtype: "int8", "fp8_e4m3" or "q4_0" quantize keys and values in the cache (`ops.quantize_kv`). This
+            changes the numbers; they still depend on nothing but the prompt. Default: the model's dtype.
+        progress: show a progress bar on stderr.
 
     Raises:
         ValueError: a prompt is empty, holds ids outside the vocabulary, is too long for the model together with the
-            tokens to generate, or is text without a tokenizer; its images do not fit it or the model; the numbers of
-            prompts, parameters and images differ; or `kv_cache_dtype` is unknown or does not take the model's head
+            tokens to generate, or is text without a tokenizer; its images do not match it or the model; the numbers of
+            prompts, parameters and images differ; or `kv_cache_dtype` is unknown or does not support the model's head
             size.
 
     Example:
@@ -78,7 +78,7 @@ def generate(  # noqa: PLR0913
     params = _one_per_prompt(sampling, len(prompts))
     if images is not None and len(images) != len(prompts):
         raise ValueError(
-            f"generate: {len(prompts)} prompts and images of {len(images)}; accepted: a list of images for each prompt"
+            f"generate: {len(prompts)} prompts and {len(images)} lists of images; accepted: a list for each prompt"
         )
     reader = _PromptReader(model, tokenizer)
     requests = [
@@ -103,7 +103,7 @@ def _one_per_prompt(sampling: SamplingParams | Seq[SamplingParams] | None, promp
 
 
 class _PromptReader:
-    """Reads the prompts of a model."""
+    """Validates and tokenizes the prompts of a model."""
 
     def __init__(self, model: Decoder, tokenizer: Tokenizer | None) -> None:
         self._model, self._tokenizer = model, tokenizer
@@ -113,7 +113,7 @@ class _PromptReader:
     def sequences(
         self, name: str, prompt: str | Seq[int], params: SamplingParams, images: Seq[GivenImage]
     ) -> list[Sequence]:
-        """Returns the samples of a prompt, which error messages call `name`."""
+        """Returns the samples of a prompt; `name` is its name in error messages."""
         config = self._model.config
         patches = self._images.patches(name, images)
         tokens = encode_prompt(name, config, prompt, params, self._tokenizer, patches)
@@ -133,7 +133,7 @@ def _run(
     kv_cache_dtype: KVQuantization | None,
     progress: bool,
 ) -> None:
-    """Generates until every sequence has ended."""
+    """Generates until all sequences have ended."""
     if not sequences:
         return
     loop = StepLoop.for_model(model, _config(sequences, prefill_chunk, kv_cache_dtype))
@@ -151,8 +151,8 @@ def _run(
 def _config(sequences: list[Sequence], prefill_chunk: int, kv_cache_dtype: KVQuantization | None) -> StepLoopConfig:
     """Returns the sizes of a loop in which all sequences run at once.
 
-    Sizes are rounded up, so that calls of about one size share their programs: two of the layers at most, one that
-    samples, and one for logprobs of prompts.
+    Sizes are rounded up so that calls of similar size share programs: at most two for the layers, one for sampling, and
+    one for prompt logprobs.
     """
     slots = _power_of_two(len(sequences))
     longest = max(len(sequence.prompt) for sequence in sequences)

@@ -1,4 +1,4 @@
-"""What runs on the device: the model's state, what is known of each slot, and the programs that compute a step."""
+"""The model runner: holds the model's state and the slots' state on the device, and runs the programs of steps."""
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -36,21 +36,21 @@ from detjax.runtime import compilation
 
 
 def bytes_of_page(model: Decoder, quantization: KVQuantization | None) -> int:
-    """Returns the bytes that one page takes on each device, in the state of a model.
+    """Returns the bytes of one page on each device.
 
     Raises:
-        ValueError: the model's keys and values cannot be quantized like this.
+        ValueError: the model does not support this quantization of keys and values.
     """
     return _bytes_of_state(model, 2, 1, quantization) - _bytes_of_state(model, 1, 1, quantization)
 
 
 def bytes_of_slot(model: Decoder) -> int:
-    """Returns the bytes that a slot takes on each device, in the state of a model; 0 where all layers keep pages."""
+    """Returns the bytes of a slot on each device; 0 if all layers keep pages."""
     return _bytes_of_state(model, 1, 2, None) - _bytes_of_state(model, 1, 1, None)
 
 
 def bytes_of_snapshot(model: Decoder) -> int:
-    """Returns the bytes that a copy of a slot takes on the host: those of all devices that share the model."""
+    """Returns the bytes of a copy of a slot on the host, summed over the devices that share the model."""
 
     def size(slots: int) -> int:
         return _bytes(lambda: model.empty_state(1, None, slots))
@@ -73,7 +73,7 @@ class StateSizes(NamedTuple):
     Attributes:
         num_pages: pages of the cache.
         slots: sequences that are computed at the same time.
-        kv_cache_dtype: how keys and values are quantized in the cache.
+        kv_cache_dtype: quantization of keys and values in the cache.
     """
 
     num_pages: int
@@ -100,9 +100,9 @@ class ModelRunner:
             model: the decoder.
             sizes: the sizes of its state.
             variants: sampling programs that steps may use, the fastest first.
-            empty_batch: returns a batch of a shape that has no chunks.
-            image_tokens: tokens of the largest image for which a program is compiled ahead.
-            runs_of: decodes that a run of steps may have at most; 0: there are no runs.
+            empty_batch: returns a batch of a shape, without chunks.
+            image_tokens: tokens of the largest image for which a program is compiled in advance.
+            runs_of: maximum number of decodes of a run; 0: no runs.
         """
         self._network, weights = split(model)
         self._buffers = device_buffers(model.mesh)
@@ -136,7 +136,7 @@ class ModelRunner:
         """Replaces the model's weights.
 
         Args:
-            params: what `nnx.split(model)[1]` returns, of the same shapes and dtypes.
+            params: the result of `nnx.split(model)[1]`, with the same shapes and dtypes.
 
         Raises:
             ValueError: the weights do not fit the model.
@@ -149,7 +149,7 @@ class ModelRunner:
         self._parameters = self._parameters._replace(weights=placed)
 
     def image_rows(self, images: Sequence[VisualInput]) -> list[np.ndarray]:
-        """Returns the rows that the vision tower makes of each image, on the host."""
+        """Returns the vision tower's rows of each image, on the host."""
         assert self._vision is not None, "the model takes no images"
         most = self._windows[-1] if self._windows else None
         return rows_by(self._tower_rows, self._vision, images, windows=self._windows_for, most_windows=most)
@@ -158,7 +158,7 @@ class ModelRunner:
         return self._run(step_programs.image_rows(patches))
 
     def _windows_for(self, needed: int) -> int:
-        """How many windows a call of the tower has that needs so many: of sizes whose program is there."""
+        """Returns the smallest number of windows, at least `needed`, whose program is ready."""
         size = 1 << (needed - 1).bit_length()
         while not self._is_ready(step_programs.image_rows_key(size)):
             size *= 2
@@ -171,7 +171,7 @@ class ModelRunner:
             batch: the step, on the device; see `copy`.
 
         Returns:
-            Those of each chunk's last token, for `sample`, and those of the rows that prefill, for `score`.
+            The hidden state of each chunk's last token, for `sample`, and of the prefill rows, for `score`.
         """
         if self._needs_priming(step_programs.forward_key(batch.shape)):
             self._forward(self.copy(self._empty_batch(batch.shape)), is_linked=False)
@@ -183,12 +183,12 @@ class ModelRunner:
         return hidden, rows
 
     def steps_of_run(self, shape: BatchShape, needed: SamplingVariant) -> int:
-        """Returns how many steps of a shape the device can be given at once: 1 unless a program of runs serves them."""
+        """Returns the number of steps of a shape that one launch can compute: 1 unless a run's program serves them."""
         has_variant = self._variant_of_run(shape, needed) is not None
         return step_programs.RUN_STEPS if has_variant else 1
 
     def _variant_of_run(self, shape: BatchShape, needed: SamplingVariant) -> SamplingVariant | None:
-        """The sampling program that a run of a shape would have; None: there can be no run."""
+        """Returns the sampling variant of a run of a shape; None if no run is possible."""
         if not step_programs.has_runs(shape, self._runs_of):
             return None
         for variant in step_programs.run_variants(self._variants):
@@ -197,14 +197,14 @@ class ModelRunner:
         return None
 
     def decode_run(self, batch: StepBatch, needed: SamplingVariant) -> SampledTokens:
-        """Computes a run of steps, where each step takes the tokens that the step before has sampled.
+        """Computes a run of steps, each from the tokens that the previous step sampled.
 
         Args:
             batch: the first step, on the device, with the `steps` of each decode.
-            needed: what the sampling must be able to do. `steps_of_run` must have returned more than 1 for it.
+            needed: the capabilities needed; `steps_of_run` must have returned more than 1 for them.
 
         Returns:
-            The tokens of each step, `[steps, R]`; of a step that a decode takes no part in, any token.
+            The tokens of each step, `[steps, R]`; undefined in steps that a decode takes no part in.
         """
         variant = self._variant_of_run(batch.shape, needed)
         assert variant is not None
@@ -222,12 +222,12 @@ class ModelRunner:
         return run(batch, is_linked=True)
 
     def sample(self, batch: StepBatch, hidden: Array, needed: SamplingVariant, allowed: Array | None) -> SampledTokens:
-        """Samples the tokens of a step, and notes them in their slots.
+        """Samples the tokens of a step and records them in their slots.
 
         Args:
             batch: the step, on the device.
             hidden: the hidden state of each chunk's last token.
-            needed: what the sampling program must be able to do.
+            needed: the capabilities that the sampling program needs.
             allowed: the masks of the step's constraints, on the device; None: all tokens are allowed.
         """
         variant = next(
@@ -255,23 +255,17 @@ class ModelRunner:
         return run(batch, is_linked=True)
 
     def _all_allowed(self, count: int) -> Array:
-        """Returns masks on the device that allow every token; they are copied there once."""
+        """Returns masks on the device that allow every token, cached by size."""
         if count not in self._free:
             self._free[count] = replicate(all_allowed(count, self._vocabulary), self._everywhere)
         return self._free[count]
 
     def _reachable(self, tree: PyTree) -> Any:
-        """Returns arrays of this process where the programs of all processes that share the model can have them."""
+        """Returns this process's arrays in a form that programs spanning several processes accept."""
         return replicate(tree, self._everywhere) if self._spans_processes else tree
 
     def note_seen(self, slot: int, prompt: Sequence[int], generated: Sequence[int]) -> None:
-        """Tells the device all tokens of the sequence in a slot. From then on it counts what it samples for the slot.
-
-        Args:
-            slot: the slot.
-            prompt: the prompt's tokens.
-            generated: the generated tokens.
-        """
+        """Sends all tokens of the sequence in a slot to the device, which then counts the tokens it samples itself."""
         assert self._slots.seen is not None, "no variant has penalties"
         seen = self._slots.seen
         for index, entries in enumerate(seen_entries(prompt, generated, self._vocabulary)):
@@ -279,35 +273,26 @@ class ModelRunner:
         self._slots = self._slots._replace(seen=seen)
 
     def take_slot(self, slot: int) -> PyTree[Array]:
-        """Returns a copy of what the layers hold in a slot, to the bit, and begins to copy it to the host.
-
-        Args:
-            slot: the slot.
-        """
+        """Returns an exact copy of the layers' state in a slot, and starts copying it to the host."""
         rows = self._run(step_programs.take_slot(state_in_slots(self._state, self._in_slots), slot))
         jax.tree.map(lambda x: x.copy_to_host_async(), rows)
         return rows
 
     def put_slot(self, slot: int, rows: PyTree[Array | np.ndarray]) -> None:
-        """Gives a slot what `take_slot` has returned, on the device or on the host.
-
-        Args:
-            slot: the slot.
-            rows: its rows of each array.
-        """
+        """Restores a slot from the result of `take_slot`, on the device or on the host."""
         rows = jax.device_put(rows)
         put = iter(self._run(step_programs.put_slot(state_in_slots(self._state, self._in_slots), slot, rows)))
         layers = zip(self._state, self._in_slots, strict=True)
         self._state = tuple(next(put) if is_in_slots else layer for layer, is_in_slots in layers)
 
     def copy(self, batch: StepBatch) -> StepBatch:
-        """Copies a batch to the device. Arrays that the step before had too, as most decodes have, are not copied."""
-        # Rows of images are many bytes, and never those of the step before.
+        """Copies a batch to the device. It reuses equal arrays of the previous step, which most decodes have."""
+        # Rows of images are large and always new.
         images, batch = batch.images, batch._replace(images=None)
         arrays, tree = jax.tree.flatten(batch)
         contents = [(x.dtype, x.shape, x.tobytes()) for x in arrays]
         new = {content: x for content, x in zip(contents, arrays, strict=True) if content not in self._copies}
-        # All at once: a program takes five times as long to copy its arguments itself.
+        # Copying them together is five times as fast as passing host arrays to a program.
         copies = self._copies | dict(zip(new, replicate(list(new.values()), self._everywhere), strict=True))
         self._copies = {content: copies[content] for content in contents}
         copied = jax.tree.unflatten(tree, [copies[content] for content in contents])
@@ -316,7 +301,7 @@ class ModelRunner:
         )
 
     def _with_images(self, batch: StepBatch) -> StepBatch:
-        """A batch with rows of images, none of which is present if it has none: one program serves all its prefills."""
+        """Adds absent image rows to a batch without images, so that one program serves all prefills of its shape."""
         rows = batch.shape.rows
         if self._vision is None or not rows or batch.images is not None:
             return batch
@@ -326,24 +311,15 @@ class ModelRunner:
         return batch._replace(images=self._without_images[rows])
 
     def score(self, rows: Array, first: int, tokens: np.ndarray) -> SampledTokens:
-        """Returns logprobs of up to `step_programs.SCORED_ROWS` given tokens.
-
-        Args:
-            rows: hidden states.
-            first: the row of the first token. Each token has a row of its own.
-            tokens: their ids.
-        """
+        """Returns logprobs of up to `step_programs.SCORED_ROWS` tokens, from consecutive `rows` beginning at
+        `first`."""
         program = step_programs.score(rows, first, tokens, most_likeliest(self._variants))
         if self._needs_priming(program.key):
             self._run(program, is_linked=False)
         return self._run(program)
 
     def programs(self, batches: Iterable[StepBatch]) -> StepPrograms:
-        """Returns every program that steps of these shapes may need.
-
-        Args:
-            batches: one batch of each shape, without chunks.
-        """
+        """Returns all programs that steps of these shapes may need, given an empty batch of each shape."""
         return StepPrograms(
             network=self._network,
             parameters=shapes_of(self._parameters, self._everywhere),
@@ -360,15 +336,15 @@ class ModelRunner:
         )
 
     def _empty_packs(self) -> list[Patches]:
-        """Patches of no image, of each size that is compiled ahead."""
+        """Returns empty image patches of each size that is compiled in advance."""
         return [] if self._vision is None else [empty_pack(self._vision, windows) for windows in self._windows]
 
     def warm_up(self, batches: Sequence[StepBatch], compiler: ProgramCompiler) -> None:
         """Compiles the programs that steps of the given shapes may need, and runs each of them once.
 
         Args:
-            batches: one batch of each shape, without chunks.
-            compiler: compiles the programs. Those that it leaves for later serve steps as soon as they are there.
+            batches: an empty batch of each shape.
+            compiler: compiles the programs. Those that it defers serve steps as soon as they are ready.
         """
         self.close()
         with compilation.chained(self._buffers is not None):
@@ -376,16 +352,16 @@ class ModelRunner:
         self._run_all([batch for batch in batches if self.has_layers(batch.shape)])
 
     def has_layers(self, shape: BatchShape) -> bool:
-        """Returns whether a step of this shape need not wait for a program of its layers."""
+        """Returns whether the program for the layers of this shape is ready."""
         return self._is_ready(step_programs.forward_key(shape))
 
     def wait_for_programs(self) -> None:
-        """Waits until nothing is compiled any more."""
+        """Waits until all programs are compiled."""
         if self._compilation is not None:
             self._compilation.wait()
 
     def close(self) -> None:
-        """Ends what is still being compiled."""
+        """Cancels compilations."""
         if self._compilation is not None:
             self._compilation.close()
 
@@ -393,7 +369,7 @@ class ModelRunner:
         return self._compilation is None or key not in self._compilation.pending
 
     def _run_all(self, batches: Sequence[StepBatch]) -> None:
-        """Runs every program once, because it does some work when it runs for the first time."""
+        """Runs all programs once, because the first run does one-time work."""
         sizes = set[tuple[str, int]]()
         for batch in map(self.copy, batches):
             shape = batch.shape
@@ -418,10 +394,10 @@ class ModelRunner:
         jax.block_until_ready(self._slots)
 
     def _needs_priming(self, key: Hashable) -> bool:
-        """Whether a program must run without links before its devices may exchange: when this is asked first.
+        """Returns True on the first call for a program that uses links: it must then run once without links.
 
-        A program loads its kernels when it runs for the first time. A GPU cannot load them while another one waits for
-        it, which in turn may never end.
+        The first run of a program loads its kernels. A GPU cannot load them while another GPU waits for it, so the
+        devices would deadlock.
         """
         if self._buffers is None or key in self._primed:
             return False

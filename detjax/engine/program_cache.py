@@ -1,7 +1,7 @@
-"""A cache of compiled programs on disk, in which every file is whole and written by this user.
+"""A cache of compiled programs on disk. All files are complete and written by this user.
 
-A program's file is named after everything that the program depends on, which a process knows without tracing it: to
-trace a model's programs takes minutes, and to load them takes a second or two.
+A file's name is a digest of everything that the program depends on, which is known without tracing it: tracing a
+model's programs takes minutes, and loading them takes a second or two.
 """
 
 import contextlib
@@ -26,17 +26,17 @@ from detjax.runtime import fingerprints, fusions
 _UNPUBLISHED: Final = ".unpublished-"
 _SUFFIX: Final = ".program"
 _LIBRARIES: Final = ("flax", "jaxtyping")
-"""The libraries that tracing runs and that no fingerprint names, because no bit depends on them."""
+"""Libraries that tracing uses and that are not in the fingerprint, because no bit depends on them."""
 _OWN_PACKAGES: Final = {"detjax", "flax"}
-"""The packages whose sources names depend on."""
+"""Packages whose sources are part of the names."""
 _log: Final = logging.getLogger(__name__)
 
 
 def prepare_cache(directory: Path) -> None:
-    """Makes the directory of a cache, private to this user, unless it is there.
+    """Makes the directory of a cache, private to this user, unless it exists.
 
-    Whoever can write to the directory can run programs in the processes that use it. So it has to belong to this user,
-    and nobody else may be able to write to it.
+    Anyone who can write to the directory can run programs in the processes that use it. So it must belong to this user,
+    and no other user may have write access.
 
     Raises:
         OSError: the directory cannot be made or written to, or it is not private. The message names it.
@@ -62,19 +62,19 @@ def prepare_cache(directory: Path) -> None:
 class ProgramCache:
     """The programs of one step loop in a directory.
 
-    Each fingerprint has a directory of its own in it, so that equal fingerprints promise equal bits.
+    Each fingerprint has its own subdirectory, so that equal fingerprints promise equal bits.
 
-    A file gets its name when it is whole: a process that is killed, or a full disk, leaves none that is not. A file
-    that has become another one since is found by its digest, removed, and written again.
+    A file gets its name when it is complete, so a killed process or a full disk leaves no partial file. A file that was
+    corrupted later is detected by its digest, removed, and written again.
     """
 
     def __init__(self, directory: Path, programs: StepPrograms) -> None:
-        """A cache in a directory, which is made if it is not there.
+        """A cache in a directory, which is made if it does not exist.
 
         Args:
             directory: the directory.
-            programs: the programs that are looked up. If their network has a class from outside of this package, whose
-                source nobody knows here, none is found and none is kept.
+            programs: the programs to look up. If their network has a class from another package, whose source is
+                unknown, nothing is loaded or stored.
 
         Raises:
             OSError: the directory cannot be made or written to, or it is not private; see `prepare_cache`.
@@ -89,7 +89,7 @@ class ProgramCache:
                 path.unlink(missing_ok=True)
 
     def load(self, key: Hashable) -> bytes | None:
-        """Returns the content of a program's file, or None if there is none."""
+        """Returns the content of a program's file, or None if it does not exist."""
         try:
             content = self._path(key).read_bytes()
         except (OSError, KeyError):
@@ -101,12 +101,12 @@ class ProgramCache:
         return None
 
     def store(self, key: Hashable, content: bytes) -> None:
-        """Writes a program's file. Where that fails, as on a full disk, there will be none; see `report_failures`."""
+        """Writes a program's file. On failure, such as a full disk, no file is left; see `report_failures`."""
         if key not in self._names:
             return
         try:
             with tempfile.NamedTemporaryFile(prefix=_UNPUBLISHED, dir=self._directory, delete=False) as file:
-                fcntl.flock(file, fcntl.LOCK_EX)  # it tells other processes that somebody is still writing
+                fcntl.flock(file, fcntl.LOCK_EX)  # marks the file as being written for other processes
                 try:
                     file.write(hashlib.sha256(content).digest())
                     file.write(content)
@@ -124,7 +124,7 @@ class ProgramCache:
             self._path(key).unlink(missing_ok=True)
 
     def report_failures(self) -> None:
-        """Writes one line to the log about all programs that could not be written, if there are any."""
+        """Logs one line about all programs that could not be written, if any."""
         if self._failures:
             _log.warning(
                 "%d of the compiled programs could not be written to %r and are compiled again at the next start; the "
@@ -139,16 +139,16 @@ class ProgramCache:
 
 
 def _names(programs: StepPrograms) -> dict[Hashable, str]:
-    """Returns the name of each program: a digest of all that it depends on beside the fingerprint.
+    """Returns the name of each program: a digest of everything it depends on except the fingerprint.
 
-    The content of this package's files is in it, too, for those who change them.
+    This includes the content of this package's files, for developers.
     """
     classes = {node.type for node in programs.network.graph.nodes if isinstance(node, nnx.graphlib.NodeDef)}
     modules = {one.__module__.partition(".")[0] for one in classes if isinstance(one, type)}
     if not modules <= _OWN_PACKAGES:
         return {}
     network, weights = programs.network, jax.tree.leaves(programs.parameters)
-    # Fusions that change no bit are in no fingerprint.
+    # The fingerprint leaves out fusions that change no bit.
     separated = fusions.separated()
     common = repr((_sources(), separated, network.graph, network.tree, network.paths, network.order, weights))
     names = {}
@@ -160,7 +160,7 @@ def _names(programs: StepPrograms) -> dict[Hashable, str]:
 
 @functools.cache
 def _sources() -> str:
-    """Returns a digest of this package's files, and of the versions of libraries that it traces with."""
+    """Returns a digest of this package's files and of the versions of the libraries used in tracing."""
     digest = hashlib.sha256()
     root = Path(__file__).parents[1]
     for path in sorted(root.rglob("*.py")):
@@ -173,9 +173,9 @@ def _sources() -> str:
 
 
 def _is_locked(path: Path) -> bool:
-    """Whether another process is writing the file."""
+    """Returns whether another process is writing the file."""
     try:
-        # It is not looked for behind a symbolic link, which may be somebody's trap.
+        # Symbolic links are not followed, because they may be an attack.
         file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
         return False

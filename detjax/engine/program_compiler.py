@@ -1,4 +1,4 @@
-"""Compiles the programs of a step loop side by side: in processes of their own where tracing takes long, else here."""
+"""Compiles the programs of a step loop in parallel: in separate processes if tracing is slow, otherwise in threads."""
 
 import logging
 import os
@@ -18,14 +18,14 @@ from detjax.models.mesh import spans_processes
 from detjax.runtime import compilation
 
 _MAX_COMPILERS: Final = 16
-"""Threads or processes that compile at most."""
+"""Maximum number of threads or processes that compile."""
 _log: Final = logging.getLogger(__name__)
 
 type Program = Callable[..., Any]
 
 
 class ProgramCompiler:
-    """Compiles every program of a step loop, or finds it in a cache."""
+    """Compiles all programs of a step loop, or loads them from a cache."""
 
     def __init__(
         self,
@@ -35,18 +35,18 @@ class ProgramCompiler:
         in_background: bool = False,
         track: Callable[[Iterable[Any], int], Iterable[Any]] = lambda programs, _: programs,
     ) -> None:
-        """A compiler that has not compiled anything.
+        """A compiler.
 
         Args:
-            cache: a directory of compiled programs. Programs found there are not compiled again, and new ones are added
-                to it. Whoever can write to it can run code in this process.
-            processes: processes that trace and compile; 0: threads of this process do. On a GPU each process has a
-                context of its own, of about 0.5 GB. Default: on a GPU one for each processor, 16 at most, since tracing
-                the kernels takes most of the time there, and threads would do it one after the other; elsewhere 0.
-            in_background: return when the essential programs are there, and let the processes go on with the others.
-                Threads would hold up the steps, so without processes nothing is left for later.
-            track: is given the programs that are compiled before the return, as they come, and their number, and yields
-                them.
+            cache: a directory of compiled programs. Programs found there are not compiled again, and new ones are
+                added. Anyone who can write to it can run code in this process.
+            processes: number of processes that trace and compile; 0: threads of this process. On a GPU each process
+                has its own context of about 0.5 GB. Default: on a GPU one per processor, at most 16, because tracing
+                kernels takes most of the time there and the GIL would serialize threads; elsewhere 0.
+            in_background: return when the essential programs are ready, and let the processes compile the others.
+                Threads would delay steps, so without processes nothing is deferred.
+            track: wraps the iterable of programs that are compiled before the return, as they finish; its second
+                argument is their number.
         """
         self._threads = min(_MAX_COMPILERS, os.cpu_count() or 1)
         if processes is None:
@@ -55,11 +55,11 @@ class ProgramCompiler:
         self._in_background = in_background and processes > 0
 
     def start(self, programs: StepPrograms, add: Callable[[Hashable, Program], None]) -> "Compilation":
-        """Compiles, and returns when nothing is left, or nothing essential; see `__init__`.
+        """Compiles all programs, or the essential ones if `in_background`.
 
         Args:
             programs: the programs.
-            add: is called with each program and its key: with those that are left for later in another thread.
+            add: called with the key and the compiled program; for deferred programs in another thread.
 
         Raises:
             OSError: the cache's directory cannot be made or written to, or it is not private.
@@ -68,7 +68,7 @@ class ProgramCompiler:
         started = Compilation(programs, cache, add, max(self._threads, self._processes))
         try:
             started.load()
-            # A process of `jax.distributed` has devices that no further process can have.
+            # Another process cannot use the devices of a `jax.distributed` process.
             processes = 0 if spans_processes(programs.mesh) else self._processes
             first = started.compile(processes, in_background=self._in_background and processes > 0)
             for future in self._track(as_completed(first), len(first)):
@@ -80,13 +80,13 @@ class ProgramCompiler:
 
 
 class Compilation:
-    """The programs of one step loop while they are compiled.
+    """A running compilation of a step loop's programs.
 
-    No bit depends on where a program is compiled. A process that fails, as for want of memory on the device, is not
-    asked again. This process compiles in its place, except what was left for later, which stays pending.
+    No bit depends on where a program is compiled. A process that fails, for example because the device is out of
+    memory, is not used again. This process then compiles its essential programs; deferred ones stay pending.
 
     Attributes:
-        pending: keys of the programs that are not there yet.
+        pending: keys of the programs that are not ready.
     """
 
     def __init__(
@@ -96,18 +96,18 @@ class Compilation:
         add: Callable[[Hashable, Program], None],
         threads: int,
     ) -> None:
-        """A compilation that has not begun; arguments as in `ProgramCompiler.start`."""
+        """A compilation that has not started; arguments as in `ProgramCompiler.start`."""
         self._programs, self._by_key, self._cache, self._add = programs, programs.by_key(), cache, add
         self.pending = set(self._by_key)
         self._choices = compilation.Choices.here()
-        # In the mesh's order: a program takes its first device's part from the first of them.
+        # In the mesh's order, because a program takes its first shard from the first device.
         self._devices = None if programs.mesh is None else list(programs.mesh.devices.flat)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="detjax-compiler")
         self._processes: list[CompilerProcess] = []
         self._idle: queue.SimpleQueue[CompilerProcess | None] = queue.SimpleQueue()
-        """Processes that wait for a program, and None in place of each that has failed."""
-        self._rare: set[Hashable] = set()
-        """Keys of programs that are compiled behind the steps, or not at all."""
+        """Processes that wait for a program, and None for each one that failed."""
+        self._deferred: set[Hashable] = set()
+        """Keys of programs that are compiled in the background, or not at all."""
         self._unfinished, self._lock = 0, threading.Lock()
         self._is_closed = False
 
@@ -118,9 +118,9 @@ class Compilation:
                 future.result()
 
     def compile(self, processes: int, *, in_background: bool) -> list[Future[None]]:
-        """Begins to compile the missing programs. Returns futures of those that must be there before steps are."""
+        """Starts compiling the missing programs. Returns futures of those that steps have to wait for."""
         missing = [key for key in self._by_key if key in self.pending]
-        self._rare = {key for key in missing if in_background and not self._by_key[key].is_essential}
+        self._deferred = {key for key in missing if in_background and not self._by_key[key].is_essential}
         if processes and missing:
             task = Task.for_programs(self._programs)
             for _ in range(min(processes, len(missing))):
@@ -130,15 +130,15 @@ class Compilation:
         self._unfinished = len(futures)
         for future in futures.values():
             future.add_done_callback(self._count_finished)
-        self._pool.shutdown(wait=False)  # its threads end after what they were given
-        return [future for key, future in futures.items() if key not in self._rare]
+        self._pool.shutdown(wait=False)  # its threads finish their work first
+        return [future for key, future in futures.items() if key not in self._deferred]
 
     def wait(self) -> None:
-        """Waits until nothing is compiled any more."""
+        """Waits until all programs are compiled."""
         self._pool.shutdown(wait=True)
 
     def close(self) -> None:
-        """Ends the processes. What is pending stays so."""
+        """Ends the processes. Pending programs stay pending."""
         self._is_closed = True
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._end_processes()
@@ -171,7 +171,7 @@ class Compilation:
             return
         try:
             program = compilation.loaded(content, self._devices)
-        except Exception as error:  # JAX has none of its own for this
+        except Exception as error:  # JAX has no exception of its own for this
             _log.warning("a compiled program in the cache cannot be loaded, and is compiled again: %s", error)
             self._cache.remove(key)
         else:
@@ -183,10 +183,10 @@ class Compilation:
             return
         if content is not None:
             compiled = compilation.loaded(content, self._devices)
-        elif key in self._rare:
+        elif key in self._deferred:
             return
         else:
-            with self._choices.held():  # every thread makes its own
+            with self._choices.held():  # choices are per thread
                 compiled = compilation.compiled(
                     program.fn, self._programs.network, self._programs.parameters, *program.args, **program.static
                 )
@@ -194,19 +194,19 @@ class Compilation:
         self._finish(key, compiled)
 
     def _keep(self, key: Hashable, compiled: Program, content: bytes | None) -> None:
-        """Adds a program to the cache, which may have been serialized already."""
+        """Adds a program to the cache; `content` is its serialized form if there is one already."""
         if self._cache is None:
             return
         if content is None:
             try:
                 content = compilation.serialized(compiled)
-            except jax.errors.JaxRuntimeError as error:  # a program for a CPU that sorts, after it has run
+            except jax.errors.JaxRuntimeError as error:  # a CPU program with a sort, after its first run
                 _log.info("a compiled program cannot be kept, and is compiled again at the next start: %s", error)
                 return
         self._cache.store(key, content)
 
     def _compiled_elsewhere(self, key: Hashable) -> bytes | None:
-        """Returns a program that a process compiled, as `compilation.serialized` returns it; None if none can."""
+        """Returns a program compiled by a process, in the form of `compilation.serialized`; None if none could."""
         if not self._processes:
             return None
         process = self._idle.get()

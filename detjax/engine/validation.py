@@ -1,4 +1,4 @@
-"""Checks of a request against a model: what is refused before anything is computed."""
+"""Checks a request against a model before anything is computed."""
 
 from collections.abc import Collection, Sequence
 
@@ -18,20 +18,20 @@ def encode_prompt(
     tokenizer: Tokenizer | None,
     images: Sequence[VisualInput] = (),
 ) -> tuple[int, ...]:
-    """Returns the token ids of a prompt that the model can serve.
+    """Returns the token ids of a prompt that the model can serve, including all tokens of its images.
 
     Args:
-        name: what error messages call the prompt.
-        config: the model's.
+        name: the prompt's name in error messages.
+        config: the model's configuration.
         prompt: text, or token ids.
         params: the request's sampling parameters.
         tokenizer: needed for text and for stop strings.
-        images: the prompt's images, which have all their tokens in the result; see `with_image_tokens`.
+        images: the prompt's images; see `with_image_tokens`.
 
     Raises:
-        ValueError: the prompt is empty, has other places for images than it comes with, holds ids outside the
-            vocabulary, is too long for the model together with the tokens to generate, or is text without a tokenizer;
-            or `top_logprobs` exceeds the vocabulary.
+        ValueError: the prompt is empty, does not match its images, holds ids outside the vocabulary, is too long for
+            the model together with the tokens to generate, or is text without a tokenizer; or `top_logprobs` exceeds
+            the vocabulary.
     """
     if tokenizer is None and (isinstance(prompt, str) or params.stop):
         problem = "is text" if isinstance(prompt, str) else "has stop strings"
@@ -47,14 +47,14 @@ def encode_prompt(
     assert not isinstance(prompt, str)
     if len(prompt) <= config.max_positions:
         prompt = with_image_tokens(name, config, prompt, images, tokenizer)
-    if len(prompt) + params.max_tokens > config.max_positions:  # such a list may be too long to look at its items
+    if len(prompt) + params.max_tokens > config.max_positions:  # checked first: such a list may be huge
         raise FieldError(
             f"{name} has {len(prompt)} tokens and asks for {params.max_tokens} more; accepted: "
             f"{config.max_positions} in all, the model's max_position_embeddings. Lower max_tokens or cut the prompt.",
             "prompt" if len(prompt) >= config.max_positions else "max_tokens",
         )
     tokens = tuple(map(int, prompt))
-    if min(tokens) < 0 or max(tokens) >= config.vocab_size:  # much faster than to look at the tokens one by one
+    if min(tokens) < 0 or max(tokens) >= config.vocab_size:  # much faster than a loop over tokens
         unknown = next(token for token in tokens if not 0 <= token < config.vocab_size)
         raise FieldError(f"{name} has token {unknown}; accepted: ids 0 to {config.vocab_size - 1}", "prompt")
     if params.top_logprobs > config.vocab_size:
@@ -70,15 +70,15 @@ def encode_prompt(
 
 
 def check_arrays(name: str, params: SamplingParams, ends: Collection[int]) -> None:
-    """Checks that a step's arrays can hold a request's parameters. A step in which they do not would end all requests.
+    """Checks that a request's parameters fit into a step's arrays. Otherwise a failing step would end all requests.
 
     Args:
-        name: what error messages call the request.
+        name: the request's name in error messages.
         params: its sampling parameters.
         ends: tokens that end its samples.
 
     Raises:
-        ValueError: they cannot, for example because there are too many tokens to hold back, or an id has too many bits.
+        ValueError: they do not fit, for example because too many tokens are held back, or an id has too many bits.
     """
     try:
         sampling_arrays([params], [params.n - 1])
@@ -105,11 +105,11 @@ def end_tokens(defaults: GenerationDefaults | None, params: SamplingParams) -> f
 def given_tokens(
     name: str, config: DecoderConfig, params: SamplingParams, generated: Sequence[Sequence[int]]
 ) -> list[tuple[int, ...]]:
-    """Returns the tokens that the samples of a request have already.
+    """Returns a request's given generated tokens, by sample.
 
     Args:
-        name: what error messages call the request.
-        config: the model's.
+        name: the request's name in error messages.
+        config: the model's configuration.
         params: the request's sampling parameters.
         generated: see `Request.generated`.
 
@@ -123,7 +123,7 @@ def given_tokens(
     if any(given) and params.prompt_logprobs:
         raise ValueError(
             f"{name} has generated tokens and asks for prompt_logprobs; accepted: one of them. Ask for the prompt's "
-            "logprobs where the request begins."
+            "logprobs when the request begins."
         )
     for sample, tokens in enumerate(given):
         if len(tokens) > params.max_tokens:

@@ -1,4 +1,4 @@
-"""The sequences that wait for a slot, and whose turn it is."""
+"""The queue of sequences that wait for a slot."""
 
 import bisect
 from collections import OrderedDict
@@ -8,16 +8,16 @@ from detjax.engine.sequence import Sequence
 
 
 class WaitingQueue:
-    """Sequences that wait for a slot, in the order in which they get one.
+    """Sequences that wait for a slot, in round-robin order of clients.
 
-    Clients take turns: a turn gives a slot to the earliest sequence of a client, which is then behind all other clients
-    that have sequences here. So a client waits for one sequence of each other client at most, however many they have.
+    A turn gives a slot to the earliest sequence of a client, and then the client goes to the end of the queue. So a
+    client waits for at most one sequence of each other client, however many they have.
 
-    Preempted sequences, which have had their turn, come before all others, in the order of their turns.
+    Preempted sequences have had their turn. They come before all others, in the order of their turns.
     """
 
     def __init__(self) -> None:
-        # By client, the one whose turn it is first; then by the first sample of the request, for which others may wait.
+        # By client, in the order of turns; then by the first sample of the request, which the others may wait for.
         self._clients: OrderedDict[str | None, dict[Sequence, dict[Sequence, None]]] = OrderedDict()
         self._preempted: list[Sequence] = []
         self._length = 0
@@ -36,7 +36,7 @@ class WaitingQueue:
 
     @property
     def has_preempted(self) -> bool:
-        """Whether a preempted sequence is among them."""
+        """True if a preempted sequence waits."""
         return bool(self._preempted)
 
     def append(self, sequence: Sequence) -> None:
@@ -51,11 +51,9 @@ class WaitingQueue:
         self._length += 1
 
     def first(self, is_ready: Callable[[Sequence], bool]) -> Sequence | None:
-        """Returns the sequence that gets the next slot, or None if there is none that is ready.
+        """Returns the sequence that gets the next slot, or None if no sequence is ready.
 
-        Args:
-            is_ready: whether a sequence can be given a slot. Samples of a request that have had no turn agree on it, so
-                the earliest of them is asked.
+        `is_ready` is the same for all samples of a request that had no turn, so it is called for the earliest one.
         """
         for sequence in self._preempted:
             if is_ready(sequence):
@@ -67,7 +65,7 @@ class WaitingQueue:
         return None
 
     def take(self, sequence: Sequence) -> None:
-        """Removes a sequence that gets a slot, and notes its turn and its client's."""
+        """Removes a sequence that gets a slot, and records its turn."""
         self.remove(sequence)
         if sequence.turn is None:
             sequence.turn, self._turns = self._turns, self._turns + 1
@@ -75,7 +73,6 @@ class WaitingQueue:
                 self._clients.move_to_end(sequence.context.client)
 
     def remove(self, sequence: Sequence) -> None:
-        """Removes a sequence."""
         self._length -= 1
         if sequence.turn is not None:
             self._preempted.remove(sequence)

@@ -157,12 +157,12 @@ def begun(compiler: ConstraintCompiler, constraint: Constraint, count: int) -> t
     return matchers, masks(compiler, count, dict(enumerate(matchers)))
 
 
-def number_of_spares(compiler: ConstraintCompiler) -> int:
+def pooled_matchers(compiler: ConstraintCompiler) -> int:
     """The matchers that are kept for samples to come, once no more are made."""
     deadline = time.monotonic() + 300
-    while compiler._spares._is_busy and time.monotonic() < deadline:
+    while compiler._pool._is_busy and time.monotonic() < deadline:
         time.sleep(0.01)
-    return sum(map(len, compiler._spares._spares.values()))
+    return sum(map(len, compiler._pool._matchers.values()))
 
 
 def test_samples_begin_with_matchers_that_were_made_in_advance() -> None:
@@ -170,16 +170,16 @@ def test_samples_begin_with_matchers_that_were_made_in_advance() -> None:
     compiler = ConstraintCompiler(TOKENIZER, VOCABULARY, [END])
     constraint = Constraint.json_schema(SCHEMA)
     _, first = begun(compiler, constraint, 3)
-    assert number_of_spares(compiler) == 0  # the constraint may be that of a single request
+    assert pooled_matchers(compiler) == 0  # the constraint may be that of a single request
     begun(compiler, constraint, 3)
-    assert number_of_spares(compiler) == 3
-    spares = {*map(id, *compiler._spares._spares.values())}
+    assert pooled_matchers(compiler) == 3
+    pooled = {*map(id, *compiler._pool._matchers.values())}
     matchers, again = begun(compiler, constraint, 4)
-    assert len(spares & {id(matcher.state) for matcher in matchers}) == 3
+    assert len(pooled & {id(matcher.state) for matcher in matchers}) == 3
     assert len({id(matcher.state) for matcher in matchers}) == 4
     np.testing.assert_array_equal(again[:3], first)
     np.testing.assert_array_equal(again[3:], first[:1])
-    assert number_of_spares(compiler) == 4
+    assert pooled_matchers(compiler) == 4
     # Each goes its own way.
     (brace,) = TOKENIZER.encode("{")
     accept(compiler, matchers[0], brace)
@@ -194,20 +194,20 @@ def test_matchers_of_ended_samples_are_freed() -> None:
     references = [weakref.ref(matcher) for matcher in matchers]
     while matchers:
         matchers.pop().end()
-    assert number_of_spares(compiler) == 0
+    assert pooled_matchers(compiler) == 0
     gc.collect()
     assert all(reference() is None for reference in references)
 
 
 def test_there_is_a_limit_to_the_matchers_that_are_made_in_advance(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(constraints, "_MAX_SPARE", 6)
+    monkeypatch.setattr(constraints, "_MAX_POOLED", 6)
     assert TOKENIZER is not None
     compiler = ConstraintCompiler(TOKENIZER, VOCABULARY, [END])
     a, b, c = (Constraint("regex", f"{letter}[0-9]+") for letter in "abc")
     for constraint, count in ((a, 3), (b, 2), (c, 8)):
         for _ in range(2):
             begun(compiler, constraint, count)
-        assert number_of_spares(compiler) == {a: 3, b: 5, c: 6}[constraint]
+        assert pooled_matchers(compiler) == {a: 3, b: 5, c: 6}[constraint]
 
 
 def check_same_masks(compiler: ConstraintCompiler, others: ConstraintCompiler) -> None:

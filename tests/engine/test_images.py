@@ -315,7 +315,7 @@ def test_prompts_that_do_not_fit_their_images_are_refused(
 def test_what_is_no_image_is_refused(any_model: Decoder) -> None:
     with pytest.raises(ValueError, match="prompt 0, image 0: image_patches: the image has 3 rows and 900 columns"):
         detjax.generate(any_model, [[IMAGE]], GREEDY, images=[[np.zeros((3, 900, 3), np.uint8)]])
-    with pytest.raises(ValueError, match="1 prompts and images of 2; accepted: a list of images for each prompt"):
+    with pytest.raises(ValueError, match="1 prompts and 2 lists of images; accepted: a list for each prompt"):
         detjax.generate(any_model, [[5]], GREEDY, images=[[], []])
 
 
