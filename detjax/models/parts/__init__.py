@@ -1,4 +1,4 @@
-"""The parts that layers are composed of: modules that know their tensors in a checkpoint and the state that they need.
+"""The modules that layers are composed of. Each knows its tensors in a checkpoint and the state that it needs.
 
-A part is made from options of its own, so that families with different configurations share it.
+A part is made from its own options, so that families with different configurations can share it.
 """

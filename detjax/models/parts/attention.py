@@ -27,23 +27,23 @@ from detjax.ops.rotary import RotaryEmbedding
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionOptions:
-    """The shape and the options of an attention part.
+    """The shape and options of an attention part.
 
     Attributes:
         heads: heads of queries, a multiple of `kv_heads`.
         kv_heads: heads of keys and of values.
         head_dim: the width of a head.
         rope: the frequencies of the rotary embedding.
-        window: how many keys a query sees at most, the last ones, its own included; None: all earlier ones.
+        window: the number of most recent keys that a query sees, including its own; None: all of them.
         qkv_bias: whether the projections of queries, keys and values have biases.
         output_bias: whether the output projection has a bias.
-        qk_norm_eps: epsilon of the RMS norms of each head of queries and keys; None: there are no such norms.
+        qk_norm_eps: epsilon of the RMS norms of each head of queries and keys; None: no such norms.
         qk_norm_offset: what these norms add to their weights.
-        wide_qk_norm: whether there is one norm of all heads of queries together and one of all heads of keys instead.
+        wide_qk_norm: whether one norm covers all query heads together, and another one all key heads.
         qkv_bound: the largest absolute value of queries, keys and values before the rotation; None: no bound.
         scale: the factor of scores; None: `1 / sqrt(head_dim)`.
         soft_cap: the bound of scores, which become `cap * tanh(score / cap)`; None: no bound.
-        sinks: whether each head has a sink: a logit that takes its share of the softmax and has no value.
+        sinks: whether each head has a sink: a logit that takes part in the softmax but has no value.
     """
 
     heads: int
@@ -72,23 +72,23 @@ class AttentionOptions:
         return self.kv_heads * self.head_dim
 
     def shards(self, devices: int) -> tuple[int, int]:
-        """Returns into how many pieces heads of queries are cut, and those of keys."""
+        """Returns the number of shards of the query heads, and of the key and value heads."""
         return head_shards(self.heads, self.kv_heads, devices)
 
     def attended(self, devices: int) -> OutputSharding:
-        """Returns the cut of what all heads give together."""
+        """Returns the sharding of the attention outputs of all heads."""
         return OutputSharding((ShardGroup(self.q_width, self.shards(devices)[0]),), -1)
 
     @property
     def state(self) -> PagedKeysAndValues:
-        """The declaration of the state: keys and values of every token."""
+        """The state declaration: keys and values of every token."""
         return PagedKeysAndValues(self.kv_heads, self.head_dim, self.heads)
 
 
 class Attention(nnx.Module):
     """Grouped-query attention (Ainslie et al. 2023) with rotary positions (Su et al. 2021).
 
-    Weights are `[N, K]`, rows being outputs, as checkpoints hold them. Queries, keys and values are one weight.
+    Weights are `[N, K]`, rows being outputs, as in checkpoints. Queries, keys and values are one weight.
     """
 
     def __init__(self, width: int, options: AttentionOptions, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
@@ -108,13 +108,13 @@ class Attention(nnx.Module):
     def __call__(
         self, x: Float[Array, "*N D"], queries: Queries, kv: KVPages, *, residual: Float[Array, "*N D"] | None = None
     ) -> tuple[Float[Array, "*N D"], KVPages]:
-        """Returns the attention of the new tokens, added to a residual, and the pages with their keys and values.
+        """Returns the attention of the new tokens and the pages with their keys and values.
 
         Args:
             x: the normalized hidden states of the new tokens.
-            queries: where the new tokens stand in their requests.
+            queries: the positions of the new tokens in their requests.
             kv: the layer's pages.
-            residual: what the attention is added to; None: it is returned alone.
+            residual: added to the attention; None: nothing is.
         """
         options, shardings = self.options, self.shardings(devices())
         qkv = sharded_matmul(x, self.qkv[...], sharding=shardings["qkv"], bias=optional(self.qkv_bias))
@@ -135,7 +135,7 @@ class Attention(nnx.Module):
         return gathered_matmul(o, weight, sharding=shardings["output"], bias=bias, residual=residual), kv
 
     def _normalized(self, qkv: Float[Array, "*N R"]) -> Float[Array, "*N R"]:
-        """Projections after the norms of all queries and of all keys of a token."""
+        """Normalizes all queries of a token together, and all its keys."""
         options, (q_norm, k_norm) = self.options, (optional(self.q_norm), optional(self.k_norm))
         assert q_norm is not None and k_norm is not None and options.qk_norm_eps is not None
         q, k, v = jnp.split(qkv, (options.q_width, options.q_width + options.kv_width), axis=-1)
@@ -144,7 +144,7 @@ class Attention(nnx.Module):
         return jnp.concatenate([q, k, v], axis=-1)
 
     def shardings(self, devices: int) -> dict[str, OutputSharding]:
-        """Returns how parameters are cut: queries, keys and values by heads."""
+        """Returns the sharding of each parameter: queries, keys and values by heads."""
         options, output = self.options, outputs(self.width, devices)
         queries, shared = options.shards(devices)
         keys = ShardGroup(options.kv_width, shared)

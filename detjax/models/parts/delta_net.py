@@ -23,19 +23,19 @@ from detjax.operands.kv_pages import Queries
 from detjax.operands.linear_attention_state import DeltaNetState
 
 _LENGTH_EPS = 1e-6
-"""What is added to the squared lengths of queries and keys, whatever epsilon the norms have."""
+"""Added to the squared lengths of queries and keys, whatever epsilon the norms have."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeltaNetOptions:
-    """The shape and the options of a decoder's layers of linear attention.
+    """The shape and options of a decoder's linear attention layers.
 
     Attributes:
         key_heads: heads of queries, and of keys.
         value_heads: heads of values, a multiple of `key_heads`.
         key_dim: columns of a query, and of a key.
         value_dim: columns of a value.
-        taps: inputs that the convolution meets at once.
+        taps: inputs that each output of the convolution depends on.
         layers: for each layer, whether it has linear attention.
     """
 
@@ -48,15 +48,15 @@ class DeltaNetOptions:
 
     @property
     def state(self) -> DeltaNetInSlots:
-        """The declaration of the state."""
+        """The state declaration."""
         return DeltaNetInSlots(self.key_heads, self.value_heads, self.key_dim, self.value_dim, self.taps)
 
 
 class DeltaNet(nnx.Module):
-    """The gated delta rule behind a short convolution, and a gated norm of its outputs (Yang et al. 2024).
+    """A short convolution, the gated delta rule and a gated norm of its outputs (Yang et al. 2024).
 
-    Weights are `[N, K]`, rows being outputs, as checkpoints hold them. The rows of `qkvz` are those of all queries, of
-    all keys, of all values and of all gates; the rows of `ba` are what gives the rates and then the decays.
+    Weights are `[N, K]`, rows being outputs, as in checkpoints. The rows of `qkvz` are all queries, then all keys, all
+    values and all gates; the rows of `ba` give the rates and then the decays.
     """
 
     def __init__(self, width: int, options: DeltaNetOptions, *, eps: float, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
@@ -81,18 +81,18 @@ class DeltaNet(nnx.Module):
 
         Args:
             x: the normalized hidden states of the new tokens.
-            queries: where the new tokens stand in their requests.
-            state: what the layer keeps of each request.
+            queries: the positions of the new tokens in their requests.
+            state: the layer's state of each request.
             residual: the residual stream.
         """
         options, leading, shardings = self.options, x.shape[:-1], self.shardings(devices())
-        # Here and below, heads are those of this device.
+        # From here on, heads are this device's.
         key_group, _, value_group, _ = shardings["qkvz"].groups
         keys, values = key_group.length, value_group.length
         heads = keys // options.key_dim
         qkvz = sharded_matmul(x, self.qkvz[...], sharding=shardings["qkvz"])
         qkv, gate = jnp.split(qkvz, (2 * keys + values,), axis=-1)
-        # The gates decide for good what a token leaves behind: like logits, they are not rounded in between.
+        # The gates decide what a token leaves in the state for good, so they are not rounded, as logits are not.
         ba = sharded_matmul(x, self.ba[...], sharding=shardings["ba"], out_dtype="float32")
         b, a = jnp.split(ba, 2, axis=-1)
         g, beta = ops.decay_and_rate(a, b, self.log_rate[...], self.time_bias[...])
@@ -108,7 +108,7 @@ class DeltaNet(nnx.Module):
         return y, DeltaNetState(inputs, rule)
 
     def shardings(self, devices: int) -> dict[str, OutputSharding]:
-        """Returns how parameters are cut: by heads of values, and the heads of keys that they share."""
+        """Returns the sharding of each parameter: by value heads, and the key heads that they share."""
         options = self.options
         values, shared = head_shards(options.value_heads, options.key_heads, devices)
         key_group = ShardGroup(options.key_heads * options.key_dim, shared)

@@ -1,4 +1,4 @@
-"""The table of token embeddings, and the head that gives logits."""
+"""The table of token embeddings, and the head that computes logits."""
 
 import jax.numpy as jnp
 from flax import nnx
@@ -42,9 +42,9 @@ class Embedding(nnx.Module):
         Args:
             vocab_size: rows.
             width: columns.
-            rngs: where the random numbers come from.
+            rngs: the source of random numbers.
             dtype: the table's dtype.
-            factor: what an embedding multiplies its rows by; None: nothing.
+            factor: multiplies an embedding's rows; None: nothing does.
             soft_cap: the bound of a head's logits, which become `cap * tanh(logit / cap)`; None: no bound.
         """
         self.factor, self.soft_cap = factor, soft_cap
@@ -66,7 +66,7 @@ class Embedding(nnx.Module):
         return gathered(self._local_logits(hidden, self.weight[...]), self.shardings(devices())["weight"])
 
     def shared_logits(self, hidden: Float[Array, "R D"]) -> Logits:
-        """Returns the logits of rows, of which this device may have a part."""
+        """Returns the logits of rows; this device may hold a part of the vocabulary."""
         return Logits.from_part(self._local_logits(hidden, self.weight[...]), self.shardings(devices())["weight"])
 
     def _local_logits(self, hidden: Float[Array, "*N D"], weight: Weight) -> Float32[Array, "*N v"]:
@@ -76,7 +76,7 @@ class Embedding(nnx.Module):
     def logprobs(
         self, hidden: Float[Array, "*N D"], tokens: Int[Array, "*N"], distribution: Distribution
     ) -> Float32[Array, "*N"]:
-        """Returns the logprob of a given token after each hidden state, under a distribution."""
+        """Returns the logprob of one given token after each hidden state, under a distribution."""
         sharding = self.shardings(devices())["weight"]
         if sharding.is_sharded and distribution.is_model and vocabulary_blocks.are_served():
             return refusing_gradients(self._logprobs_by_blocks)(hidden, self.weight[...], tokens)
@@ -86,19 +86,19 @@ class Embedding(nnx.Module):
     def _logprobs_by_blocks(
         self, hidden: Float[Array, "*N D"], weight: Weight, tokens: Int[Array, "*N"]
     ) -> Float32[Array, "*N"]:
-        """The logprobs under the model's own distribution; devices exchange numbers of blocks of the vocabulary."""
+        """Logprobs under the model's own distribution; devices exchange only the statistics of vocabulary blocks."""
 
         def logprobs(rows: tuple[Array, Array], weight: Weight) -> Array:
             hidden, tokens = rows
             part = self._local_logits(hidden, weight)
             return Logits.from_part(part, self.shardings(devices())["weight"]).logprobs(tokens)
 
-        # As in `ops.token_logprobs`, logits exist for some of the rows alone.
+        # As in `ops.token_logprobs`, only some rows have logits at a time.
         rows = flat_rows(hidden), tokens.reshape(-1).astype(jnp.int32)
         return map_rows(logprobs, rows, weight, min(CHUNK, tokens.size)).reshape(tokens.shape)
 
     def shardings(self, devices: int) -> dict[str, OutputSharding]:
-        """Returns how the table is cut: by blocks of tokens."""
+        """Returns the sharding of the table: by blocks of tokens."""
         return {"weight": cut_by_blocks(self.vocab_size, devices)}
 
     @property

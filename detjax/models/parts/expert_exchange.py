@@ -1,11 +1,11 @@
-"""What devices exchange that have different experts of a layer: results, which are added at the home of their token.
+"""The exchange between devices that hold different experts of a layer: each token's results are added at its home.
 
-Every device has the hidden states of all tokens, as it has in all other parts. So no token travels to its experts: a
-device computes the rows of all tokens that chose experts of its own. The results travel. Each device is the home of
-some tokens, is sent their results by all devices (`all_to_all`), and adds them as a single device does, in ascending
-order of experts. So no number is added across devices.
+Every device has the hidden states of all tokens, as in all other parts, so no token travels to its experts: a device
+computes the rows of all tokens that chose its own experts. Only results travel. Each device is the home of some tokens.
+It receives their results from all devices (`all_to_all`) and adds them as a single device would, in ascending order of
+experts. So no number is added across devices.
 
-All results of a token may come from one device. The buffers have room for that, so no token is ever dropped.
+The buffers have room for the case that all results of a token come from one device, so no token is ever dropped.
 """
 
 import jax.numpy as jnp
@@ -24,12 +24,12 @@ from detjax.operands.numerics import ceil_div
 
 
 def whole_experts(experts: int, sharing: int) -> ShardGroup:
-    """Returns how so many experts are cut over the devices of `EXPERT`: whole ones, with successive ids."""
+    """Returns the shards of whole experts with consecutive ids over the devices of `EXPERT`."""
     return ShardGroup(experts, indivisible_shards(experts, sharing))
 
 
 def local_ids(ids: Int32[Array, "N k"], experts: ShardGroup) -> Int32[Array, "N k"]:
-    """Returns the numbers of experts among those of this device, and their number for experts of other devices."""
+    """Returns each expert's index among this device's experts, and their number for experts of other devices."""
     if experts.shards == 1:
         return ids
     first = experts.shard_of(lax.axis_index(EXPERT), _sharing()) * experts.length
@@ -43,9 +43,9 @@ def results_at_home(
     """Returns all results of the tokens whose home is this device.
 
     Args:
-        results: those of this device's experts for all tokens; anything in the places of others.
+        results: the results of this device's experts for all tokens; entries of other experts are undefined.
         ids: the experts of all tokens.
-        experts: how they are cut.
+        experts: the sharding of the experts.
     """
     everything = refusing_gradients(_sent_home)(_with_homes(results))
     owner = at_home(ids) // experts.length * (_sharing() // experts.shards)  # the first device that has the expert
@@ -53,13 +53,13 @@ def results_at_home(
 
 
 def at_home(x: Array) -> Array:
-    """Returns the rows `[n, ...]` of tokens whose home is this device, given those of all tokens, `[N, ...]`."""
+    """Returns the rows `[n, ...]` of the tokens whose home is this device, from the rows of all tokens `[N, ...]`."""
     tokens = ceil_div(len(x), _sharing())
     return lax.dynamic_slice_in_dim(_with_homes(x), lax.axis_index(EXPERT) * tokens, tokens)
 
 
 def from_homes(x: Float[Array, "n D"], tokens: int) -> Float[Array, "N D"]:
-    """Returns the rows of all tokens, of which this device has those of the tokens whose home it is."""
+    """Returns the rows of all tokens, gathered from the tokens' homes."""
     return all_gathered(x.reshape(1, -1), (EXPERT,)).reshape(-1, x.shape[-1])[:tokens]
 
 
@@ -70,11 +70,11 @@ def _sent_home(results: Array) -> Array:
 
 
 def _with_homes(x: Array) -> Array:
-    """Rows of tokens, and zeros behind them, so that every device is the home of as many."""
+    """Pads the rows of tokens with zeros, so that every device is the home of equally many."""
     missing = -len(x) % _sharing()
     return jnp.pad(x, ((0, missing), *[(0, 0)] * (x.ndim - 1)))
 
 
 def _sharing() -> int:
-    """How many devices share the experts."""
+    """The number of devices that share the experts."""
     return devices((EXPERT,))

@@ -27,17 +27,17 @@ from detjax.operands.options import Activation, Aggregation, Clamp
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpertsOptions:
-    """The shape and the options of a decoder's mixtures of experts.
+    """The shape and options of a decoder's mixtures of experts.
 
     Attributes:
-        experts: how many experts a layer has.
-        chosen: how many of them a token chooses.
+        experts: experts of a layer.
+        chosen: experts that a token chooses.
         inner_width: the width between an expert's projections.
         normalized: whether the weights of the chosen experts are divided by their sum.
         layers: for each layer, whether it has experts in place of an MLP.
         bias: whether the projections of experts have biases.
-        clamp: bounds of what gate and up give; None: no bounds.
-        aggregation: how what experts give is added; see `detjax.ops.combine_experts`.
+        clamp: bounds of the gate and up projections; None: no bounds.
+        aggregation: the order in which experts' results are added; see `detjax.ops.combine_experts`.
     """
 
     experts: int
@@ -51,7 +51,8 @@ class ExpertsOptions:
 
 
 class SoftmaxRouter(nnx.Module):
-    """Chooses the experts of the highest probability, which is their weight (Shazeer et al. 2017; Fedus et al. 2022).
+    """Chooses the experts with the highest probabilities, which become their weights (Shazeer et al. 2017; Fedus et al.
+    2022).
 
     Logits are float32 and not rounded.
     """
@@ -72,16 +73,16 @@ class SoftmaxRouter(nnx.Module):
 
 
 class Experts(nnx.Module):
-    """Gated MLPs, of which each token goes through those that its router chooses.
+    """Gated MLPs; each token goes through the ones that its router chooses.
 
-    Weights are `[E, N, K]`, rows being outputs, as checkpoints hold them; gate and up are stacked, `[E, 2, N, K]`.
+    Weights are `[E, N, K]`, rows being outputs, as in checkpoints; gate and up are stacked, `[E, 2, N, K]`.
     """
 
     CHECKPOINT_NAMES: ClassVar[Mapping[str, str]] = {"router": "gate"}
     ROUTER: ClassVar[Any] = SoftmaxRouter
     """The class of the router."""
     PROJECTIONS: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    """The names of the projections in checkpoints: of gate, of up and of down."""
+    """The checkpoint names of the gate, up and down projections."""
 
     def __init__(
         self, width: int, options: ExpertsOptions, activation: Activation, *, rngs: nnx.Rngs, dtype: DTypeLike
@@ -99,11 +100,11 @@ class Experts(nnx.Module):
     def __call__(
         self, x: Float[Array, "*N D"], queries: Queries, *, residual: Float[Array, "*N D"]
     ) -> Float[Array, "*N D"]:
-        """Returns what the experts of each token give, added to the residual stream.
+        """Returns the combined results of each token's experts, added to the residual stream.
 
         Args:
             x: the normalized hidden states of the new tokens.
-            queries: whose tokens these are. What fills up rows goes to no expert.
+            queries: the requests of these tokens. Padding goes to no expert.
             residual: the residual stream.
         """
         flat = x.reshape(-1, x.shape[-1])
@@ -112,7 +113,7 @@ class Experts(nnx.Module):
         shardings = self.expert_shardings(devices((TENSOR,)), devices((EXPERT,)))
         experts = whole_experts(self.options.experts, devices((EXPERT,)))
         rows = ops.expert_rows(local_ids(ids, experts), experts.length, present)
-        # What fills up a group belongs to no sequence.
+        # Rows that pad a group belong to no sequence.
         sequences = request.at[rows.token].get(mode="fill", fill_value=-1)
         options: dict[str, Any] = {"unit": rows.unit, "sequences": sequences}
         gate: dict[str, Any] = {"activation": self.activation, "gated": True, "clamp": self.options.clamp}
@@ -142,7 +143,7 @@ class Experts(nnx.Module):
         return ops.combine_experts(y, weights, rows, **addends, aggregation=self.options.aggregation)
 
     def expert_shardings(self, tensor: int, expert: int) -> dict[str, OutputSharding]:
-        """Returns how parameters are cut: whole experts over one axis of a mesh, each by its outputs over the other.
+        """Returns the sharding of each parameter: whole experts over one axis of a mesh, their outputs over the other.
 
         Args:
             tensor: the devices of the axis `TENSOR`.
@@ -154,12 +155,12 @@ class Experts(nnx.Module):
         return {"gate_up": inner, "gate_up_bias": inner.at(-1), "down": outer, "down_bias": outer.at(-1)}
 
     def shared(self, x: Float[Array, "N D"]) -> Float[Array, "N D"] | None:
-        """Returns the result of experts that every token goes through; None: there are none."""
+        """Returns the result of the experts that every token goes through; None if the layer has none."""
         del x
 
     @property
     def tensors(self) -> dict[str, Tensors]:
-        """The checkpoint's tensors of each parameter, one by one or one for all experts."""
+        """The checkpoint's tensors of each parameter, either separate or one for all experts."""
         gate, up, down = self.PROJECTIONS
         experts = range(self.options.experts)
         pairs = tuple(f"experts.{expert}.{name}.weight" for expert in experts for name in (gate, up))

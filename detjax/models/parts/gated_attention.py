@@ -1,4 +1,4 @@
-"""Grouped-query attention whose outputs a gate multiplies, with heads of which a part turns."""
+"""Grouped-query attention with gated outputs and heads that are partly rotated."""
 
 import jax.numpy as jnp
 from flax import nnx
@@ -22,8 +22,8 @@ from detjax.operands.kv_pages import KVPages, Queries
 class GatedAttention(nnx.Module):
     """Attention with a sigmoid gate for each column of its output (Qiu et al. 2025), and norms of queries and keys.
 
-    Weights are `[N, K]`, rows being outputs, as checkpoints hold them. Queries, gates, keys and values are one weight;
-    each head's gate follows its query.
+    Weights are `[N, K]`, rows being outputs, as in checkpoints. Queries, gates, keys and values are one weight; each
+    head's gate follows its query.
     """
 
     def __init__(self, width: int, options: AttentionOptions, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
@@ -45,9 +45,9 @@ class GatedAttention(nnx.Module):
 
         Args:
             x: the normalized hidden states of the new tokens.
-            queries: where the new tokens stand in their requests.
+            queries: the positions of the new tokens in their requests.
             kv: the layer's pages.
-            residual: what the attention is added to.
+            residual: added to the attention.
         """
         options, leading, shardings = self.options, x.shape[:-1], self.shardings(devices())
         qkv = sharded_matmul(x, self.qkv[...], sharding=shardings["qkv"], bias=optional(self.qkv_bias))
@@ -65,9 +65,9 @@ class GatedAttention(nnx.Module):
         return gathered_matmul(o, weight, sharding=shardings["output"], bias=bias, residual=residual), kv
 
     def _turning_first(self, x: Float[Array, "*N H K"]) -> Float[Array, "*N H K"]:
-        """Heads whose columns are in the order of `RotaryEmbedding`: those that turn come first in both halves.
+        """Reorders the columns of heads as `RotaryEmbedding` wants them: each half begins with its rotated columns.
 
-        Checkpoints have all columns that turn before the others. Scores add the columns in this order.
+        In checkpoints all rotated columns come first. Scores add the columns in the order returned here.
         """
         turning, width = self.options.rope.turning, x.shape[-1]
         if turning == width:
@@ -77,7 +77,7 @@ class GatedAttention(nnx.Module):
         return jnp.concatenate([first, front, second, back], axis=-1)
 
     def shardings(self, devices: int) -> dict[str, OutputSharding]:
-        """Returns how parameters are cut: queries, their gates, keys and values by heads."""
+        """Returns the sharding of each parameter: queries with their gates, keys and values by heads."""
         options, output = self.options, outputs(self.width, devices)
         queries, shared = options.shards(devices)
         keys = ShardGroup(options.kv_width, shared)

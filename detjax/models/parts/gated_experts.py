@@ -1,4 +1,4 @@
-"""Mixtures of experts beside an expert that all tokens share, whose result a gate multiplies."""
+"""Mixtures of experts with a gated shared expert, which all tokens go through."""
 
 import dataclasses
 
@@ -14,7 +14,7 @@ from detjax.operands.options import Activation
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GatedExpertsOptions(ExpertsOptions):
-    """The shape and the options of mixtures of experts beside a shared one.
+    """The shape and options of mixtures of experts with a shared expert.
 
     Attributes:
         shared_width: the width between the shared expert's projections.
@@ -24,7 +24,7 @@ class GatedExpertsOptions(ExpertsOptions):
 
 
 class GatedExperts(Experts):
-    """Experts, and one more that every token goes through, times a sigmoid of the token (Qwen Team 2024)."""
+    """Experts, and a shared expert whose result is multiplied by a sigmoid of the token (Qwen Team 2024)."""
 
     CHECKPOINT_NAMES = {"router": "gate", "shared_expert": "shared_expert"}  # noqa: RUF012
 
@@ -37,7 +37,7 @@ class GatedExperts(Experts):
         self.shared_gate = random_weight(rngs, (1, width), dtype)
 
     def shared(self, x: Float[Array, "N D"]) -> Float[Array, "N D"]:
-        """Returns the shared expert's result times its gate, which is not rounded before."""
+        """Returns the shared expert's result times its gate, which is not rounded first."""
         gate = ops.matmul(x, self.shared_gate[...], layout="nk", out_dtype="float32")
         return ops.sigmoid_gated(self.shared_expert(x), gate)
 

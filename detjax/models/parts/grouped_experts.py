@@ -1,4 +1,4 @@
-"""Mixtures of experts as DeepSeek-V3 has them: sigmoid scores, groups of experts, and experts that all tokens share."""
+"""DeepSeek-V3's mixtures of experts: sigmoid scores, groups of experts, and experts that all tokens share."""
 
 import dataclasses
 from typing import Any, ClassVar
@@ -14,18 +14,18 @@ from detjax.models.parts.parameters import FixedWeight, Tensors, random_weight
 from detjax.operands.options import Activation
 
 _EPS = 1e-20
-"""What is added to the sum of the chosen experts' scores before they are divided by it."""
+"""Added to the sum of the chosen experts' scores before they are divided by it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupedExpertsOptions(ExpertsOptions):
-    """The shape and the options of mixtures of experts in groups.
+    """The shape and options of mixtures of experts in groups.
 
     Attributes:
-        groups: how many groups of consecutive experts there are.
-        kept_groups: how many of them a token chooses its experts from.
-        factor: what the weights of the chosen experts are multiplied by.
-        shared: how many experts every token goes through besides.
+        groups: groups of consecutive experts.
+        kept_groups: groups that a token may choose its experts from.
+        factor: multiplies the weights of the chosen experts.
+        shared: additional experts that every token goes through.
     """
 
     groups: int
@@ -35,10 +35,10 @@ class GroupedExpertsOptions(ExpertsOptions):
 
 
 class GroupLimitedRouter(nnx.Module):
-    """Chooses among the best groups the experts of the highest corrected scores (DeepSeek-AI 2024, section 2.1.2).
+    """Chooses the experts with the highest corrected scores in the best groups (DeepSeek-AI 2024, section 2.1.2).
 
-    Scores are sigmoids of float32 logits that are not rounded. The correction, float32 in any model, decides which
-    experts are chosen; the weights are the scores without it. No training changes it.
+    Scores are sigmoids of float32 logits that are not rounded. The correction, float32 in any model, only decides which
+    experts are chosen; the weights are the scores without it. Training does not change it.
     """
 
     def __init__(self, width: int, options: GroupedExpertsOptions, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
@@ -62,7 +62,7 @@ class GroupLimitedRouter(nnx.Module):
 
 
 class GroupedExperts(Experts):
-    """Experts in groups, and experts that every token goes through: one MLP as wide as all of them."""
+    """Experts in groups, and shared experts, which are one MLP as wide as all of them."""
 
     CHECKPOINT_NAMES = {"router": "gate", "shared_experts": "shared_experts"}  # noqa: RUF012
     ROUTER: ClassVar[Any] = GroupLimitedRouter

@@ -28,19 +28,19 @@ from detjax.operands.kv_pages import KVPages, Queries
 from detjax.ops.rotary import RotaryEmbedding
 
 LATENT_NORM_EPS: Final = 1e-6
-"""Epsilon of the norms of latents: transformers' DeepSeek does not give them `rms_norm_eps`."""
+"""Epsilon of the norms of latents: transformers' DeepSeek does not use `rms_norm_eps` for them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LatentOptions:
-    """The shape of latent attention, as `config.json` says it.
+    """The shape of latent attention, as `config.json` gives it.
 
     Attributes:
-        q_rank: columns of the latent that queries are made of (`q_lora_rank`); None: the hidden state makes them.
-        kv_rank: columns of the latent that keys and values are made of (`kv_lora_rank`).
+        q_rank: columns of the latent that queries are made from (`q_lora_rank`); None: the hidden state is used.
+        kv_rank: columns of the latent that keys and values are made from (`kv_lora_rank`).
         nope_dim: columns of a head's queries and keys that are not rotated (`qk_nope_head_dim`).
         value_dim: columns of a head's values (`v_head_dim`).
-        interleaved: whether neighbouring columns turn together, and not column `i` with column `i + rope_dim / 2`.
+        interleaved: whether adjacent columns are rotated together, and not column `i` with column `i + rope_dim / 2`.
     """
 
     q_rank: int | None
@@ -52,12 +52,12 @@ class LatentOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LatentAttentionOptions:
-    """The shape and the options of a latent attention part.
+    """The shape and options of a latent attention part.
 
     Attributes:
         heads: heads of queries.
         latent: ranks and widths.
-        rope: the frequencies of the rotary embedding. Its head_dim is the columns of a head that are rotated.
+        rope: the frequencies of the rotary embedding. Its head_dim is the number of rotated columns of a head.
         bias: whether the projections to latents and the output projection have biases.
     """
 
@@ -68,7 +68,7 @@ class LatentAttentionOptions:
 
     @property
     def key_width(self) -> int:
-        """The width of a token's one key: its latent, and the rotated columns that all heads share."""
+        """The width of a token's single key: its latent, and the rotated columns that all heads share."""
         return self.latent.kv_rank + self.rope.head_dim
 
     @property
@@ -78,21 +78,21 @@ class LatentAttentionOptions:
 
     @property
     def state(self) -> PagedLatents:
-        """The declaration of the state: the key of every token, whose first columns are the latent."""
+        """The state declaration: one key per token, whose first columns are the latent."""
         return PagedLatents(self.key_width, self.latent.kv_rank)
 
 
 class LatentAttention(nnx.Module):
     """Multi-head latent attention (DeepSeek-AI 2024, DeepSeek-V2, section 2.1) in its absorbed form.
 
-    The cache holds a key for each token that all heads share: the normalized latent, then the rotated columns. The
-    latent is the value as well. Each head's part of `kv_up` for keys is applied to the queries, and the part for values
-    to the attended latents. Mathematically that is attention over the keys and values of each head, but bits differ:
-    so this form serves prefill, decode and training alike.
+    The cache holds one key per token that all heads share: the normalized latent, then the rotated columns. The latent
+    is also the value. Each head's key rows of `kv_up` are applied to the queries, and its value rows to the attended
+    latents. Mathematically that is attention over the keys and values of each head, but bits differ, so this form
+    serves prefill, decode and training.
 
-    Weights are `[N, K]`, rows being outputs, as checkpoints hold them. `latents` makes the latent of queries, that of
-    keys and values, and the shared columns; `q_up` makes the queries of all heads. `kv_up` has for each head the rows
-    of keys, then those of values.
+    Weights are `[N, K]`, rows being outputs, as in checkpoints. `latents` makes the query latent, the key and value
+    latent, and the shared columns; `q_up` makes the queries of all heads. `kv_up` has each head's rows for keys, then
+    its rows for values.
     """
 
     def __init__(self, width: int, options: LatentAttentionOptions, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
@@ -118,9 +118,9 @@ class LatentAttention(nnx.Module):
 
         Args:
             x: the normalized hidden states of the new tokens.
-            queries: where the new tokens stand in their requests.
+            queries: the positions of the new tokens in their requests.
             kv: the layer's pages.
-            residual: what the attention is added to.
+            residual: added to the attention.
         """
         options, latent, shardings = self.options, self.options.latent, self.shardings(devices())
         latents = ops.matmul(x, self.latents[...], layout="nk", bias=optional(self.latents_bias))
@@ -149,7 +149,7 @@ class LatentAttention(nnx.Module):
     def _rotated(
         self, q: Float[Array, "*N H R"], k: Float[Array, "*N R"], queries: Queries
     ) -> tuple[Float[Array, "*N H R"], Float[Array, "*N 1 R"]]:
-        """The rotated columns of queries and of the shared key, whose pairs lie half a row apart afterwards."""
+        """Rotates columns of queries and of the shared key; in the result, pairs are half a row apart."""
         qk = jnp.concatenate([q, k[..., None, :]], axis=-2)
         if self.options.latent.interleaved:
             qk = jnp.concatenate([qk[..., 0::2], qk[..., 1::2]], axis=-1)
@@ -163,13 +163,13 @@ class LatentAttention(nnx.Module):
         width = latent.nope_dim + latent.value_dim
 
         def rows(part: slice) -> Any:
-            # An accumulated weight is cut with its sum, whose gradient adds exact zeros for the other rows.
+            # An accumulated weight is sliced together with its sum, whose gradient adds exact zeros for other rows.
             return jax.tree.map(lambda x: x.reshape(-1, width, latent.kv_rank)[:, part], self.kv_up[...])
 
         return rows(slice(latent.nope_dim)), rows(slice(latent.nope_dim, None))
 
     def shardings(self, devices: int) -> dict[str, OutputSharding]:
-        """Returns how parameters are cut: what belongs to heads by heads. Every device has all latents."""
+        """Returns the sharding of each parameter: heads are sharded, and every device has all latents."""
         options, latent, output = self.options, self.options.latent, outputs(self.width, devices)
         shards, _ = head_shards(options.heads, options.heads, devices)
         widths = {"q_up": latent.nope_dim + options.rope.head_dim, "kv_up": latent.nope_dim + latent.value_dim}
@@ -196,7 +196,7 @@ class LatentAttention(nnx.Module):
 
 
 def _by_head(x: Float[Array, "*N H K"], w: Weight, *, layout: Any) -> Float[Array, "*N H L"]:
-    """Each head's rows times its weight: the bits of a matrix product of each head alone."""
+    """Multiplies each head's rows by its weight, with the bits of a separate matrix product per head."""
     return jax.vmap(functools.partial(ops.matmul, layout=layout), in_axes=(-2, 0), out_axes=-2)(x, w)
 
 

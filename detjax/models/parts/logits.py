@@ -1,7 +1,7 @@
-"""The logits of rows, of which each device of a mesh may have those of its own part of the vocabulary.
+"""The logits of rows; on a mesh, each device may hold its own part of the vocabulary.
 
-Code that chooses tokens, or reports their logprobs, asks `Logits`, and is the same on one device and on many. Many
-devices exchange two numbers and one candidate of each block of the vocabulary; see `detjax.ops.vocabulary_blocks`.
+Code that chooses tokens or reports their logprobs uses `Logits`, and is the same on one device and on many. Devices
+exchange two numbers and one candidate per block of the vocabulary; see `detjax.ops.vocabulary_blocks`.
 """
 
 import dataclasses
@@ -30,11 +30,11 @@ from detjax.ops.softmax import log_softmax_statistics
 from detjax.portable.sampling import likeliest, reciprocal, sampling_exponents
 
 _WORD: Final = 32
-"""The tokens of a word of a mask."""
+"""Tokens per word of a mask."""
 
 
 def cut_by_blocks(vocabulary: int, devices: int) -> OutputSharding:
-    """Returns the cut of a vocabulary into whole blocks of `contract.SOFTMAX_BLOCK` tokens."""
+    """Returns the sharding of a vocabulary by whole blocks of `contract.SOFTMAX_BLOCK` tokens."""
     shards = indivisible_shards(ceil_div(vocabulary, SOFTMAX_BLOCK), devices)
     return OutputSharding((ShardGroup(vocabulary, shards, SOFTMAX_BLOCK if shards > 1 else 1),))
 
@@ -44,8 +44,8 @@ class Logits:
     """The logits of rows.
 
     Attributes:
-        part: this device's, `[R, v]`; all of them where the vocabulary is not cut. Behind the last token stands -inf.
-        cut: how the vocabulary is cut.
+        part: this device's logits, `[R, v]`; all of them if the vocabulary is not sharded. Padding is -inf.
+        sharding: the sharding of the vocabulary.
     """
 
     part: Float32[Array, "R v"]
@@ -53,9 +53,9 @@ class Logits:
 
     @classmethod
     def from_part(cls, part: Float32[Array, "R v"], sharding: OutputSharding) -> "Logits":
-        """Returns logits, of which the part may have anything behind the last token.
+        """Returns logits from this device's part, whose padding is undefined.
 
-        On a backend that computes no statistics of blocks every device is given all logits.
+        On a backend without statistics of blocks, every device gets all logits.
         """
         if not sharding.is_sharded:
             return cls(part, sharding)
@@ -66,15 +66,15 @@ class Logits:
 
     @property
     def whole(self) -> Float32[Array, "R V"]:
-        """All logits, which every device is given."""
+        """All logits, on every device."""
         return gathered(self.part, self.sharding)
 
     def filtered(self, arrays: SamplingArrays) -> "Logits":
-        """Returns the logits with -inf for what filters remove. Filters sort, so every device is given all logits."""
+        """Returns the logits with -inf where filters remove tokens. Filters sort, so every device gets all logits."""
         return Logits(ops.filter_logits(self.whole, arrays), _all_of(self.sharding.size))
 
     def constrained(self, allowed: UInt32[Arrays, "R W"]) -> "Logits":
-        """Returns the logits with -inf for what a mask does not allow; see `ops.constrain_logits`."""
+        """Returns the logits with -inf where the mask forbids a token; see `ops.constrain_logits`."""
         return Logits(ops.constrain_logits(self.part, self._local_mask(allowed)), self.sharding)
 
     def adjusted(
@@ -88,11 +88,11 @@ class Logits:
         return Logits(ops.adjust_logits(self.part, seen, adjustments, mask), self.sharding)
 
     def sample(self, arrays: SamplingArrays, *, filtered: bool) -> tuple[Int32[Array, "R"], Float32[Array, "R"]]:
-        """Returns what `ops.sample` does: tokens, and their logprobs under the softmax of the logits.
+        """Returns the result of `ops.sample`: tokens, and their logprobs under the softmax of the logits.
 
         Args:
-            arrays: how each row is sampled.
-            filtered: False if no row has a filter. With filters every device is given all logits.
+            arrays: the sampling parameters of each row.
+            filtered: False if no row has a filter. With filters every device gets all logits.
         """
         if filtered or not self.sharding.is_sharded:
             return ops.sample(self.whole, arrays, filtered=filtered)
@@ -103,31 +103,31 @@ class Logits:
         return tokens, self.logprobs(tokens)
 
     def logprobs(self, tokens: Int32[Arrays, "R"]) -> Float32[Array, "R"]:
-        """Returns the logprob of a given token in each row, in the bits of `ops.log_softmax`."""
+        """Returns the logprob of one given token in each row, with the bits of `ops.log_softmax`."""
         tokens = jnp.asarray(tokens)
         if self._statistics is None:
             return jnp.take_along_axis(ops.log_softmax(self.part), tokens[:, None], axis=1)[:, 0]
-        # The same bits, and logits are read once while no logprobs are written.
+        # The same bits; logits are read once and no logprobs are written.
         first, second = self._statistics
         return self._at(tokens) - first - second
 
     def sampling_logprobs(self, tokens: Int32[Array, "R"], arrays: SamplingArrays) -> Float32[Array, "R"]:
-        """Returns the logprobs that `ops.sampling_logprobs` gives without filters.
+        """Returns the result of `ops.sampling_logprobs` without filters.
 
         Args:
-            tokens: what `sample` drew from these logits.
-            arrays: how each row was sampled.
+            tokens: the tokens that `sample` drew from these logits.
+            arrays: the sampling parameters of each row.
         """
         if not self.sharding.is_sharded:
             return ops.sampling_logprobs(self.part, tokens, arrays, filtered=False)
         temperature = jnp.asarray(arrays.temperature)
         factors = jnp.broadcast_to(reciprocal(temperature)[:, None], self.part.shape)
         exponents = Logits(map_elements(sampling_exponents, self.part, factors), self.sharding)
-        # At temperature 0 the token is the likeliest one, and no other can be drawn.
+        # At temperature 0 no token but the likeliest one can be drawn.
         return jnp.where(temperature == 0, 0.0, exponents.logprobs(tokens))
 
     def top_logprobs(self, count: int) -> tuple[Int32[Array, "R n"], Float32[Array, "R n"]]:
-        """Returns the likeliest tokens with their logprobs; arrays without columns for a count of 0."""
+        """Returns the likeliest tokens with their logprobs; a count of 0 gives arrays without columns."""
         if not count:
             none = jnp.zeros((self.part.shape[0], 0))
             return none.astype(jnp.int32), none
@@ -137,7 +137,7 @@ class Logits:
         first, second = self._statistics
         few, shards = min(count, self.part.shape[1]), self.sharding.groups[0].shards
         columns, logprobs = likeliest((self.part - first[:, None]) - second[:, None], count=few)
-        # Parts follow one another in the order of their tokens, so of equal ones the lowest token stands first.
+        # Shards are in the order of their tokens, so among equal logprobs the lowest token comes first.
         candidates = OutputSharding((ShardGroup(few * shards, shards),), -1)
         tokens, logprobs = gathered(columns + first_output(self.sharding), candidates), gathered(logprobs, candidates)
         index, logprobs = likeliest(logprobs, count=count)
@@ -145,13 +145,13 @@ class Logits:
 
     @functools.cached_property
     def _statistics(self) -> tuple[Array, Array] | None:
-        """What log-softmax subtracts from each row; None: the backend does not say it."""
+        """The numbers that log-softmax subtracts from each row; None: the backend does not provide them."""
         if not self.sharding.is_sharded:
             return log_softmax_statistics(self.part)
         return blocks.merged_statistics(*map(self._all_blocks, blocks.block_statistics(self.part)))
 
     def _all_blocks(self, x: Array) -> Array:
-        """Numbers of all blocks, of which this device has those of its own, `[R, blocks]`."""
+        """Gathers numbers per block, `[R, blocks]`."""
         count = ceil_div(self.sharding.size, SOFTMAX_BLOCK)
         return gathered(x, OutputSharding((ShardGroup(count, self.sharding.groups[0].shards, x.shape[1]),), -1))
 
@@ -163,9 +163,9 @@ class Logits:
         return owned_rows(jnp.take_along_axis(self.part, column[:, None], axis=1), owner, self.sharding)[:, 0]
 
     def _local_mask(self, allowed: UInt32[Arrays, "R W"]) -> UInt32[Array, "R w"]:
-        """The words of a mask that say which of this device's tokens are allowed."""
+        """The mask words of this device's tokens."""
         (group,) = self.sharding.groups
-        # A block is a whole number of words.
+        # A block is a multiple of a word.
         words = ShardGroup(ceil_div(group.size, _WORD), group.shards, ceil_div(group.length, _WORD))
         return local_columns(jnp.asarray(allowed), OutputSharding((words,), -1))
 

@@ -1,4 +1,4 @@
-"""The MLP of a layer, with a gate or without."""
+"""The MLP of a layer, with or without a gate."""
 
 import dataclasses
 from typing import Any
@@ -14,11 +14,11 @@ from detjax.operands.options import Activation
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MLPOptions:
-    """The shape and the options of an MLP.
+    """The shape and options of an MLP.
 
     Attributes:
         inner_width: the width between the projections.
-        activation: the activation function, of the gate if there is one.
+        activation: the activation function; the gate's if the MLP has one.
         bias: whether the projections have biases.
     """
 
@@ -30,7 +30,7 @@ class MLPOptions:
 class GatedMLP(nnx.Module):
     """A gated linear unit (Shazeer 2020): `down(activation(gate(x)) * up(x))`.
 
-    Weights are `[N, K]`, rows being outputs, as checkpoints hold them; gate and up are stacked.
+    Weights are `[N, K]`, rows being outputs, as in checkpoints; gate and up are stacked.
     """
 
     def __init__(self, width: int, options: MLPOptions, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
@@ -45,7 +45,7 @@ class GatedMLP(nnx.Module):
     def __call__(
         self, x: Float[Array, "*N D"], *, residual: Float[Array, "*N D"] | None = None
     ) -> Float[Array, "*N D"]:
-        """Returns the MLP of `x`, added to the residual stream if it is given."""
+        """Returns the MLP of `x`, added to the residual stream if there is one."""
         shardings, options = self.shardings(devices()), {"activation": self.options.activation, "gated": True}
         inner: dict[str, Any] = {"sharding": shardings["gate_up"], "bias": optional(self.gate_up_bias), **options}
         y = gathered_matmul(x, self.gate_up[...], **inner)
@@ -53,7 +53,7 @@ class GatedMLP(nnx.Module):
         return gathered_matmul(y, self.down[...], **outer)
 
     def shardings(self, devices: int) -> dict[str, OutputSharding]:
-        """Returns how parameters are cut."""
+        """Returns the sharding of each parameter."""
         inner, outer = outputs(self.options.inner_width, devices), outputs(self.width, devices)
         return {"gate_up": inner, "gate_up_bias": inner.at(-1), "down": outer, "down_bias": outer.at(-1)}
 
@@ -69,7 +69,7 @@ class GatedMLP(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """Two linear maps with biases: `down(activation(up(x)))`. Weights are `[N, K]`, as checkpoints hold them."""
+    """Two linear maps with biases: `down(activation(up(x)))`. Weights are `[N, K]`, as in checkpoints."""
 
     def __init__(self, width: int, options: MLPOptions, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
         inner = options.inner_width
@@ -82,7 +82,7 @@ class MLP(nnx.Module):
     def __call__(
         self, x: Float[Array, "*N D"], *, residual: Float[Array, "*N D"] | None = None
     ) -> Float[Array, "*N D"]:
-        """Returns the MLP of `x`, added to the residual stream if it is given."""
+        """Returns the MLP of `x`, added to the residual stream if there is one."""
         bias, activation = optional(self.up_bias), self.options.activation
         y = ops.matmul(x, self.up[...], layout="nk", bias=bias, activation=activation)
         return ops.matmul(y, self.down[...], layout="nk", bias=optional(self.down_bias), residual=residual)

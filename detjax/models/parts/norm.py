@@ -9,16 +9,16 @@ from detjax.models.parts.parameters import Tensors
 
 
 class RMSNorm(nnx.Module):
-    """Division by the root mean square, and a weight for each column (Zhang and Sennrich 2019)."""
+    """Division by the root mean square, with a weight for each column (Zhang and Sennrich 2019)."""
 
     def __init__(self, width: int, *, eps: float, dtype: DTypeLike, offset: float = 0.0) -> None:
-        """Makes a norm that multiplies by 1.
+        """Makes a norm whose weights are 1.
 
         Args:
             width: columns.
-            eps: what is added to the mean square.
+            eps: added to the mean square.
             dtype: the weight's dtype.
-            offset: what is added to the weight: 1.0 if checkpoints store `weight - 1`.
+            offset: added to the weight: 1.0 if checkpoints store `weight - 1`.
         """
         self.eps, self.offset = eps, offset
         self.weight = nnx.Param(jnp.full(width, 1 - offset, dtype))
@@ -30,7 +30,7 @@ class RMSNorm(nnx.Module):
     def after_adding(
         self, x: Float[Array, "*N D"], *, residual: Float[Array, "*N D"]
     ) -> tuple[Float[Array, "*N D"], Float[Array, "*N D"]]:
-        """Returns the norm of `x + residual`, and that sum."""
+        """Returns the norm of `x + residual`, and the sum."""
         return ops.rms_norm(x, self.weight[...], eps=self.eps, weight_offset=self.offset, residual=residual)
 
     @property
@@ -40,10 +40,10 @@ class RMSNorm(nnx.Module):
 
 
 class LayerNorm(nnx.Module):
-    """Division by the standard deviation, and a weight and a bias for each column (Ba et al. 2016)."""
+    """Division by the standard deviation, with a weight and a bias for each column (Ba et al. 2016)."""
 
     def __init__(self, width: int, *, eps: float, dtype: DTypeLike) -> None:
-        """Makes a norm that multiplies by 1 and adds 0; `eps` is added to the variance of so many columns."""
+        """Makes a norm with weights 1 and biases 0; `eps` is added to the variance."""
         self.eps = eps
         self.weight = nnx.Param(jnp.ones(width, dtype))
         self.bias = nnx.Param(jnp.zeros(width, dtype))

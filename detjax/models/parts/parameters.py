@@ -1,4 +1,4 @@
-"""What parts need for their parameters: initial values, and the checkpoint's tensors that a parameter is made of."""
+"""Initial values of parameters, and the checkpoint tensors that a parameter is made of."""
 
 import dataclasses
 import functools
@@ -16,7 +16,7 @@ from detjax.operands.rounding import rounded
 
 
 def random_weight(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: DTypeLike) -> nnx.Param[Array]:
-    """Returns a weight of normal numbers that keep the variance of what is multiplied by them."""
+    """Returns a weight of normal numbers whose products keep the variance of the input."""
     return nnx.Param(_normal(rngs.params(), shape, jnp.dtype(dtype)))
 
 
@@ -31,32 +31,32 @@ def zero_bias(is_present: bool, shape: tuple[int, ...], dtype: DTypeLike) -> nnx
 
 
 class FixedWeight(nnx.Variable[Array]):
-    """A weight that gradients do not reach and that no optimizer changes, decay included.
+    """A weight without gradient that no optimizer changes, not even by decay.
 
-    A part declares such a weight by this class in place of `nnx.Param`. Checkpoints and digests hold it as any other.
+    A part declares such a weight by this class in place of `nnx.Param`. Checkpoints and digests include it.
     """
 
 
 def optional(parameter: nnx.Param[Array] | None) -> Weight | None:
-    """Returns a parameter's array, or None if there is no such parameter."""
+    """Returns a parameter's array, or None for a parameter that does not exist."""
     return None if parameter is None else parameter[...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Tensors:
-    """The checkpoint's tensors that a parameter is made of.
+    """The checkpoint tensors that a parameter is made of.
 
     Attributes:
         names: the tensors' names within their part, in order.
-        rows: for tensors that are concatenated along the first axis, how many rows each has. None: the parameter is
+        rows: the number of rows of each tensor if they are concatenated along the first axis. None: the parameter is
             one tensor, or the tensors are stacked along new first axes.
-        groups: into how many groups the one tensor's rows fall, each with its share of the parameter's first `rows`,
-            then of the next ones, and so on; None: its rows are the parameter's.
-        stacked: the sizes of these axes; None: there is one.
-        transposed: whether the one tensor has the parameter's last two axes in the other order.
-        pairs: how the one tensor has the parameter's second axis, of size 2, and its third as one: as "halves", such as
-            the rows of gate and then those of up, or by "turns"; None: it has them apart.
-        other_form: what checkpoints may hold instead, and what is never written; None: there is nothing.
+        groups: the number of groups of rows in a single tensor; each group has its share of the parameter's first
+            `rows`, then of the next ones, and so on. None: the tensor's rows are in the parameter's order.
+        stacked: the sizes of the new axes; None: one axis.
+        transposed: whether the last two axes of a single tensor are swapped.
+        pairs: the layout of the parameter's second axis, of size 2, and its third, which a single tensor joins:
+            "halves", such as all gate rows and then all up rows, or interleaved in "turns". None: they are not joined.
+        other_form: another form that checkpoints may hold, and that is never written; None: there is just one form.
     """
 
     names: tuple[str, ...]
@@ -69,7 +69,7 @@ class Tensors:
 
     @property
     def _axes(self) -> int:
-        """How many axes of the parameter no tensor has."""
+        """The number of leading axes that the parameter has and its tensors do not."""
         return 1 if self.stacked is None else len(self.stacked)
 
     def shapes(self, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -83,21 +83,21 @@ class Tensors:
 
     @property
     def keeps_order(self) -> bool:
-        """Whether the parameter has its tensors' numbers in their order, so that parts of them make a part of it."""
+        """Whether tensors hold the parameter's numbers in order, so that slices of them make a slice of it."""
         return self.groups is None and not self.transposed and self.pairs is None
 
     def part(
         self, shape: tuple[int, ...], axis: int, outputs: slice
     ) -> tuple["Tensors", list[tuple[int, slice | None]]]:
-        """Returns what joins a part of a parameter that `keeps_order`, and of which tensors' parts it is made.
+        """Returns how to join a slice of a parameter that `keeps_order`, and the tensor slices that it is made of.
 
         Args:
             shape: the parameter's shape.
             axis: the axis of outputs, counted from the end.
-            outputs: which of them, from a start to a stop.
+            outputs: the slice, with a start and a stop.
 
         Returns:
-            The tensors, and for each of them its index in `names` and which of its outputs are needed; None: all.
+            The tensors, and for each its index in `names` and the outputs needed of it; None: all.
         """
         position = len(shape) + axis
         if len(self.names) == 1 or position >= (1 if self.rows is not None else self._axes):
@@ -118,7 +118,7 @@ class Tensors:
         return dataclasses.replace(self, names=names, rows=counts), list(parts.items())
 
     def join(self, tensors: Iterable[np.ndarray]) -> np.ndarray:
-        """Returns the parameter that the tensors make. Several are copied one by one: not all are held twice."""
+        """Returns the parameter that the tensors make. Tensors are copied in one at a time, to save memory."""
         if len(self.names) == 1:
             (x,) = tensors
             x = np.swapaxes(x, -1, -2) if self.transposed else x
@@ -149,14 +149,14 @@ class Tensors:
         return list(parameter.reshape(-1, *parameter.shape[self._axes :]))
 
     def _by_rows(self, x: np.ndarray, groups: int) -> np.ndarray:
-        """The rows of a tensor in groups, in the parameter's order."""
+        """Reorders the rows of a grouped tensor into the parameter's order."""
         assert self.rows is not None
         ends = np.cumsum([count // groups for count in self.rows])[:-1]
         parts = np.split(x.reshape(groups, -1, *x.shape[1:]), ends, axis=1)
         return np.concatenate([part.reshape(-1, *x.shape[1:]) for part in parts])
 
     def _by_groups(self, x: np.ndarray, groups: int) -> np.ndarray:
-        """The parameter's rows in groups: the inverse of `_by_rows`."""
+        """Reorders the parameter's rows into groups: the inverse of `_by_rows`."""
         assert self.rows is not None
         parts = np.split(x, np.cumsum(self.rows)[:-1])
         return np.concatenate([part.reshape(groups, -1, *x.shape[1:]) for part in parts], axis=1).reshape(x.shape)

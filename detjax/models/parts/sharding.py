@@ -1,12 +1,12 @@
-"""How weights are cut over the devices of a mesh: along their outputs, so that no number is ever added across devices.
+"""Sharding of weights over the devices of a mesh: by their outputs, so that no number is ever added across devices.
 
-An element of a product then has one accumulator on one device, exactly as on a single device, and devices exchange
-results alone. So the number of devices is a schedule: it changes no bit.
+Each element of a product then has one accumulator on one device, exactly as on a single device, and devices exchange
+only results. So the number of devices is part of the schedule: it changes no bit.
 
-Code of parts is the same on one device and on many. Within `jax.shard_map` over a mesh with the axes `AXES`, a part
+The code of parts is the same on one device and on many. Within `jax.shard_map` over a mesh with the axes `AXES`, a part
 sees its device's weights, and calls `sharded_matmul`, `gathered_matmul`, `gathered` and `local_columns`; elsewhere
-these do nothing but compute. Its method `cuts(devices)` says by name how its parameters are cut; every device has the
-whole of all others.
+these only compute. Its method `shardings(devices)` gives the sharding of its parameters by name; parameters without one
+are replicated.
 """
 
 import contextlib
@@ -32,29 +32,29 @@ from detjax.runtime import backends
 from detjax.runtime.device_links import DeviceLinks
 
 TENSOR: Final = "tensor"
-"""The axis of a mesh whose devices share every expert, each having some of its outputs."""
+"""The mesh axis whose devices share every expert; each has some of its outputs."""
 
 EXPERT: Final = "expert"
-"""The axis of a mesh whose devices share the experts of a layer, each having whole ones."""
+"""The mesh axis whose devices share the experts of a layer; each has whole experts."""
 
 AXES: Final = (TENSOR, EXPERT)
-"""The axes of a mesh whose devices share a model. What is no expert is cut over the devices of both."""
+"""The mesh axes whose devices share a model. Everything except the experts is sharded over both axes."""
 
 _UNIT: Final = 8
-"""The outputs of a piece are a multiple of this number where all of them are, which lets kernels load 16 bytes at a
-time."""
+"""The outputs of a shard are a multiple of this number if all outputs together are, so that kernels can load 16 bytes
+at a time."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ShardGroup:
-    """Consecutive outputs of a weight that are cut into pieces of equal size, such as the queries of all heads.
+    """Consecutive outputs of a weight, such as the queries of all heads, in shards of equal size.
 
     Attributes:
-        size: how many outputs there are.
-        pieces: how many pieces: a divisor of the devices. Where there are fewer pieces than devices, neighbours have
-            the same one.
-        unit: a piece has a multiple of this number of outputs. Where the pieces are longer than all outputs together,
-            the last ones end with zeros.
+        size: the number of outputs.
+        shards: the number of shards, a divisor of the number of devices. If it is smaller, adjacent devices have the
+            same shard.
+        unit: a shard has a multiple of this number of outputs. If shards are longer than all outputs together, the
+            last ones are padded with zeros.
     """
 
     size: int
@@ -63,26 +63,26 @@ class ShardGroup:
 
     @property
     def length(self) -> int:
-        """The outputs of a piece."""
+        """The outputs of a shard."""
         return round_up(ceil_div(self.size, self.shards), self.unit)
 
     @property
     def padded_size(self) -> int:
-        """The outputs of all pieces together, zeros included."""
+        """The outputs of all shards together, including padding."""
         return self.length * self.shards
 
     def shard_of(self, device: Any, devices: int) -> Any:
-        """Returns the number of a device's piece."""
+        """Returns the index of a device's shard."""
         return device * self.shards // devices
 
 
 class ShardPlacement(NamedTuple):
-    """Where a group lies in a parameter.
+    """The position of a group in a parameter.
 
     Attributes:
         group: the group.
         begin: its first output in the whole parameter.
-        begin_in_part: its first output in the part that a device has.
+        begin_in_part: its first output in a device's part.
     """
 
     group: ShardGroup
@@ -91,24 +91,24 @@ class ShardPlacement(NamedTuple):
 
     @property
     def in_part(self) -> slice:
-        """The outputs of a device's piece in the part that it has."""
+        """The outputs of the device's shard within its part."""
         return slice(self.begin_in_part, self.begin_in_part + self.group.length)
 
     def begin_of(self, device: Any, devices: int) -> Any:
-        """Returns the first output of a device's piece in the whole parameter."""
+        """Returns the first output of a device's shard in the whole parameter."""
         return self.begin + self.group.shard_of(device, devices) * self.group.length
 
 
 @dataclasses.dataclass(frozen=True)
 class OutputSharding:
-    """How a parameter is cut over devices: each has a piece of every group, one group behind the other.
+    """The sharding of a parameter over devices: each has a shard of every group, concatenated.
 
     Attributes:
         groups: the outputs.
-        axis: their axis in the parameter, counted from the end.
-        over: the axes of the mesh whose devices have the pieces.
-        experts: the experts, which are the first axis of the parameter, cut over the devices of `EXPERT`; None: the
-            parameter is none of experts, or every device has all of them.
+        axis: the axis of the outputs in the parameter, counted from the end.
+        over: the mesh axes whose devices have the shards.
+        experts: the sharding of the first axis, the experts, over the devices of `EXPERT`; None: not an expert
+            parameter, or every device has all experts.
     """
 
     groups: tuple[ShardGroup, ...]
@@ -118,44 +118,44 @@ class OutputSharding:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether devices differ in what they have."""
+        """Whether devices hold different shards."""
         groups = self.groups if self.experts is None else (self.experts, *self.groups)
         return any(group.shards > 1 for group in groups)
 
     @property
     def output_sharding(self) -> "OutputSharding":
-        """The cut of the experts that a device has."""
+        """The sharding of the experts that a device has."""
         return dataclasses.replace(self, experts=None)
 
     @property
     def length(self) -> int:
-        """The outputs that a device has."""
+        """The outputs of one device."""
         return sum(group.length for group in self.groups)
 
     @property
     def size(self) -> int:
-        """The outputs that all devices have together."""
+        """The outputs of all devices together."""
         return sum(group.size for group in self.groups)
 
     def whole_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the shape of the whole array, given that of a part, or of one that holds the parts of all devices."""
+        """Returns the shape of the whole array, from a part's or from an array's that holds the parts of all devices."""
         axis = len(shape) + self.axis
         first = shape[:axis] if self.experts is None else (self.experts.size, *shape[1:axis])
         return *first, self.size, *shape[axis + 1 :]
 
     def places(self) -> Iterator[ShardPlacement]:
-        """Yields where each group lies."""
+        """Yields the placement of each group."""
         begin = begin_in_part = 0
         for group in self.groups:
             yield ShardPlacement(group, begin, begin_in_part)
             begin, begin_in_part = begin + group.size, begin_in_part + group.length
 
     def at(self, axis: int) -> "OutputSharding":
-        """Returns the cut of a parameter that has these outputs in another axis, such as that of biases."""
+        """Returns the sharding of a parameter that has these outputs on another axis, such as a bias."""
         return dataclasses.replace(self, axis=axis)
 
     def shards(self, x: Any, device: int, devices: int) -> Any:
-        """Returns a device's outputs of a whole array of NumPy or JAX, or of what is indexed like one."""
+        """Returns a device's outputs of a whole NumPy or JAX array, or of anything that is indexed like one."""
         parts = []
         for place in self.places():
             first, end = place.begin_of(device, devices), place.begin + place.group.size
@@ -166,7 +166,7 @@ class OutputSharding:
         return jnp.concatenate(parts, self.axis) if isinstance(x, jax.Array) else np.concatenate(parts, self.axis)
 
     def whole(self, parts: Sequence[np.ndarray]) -> np.ndarray:
-        """Returns the whole array of the outputs that all devices have, in their order: the inverse of `pieces`."""
+        """Returns the whole array, from the outputs of all devices in their order: the inverse of `shards`."""
         joined = []
         for place in self.places():
             some = parts[:: len(parts) // place.group.shards]
@@ -175,16 +175,16 @@ class OutputSharding:
         return np.concatenate(joined, self.axis)
 
     def _taken(self, x: Any, outputs: slice) -> Any:
-        """Some outputs of an array."""
+        """Slices the outputs of an array."""
         return x[(..., outputs, *[slice(None)] * (-1 - self.axis))]
 
 
 class _Exchanges(NamedTuple):
-    """What is known of exchanges while a function is traced.
+    """The state of exchanges while a function is traced.
 
     Attributes:
-        links: how kernels reach the other devices.
-        gathered: what was gathered, each with this device's own columns and their cut.
+        links: the links by which kernels reach the other devices.
+        gathered: every gathered array, with this device's own columns and the sharding.
     """
 
     links: DeviceLinks | None
@@ -201,7 +201,7 @@ class DeviceColumns:
 
     Attributes:
         part: the columns.
-        cut: how the array is cut.
+        sharding: the sharding of the array.
     """
 
     part: Shaped[Array, "*N n"]
@@ -210,13 +210,13 @@ class DeviceColumns:
 
 @contextlib.contextmanager
 def linked(links: DeviceLinks | None, x: Array | None = None, columns: DeviceColumns | None = None) -> Iterator[None]:
-    """Exchanges that are traced within the context go by these links.
+    """Makes exchanges that are traced within the context use these links.
 
     A function of `jax.jit` that exchanges takes the links that `current_links` returns as an argument, and has its own
-    context, since arrays of one trace cannot be used in another one.
+    context, since arrays of one trace cannot be used in another.
 
     Args:
-        links: how kernels reach the other devices.
+        links: the links by which kernels reach the other devices.
         x: an array with all columns that was gathered in another context.
         columns: this device's columns of it; see `device_columns`.
     """
@@ -235,7 +235,7 @@ def current_links() -> DeviceLinks | None:
 
 
 def device_columns(x: Shaped[Array, "*N D"]) -> DeviceColumns | None:
-    """Returns this device's columns of an array that was gathered in this context; None of others."""
+    """Returns this device's columns of an array that was gathered in this context; None for other arrays."""
     exchanges = _exchanges.get()
     for whole, part, sharding in [] if exchanges is None else exchanges.gathered:
         if whole is x:
@@ -244,14 +244,14 @@ def device_columns(x: Shaped[Array, "*N D"]) -> DeviceColumns | None:
 
 
 def slice_and_pad(x: Any, first: int, end: int, length: int, axis: int) -> Any:
-    """Returns a part of an array of NumPy or JAX, or of what is indexed like one, with zeros behind it up to a length.
+    """Returns a slice of a NumPy or JAX array, or of anything that is indexed like one, padded with zeros to a length.
 
     Args:
         x: the array.
-        first: where the part begins.
-        end: where it ends; it may be empty.
+        first: the start of the slice.
+        end: its end; the slice may be empty.
         length: the length of the result.
-        axis: its axis.
+        axis: the axis of the slice.
     """
     if first >= end:
         return np.zeros((*x.shape[:axis], length, *x.shape[axis + 1 :]), x.dtype)
@@ -259,7 +259,7 @@ def slice_and_pad(x: Any, first: int, end: int, length: int, axis: int) -> Any:
 
 
 def pad_to(x: Any, length: int, axis: int) -> Any:
-    """Returns an array of NumPy or JAX with zeros behind an axis, up to a length."""
+    """Returns a NumPy or JAX array padded with zeros at the end of an axis, up to a length."""
     if x.shape[axis] == length:
         return x
     zeros = np if isinstance(x, np.ndarray) else jnp
@@ -269,16 +269,17 @@ def pad_to(x: Any, length: int, axis: int) -> Any:
 
 @functools.cache
 def outputs(size: int, devices: int) -> OutputSharding:
-    """Returns the cut of so many outputs that do not belong together, into as many pieces as they divide into."""
+    """Returns the sharding of `size` independent outputs, into as many shards as divide them evenly."""
     shards = math.gcd(size if size % _UNIT else size // _UNIT, devices)
     return OutputSharding((ShardGroup(size, shards),))
 
 
 @functools.cache
 def indivisible_shards(count: int, devices: int) -> int:
-    """Returns into how many pieces things are cut that stay whole, such as experts.
+    """Returns the number of shards of `count` indivisible things, such as experts.
 
-    The longest piece is as short as it can be, and then there are as few pieces as can be. So one thing is not cut.
+    It makes the longest shard as short as possible; of equally good numbers it is the smallest. A single thing has one
+    shard.
     """
     divisors = [shards for shards in range(1, devices + 1) if devices % shards == 0]
     return min(divisors, key=lambda shards: (ceil_div(count, shards), shards))
@@ -286,9 +287,9 @@ def indivisible_shards(count: int, devices: int) -> int:
 
 @functools.cache
 def head_shards(heads: int, shared_heads: int, devices: int) -> tuple[int, int]:
-    """Returns into how many pieces heads are cut, and the heads that several of them share, such as those of keys.
+    """Returns the number of shards of heads, and of the heads that several of them share, such as key heads.
 
-    A device has whole heads, and those that they share. Where several devices need one shared head, each has it.
+    A device has whole heads, and the ones that they share. If several devices need one shared head, each has it.
     """
     fitting = [
         count
@@ -300,10 +301,10 @@ def head_shards(heads: int, shared_heads: int, devices: int) -> tuple[int, int]:
 
 
 def devices(over: Sequence[str] = AXES) -> int:
-    """Returns how many devices share the model that is being traced; 1 outside of a mesh.
+    """Returns the number of devices that share the model being traced; 1 outside of a mesh.
 
     Args:
-        over: the axes of the mesh that are counted.
+        over: the mesh axes to count.
     """
     mesh = jax.sharding.get_abstract_mesh()
     return math.prod(mesh.shape[axis] for axis in over) if TENSOR in mesh.manual_axes else 1
@@ -318,14 +319,14 @@ def sharded_matmul(
     residual: Float[Array, "*N D"] | None = None,
     **options: Any,
 ) -> Float[Array, "*N n"]:
-    """Returns this device's outputs of `ops.matmul`: all of them outside of a mesh.
+    """Returns this device's outputs of `ops.matmul`; outside of a mesh, all of them.
 
     Args:
         x: all columns.
-        weight: this device's, with the layout "nk".
-        cut: how the weight is cut.
-        bias: this device's.
-        residual: all columns of what the product is added to.
+        weight: this device's shard, with the layout "nk".
+        sharding: the sharding of the weight.
+        bias: this device's shard.
+        residual: all columns of an array that the product is added to.
         options: further options of `ops.matmul`.
     """
     weight, bias, is_whole = _multiplied(weight, bias, sharding)
@@ -351,10 +352,10 @@ def sharded_grouped_matmul(
 
 
 def _multiplied(weight: Weight, bias: Weight | None, sharding: OutputSharding) -> tuple[Weight, Weight | None, bool]:
-    """The weight and bias that a device multiplies by, and whether they have the outputs of other devices too.
+    """Returns the weight and bias that a device multiplies by, and whether they include other devices' outputs.
 
-    The bits of XLA's own products depend on the shape of the weight, so on the portable backend it is the whole one,
-    with zeros in the place of what other devices have. That costs what a single device takes, and no kernel needs it.
+    The bits of XLA's own products depend on the shape of the weight, so the portable backend takes the whole shape,
+    with zeros for other devices' outputs. That costs as much as on a single device; kernels do not need it.
     """
     if devices(sharding.over) == 1 or not sharding.is_sharded or backends.backend() != "portable":
         return weight, bias, False
@@ -373,7 +374,7 @@ def gathered_matmul(
 ) -> Float[Array, "*N D"]:
     """Returns all outputs of `ops.matmul`; each device computes its share. See `sharded_matmul`."""
     links, count = current_links(), devices(sharding.over)
-    # One group whose pieces are different on all devices and together no longer than the outputs.
+    # One group, whose shards differ on all devices and need no padding.
     is_plain = (
         len(sharding.groups) == 1
         and sharding.groups[0].shards == count
@@ -384,7 +385,7 @@ def gathered_matmul(
         def shared(x: Array, weight: Array, arrays: dict[str, Any]) -> Any:
             return shared_matmul(x, weight, sharding.over, links, **arrays, **options)
 
-        # Where a kernel can, it writes each result to all devices as it is computed.
+        # Kernels that can do so write each result to all devices as it is computed.
         y = refusing_gradients(shared)(x, _plain(weight), {"bias": bias, "residual": residual})
         if y is not None:
             return y
@@ -397,7 +398,7 @@ def local_columns(x: Shaped[Array, "*N D"], sharding: OutputSharding) -> Shaped[
         return x
     exchanges = _exchanges.get()
     for whole, part, its_sharding in [] if exchanges is None else exchanges.gathered:
-        # This device had these columns before they were gathered: it need not slice them, which takes a kernel.
+        # These columns were gathered from this device: taking the original avoids a slicing kernel.
         if whole is x and its_sharding.over == sharding.over and its_sharding.groups == sharding.groups:
             return part
     count, device = devices(sharding.over), lax.axis_index(sharding.over)
@@ -411,7 +412,7 @@ def local_columns(x: Shaped[Array, "*N D"], sharding: OutputSharding) -> Shaped[
 
 
 def gathered(x: Shaped[Array, "*N n"], sharding: OutputSharding) -> Shaped[Array, "*N D"]:
-    """Returns all columns of an array of which this device has its own."""
+    """Returns all columns of an array, gathered from the devices' own."""
     if devices(sharding.over) == 1 or not sharding.is_sharded:
         return x
     everything, parts = all_gathered(x, sharding.over), []
@@ -419,7 +420,7 @@ def gathered(x: Shaped[Array, "*N n"], sharding: OutputSharding) -> Shaped[Array
         some = everything[..., :: devices(sharding.over) // place.group.shards, place.in_part]
         parts.append(some.reshape(*x.shape[:-1], place.group.padded_size)[..., : place.group.size])
     whole = parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)
-    # Columns that fill a piece up may be anything in a part, where `local_columns` has zeros.
+    # Padding of a part is undefined, but `local_columns` gives zeros.
     is_filled = any(place.group.padded_size > place.group.size for place in sharding.places())
     if (exchanges := _exchanges.get()) is not None and not is_filled:
         exchanges.gathered.append((whole, x, sharding))
@@ -427,7 +428,7 @@ def gathered(x: Shaped[Array, "*N n"], sharding: OutputSharding) -> Shaped[Array
 
 
 def first_output(sharding: OutputSharding) -> Any:
-    """Returns the number of this device's first output, given a cut of one group."""
+    """Returns the index of this device's first output, for a sharding of one group."""
     (group,) = sharding.groups
     return (
         0
@@ -437,26 +438,26 @@ def first_output(sharding: OutputSharding) -> Any:
 
 
 def all_rows(weight: Weight, sharding: OutputSharding) -> Weight:
-    """Returns a whole weight `[N, K]` of which this device has its own rows."""
+    """Returns a whole weight `[N, K]`, gathered from the devices' rows."""
     if devices(sharding.over) == 1 or not sharding.is_sharded:
         return weight
     return gathered(_plain(weight).swapaxes(-1, -2), sharding).swapaxes(-1, -2)
 
 
 def owned_rows(x: Shaped[Array, "*N D"], owner: Array, sharding: OutputSharding) -> Shaped[Array, "*N D"]:
-    """Returns rows that one device has each: those of the device whose piece has the number `owner`.
+    """Returns each row from the device whose shard is `owner`.
 
     Args:
-        x: rows, of which those of other owners may be anything.
-        owner: the piece that each row belongs to, `[*N]`.
-        cut: the cut of the table that rows are read from, of one group.
+        x: rows; their values on other devices are ignored.
+        owner: the index of each row's shard, `[*N]`.
+        sharding: the sharding of the table that rows are read from, of one group.
     """
     everything = all_gathered(x, sharding.over)[..., :: devices(sharding.over) // sharding.groups[0].shards, :]
     return jnp.take_along_axis(everything, owner[..., None, None], axis=-2, mode="clip")[..., 0, :]
 
 
 def refusing_gradients(function: Callable[..., Array]) -> Callable[..., Array]:
-    """Returns a function of arrays that has no gradient, because it would be added across devices."""
+    """Returns a function of arrays without a gradient, since the gradient would be added across devices."""
     refusing = jax.custom_vjp(function)
     refusing.defvjp(lambda *args: (function(*args), None), _refuse)
     return refusing
@@ -470,7 +471,7 @@ def _refuse(_: None, gradient: Array) -> tuple[Array]:
 
 
 def all_gathered(x: Shaped[Array, "*N n"], over: Sequence[str]) -> Shaped[Array, "*N devices n"]:
-    """Returns the columns that all devices of some axes have, in their order."""
+    """Returns the columns of all devices of some axes, in their order."""
     columns = refusing_gradients(lambda x: gather_columns(x, tuple(over), current_links()))(x)
     return columns.reshape(*x.shape[:-1], devices(over), x.shape[-1])
 
@@ -481,7 +482,7 @@ def _plain(weight: Weight) -> Array:
 
 
 def _at_its_place(x: Array, sharding: OutputSharding) -> Array:
-    """An array of the whole shape with this device's part in its place, and zeros elsewhere."""
+    """Places this device's part in an array of the whole shape that is zero elsewhere."""
     count, device, axis = devices(sharding.over), lax.axis_index(sharding.over), x.ndim + sharding.axis
     parts = []
     for place in sharding.places():

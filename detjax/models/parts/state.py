@@ -1,4 +1,4 @@
-"""Declarations of the state that parts need: what a layer keeps of the tokens that it has seen."""
+"""Declarations of the state that parts need: what a layer keeps of the tokens that it has processed."""
 
 import dataclasses
 from typing import Any, Protocol, runtime_checkable
@@ -17,13 +17,13 @@ from detjax.ops.quantized_kv import check_kind
 
 @dataclasses.dataclass(frozen=True)
 class StateSize:
-    """How much state there is to be, and of which dtypes; the same for all layers of a model.
+    """The amount of state to allocate, and its dtypes; the same for all layers of a model.
 
     Attributes:
         num_pages: pages of `contract.KV_BLOCK` tokens that requests share.
         dtype: the model's dtype.
-        kv_quantization: how keys and values are quantized; None: they are numbers of the model's dtype.
-        slots: requests that have a slot, for what is kept of each request; None: nothing is to be.
+        kv_quantization: the quantization of keys and values; None: they have the model's dtype.
+        slots: the number of slots for per-request state; None: no such state.
     """
 
     num_pages: int
@@ -34,22 +34,22 @@ class StateSize:
 
 @runtime_checkable
 class StateDeclaration(Protocol):
-    """What a part says of its state. Whoever runs a model allocates the state, and does not look into it."""
+    """A part's declaration of its state. Code that runs a model allocates the state and treats it as opaque."""
 
     def empty(self, size: StateSize) -> Any:
         """Returns the state without any tokens, as a pytree of arrays.
 
         Raises:
-            ValueError: the part cannot have a state like this.
+            ValueError: the part does not support such a state.
         """
         ...
 
     def shared_by(self, devices: int) -> "StateDeclaration":
-        """Returns the declaration of what each device has where so many share the part."""
+        """Returns the declaration for one of `devices` devices that share the part."""
         ...
 
     def spec(self, devices: int) -> Any:
-        """Returns how the state lies on a mesh of so many devices: a tree of specs, or the beginning of one."""
+        """Returns the state's partition specs on a mesh of `devices` devices: a tree of specs or a prefix of one."""
         ...
 
 
@@ -60,7 +60,7 @@ class PagedKeysAndValues:
     Attributes:
         kv_heads: heads of keys, and of values.
         head_dim: columns of a head.
-        heads: heads of queries, which decide how many devices have keys of their own.
+        heads: heads of queries, which decide how many devices have their own keys.
     """
 
     kv_heads: int
@@ -71,25 +71,25 @@ class PagedKeysAndValues:
         """Returns pages of zeros.
 
         Raises:
-            ValueError: the quantization does not exist, or does not take the head size.
+            ValueError: the quantization does not exist, or does not support the head size.
         """
         if size.kv_quantization is not None:
             check_kind("KVCache", size.kv_quantization, self.head_dim)
         return KVPages.empty(size.num_pages, self.kv_heads, self.head_dim, size.dtype, size.kv_quantization)
 
     def shared_by(self, devices: int) -> "PagedKeysAndValues":
-        """Returns the declaration of a device's heads."""
+        """Returns the declaration for a device's heads."""
         queries, keys = head_shards(self.heads, self.kv_heads, devices)
         return dataclasses.replace(self, kv_heads=self.kv_heads // keys, heads=self.heads // queries)
 
     def spec(self, devices: int) -> P:
-        """Returns how pages lie on a mesh: by heads."""
+        """Returns the pages' partition spec: by heads."""
         return P(None, AXES) if head_shards(self.heads, self.kv_heads, devices)[1] > 1 else P()
 
 
 @dataclasses.dataclass(frozen=True)
 class PagedLatents:
-    """One key of every token in pages, whose first columns are the token's latent and its value.
+    """One key of every token in pages, whose first columns are the token's latent, which is also its value.
 
     Attributes:
         key_width: columns of a key.
@@ -103,7 +103,7 @@ class PagedLatents:
         """Returns pages of zeros.
 
         Raises:
-            ValueError: the state is to be quantized.
+            ValueError: a quantization is requested.
         """
         if size.kv_quantization is not None:
             raise ValueError(
@@ -114,21 +114,21 @@ class PagedLatents:
         return KVPages(jnp.zeros(shape, size.dtype), KeyColumns(self.value_width))
 
     def shared_by(self, devices: int) -> "PagedLatents":
-        """Returns this declaration: every device has all latents."""
+        """Returns the same declaration: every device has all latents."""
         del devices
         return self
 
     def spec(self, devices: int) -> P:
-        """Returns that every device has all latents."""
+        """Returns the spec of replicated pages."""
         del devices
         return P()
 
 
 class InSlots:
-    """Declarations of state that every request has in a slot, as `Queries.slots` says, and that is not in pages.
+    """A declaration of state that every request keeps in a slot (see `Queries.slots`), not in pages.
 
-    What it holds is that of the request's last tokens, so a request cannot go on from a page of another one, but it can
-    from a copy of what a slot held at the page's end. Slots are the first axis of every array.
+    It is the state after the request's last token, so a request cannot continue from a page of another one, but it can
+    continue from a copy of the slot's state at the page's end. Slots are the first axis of every array.
     """
 
 
@@ -141,7 +141,7 @@ class DeltaNetInSlots(InSlots):
         value_heads: heads of values.
         key_dim: columns of a query, and of a key.
         value_dim: columns of a value.
-        taps: inputs that the convolution meets at once.
+        taps: inputs that each output of the convolution depends on.
     """
 
     key_heads: int
@@ -159,11 +159,11 @@ class DeltaNetInSlots(InSlots):
         """Returns the state of requests without tokens.
 
         Raises:
-            ValueError: it is not said how many requests there are.
+            ValueError: the number of requests is not given.
         """
         if size.slots is None:
             raise ValueError(
-                "empty_state: slots is None and the model keeps a state of each request; accepted: the number of "
+                "empty_state: slots is None and the model keeps a state for each request; accepted: the number of "
                 "requests"
             )
         shape = self.key_heads, self.value_heads, self.key_dim, self.value_dim
@@ -171,12 +171,12 @@ class DeltaNetInSlots(InSlots):
         return DeltaNetState(empty_inputs(size.slots, self.taps, self.channels, size.dtype), rule)
 
     def shared_by(self, devices: int) -> "DeltaNetInSlots":
-        """Returns the declaration of a device's heads."""
+        """Returns the declaration for a device's heads."""
         values, keys = head_shards(self.value_heads, self.key_heads, devices)
         return dataclasses.replace(self, key_heads=self.key_heads // keys, value_heads=self.value_heads // values)
 
     def spec(self, devices: int) -> Any:
-        """Returns how the state lies on a mesh: by heads."""
+        """Returns the state's partition specs: by heads."""
         values, keys = head_shards(self.value_heads, self.key_heads, devices)
         by_value = AXES if values > 1 else None
         by_key = AXES if keys > 1 else None

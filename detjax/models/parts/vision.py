@@ -1,6 +1,6 @@
-"""The vision tower: from the patches of images to rows that stand for tokens of a prompt.
+"""The vision tower: turns the patches of images into rows that take the place of tokens of a prompt.
 
-There are two designs. Qwen2.5-VL's has RMS norms, gated MLPs, and windows that most blocks see (Bai et al. 2025).
+There are two designs. Qwen2.5-VL's has RMS norms, gated MLPs, and windowed attention in most blocks (Bai et al. 2025).
 Qwen3.5's has layer norms, MLPs without a gate, and a table of learned positions (Qwen Team 2026).
 """
 
@@ -29,29 +29,29 @@ from detjax.runtime import compilation
 _EPS: Final = 1e-6
 """Epsilon of all norms of the tower, whatever the decoder's is."""
 _HEAD_UNIT: Final = 16
-"""Columns of which attention's kernels take a multiple."""
+"""Attention kernels take head sizes that are a multiple of this number."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VisionOptions:
-    """The shape and the options of a vision tower.
+    """The shape and options of a vision tower.
 
     Attributes:
         width: the width of hidden states.
         inner_width: the width between the projections of an MLP.
-        blocks: how many blocks there are.
+        blocks: the number of blocks.
         heads: heads of queries, of keys and of values.
         activation: the activation function of an MLP's gate.
         channels: colours of a pixel.
         patch_size: rows and columns of pixels of a patch.
-        temporal_patch_size: frames of a patch. An image stands in all of them.
+        temporal_patch_size: frames of a patch. An image is repeated in all of them.
         merge_size: rows and columns of patches that make one token.
-        window_size: rows and columns of pixels of a window; None: there are none, and all blocks see whole images.
-        full_blocks: the blocks in which a patch sees its whole image, and not its window alone.
-        output_width: the width of the rows that come out, which is the decoder's.
+        window_size: rows and columns of pixels of a window; None: no windows, all blocks see whole images.
+        full_blocks: the blocks in which a patch sees its whole image instead of just its window.
+        output_width: the width of the output rows, which is the decoder's.
         theta: the base of the frequencies of the rotary embedding.
-        tokens_per_second: how fast time passes in videos; None: each frame's time is written in the prompt.
-        positions: rows of the table of learned positions, a square number; None: there is none. With it, the tower has
+        tokens_per_second: the rate of time positions in videos; None: each frame's time is written in the prompt.
+        positions: rows of the table of learned positions, a square number; None: no table. With a table, the tower has
             Qwen3.5's design.
     """
 
@@ -72,7 +72,7 @@ class VisionOptions:
     positions: int | None = None
 
     def __repr__(self) -> str:
-        """Returns the fields, the last only where it is in use: digests of models follow from this text."""
+        """Returns the fields, `positions` only if it is set: digests of models depend on this text."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         used = [f"{name}={value!r}" for name, value in fields.items() if name != "positions" or value is not None]
         return f"VisionOptions({', '.join(used)})"
@@ -84,7 +84,7 @@ class VisionOptions:
 
     @property
     def rope(self) -> RotaryEmbedding:
-        """The rotary embedding: half of the columns turn by the patch's row, the others by its column."""
+        """The rotary embedding: half of the columns encode the patch's row, the others its column."""
         quarter = self.head_dim // 4
         return RotaryEmbedding(self.head_dim, self.theta, sections=(quarter, quarter), axial=True)
 
@@ -105,23 +105,23 @@ class VisionOptions:
 
     @property
     def window_side(self) -> int | None:
-        """Rows and columns of tokens of a whole window; None: there are no windows."""
+        """Rows and columns of tokens of a whole window; None: no windows."""
         return None if self.window_size is None else self.window_size // self.merge_size // self.patch_size
 
     @property
     def window_patches(self) -> int:
-        """Patches of a whole window, or of a piece of an image where there are no windows."""
+        """Patches of a whole window, or of a chunk of an image if there are no windows."""
         side = self.window_side
         return KV_BLOCK // self.merged * self.merged if side is None else side**2 * self.merged
 
 
 class Keys(NamedTuple):
-    """Which patches the patches of each window see.
+    """The patches that each window's patches see.
 
     Attributes:
         patch: the patch in each slot of each page, as an index into all windows' patches.
         page_table: the pages that each window's patches see.
-        length: how many patches these are; 0 for a window that is not there.
+        length: the number of these patches; 0 for padding windows.
     """
 
     patch: Int32[Arrays, "P S"]
@@ -130,11 +130,11 @@ class Keys(NamedTuple):
 
 
 class Taps(NamedTuple):
-    """The learned positions between which each patch lies.
+    """The learned positions around each patch, for interpolation.
 
     Attributes:
         index: four rows of the table.
-        weight: the share of each.
+        weight: the weight of each row.
     """
 
     index: Int32[Arrays, "W T 4"]
@@ -142,14 +142,14 @@ class Taps(NamedTuple):
 
 
 class Patches(NamedTuple):
-    """The patches of some images, window by window. What a window has room for and does not need may be anything.
+    """The patches of some images, by window. Padding is undefined.
 
     Attributes:
         pixels: the numbers of each patch.
         coordinates: its row and its column in its image.
-        taps: its place among the learned positions; None where there are none.
+        taps: its position relative to the learned positions; None if there are none.
         window_keys: for blocks with windows, the patches of the window.
-        image_keys: for the other blocks, those of the image, in the order of its windows.
+        image_keys: for the other blocks, the patches of the image, in the order of its windows.
     """
 
     pixels: Float[Arrays, "W T P"]
@@ -162,8 +162,8 @@ class Patches(NamedTuple):
 class VisionTower(nnx.Module):
     """Patches through blocks of attention, some or all of which see whole images, and a merger.
 
-    Each image is a sequence of its own, and each window: its keys are cut into blocks of `contract.KV_BLOCK` from its
-    first patch on. So no bit of an image's rows depends on the images beside it.
+    Each image is a separate sequence, and so is each window: its keys are divided into blocks of `contract.KV_BLOCK`
+    from its first patch on. So no bit of an image's rows depends on the other images.
     """
 
     CHECKPOINT_NAMES: Final = {
@@ -199,12 +199,12 @@ class VisionTower(nnx.Module):
 def _block(
     network: Network[Any], weights: Weights, x: Float[Array, "W T D"], coordinates: Array, keys: Keys
 ) -> Float[Array, "W T D"]:
-    """Runs a block as a program of its own, so that blocks that differ in their weights alone are traced once."""
+    """Runs a block as a separate program, so that blocks that differ only in their weights are traced once."""
     return network.with_weights(weights)(x, coordinates, keys)
 
 
 class PatchEmbedding(nnx.Module):
-    """A linear map of a patch's numbers. The weight has the shape of the convolution that it is."""
+    """A linear map of a patch's numbers. The weight has the shape of the equivalent convolution."""
 
     def __init__(self, options: VisionOptions, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
         self.weight = random_weight(rngs, (options.width, *options.patch_shape), dtype)
@@ -213,7 +213,7 @@ class PatchEmbedding(nnx.Module):
     def __call__(
         self, pixels: Float[Array, "*N P"], *, residual: Float[Array, "*N D"] | None = None
     ) -> Float[Array, "*N D"]:
-        """Returns the patches' hidden states, of the weight's dtype, to which the pixels are rounded."""
+        """Returns the patches' hidden states in the weight's dtype, after rounding the pixels to it."""
         weight = self.weight[...].reshape(self.weight.shape[0], -1)
         pixels = rounded(pixels, weight.dtype)
         return ops.matmul(pixels, weight, layout="nk", bias=optional(self.bias), residual=residual)
@@ -225,13 +225,13 @@ class PatchEmbedding(nnx.Module):
 
 
 class LearnedPositions(nnx.Module):
-    """A square table of positions, between which patches lie."""
+    """A square table of positions that patches interpolate between."""
 
     def __init__(self, rows: int, width: int, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
         self.weight = random_weight(rngs, (rows, width), dtype)
 
     def __call__(self, index: Int32[Array, "*N 4"], weight: Float32[Array, "*N 4"]) -> Float[Array, "*N D"]:
-        """Returns the sum of four rows, each times its weight."""
+        """Returns the weighted sum of four rows."""
         return ops.weighted_sum(ops.embed(index, self.weight[...]), weight)
 
     @property
@@ -241,12 +241,12 @@ class LearnedPositions(nnx.Module):
 
 
 def _norm(options: VisionOptions, dtype: DTypeLike) -> RMSNorm | LayerNorm:
-    """A norm of the tower's kind."""
+    """Makes a norm of the tower's kind."""
     return (LayerNorm if options.has_learned_positions else RMSNorm)(options.width, eps=_EPS, dtype=dtype)
 
 
 class VisionBlock(nnx.Module):
-    """Attention in both directions and an MLP, each after a norm and added to the residual stream."""
+    """Bidirectional attention and an MLP, each after a norm and added to the residual stream."""
 
     CHECKPOINT_NAMES: Final = {"attention_norm": "norm1", "attention": "attn", "mlp_norm": "norm2", "mlp": "mlp"}
 
@@ -267,7 +267,7 @@ class VisionBlock(nnx.Module):
 
 
 class VisionAttention(nnx.Module):
-    """Attention of patches to all patches of their window or of their image."""
+    """Attention of patches to all patches of their window or image."""
 
     def __init__(self, options: VisionOptions, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
         width = options.width
@@ -291,7 +291,7 @@ class VisionAttention(nnx.Module):
         qkv = ops.matmul(x, self.qkv[...], layout="nk", bias=self.qkv_bias[...])
         qkv = qkv.reshape(*x.shape[:-1], 3 * heads, head_dim)
         q, k = ops.qk_rope(qkv, coordinates, self.options.rope, heads=heads, kv_heads=heads)
-        # Zeros behind a head change no score, and no kernel takes heads of any width.
+        # Kernels take only some head sizes. Padding heads with zeros changes no score.
         pad_to = [(0, 0)] * x.ndim + [(0, -head_dim % _HEAD_UNIT)]
         q, k, v = (jnp.pad(y, pad_to) for y in (q, k, qkv[..., 2 * heads :, :]))
         kv = KVPages(*(y.reshape(-1, *y.shape[2:])[keys.patch].swapaxes(1, 2) for y in (k, v)))
@@ -312,7 +312,7 @@ class VisionAttention(nnx.Module):
 
 
 class PatchMerger(nnx.Module):
-    """An MLP of patches that are beside one another in rows and columns, which makes one row of them."""
+    """An MLP that merges a square of adjacent patches into one row."""
 
     def __init__(self, options: VisionOptions, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
         width = options.width * options.merged
@@ -332,7 +332,7 @@ class PatchMerger(nnx.Module):
 
     @property
     def CHECKPOINT_NAMES(self) -> dict[str, str]:
-        """The names of the parts in the checkpoint."""
+        """The parts' names in checkpoints."""
         return {"norm": "norm" if self.options.has_learned_positions else "ln_q"}
 
     @property
