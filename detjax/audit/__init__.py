@@ -1,7 +1,7 @@
 """Audits of rows, answers, runs and logprobs.
 
-`certification` asks whether rows depend on their batch, `verification` whether answers are the ones that a model gives,
-`bisection` at which equation two runs diverge, and `comparison` how far apart two sets of logprobs are.
+`certification` checks whether rows depend on their batch, and `verification` whether answers come from a given model.
+`bisection` finds the equation at which two runs diverge, and `comparison` measures differences between logprobs.
 """
 
 from detjax.audit.bisection.bisect import Bisection as Bisection

@@ -1,4 +1,4 @@
-"""The values of a file of JSON: one in each line, or one in the whole file."""
+"""Reads JSON files with one value per line, or one value in the whole file."""
 
 import json
 from collections.abc import Iterator
@@ -7,11 +7,11 @@ from typing import Any
 
 
 def json_values(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yields the values of a file of JSON, each with its place: those of lines, or of a list, or the whole file's.
+    """Yields the values of a JSON file, each with its position: one per line or list entry, or the whole file.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is no JSON; the message says where.
+        ValueError: it is not JSON; the message names the line.
     """
     text = path.read_text(encoding="utf-8")
     try:
@@ -22,7 +22,7 @@ def json_values(path: Path) -> Iterator[tuple[str, Any]]:
                 try:
                     yield f"line {number}", json.loads(line)
                 except ValueError as error:
-                    message = f"{path}: line {number} is no JSON ({error}); accepted: one JSON value in each line"
+                    message = f"{path}: line {number} is not JSON ({error}); accepted: one JSON value per line"
                     raise ValueError(message) from None
         return
     if isinstance(whole, list):

@@ -283,7 +283,7 @@ def test_what_a_model_cannot_be_asked_is_refused_by_name() -> None:
     one = honest(0)[0]
     cases = {
         "has token 515": unsealed(one, prompt=(515,)),
-        "token 600 was answered": unsealed(one, tokens=(600,), logprobs=None),
+        "the answer has token 600": unsealed(one, tokens=(600,), logprobs=None),
         "accepted": unsealed(one, sampling=dataclasses.replace(one.sampling, max_tokens=10**9)),
         "is not valid": unsealed(one, sampling=dataclasses.replace(one.sampling, constraint=Constraint("regex", "("))),
     }
@@ -335,8 +335,8 @@ def test_four_bits_of_a_cache_are_those_of_the_answer() -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "line 2 is no JSON"),
-        ("3", "line 2 is no object"),
+        ("{", "line 2 is not JSON"),
+        ("3", "line 2 is not an object"),
         ('{"tokens": [1]}', "a transcript has no 'prompt'"),
         ('{"prompt": [1], "tokens": [1], "sampling": {"colour": 1}}', "sampling has 'colour'"),
         ('{"prompt": [1], "tokens": [1], "images": []}', "a transcript has images"),
@@ -344,7 +344,7 @@ def test_four_bits_of_a_cache_are_those_of_the_answer() -> None:
         ('{"prompt": [1], "tokens": [1], "index": 1}', "index is 1; accepted: 0 to 0"),
         ('{"prompt": [1], "tokens": [1.5]}', "tokens is 1.5; accepted: an integer"),
         ('{"prompt": [1], "tokens": [1], "kv_cache_dtype": "int3"}', "kv_cache_dtype is 'int3'"),
-        ('{"prompt": "x", "tokens": [1]}', "prompt is text and there is no tokenizer"),
+        ('{"prompt": "x", "tokens": [1]}', "prompt is text but there is no tokenizer"),
         ('{"choices": [{"text": "x"}]}', "a response has no receipt"),
     ],
 )
@@ -360,7 +360,7 @@ def test_a_line_that_is_no_transcript_is_named(tmp_path: Path, line: str, messag
 def test_a_file_without_an_answer_is_refused(tmp_path: Path, text: str) -> None:
     file = tmp_path / "transcripts.jsonl"
     file.write_text(text)
-    with pytest.raises(ValueError, match=r"transcripts\.jsonl holds no answer; accepted: transcripts"):
+    with pytest.raises(ValueError, match=r"transcripts\.jsonl holds no answers; accepted: transcripts"):
         read_transcripts(file)
 
 

@@ -1,4 +1,4 @@
-"""Verification: whether answers are the ones that a model gives, bit for bit.
+"""Verifies that answers come from a given model, bit for bit.
 
-Read `verify`, then `replay`; `transcripts` and `receipts` are what is verified.
+Read `verify`, then `replay`; `transcripts` and `receipts` define its input.
 """

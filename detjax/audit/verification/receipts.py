@@ -1,4 +1,4 @@
-"""Files of transcripts, and of a server's responses, which hold transcripts as receipts."""
+"""Reads files of transcripts, and of a server's responses, which hold transcripts as receipts."""
 
 import dataclasses
 import math
@@ -19,18 +19,18 @@ _ACCEPTED: Final = (
 
 
 def read_transcripts(path: Path, tokenizer: Tokenizer | None = None) -> dict[str, Transcript]:
-    """Returns the transcripts of a file by their places in it, such as "line 3" or "line 3, choice 1".
+    """Returns the transcripts of a file by position, such as "line 3" or "line 3, choice 1".
 
-    A response that says something else than its receipt does gives a transcript with a `contradiction`.
+    If a response disagrees with its receipt, its transcript has a `contradiction`.
 
     Args:
-        path: one JSON value in each line, or in the whole file, where it may be a list.
-        tokenizer: makes tokens of prompts that are texts, and texts of prompts that a response repeats.
+        path: a file with one JSON value per line, or one in the whole file, which may be a list.
+        tokenizer: encodes prompts given as text, and decodes prompts that a response echoes.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it holds nothing, or something else than transcripts and responses with receipts; the message says
-            where.
+        ValueError: it is empty, or a value is neither a transcript nor a response with receipts; the message names the
+            line.
     """
     transcripts = {
         name: transcript
@@ -38,7 +38,7 @@ def read_transcripts(path: Path, tokenizer: Tokenizer | None = None) -> dict[str
         for name, transcript in _transcripts(place, f"{path}: {place}", content, tokenizer)
     }
     if not transcripts:
-        raise ValueError(f"{path} holds no answer; accepted: {_ACCEPTED}")
+        raise ValueError(f"{path} holds no answers; accepted: {_ACCEPTED}")
     return transcripts
 
 
@@ -47,7 +47,7 @@ def _transcripts(
 ) -> Iterator[tuple[str, Transcript]]:
     """Yields the transcripts of one value of a file."""
     if not isinstance(content, Mapping):
-        raise ValueError(f"{described} is no object; accepted: {_ACCEPTED}")
+        raise ValueError(f"{described} is not an object; accepted: {_ACCEPTED}")
     try:
         if "choices" not in content and "output" not in content:
             yield place, Transcript.from_json(content, tokenizer)
@@ -67,11 +67,11 @@ def _transcripts(
 def _contradictions(
     response: Mapping[str, Any], answer: Mapping[str, Any], transcript: Transcript, tokenizer: Tokenizer | None
 ) -> Iterator[str]:
-    """Yields what a response says against the receipt of one of its answers."""
+    """Yields the contradictions between a response and the receipt of one of its answers."""
     environment, given = transcript.origin.environment, str(response.get("system_fingerprint", ""))
     if given and environment is not None and environment not in given.split("-"):
-        yield f"the response's system_fingerprint is {given!r}, and the receipt's environment {environment!r}"
-    said = _said(answer)
+        yield f"the response's system_fingerprint is {given!r}, but the receipt's environment is {environment!r}"
+    fields = _fields(answer)
     expected: Json = {
         "token_ids": list(transcript.tokens),
         "prompt_token_ids": list(transcript.prompt),
@@ -80,39 +80,39 @@ def _contradictions(
         "text": transcript.text,
         "logprobs": None if transcript.logprobs is None else [*map(_number, transcript.logprobs)],
     }
-    for name, value in said.items():
+    for name, value in fields.items():
         if name == "text" and value != transcript.text and value in _echoes(transcript, tokenizer):
             continue
         if value != expected[name]:
-            yield f"the response's {name} is {value!r}, and the receipt's {expected[name]!r}"
+            yield f"the response's {name} is {value!r}, but the receipt's is {expected[name]!r}"
 
 
-def _said(answer: Mapping[str, Any]) -> Json:
-    """Returns what an answer says of itself outside of its receipt, in the terms of completions."""
+def _fields(answer: Mapping[str, Any]) -> Json:
+    """Returns the fields of an answer outside its receipt, by their names in completions."""
     names = "token_ids", "prompt_token_ids", "finish_reason", "seed", "text"
-    said: Json = {name: answer[name] for name in names if name in answer}
+    fields: Json = {name: answer[name] for name in names if name in answer}
     logprobs: Any = answer.get("logprobs")
-    if "output" in answer:  # of /v1/responses, where `text` is a setting
-        said = {name: answer[name] for name in ("seed",) if name in answer}
-        said["finish_reason"] = "length" if answer.get("status") == "incomplete" else "stop"
+    if "output" in answer:  # /v1/responses, where `text` is a setting
+        fields = {name: answer[name] for name in ("seed",) if name in answer}
+        fields["finish_reason"] = "length" if answer.get("status") == "incomplete" else "stop"
         items = answer["output"]
         if len(items) == 1 and items[0].get("type") == "message":
             (part,) = items[0]["content"]
-            said["text"], logprobs = part["text"], {"content": part.get("logprobs") or None}
+            fields["text"], logprobs = part["text"], {"content": part.get("logprobs") or None}
     if "message" in answer and not answer["message"].get("tool_calls"):
-        said["text"] = answer["message"]["content"]
-    if said.get("finish_reason") == "tool_calls":
-        said["finish_reason"] = "stop"
+        fields["text"] = answer["message"]["content"]
+    if fields.get("finish_reason") == "tool_calls":
+        fields["finish_reason"] = "stop"
     if logprobs and "token_logprobs" in logprobs:
         count = len(answer["receipt"].get("tokens", ()))
-        said["logprobs"] = list(logprobs["token_logprobs"][-count:])  # those of an echoed prompt come first
+        fields["logprobs"] = list(logprobs["token_logprobs"][-count:])  # an echoed prompt's logprobs come first
     elif logprobs and logprobs.get("content"):
-        said["logprobs"] = [entry["logprob"] for entry in logprobs["content"]]
-    return said
+        fields["logprobs"] = [entry["logprob"] for entry in logprobs["content"]]
+    return fields
 
 
 def _echoes(transcript: Transcript, tokenizer: Tokenizer | None) -> Sequence[str]:
-    """Returns the texts of an answer to a request with `echo`."""
+    """Returns the possible texts of an answer to a request with `echo`."""
     if tokenizer is None:
         return ()
     return [tokenizer.decode(transcript.prompt, skips) + (transcript.text or "") for skips in (True, False)]

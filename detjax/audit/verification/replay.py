@@ -1,8 +1,8 @@
-"""Completions computed again by prefills: what the engine must have sampled in the place of each of their tokens.
+"""Recomputes completions by prefill: the tokens and logprobs that the engine must have sampled.
 
 Prefill gives the bits of decode, so one forward pass over a prompt and its completion gives every logprob and, since a
-token is a function of logits, seed and position, every token. The programs are those of the engine's steps, over the
-same kinds of caches. What they compute together is a schedule, on which no bit depends.
+token is a function of logits, seed and position, every token. The programs and caches are the engine's. Batching is a
+schedule, on which no bit depends.
 """
 
 import dataclasses
@@ -32,31 +32,31 @@ from detjax.operands.options import KVQuantization
 from detjax.operands.sampling_arrays import Arrays, LogitAdjustments, SamplingArrays, SeenTokens
 from detjax.runtime import compilation
 
-_STEP_ROWS: Final = 8192
-"""The most tokens that one program of the layers computes."""
+_MAX_ROWS: Final = 8192
+"""Maximum number of tokens in a forward pass."""
 _MIN_ROWS: Final = 64
-"""The fewest tokens that a program computes or samples."""
-_LOGITS: Final = 1 << 28
-"""The most logits that one program samples from: float32 numbers, of which a program holds a few copies."""
+"""Minimum number of tokens in a forward pass or a sampling program."""
+_MAX_LOGITS: Final = 1 << 28
+"""Maximum number of float32 logits in a sampling program, which holds a few copies of them."""
 _MAX_SAMPLED: Final = 1024
-"""The most tokens that one program samples."""
+"""Maximum number of tokens in a sampling program."""
 _MIN_ENTRIES: Final = 64
-"""The fewest entries of a row that a program notes as seen."""
-_IN_FLIGHT: Final = 4
-"""Sampling programs whose results the host has not read."""
+"""Minimum number of seen tokens per row in a program."""
+_MAX_IN_FLIGHT: Final = 4
+"""Maximum number of sampling programs whose results the host has not read."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Answer:
-    """A completion to be computed again.
+    """A completion to recompute.
 
     Attributes:
         prompt: the prompt's tokens.
         tokens: the completion's tokens, at least one.
-        params: how they were sampled, by the settings that a `SamplingVariant` names.
-        index: the sample's number in its request.
+        params: the sampling parameters.
+        index: the index of the sample in its request.
         end_tokens: tokens that end the sample, which `min_tokens` holds back.
-        constraint: what the text must be.
+        constraint: the constraint on the text.
     """
 
     prompt: tuple[int, ...]
@@ -68,12 +68,12 @@ class Answer:
 
 
 class Replayed(NamedTuple):
-    """What the engine samples in the places of some tokens.
+    """The tokens that the engine samples at some positions.
 
     Attributes:
-        answer: for each of them the number of its completion.
-        position: its position among the completion's tokens.
-        sampled: the tokens and logprobs, arrays with a row for each of them.
+        answer: the index of the completion for each token.
+        position: the position of each token in its completion.
+        sampled: tokens and logprobs, arrays with a row per token.
     """
 
     answer: Int32[np.ndarray, "n"]
@@ -82,7 +82,7 @@ class Replayed(NamedTuple):
 
 
 class _Known(sequences.Sequence):
-    """A sequence whose tokens are all known. To the scheduler it is one that was preempted before its last token."""
+    """A sequence whose tokens are all known. To the scheduler it looks preempted before its last token."""
 
     def __init__(self, number: int, answer: Answer, leader: "_Known | None") -> None:
         super().__init__(answer.prompt, SamplingParams(len(answer.tokens)), leader=leader)
@@ -91,11 +91,11 @@ class _Known(sequences.Sequence):
 
     @property
     def needs_rows(self) -> bool:
-        """Yes: what tokens are sampled from are the hidden states of prefills."""
+        """True: tokens are sampled from the hidden states of prefills."""
         return True
 
     def digests(self) -> list[Digest]:
-        """Returns the digests of pages that others may share: those before the prompt's last token."""
+        """Returns the digests of the pages before the prompt's last token, which other sequences may share."""
         return self._digests_of_prompt
 
     @functools.cached_property
@@ -108,7 +108,7 @@ class _Known(sequences.Sequence):
 
 @dataclasses.dataclass(frozen=True)
 class _Rows:
-    """Consecutive tokens of one completion in a step: the first one, their number, and the row of the first."""
+    """Consecutive tokens of a completion in a step: the first position, the count, and the row of the first token."""
 
     sequence: _Known
     first: int
@@ -116,12 +116,12 @@ class _Rows:
     row: int
 
     def part(self, start: int, count: int) -> "_Rows":
-        """Returns some of them."""
+        """Returns `count` of the rows, from index `start`."""
         return _Rows(self.sequence, self.first + start, count, self.row + start)
 
 
 class _SeenEntries(NamedTuple):
-    """For each row, tokens of its sequence, each once: how often it was generated, and whether the prompt has it."""
+    """The distinct tokens of each row's sequence, with the count in the completion and whether the prompt has them."""
 
     token: Int32[Arrays, "R n"]
     generated: Arrays
@@ -129,13 +129,13 @@ class _SeenEntries(NamedTuple):
 
 
 class _Pending(NamedTuple):
-    """Tokens that the device samples."""
+    """Tokens that the device is sampling."""
 
     rows: list[_Rows]
     sampled: SampledTokens
 
     def read(self) -> Replayed:
-        """Waits for them."""
+        """Waits for the tokens."""
         count = sum(rows.count for rows in self.rows)
         answer = np.concatenate([np.full(rows.count, rows.sequence.number, np.int32) for rows in self.rows])
         position = np.concatenate(
@@ -148,22 +148,17 @@ class _Pending(NamedTuple):
 def replayed(
     model: Decoder, answers: Sequence[Answer], kv_cache_dtype: KVQuantization | None = None
 ) -> Iterator[Replayed]:
-    """Yields what the engine samples in the places of the completions' tokens, in any order.
-
-    Args:
-        model: the decoder.
-        answers: the completions.
-        kv_cache_dtype: how keys and values are quantized in the cache.
+    """Yields the tokens that the engine samples at every position of the completions, in any order.
 
     Raises:
-        ValueError: the model's keys and values cannot be quantized like this.
+        ValueError: the model's keys and values cannot be quantized to `kv_cache_dtype`.
     """
     if answers:
         yield from _Replay(model, answers, kv_cache_dtype).run()
 
 
 class _Replay:
-    """A cache, and what is on its way through it."""
+    """A run of completions through a model and its cache."""
 
     def __init__(self, model: Decoder, answers: Sequence[Answer], kv_cache_dtype: KVQuantization | None) -> None:
         self._network, self._weights = split(model)
@@ -175,15 +170,15 @@ class _Replay:
             leaders.setdefault(answer.prompt, sequence)
             self._sequences.append(sequence)
 
-        # Sizes are rounded up, so that calls of about one size share their programs.
+        # Sizes are rounded up, so that calls of similar size share programs.
         tokens = sum(round_up(len(sequence.tokens), QUERY_UNIT) for sequence in self._sequences)
-        rows = _size(_MIN_ROWS, tokens, _STEP_ROWS)
+        rows = _size(_MIN_ROWS, tokens, _MAX_ROWS)
         slots = rows // QUERY_UNIT
         self._shape = BatchShape(0, rows, slots, slots)
         limits = StepLimits(slots=slots, tokens=rows, prefills=slots, rows=rows, prefill_chunk=rows)
         shapes = BatchShapes([self._shape], limits)
         longest = 1 << (max(map(pages_needed, self._sequences)) - 1).bit_length()
-        # A step's tokens fill so many pages at most, beside those of the sequences that it goes on with.
+        # Upper bound on the pages of a step: the pages of its sequences, and the pages that its tokens fill.
         num_pages = longest + min(slots * longest, slots + rows // KV_BLOCK)
         self._scheduler = Scheduler(PagePool(num_pages, keeps_prefixes=not model.has_slots), shapes.limits)
         sections = model.config.rope.sections
@@ -196,9 +191,9 @@ class _Replay:
         self._state = model.empty_state(num_pages, kv_cache_dtype, slots)
         self._last = jnp.zeros(slots, jnp.int32)
         wanted = sum(len(answer.tokens) for answer in answers)
-        most = max(QUERY_UNIT, _LOGITS // self._vocabulary // QUERY_UNIT * QUERY_UNIT)
+        most = max(QUERY_UNIT, _MAX_LOGITS // self._vocabulary // QUERY_UNIT * QUERY_UNIT)
         self._sampled_rows = _size(_MIN_ROWS, wanted, min(_MAX_SAMPLED, most))
-        # Filters sort the logits, and all else is rare: four programs serve every mixture.
+        # Filters sort the logits, and the other options are rare: four programs serve every mixture.
         rare = [answer.params.needs for answer in answers if _is_rare(answer.params)]
         self._rare = SamplingVariant(*map(max, zip(*rare, strict=True))) if rare else None
         self._masks: dict[int, Iterator[np.ndarray]] = {}
@@ -210,13 +205,13 @@ class _Replay:
         in_flight: deque[_Pending] = deque()
         while not self._scheduler.is_idle:
             in_flight.extend(self._step())
-            while len(in_flight) > _IN_FLIGHT:
+            while len(in_flight) > _MAX_IN_FLIGHT:
                 yield in_flight.popleft().read()
         for pending in in_flight:
             yield pending.read()
 
     def _step(self) -> Iterator[_Pending]:
-        """Gives the device one step, and samples from those of its rows that tokens of completions come after."""
+        """Submits one step to the device, and samples the tokens of completions after its rows."""
         plan = self._scheduler.plan()
         assert plan.prefills and not plan.decodes
         batch = self._table.batch(plan, self._shape)
@@ -227,7 +222,7 @@ class _Replay:
         self._state, _, hidden = forward.fn(self._network, step_programs.Parameters(self._weights), *forward.args)
         rows = [_rows(chunk, int(row)) for chunk, row in zip(plan.prefills, first_rows, strict=False)]
         for chunk in plan.prefills:
-            if chunk.completes:  # its pages are free for later steps, which come after this one on the device
+            if chunk.completes:  # later steps on the device may reuse its pages
                 chunk.sequence.finish_reason = "length"
                 self._scheduler.accept_token(chunk.sequence)
         by_variant: dict[SamplingVariant, list[_Rows]] = {}
@@ -235,8 +230,8 @@ class _Replay:
             if some.count:
                 by_variant.setdefault(self._variant(some.sequence.answer.params), []).append(some)
         for variant, group in by_variant.items():
-            for piece in _pieces(group, self._sampled_rows):
-                yield self._sampled(hidden, piece, variant)
+            for batch_rows in _batches(group, self._sampled_rows):
+                yield self._sampled(hidden, batch_rows, variant)
 
     def _variant(self, params: SamplingParams) -> SamplingVariant:
         if _is_rare(params) and self._rare is not None:
@@ -270,7 +265,7 @@ class _Replay:
         return allowed
 
     def _mask(self, sequence: _Known, position: int) -> np.ndarray | None:
-        """Returns the mask of a token's place. Behind a token that the constraint refuses there is none."""
+        """Returns the mask of a token; None without a constraint, and after a token that the constraint refuses."""
         constraint = sequence.answer.constraint
         if constraint is None:
             return None
@@ -281,12 +276,12 @@ class _Replay:
 
 
 def _is_rare(params: SamplingParams) -> bool:
-    """Whether the request asks for more than a temperature and filters."""
+    """Returns whether the request uses more than a temperature and filters."""
     return any(SamplingVariant(*params.needs)._replace(filtered=False))
 
 
 def _rows(chunk: ScheduledChunk, first_row: int) -> _Rows:
-    """Returns the tokens of a completion that come after a chunk's rows."""
+    """Returns the tokens of a completion that are sampled from a chunk's rows."""
     sequence = chunk.sequence
     assert isinstance(sequence, _Known)
     start = max(chunk.start, len(sequence.prompt) - 1)
@@ -294,19 +289,19 @@ def _rows(chunk: ScheduledChunk, first_row: int) -> _Rows:
     return _Rows(sequence, start + 1 - len(sequence.prompt), count, first_row + start - chunk.start)
 
 
-def _pieces(rows: list[_Rows], size: int) -> Iterator[list[_Rows]]:
-    """Yields rows in pieces of a size."""
-    piece, room = list[_Rows](), size
+def _batches(rows: list[_Rows], size: int) -> Iterator[list[_Rows]]:
+    """Yields rows in batches of `size` tokens."""
+    batch, room = list[_Rows](), size
     for one in rows:
         while one.count:
             count = min(one.count, room)
-            piece.append(one.part(0, count))
+            batch.append(one.part(0, count))
             one, room = one.part(count, one.count - count), room - count
             if not room:
-                yield piece
-                piece, room = [], size
-    if piece:
-        yield piece
+                yield batch
+                batch, room = [], size
+    if batch:
+        yield batch
 
 
 def _padded(values: np.ndarray, size: int, fill: int = 0) -> np.ndarray:
@@ -325,7 +320,7 @@ def _sampling(rows: list[_Rows], size: int) -> SamplingArrays:
 
 
 def _adjustments(rows: list[_Rows], size: int) -> LogitAdjustments:
-    """Returns penalties and biases. Before `min_tokens` the end tokens are barred, as in the engine's steps."""
+    """Returns penalties and biases. End tokens are barred before `min_tokens`, as in the engine's steps."""
     parts = []
     for one in rows:
         params, answer = one.sequence.answer.params, one.sequence.answer
@@ -338,25 +333,25 @@ def _adjustments(rows: list[_Rows], size: int) -> LogitAdjustments:
 
 
 def _seen_entries(rows: list[_Rows], size: int, vocabulary: int) -> _SeenEntries:
-    """Returns what each row's sequence had seen before its token."""
+    """Returns the tokens that each row's sequence had seen before its token."""
     parts = [_seen_of(one) if one.sequence.answer.params.penalized else None for one in rows]
     most = max((len(part[0]) for part in parts if part is not None), default=0)
     width = _size(_MIN_ENTRIES, most)
-    # Padding is beyond the vocabulary, and every entry of a row is another number.
+    # Padding lies beyond the vocabulary, and all entries of a row are distinct.
     token = np.tile(np.arange(vocabulary, vocabulary + width, dtype=np.int32), (size, 1))
     generated, in_prompt = np.zeros((size, width), np.uint16), np.zeros((size, width), bool)
     row = 0
     for one, part in zip(rows, parts, strict=True):
         if part is not None:
             tokens, counts, is_prompt = part
-            place = slice(row, row + one.count), slice(len(tokens))
-            token[place], generated[place], in_prompt[place] = tokens, counts, is_prompt
+            index = slice(row, row + one.count), slice(len(tokens))
+            token[index], generated[index], in_prompt[index] = tokens, counts, is_prompt
         row += one.count
     return _SeenEntries(token, generated, in_prompt)
 
 
 def _seen_of(rows: _Rows) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns the tokens of a sequence, how often each was generated before each row, and whether the prompt has it."""
+    """Returns a sequence's distinct tokens, their generated counts before each row, and which are in the prompt."""
     answer, end = rows.sequence.answer, rows.first + rows.count
     completion = np.asarray(answer.tokens[: end - 1], np.int32)
     tokens, index = np.unique(np.concatenate([np.asarray(answer.prompt, np.int32), completion]), return_inverse=True)
@@ -387,7 +382,7 @@ def _rows_at(hidden: Float[Array, "rows D"], index: Int32[Arrays, "R"]) -> Float
 
 
 def _size(least: int, needed: int, most: int | None = None) -> int:
-    """Returns the next of a few sizes: the least one, four times as much, and so on, or the most at the end."""
+    """Returns the smallest sufficient size among `least`, four times as much, and so on, limited to `most`."""
     size = least
     while size < needed:
         size *= 4

@@ -1,4 +1,4 @@
-"""Transcripts: a prompt, how it was answered, and the answer's tokens and logprobs, as lines of JSON."""
+"""Transcripts: a prompt, its sampling parameters, and the answer's tokens and logprobs, as lines of JSON."""
 
 import dataclasses
 import hashlib
@@ -17,21 +17,21 @@ type Json = dict[str, Any]
 type TopLogprobs = tuple[tuple[int, float], ...]
 
 _INFINITY: Final = "-inf"
-"""What stands for the logprob minus infinity, which JSON does not have."""
+"""The logprob minus infinity in JSON, which has no infinities."""
 _REPORTS: Final = ("top_logprobs", "prompt_logprobs", "sampling_logprobs")
-"""Sampling parameters that say what is reported, which a transcript shows by what it has."""
+"""Sampling parameters of reports, which a transcript leaves out: it shows them by its fields."""
 _DEFAULTS: Final = SamplingParams()
 _SAMPLING: Final = tuple(one.name for one in dataclasses.fields(SamplingParams) if one.name not in _REPORTS)
 
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """What an answer depends on besides its request.
+    """The environment and the model of an answer.
 
     Attributes:
-        environment: the digest of `detjax.fingerprint()`; None: not said.
-        model: the digest of the weights, the configuration and the tokenizer, `detjax.models.digest`; None: not said.
-        kv_cache_dtype: how keys and values were quantized in the cache.
+        environment: the digest of `detjax.fingerprint()`; None: unknown.
+        model: the digest of weights, configuration and tokenizer, `detjax.models.digest`; None: unknown.
+        kv_cache_dtype: the dtype that keys and values are quantized to in the cache; None: not quantized.
     """
 
     environment: str | None = None
@@ -42,27 +42,27 @@ class Origin:
     def here(
         cls, model: Decoder, tokenizer: Tokenizer | None, kv_cache_dtype: KVQuantization | None = None
     ) -> "Origin":
-        """Returns the origin of answers that a model gives in this process. That reads all of its weights."""
+        """Returns the origin of answers that a model gives in this process. Reads all of its weights."""
         return cls(fingerprints.fingerprint().digest, models.digest(model, tokenizer), kv_cache_dtype)
 
 
 @dataclasses.dataclass(frozen=True)
 class Transcript:
-    """One sample of a request, as it was answered.
+    """One sample of a request.
 
     Attributes:
         prompt: the prompt's tokens.
-        sampling: how the sample was drawn and when it ended. What it says of reports does not matter.
-        tokens: the generated tokens, the one that ended the sample included.
-        logprobs: each token's logprob under the model, float32 numbers held exactly; None: they are not known.
-        index: the sample's number in its request.
-        finish_reason: "stop" or "length"; None: the sample may go on.
-        text: the text, cut before a stop string; None: it is not known.
-        sampling_logprobs: each token's logprob under the distribution that it was drawn from; None: they are not known.
-        top_logprobs: the likeliest tokens in the place of each token, with their logprobs; None: they are not known.
-        origin: what answered.
+        sampling: the sampling parameters; the requested reports (`top_logprobs` and similar) do not matter.
+        tokens: the generated tokens, including the one that ended the sample.
+        logprobs: each token's logprob under the model, exact float32 numbers; None: unknown.
+        index: the index of the sample in its request.
+        finish_reason: "stop" or "length"; None: the sample may continue.
+        text: the text, cut before a stop string; None: unknown.
+        sampling_logprobs: each token's logprob under the distribution that it was drawn from; None: unknown.
+        top_logprobs: the most likely tokens at each position, with their logprobs; None: unknown.
+        origin: the environment and the model.
         digest: the digest that came with the transcript; see `sealed`.
-        contradiction: what the response that held the transcript says against it.
+        contradiction: a disagreement with the response that held the transcript.
     """
 
     prompt: tuple[int, ...]
@@ -79,35 +79,35 @@ class Transcript:
     contradiction: str | None = None
 
     def __post_init__(self) -> None:
-        """Checks that there are as many logprobs as tokens.
+        """Validates the fields.
 
         Raises:
-            ValueError: there are not, or there is no token, or no such sample.
+            ValueError: logprobs and tokens differ in number, there are no tokens, or the index is out of range.
         """
         for name in ("logprobs", "sampling_logprobs", "top_logprobs"):
             given = getattr(self, name)
             if given is not None and len(given) != len(self.tokens):
-                raise ValueError(f"Transcript: {len(given)} {name} of {len(self.tokens)} tokens; accepted: one of each")
+                raise ValueError(f"Transcript: {len(given)} {name}, {len(self.tokens)} tokens; accepted: one per token")
         if not self.prompt or not self.tokens:
             missing = "tokens" if self.prompt else "prompt"
             raise ValueError(f"Transcript: {missing} is empty; accepted: at least one token")
         if not 0 <= self.index < self.sampling.n:
-            raise ValueError(f"Transcript: index is {self.index}; accepted: 0 to {self.sampling.n - 1}, as n says")
+            raise ValueError(f"Transcript: index is {self.index}; accepted: 0 to {self.sampling.n - 1}, less than n")
         if self.finish_reason not in (None, "stop", "length"):
-            raise ValueError(f"Transcript: finish_reason is {self.finish_reason!r}; accepted: stop, length, or none")
+            raise ValueError(f"Transcript: finish_reason is {self.finish_reason!r}; accepted: stop, length, or None")
 
     def sealed(self) -> "Transcript":
-        """Returns the transcript with its digest, which stands for all that it says: a receipt."""
+        """Returns the transcript with its digest, which covers all other fields: a receipt."""
         return dataclasses.replace(self, digest=self.computed_digest())
 
     def computed_digest(self) -> str:
-        """Returns the SHA-256 of what `as_json` says, less the digest, in hexadecimal digits."""
+        """Returns the SHA-256 of `as_json` without the digest, in hexadecimal digits."""
         content = self.as_json()
         content.pop("digest", None)
         return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
     def as_json(self) -> Json:
-        """Returns the transcript as JSON holds it. A double holds a float32 number exactly."""
+        """Returns the transcript as a JSON object. A double holds a float32 number exactly."""
         content: Json = {
             "prompt": list(self.prompt),
             "sampling": _sampling_json(self.sampling),
@@ -127,21 +127,21 @@ class Transcript:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any], tokenizer: Tokenizer | None = None) -> "Transcript":
-        """Returns the transcript that JSON holds.
+        """Returns the transcript of a JSON object.
 
         Args:
-            content: as `as_json` returns it.
-            tokenizer: makes tokens of prompts that are texts.
+            content: an object as `as_json` returns it.
+            tokenizer: encodes a prompt given as text.
 
         Raises:
-            ValueError: a field is unknown, missing, or holds what is not accepted.
+            ValueError: a field is unknown, missing or invalid.
         """
         given = dict(content)
         try:
             prompt = given.pop("prompt")
             if isinstance(prompt, str):
                 if tokenizer is None:
-                    raise ValueError("prompt is text and there is no tokenizer; accepted: token ids")
+                    raise ValueError("prompt is text but there is no tokenizer; accepted: token ids")
                 prompt = tokenizer.encode(prompt)
             origin = Origin(given.pop("environment", None), given.pop("model", None), _cache(given))
             transcript = cls(
@@ -176,9 +176,9 @@ def transcripts_of(generation: Generation, sampling: SamplingParams, origin: Ori
     """Returns the transcript of each sample of a request.
 
     Args:
-        generation: what the engine answered.
+        generation: the engine's answer.
         sampling: the request's parameters.
-        origin: what answered. Default: it is not said.
+        origin: the environment and the model. Default: unknown.
     """
     return [
         transcript_of(generation.prompt_tokens, completion, sampling, index, origin)
@@ -209,7 +209,7 @@ def transcript_of(
 
 
 def _sampling_json(params: SamplingParams) -> Json:
-    """The parameters that are not their defaults."""
+    """Returns the parameters that differ from their defaults."""
     content: Json = {}
     for name in _SAMPLING:
         value, default = getattr(params, name), getattr(_DEFAULTS, name)

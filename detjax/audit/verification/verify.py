@@ -1,4 +1,4 @@
-"""Whether answers are those that a model gives: every token and every logprob bit, checked at the speed of prefill."""
+"""Verifies that answers come from a given model: every token and every bit of logprobs, at the speed of prefill."""
 
 import dataclasses
 import functools
@@ -28,25 +28,26 @@ Reason = Literal[
     "token", "logprob", "sampling_logprob", "top_logprobs", "end", "text",
 ]
 # fmt: on
-"""Why a transcript is refused. The response that held it says something else; its digest is that of another one;
-another environment or another model answered; the model could not be asked this; a token, a logprob or the likeliest
-tokens are others; the answer does not end where it must; its text is another one."""
+"""The reason why a transcript is refused. "response": the response around it disagrees. "digest": its digest does not
+match. "environment", "model": it was answered elsewhere. "request": the engine would refuse the request. "token" to
+"top_logprobs": the model gives other values. "end": the answer ends too early or too late. "text": its tokens decode to
+another text."""
 
 _AT_A_TOKEN: Final = ("token", "logprob", "sampling_logprob", "top_logprobs", "end")
-"""Reasons that belong to a token, in the order in which they are told of the same one."""
+"""Reasons that belong to a token, in the order in which they are reported for one token."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """Whether a transcript is what the model answers, and if not, where it first is not.
+    """The result of verifying a transcript, with the first difference from the model's answer.
 
     Attributes:
-        reason: why it is refused; None: it is verified.
-        position: the first token of the completion, counted from 0, that the model could not have produced like this;
-            None: the reason belongs to no token.
-        detail: what was given and what was expected, in words.
-        expected: the token or the logprob that the model gives there.
-        given: the one that the transcript has.
+        reason: the reason for refusing it; None: it is verified.
+        position: the position of the first wrong token of the completion, counted from 0; None: the reason belongs to
+            no token.
+        detail: a description of the given and the expected value.
+        expected: the token or logprob that the model gives at this position.
+        given: the token or logprob in the transcript.
         ulps: the distance of two logprobs in units in the last place of float32.
     """
 
@@ -59,33 +60,32 @@ class Verdict:
 
     @property
     def is_verified(self) -> bool:
-        """Whether the transcript is what the model answers."""
+        """Whether the transcript is verified."""
         return self.reason is None
 
     def __str__(self) -> str:
-        """Returns the verdict in words."""
         if self.reason is None:
             return "verified"
-        place = "" if self.position is None else f" at token {self.position}"
-        return f"refused{place} ({self.reason}): {self.detail}"
+        position = "" if self.position is None else f" at token {self.position}"
+        return f"refused{position} ({self.reason}): {self.detail}"
 
 
 def verify(
     model: Decoder, transcripts: Sequence[Transcript], tokenizer: Tokenizer | None = None, *, progress: bool = False
 ) -> list[Verdict]:
-    """Returns a verdict on each transcript: whether it is, bit for bit, what the model answers.
+    """Returns a verdict on each transcript: whether the model gives this answer, bit for bit.
 
-    One forward pass over prompt and completion says of every token what the engine would have sampled there, with which
-    logprobs, because prefill gives the bits of decode. A transcript without logprobs is checked for its tokens, and one
-    without a finish reason may go on after its last token. Where it names an environment or a model, they have to be
-    this process's and this model: then all weights are read for their digest, once. No verdict depends on the other
-    transcripts or on their order.
+    Prefill gives the bits of decode, so one forward pass over prompt and completion gives every token that the engine
+    would have sampled, with its logprobs. Only the tokens of a transcript without logprobs are checked, and an answer
+    without a finish reason may continue after its last token. If a transcript names an environment or a model, they
+    must be this process's and this model; all weights are then read once, for their digest. No verdict depends on the
+    other transcripts or on their order.
 
     Args:
         model: the decoder.
-        transcripts: in any order, of any caches and parameters.
+        transcripts: transcripts in any order, with any cache dtypes and parameters.
         tokenizer: the model's tokenizer, which is part of its digest; needed for texts, stop strings and constraints.
-        progress: show a bar on stderr.
+        progress: whether to show a progress bar on stderr.
 
     Example:
         >>> import dataclasses
@@ -102,10 +102,9 @@ def verify(
 
 
 class Verifier:
-    """Verifies transcripts of one model, whose weights are read for their digest once at most."""
+    """Verifies transcripts of one model. Its weights are read at most once, for their digest."""
 
     def __init__(self, model: Decoder, tokenizer: Tokenizer | None = None) -> None:
-        """A verifier; see `verify`."""
         self._model, self._tokenizer = model, tokenizer
         self._caches = set[KVQuantization | None]()
         self._constraints = ModelConstraints(model.config, model.generation_defaults, tokenizer)
@@ -115,7 +114,7 @@ class Verifier:
         return models.digest(self._model, self._tokenizer)
 
     def verify(self, transcripts: Sequence[Transcript], *, progress: bool = False) -> list[Verdict]:
-        """Returns a verdict on each transcript; see the function."""
+        """Returns a verdict on each transcript; see `detjax.verify`."""
         checks, environment = [_Check(transcript) for transcript in transcripts], fingerprints.fingerprint().digest
         by_cache: dict[KVQuantization | None, list[_Check]] = {}
         for check in checks:
@@ -135,7 +134,7 @@ class Verifier:
         return [check.verdict for check in checks]
 
     def _prepare(self, check: "_Check", environment: str) -> None:
-        """Checks what needs no forward pass, and says what has to be computed."""
+        """Runs the checks that need no forward pass, and sets the answer to recompute."""
         transcript = check.transcript
         if (verdict := self._origin_verdict(transcript, environment)) is not None:
             check.refuse(verdict)
@@ -150,10 +149,10 @@ class Verifier:
         check.answer = dataclasses.replace(answer, tokens=answer.tokens[:ended_after])
 
     def _end(self, transcript: Transcript, answer: Answer) -> tuple[int, str | None, str | None]:
-        """Returns after how many of its tokens an answer ends, why it does (None: it goes on), and its text."""
+        """Returns the number of tokens after which an answer ends, the reason (None: it continues), and its text."""
         params, tokens = transcript.sampling, answer.tokens
         if params.stop:
-            # The engine's own sequence knows where a stop string ends a text.
+            # The engine's own sequence finds the stop string that ends a text.
             context = sequences.RequestContext(end_tokens=answer.end_tokens, tokenizer=self._tokenizer)
             sequence = sequences.Sequence(answer.prompt, params, index=transcript.index, context=context)
             for token in tokens:
@@ -163,7 +162,7 @@ class Verifier:
             return len(sequence.generated), sequence.finish_reason, sequence.text
         count = min(len(tokens), params.max_tokens)
         reason = "length" if count == params.max_tokens else None
-        ends = (place for place, token in enumerate(tokens[:count], start=1) if token in answer.end_tokens)
+        ends = (length for length, token in enumerate(tokens[:count], start=1) if token in answer.end_tokens)
         if (end := next(ends, None)) is not None:
             count, reason = end, "stop"
         text = None
@@ -172,20 +171,20 @@ class Verifier:
         return count, reason, text
 
     def _origin_verdict(self, transcript: Transcript, environment: str) -> Verdict | None:
-        """Returns why the transcript is not one of this model in this environment, if it is not."""
+        """Returns a refusal if the transcript is not from this model in this environment."""
         if transcript.contradiction is not None:
             return Verdict("response", detail=transcript.contradiction)
         if transcript.digest is not None and transcript.digest != (computed := transcript.computed_digest()):
-            return Verdict("digest", detail=f"the digest is {transcript.digest}, and the content's is {computed}")
+            return Verdict("digest", detail=f"the digest is {transcript.digest}, but the content's is {computed}")
         origin = transcript.origin
         if origin.environment not in (None, environment):
-            return Verdict("environment", detail=f"answered in {origin.environment}; here is {environment}")
+            return Verdict("environment", detail=f"answered in {origin.environment}; this environment is {environment}")
         if origin.model is not None and origin.model != self._model_digest:
             return Verdict("model", detail=f"answered by {origin.model}; this model is {self._model_digest}")
         return None
 
     def _answer(self, transcript: Transcript) -> Answer:
-        """Returns what has to be computed again.
+        """Returns the answer to recompute.
 
         Raises:
             ValueError: the engine would have refused the request.
@@ -196,14 +195,14 @@ class Verifier:
         check_arrays("the transcript", params, ends)
         unknown = [token for token in transcript.tokens if not 0 <= token < model.config.vocab_size]
         if unknown:
-            raise ValueError(f"token {unknown[0]} was answered; accepted: ids 0 to {model.config.vocab_size - 1}")
+            raise ValueError(f"the answer has token {unknown[0]}; accepted: ids 0 to {model.config.vocab_size - 1}")
         quantization = transcript.origin.kv_cache_dtype
         if quantization not in self._caches:
-            bytes_of_page(self._model, quantization)  # raises ValueError if keys and values cannot be quantized so
+            bytes_of_page(self._model, quantization)  # raises ValueError if unsupported
             self._caches.add(quantization)
         top = max(map(len, transcript.top_logprobs or ()), default=0)
         if top > model.config.vocab_size:
-            raise ValueError(f"there are {top} top_logprobs of a token; accepted: up to {model.config.vocab_size}")
+            raise ValueError(f"a token has {top} top_logprobs; accepted: up to {model.config.vocab_size}")
         return Answer(
             prompt=prompt,
             tokens=transcript.tokens,
@@ -217,7 +216,7 @@ class Verifier:
 
 
 class _Check:
-    """A transcript on its way to a verdict."""
+    """The state of one transcript's verification."""
 
     def __init__(self, transcript: Transcript) -> None:
         self.transcript = transcript
@@ -227,25 +226,25 @@ class _Check:
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """The tokens that are computed again."""
+        """The tokens that are recomputed."""
         return () if self.answer is None else self.answer.tokens
 
     @property
     def verdict(self) -> Verdict:
-        """The verdict, once everything is compared."""
+        """The verdict after all comparisons."""
         text, made = self.transcript.text, self.text_of_tokens
         if self._first is not None:
             return self._first
         if text is not None and made is not None and text != made:
-            return Verdict("text", detail=f"the text is {text!r}; its tokens make {made!r}")
+            return Verdict("text", detail=f"the text is {text!r}; its tokens decode to {made!r}")
         return Verdict()
 
     def refuse(self, verdict: Verdict) -> None:
-        """Refuses the transcript without a look at its tokens."""
+        """Refuses the transcript without checking its tokens."""
         self._first = verdict
 
     def add(self, verdict: Verdict | None) -> None:
-        """Notes what is wrong with a token. What is wrong first counts."""
+        """Records a refusal at a token; the first one in the answer counts."""
         if verdict is not None and (self._first is None or _order(verdict) < _order(self._first)):
             self._first = verdict
 
@@ -256,29 +255,29 @@ def _order(verdict: Verdict) -> tuple[int, int]:
 
 
 def _end_verdict(transcript: Transcript, ended_after: int, reason: str | None) -> Verdict | None:
-    """Returns what is wrong with an answer's end, given after how many tokens it must have ended, and why."""
+    """Returns a refusal of an answer's end, given the number of tokens and the reason that it must end with."""
     given, count = transcript.finish_reason, len(transcript.tokens)
     if ended_after < count:
-        detail = f"the answer goes on for {count - ended_after} tokens; it must end with {reason!r} before"
+        detail = f"the answer has {count - ended_after} more tokens; it must end with {reason!r} before them"
         return Verdict("end", ended_after, detail)
     if given != reason and given is not None:
-        must = "it must go on" if reason is None else f"it must end with {reason!r}"
+        must = "it must continue" if reason is None else f"it must end with {reason!r}"
         return Verdict("end", count - 1, f"the answer ends with {given!r}; {must}")
     return None
 
 
 class _Numbers(NamedTuple):
-    """A number of each token, and whether it is known."""
+    """A number for each token, and whether it is known."""
 
     values: Float64[np.ndarray, "n"]
     is_known: Bool[np.ndarray, "n"]
 
 
 class _Batch:
-    """The transcripts of one cache, and what they say in arrays.
+    """Transcripts with one cache dtype, as arrays.
 
     Attributes:
-        is_compared: for each token of them, whether it was compared with what the model samples.
+        is_compared: for each token, whether it was compared with the model's.
     """
 
     def __init__(self, checks: Sequence[_Check]) -> None:
@@ -298,7 +297,7 @@ class _Batch:
         return _Numbers(values, known)
 
     def compare(self, replayed: Replayed) -> None:
-        """Compares some tokens with what the model samples."""
+        """Compares recomputed tokens with the transcripts."""
         place, sampled = self._starts[replayed.answer] + replayed.position, replayed.sampled
         self.is_compared[place] = True
         for row in np.flatnonzero(sampled.token != self._tokens[place]).tolist():
@@ -316,13 +315,13 @@ class _Batch:
         self, replayed: Replayed, place: np.ndarray, reason: Reason, computed: np.ndarray, numbers: "_Numbers"
     ) -> None:
         given = numbers.values[place]
-        # No number that is not a float32 one passes for the one that is next to it.
+        # A number that is not a float32 number must not match the nearest one.
         differs = (computed.astype(np.float64).view(np.uint64) != given.view(np.uint64)) | np.isnan(computed)
         for row in np.flatnonzero(differs & numbers.is_known[place]).tolist():
             expected, answered = float(computed[row]), float(given[row])
             distance = ulps(np.float32(expected), np.float32(answered))
-            apart = f"{distance} ulps away" if distance else "which is no float32 number"
-            detail = f"it is {answered!r}, {apart}; the model gives {expected!r}"
+            difference = f"{distance} ulps away" if distance else "which is not a float32 number"
+            detail = f"it is {answered!r}, {difference}; the model gives {expected!r}"
             self._add(replayed, row, reason, detail, expected, answered, distance)
 
     def _add(
