@@ -1,8 +1,8 @@
-"""An engine whose requests replicas answer: engines in other processes, any of which may die at any time.
+"""An engine that forwards requests to replicas: engines in other processes, which may die at any time.
 
-All replicas give a request the same bits. So a stream whose replica is lost goes on at another one, from the tokens
-that have come, and nobody who reads them can tell. A call that is not streamed begins again there. Its tokens come all
-at once, because it takes this process longer to pass on every token by itself than several GPUs take to compute it.
+All replicas give a request the same bits. If a replica dies, a stream therefore continues on another one from the last
+received token, and its reader cannot tell. A call that is not streamed starts over. Its tokens arrive all at once,
+because forwarding single tokens would take this process longer than several GPUs take to compute them.
 """
 
 import asyncio
@@ -26,19 +26,19 @@ from detjax.engine.request_reader import RequestReader
 from detjax.models import ModelMetadata, Tokenizer
 
 type Event = tuple[int, Token | Generation]
-"""The number of a request, and a token of it or, behind its last token, its generation."""
+"""The index of a request, with one of its tokens or, at its end, its generation."""
 type Batch = list[Event] | Exception
-"""Events that come at the same time, or why a replica does not answer."""
+"""Events that arrive together, or the error of a replica that does not answer."""
 
 MAX_LOSSES: Final = 8
-"""Replicas that a request may lose without a single new token. A request that ends every process which computes it must
-not go through all of them again and again."""
+"""Replicas in a row that a request may lose without a new token, so that a request that crashes every process does not
+kill replicas forever."""
 _PAUSE: Final = 0.1
-"""Seconds before a request that got no token is sent to a further replica, for each one it has lost."""
+"""Seconds to wait before a retry, per replica that the request has lost without a new token."""
 
 
 class ReplicaLost(RuntimeError):
-    """A replica has died, or cannot be reached, before it had answered."""
+    """A replica has died or become unreachable before it answered."""
 
 
 class Replicas(Protocol):
@@ -46,27 +46,27 @@ class Replicas(Protocol):
 
     @property
     def failure(self) -> BaseException | None:
-        """Why there will be no replica any more; None while there is one, or one may come."""
+        """The reason why no replica can start again; None while one is available or may become so."""
         ...
 
     def stream(self, requests: Sequence[Request], *, is_whole: bool) -> AsyncGenerator[Batch]:
-        """Yields what one of the replicas answers, which a router chooses.
+        """Sends requests to one of the replicas, and yields its answer.
 
         Args:
             requests: the requests.
-            is_whole: whether their generations alone are asked for, without each token as it comes.
+            is_whole: True for generations only, without a stream of tokens.
 
         Raises:
-            ReplicaLost: the replica is gone. Another call gets another one.
+            ReplicaLost: the replica is lost. A new call goes to another one.
         """
         ...
 
 
 async def batches(engine: Engine, requests: Sequence[Request], *, is_whole: bool) -> AsyncGenerator[Batch]:
-    """Yields what a replica's engine answers, as many events at a time as there are; see `Replicas.stream`.
+    """Yields the answer of a replica's engine, with all pending events in each batch; see `Replicas.stream`.
 
-    What a client must be told of, and the end of the engine, come as exceptions that are yielded: where they were
-    raised in another process, their text would have a traceback.
+    Errors for the client, and the end of the engine, are yielded: an exception raised in another process would have a
+    traceback in its text.
     """
     queue: asyncio.Queue[Event | Exception | None] = asyncio.Queue()
 
@@ -74,7 +74,7 @@ async def batches(engine: Engine, requests: Sequence[Request], *, is_whole: bool
         try:
             for request in requests:
                 if (constraint := request.sampling.constraint) is not None:
-                    # That may take a second, in which other streams go on.
+                    # In a thread: it may take a second, and must not block other streams.
                     await asyncio.to_thread(engine.compile_constraint, constraint)
             if is_whole:
                 for event in enumerate(await engine.generate_async(requests)):
@@ -109,36 +109,32 @@ async def batches(engine: Engine, requests: Sequence[Request], *, is_whole: bool
 
 
 class ReplicatedEngine(RequestReader):
-    """An `Engine` to those who send requests, of which replicas compute every one."""
+    """An `Engine` for callers, whose requests are computed by replicas.
+
+    Attributes:
+        losses: how many calls have lost their replica.
+    """
 
     def __init__(
         self, replicas: Replicas, outline: ModelMetadata, tokenizer: Tokenizer | None, config: EngineConfig
     ) -> None:
-        """An engine.
-
-        Args:
-            replicas: they compute the answers.
-            outline: that of their model.
-            tokenizer: theirs.
-            config: the settings of their engines, resolved.
-        """
+        """An engine that forwards requests to `replicas`; `config` has their engines' resolved settings."""
         super().__init__(outline, tokenizer, config)
         self._replicas = replicas
         self.losses = 0
-        """How often a call has lost its replica."""
 
     @property
     def failure(self) -> BaseException | None:
-        """Why there will be no replica any more; None while there is one, or one may come."""
+        """The reason why no replica can start again; None while one is available or may become so."""
         return self._replicas.failure
 
     @property
     def is_open(self) -> bool:
-        """True if it takes requests. With no replica left, they wait for a new one."""
+        """True if the engine takes requests. They wait if no replica is available at the moment."""
         return self.failure is None
 
     async def generate_async(self, requests: Iterable[Request]) -> list[Generation]:
-        """Returns what `Engine.generate_async` returns.
+        """Generates completions, like `Engine.generate_async`.
 
         Raises:
             ValueError: a request cannot be served.
@@ -151,7 +147,7 @@ class ReplicatedEngine(RequestReader):
         return [answer.generation() for answer in answers]
 
     async def stream_all(self, requests: Sequence[Request]) -> AsyncGenerator[tuple[int, Token]]:
-        """Yields what `Engine.stream_all` yields.
+        """Streams tokens, like `Engine.stream_all`.
 
         Raises:
             ValueError: a request cannot be served.
@@ -164,7 +160,7 @@ class ReplicatedEngine(RequestReader):
                 yield token
 
     async def _tokens(self, answers: list["_Answer"], *, is_whole: bool) -> AsyncGenerator[tuple[int, Token]]:
-        """Yields every token once, however many replicas are lost meanwhile."""
+        """Yields every token once, regardless of lost replicas."""
         in_a_row = 0
         while unanswered := [number for number, answer in enumerate(answers) if answer.end is None]:
             rest = [answers[number].rest() for number in unanswered]
@@ -189,60 +185,59 @@ class ReplicatedEngine(RequestReader):
                 in_a_row += 1
                 if in_a_row == MAX_LOSSES:
                     raise EngineClosed(
-                        f"the request has lost {MAX_LOSSES} replicas one after the other before they gave it a token; "
-                        "send it again later"
+                        f"the request has lost {MAX_LOSSES} replicas in a row before it got a token; retry later"
                     ) from None
                 await asyncio.sleep(_PAUSE * (in_a_row - 1))
 
 
 class _Answer:
-    """What has come of a request so far.
+    """The answer to a request so far.
 
     Attributes:
-        end: the generation that came behind the last token; it holds what the last replica has generated.
+        end: the generation that arrived last; it has only the tokens of the last replica.
     """
 
     def __init__(self, request: Request) -> None:
         self.end: Generation | None = None
         self._request = request
         self._tokens: list[list[Token]] = [[] for _ in range(request.sampling.n)]
-        self._heard: list[int] = []
-        """How many tokens of each sample have come, those that replicas repeat counted once."""
+        self._positions: list[int] = []
+        """Number of tokens of each sample that the current replica has sent or was given."""
 
     def rest(self) -> Request:
-        """Returns the request as a replica is asked for what is missing."""
-        if self._request.sampling.prompt_logprobs:  # no replica has those of another one, so the next begins again
-            self._heard = [0] * len(self._tokens)
+        """Returns the request for the missing tokens."""
+        if self._request.sampling.prompt_logprobs:  # a replica must compute them itself, so it starts over
+            self._positions = [0] * len(self._tokens)
             return self._request
-        self._heard = [len(sample) for sample in self._tokens]
+        self._positions = [len(sample) for sample in self._tokens]
         begun = itertools.zip_longest(self._request.generated, self._tokens, fillvalue=())
-        given = [(*before, *(token.token for token in sample)) for before, sample in begun]
-        return dataclasses.replace(self._request, generated=given) if any(given) else self._request
+        generated = [(*before, *(token.token for token in sample)) for before, sample in begun]
+        return dataclasses.replace(self._request, generated=generated) if any(generated) else self._request
 
     def take(self, token: Token) -> Token | None:
-        """Notes a token, and returns it as the client gets it; None if the client has it already.
+        """Records a token, and returns it for the client, or None if the client already has it.
 
         Raises:
-            RuntimeError: a replica repeats a token with other bits.
+            RuntimeError: a replica repeats a token with different bits.
         """
-        sample = self._tokens[token.sample]
-        place, self._heard[token.sample] = self._heard[token.sample], self._heard[token.sample] + 1
+        sample, position = self._tokens[token.sample], self._positions[token.sample]
+        self._positions[token.sample] += 1
         first = next((tokens[0] for tokens in self._tokens if tokens), token)
-        # What the first replica found in its cache is what the client was told.
+        # Clients see the cache hits of the first replica.
         if token.cached_tokens != first.cached_tokens:
             token = dataclasses.replace(token, cached_tokens=first.cached_tokens)
-        if place < len(sample):
-            if dataclasses.replace(sample[place], batch=token.batch) != token:
-                raise RuntimeError(f"replicas give different bits: {sample[place]} and {token}")
+        if position < len(sample):
+            if dataclasses.replace(sample[position], batch=token.batch) != token:
+                raise RuntimeError(f"replicas give different bits: {sample[position]} and {token}")
             return None
         sample.append(token)
         return token
 
     def generation(self) -> Generation:
-        """Returns the whole generation, all of whose tokens have come."""
+        """Returns the complete generation."""
         assert self.end is not None
         cached = next((token.cached_tokens for tokens in self._tokens for token in tokens), self.end.cached_tokens)
-        # A sample that came with all of its tokens has none here.
+        # Samples of calls that are not streamed arrive complete, without single tokens.
         pairs = zip(self._tokens, self.end.completions, strict=True)
         completions = tuple(_completion(tokens) if tokens else last for tokens, last in pairs)
         return Generation(self.end.prompt_tokens, completions, self.end.prompt, cached)

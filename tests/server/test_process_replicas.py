@@ -166,7 +166,7 @@ def test_replicas_that_cannot_start_again_fail_the_engine_until_one_does(
         wait_until(lambda: replicated.failure is not None)
         assert str(replicated.failure) == "replica 0 cannot start: its process has ended with code 1"
         assert not replicated.is_open
-        with pytest.raises(EngineClosed, match="no replica of the engine can be started"):
+        with pytest.raises(EngineClosed, match="no replica of the engine can start"):
             asyncio.run(replicated.generate_async(REQUESTS))
     wait_until(lambda: len(ready(replicas)) == 2)
     assert replicated.is_open
@@ -191,7 +191,7 @@ def test_options_that_cannot_be_served_are_said_at_once(checkpoint: Path, monkey
         (["--data-parallel", "2", "--certify"], "--certify is given and --data-parallel is 2; accepted: one of them"),
         (["--data-parallel", "4"], "--data-parallel is 4, and each replica takes 1 GPUs"),
         (["--data-parallel", "2", "--tensor-parallel", "2"], "accepted: up to 3 GPUs in all"),
-        (["--data-parallel", "2", "--tensor-parallel", "0"], "with 0 devices for each replica; accepted: positive"),
+        (["--data-parallel", "2", "--tensor-parallel", "0"], "with 0 devices per replica; accepted: positive"),
         (["--data-parallel", "2", "--replica-seconds", "0"], "--replica-seconds); accepted: more than 0"),
     ):
         result = commands.run(main, "serve", checkpoint, "--port", "0", *options)
@@ -340,7 +340,7 @@ def test_an_engine_at_one_step_for_too_long_is_said() -> None:
         messages = [front.received((Alive, Failed))]
         while messages[-1] == Alive() and len(messages) < 5:
             messages.append(front.received((Alive, Failed)))
-        assert messages[-1] == Failed("its engine has been at one step for 51 s")
+        assert messages[-1] == Failed("one step of its engine has taken 51 s so far")
 
 
 def test_a_replica_without_signs_of_life_at_its_start_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -349,7 +349,7 @@ def test_a_replica_without_signs_of_life_at_its_start_is_lost(tmp_path: Path, mo
     sleeper.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(sleeper))
     monkeypatch.setattr(module, "_SILENCE_AT_START", 0.2)
-    with pytest.raises(ChildProcessError, match=r"replica 0 cannot start: it has said nothing for 0\.2 s"):
+    with pytest.raises(ChildProcessError, match=r"replica 0 cannot start: it has sent nothing for 0\.2 s"):
         ProcessReplicas(ReplicaOptions(tmp_path), 1, silence=0.1)
 
 
@@ -357,4 +357,4 @@ def test_a_replica_with_another_fingerprint_is_not_used(replicas: ProcessReplica
     facts = dataclasses.replace(replicas.facts, origin=Origin("another"))
     assert replicas._accept(1, replicas.facts) is None
     assert (reason := replicas._accept(1, facts)) is not None
-    assert reason == f"its fingerprint is {facts.fingerprint}, and that of the others is {replicas.facts.fingerprint}"
+    assert reason == f"its fingerprint is {facts.fingerprint}, but the other replicas have {replicas.facts.fingerprint}"

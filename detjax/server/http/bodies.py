@@ -1,8 +1,8 @@
 """Parsing of request bodies, at a cost proportional to their size.
 
-Eight megabytes of JSON, the default limit, can hold millions of empty lists, strings or fields, each of which would
-become a Python object of ten to twenty times its size. No valid request has that many, so the items of a long body are
-counted before it is parsed. Numbers are not counted, because prompts of token ids have many.
+Eight megabytes of JSON, the default limit, can hold millions of empty lists, strings or fields, and each would become a
+Python object of ten to twenty times its size. No valid request has that many, so the items of a long body are counted
+before it is parsed. Numbers are not counted, because prompts of token ids have many.
 """
 
 import re

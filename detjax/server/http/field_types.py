@@ -91,7 +91,7 @@ def is_tag(part: int | str) -> bool:
 
 
 def at_most(most: int) -> BeforeValidator:
-    """Rejects a dictionary by its length before its entries are checked, each of which might be an error."""
+    """Rejects a dictionary by its length before its entries are checked, since each might be an error."""
 
     def check(value: Any) -> Any:
         if isinstance(value, dict) and len(value) > most:

@@ -112,7 +112,7 @@ class ConnectionSettings:
     Attributes:
         grace: time in seconds for requests in flight to finish after a signal to stop; a second signal cancels them.
         max_connections: maximum number of open connections. At the limit, a new connection replaces the one that has
-            waited longest without a request in progress; if there is none, the client gets status 503.
+            waited longest without a request in progress; if all have one, the client gets status 503.
         header_seconds: timeout for receiving a request's headers.
         idle_seconds: timeout of a connection between two requests.
         write_seconds: timeout for a client to read 16 KiB of pending output.

@@ -1,4 +1,4 @@
-"""The choice of the replica that answers a call. No bit depends on it."""
+"""Load balancing between replicas. No bit depends on it."""
 
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
@@ -12,17 +12,17 @@ from detjax.models.vision.images import ImagePatches, VideoPatches
 from detjax.models.vision.prompt_images import image_runs, places
 
 EXCESS: Final = 8
-"""Samples that a replica preferred for a prompt's prefix may have beyond the least loaded replica."""
+"""Samples by which a replica that has a prompt's prefix may exceed the least loaded one and still be preferred."""
 _PAGES: Final = 64
-"""First pages of a prompt that are looked at. Digests of more would take milliseconds, in which no stream goes on."""
+"""First pages of a prompt to compare. Digests of more would block all streams for milliseconds."""
 _REMEMBERED: Final = 1 << 16
-"""Pages whose last replica is remembered."""
+"""Maximum number of pages whose last replica is remembered."""
 
 
 def first_pages(request: Request, config: DecoderConfig) -> list[Digest]:
-    """Returns the digests of a prompt's first full pages, as an engine's prefix cache knows them.
+    """Returns the digests of a prompt's first full pages, as in an engine's prefix cache.
 
-    A text that a replica has yet to encode has no digests, nor have images without patches.
+    Text prompts that are not encoded yet, and images without patches, have no digests.
     """
     if isinstance(request.prompt, str):
         return []
@@ -32,41 +32,30 @@ def first_pages(request: Request, config: DecoderConfig) -> list[Digest]:
         if len(shown) < len(request.images):
             return []
         runs = image_runs(prompt, config.placeholders)
-        # Where their numbers differ, the replica refuses the request.
+        # If their numbers differ, the replica rejects the request.
         spans = [(*run, image.digest) for run, image in zip(runs, places(shown), strict=False)]
     return digests(prompt[: _PAGES * KV_BLOCK], root=prefix_root(request.cache_salt), images=spans)
 
 
 class ReplicaChoice:
-    """Chooses replicas for calls: the least loaded one, or the one that knows the beginning of the prompt.
+    """Chooses a replica for each call: the one that has the prompt's prefix, or the least loaded one.
 
-    A prompt's replica is the last one that got a prompt with the longest run of the same first pages. It is
-    chosen unless it has too many more samples in flight than the least loaded one. Of those with the same load the
-    first one is chosen.
+    The preferred replica is the last one that got a prompt with the longest common run of first pages. It is chosen
+    unless it has too many more samples in flight than the least loaded one. At equal load, the first replica is chosen.
 
     Attributes:
-        in_flight: samples of each replica.
+        in_flight: number of samples in flight on each replica.
     """
 
     def __init__(self, replicas: int, excess: int = EXCESS) -> None:
-        """A choice between replicas that have nothing to do.
-
-        Args:
-            replicas: their number.
-            excess: see `EXCESS`.
-        """
+        """A choice between idle replicas; see `EXCESS`."""
         self.in_flight = [0] * replicas
         self._excess = excess
         self._last: OrderedDict[Digest, int] = OrderedDict()
-        """The last replica of each page; the page that has been unused the longest comes first."""
+        """The last replica of each page, least recently used page first."""
 
     def choose(self, ready: Collection[int], pages: Sequence[Digest]) -> int:
-        """Returns one of the replicas that are ready, and remembers that it knows the pages.
-
-        Args:
-            ready: replicas, one at least.
-            pages: digests of the prompt's first pages.
-        """
+        """Returns one of the `ready` replicas, and records that it has the pages of a prompt."""
         chosen = least = min(ready, key=lambda replica: (self.in_flight[replica], replica))
         last = next((last for page in reversed(pages) if (last := self._last.get(page)) in ready), None)
         if last is not None and self.in_flight[last] <= self.in_flight[least] + self._excess:
@@ -79,6 +68,6 @@ class ReplicaChoice:
         return chosen
 
     def forget(self, replica: int) -> None:
-        """Forgets what a replica knows, as is needed when another process takes its place."""
+        """Forgets a replica's pages when its process is lost."""
         for page in [page for page, last in self._last.items() if last == replica]:
             del self._last[page]

@@ -1,4 +1,4 @@
-"""A replica's engine, wherever the replica runs, and what a front has to know of it."""
+"""A replica's engine, and the facts about it that a front needs."""
 
 import contextlib
 import dataclasses
@@ -18,18 +18,18 @@ from detjax.server.app import fingerprint_of
 
 @dataclasses.dataclass(frozen=True)
 class ReplicaOptions:
-    """The options that a replica computes with, the same for all replicas.
+    """The options of all replicas.
 
     Attributes:
         model: the checkpoint's directory.
         dtype: the dtype of the weights; see `detjax.models.load`.
         backend: see `detjax.use_backend`.
-        tensor_parallel: devices of each replica that share the model; see `detjax.models.mesh_of`.
-        expert_parallel: the number of groups of `tensor_parallel` devices that share its experts.
-        chat_template: takes the place of the checkpoint's.
-        template_date: the date that chat templates are told.
-        config: the settings of the engine.
-        cache: a directory of compiled programs, with which replicas start sooner; see `Engine.warm_up`.
+        tensor_parallel: devices of each replica that the model is sharded over; see `detjax.models.mesh_of`.
+        expert_parallel: groups of `tensor_parallel` devices that the experts are sharded over.
+        chat_template: replaces the checkpoint's chat template.
+        template_date: today's date for chat templates.
+        config: the engine's settings.
+        cache: directory of compiled programs, which makes replicas start faster; see `Engine.warm_up`.
     """
 
     model: Path
@@ -45,13 +45,13 @@ class ReplicaOptions:
 
 @dataclasses.dataclass(frozen=True)
 class ReplicaFacts:
-    """Facts that the front needs about the replicas, the same for all of them.
+    """Facts that the front needs about the replicas, equal for all of them.
 
     Attributes:
-        outline: the outline of the model.
-        tokenizer_files: the files of its tokenizer; see `Tokenizer.files`.
-        config: the engine's settings, resolved.
-        origin: what answers depend on besides requests.
+        outline: the model's metadata.
+        tokenizer_files: the files of the tokenizer; see `Tokenizer.files`.
+        config: the engine's resolved settings.
+        origin: everything that answers depend on, except requests.
     """
 
     outline: ModelMetadata
@@ -61,20 +61,20 @@ class ReplicaFacts:
 
     @property
     def fingerprint(self) -> str:
-        """The result of `system_fingerprint` for the replica's model and engine."""
+        """The replica's `system_fingerprint`."""
         return fingerprint_of(self.origin, self.config, self.outline)
 
     def tokenizer(self) -> Tokenizer:
-        """Makes the replica's tokenizer in this process."""
+        """Creates the replica's tokenizer in this process."""
         return Tokenizer(self.tokenizer_files, "the checkpoint")
 
 
 def started_engine(options: ReplicaOptions) -> tuple[Engine, ReplicaFacts]:
-    """Loads the model, and returns its engine, which has its programs, and the facts.
+    """Loads the model, and returns its warmed-up engine and the facts.
 
     Raises:
-        ValueError: an option is out of range, the device cannot serve, or the checkpoint has no tokenizer.
-        OSError: the checkpoint cannot be read, or the cache cannot be written.
+        ValueError: an option is out of range, the device is not supported, or the checkpoint has no tokenizer.
+        OSError: the checkpoint is not readable, or the cache is not writable.
     """
     with backends.use_backend(options.backend):
         backends.check_device()
@@ -87,18 +87,18 @@ def started_engine(options: ReplicaOptions) -> tuple[Engine, ReplicaFacts]:
         if options.chat_template is not None:
             tokenizer = tokenizer.with_chat_template(options.chat_template)
         engine = Engine(model, tokenizer, options.config)
-        with _turn_to_compile(options.cache):
+        with _compile_lock(options.cache):
             engine.warm_up(cache=options.cache, in_background=True)
-        # Memory that is free differs between machines, and with it how many pages there are, on which no bit depends.
+        # Not with the number of pages: it depends on the machine's free memory, and no bit depends on it.
         origin = Origin.here(model, tokenizer, options.config.kv_cache_dtype)
         return engine, ReplicaFacts(ModelMetadata.from_model(model), tokenizer.files, engine.config, origin)
 
 
 @contextlib.contextmanager
-def _turn_to_compile(cache: Path | None) -> Iterator[None]:
-    """A context in which no other replica of this machine compiles for the same cache.
+def _compile_lock(cache: Path | None) -> Iterator[None]:
+    """Excludes other replicas of this machine from compiling for the same cache.
 
-    Replicas that start side by side need the same programs: the first one compiles them, and the others find them.
+    Replicas that start together need the same programs: the first one compiles them, and the others find them.
     """
     if cache is None:
         yield
@@ -106,7 +106,7 @@ def _turn_to_compile(cache: Path | None) -> Iterator[None]:
     prepare_cache(cache)
     directory = os.open(cache, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        with contextlib.suppress(OSError):  # where a file system locks no directory, each replica compiles
+        with contextlib.suppress(OSError):  # if the file system cannot lock directories, each replica compiles
             fcntl.flock(directory, fcntl.LOCK_EX)
         yield
     finally:

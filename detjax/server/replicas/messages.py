@@ -1,4 +1,4 @@
-"""Messages between a front and a replica's process over a connection, and the thread that sends them."""
+"""Messages between a front and a replica's process, and the thread that sends them."""
 
 import contextlib
 import dataclasses
@@ -18,9 +18,9 @@ class Start:
     """The first message of a front.
 
     Attributes:
-        options: what the replica computes with.
-        log: what it logs on stderr.
-        silence: seconds that the engine's thread may be at one step, after which the replica says that it is stuck.
+        options: the replica's options.
+        log: settings of its log on stderr.
+        silence: seconds that a step of the engine may take before the replica reports that it is stuck.
     """
 
     options: ReplicaOptions
@@ -33,9 +33,9 @@ class Call:
     """Requests of a front.
 
     Attributes:
-        number: the call's.
-        requests: what it asks for; None: nobody waits for its answer any more.
-        is_whole: whether it asks for generations alone, without each token as it comes.
+        number: the number of the call.
+        requests: its requests; None cancels the call.
+        is_whole: True for generations only, without a stream of tokens.
     """
 
     number: int
@@ -60,8 +60,8 @@ class Answer:
     """A part of the answer to a call.
 
     Attributes:
-        number: the call's.
-        batch: what `batches` yields; None: it has ended.
+        number: the number of the call.
+        batch: a batch of events; None at the end.
     """
 
     number: int
@@ -70,35 +70,35 @@ class Answer:
 
 @dataclasses.dataclass(frozen=True)
 class Failed:
-    """The last message of a replica, which says why it cannot go on."""
+    """The last message of a replica, with the reason why it has failed."""
 
     reason: str
 
 
 @dataclasses.dataclass(frozen=True)
 class Alive:
-    """The message of a replica that has nothing else to say."""
+    """A replica's heartbeat."""
 
 
 class Outbox:
-    """Sends messages over a connection in a thread of its own, so that nobody waits for a reader who is slow.
+    """Sends messages over a connection in a separate thread, so that a slow reader blocks nobody.
 
-    The other end receives lists: all messages that were waiting when the one before was on its way.
+    The other end receives lists with all messages that were pending.
     """
 
     def __init__(self, connection: Connection) -> None:
-        """An outbox for a connection that nobody else sends over."""
+        """An outbox for a connection that has no other sender."""
         self._connection = connection
         self._messages: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._send, name="detjax-outbox", daemon=True)
         self._thread.start()
 
     def put(self, message: object) -> None:
-        """Sends a message behind those before it. Where the other end is closed, it is dropped."""
+        """Queues a message; drops it if the other end is closed."""
         self._messages.put(message)
 
     def close(self, timeout: float | None = None) -> None:
-        """Ends the thread after the last message, and waits up to `timeout` seconds until it is sent."""
+        """Ends the thread after the last message, and waits up to `timeout` seconds for it."""
         self._messages.put(None)
         self._thread.join(timeout)
 

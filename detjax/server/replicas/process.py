@@ -1,7 +1,7 @@
-"""A process that is a replica: `python -m detjax.server.replicas.process DESCRIPTOR`.
+"""The program of a replica: `python -m detjax.server.replicas.process DESCRIPTOR`.
 
-It loads a model and answers the calls that come over a connection, until it is told to end or the connection does: a
-front that is killed leaves no process behind.
+It loads a model and answers calls over a connection, until it gets `End` or the connection closes, so a killed front
+leaves no processes running.
 """
 
 import asyncio
@@ -25,9 +25,9 @@ from detjax.server.replicas.messages import Alive, Answer, Call, End, Failed, Ou
 from detjax.server.replicated_engine import batches
 
 _BEATS: Final = 4
-"""Signs of life in the seconds after which a replica without one is taken to be stuck, at least."""
+"""Minimum number of heartbeats within the timeout after which a silent replica counts as stuck."""
 _SECONDS_TO_END: Final = 5
-"""Seconds that the engine has to end before the process does anyway."""
+"""Seconds for the engine to close before the process exits anyway."""
 _log: Final = logging.getLogger(__name__)
 
 
@@ -37,28 +37,23 @@ class _Watched(Protocol):
 
 
 class Replica:
-    """Answers the calls that come over a connection.
+    """Answers calls over a connection.
 
-    Its event loop sends the signs of life. They stop if the loop, which has a part in every answer, is stuck.
+    Heartbeats come from the event loop, which takes part in every answer, so they stop if it is stuck.
     """
 
     def __init__(self, connection: Connection, start: Start) -> None:
-        """A replica that has not been started.
-
-        Args:
-            connection: whose first message was `start`.
-            start: what it says.
-        """
+        """A replica that is not started; `start` was the connection's first message."""
         self._connection, self._start = connection, start
         self._outbox = Outbox(connection)
         self._engine: Engine | None = None
         self._answering: dict[int, asyncio.Task[None]] = {}
 
     async def serve(self, start: Callable[[ReplicaOptions], tuple[Engine, ReplicaFacts]] = started_engine) -> None:
-        """Starts the engine with a function, and answers until the front tells it to end or is gone. Then the process
-        ends.
+        """Starts the engine with `start`, and answers calls until the front sends `End` or is gone, which ends the
+        process.
 
-        It returns if the engine cannot be started, or has failed.
+        Returns if the engine cannot start, or fails.
         """
         loop = asyncio.get_running_loop()
         threading.Thread(target=self._read, args=(loop,), name="detjax-inbox", daemon=True).start()
@@ -80,21 +75,21 @@ class Replica:
             self._outbox.close(_SECONDS_TO_END)
 
     async def beat(self) -> None:
-        """Sends signs of life, until the engine is stuck."""
+        """Sends heartbeats until the engine is stuck."""
         limit = self._start.silence
         while True:
             engine: _Watched | None = self._engine
             if engine is not None and (seconds := engine.busy_seconds) > limit:
-                _log.critical("the engine is stuck: it has been at one step for %.0f s; its threads follow", seconds)
-                with contextlib.suppress(OSError, ValueError):  # stderr may be none that has a descriptor
+                _log.critical("the engine is stuck: one step has taken %.0f s so far; its threads follow", seconds)
+                with contextlib.suppress(OSError, ValueError):  # stderr may have no descriptor
                     faulthandler.dump_traceback()
-                self._outbox.put(Failed(f"its engine has been at one step for {seconds:.0f} s"))
+                self._outbox.put(Failed(f"one step of its engine has taken {seconds:.0f} s so far"))
                 return
             self._outbox.put(Alive())
             await asyncio.sleep(min(1, limit / _BEATS))
 
     def _read(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Passes calls on to the event loop until the front wants no more or is gone. Then it ends the process."""
+        """Forwards calls to the event loop until the front sends `End` or is gone, then ends the process."""
         with contextlib.suppress(EOFError, OSError):
             while End() not in (messages := self._connection.recv()):
                 loop.call_soon_threadsafe(self._take, messages)
@@ -120,41 +115,36 @@ class Replica:
             self._outbox.put(Answer(call.number, None))
         except Exception as error:
             _log.error("a replica could not answer a call", exc_info=error)
-            defect = RuntimeError("a replica has a defect; its log holds the details")
-            self._outbox.put(Answer(call.number, defect))
+            self._outbox.put(Answer(call.number, RuntimeError("a bug in a replica; its log has the details")))
         finally:
             del self._answering[call.number]
 
 
 def _started_here(options: ReplicaOptions) -> tuple[Engine, ReplicaFacts]:
-    """Returns what `started_engine` returns, on a device that several processes may be given a share of.
-
-    Raises:
-        ValueError: the device is a TPU.
-    """
+    """Calls `started_engine`; raises a ValueError on a TPU, which processes cannot share."""
     if jax.default_backend() == "tpu":
         raise ValueError(
-            "the device is a TPU, whose chips belong to one process; accepted with --data-parallel: NVIDIA GPUs, CPUs"
+            "the device is a TPU, which processes cannot share; accepted with --data-parallel: NVIDIA GPUs, CPUs"
         )
     return started_engine(options)
 
 
 def main(descriptor: int) -> None:
     """Serves over a connection, and ends the process."""
-    # The front says when it is time. A supervisor's signal reaches all processes, and requests in flight have a grace
-    # period in which they need their replicas.
+    # A supervisor's signal reaches all processes, but requests in flight need their replicas during the grace period.
+    # The front sends `End` after it.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     connection: Any = Connection(descriptor)
     start: Start = connection.recv()[0]
     with logging_to_stderr(start.log):
         asyncio.run(Replica(connection, start).serve(_started_here))
-    # The engine's threads may be stuck.
+    # Not sys.exit: the engine's threads may be stuck.
     os._exit(1)
 
 
 if __name__ == "__main__":
-    # The logger has the module's own name.
+    # Imported for its logger's name, which would be __main__ here.
     from detjax.server.replicas import process as replica_process
 
     replica_process.main(int(sys.argv[1]))

@@ -1,7 +1,7 @@
-"""Replicas in processes of this machine, each with devices of its own: `detjax serve --data-parallel N`.
+"""Replicas in processes of this machine, each with its own devices: `detjax serve --data-parallel N`.
 
-A thread watches over each process. A process that ends, or gives no sign of life for too long, is lost: its requests go
-on at another one, see `replicas`, and a new process takes its place.
+A thread watches each process. A process that ends, or sends no heartbeat for too long, is lost: its requests continue
+on another replica, see `replicated_engine`, and a new process replaces it.
 """
 
 import asyncio
@@ -34,15 +34,15 @@ from detjax.server.replicas.messages import Answer, Call, End, Failed, Outbox, R
 from detjax.server.replicated_engine import Batch, ReplicaLost, ReplicatedEngine
 
 SILENCE: Final = 30.0
-"""Seconds without a sign of life, or of the engine's thread in one step, after which a replica is taken to be stuck."""
+"""Seconds without a heartbeat, or for one step of the engine, after which a replica counts as stuck."""
 _SILENCE_AT_START: Final = 300.0
-"""Seconds without a sign of life of a replica that is not ready: reading a checkpoint may hold Python's interpreter."""
+"""The same for a replica that is not ready: reading a checkpoint may hold Python's interpreter lock."""
 _SECONDS_TO_END: Final = 10
-"""Seconds that a process has to end when it is told to, or is killed."""
+"""Seconds for a process to end after `End` or a kill."""
 _LONGEST_PAUSE: Final = 60
-"""Seconds from one attempt to start a process to the next at most."""
+"""Maximum number of seconds between two attempts to start a process."""
 _POLL: Final = 0.05
-"""Seconds after which a call that waits for a replica looks for one again."""
+"""Seconds between two checks for a ready replica."""
 _log: Final = logging.getLogger(__name__)
 
 
@@ -58,20 +58,18 @@ class ProcessReplicas:
         silence: float = SILENCE,
         excess: int = EXCESS,
     ) -> None:
-        """Starts the processes, and returns when all of them take requests. The caller closes it.
+        """Starts the processes, and waits until all of them take requests. The caller must close the object.
 
         Args:
-            options: what each replica computes with.
+            options: the options of each replica.
             count: the number of replicas.
-            log: what they log on stderr.
-            silence: seconds after which a replica that says nothing, or whose engine is at one step, is taken to be
-                stuck.
-            excess: samples by which the load of a replica may exceed the least one and yet be preferred for a prompt
-                whose first pages it knows.
+            log: settings of their log on stderr.
+            silence: seconds without a heartbeat, or for one step of the engine, after which a replica counts as stuck.
+            excess: see `EXCESS`.
 
         Raises:
-            ValueError: there are fewer devices, or an argument is out of range.
-            ChildProcessError: a replica cannot start. The message says why.
+            ValueError: the machine has too few devices, or an argument is out of range.
+            ChildProcessError: a replica cannot start. The message has the reason.
         """
         if not (math.isfinite(silence) and silence > 0):
             raise ValueError(f"ProcessReplicas: silence is {silence} (--replica-seconds); accepted: more than 0")
@@ -102,35 +100,35 @@ class ProcessReplicas:
 
     @property
     def processes(self) -> list[int | None]:
-        """The id of each replica's process; None while the process is being started again."""
+        """The id of each replica's process; None while it is restarting."""
         return [replica.process_id for replica in self._replicas]
 
     @property
     def failure(self) -> BaseException | None:
-        """An error that says why no replica can start again; None while there is one, or one may come."""
+        """The reason why no replica can start again; None while one is available or may become so."""
         if all(replica.start_failure is not None for replica in self._replicas):
             return ChildProcessError(self._first_failure())
         return None
 
     def close(self) -> None:
-        """Ends all processes. Calls that are not answered lose their replica."""
+        """Ends all processes. Pending calls lose their replica."""
         for replica in self._replicas:
             replica.tell_to_end()
         for replica in self._replicas:
             replica.close()
 
     async def stream(self, requests: Sequence[Request], *, is_whole: bool) -> AsyncGenerator[Batch]:
-        """Yields what one of the replicas answers; see `Replicas.stream`.
+        """Sends requests to one of the replicas, and yields its answer; see `Replicas.stream`.
 
         Raises:
-            ReplicaLost: the replica is gone. Another call gets another one.
-            EngineClosed: no replica can be started any more.
+            ReplicaLost: the replica is lost. A new call goes to another one.
+            EngineClosed: no replica can start again.
         """
         pages = first_pages(requests[0], self.facts.outline.config) if requests else []
         samples = sum(request.sampling.n for request in requests)
         while not (ready := [number for number, replica in enumerate(self._replicas) if replica.is_ready]):
             if self.failure is not None:
-                raise EngineClosed("no replica of the engine can be started; the server's log says why")
+                raise EngineClosed("no replica of the engine can start; the server's log has the reason")
             await asyncio.sleep(_POLL)
         chosen = self._choice.choose(ready, pages)
         self._choice.in_flight[chosen] += samples
@@ -145,12 +143,12 @@ class ProcessReplicas:
             self._choice.in_flight[chosen] -= samples
 
     def _accept(self, number: int, facts: ReplicaFacts) -> str | None:
-        """Returns why a replica that has started is not used; None: it is."""
+        """Returns the reason to reject a replica that has started, or None."""
         with self._changed:
             self._facts = known = self._facts or facts
         if facts.fingerprint == known.fingerprint:
             return None
-        return f"its fingerprint is {facts.fingerprint}, and that of the others is {known.fingerprint}"
+        return f"its fingerprint is {facts.fingerprint}, but the other replicas have {known.fingerprint}"
 
     def _first_failure(self) -> str | None:
         failures = ((replica.number, replica.start_failure) for replica in self._replicas)
@@ -158,7 +156,7 @@ class ProcessReplicas:
 
 
 def app_of_replicas(replicas: ProcessReplicas, settings: Settings) -> Starlette:
-    """Returns the server that `create_app` returns, whose requests replicas answer. The caller closes both."""
+    """Returns the server of `create_app` with replicas instead of an engine. The caller closes both."""
     facts = replicas.facts
     tokenizer = facts.tokenizer()
     engine = ReplicatedEngine(replicas, facts.outline, tokenizer, facts.config)
@@ -169,11 +167,11 @@ type _Batches = asyncio.Queue[Batch | ReplicaLost | None]
 
 
 class _Replica:
-    """A replica's process, which is started again whenever it is lost, and the calls that it has not answered.
+    """A replica's process, which is restarted whenever it is lost, and its pending calls.
 
     Attributes:
         number: the number of the replica.
-        start_failure: why the last attempt to start the process has failed; None: none has since it was ready.
+        start_failure: the reason why the last attempt to start the process failed; None if it succeeded.
     """
 
     def __init__(
@@ -184,20 +182,20 @@ class _Replica:
         accept: Callable[[ReplicaFacts], str | None],
         changed: threading.Condition,
     ) -> None:
-        """Starts the process, and returns at once.
+        """Starts the process in the background.
 
         Args:
             number: the number of the replica.
             start: the process's first message.
-            share: the environment variables that give it its devices.
-            accept: is called when the process is ready, and returns why it is not used.
-            changed: is notified when the process has become ready, or has failed to.
+            share: environment variables that assign the process its devices.
+            accept: called when the process is ready; returns a reason to reject it.
+            changed: notified when the process becomes ready or fails to.
         """
         self.number = number
         self.start_failure: str | None = None
         self._start, self._share, self._accept, self._changed = start, share, accept, changed
         self._lock = threading.Lock()
-        """Guards the fields below, which the thread and the callers share."""
+        """Guards the fields below, which the thread shares with callers."""
         self._process: subprocess.Popen[bytes] | None = None
         self._outbox: Outbox | None = None
         self._is_ready = False
@@ -208,20 +206,20 @@ class _Replica:
 
     @property
     def is_ready(self) -> bool:
-        """True if it takes calls."""
+        """True if the replica takes calls."""
         return self._is_ready
 
     @property
     def process_id(self) -> int | None:
-        """The id of its process, if there is one."""
+        """The id of the process, if any."""
         process = self._process
         return None if process is None else process.pid
 
     @contextlib.contextmanager
     def called(self, call: Call) -> Iterator[_Batches]:
-        """A context with what comes of a call: batches, and behind the last one None, or the loss of the process.
+        """Sends a call, and yields a queue of its batches, which ends with None or `ReplicaLost`.
 
-        When it is left, the process is told that nobody waits any more, unless it has answered.
+        At the end of the context, a call without a complete answer is cancelled.
 
         Raises:
             ReplicaLost: no process takes calls.
@@ -241,14 +239,14 @@ class _Replica:
                     outbox.put(Call(call.number, None))
 
     def tell_to_end(self) -> None:
-        """Tells the process to end, and starts no other one."""
+        """Sends `End` to the process, and starts no new one."""
         self._ending.set()
         with self._lock:
             if self._outbox is not None:
                 self._outbox.put(End())
 
     def close(self) -> None:
-        """Waits for the end of a process that was told to end. One that does not is killed."""
+        """Waits for the process to end after `End`, and kills it after a timeout."""
         self._thread.join(_SECONDS_TO_END)
         if self._thread.is_alive() and (process := self._process) is not None:
             _kill(process)
@@ -257,21 +255,21 @@ class _Replica:
     # --- the thread ---------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Starts the process, and starts it again whenever it is lost, until the end."""
+        """Starts the process, and restarts it whenever it is lost."""
         has_served, failures = False, 0
         while not self._ending.is_set():
             try:
                 reason = self._live()
             except Exception as error:
                 reason = f"{type(error).__name__}: {error}"
-                _log.error("what replica %d says cannot be understood", self.number, exc_info=error)
+                _log.error("a message of replica %d is invalid", self.number, exc_info=error)
             was_ready = self._lose()
             if self._ending.is_set():
                 return
             has_served |= was_ready
             if was_ready:
                 failures = 0
-                _log.warning("replica %d is lost: %s; it is started again", self.number, reason)
+                _log.warning("replica %d is lost: %s; restarting it", self.number, reason)
             else:
                 failures += 1
                 with self._changed:
@@ -283,13 +281,13 @@ class _Replica:
             self._ending.wait(pause)
 
     def _live(self) -> str:
-        """Starts a process, and returns at its end why it has ended."""
+        """Runs a process, and returns the reason of its end."""
         connection, other = Pipe()
         package = str(Path(__file__).parents[3])
         paths = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
         with connection:
             with other:
-                # A group of its own keeps the terminal's Ctrl-C away, and holds the processes that compile for it.
+                # Its own process group shields it from the terminal's Ctrl-C, and contains its compiler processes.
                 process = subprocess.Popen(
                     [sys.executable, "-m", "detjax.server.replicas.process", str(other.fileno())],
                     stdin=subprocess.DEVNULL,
@@ -310,12 +308,12 @@ class _Replica:
                 outbox.close(_SECONDS_TO_END)
 
     def _listen(self, connection: Connection) -> str | None:
-        """Passes answers on until the process is lost, and returns why; None: the connection has ended."""
+        """Forwards answers until the process is lost, and returns the reason, or None if the connection has closed."""
         while True:
             limit = self._start.silence if self._is_ready else max(self._start.silence, _SILENCE_AT_START)
             try:
                 if not connection.poll(limit):
-                    return f"it has said nothing for {limit:g} s"
+                    return f"it has sent nothing for {limit:g} s"
                 messages: list[object] = connection.recv()
             except (EOFError, OSError):
                 return None
@@ -344,7 +342,7 @@ class _Replica:
             _call_in(loop, _put_all, parts)
 
     def _lose(self) -> bool:
-        """Tells all who wait for the process that it is lost. Returns whether it was ready."""
+        """Reports the loss to all pending calls, and returns whether the process was ready."""
         with self._lock:
             was_ready, self._is_ready = self._is_ready, False
             self._process = self._outbox = None
@@ -360,12 +358,12 @@ def _put_all(parts: Sequence[tuple[_Batches, Batch | None]]) -> None:
 
 
 def _call_in(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *args: Any) -> None:
-    with contextlib.suppress(RuntimeError):  # the loop was closed, so nobody waits any more
+    with contextlib.suppress(RuntimeError):  # the loop is closed
         loop.call_soon_threadsafe(function, *args)
 
 
 def _kill(process: "subprocess.Popen[bytes]") -> None:
-    """Ends a process and those that it has started, and waits for its end, which takes a moment on a GPU."""
+    """Kills a process and its children, and waits for it to end, which takes a moment on a GPU."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     with contextlib.suppress(subprocess.TimeoutExpired):
@@ -373,7 +371,7 @@ def _kill(process: "subprocess.Popen[bytes]") -> None:
 
 
 def _ending_of(process: "subprocess.Popen[bytes]") -> str:
-    """A description of how a process has ended whose connection has."""
+    """Describes the end of a process whose connection has closed."""
     try:
         code = process.wait(_SECONDS_TO_END)
     except subprocess.TimeoutExpired:
@@ -387,26 +385,24 @@ def _ending_of(process: "subprocess.Popen[bytes]") -> str:
 
 
 def device_shares(count: int, devices: int) -> list[dict[str, str]]:
-    """Returns the environment variables that give each replica its devices, without starting JAX on one.
+    """Returns environment variables that assign each replica its devices, without starting JAX on one.
 
     Args:
         count: the number of replicas.
-        devices: how many devices each replica needs.
+        devices: devices per replica.
 
     Raises:
-        ValueError: there are fewer GPUs, or no replica is asked for.
+        ValueError: a number is not positive, or the machine has too few GPUs.
     """
     if count < 1 or devices < 1:
-        raise ValueError(
-            f"--data-parallel is {count}, with {devices} devices for each replica; accepted: positive numbers"
-        )
+        raise ValueError(f"--data-parallel is {count}, with {devices} devices per replica; accepted: positive numbers")
     gpus = visible_gpus()
     if gpus is None:
         return [{} for _ in range(count)]
     if count * devices > len(gpus):
         raise ValueError(
             f"--data-parallel is {count}, and each replica takes {devices} GPUs (--tensor-parallel times "
-            f"--expert-parallel); accepted: up to {len(gpus)} GPUs in all, which are those that CUDA shows "
+            f"--expert-parallel); accepted: up to {len(gpus)} GPUs in total, all that CUDA can see "
             f"(CUDA_VISIBLE_DEVICES is {os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')})"
         )
     shares = [gpus[first : first + devices] for first in range(0, count * devices, devices)]
@@ -414,7 +410,7 @@ def device_shares(count: int, devices: int) -> list[dict[str, str]]:
 
 
 def visible_gpus() -> list[str] | None:
-    """Returns the GPUs that JAX would use, as CUDA_VISIBLE_DEVICES names them; None where it uses no NVIDIA GPU."""
+    """Returns the GPUs that JAX would use, by their names in CUDA_VISIBLE_DEVICES; None if it uses no NVIDIA GPU."""
     platforms = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
     if platforms and not {"cuda", "gpu"} & {*platforms.split(",")}:
         return None
@@ -426,7 +422,7 @@ def visible_gpus() -> list[str] | None:
 
 
 def _has_cuda_plugin() -> bool:
-    """Returns whether the package is installed with which JAX uses NVIDIA GPUs."""
+    """Returns whether JAX's plugin for NVIDIA GPUs is installed."""
     try:
         import jax_plugins  # pyright: ignore[reportMissingImports]
     except ModuleNotFoundError:
@@ -435,7 +431,7 @@ def _has_cuda_plugin() -> bool:
 
 
 def _count_gpus() -> int | None:
-    """Returns how many GPUs CUDA shows to this process, without creating a context; None without a driver."""
+    """Returns the number of GPUs that this process can use, without creating a context; None without a driver."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -448,10 +444,7 @@ def _count_gpus() -> int | None:
 
 @contextlib.contextmanager
 def no_accelerator() -> Iterator[None]:
-    """A context in which JAX, unless it has started already, uses this process's CPU alone: a front computes nothing.
-
-    The memory of its GPUs is the replicas'.
-    """
+    """Restricts JAX to the CPU, if it has not started yet: a front computes nothing and leaves GPUs to its replicas."""
     before = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
     jax.config.update("jax_platforms", "cpu")
     try:

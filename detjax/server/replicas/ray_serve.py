@@ -1,10 +1,10 @@
-"""A server on Ray Serve: replicas of an engine, on any number of machines, behind one endpoint of OpenAI's API.
+"""A server on Ray Serve: one endpoint of OpenAI's API for replicas of an engine on any number of machines.
 
-Two deployments make the application. Replicas of `EngineReplica` have the model. The front is the server of
-`detjax serve` without a model: it reads requests, sends each to one of the replicas, and makes the responses. A request
-whose replica dies goes on at another one; see `replicas`.
+The application has two deployments. Replicas of `EngineReplica` have the model. The front is the server of
+`detjax serve` without a model: it reads requests, sends each to a replica, and makes the responses. If a replica dies,
+its requests continue on another one; see `replicated_engine`.
 
-It needs the extra `ray`. From a shell:
+Requires the extra `ray`. From a shell:
 
     serve run detjax.server.replicas.ray_serve:application model=MODEL_DIR replicas=3
 """
@@ -25,31 +25,31 @@ from detjax.server.replicas.engine import ReplicaFacts, ReplicaOptions, started_
 from detjax.server.replicated_engine import Batch, ReplicaLost, ReplicatedEngine, batches
 
 _HEALTH_SECONDS = 2.0
-"""Seconds between two questions of Ray whether a replica lives. A dead one is replaced after as many at most."""
+"""Seconds between two health checks, hence the longest time until a dead replica is replaced."""
 _LOST = (
     exceptions.RayActorError,
     exceptions.NodeDiedError,
     exceptions.ObjectLostError,
     exceptions.WorkerCrashedError,
 )
-"""What a call raises whose replica, or whose machine, is gone."""
+"""Errors of calls whose replica or machine is lost."""
 _OTHER_REQUESTS = 64
-"""Requests to the front at once that generate nothing, such as those for its health and its metrics."""
+"""Concurrent requests to the front that generate nothing, such as health checks and metrics."""
 
 
 class Arguments(BaseModel):
-    """What `application` is given.
+    """The arguments of `application`.
 
     Attributes:
-        model: the checkpoint's directory. Every machine that may have a replica has it under the same path.
-        replicas: engines, each in a process of its own.
-        name: what clients call the model. Default: the directory's name.
+        model: the checkpoint's directory, under the same path on every machine that may run a replica.
+        replicas: number of replicas, each an engine in its own process.
+        name: the model's name for clients. Default: the directory's name.
         dtype: the dtype of the weights; see `detjax.models.load`.
-        tensor_parallel: devices that share the model in each replica; see `detjax.models.mesh_of`.
+        tensor_parallel: devices of each replica that the model is sharded over; see `detjax.models.mesh_of`.
         engine: fields of `EngineConfig`.
-        settings: further fields of `detjax.server.Settings`.
-        cache: a directory of compiled programs, with which replicas start sooner; see `Engine.warm_up`.
-        actor: what Ray gives each replica, such as `{"num_gpus": 1}`; `ray_actor_options` of its deployments.
+        settings: additional fields of `detjax.server.Settings`.
+        cache: directory of compiled programs, which makes replicas start faster; see `Engine.warm_up`.
+        actor: `ray_actor_options` of the replicas, such as `{"num_gpus": 1}`.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -65,11 +65,11 @@ class Arguments(BaseModel):
     actor: dict[str, Any] = Field(default_factory=dict)
 
     def options(self) -> ReplicaOptions:
-        """Returns what each replica computes with.
+        """Returns the options of each replica.
 
         Raises:
             ValueError: a field of the engine is out of range.
-            TypeError: there is no such field.
+            TypeError: a field does not exist.
         """
         config = EngineConfig(**self.engine)
         return ReplicaOptions(
@@ -77,34 +77,34 @@ class Arguments(BaseModel):
         )
 
     def server_settings(self) -> Settings:
-        """Returns how the front treats its clients.
+        """Returns the front's settings.
 
         Raises:
             ValueError: a field is out of range.
-            TypeError: there is no such field.
+            TypeError: a field does not exist.
         """
         return Settings(self.name or self.model.resolve().name, **self.settings)
 
 
 class EngineReplica:
-    """An engine in a process of its own."""
+    """An engine in its own process."""
 
     def __init__(self, arguments: Arguments) -> None:
-        """Loads the model and warms the engine up.
+        """Loads the model and warms up the engine.
 
         Raises:
-            ValueError: the checkpoint has no tokenizer, or the device cannot serve it.
+            ValueError: the checkpoint has no tokenizer, or the device is not supported.
         """
         self._engine, self._facts = started_engine(arguments.options())
 
     def facts(self) -> ReplicaFacts:
-        """Returns what the front has to know."""
+        """Returns the facts for the front."""
         return self._facts
 
     async def answer(
         self, fingerprint: str, requests: Sequence[Request], is_whole: bool
     ) -> AsyncGenerator[Batch | None]:
-        """Yields what `batches` yields; None alone where the replica has another fingerprint than the front expects."""
+        """Yields the batches of an answer, or only None if the front expects another fingerprint."""
         if fingerprint != self._facts.fingerprint:
             yield None
             return
@@ -113,48 +113,39 @@ class EngineReplica:
                 yield batch
 
     def check_health(self) -> None:
-        """Ray asks this every two seconds, and replaces the replica where it raises.
-
-        Raises:
-            RuntimeError: the engine has ended.
-        """
+        """Raises a RuntimeError if the engine has failed, so that Ray replaces the replica."""
         if not self._engine.is_open:
-            raise RuntimeError("the engine has failed; the replica's log says why")
+            raise RuntimeError("the engine has failed; the replica's log has the reason")
 
 
 class _RayReplicas:
-    """The replicas behind a handle of Ray Serve, which sends each call to one that lives and has little to do."""
+    """The replicas of a Ray Serve handle, which sends each call to a live replica with little load."""
 
     def __init__(self, handle: Any, fingerprint: str) -> None:
         self._handle, self._fingerprint = handle.options(method_name="answer", stream=True), fingerprint
 
     @property
     def failure(self) -> None:
-        """Nothing: Ray starts replicas again for as long as the application is there."""
+        """Always None: Ray restarts replicas as long as the application exists."""
 
     async def stream(self, requests: Sequence[Request], *, is_whole: bool) -> AsyncGenerator[Batch]:
         response = self._handle.remote(self._fingerprint, requests, is_whole)
         try:
             async for batch in response:
                 if batch is None:
-                    raise ReplicaLost(f"it has another fingerprint than {self._fingerprint}")
+                    raise ReplicaLost(f"its fingerprint is not {self._fingerprint}")
                 yield batch
         except _LOST as error:
-            raise ReplicaLost("its process has ended or cannot be reached") from error
+            raise ReplicaLost("its process has ended or is unreachable") from error
         finally:
             response.cancel()
 
 
 class Front:
-    """The server without a model. Ray Serve's proxies send it the requests of clients."""
+    """The server without a model, which gets the clients' requests from Ray Serve's proxies."""
 
     async def __init__(self, engine: Any, arguments: Arguments) -> None:
-        """Waits for a replica, and makes the server for what it says.
-
-        Args:
-            engine: the handle of the replicas.
-            arguments: those of the application.
-        """
+        """Waits for a replica, and creates the server; `engine` is the handle of the replicas."""
         facts: ReplicaFacts = await engine.facts.remote()
         tokenizer = facts.tokenizer()
         replicas = _RayReplicas(engine, facts.fingerprint)
@@ -163,19 +154,19 @@ class Front:
         self._served.state.texts.start()
 
     def __serve_build_asgi_app__(self) -> Starlette:
-        """Ray Serve calls this when the constructor has ended."""
+        """Called by Ray Serve after the constructor."""
         return self._served
 
 
 def application(arguments: Arguments) -> Any:
-    """Returns an application that `ray.serve.run` takes, or `serve run` on the command line.
+    """Returns an application for `ray.serve.run`, or for `serve run` on the command line.
 
     Example:
         >>> serve.run(application(Arguments(model="MODEL_DIR", replicas=3)))  # doctest: +SKIP
 
     Raises:
         ValueError: an argument is out of range.
-        TypeError: an engine or a server has no such setting.
+        TypeError: a setting of the engine or the server does not exist.
     """
     arguments.options()
     in_flight = arguments.server_settings().max_in_flight
@@ -191,7 +182,7 @@ def application(arguments: Arguments) -> Any:
         name="Front",
         max_ongoing_requests=in_flight + _OTHER_REQUESTS,
         health_check_period_s=_HEALTH_SECONDS,
-        # It computes nothing, so it must not take a GPU's memory.
+        # The front computes nothing and must not take a GPU's memory.
         ray_actor_options={
             "num_cpus": arguments.actor.get("num_cpus", 1),
             "runtime_env": {"env_vars": {"JAX_PLATFORMS": "cpu"}},
