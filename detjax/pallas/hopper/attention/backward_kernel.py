@@ -74,7 +74,7 @@ def quotient(x: Array, divisor: int, *, up: bool = False) -> Array:
 
 
 class Tile(NamedTuple):
-    """Operands of a tile's scores, in the scores' orientation: functions, called where they are used, to save registers.
+    """Operands of a tile's scores, in the scores' orientation: functions, called where needed, to save registers.
 
     Attributes:
         normalizers: returns the query's normalizer at every element.

@@ -1,9 +1,9 @@
-"""Inline Mosaic GPU code: what kernels need and Pallas cannot express, each primitive beside its plain-JAX twin.
+"""Inline Mosaic GPU code for what Pallas cannot express, each primitive next to its plain-JAX twin.
 
 A *primitive* is a function that emits MLIR for the registers of one thread. Pallas' interpreter, which runs kernels on
 a CPU, cannot run MLIR. So every primitive has a *twin*: a function of the same signature in plain JAX that computes the
-same numbers in the same order. The decorator `primitive` connects the two, and a kernel that is traced within `twins()`
-consists of the twins.
+same numbers in the same order. The decorator `primitive` connects the two, and kernels that are traced within `twins()`
+use the twins.
 
     def _plain_double(x: Array) -> Array:
         return x + x
@@ -46,9 +46,9 @@ def primitive[**P, R](
 
     Args:
         twin: the primitive in plain JAX. Its signature is the primitive's.
-        args: for each operand the layout of its registers, or `plgpu.RefType` of a reference. A function of the
-            primitive's arguments where they depend on these. Operands that are None are left out.
-        out: the result's `plgpu.ShapeDtypeStruct`, a tuple of these, or None; or such a function.
+        args: for each operand the layout of its registers, or `plgpu.RefType` of a reference; or a function of the
+            primitive's arguments that returns these. Operands that are None are left out.
+        out: the result's `plgpu.ShapeDtypeStruct`, a tuple of these, or None; or a function that returns one of these.
     """
 
     def decorate(emit: Callable[..., Any]) -> Callable[P, R]:
@@ -70,7 +70,7 @@ def primitive[**P, R](
 
 
 def with_twin[**P, R](twin: Callable[P, R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Gives a twin to a function that is built of primitives which the interpreter cannot model one by one."""
+    """Gives a twin to a function whose primitives the interpreter cannot model one by one."""
 
     def decorate(fn: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(fn)
@@ -83,9 +83,9 @@ def with_twin[**P, R](twin: Callable[P, R]) -> Callable[[Callable[P, R]], Callab
 
 
 def no_twin(name: str) -> Callable[..., Any]:
-    """The twin of a primitive whose threads hold different numbers, of which the interpreter has no model.
+    """Returns the twin of a primitive that the interpreter cannot model, because its threads hold different numbers.
 
-    A function that uses such primitives has a twin of its own, see `with_twin`.
+    Functions that use such primitives have twins themselves, see `with_twin`.
     """
 
     def missing(*_: Any, **__: Any) -> Any:
@@ -95,5 +95,5 @@ def no_twin(name: str) -> Callable[..., Any]:
 
 
 def like(layout: Any, dtype: Any = jnp.float32) -> Callable[..., Any]:
-    """A result of the first operand's shape in the layout given; for the argument `out` of `primitive`."""
+    """Declares a result of the first operand's shape in a layout, for the argument `out` of `primitive`."""
     return lambda x, *_, **__: plgpu.ShapeDtypeStruct(x.shape, dtype, layout=layout)

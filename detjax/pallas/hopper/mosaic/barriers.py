@@ -1,4 +1,4 @@
-"""Barriers between warps, and the prefetch of memory to the L2 cache."""
+"""Barriers between warps, and prefetches to the L2 cache."""
 
 import math
 from typing import Any
@@ -20,7 +20,7 @@ _CACHE_LINE = 128
 
 
 def _named_barrier_of_the_interpreter(operation: str, barrier: Array | int, num_threads: int) -> None:
-    """Pallas' interpreter recognizes a named barrier by the name and the closure of the function that emits it."""
+    """Emits a barrier that Pallas' interpreter recognizes by the emitting function's name and closure."""
     emit = lambda *_: (operation, num_threads)  # noqa: E731 - tests wrap each `def` in a type check, which hides this
     emit.__qualname__ = "bar_op"
     inline: Any = plgpu.inline_mgpu(arg_types=(NUMBER,))
@@ -41,7 +41,7 @@ def _named_barrier(operation: str, barrier: Array | int, num_threads: int) -> No
 
 
 def arrive(barrier: Array | int, num_threads: int) -> None:
-    """Arrives at one of the hardware's 16 barriers, which `num_threads` threads use, and goes on."""
+    """Arrives at one of the hardware's 16 barriers, which `num_threads` threads use, without waiting."""
     _named_barrier("arrive", barrier, num_threads)
 
 
@@ -51,28 +51,28 @@ def sync(barrier: Array | int, num_threads: int) -> None:
 
 
 def _plain_meet() -> None:
-    """The interpreter's threads are whole warpgroups."""
+    """Does nothing: the interpreter's threads are whole warpgroups."""
 
 
 @primitive(twin=_plain_meet)
 def meet() -> None:
-    """All threads of the warpgroup wait for one another. Unlike `commit_smem` this waits for no load."""
+    """Makes all threads of the warpgroup wait for one another; unlike `commit_smem` it waits for no load."""
     mgpu.warpgroup_barrier()
 
 
 def _plain_prefetch(ref: Any, part: Array, *, parts: int, threads: int) -> None:
-    """The interpreter has no cache."""
+    """Does nothing: the interpreter has no cache."""
 
 
 @primitive(twin=_plain_prefetch, args=(plgpu.RefType(), NUMBER))
 def prefetch(ref: Any, part: Any, *, parts: int, threads: int) -> None:
-    """Asks for one of `parts` parts of an array in memory to be brought to the L2 cache.
+    """Prefetches part number `part` of an array in memory to the L2 cache.
 
     Args:
         ref: the array, of 4-byte elements.
         part: the number of the part.
-        parts: into how many parts the array is split.
-        threads: the number of threads that ask.
+        parts: number of parts of the array.
+        threads: number of threads that call this.
     """
     pointer = mgpu.memref_ptr(ref)
     i32, i8 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(8)

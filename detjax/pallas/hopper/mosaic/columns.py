@@ -1,4 +1,4 @@
-"""Primitives on tiles whose keys are on the rows and whose queries are on the columns, for calls with few queries."""
+"""Primitives on tiles with keys on the rows and queries on the columns, for calls with few queries."""
 
 import functools
 from collections.abc import Iterator
@@ -31,13 +31,14 @@ from detjax.pallas.hopper.mosaic.tiles import block_sums, sum_in_order
 
 _WARPS = WARPGROUP // WARP
 _LANE_DISTANCES = 4, 8, 16
-"""Distances of the lanes of a warp that hold parts of the same column."""
+"""Distances between the lanes of a warp that hold parts of the same column."""
 
 # --- maxima and sums --------------------------------------------------------------------------------------------------
 
 
 def exchanges(columns: int) -> dict[str, Any]:
-    """Shared memory by which the warps of a tile exchange maxima and sums."""
+    """Returns the shared memory by which the warps of a tile exchange maxima and sums."""
+    # A warp stores 256 consecutive bytes of sums at a time, which is free of bank conflicts.
     return {
         "maxima": plgpu.SMEM((_WARPS, columns), ACCUMULATOR),
         "sums": plgpu.SMEM((_WARPS, columns // UNIT, KEY_LANES, UNIT), ACCUMULATOR),
@@ -54,7 +55,7 @@ def _plain_column_maxima(s: Array, exchange: Any) -> Array:
     out=lambda s, _: plgpu.ShapeDtypeStruct(s.shape[1:], ACCUMULATOR, layout=PER_COLUMN),
 )
 def column_maxima(s: Any, exchange: Any) -> Any:
-    """Maxima of the columns of `[KV_BLOCK, n]`, by way of shared memory `[4, n]`; all threads meet in it."""
+    """Returns the maxima of the columns of `[KV_BLOCK, n]`, through shared memory `[4, n]`; all threads meet in it."""
     row, lane = first_row_and_lane()
     warp, is_first = _warp_and_is_first(row)
     parts = _parts(s)
@@ -83,9 +84,9 @@ def _plain_store_partial_sums(p: Array, exchange: Any) -> None:
 
 @primitive(twin=_plain_store_partial_sums, args=(MATRIX, plgpu.RefType()))
 def store_partial_sums(p: Any, exchange: Any) -> None:
-    """Stores to shared memory what `column_sums` adds, once all threads have met.
+    """Stores to shared memory the sums that `column_sums` adds once all threads have met.
 
-    A warp has the keys of one of the contract's groups, a thread the keys of two of its lanes.
+    A warp has the keys of one of the contract's groups; a thread has those of one lane, for two of 8 columns.
     """
     row, lane = first_row_and_lane()
     warp, _ = _warp_and_is_first(row)
@@ -107,7 +108,7 @@ def _plain_column_sums(exchange: Any) -> Array:
     out=lambda exchange: plgpu.ShapeDtypeStruct((exchange.shape[1] * UNIT,), ACCUMULATOR, layout=PER_COLUMN),
 )
 def column_sums(exchange: Any) -> Any:
-    """Sums of the columns that `store_partial_sums` was given, in the contract's order."""
+    """Returns the sums of the columns that `store_partial_sums` was given, in the contract's order."""
     columns = exchange.type.shape[1] * UNIT
     row, lane = first_row_and_lane()
     key_lane = as_index(arith.remui(row, mgpu.c(KEY_LANES, row.type)))
@@ -139,7 +140,7 @@ def _plain_mask_rows(s: Array, end: Array, first: Array | None = None) -> Array:
     out=like(MATRIX),
 )
 def mask_rows(s: Any, *bounds: Any) -> Any:
-    """A tile with -inf in the rows from each column's `end` on and, if given, below its `first`; int32 `[n]`."""
+    """Returns a tile with -inf from each column's `end` on and, if given, before its `first`; int32 `[n]`."""
     first_row, _ = first_row_and_lane()
     limits = [
         [[arith.subi(element(bound, i), first_row) for i in range(2)] for bound in bound_of_columns.registers.flatten()]
@@ -170,7 +171,7 @@ def _plain_row_distances(first: Array) -> Array:
     out=lambda first: plgpu.ShapeDtypeStruct((KV_BLOCK, *first.shape), ACCUMULATOR, layout=MATRIX),
 )
 def row_distances(first: Any) -> Any:
-    """`first + row` as float32 `[KV_BLOCK, n]`, from int32 `[n]`."""
+    """Returns `first + row` as float32 `[KV_BLOCK, n]`, from int32 `[n]`."""
     shape = KV_BLOCK, *first.shape
     first_row, _ = first_row_and_lane()
     float32 = ir.F32Type.get()
@@ -205,7 +206,7 @@ def _plain_load_queries(source: Any, target: Any, first: Array, count: Array) ->
     args=lambda source, target, *_: (plgpu.RefType(), plgpu.RefType(swizzled(target.shape[1])), NUMBER, NUMBER),
 )
 def load_queries(source: Any, target: Any, first: Any, count: Any) -> None:
-    """Brings queries to where the matrix unit reads them, with zeros after the first `count`.
+    """Copies queries to shared memory for the matrix unit, with zeros after the first `count`.
 
     Args:
         source: memory `[T, G, K]`; the query at `[first + t, g]` becomes row `t * G + g`.
@@ -237,7 +238,7 @@ def load_queries(source: Any, target: Any, first: Any, count: Any) -> None:
     for first_chunk in range(0, rows * chunks, WARPGROUP):
         number = arith.addi(thread, constant(first_chunk))
         row, chunk = arith.divui(number, constant(chunks)), arith.remui(number, constant(chunks))
-        # The hardware's swizzle: of an address in lines of 128 bytes, the line's number moves 16-byte chunks.
+        # The hardware's swizzle: the number of a line of 128 bytes is XORed into the number of the 16-byte chunk.
         column = arith.remui(chunk, constant(tile_line // 8))
         lines = arith.divui(arith.remui(row, constant(8)), constant(64 // tile_line))
         column = arith.xori(column, lines)
@@ -269,10 +270,8 @@ def _plain_store_columns(
 def store_columns(x: Any, target: Any, first: Any, count: Any, *, keep_in_cache: bool = False) -> None:
     """Stores the first `count` columns of `[64, n]` as rows of memory `[T, G, 64]`: `t * G + g` to `[first + t, g]`.
 
-    A tile of decode has few columns that mean anything, and the threads that have them store them.
-
     Args:
-        keep_in_cache: whether the L2 cache is asked to evict this last; for float32.
+        keep_in_cache: whether to ask the L2 cache to evict the data last; for float32.
     """
     _, heads, _ = target.type.shape
     first_row, lane = first_row_and_lane()
@@ -310,7 +309,7 @@ def _plain_store_column_numbers(x: Array, target: Any) -> None:
 
 @primitive(twin=_plain_store_column_numbers, args=(PER_COLUMN, plgpu.RefType()))
 def store_column_numbers(x: Any, target: Any) -> None:
-    """Stores the first numbers of `[n]`, as many as memory `[count]` takes."""
+    """Stores the first `count` numbers of `[n]` to memory `[count]`."""
     (count,) = target.type.shape
     row, lane = first_row_and_lane()
     warp, is_first = _warp_and_is_first(row)
@@ -327,13 +326,13 @@ def store_column_numbers(x: Any, target: Any) -> None:
 
 
 def _parts(x: Any) -> Any:
-    """Registers `[rows // 64, columns // 8, 2]` of a tile: two columns of the thread's row, and of the one 8 below."""
+    """Returns registers `[rows // 64, columns // 8, 2]`: two columns of the thread's row, and of the one 8 below."""
     rows, columns = x.shape
     return x.registers.reshape(rows // 64, columns // UNIT, 2)
 
 
 def _places(registers: Any, shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], int, int]]:
-    """For each register of a tile its place, its group of columns, and its row relative to the thread's first one."""
+    """Yields each register's place, its group of columns, and its row relative to the thread's first one."""
     groups = shape[1] // UNIT
     for number, place in enumerate(np.ndindex(registers.shape)):
         part, half = divmod(number, 2)
@@ -345,12 +344,12 @@ def _largest(values: list[Any]) -> Any:
 
 
 def _warp_and_is_first(row: Any) -> tuple[Any, Any]:
-    """The thread's warp, and whether its rows are the warp's first."""
+    """Returns the thread's warp, and whether its rows are the warp's first."""
     warp = as_index(arith.divui(row, mgpu.c(16, row.type)))
     in_warp = arith.remui(row, mgpu.c(16, row.type))
     return warp, arith.cmpi(arith.CmpIPredicate.eq, in_warp, mgpu.c(0, row.type))
 
 
 def _column(lane: Any, group: int) -> Any:
-    """The first of the thread's two columns in a group of 8."""
+    """Returns the first of the thread's two columns in a group of 8."""
     return as_index(arith.addi(arith.muli(lane, mgpu.c(2, lane.type)), mgpu.c(UNIT * group, lane.type)))

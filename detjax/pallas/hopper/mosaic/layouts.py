@@ -8,35 +8,38 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 from detjax.pallas.hopper.device import SWIZZLE_BYTES, WARPGROUP
 
 ROWS: Final = 64
-"""Rows of a tile: those that the matrix unit multiplies for a warpgroup."""
+"""Rows of a tile, which the matrix unit multiplies for a warpgroup."""
 UNIT: Final = 8
-"""The fewest columns that the matrix unit multiplies; the number of columns is a multiple of it."""
+"""The matrix unit's unit of columns."""
 
 MATRIX: Final = plgpu.Layout.WGMMA
-"""A tile as the matrix unit leaves it."""
+"""A tile as the matrix unit leaves it: thread `32 w + 4 g + l` has columns `8 n + 2 l` and `8 n + 2 l + 1` of rows
+`16 w + g` and `16 w + g + 8`."""
 PER_ROW: Final = plgpu.Layout.WGMMA.reduce(1)
-"""A number for each row of a tile, held by the threads that hold part of the row."""
+"""One number per row of a tile, in the threads that hold part of the row."""
 PER_COLUMN: Final = plgpu.Layout.WGMMA.reduce(0)
-"""A number for each column of a tile, held by the threads that hold part of the column."""
+"""One number per column of a tile, in the threads that hold part of the column."""
 PER_THREAD: Final = plgpu.Layout.WG_STRIDED(shape=(WARPGROUP,), vec_size=1)
-"""A number for each thread of the warpgroup."""
+"""One number per thread of the warpgroup."""
 NUMBER: Final = plgpu.Layout.WG_SPLAT
-"""A number that all threads hold."""
+"""One number that all threads hold."""
 
 
 def line(width: int) -> int:
-    """Elements of a swizzled line of shared memory, for rows of `width` 2-byte elements."""
+    """Returns the elements of a swizzled line of shared memory, for rows of `width` 2-byte elements."""
     return math.gcd(width, SWIZZLE_BYTES // 2)
 
 
 def swizzled(width: int) -> tuple[Any, ...]:
-    """How rows of `width` 2-byte elements lie in shared memory for the matrix unit."""
+    """Returns the transforms by which rows of `width` 2-byte elements lie in shared memory for the matrix unit."""
+    # Rows as they are would have the same columns of all rows in the same banks, whenever a row is a multiple of 128
+    # bytes. The swizzle spreads the 16-byte chunks of eight lines over all banks, for copies, threads and matrix unit.
     tiling = plgpu.TilingTransform((8, line(width)))  # pyright: ignore[reportAbstractUsage]
     return tiling, plgpu.SwizzleTransform(2 * line(width))  # pyright: ignore[reportAbstractUsage]
 
 
 def swizzled_lines(line: int, itemsize: int) -> tuple[Any, ...]:
-    """Tiles of 8 lines of `line` elements, swizzled if a line is long enough to have banks to spread over."""
+    """Returns the transforms of tiles of 8 lines of `line` elements, swizzled if a line has at least 32 bytes."""
     tiling = plgpu.TilingTransform((8, line))  # pyright: ignore[reportAbstractUsage]
     size = line * itemsize
     if size < 32:

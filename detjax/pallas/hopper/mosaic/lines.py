@@ -1,4 +1,4 @@
-"""Primitives on lines: 128 numbers, one for each thread of a warpgroup."""
+"""Primitives on lines: 128 numbers, one per thread of a warpgroup."""
 
 import functools
 from collections.abc import Callable
@@ -29,22 +29,24 @@ def _plain_running_maxima(x: Array, start: Array, exchange: Any) -> tuple[Array,
 
 @primitive(twin=_plain_running_maxima, args=(PER_THREAD, NUMBER, plgpu.RefType()), out=(_LINE, _LINE))
 def running_maxima(x: Any, start: Any, exchange: Any) -> Any:
-    """The largest of `start` and of the elements of `x [128]` before each element, and that up to and with it.
+    """Returns the running maxima of `x [128]` from `start` on, before each element and including it.
 
-    Args:
-        exchange: shared memory `[4]`, by which the warps exchange their maxima; all threads meet.
+    All threads meet once. Shared memory `exchange [4]` holds the maxima of the warps; before the next call with the
+    same memory, all threads have to meet once more.
     """
     thread = mgpu.thread_idx()
     i32 = thread.type
     warp = arith.remui(arith.divui(thread, mgpu.c(WARP, i32)), mgpu.c(WARPGROUP // WARP, i32))
     lane = arith.remui(thread, mgpu.c(WARP, i32))
 
+    # First within each warp. The lowest lanes get their own numbers from `from_lanes_below`, which change no maximum.
     value = element(x.registers.item())
     for distance in (1, 2, 4, 8, 16):
         value = arith.maximumf(value, from_lanes_below(value, distance))
     with mgpu.when(arith.cmpi(arith.CmpIPredicate.eq, lane, mgpu.c(WARP - 1, i32))):
         memref.store(value, exchange, [as_index(warp)])
     mgpu.warpgroup_barrier()
+    # Then each thread takes in the maxima of earlier warps. All threads read all of them and select, without a branch.
     prior = start.registers.item()
     for other in range(WARPGROUP // WARP - 1):
         largest = arith.maximumf(prior, memref.load(exchange, [mgpu.c(other, ir.IndexType.get())]))
@@ -61,7 +63,7 @@ def _plain_store_changes(before: Array, after: Array, changes: Any) -> None:
 
 @primitive(twin=_plain_store_changes, args=(PER_THREAD, PER_THREAD, plgpu.RefType()))
 def store_changes(before: Any, after: Any, changes: Any) -> None:
-    """Stores to shared memory `[4]`, for each 32 elements of `[128]`, whether two arrays differ in one of them."""
+    """Stores to shared memory `[4]`, for each 32 of 128 elements, whether two arrays differ in any."""
     thread = mgpu.thread_idx()
     i32 = thread.type
     differs = arith.cmpf(arith.CmpFPredicate.UNE, element(before.registers.item()), element(after.registers.item()))
@@ -78,7 +80,7 @@ def _plain_load_line(source: Any) -> Array:
 
 @primitive(twin=_plain_load_line, args=(plgpu.RefType(),), out=_LINE)
 def load_line(source: Any) -> Any:
-    """Numbers of memory `[n]` for 128 threads: the first n threads have one each, the next n the same again."""
+    """Loads memory `[n]` into 128 threads: n threads have one number each, the next n the same again."""
     (count,) = source.type.shape
     thread = mgpu.thread_idx()
     return _as_line(memref.load(source, [as_index(arith.remui(thread, mgpu.c(count, thread.type)))]))
@@ -95,7 +97,7 @@ def _plain_store_line(x: Array, target: Any, first: Array, *, count: int) -> Non
 
 @primitive(twin=_plain_store_line, args=(PER_THREAD, plgpu.RefType(), NUMBER))
 def store_line(x: Any, target: Any, first: Any, *, count: int) -> None:
-    """Stores the numbers of the first `count` threads from element `first` of memory `[n]` on, up to its end."""
+    """Stores the numbers of the first `count` threads to memory `[n]` from element `first` on, up to its end."""
     (size,) = target.type.shape
     thread = mgpu.thread_idx()
     thread = arith.remui(thread, mgpu.c(WARPGROUP, thread.type))
@@ -112,7 +114,8 @@ def _plain_in_warps(first: int, end: int, step: Callable[[Array], Array], x: Arr
 
 @with_twin(_plain_in_warps)
 def in_warps(first: int, end: int, step: Callable[[Array], Array], x: Array) -> Array:
-    """`step(x)` in the warps from `first` to before `end` of the warpgroup, `x` in the others."""
+    """Returns `step(x)` in the warps from `first` to before `end` of the warpgroup, `x` in the others."""
+    # A whole warp branches, so its threads do not diverge. `step` must not meet other warps.
     if end - first == WARPGROUP // WARP:
         return step(x)
     number = warp()
@@ -120,7 +123,7 @@ def in_warps(first: int, end: int, step: Callable[[Array], Array], x: Array) -> 
 
 
 def _as_line(value: Any) -> Any:
-    """An array of 128 elements from each thread's number."""
+    """Returns the array of each thread's number."""
     registers = empty_registers(PER_THREAD, (WARPGROUP,))
     registers[...] = packed([value])
     return array(registers, PER_THREAD)

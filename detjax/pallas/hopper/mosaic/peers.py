@@ -1,10 +1,10 @@
-"""Stores to the memory of other GPUs over NVLink, and waits for what they store here.
+"""Stores to the memory of other GPUs over NVLink, and waits for their stores to this one's.
 
-A word that another GPU sends comes as a pair of 32 bits of data and 32 bits of a flag. A pair arrives whole, so the
-receiver needs neither a fence nor a second message: it reads the pair until the flag is the one that it waits for.
+A word is sent as a pair of 32 bits of data and 32 bits of a flag. A pair arrives whole, so the receiver needs neither a
+fence nor a second message: it reads the pair until it has the expected flag.
 
-Small arrays are sent so as a whole (`exchange`). Kernels of many results send pairs at their beginning and at their end
-alone, and write results straight into the other devices' arrays (`open_results`, `send_chunk`, `close_results`).
+Small arrays are sent entirely in pairs (`exchange`). Kernels with many results send pairs only at their beginning and
+end, and write results directly into the other devices' arrays (`open_results`, `send_chunk`, `close_results`).
 """
 
 from collections.abc import Iterator
@@ -24,8 +24,10 @@ from detjax.pallas.hopper.mosaic.registers import array, empty_registers, int32
 from detjax.runtime.device_links import CTA_BYTES, MAX_CTAS, PAIRED_UNIT, TURNS, UNIT
 
 _PATIENCE: Final = 20 * 10**9
-"""Nanoseconds after which a wait ends the program with an error: the other GPU will not send any more."""
+"""Nanoseconds after which a wait ends the program with an error, since the other GPU will not send any more."""
 
+# Reads two pairs at a time. Each has a flag, because only pairs are sure to arrive whole, and both have to match.
+# `volatile` makes every turn of the loop read memory. A thread that wants nothing leaves after one read.
 _WAIT: Final = f"""{{
 .reg .pred waits, late, wanted;
 .reg .b64 begin, now;
@@ -46,7 +48,7 @@ DONE:
 }}"""
 
 _COPIED: Final = 16
-"""Bytes of a result that a thread sends at once."""
+"""Bytes of a result that a thread sends at a time."""
 
 
 def _i32() -> Any:
@@ -62,7 +64,7 @@ def _long(value: Any) -> Any:
 
 
 def _plus(address: Any, number: Any, size: int) -> Any:
-    """The address `number` things of a size later."""
+    """Returns the address `number` elements of `size` bytes later."""
     return arith.addi(address, arith.muli(_long(number), _long(size)))
 
 
@@ -83,20 +85,23 @@ def _differ(x: Any, y: Any) -> Any:
 
 
 class _Channel:
-    """The connection of a CTA, or of a warpgroup, to its counterparts with the same number on the other devices.
+    """The connection of a CTA or warpgroup to its counterparts with the same number on the other devices.
+
+    The flag of an exchange is its number, so a device recognizes data of the current exchange without any reset of
+    buffers. All devices count the same exchanges, so their flags agree.
 
     Attributes:
         rank: the number of this device.
-        bases: where the devices' buffers are; zeros where nothing is sent.
+        bases: addresses of the devices' buffers; zeros if nothing is sent.
         is_linked: whether anything is sent.
-        counter: where the number of exchanges of this channel is kept.
+        counter: address of the number of exchanges of this channel so far.
         flag: the flag of the next exchange.
     """
 
     def __init__(self, addresses: Any, device: Any, number: Any, *, devices: int, first: int) -> None:
-        """Reads the channel's counter. Arguments are as in `exchange`; `number` is that CTA's or warpgroup's number."""
+        """Reads the channel's counter. Arguments are as in `exchange`; `number` is the channel's."""
         self.devices, self._number, self._first = devices, number, first
-        self._somewhere = _address(device)
+        self._somewhere = _address(device)  # valid memory to read if nothing is sent
         self.rank = _load(self._somewhere, _i32(), "ld.global.u32 $0, [$1];")
         places = [_plus(_address(addresses), int32(d), 8) for d in range(devices)]
         self.bases = [_load(place, _i64(), "ld.global.u64 $0, [$1];") for place in places]
@@ -109,15 +114,15 @@ class _Channel:
         self.flag = arith.addi(_load(self.counter, _i32(), "ld.volatile.global.u32 $0, [$1];"), int32(1))
 
     def others(self) -> Iterator[tuple[int, Any]]:
-        """Yields each device, and whether it is another one that is sent to."""
+        """Yields each device, and whether it is a different one that data is sent to."""
         for other in range(self.devices):
             yield other, arith.andi(self.is_linked, _differ(self.rank, int32(other)))
 
     def _buffer(self, address: Any, sender: Any, unit: Any) -> Any:
-        """The address where a device has a unit of another device's.
+        """Returns the address of the unit that a sender writes to in the buffers at `address`.
 
-        There are two turns of buffers: a device sends for the next turn but one only after all others have sent for the
-        next turn. By then they have read the buffers of this turn.
+        Exchanges alternate between two buffers. A device starts the exchange after next only when all others have sent
+        for the next one, and by then they have read this exchange's buffer. So no buffer needs an acknowledgement.
         """
         turn = arith.addi(arith.muli(self._number, int32(TURNS)), arith.andi(self.flag, int32(TURNS - 1)))
         place = arith.addi(arith.muli(turn, int32(self.devices)), sender)
@@ -130,7 +135,7 @@ class _Channel:
         _store("st.volatile.global.v4.u32 [$0], {$1, $3, $2, $3};", place, *words, self.flag)
 
     def receive(self, other: int, unit: Any, is_sent: Any) -> tuple[Any, Any]:
-        """Waits for two words from another device, and returns them; anything where they are not sent."""
+        """Waits for two words from another device, and returns them; undefined unless `is_sent`."""
         place = arith.select(is_sent, self._buffer(self._base, int32(other), unit), self._somewhere)
         wanted = arith.extui(_i32(), is_sent)
         first, _, second, _ = mgpu.inline_ptx(
@@ -139,11 +144,11 @@ class _Channel:
         return first, second
 
     def begin_next(self) -> None:
-        """Goes on with a further exchange, for which the counter need not be read again."""
+        """Begins another exchange without reading the counter again."""
         self.flag = arith.addi(self.flag, int32(1))
 
     def count(self, thread: Any) -> None:
-        """Keeps the number of exchanges, once all threads have read the one before."""
+        """Stores the number of exchanges, once all threads have read the previous one."""
         mgpu.warpgroup_barrier()
         with mgpu.when(arith.andi(self.is_linked, _equal(thread, int32(0)))):
             _store("st.volatile.global.u32 [$0], $1;", self.counter, self.flag)
@@ -153,19 +158,19 @@ class _Channel:
 def exchange(  # noqa: PLR0913
     x: Any, y: Any, addresses: Any, device: Any, cta: Any, *, devices: int, line: int, ctas: int, first: int
 ) -> None:
-    """Sends this CTA's units of `x` to the other devices, and stores those of all devices in `y`.
+    """Sends this CTA's units of `x` to the other devices, and stores the units of all devices in `y`.
 
     Args:
         x: this device's part, in lines of `line` units.
-        y: all parts: each line has those of the devices one after the other.
+        y: all parts: each line concatenates the devices' lines.
         addresses: the address of each device's buffers, `[devices, 2]` int32, the lower half first. Zeros: nothing is
-            sent, and this device's part stands in the place of all parts.
+            sent, and this device's part takes the place of all parts.
         device: the number of this device, `[1]` int32.
         cta: the number of the CTA.
-        devices: how many devices there are.
+        devices: number of devices.
         line: units of a line of `x`.
-        ctas: how many CTAs there are. Each takes every `ctas`-th piece, one exchange after the other.
-        first: where a device's counters begin in its buffers, in bytes; see `detjax.pallas.hopper.exchange`.
+        ctas: number of CTAs. Each takes every `ctas`-th piece, an exchange each.
+        first: offset of the counters in a device's buffers, in bytes; see `detjax.pallas.hopper.exchange`.
     """
     total = int(np.prod(x.type.shape)) * _itemsize(x) // UNIT
     thread, cta = mgpu.thread_idx(), cta.registers.item()
@@ -197,7 +202,8 @@ def exchange(  # noqa: PLR0913
                 words = channel.receive(other, unit, is_other)
                 _store("st.global.v2.u32 [$0], {$1, $2};", result(index, other), *words)
 
-    # A thread receives what the same thread of another device has sent, so threads need not wait for one another.
+    # A thread receives what the same thread of another device has sent, so threads need not wait for one another. It
+    # sends all its units before it receives any, so that all are under way during the first wait.
     for first_piece in range(0, -(-total // units), ctas):
         if first_piece:
             channel.begin_next()
@@ -218,7 +224,7 @@ def exchange(  # noqa: PLR0913
 # --- results that a kernel writes into the arrays of all devices ------------------------------------------------------
 
 _ARRAY, _DONE = 0, 1
-"""The units of a channel's buffer by which a warpgroup says where its device's array is, and that it has written."""
+"""The units of a channel's buffer for the address of the device's array, and for the end of the warpgroup's writes."""
 
 
 def _number(value: Any) -> Any:
@@ -237,20 +243,20 @@ def _thread() -> Any:
     out=lambda *_, devices, first: (plgpu.ShapeDtypeStruct((), jnp.int32, layout=NUMBER),) * (2 * devices),
 )
 def open_results(y: Any, addresses: Any, device: Any, number: Any, *, devices: int, first: int) -> Any:
-    """Tells the other devices where `y` is, and returns where theirs is, once their kernel has begun.
+    """Sends the address of `y` to the other devices, and waits for the addresses of theirs.
 
-    Before another device's kernel has begun, its array may still be the memory of something else.
+    The wait is for the other kernels to begin as well: before that, their arrays may be memory that is still in use.
 
     Args:
         y: the array that all devices write to.
         addresses: the address of each device's buffers; see `exchange`.
         device: the number of this device.
-        number: the number of the channel: each warpgroup has one.
-        devices: how many devices there are.
-        first: where a device's counters begin in its buffers.
+        number: the number of the channel; each warpgroup has one.
+        devices: number of devices.
+        first: offset of the counters in a device's buffers.
 
     Returns:
-        For each device the address of its array, the lower half first; zeros: nothing is written to it.
+        The address of each device's array, the lower half first; zeros: nothing is written to it.
     """
     channel = _Channel(addresses, device, number.registers.item(), devices=devices, first=first)
     here = _address(y)
@@ -285,14 +291,14 @@ def send_chunk(
     """Writes a chunk of results from shared memory into the arrays of the other devices.
 
     Args:
-        chunk: in tiles of 8 lines, swizzled where a line has more than 16 bytes.
+        chunk: results in tiles of 8 lines, swizzled if a line has more than 16 bytes.
         row: the chunk's first row in the arrays.
         column: its first column there.
-        arrays: where they are; see `open_results`.
+        arrays: addresses of the arrays; see `open_results`.
         line: elements of a line.
         itemsize: bytes of an element.
-        shape: the rows and columns of the chunk that are results.
-        bounds: rows and columns of the arrays. What lies beyond their rows is left out.
+        shape: rows and columns of the chunk that are results.
+        bounds: rows and columns of the arrays. Rows beyond them are not written.
     """
     (down, across, _, _), _ = chunk.type.get_strides_and_offset()
     place = llvm.ptrtoint(_i32(), mgpu.memref_ptr(chunk))
@@ -337,16 +343,16 @@ def send_chunk(
 
 @primitive(twin=no_twin("close_results"), args=(*(plgpu.RefType(),) * 2, NUMBER))
 def close_results(addresses: Any, device: Any, number: Any, *, devices: int, first: int) -> None:
-    """Tells the other devices that this warpgroup has written its results, and waits until theirs have.
+    """Signals the other devices that this warpgroup has written its results, and waits for their signals.
 
     It takes the arguments of `open_results`.
     """
     channel = _Channel(addresses, device, number.registers.item(), devices=devices, first=first)
     thread = _thread()
-    # The fence of one thread then holds for what all threads have written, and all of them have read the counter.
+    # After the barrier, one thread's fence covers the writes of all threads, and all of them have read the counter.
     mgpu.warpgroup_barrier()
-    # All threads wait below: a compiler may duplicate a barrier that follows a branch, and a warp whose threads come to
-    # different copies of it never leaves them.
+    # One thread signals, but all wait below: the compiler may duplicate a barrier after a branch, and a warp whose
+    # threads reach different copies of it hangs.
     with mgpu.when(arith.andi(channel.is_linked, _equal(thread, int32(0)))):
         _store("fence.acq_rel.sys;")
         for other, is_other in channel.others():
@@ -355,6 +361,7 @@ def close_results(addresses: Any, device: Any, number: Any, *, devices: int, fir
         _store("st.volatile.global.u32 [$0], $1;", channel.counter, channel.flag)
     for other, is_other in channel.others():
         channel.receive(other, int32(_DONE), is_other)
+    # The counterpart of the other devices' fences: their results are visible to whatever reads them after this.
     _store("fence.acq_rel.sys;")
 
 

@@ -1,4 +1,4 @@
-"""The primitive that turns codes and scales of quantized pages into numbers."""
+"""The primitive that dequantizes codes of quantized pages."""
 
 import functools
 from typing import Any, Final
@@ -26,7 +26,7 @@ def _codes_in_byte(kind: KVQuantization) -> int:
 def _plain_products(codes: Array, *scales: Array, kind: KVQuantization, layout: Any) -> Array:
     if kind != "q4_0":
         return codes.astype(ACCUMULATOR) * scales[0][:, None]
-    # A group's bytes hold first its low half of codes, then its high half.
+    # The low nibbles of a group's bytes are its first half of codes, the high ones its second half.
     groups = codes.astype(jnp.int32).reshape(codes.shape[0], -1, Q4_GROUP // 2)
     numbers = jnp.concatenate([groups & 15, lax.shift_right_logical(groups, 4) & 15], axis=2) - 8
     return (numbers.astype(ACCUMULATOR) * jnp.stack(scales, axis=1)[:, :, None]).reshape(codes.shape[0], -1)
@@ -40,13 +40,13 @@ def _plain_products(codes: Array, *scales: Array, kind: KVQuantization, layout: 
     ),
 )
 def products(codes: Any, *scales: Any, kind: KVQuantization, layout: Any) -> Any:
-    """Codes times scales, float32 `[ROWS, n]`, rounded once.
+    """Returns codes times scales, float32 `[ROWS, n]`, rounded once.
 
     Args:
-        codes: `[ROWS, n]`; with "q4_0" two to a byte, `[ROWS, n / 2]`.
-        scales: float32 `[ROWS]`; with "q4_0" one array for each group of columns.
+        codes: `[ROWS, n]`; with "q4_0" two per byte, `[ROWS, n / 2]`.
+        scales: float32 `[ROWS]`; with "q4_0" one array per group of columns.
         kind: the kind of the codes.
-        layout: the layout of codes and products. The scales have that of its rows.
+        layout: the layout of codes and products. Scales have its reduction to rows.
     """
     matrix = layout.to_mgpu()
     columns = codes.shape[1] * _codes_in_byte(kind) // len(scales)
@@ -66,12 +66,12 @@ def products(codes: Any, *scales: Any, kind: KVQuantization, layout: Any) -> Any
     return array(registers, layout)
 
 
-# The hardware's own conversion of an integer has a quarter of the speed of other instructions. A code that is put into
-# the bits of a power of two, where these count in steps of 1, is a number that is larger by this power.
+# The hardware converts integers at a quarter of the speed of other instructions. Instead, a code is placed into the
+# bits of a power of two whose last bits count in steps of 1: the number is the code plus this power.
 
 
 def _bytes(kind: KVQuantization, codes: Any) -> Any:
-    """Registers of int8 or float8_e4m3fn codes as float32."""
+    """Converts registers of int8 or float8_e4m3fn codes to float32."""
     if kind == "fp8_e4m3":
         return codes.astype(ir.F16Type.get()).astype(ir.F32Type.get()).registers
     float32 = ir.F32Type.get()
@@ -80,7 +80,7 @@ def _bytes(kind: KVQuantization, codes: Any) -> Any:
     def numbers(register: Any) -> Any:
         converted = []
         for word in _words(register):
-            word = arith.xori(word, int32(0x80808080))  # each byte 128 more
+            word = arith.xori(word, int32(0x80808080))  # adds 128 to each byte
             converted += [arith.subf(x, offset) for x in _numbers_of_bytes(word, 0x4B000000, "754{}")]
         return packed(converted)
 
@@ -88,25 +88,25 @@ def _bytes(kind: KVQuantization, codes: Any) -> Any:
 
 
 _NIBBLE: Final = 128.0 + 8.0
-"""What `_nibbles` adds to a code."""
+"""The number that `_nibbles` adds to a code."""
 
 
 def _nibbles(codes: Any) -> Any:
-    """Registers of two codes to a byte as float32, each `_NIBBLE` more."""
+    """Converts registers of two codes per byte to float32, each with `_NIBBLE` added."""
 
     def numbers(shift: int, register: Any) -> Any:
         (word,) = _words(register)
         word = arith.andi(arith.shrui(word, int32(shift)) if shift else word, int32(0x0F0F0F0F))
         return packed(_numbers_of_bytes(word, 0x43000000, "7{}54"))
 
-    # A group's 16 bytes are one column of registers: first all of their low halves, then the high ones.
+    # A group's 16 bytes are one column of registers: all low nibbles come first, then the high ones.
     halves = [_map(functools.partial(numbers, shift), codes.registers) for shift in (0, 4)]
     both = np.stack(halves, axis=2)
     return both.reshape(both.shape[0], -1, *both.shape[3:])
 
 
 def _numbers_of_bytes(word: Any, power: int, places: str) -> list[Any]:
-    """Float32 numbers with the bits of `power`, each with one of the word's bytes in the place of "{}"."""
+    """Returns float32 numbers with the bits of `power` and one of the word's bytes in the place of "{}"."""
 
     def number(byte: int) -> Any:
         selector = int32(int(places.format(byte), 16))
@@ -118,7 +118,7 @@ def _numbers_of_bytes(word: Any, power: int, places: str) -> list[Any]:
 
 
 def _words(register: Any) -> list[Any]:
-    """The bytes of a vector, four to a word."""
+    """Returns the bytes of a vector, four per word."""
     count = ir.VectorType(register.type).shape[0] // 4
     words = mgpu.bitcast(register, ir.VectorType.get((count,), ir.IntegerType.get_signless(32)))
     return [vector.extract(words, dynamic_position=[], static_position=[i]) for i in range(count)]

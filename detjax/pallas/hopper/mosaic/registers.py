@@ -1,4 +1,4 @@
-"""Registers and threads in the compiler's terms: what the functions that emit MLIR have in common."""
+"""Registers and threads in MLIR, for the functions that emit it."""
 
 from typing import Any
 
@@ -12,43 +12,42 @@ from detjax.pallas.hopper.device import WARPGROUP
 
 
 def int32(value: int) -> Any:
-    """An int32 constant."""
+    """Emits an int32 constant."""
     return mgpu.c(value, ir.IntegerType.get_signless(32))
 
 
 def index(value: int) -> Any:
-    """A constant that indexes memory."""
+    """Emits an index constant."""
     return mgpu.c(value, ir.IndexType.get())
 
 
 def as_index(value: Any) -> Any:
-    """An integer as an index of memory."""
+    """Converts an integer to an index."""
     return arith.index_cast(ir.IndexType.get(), value)
 
 
 def element(register: Any, place: int = 0) -> Any:
-    """One number of a register that holds several."""
+    """Extracts one number of a register that holds several."""
     return vector.extract(register, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([place]))
 
 
 def packed(numbers: list[Any]) -> Any:
-    """A register of several numbers."""
+    """Combines numbers in one register."""
     return vector.from_elements(ir.VectorType.get((len(numbers),), numbers[0].type), numbers)
 
 
 def array(registers: Any, layout: Any, is_signed: bool | None = None) -> Any:
-    """The array that has these registers in each thread."""
+    """Returns the array that has these registers in each thread."""
     return FragmentedArray(_registers=registers, _layout=layout.to_mgpu(), _is_signed=is_signed)
 
 
 def empty_registers(layout: Any, shape: tuple[int, ...]) -> Any:
-    """Room for the registers in which a thread holds its part of an array."""
+    """Returns an empty object array for the registers of a thread's part of an array."""
     return np.empty(layout.to_mgpu().registers_shape(shape), dtype=object)
 
 
 def first_row_and_lane() -> tuple[Any, Any]:
-    """In the layout of the matrix unit's results: the first of the thread's two rows of 64, and which of the four
-    threads of these rows it is."""
+    """Returns the first of the thread's two rows in a `MATRIX` tile, and its number among the row's four threads."""
     thread = mgpu.thread_idx()
 
     def constant(value: int) -> Any:
@@ -61,9 +60,9 @@ def first_row_and_lane() -> tuple[Any, Any]:
 
 
 def unhoisted_thread() -> Any:
-    """The thread's number in its warpgroup, which the compiler takes for another one each time.
+    """Returns the thread's number in its warpgroup, opaque to the compiler at each use.
 
-    So addresses that are made of it do not stay in registers from one turn of a loop to the next.
+    So addresses that depend on it are recomputed in each iteration of a loop, rather than kept in registers.
     """
     i32 = ir.IntegerType.get_signless(32)
     thread = llvm.inline_asm(i32, [], "mov.u32 $0, %tid.x;", "=r", asm_dialect=0, has_side_effects=True)
@@ -71,6 +70,6 @@ def unhoisted_thread() -> Any:
 
 
 def offset_address(pointer: Any, offset: Any, dtype: Any) -> Any:
-    """The address `offset` elements after a pointer."""
+    """Returns the address `offset` elements after a pointer."""
     dynamic = [-(1 << 31)]  # LLVM's mark of an index that is not a constant
     return llvm.getelementptr(pointer.type, pointer, [offset], dynamic, dtype, llvm.GEPNoWrapFlags.none)

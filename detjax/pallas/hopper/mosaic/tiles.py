@@ -1,4 +1,4 @@
-"""Primitives on tiles whose queries are on the rows, in the layout of the matrix unit's results."""
+"""Primitives on tiles with queries on the rows, in the layout of the matrix unit's results."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -36,7 +36,7 @@ from detjax.pallas.hopper.mosaic.registers import index as memory_index
 
 
 def _plain_fma(x: Array, y: Array, z: Array, *, layout: Any = None) -> Array:
-    """Rounds twice, as no primitive of JAX rounds once, but in the same way wherever it stands."""
+    """Rounds twice, since JAX has no primitive that rounds once, but the same way wherever it is used."""
     product, z = lax.optimization_barrier((x * y, z))
     return product + z
 
@@ -51,20 +51,19 @@ def _layout_of(x: Array, layout: Any) -> Any:
     out=lambda x, y, z, *, layout=None: plgpu.ShapeDtypeStruct(x.shape, ACCUMULATOR, layout=_layout_of(x, layout)),
 )
 def fma(x: Any, y: Any, z: Any, *, layout: Any = None) -> Any:
-    """`x * y + z` in float32, rounded once.
-
-    The default layout is that of a tile for two axes, and of a number for each of its rows for one axis.
-    """
+    """Returns `x * y + z` in float32, rounded once; the default layout is `MATRIX` for two axes, `PER_ROW` for one."""
+    # Whether the compiler fuses a multiplication with an addition depends on the code around them. This is one
+    # instruction, whose bits do not.
     return x._pointwise(math_dialect.fma, y, z)
 
 
 def sum_in_order(registers: Sequence[Any]) -> Any:
-    """The sum of registers from left to right."""
+    """Adds registers from left to right."""
     return functools.reduce(arith.addf, registers)
 
 
 def block_sums(p: Array) -> Array:
-    """Sums of the rows of `[n, keys]` in the contract's order, in plain JAX."""
+    """Returns the sums of the rows of `[n, keys]` in the contract's order, in plain JAX."""
     # Adding -0.0 changes nothing, not even a zero's sign.
     missing = -p.shape[1] % (2 * KEY_GROUPS * KEY_LANES)
     p = jnp.pad(p, ((0, 0), (0, missing)), constant_values=-0.0)
@@ -83,7 +82,7 @@ def block_sums(p: Array) -> Array:
     out=lambda p: plgpu.ShapeDtypeStruct(p.shape[:1], ACCUMULATOR, layout=PER_ROW),
 )
 def row_sums(p: Any) -> Any:
-    """Sums of the rows of `[ROWS, n]`, float32, with a block's keys in the contract's order."""
+    """Returns the sums of the rows of `[ROWS, n]`, float32, with a block's keys in the contract's order."""
     groups = p.registers.reshape(-1, 2)  # of 8 columns; the thread's first row, and the one 8 below
     registers = empty_registers(PER_ROW, (ROWS,))
     for half, place in enumerate(np.ndindex(registers.shape)):
@@ -95,7 +94,8 @@ def row_sums(p: Any) -> Any:
 
 
 LANE_SUMS: Final = (2 * KEY_GROUPS, WARPGROUP, 2)
-"""The shape of the sums that `store_lane_sums` stores: a thread has keys of two lanes of each group, in two rows."""
+"""Shape of the sums that `store_lane_sums` stores: a thread has keys of two lanes of each group, in two rows. A warp
+stores 256 consecutive bytes at a time, which is free of bank conflicts."""
 
 
 def _plain_store_lane_sums(p: Array, lanes: Any) -> None:
@@ -105,7 +105,7 @@ def _plain_store_lane_sums(p: Array, lanes: Any) -> None:
 
 @primitive(twin=_plain_store_lane_sums, args=(MATRIX, plgpu.RefType()))
 def store_lane_sums(p: Any, lanes: Any) -> None:
-    """Stores what each lane adds of the first half of a block's keys, for another warpgroup's `row_sums_of_halves`.
+    """Stores each lane's sum of the first half of a block's keys, for another warpgroup's `row_sums_of_halves`.
 
     Args:
         p: `[ROWS, KV_BLOCK / 2]`, float32.
@@ -130,11 +130,11 @@ def _plain_row_sums_of_halves(p: Array, lanes: Any) -> Array:
     out=lambda p, _: plgpu.ShapeDtypeStruct(p.shape[:1], ACCUMULATOR, layout=PER_ROW),
 )
 def row_sums_of_halves(p: Any, lanes: Any) -> Any:
-    """Sums of the rows of a block in the contract's order, as `row_sums` has them, from two halves of its keys.
+    """Returns the bits of `row_sums` of a block from two halves of its keys.
 
     Args:
         p: the second half, `[ROWS, KV_BLOCK / 2]`, float32.
-        lanes: what was stored of the first half, in shared memory.
+        lanes: the lanes' sums of the first half, in shared memory.
     """
     pair = ir.VectorType.get((2,), ir.F32Type.get())
     sums = []
@@ -148,13 +148,13 @@ def row_sums_of_halves(p: Any, lanes: Any) -> Any:
 
 
 def _keys_of_lanes(p: Any) -> list[list[Any]]:
-    """The registers of each group, for the thread's first row and the one 8 below, of half of a block's keys."""
+    """Returns the registers of half a block's keys by group, for the thread's first row and the one 8 below."""
     groups = p.registers.reshape(-1, 2)
     return [list(groups[keys_of_group(group, len(groups)), half]) for group in range(KEY_GROUPS) for half in range(2)]
 
 
 def _sum_of_lanes(lanes: Any) -> Any:
-    """The sum of a row's lanes, of which each of four threads has two."""
+    """Sums a row's lanes, of which each of four threads has two."""
     total = sum_in_order([element(lanes, place) for place in range(2)])
     for distance in (1, 2):
         total = arith.addf(total, mgpu.shfl_bfly(total, distance))
@@ -176,12 +176,12 @@ def _plain_joined(left: Array, right: Array) -> Array:
     out=lambda left, right: plgpu.ShapeDtypeStruct((left.shape[0], 2 * left.shape[1]), left.dtype, layout=MATRIX),
 )
 def joined(left: Any, right: Any) -> Any:
-    """Two tiles side by side."""
+    """Concatenates two tiles along columns."""
     return array(np.concatenate([left.registers, right.registers], axis=1), MATRIX, left.is_signed)
 
 
 def keys_of_group(group: int, count: int) -> list[int]:
-    """Which of `count` registers, of 8 keys each in ascending order, hold keys of one of the contract's groups."""
+    """Returns which of `count` registers, of 8 ascending keys each, hold keys of one of the contract's groups."""
     return [index for index in range(count) if index // 2 % KEY_GROUPS == group]
 
 
@@ -201,8 +201,8 @@ def _plain_start_product(p: Array, v: Any) -> Array:
 def start_product(p: Any, v: Any) -> Any:
     """Starts `p @ v` from a fresh accumulator. The result must not be touched before a `wgmma_wait`.
 
-    `plgpu.wgmma` copies what it multiplies from registers, once for each product in flight, and fills its accumulators
-    with zeros; a warpgroup with 64 x 256 sums has no registers for that.
+    `plgpu.wgmma` copies its operand in registers for each product in flight, and fills its accumulators with zeros; a
+    warpgroup with 64 x 256 sums has no registers for that.
 
     Args:
         p: `[ROWS, K]`, in registers.
@@ -218,6 +218,7 @@ def start_product(p: Any, v: Any) -> Any:
     registers = [element(vector.bitcast(one, x)) for i in range(0, inner, 16) for x in p[:, i : i + 16].registers.flat]
     count = width // 2
     text = _product_text(p.mlir_dtype, width, inner, count, steps[0] >> 4)
+    # `&`: the first of the text's products writes sums before the last one reads p, so they must not share registers.
     constraints = ",".join(["=&f"] * count + ["r"] * len(registers) + ["l"])
     struct = llvm.StructType.get_literal([float32] * count)
     result = llvm.inline_asm(struct, [*registers, first], text, constraints, asm_dialect=0, has_side_effects=True)
@@ -228,7 +229,11 @@ def start_product(p: Any, v: Any) -> Any:
 
 
 def _product_text(dtype: Any, width: int, inner: int, count: int, step: int) -> str:
-    """PTX of a product: `count` sums, 4 registers of p for each 16 of K, whose next descriptor is `step` further."""
+    """Returns the PTX of a product of `count` sums, with 4 registers of p for each 16 of K.
+
+    The descriptor of v advances by `step` for each 16 of K. The predicate `more` is false for the first of them: the
+    matrix unit then overwrites the sums instead of adding to them, so nobody has to clear them.
+    """
     registers_of_step = 4
     sums = ", ".join(f"${i}" for i in range(count))
     descriptor = f"${count + registers_of_step * (inner // 16)}"
@@ -249,12 +254,12 @@ def _product_text(dtype: Any, width: int, inner: int, count: int, step: int) -> 
 
 
 def masked_scores(s: Any, is_visible: Callable[[int, int, int], Any]) -> Any:
-    """A tile with -inf where a score is not visible, in the compiler's terms.
+    """Emits a tile with -inf where a score is not visible.
 
     Args:
         s: the tile.
-        is_visible: tells it for a group of 8 columns, a half of its rows (the thread's first row, or the one 8 below),
-            and one of the thread's two columns there.
+        is_visible: emits the condition for a group of 8 columns, a half of the rows (the thread's first row, or the one
+            8 below), and one of the thread's two columns there.
     """
     lowest = arith.constant(ir.F32Type.get(), ir.FloatAttr.get(ir.F32Type.get(), -np.inf))
     registers = np.empty_like(s.registers)
@@ -283,9 +288,9 @@ def _plain_mask_columns(s: Array, end: Array, first: Array | None = None) -> Arr
     out=like(MATRIX),
 )
 def mask_columns(s: Any, *bounds: Any) -> Any:
-    """A tile with -inf in the columns from each row's `end` on and, if given, below its `first`; int32 `[ROWS]`."""
-    # A thread's columns are constants but for the lane, which goes to the side of the bounds: compared with an iota
-    # they would live in a register each.
+    """Returns a tile with -inf from each row's `end` on and, if given, before its `first`; int32 `[ROWS]`."""
+    # A thread's columns are constants plus its lane's offset, which is subtracted from the bounds: a comparison with an
+    # iota would take a register per column.
     _, lane = first_row_and_lane()
     shift = arith.muli(lane, mgpu.c(2, lane.type))
     limits = [
@@ -319,7 +324,7 @@ def _plain_mask_bits(s: Array, *words: Array) -> Array:
     out=like(MATRIX),
 )
 def mask_bits(s: Any, *words: Any) -> Any:
-    """A tile with -inf where a score's bit is 0; there is a word for each `ROWS` columns, see `attention.mask`."""
+    """Returns a tile with -inf where a score's bit is 0; each word has `ROWS` columns, see `attention.mask`."""
     bits_of_columns = [element(word.registers.item()) for word in words]
     int32_type = bits_of_columns[0].type
 
@@ -342,7 +347,7 @@ def _plain_column_distances(first: Array) -> Array:
     out=plgpu.ShapeDtypeStruct((ROWS, KV_BLOCK), ACCUMULATOR, layout=MATRIX),
 )
 def column_distances(first: Any) -> Any:
-    """`first + column` as float32 `[ROWS, KV_BLOCK]`, from int32 `[ROWS]`."""
+    """Returns `first + column` as float32 `[ROWS, KV_BLOCK]`, from int32 `[ROWS]`."""
     _, lane = first_row_and_lane()
     shift = arith.muli(lane, mgpu.c(2, lane.type))
     float32 = ir.F32Type.get()
@@ -356,13 +361,14 @@ def column_distances(first: Any) -> Any:
 
 
 # --- memory, thread by thread -----------------------------------------------------------------------------------------
+# In row-major order a warp would access eight rows in pieces of 32 bytes. By thread it accesses 512 consecutive bytes.
 
 _NUMBERS_OF_A_GROUP: Final = 4
-"""The numbers that a thread has of 8 columns of a tile: two of its first row, and two of the row 8 below."""
+"""Numbers that a thread has of 8 columns of a tile: two of its first row, and two of the row 8 below."""
 
 
 def by_thread(columns: int) -> tuple[int, int, int]:
-    """The shape of a tile in memory as `store_by_thread` leaves it: groups of 8 columns, threads, and their numbers."""
+    """Returns the shape of a tile in memory by `store_by_thread`: groups of 8 columns, threads, and their numbers."""
     return columns // 8, WARPGROUP, _NUMBERS_OF_A_GROUP
 
 
@@ -374,12 +380,7 @@ def _plain_store_by_thread(x: Array, ref: Any) -> None:
 
 @primitive(twin=_plain_store_by_thread, args=(MATRIX, plgpu.RefType()))
 def store_by_thread(x: Any, ref: Any) -> None:
-    """Stores a float32 tile of `ROWS` rows to memory in an order in which the threads of a warp write side by side.
-
-    Args:
-        x: the tile.
-        ref: memory of the shape `by_thread`.
-    """
+    """Stores a float32 tile of `ROWS` rows to memory of the shape `by_thread`."""
     registers = x.registers.flatten()  # of 8 columns two: the thread's first row, and the one 8 below
     for group, pair in enumerate(zip(registers[::2], registers[1::2], strict=True)):
         llvm.store(packed([element(register, i) for register in pair for i in range(2)]), _group_address(ref, group))
@@ -397,7 +398,7 @@ def _plain_load_by_thread(ref: Any) -> Array:
     out=lambda ref: plgpu.ShapeDtypeStruct((ROWS, 8 * ref.shape[0]), ACCUMULATOR, layout=MATRIX),
 )
 def load_by_thread(ref: Any) -> Any:
-    """The tile that `store_by_thread` stored, or some of its groups of 8 columns."""
+    """Loads the tile that `store_by_thread` stored, or some of its groups of 8 columns."""
     groups = ref.type.shape[0]
     four = ir.VectorType.get((_NUMBERS_OF_A_GROUP,), ir.F32Type.get())
     registers = empty_registers(MATRIX, (ROWS, 8 * groups))
@@ -409,7 +410,7 @@ def load_by_thread(ref: Any) -> Any:
 
 
 def _group_address(ref: Any, group: int) -> Any:
-    """Where the thread's numbers of a group of 8 columns are."""
+    """Returns the address of the thread's numbers of a group of 8 columns."""
     first = arith.muli(unhoisted_thread(), int32(_NUMBERS_OF_A_GROUP))
     offset = arith.addi(first, int32(group * WARPGROUP * _NUMBERS_OF_A_GROUP))
     return offset_address(mgpu.memref_ptr(ref), offset, ir.F32Type.get())
@@ -419,7 +420,7 @@ def _group_address(ref: Any, group: int) -> Any:
 
 
 def clear_rows_in_registers(rows: Any, length: Array) -> None:
-    """Zeros after the first `length` of `ROWS` rows of keys or values in shared memory, by way of registers."""
+    """Zeroes all but the first `length` of `ROWS` rows of keys or values in shared memory, through registers."""
     width = rows.shape[-1]
     for first in range(0, width, line(width)):
         part = rows.at[:, pl.ds(first, line(width))]
@@ -430,10 +431,10 @@ def clear_rows_in_registers(rows: Any, length: Array) -> None:
 
 @primitive(twin=clear_rows_in_registers, args=(plgpu.RefType(swizzled(64)), NUMBER))
 def clear_rows(rows: Any, length: Any) -> None:
-    """Zeros after the first `length` of `ROWS` rows of 2-byte elements that are swizzled in lines of 128 bytes.
+    """Zeroes all but the first `length` of `ROWS` rows of 2-byte elements, swizzled in lines of 128 bytes.
 
-    It takes fewer registers than `clear_rows_in_registers`: swizzling moves nothing from row to row, so that whole rows
-    need no loading.
+    It takes fewer registers than `clear_rows_in_registers`: a swizzle moves nothing between rows, so whole rows are
+    overwritten without being loaded.
     """
     thread, address, down, across, lines = _place_in_lines(rows)
     # Each thread has half of a row of each line.
@@ -456,7 +457,7 @@ def _plain_store_lines(x: Array, ref: Any) -> None:
 def store_lines(x: Any, ref: Any) -> None:
     """Stores `[ROWS, n]` of 2-byte elements to shared memory that is swizzled in lines of 128 bytes.
 
-    It does what `ref[...] = x` does, but no addresses stay in registers from one tile to the next.
+    It is `ref[...] = x`, except that no addresses stay in registers between tiles.
     """
     thread, address, down, across, _ = _place_in_lines(ref)
     warp, lane = arith.divui(thread, int32(WARP)), arith.remui(thread, int32(WARP))
@@ -464,6 +465,8 @@ def store_lines(x: Any, ref: Any) -> None:
     address = arith.addi(address, arith.muli(warp, int32(2 * down)))
     address = arith.addi(address, arith.muli(row, int32(128)))
     address = arith.addi(address, arith.muli(arith.remui(lane, int32(4)), int32(4)))
+    # The hardware's swizzle: chunk c of 16 bytes of row r is at chunk c ^ r. The 32 threads of a warp store four bytes
+    # each to one chunk of eight rows, which so are in all 32 banks.
     swizzle = arith.muli(row, int32(16))
     registers = x.registers.flatten()  # of 8 columns two: the thread's first row, and the one 8 below
     for group, pair in enumerate(zip(registers[::2], registers[1::2], strict=True)):
@@ -474,11 +477,11 @@ def store_lines(x: Any, ref: Any) -> None:
 
 
 def _place_in_lines(ref: Any) -> tuple[Any, Any, int, int, int]:
-    """Where a thread works in swizzled lines.
+    """Returns the geometry of swizzled lines.
 
     Returns:
-        the thread's number in its warpgroup, which the compiler takes for another one each time; the address of the
-        lines; bytes from 8 rows to the next 8; bytes from line to line of a row; and the number of lines of a row.
+        The opaque thread number of `unhoisted_thread`; the address of the lines; bytes from 8 rows to the next 8; bytes
+        from line to line of a row; and the number of lines of a row.
     """
     _, lines, _, _ = ref.type.shape
     (down, across, _, _), _ = ref.type.get_strides_and_offset()

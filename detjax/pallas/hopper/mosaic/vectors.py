@@ -1,4 +1,4 @@
-"""Primitives on arrays of any layout: parts of small vectors, and a function that Pallas lacks."""
+"""Primitives on arrays of any layout: parts of small vectors, and log1p."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -24,13 +24,13 @@ def _parts(x: Any, *, layout: Any, rows_layout: Any, parts: int) -> Any:
 
 @primitive(twin=_plain_split_vectors, args=lambda x, *, layout, rows_layout, parts: (layout,), out=_parts)
 def split_vectors(x: Any, *, layout: Any, rows_layout: Any, parts: int) -> Any:
-    """The parts of vectors of so many numbers, `[rows, columns * parts]`, as arrays `[rows, columns]`.
+    """Returns the parts of vectors of `parts` numbers, `[rows, columns * parts]`, as arrays `[rows, columns]`.
 
     Args:
-        x: the vectors; a thread has those of `LANE_GROUP` neighbouring columns.
+        x: the vectors; a thread has the vectors of `LANE_GROUP` neighbouring columns.
         layout: the layout of `x`.
-        rows_layout: that of the parts.
-        parts: the numbers of a vector.
+        rows_layout: the layout of the parts.
+        parts: numbers of a vector.
     """
     results = []
     registers = x.registers.ravel()
@@ -53,5 +53,5 @@ def _plain_log1p(x: Array, *, layout: Any) -> Array:
     out=lambda x, *, layout: plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=layout),
 )
 def log1p(x: Any, *, layout: Any) -> Any:
-    """`log(1 + x)` by CUDA's function, which XLA takes as well; Pallas has none."""
+    """Returns `log(1 + x)` by CUDA's function, which XLA uses as well; Pallas has none."""
     return x._pointwise(math.log1p)

@@ -1,6 +1,6 @@
-"""Work that a warp's 32 threads divide among them (Mosaic GPU): sums over a warp, and a search in a list of lengths.
+"""Work that the 32 threads of a warp divide among them (Mosaic GPU): warp sums, and a search in a list of lengths.
 
-Each thread of a kernel computes the kernel's scalars for itself. Scalars that follow from `lane()` therefore differ
+Each thread of a kernel computes the kernel's scalars for itself. Scalars that depend on `lane()` therefore differ
 between the threads of a warp, until `warp_sum` makes them equal again.
 """
 
@@ -20,21 +20,21 @@ from detjax.pallas.hopper.device import WARP, WARPGROUP
 from detjax.pallas.hopper.mosaic import no_twin, primitive, with_twin
 
 _MAX_HELD: Final = 8
-"""Numbers that a thread holds in registers, at most, in order not to load them a second time."""
+"""Maximum numbers that a thread holds in registers to avoid loading them a second time."""
 _NUMBER: Final = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
 _SPLAT: Final = plgpu.Layout.WG_SPLAT
 
 
 @primitive(twin=no_twin("lane"), out=_NUMBER)
 def lane() -> Any:
-    """The number of a thread within its warp, int32."""
+    """Returns the number of a thread within its warp, int32."""
     thread = mgpu.thread_idx()
     return _splat(arith.remui(thread, mgpu.c(WARP, thread.type)))
 
 
 @primitive(twin=no_twin("warp"), out=_NUMBER)
 def warp() -> Any:
-    """The number of a thread's warp within its warpgroup, int32."""
+    """Returns the number of a thread's warp within its warpgroup, int32."""
     thread = mgpu.thread_idx()
     in_warpgroup = arith.remui(thread, mgpu.c(WARPGROUP, thread.type))
     return _splat(arith.divui(in_warpgroup, mgpu.c(WARP, thread.type)))
@@ -42,14 +42,14 @@ def warp() -> Any:
 
 @primitive(twin=no_twin("warp_sum"), args=(_SPLAT,), out=_NUMBER)
 def warp_sum(x: Any) -> Any:
-    """The sum of the int32 numbers of a warp's threads."""
+    """Returns the sum of the int32 numbers of a warp's threads."""
     x = x.registers.item()
     return _splat(mgpu.redux(x, mgpu.c(0xFFFFFFFF, x.type), mgpu.ReductionKind.ADD))
 
 
 @primitive(twin=no_twin("warp_prefix_sum"), args=(_SPLAT,), out=_NUMBER)
 def warp_prefix_sum(x: Any) -> Any:
-    """For each thread of a warp, the sum of its int32 number and of those of the threads before it."""
+    """Returns the inclusive prefix sum of the int32 numbers of a warp's threads."""
     x = x.registers.item()
     thread = arith.remui(mgpu.thread_idx(), mgpu.c(WARP, x.type))
     for distance in (1, 2, 4, 8, 16):
@@ -63,7 +63,7 @@ type Places = tuple[Array, list[tuple[Array, Array]]]
 
 
 def _plain_find_places(length_of: Callable[[Array], Array], count: int, positions: Callable[..., Any]) -> Places:
-    """`find_places`, by one look at all intervals."""
+    """Implements `find_places` by one comparison with all intervals."""
     lengths = jnp.stack([length_of(jnp.int32(index)) for index in range(count)])
     ends = jnp.cumsum(lengths)
     places = []
@@ -78,28 +78,28 @@ def _plain_find_places(length_of: Callable[[Array], Array], count: int, position
 def find_places(
     length_of: Callable[[Array], Array], count: int, positions: Callable[[Array], Sequence[Array]]
 ) -> Places:
-    """Finds the interval in which positions lie, of `count` intervals that follow one another from 0 on.
+    """Finds the intervals that positions are in, among `count` adjacent intervals from 0 on.
 
     The threads of a warp look at 32 intervals at once.
 
     Args:
-        length_of: gives the length of an interval.
-        count: the number of intervals.
-        positions: gives the positions to find from the sum of all lengths.
+        length_of: returns the length of an interval.
+        count: number of intervals.
+        positions: returns the positions to find, given the sum of all lengths.
 
     Returns:
-        the sum of all lengths; and for each position the index of its interval and the distance from where that begins.
-        Positions after all intervals are at distance 0 of interval 0.
+        The sum of all lengths, and for each position the index of its interval and the offset in it. Positions past the
+        end are at offset 0 of interval 0.
     """
     groups = ceil_div(count, WARP)
     thread = lane()
 
     def length(group: Any) -> Array:
-        """The length of the thread's interval in a group of 32."""
+        """Returns the length of the thread's interval in a group of 32."""
         index = group * WARP + thread
         return jnp.where(index < count, length_of(jnp.minimum(index, count - 1)), 0)
 
-    # If the groups are few, all lengths are loaded before the first one is needed.
+    # With few groups, all lengths are loaded before the first one is needed.
     lengths = [length(group) for group in range(groups)] if groups <= _MAX_HELD else None
 
     def fold(step: Callable[[Any, Array, Any], Any], carry: Any) -> Any:
@@ -131,7 +131,7 @@ def find_places(
 
 
 def from_lanes_below(x: Any, distance: int) -> Any:
-    """The register of 4 bytes of the lane `distance` below, in MLIR; the first lanes of a warp get their own."""
+    """Emits the 4-byte register of the lane `distance` below; the first lanes of a warp get their own."""
     i32 = ir.IntegerType.get_signless(32)
     bits = x if x.type == i32 else arith.bitcast(i32, x)
     bits = nvvm.shfl_sync(mgpu.c(0xFFFFFFFF, i32), bits, mgpu.c(distance, i32), mgpu.c(0, i32), nvvm.ShflKind.up)
@@ -139,5 +139,5 @@ def from_lanes_below(x: Any, distance: int) -> Any:
 
 
 def _splat(x: Any) -> Any:
-    """A register as a kernel's scalar, though it may differ between threads."""
+    """Returns a register as a kernel's scalar, though it may differ between threads."""
     return FragmentedArray.splat(x, (), is_signed=True)
