@@ -1,6 +1,6 @@
 """Decoder-only language models, and their import from and export to Hugging Face checkpoints.
 
-Read `decoder` first, then a family in `families`, then `parts`, which families compose. `configuration` and
+Read `decoder` first, then a family in `families`, then `parts`, which families are composed of. `configuration` and
 `checkpoint` read and write files; `mesh` shares weights among devices.
 """
 

@@ -35,11 +35,11 @@ if TYPE_CHECKING:
 
 
 class ImageRows(NamedTuple):
-    """Rows of images in the place of tokens' embeddings.
+    """Rows of images in place of tokens' embeddings.
 
     Attributes:
-        present: whether a token is a part of an image.
-        rows: its row then; anything else.
+        present: whether a token is part of an image.
+        rows: the rows of these tokens; other rows are ignored.
     """
 
     present: Bool[Arrays, "*N"]
@@ -51,11 +51,11 @@ class Decoder(nnx.Module):
 
     Attributes:
         config: shape and options.
-        generation_defaults: what the checkpoint says of generation, or None.
+        generation_defaults: the checkpoint's defaults for generation, or None.
         image_options: how images become patches; None for a model without a vision tower.
-        video_options: how frames of videos do; None: as images.
-        mesh: the devices that share the model, with the axes "tensor" and "expert"; None: it is on one device,
-            or every device has all of it. See `detjax.models.sharded`.
+        video_options: how video frames become patches; None: as images do.
+        mesh: the devices that share the model, with the axes "tensor" and "expert"; None: the model is on one device,
+            or replicated. See `detjax.models.sharded`.
     """
 
     CHECKPOINT_NAMES: Final = {
@@ -71,18 +71,18 @@ class Decoder(nnx.Module):
 
         Args:
             config: shape and options.
-            rngs: where the random numbers come from.
+            rngs: the source of random numbers.
             dtype: the dtype of weights, activations and cache.
 
         Raises:
-            ValueError: there is no family of the configuration's architecture.
+            ValueError: the configuration's architecture belongs to no family.
         """
         family, sizes = family_named("Decoder", config.architecture), (config.vocab_size, config.hidden_size)
         factor = config.hidden_size**0.5 if family.scales_embedding else None
         table = functools.partial(Embedding, *sizes, rngs=rngs, dtype=dtype, soft_cap=config.logit_soft_cap)
         self.config = config
         self.generation_defaults: GenerationDefaults | None = None
-        # Each weight takes the next random numbers, so this order is what a seed's weights depend on.
+        # Each weight takes the next random numbers, so a seed's weights depend on this order.
         self.embedding = table(factor=factor)
         self.layers = nnx.List([family.layer(config, index, rngs=rngs, dtype=dtype) for index in range(config.layers)])
         self.final_norm = RMSNorm(config.hidden_size, eps=config.norm_eps, dtype=dtype, offset=family.norm_offset)
@@ -111,7 +111,7 @@ class Decoder(nnx.Module):
         Args:
             tokens: ids within the vocabulary. They follow the tokens that their requests have in the cache.
             cache: default: none, the tokens are whole requests from position 0 on, as in training.
-            counts: how many of the tokens belong to each request, the rest being padding on the right; default: all.
+            counts: the number of tokens of each request, the rest being padding on the right; default: all.
         """
         hidden, written = self.hidden(tokens, cache, counts)
         return self.logits(hidden) if cache is None else (self.logits(hidden), written)
@@ -142,11 +142,11 @@ class Decoder(nnx.Module):
 
         Args:
             tokens: ids within the vocabulary, `[B, T]` or packed, `[N]`.
-            queries: the requests that the tokens belong to, and where those lie in the state.
-            state: what the layers keep; see `empty_state`.
-            images: rows of images, of the model's dtype, in the place of some tokens' embeddings.
-            rematerialized: whether gradients compute each layer again in place of keeping its activations. No bit
-                depends on it.
+            queries: the requests that the tokens belong to, and the location of those in the state.
+            state: the layers' state; see `empty_state`.
+            images: rows of images, of the model's dtype, in place of some tokens' embeddings.
+            rematerialized: whether gradients recompute the activations of each layer instead of keeping them. Bits do
+                not depend on it.
         """
         if self.mesh is None:
             return self._hidden_states(tokens, queries, state, images, rematerialized=rematerialized)
@@ -164,7 +164,7 @@ class Decoder(nnx.Module):
         *,
         rematerialized: bool,
     ) -> tuple[Float[Array, "*N D"], State]:
-        """What `hidden_states` returns, with the weights and the state that this device has."""
+        """Computes `hidden_states` with this device's weights and state."""
         run = jax.checkpoint(_layer, static_argnums=0) if rematerialized else _layer
         x = self.embedding(tokens)
         if images is not None:
@@ -177,26 +177,26 @@ class Decoder(nnx.Module):
 
     @property
     def has_slots(self) -> bool:
-        """Whether some layer keeps a state of each request in a slot, and not in pages."""
+        """Whether some layer keeps per-request state in slots, not in pages."""
         return any(self.layers_in_slots)
 
     @property
     def layers_in_slots(self) -> tuple[bool, ...]:
-        """For each layer, whether it keeps a state of each request in a slot."""
+        """For each layer, whether it keeps per-request state in slots."""
         return layers_in_slots(self.config)
 
     def empty_state(
         self, num_pages: int, kv_quantization: KVQuantization | None = None, slots: int | None = None
     ) -> State:
-        """Returns what the layers keep of requests without tokens.
+        """Returns the layers' state of requests without tokens.
 
         Args:
             num_pages: pages of `contract.KV_BLOCK` tokens that the requests share.
-            kv_quantization: how keys and values are quantized; None: they are numbers of the model's dtype.
-            slots: requests that have a slot; not needed unless the model `has_slots`.
+            kv_quantization: the quantization of keys and values; None: they have the model's dtype.
+            slots: the number of slots; only needed if the model `has_slots`.
 
         Raises:
-            ValueError: a layer cannot have a state like this, such as quantized keys of its head size.
+            ValueError: a layer does not support such a state, such as quantized keys of its head size.
         """
         size = StateSize(num_pages, self.dtype, kv_quantization, slots)
         return empty_state(self.mesh, declarations(self.config), size)
@@ -204,7 +204,7 @@ class Decoder(nnx.Module):
     def empty_state_of_a_device(
         self, num_pages: int, kv_quantization: KVQuantization | None = None, slots: int | None = None
     ) -> State:
-        """Returns what one of the devices that share the model keeps; see `empty_state`."""
+        """Returns one device's part of the state; see `empty_state`."""
         size = StateSize(num_pages, self.dtype, kv_quantization, slots)
         return empty_state_of_a_device(self.mesh, declarations(self.config), size)
 
@@ -222,13 +222,13 @@ class Decoder(nnx.Module):
     def with_logits[R](
         self, function: Callable[..., R], hidden: Float[Array, "R D"], *args: Any, **options: Hashable
     ) -> R:
-        """Returns what a function of the logits of rows returns, without gathering logits of devices that share them.
+        """Returns the result of a function of rows' logits, without gathering logits that are sharded.
 
         Args:
-            function: a function of `Logits` and of `args` and `options`, as `jax.jit` takes one. Every device calls it.
+            function: a function of `Logits`, `args` and `options` that `jax.jit` accepts. Every device calls it.
             hidden: hidden states of the rows.
-            args: further arguments, of which every device is given all.
-            options: further arguments that the program depends on.
+            args: further arguments, which every device gets in full.
+            options: further static arguments.
         """
         if self.mesh is None:
             return function(self.head.shared_logits(hidden), *args, **options)
@@ -247,17 +247,17 @@ class Decoder(nnx.Module):
     def with_state[R](
         self, function: Callable[..., tuple[State, R]], state: State, *args: Any, **options: Hashable
     ) -> tuple[State, R]:
-        """Returns what a function of a decoder, the layers' state and further arguments returns.
+        """Returns the result of a function of a decoder, the layers' state and further arguments.
 
         Each device that shares the model calls it with a decoder that has this device's weights, and with its state.
-        Loops over steps run within one call, so that nothing is sharded anew between them.
+        Loops over steps run within one call, so nothing is resharded between them.
 
         Args:
-            function: a function of a decoder, the state, `args` and `options`, as `jax.jit` takes one. Besides the
-                state it returns arrays that are the same on every device.
-            state: what the layers keep.
-            args: further arguments; every device is given all of them.
-            options: further arguments that the program depends on.
+            function: a function of a decoder, the state, `args` and `options` that `jax.jit` accepts. It returns the
+                state, and arrays that are the same on every device.
+            state: the layers' state.
+            args: further arguments, which every device gets in full.
+            options: further static arguments.
         """
         if self.mesh is None:
             return function(self, state, *args, **options)
@@ -275,13 +275,13 @@ class Decoder(nnx.Module):
     ) -> tuple[State, R]:
         network, weights = split(self)
         local = network.with_weights(weights)
-        local.mesh = None  # it has the weights of this device, and its methods compute here
+        local.mesh = None  # it has this device's weights, and its methods compute on this device
         return function(local, state, *args, **dict(options))
 
     def logprobs(
         self, hidden: Float[Array, "*B D"], tokens: Int[Array, "*B"], distribution: Distribution = MODEL_DISTRIBUTION
     ) -> Float32[Array, "*B"]:
-        """Returns the logprobs of given tokens after hidden states: the bits that an engine reports for them.
+        """Returns the logprobs of given tokens after hidden states, with the bits that an engine reports.
 
         Args:
             hidden: normalized last hidden states.
@@ -299,7 +299,7 @@ class Decoder(nnx.Module):
 
     @property
     def head(self) -> Embedding:
-        """What gives logits: a table of its own, or the embedding."""
+        """The table that gives logits: a separate head, or the embedding."""
         return self.embedding if self.lm_head is None else self.lm_head
 
 
@@ -313,10 +313,10 @@ def _layer(
     queries: Queries,
     state: Any,
 ) -> tuple[Float[Array, "*N D"], DeviceColumns | None, Any]:
-    """Runs a layer as a program of its own, so that layers that differ in their weights alone are traced once.
+    """Runs a layer as a separate program, so that layers that differ only in their weights are traced once.
 
-    Where devices share the model, the layer is given this device's columns of `x` as well, to which it adds its own
-    outputs. Otherwise it would have to slice them, which takes a kernel.
+    If devices share the model, the layer also gets this device's columns of `x`, to which it adds its own outputs.
+    Otherwise it would have to slice them, which takes a kernel.
     """
     with linked(links, x, columns):
         x, state = network.with_weights(weights)(x, queries, state)

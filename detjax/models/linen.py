@@ -1,8 +1,8 @@
 """Drop-in layers for Flax Linen whose rows do not depend on the batch.
 
-A layer takes the arguments of the layer of the same name in `flax.linen` and has its variables. Its inputs have the
-rows as their first axis. What stands between layers is left to the compiler; `detjax.batch_invariant` covers a whole
-model.
+A layer takes the same arguments as the layer of the same name in `flax.linen` and has the same variables. The rows are
+the first axis of its inputs. Computation between layers is left to the compiler; `detjax.batch_invariant` covers a
+whole model.
 """
 
 import dataclasses
@@ -21,11 +21,11 @@ def _call(layer: Any, variables: Any, mask: Array | None, inputs: tuple[Array | 
 
 
 _BY_ROW: Final = {axis: batch_invariant(_call, (None, None, axis, 0)) for axis in (0, None)}
-"""The call of a layer, by the axis of the rows in its mask."""
+"""Calls a layer one row at a time, by the axis of the rows in its mask."""
 
 
 def _rows_of_their_own(layer: Any, base: Any, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """What a layer gives, a row at a time; a mask has rows, or one that serves all."""
+    """Calls a layer one row at a time; a mask has rows, or one that all share."""
     if layer.is_initializing():
         return base.__call__(layer, *inputs, **options)
     names = [field.name for field in dataclasses.fields(base) if field.init and field.name not in ("parent", "name")]
@@ -36,7 +36,7 @@ def _rows_of_their_own(layer: Any, base: Any, inputs: tuple[Any, ...], options: 
 
 
 class Dense(nn.Dense):
-    """`flax.linen.Dense` with products of matrices under contract."""
+    """`flax.linen.Dense` with matrix products under contract."""
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
         """See `flax.linen.Dense`."""
@@ -44,7 +44,7 @@ class Dense(nn.Dense):
 
 
 class DenseGeneral(nn.DenseGeneral):
-    """`flax.linen.DenseGeneral` with products of matrices under contract."""
+    """`flax.linen.DenseGeneral` with matrix products under contract."""
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
         """See `flax.linen.DenseGeneral`."""
@@ -60,7 +60,7 @@ class Embed(nn.Embed):
 
 
 class LayerNorm(nn.LayerNorm):
-    """`flax.linen.LayerNorm`, a row at a time."""
+    """`flax.linen.LayerNorm`, one row at a time."""
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
         """See `flax.linen.LayerNorm`."""
@@ -68,7 +68,7 @@ class LayerNorm(nn.LayerNorm):
 
 
 class RMSNorm(nn.RMSNorm):
-    """`flax.linen.RMSNorm`, a row at a time."""
+    """`flax.linen.RMSNorm`, one row at a time."""
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
         """See `flax.linen.RMSNorm`."""
@@ -76,7 +76,7 @@ class RMSNorm(nn.RMSNorm):
 
 
 class Conv(nn.Conv):
-    """`flax.linen.Conv`, a row at a time."""
+    """`flax.linen.Conv`, one row at a time."""
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
         """See `flax.linen.Conv`."""
@@ -86,7 +86,7 @@ class Conv(nn.Conv):
 class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
     """`flax.linen.MultiHeadDotProductAttention`; a row attends to itself, its own keys, and its own mask.
 
-    A cache is refused: a call would write into it.
+    Caches are refused, since a call would write to them.
     """
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Models that the devices of a mesh share: where each device has its part of weights and state, and how calls run."""
+"""Models that the devices of a mesh share: placement of weights and state, and calls that run on all devices."""
 
 import functools
 import gc
@@ -30,18 +30,18 @@ from detjax.runtime import backends, compilation
 from detjax.runtime.device_links import Buffers, DeviceLinks, reach_one_another
 
 _TOWER: Final = "vision"
-"""The part of a decoder that runs on every device as a whole."""
+"""The part of a decoder that is replicated on every device."""
 
 
 def checked(operation: str, mesh: Mesh) -> Mesh:
-    """Returns a mesh whose devices can share a model, with both of `AXES`, that the compiler need not be told of.
+    """Returns a mesh whose devices can share a model, with both of `AXES`, which the compiler handles automatically.
 
     Args:
-        operation: what the error begins with.
+        operation: the beginning of the error message.
         mesh: the mesh.
 
     Raises:
-        ValueError: it has another axis than "tensor" and "expert", or no device of this process.
+        ValueError: it has an axis other than "tensor" and "expert", or no device of this process.
     """
     names = mesh.axis_names
     if not names or not set(names) <= set(AXES):
@@ -55,8 +55,8 @@ def checked(operation: str, mesh: Mesh) -> Mesh:
     if all(device.process_index != jax.process_index() for device in mesh.devices.flat):
         raise ValueError(
             f"{operation}: the mesh has no device of this process, which is number {jax.process_index()} of "
-            f"{jax.process_count()}; accepted: a mesh that has devices of every process that calls {operation}, as "
-            f"mesh_of({jax.device_count()}) makes it of all devices"
+            f"{jax.process_count()}; accepted: a mesh with devices of every process that calls {operation}, such as "
+            f"mesh_of({jax.device_count()})"
         )
     order = [names.index(axis) for axis in AXES if axis in names]
     shape = [mesh.shape.get(axis, 1) for axis in AXES]
@@ -67,10 +67,10 @@ def mesh_of(tensor: int = 1, expert: int = 1) -> Mesh | None:
     """Returns the first of JAX's devices as a mesh that can share a model; None for one device.
 
     Args:
-        tensor: how many devices share each expert, and all that is no expert.
-        expert: how many times so many devices there are; each of them has some of the experts of a layer.
+        tensor: the number of devices that share each expert, and everything except the experts.
+        expert: the number of such groups of devices; each has some of the experts of a layer.
 
-    After `jax.distributed.initialize`, JAX's devices are those of all processes.
+    After `jax.distributed.initialize`, JAX's devices include the devices of all processes.
 
     Raises:
         ValueError: JAX has fewer devices.
@@ -94,16 +94,15 @@ def mesh_of(tensor: int = 1, expert: int = 1) -> Mesh | None:
 def sharded[M: Any](model: M, mesh: Mesh) -> M:
     """Returns a decoder whose weights the devices of a mesh share.
 
-    Every answer has the bits that it has on one device: weights are cut along their outputs, so no number is added
-    across devices. What does not divide into as many pieces as there are devices is cut into fewer, or every device has
-    all of it.
+    Every result has the same bits as on one device: weights are sharded along their outputs, so no number is added
+    across devices. A weight that does not divide evenly among the devices has fewer shards, or is replicated.
 
     Args:
-        model: a `Decoder` on one device, or on the host. It stays as it is.
+        model: a `Decoder` on one device, or on the host. It is not modified.
         mesh: devices with the axes "tensor" and "expert", or with one of them.
 
     Raises:
-        ValueError: the mesh has another axis or no device of this process, or the model is shared already.
+        ValueError: the mesh has another axis or no device of this process, or the model is already sharded.
 
     Example:
         >>> import jax, detjax.demo
@@ -117,20 +116,20 @@ def sharded[M: Any](model: M, mesh: Mesh) -> M:
     """
     mesh = checked("sharded", mesh)
     if model.mesh is not None:
-        raise ValueError(f"sharded: the model is shared by {model.mesh.size} devices; accepted: one that is not shared")
+        raise ValueError(f"sharded: the model is shared by {model.mesh.size} devices; accepted: a model on one device")
     placed = [put(x) for put, x in zip(placement(model, mesh), split(model)[1], strict=True)]
     return with_mesh(model, tuple(placed), mesh)
 
 
 def with_mesh[M: Any](model: M, weights: Weights, mesh: Mesh) -> M:
-    """Returns a decoder with weights that lie on a mesh; of `model` nothing but the static part is looked at."""
+    """Returns a decoder with weights that lie on a mesh; only the static part of `model` is used."""
     shared: M = split(model)[0].with_weights(weights)
     shared.mesh = mesh
     return shared
 
 
 def shardings_of(model: Any, mesh: Mesh | AbstractMesh) -> list[OutputSharding | None]:
-    """Returns how each weight of a decoder is cut, in the order of `network.split`; None: devices have all of it."""
+    """Returns the sharding of each weight of a decoder, in the order of `network.split`; None: replicated."""
     return [_sharding_of(model, path, mesh) for path in parameters(model)]
 
 
@@ -148,9 +147,9 @@ def _sharding_of(model: Any, path: Path, mesh: Mesh | AbstractMesh) -> OutputSha
 
 
 def place(x: Any, sharding: OutputSharding | None, mesh: Mesh) -> Array:
-    """Returns an array on the devices of a mesh, each of which gets its part alone.
+    """Returns an array on the devices of a mesh; each gets only its part.
 
-    No more of `x` is asked for than one device's part at a time, and each is there before the next one is asked for.
+    Reads at most one device's part of `x` at a time, and waits until it is on the device before reading the next.
     """
     if sharding is None:
         return replicate(x if isinstance(x, jax.Array) else np.asarray(x), everywhere(mesh))
@@ -166,14 +165,14 @@ def place(x: Any, sharding: OutputSharding | None, mesh: Mesh) -> Array:
         part = sharding.shards(some, (index[axis].start or 0) // sharding.length, devices)
         part = part if isinstance(part, jax.Array) else np.asarray(part)
         parts.append(jax.block_until_ready(jax.device_put(part, device)))
-        # JAX forgets what it has copied when garbage is collected, and not before.
+        # JAX releases its copies only when garbage is collected.
         del some, part
         gc.collect(0)
     return jax.make_array_from_single_device_arrays(tuple(shape), placed, parts)
 
 
 def _some_experts(x: Any, experts: ShardGroup, begin: int, mesh: Mesh) -> Any:
-    """The experts of a parameter that begin at a place of the array on a mesh, with zeros for those that miss."""
+    """Slices the experts of one shard, given its start in the sharded array; missing experts are zeros."""
     if experts.shards == 1:
         return x
     first = experts.shard_of(begin // experts.length, mesh.shape[EXPERT]) * experts.length
@@ -181,7 +180,7 @@ def _some_experts(x: Any, experts: ShardGroup, begin: int, mesh: Mesh) -> Any:
 
 
 def placement(model: Any, mesh: Mesh | None) -> list[Callable[[Any], Array]]:
-    """Returns what puts each weight of a decoder on the devices of a mesh, or on the default device without one."""
+    """Returns a function per weight that puts it on the devices of a mesh, or without a mesh on the default device."""
     if mesh is None:
         return [jnp.asarray for _ in parameters(model)]
     return [functools.partial(place, sharding=sharding, mesh=mesh) for sharding in shardings_of(model, mesh)]
@@ -193,9 +192,9 @@ def spans_processes(mesh: Mesh | None) -> bool:
 
 
 def device_buffers(mesh: Mesh | None) -> Buffers | None:
-    """Returns buffers by which kernels of the devices of a mesh exchange; None where XLA's collectives do.
+    """Returns buffers for exchanges between kernels on the devices of a mesh; None if XLA's collectives do that.
 
-    Kernels exchange between GPUs of this process that reach each other's memory.
+    Kernels exchange between GPUs of this process that have access to each other's memory.
     """
     if mesh is None or spans_processes(mesh) or backends.backend() != "hopper":
         return None
@@ -203,22 +202,22 @@ def device_buffers(mesh: Mesh | None) -> Buffers | None:
 
 
 def everywhere(mesh: Mesh | None) -> NamedSharding | None:
-    """Returns the sharding of arrays that every device has, or None, which is that of the default device."""
+    """Returns the sharding of replicated arrays; None stands for the default device."""
     return None if mesh is None else NamedSharding(mesh, P())
 
 
 def replicate(tree: PyTree, sharding: NamedSharding | None) -> Any:
-    """Returns arrays that every device of a sharding has; with None, the default device."""
+    """Returns arrays replicated on the devices of a sharding; with None, on the default device."""
     if sharding is None or sharding.is_fully_addressable:
-        return jax.device_put(tree, sharding)  # one call for all arrays: every step of an engine makes it
+        return jax.device_put(tree, sharding)  # one call for all arrays: the engine does this at every step
     return jax.tree.map(lambda x: put(x, sharding), tree)
 
 
 def put(x: Any, sharding: NamedSharding) -> Array:
-    """Returns an array on the devices of a sharding, without a copy where it is there already.
+    """Returns an array on the devices of a sharding, without a copy if it is there already.
 
-    Where the devices belong to several processes, each process puts its parts on its own devices. `jax.device_put`
-    would first compare the copies of all processes, which takes a program of its own each time.
+    If the devices belong to several processes, each process puts its parts on its own devices. `jax.device_put`
+    would first compare the copies of all processes, which takes a separate program each time.
 
     Args:
         x: an array that every process has, or one that lies on devices of several processes.
@@ -231,9 +230,9 @@ def put(x: Any, sharding: NamedSharding) -> Array:
 
 
 def whole(x: Any, sharding: OutputSharding | None, mesh: Mesh | None) -> Any:
-    """Returns the whole of a weight that lies on a mesh, on the host; others as they are.
+    """Returns a weight that lies on a mesh as a whole array on the host; without a mesh, the weight unchanged.
 
-    Where the mesh has devices of several processes, all of them must ask for it.
+    If the mesh has devices of several processes, all of them must call this.
     """
     if mesh is None:
         return x
@@ -254,7 +253,7 @@ def whole(x: Any, sharding: OutputSharding | None, mesh: Mesh | None) -> Any:
 
 
 def whole_shapes(model: Any) -> list[tuple[int, ...]]:
-    """Returns the shapes of a decoder's weights in the order of `network.split`, as a model on one device has them."""
+    """Returns the shapes that a decoder's weights have on one device, in the order of `network.split`."""
     shapes = [x.shape for x in split(model)[1]]
     if model.mesh is None:
         return shapes
@@ -266,7 +265,7 @@ def whole_shapes(model: Any) -> list[tuple[int, ...]]:
 
 
 def whole_weights(model: Any) -> list[Any]:
-    """Returns a decoder's weights in the order of `network.split`, as a model on one device has them."""
+    """Returns a decoder's weights as on one device, in the order of `network.split`."""
     weights = split(model)[1]
     if model.mesh is None:
         return list(weights)
@@ -285,7 +284,7 @@ def _spec(ndim: int, sharding: OutputSharding | None) -> P:
 
 
 def empty_state(mesh: Mesh | None, declarations: Sequence[Any], size: Any) -> Any:
-    """Returns the state that layers declare, without any tokens, of which each device has what its weights need."""
+    """Returns the state that layers declare, without any tokens; each device has the part that its weights need."""
     make = functools.partial(empty_state_of_a_device, mesh, declarations, size)
     if mesh is None:
         return make()
@@ -294,13 +293,13 @@ def empty_state(mesh: Mesh | None, declarations: Sequence[Any], size: Any) -> An
 
 
 def empty_state_of_a_device(mesh: Mesh | AbstractMesh | None, declarations: Sequence[Any], size: Any) -> Any:
-    """Returns what one of the devices has of the state that layers declare; see `empty_state`."""
+    """Returns one device's part of the state that layers declare; see `empty_state`."""
     devices = 1 if mesh is None else mesh.size
     return tuple(declaration.shared_by(devices).empty(size) for declaration in declarations)
 
 
 def specs_of(mesh: Mesh, declarations: Sequence[Any]) -> tuple[Any, ...]:
-    """Returns how the state of each layer lies on a mesh."""
+    """Returns the partition specs of each layer's state on a mesh."""
     return tuple(declaration.spec(mesh.size) for declaration in declarations)
 
 
@@ -309,8 +308,8 @@ class Call(NamedTuple):
 
     Attributes:
         method: the name of a method of the decoder.
-        inputs: how its arguments lie on the mesh, each a tree of specs or the beginning of one.
-        outputs: how its results lie there.
+        inputs: partition specs of its arguments, each a tree of specs or a prefix of one.
+        outputs: partition specs of its results.
         options: further arguments by name.
     """
 
@@ -321,9 +320,9 @@ class Call(NamedTuple):
 
 
 def run(model: Any, call: Call, *args: Any) -> Any:
-    """Returns what a method of a decoder that devices share returns; see `Call`."""
+    """Calls a method of a decoder that devices share and returns its result; see `Call`."""
     network, weights = split(model)
-    if spans_processes(model.mesh):  # its programs cannot have what lies on a device of one process
+    if spans_processes(model.mesh):  # its programs do not accept arrays on a device of one process
         sharding = everywhere(model.mesh)
         args = jax.tree.map(lambda x: replicate(x, sharding) if _is_here(x) else x, args)
     return _run(network, call, weights, current_links(), args)
@@ -353,7 +352,7 @@ def _run(
         with linked(links):
             return getattr(network.with_weights(weights), call.method)(*args, **dict(call.options))
 
-    # Loops of the operations begin with zeros that every device has, and go on with what differs between devices.
+    # Loops of the operations start from replicated zeros and continue with values that differ between devices.
     inputs = specs, P(), call.inputs
     shared = jax.shard_map(on_device, mesh=mesh, in_specs=inputs, out_specs=call.outputs, check_vma=False)
     return shared(weights, links, args)

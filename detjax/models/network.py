@@ -1,8 +1,8 @@
-"""A model as its weights and its static part: the one place that splits a module into the two and merges them again.
+"""A model's weights and its static part: the only module that splits an NNX module into the two and merges them again.
 
-NNX modules are too slow to pass to a compiled program at every step: to walk through one, and to compare its graph with
-the one that the program was compiled for, takes a millisecond or more. So programs take a `Network`, which is compared
-as an object, and the weights as a flat tuple of arrays.
+NNX modules are too slow to pass to a compiled program at every step: traversing one, and comparing its graph with the
+graph that the program was compiled for, takes a millisecond or more. So programs take a `Network`, which is compared by
+identity, and the weights as a flat tuple of arrays.
 """
 
 import dataclasses
@@ -20,14 +20,14 @@ type Weights = tuple[Any, ...]
 """A module's weights in the order of their names: arrays, shapes and dtypes, or `AccumulatedWeight`s."""
 
 type Path = tuple[Any, ...]
-"""Attributes, and indices of lists, that lead to a parameter."""
+"""Attributes and list indices that lead to a parameter."""
 
 _NEVER_TRAINED: Final = "vision"
-"""The part of a decoder that gradients do not reach: rows of images are constants to them."""
+"""The part of a decoder without gradients: image rows are constants to them."""
 _UNNAMED: Final = ("attention", "mlp", "weight")
 """Levels of a path that names leave out.
 
-Digests of models and the order of a program's arguments follow the names. So they stay what they were before layers
+Digests of models and the order of a program's arguments depend on the names, so these stay as they were before layers
 were composed of parts.
 """
 
@@ -49,8 +49,8 @@ class Network[M: nnx.Module]:
         graph: the module's static part.
         tree: the structure of its state.
         paths: the path of each weight.
-        trained: for each weight, whether it is an `nnx.Param`, and not a vision tower's: gradients and optimizers leave
-            the others as they are.
+        trained: for each weight, whether it is an `nnx.Param` outside the vision tower; gradients and optimizers leave
+            the others unchanged.
         order: the index of each weight among the leaves of the state.
     """
 
@@ -65,12 +65,12 @@ class Network[M: nnx.Module]:
         return nnx.merge(self.graph, self.state(weights))
 
     def state(self, weights: Weights) -> PyTree:
-        """Returns weights as `nnx.state` of the module returns them."""
+        """Returns weights as a state like the module's `nnx.state`."""
         leaves = dict(zip(self.order, weights, strict=True))
         return jax.tree.unflatten(self.tree, [leaves[index] for index in range(len(leaves))])
 
     def weights(self, state: PyTree) -> Weights:
-        """Returns the weights in a state, such as `nnx.state` of the module returns."""
+        """Returns the weights in a state like the module's `nnx.state`."""
         leaves = jax.tree.leaves(state, is_leaf=_is_weight)
         return tuple(leaves[index] for index in self.order)
 
@@ -99,7 +99,7 @@ def _network(graph: nnx.GraphDef[Any], tree: Any, paths: tuple[Path, ...], train
 
 
 def abstract[T](make: Callable[[], T]) -> T:
-    """Returns what `make` returns, with shapes and dtypes in place of arrays; nothing is computed."""
+    """Returns the result of `make` with shapes and dtypes in place of arrays; nothing is computed."""
     return nnx.eval_shape(make)
 
 

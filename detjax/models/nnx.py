@@ -1,7 +1,8 @@
 """Drop-in layers for Flax NNX whose rows do not depend on the batch, and a function that puts them into a model.
 
-A layer takes the arguments of the layer of the same name in `flax.nnx` and has its variables. Its inputs have the rows
-as their first axis. What stands between layers is left to the compiler; `detjax.batch_invariant` covers a whole model.
+A layer takes the same arguments as the layer of the same name in `flax.nnx` and has the same variables. The rows are
+the first axis of its inputs. Computation between layers is left to the compiler; `detjax.batch_invariant` covers a
+whole model.
 """
 
 from typing import Any, Final
@@ -14,12 +15,12 @@ from detjax.invariant import batch_invariant
 
 @batch_invariant
 class Linear(nnx.Linear):
-    """`flax.nnx.Linear` with products of matrices under contract."""
+    """`flax.nnx.Linear` with matrix products under contract."""
 
 
 @batch_invariant
 class LinearGeneral(nnx.LinearGeneral):
-    """`flax.nnx.LinearGeneral` with products of matrices under contract."""
+    """`flax.nnx.LinearGeneral` with matrix products under contract."""
 
 
 @batch_invariant
@@ -31,23 +32,23 @@ class Embed(nnx.Embed):
 
 @batch_invariant
 class LayerNorm(nnx.LayerNorm):
-    """`flax.nnx.LayerNorm`, a row at a time."""
+    """`flax.nnx.LayerNorm`, one row at a time."""
 
 
 @batch_invariant
 class RMSNorm(nnx.RMSNorm):
-    """`flax.nnx.RMSNorm`, a row at a time."""
+    """`flax.nnx.RMSNorm`, one row at a time."""
 
 
 @batch_invariant
 class Conv(nnx.Conv):
-    """`flax.nnx.Conv`, a row at a time."""
+    """`flax.nnx.Conv`, one row at a time."""
 
 
 class MultiHeadAttention(nnx.MultiHeadAttention):
     """`flax.nnx.MultiHeadAttention`; a row attends to itself, its own keys, and its own mask.
 
-    A cache is refused: a call would write into it.
+    Caches are refused, since a call would write to them.
     """
 
     def __call__(
@@ -59,7 +60,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         mask: Array | None = None,
         **options: Any,
     ) -> Array:
-        """Returns the attended values; `mask` has rows, or one that serves all."""
+        """Returns the attended values; `mask` has rows, or one that all share."""
         mask_axis = None if mask is None or mask.shape[0] != inputs_q.shape[0] else 0
         return _ATTENTION[mask_axis](self, inputs_q, inputs_k, inputs_v, mask, **options)
 
@@ -80,11 +81,10 @@ _LAYERS: Final[dict[Any, Any]] = {
 
 
 def replace_layers(module: nnx.Module) -> int:
-    """Replaces, in place, every layer of a module for which there is a drop-in layer, and returns how many these were.
+    """Replaces, in place, every layer of a module that has a drop-in layer, and returns the number of replaced layers.
 
-    Variables stay what they are: checkpoints and optimizers see no difference. Subclasses of Flax' layers are left
-    alone, because they may compute something else.
-
+    Variables are unchanged, so checkpoints and optimizers see no difference. Subclasses of Flax' layers are not
+    replaced, because they may compute something else.
     Args:
         module: the model.
 

@@ -210,7 +210,7 @@ def test_a_mesh_of_other_axes_is_refused() -> None:
     with pytest.raises(ValueError, match=r"sharded: the mesh has the axes \('tensor', 'data'\)"):
         detjax.Engine(model, mesh=jax.make_mesh((1, 1), ("tensor", "data")))
     shared = models.sharded(model, jax.make_mesh((1,), ("tensor",)))
-    with pytest.raises(ValueError, match="the model is shared by 1 devices; accepted: one that is not shared"):
+    with pytest.raises(ValueError, match="the model is shared by 1 devices; accepted: a model on one device"):
         models.sharded(shared, jax.make_mesh((1,), ("tensor",)))
 
 

@@ -233,7 +233,7 @@ def test_a_request_is_the_same_in_every_batch_and_slot(batch: int, run: Any) -> 
 
 
 def test_a_state_without_slots_is_refused(model: Decoder) -> None:
-    with pytest.raises(ValueError, match="slots is None and the model keeps a state of each request; accepted: the"):
+    with pytest.raises(ValueError, match="slots is None and the model keeps a state for each request; accepted: the"):
         model.empty_state(3)
     assert model.has_slots
     declaration = type(model.layers[0]).state(model.config, 0)

@@ -1,7 +1,7 @@
-"""The shape and the options of a decoder, and how Hugging Face's `config.json` says them.
+"""The shape and options of a decoder, and their conversion from and to Hugging Face's `config.json`.
 
-Keys that a file leaves out have the values that transformers gives them. An option that would change the result and is
-not supported is an error; keys that the architecture does not read in transformers either are ignored.
+Missing keys have transformers' defaults. An unsupported option that would change the result is an error; keys that the
+architecture does not use in transformers either are ignored.
 """
 
 import dataclasses
@@ -41,10 +41,10 @@ _UNSUPPORTED: Final[Mapping[str, Any]] = {
     "is_encoder_decoder": False,
     "add_cross_attention": False,
 }
-"""Options that are not supported, each with the value, besides null, under which it changes nothing."""
+"""Unsupported options, each with the value (in addition to null) that has no effect."""
 
 _NO_OPTIONS: Final[Mapping[str, Any]] = {"qk_norm": False, "qkv_bias": False, "output_bias": False, "mlp_bias": False}
-"""The options that `DecoderConfig` states always, so that digests of models show them."""
+"""Options that every `DecoderConfig` sets, so that digests of models include them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,38 +52,38 @@ class DecoderConfig:
     """Shape and options of a decoder-only transformer.
 
     Attributes:
-        architecture: the name of transformers' class, which tells the family.
-        vocab_size: how many tokens there are.
+        architecture: the name of transformers' class, which selects the family.
+        vocab_size: the number of tokens.
         hidden_size: the width of hidden states.
         intermediate_size: the inner width of the MLP.
-        layers: how many layers there are.
+        layers: the number of layers.
         heads: heads of queries.
         kv_heads: heads of keys and of values.
         head_dim: the width of a head.
         activation: the activation function of the MLP's gate.
         norm_eps: epsilon of all norms.
         rope: the frequencies of the rotary embedding.
-        windows: for each layer, how many tokens a query sees at most, its own included; None: all earlier ones.
+        windows: for each layer, the number of most recent keys that a query sees, including its own; None: all.
         qk_norm: whether each head of queries and keys is normalized before the rotation.
         qkv_bias: whether the projections of queries, keys and values have biases.
         output_bias: whether the attention's output projection has a bias.
         mlp_bias: whether the projections of the MLP have biases.
-        tied_embeddings: whether the embedding is the head as well.
+        tied_embeddings: whether the embedding is also the head.
         max_positions: positions that the model was made for (`max_position_embeddings`).
-        dtype: the dtype that the checkpoint names for itself.
-        window_rope: the frequencies of the rotary embedding in layers with a window; None: those of all other layers.
+        dtype: the dtype that the checkpoint declares.
+        window_rope: the frequencies of the rotary embedding in layers with a window; None: as in all other layers.
         query_pre_attn_scalar: the number whose inverse square root is the factor of scores; None: the width of a head.
         attention_soft_cap: the bound of scores, which become `cap * tanh(score / cap)`; None: no bound.
         logit_soft_cap: the bound of logits, in the same way.
         experts: the mixtures of experts; None: every layer has an MLP.
-        wide_qk_norm: whether all heads of queries together are normalized, and all heads of keys.
+        wide_qk_norm: whether one norm covers all query heads together, and another one all key heads.
         qkv_bound: the largest absolute value of queries, keys and values before the rotation; None: no bound.
         latent: the shape of latent attention; None: attention has keys and values of heads.
-        delta: the shape of linear attention, and the layers that have it; None: no layer has.
+        delta: the shape of linear attention, and its layers; None: no layer has linear attention.
         vision: the vision tower; None: prompts have no images.
-        image_token: the token that stands for a part of an image; None: prompts have none.
-        video_token: the token that stands for a part of a video; None: prompts have none.
-        vision_start_token: the token before each frame of a video whose times prompts say; None: prompts say none.
+        image_token: the token that stands for a part of an image; None: prompts have no images.
+        video_token: the token that stands for a part of a video; None: prompts have no videos.
+        vision_start_token: the token before each video frame whose time is in the prompt; None: times are not.
         vision_end_token: the token after it.
     """
 
@@ -131,7 +131,7 @@ class DecoderConfig:
         """Returns the configuration that `config.json` with the contents `raw` describes.
 
         Reads the files of transformers 4 and 5; of a multimodal model without a vision tower, the text model. The dtype
-        is float32 where the file names none. The storage format of weights is not read. Errors call the file `source`.
+        is float32 if the file has none. The storage format of weights is not read. Errors call the file `source`.
 
         Raises:
             CheckpointError: an unknown architecture, an unsupported option, a missing key, a value out of range.
@@ -140,7 +140,7 @@ class DecoderConfig:
 
     @classmethod
     def from_description(cls, described: Description) -> "DecoderConfig":
-        """Returns what `from_hugging_face` returns, once it is known where the file describes the decoder.
+        """Returns the configuration from the description of the decoder in a `config.json`.
 
         Raises:
             CheckpointError: an unsupported option, a missing key, a value out of range.
@@ -172,10 +172,10 @@ class DecoderConfig:
         )
 
     def to_hugging_face(self) -> dict[str, Any]:
-        """Returns the contents of a `config.json` that says this, for transformers 4 and 5.
+        """Returns the contents of an equivalent `config.json`, for transformers 4 and 5.
 
         Raises:
-            ValueError: transformers' class of this architecture cannot be configured like this.
+            ValueError: transformers' class of this architecture does not support the configuration.
         """
         family = family_named("to_hugging_face", self.architecture)
         raw: dict[str, Any] = {
@@ -213,9 +213,9 @@ class DecoderConfig:
 
 
 def _read_heads(file: JsonObject, family: Family) -> dict[str, int]:
-    """The numbers of heads, and a head's width."""
+    """Reads the numbers of heads, and a head's width."""
     hidden_size, heads = file.integer("hidden_size"), file.integer("num_attention_heads")
-    # A key that is left out has transformers' default; a key that is null says that there are as many as heads.
+    # A missing key has transformers' default; null means as many as query heads.
     missing_kv_heads = heads if "num_key_value_heads" in file.raw else family.kv_heads
     kv_heads = file.integer("num_key_value_heads", missing_kv_heads or heads)
     if heads % kv_heads:

@@ -1,4 +1,4 @@
-"""How `config.json` says which layers have experts, and of which shape they are."""
+"""The keys of `config.json` for experts: their number and shape, and the layers that have them."""
 
 from typing import Any, Final
 
@@ -7,25 +7,25 @@ from detjax.models.configuration.keys import Key, write_keys
 from detjax.models.parts.experts import ExpertsOptions
 
 COUNTS: Final = "num_experts", "num_local_experts"
-"""The keys that say the number of experts: releases of transformers have written it under either."""
+"""The keys of the number of experts: releases of transformers have used either."""
 
 
 def read_count(file: JsonObject, default: int, *, minimum: int = 1) -> int:
     """Returns the number of experts, under either of `COUNTS`.
 
     Raises:
-        CheckpointError: it is no integer, or less than `minimum`.
+        CheckpointError: it is not an integer, or less than `minimum`.
     """
     return file.integer(count_key(file), default, minimum=minimum, maximum=MAX_EXPERTS)
 
 
 def count_key(file: JsonObject, keys: tuple[str, str] = COUNTS) -> str:
-    """Returns the key that says the number of experts, or the first if both are left out."""
+    """Returns the key that the file uses for the number of experts, or the first if both are missing."""
     return next((key for key in keys if file.get(key) is not None), keys[0])
 
 
 def read_sparse_layers(file: JsonObject, layers: int) -> tuple[bool, ...]:
-    """Returns whether each layer has experts: one in every `decoder_sparse_step`, but not those in `mlp_only_layers`.
+    """Returns whether each layer has experts: every `decoder_sparse_step`-th, except for those in `mlp_only_layers`.
 
     Raises:
         CheckpointError: a value is out of range.

@@ -1,4 +1,4 @@
-"""Families of decoders: what a family file says, and the registry of families."""
+"""Families of decoders: the description of a family, and the registry of families."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -11,51 +11,49 @@ from detjax.ops.rotary import RotaryEmbedding
 
 _TEXT: Final = "text_config"
 _MODEL_LEVEL_KEYS: Final = ("architectures", "model_type", "dtype", "torch_dtype")
-"""Keys of which those of the whole model have precedence over those of its decoder."""
+"""Keys for which the whole model's value takes precedence over its decoder's."""
 _TOWER: Final = "vision_config"
 _TIED: Final = "tie_word_embeddings"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
-    """A family of decoders, as transformers' class of one name defines it.
+    """A family of decoders, as defined by a class of transformers.
 
     Attributes:
         architecture: the name of that class.
         model_type: the `model_type` of its configurations.
-        other_model_types: further ones that published checkpoints have, and that say the same.
-        text_family: for models with a vision tower, the family of their text model, which is read of a checkpoint whose
-            `config.json` describes no tower; None: there is none.
+        other_model_types: equivalent types in published checkpoints.
+        text_family: for models with a vision tower, the family of checkpoints whose `config.json` describes no tower;
+            None: checkpoints without a tower belong to this family.
         layer: the class of its layers: made by `layer(config, index, rngs=rngs, dtype=dtype)`, called with the residual
             stream, the queries and the layer's state, and with a static method `state(config, index)` that declares the
             state.
-        max_positions: `max_position_embeddings` if `config.json` leaves it out. This and the next six are the values
-            that transformers takes then.
+        max_positions: the default of `max_position_embeddings` in transformers, as for the next six.
         norm_eps: `rms_norm_eps`.
         head_dim: the width of a head; None: hidden_size / heads.
-        head_dim_key: the key of `config.json` that says this width.
+        head_dim_key: the key of `config.json` for this width.
         kv_heads: heads of keys and of values; None: as many as heads.
-        bos: the token that begins a text; None: there is none.
-        eos: the token that ends a text; None: there is none.
-        tied_embeddings: whether the embedding is the head as well.
-        activation: the key of `config.json` that names the MLP's activation, and the name if it is left out.
-        intermediate_size: the key of `config.json` that says the MLP's inner width, and the width if it is left out;
-            None: it may not be left out.
-        norm_offset: what is added to the weight of the norm before the head: 1.0 if checkpoints store `weight - 1`.
+        bos: the token that begins a text; None: no such token.
+        eos: the token that ends a text; None: no such token.
+        tied_embeddings: whether the embedding is also the head.
+        activation: the key of `config.json` for the MLP's activation, and its default.
+        intermediate_size: the key of `config.json` for the MLP's inner width, and its default; None: required.
+        norm_offset: added to the weight of the norm before the head: 1.0 if checkpoints store `weight - 1`.
         scales_embedding: whether the rows of the embedding are multiplied by the square root of their width.
-        reads: keys of `config.json` that the family reads itself, and that are refused where no family does.
-        skips: regular expressions of the names of tensors that published checkpoints hold and that this release does
-            not need, such as those of layers that predict further tokens. Each matches a whole name; `{layers}` in it
-            stands for the number of layers.
-        prefixes: what the names of tensors begin with in the decoder, and what they may begin with in checkpoints.
-        nested: returns a `config.json` with the decoder's keys in `text_config`, given one in which they stand beside
-            the others. Checkpoints then have the names of `prefixes`. None: neither is so in what is written.
+        reads: keys of `config.json` that the family reads itself; families that do not are refused such keys.
+        skips: regular expressions for the names of tensors in published checkpoints that this release does not need,
+            such as layers that predict further tokens. Each matches a whole name; `{layers}` in it stands for the
+            number of layers.
+        prefixes: pairs of prefixes of tensor names: in the decoder, and possibly in checkpoints.
+        nested: moves the decoder's keys of a flat `config.json` into `text_config`; written checkpoints then use the
+            names of `prefixes`. None: written checkpoints are flat.
         read_rope: reads the frequencies of the rotary embedding from a `config.json`, given the width of a head and
             `max_position_embeddings`.
-        keys: keys of `config.json` that say options of layers, which are fields of `DecoderConfig`.
-        read_options: returns the other options of layers that a `config.json` says, given the number of layers.
-        write_options: returns the keys of `config.json` that say the latter, and those that the family writes otherwise
-            than others, given the `DecoderConfig`.
+        keys: keys of `config.json` for options of layers that are fields of `DecoderConfig`.
+        read_options: reads the other options of layers from a `config.json`, given the number of layers.
+        write_options: returns the keys of `config.json` for these options, and keys that the family writes differently
+            from others, given the `DecoderConfig`.
     """
 
     architecture: str
@@ -85,14 +83,14 @@ class Family:
     write_options: Callable[[Any], Mapping[str, Any]] = lambda _: {}
 
     def decoder_name(self, name: str) -> str:
-        """Returns the name that a checkpoint's tensor has in the decoder."""
+        """Returns the decoder's name of a checkpoint's tensor."""
         for inner, outer in self.prefixes:
             if name.startswith(outer):
                 return inner + name.removeprefix(outer)
         return name
 
     def written_name(self, name: str) -> str:
-        """Returns the name under which a decoder's tensor is written."""
+        """Returns the name under which a decoder's tensor is saved."""
         for inner, outer in self.prefixes if self.nested is not None else ():
             if name.startswith(inner):
                 return outer + name.removeprefix(inner)
@@ -100,11 +98,11 @@ class Family:
 
 
 class Description(NamedTuple):
-    """What a `config.json` says of a decoder.
+    """The part of a `config.json` that describes a decoder.
 
     Attributes:
         family: the decoder's family.
-        file: the keys that describe the decoder: all of the file, or the `text_config` in it and what stands beside it.
+        file: the keys that describe the decoder: the whole file, or its `text_config` with the keys next to it.
     """
 
     family: Family
@@ -115,7 +113,7 @@ _FAMILIES: Final[dict[str, Family]] = {}
 
 
 def register(*families: Family) -> None:
-    """Makes families known, so that checkpoints of their architectures can be read.
+    """Adds families to the registry, so that checkpoints of their architectures can be read.
 
     Raises:
         ValueError: another family has the architecture.
@@ -134,11 +132,11 @@ def family_named(operation: str, architecture: str) -> Family:
     """Returns the family of an architecture.
 
     Args:
-        operation: what the error begins with.
+        operation: the beginning of the error message.
         architecture: the name of transformers' class.
 
     Raises:
-        ValueError: there is no such family.
+        ValueError: no such family.
     """
     if architecture not in families():
         raise ValueError(f"{operation}: architecture is {architecture!r}; accepted: {', '.join(families())}")
@@ -146,16 +144,16 @@ def family_named(operation: str, architecture: str) -> Family:
 
 
 def description(raw: Mapping[str, Any], source: str) -> Description:
-    """Returns what a `config.json` with the contents `raw` says of its decoder.
+    """Returns the description of the decoder in a `config.json` with the contents `raw`.
 
-    Where the decoder's keys are in `text_config`, a key that is missing there may stand beside it.
+    If the decoder's keys are in `text_config`, keys that are missing there are read from the object around it.
 
     Args:
         raw: the contents.
         source: the name of the file in errors.
 
     Raises:
-        CheckpointError: it names no family of this release, or several; or `text_config` is no object.
+        CheckpointError: it names no supported family, or several; or `text_config` is not an object.
     """
     file = JsonObject(raw, source)
     family = _family_of(file)
@@ -166,16 +164,16 @@ def description(raw: Mapping[str, Any], source: str) -> Description:
         return Description(family, file)
     beside = {key: value for key, value in raw.items() if key != _TEXT}
     within = {key: value for key, value in text.raw.items() if key not in _MODEL_LEVEL_KEYS or beside.get(key) is None}
-    # transformers 4 wrote for some models that the embeddings are tied in one of the two places alone.
+    # For some models, transformers 4 wrote that the embeddings are tied in only one of the two objects.
     tied = {_TIED: True} if True in (beside.get(_TIED), within.get(_TIED)) else {}
     return Description(family, JsonObject(within | tied, source, text.prefix, beside))
 
 
 def _family_of(file: JsonObject) -> Family:
-    """The family that a file names.
+    """Returns the family that a file names.
 
     Raises:
-        CheckpointError: it names no family of this release, or several.
+        CheckpointError: it names no supported family, or several.
     """
     by_architecture = families()
     accepted = ", ".join(by_architecture)

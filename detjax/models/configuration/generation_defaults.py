@@ -1,4 +1,4 @@
-"""How a checkpoint is sampled by default, as `generation_config.json` says it."""
+"""A checkpoint's sampling defaults, from `generation_config.json`."""
 
 import dataclasses
 import json
@@ -11,30 +11,30 @@ from detjax.models.configuration.json_object import JsonObject
 
 @dataclasses.dataclass(frozen=True)
 class GenerationDefaults:
-    """How to sample from a model where a request does not say; None: the checkpoint does not say either."""
+    """Sampling defaults of a model; None: the checkpoint has no default."""
 
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     pad_token_id: int | None = None
     do_sample: bool = False
-    """False: the most likely token is taken, and the numbers below have no effect."""
+    """False: the most likely token is chosen, and the numbers below have no effect."""
     temperature: float | None = None
     top_k: int | None = None
     """0: all tokens."""
     top_p: float | None = None
     min_p: float | None = None
     unread: str = "{}"
-    """The file's other options as a JSON object, which are saved again. `repetition_penalty` alone has an effect here.
-    Were it a field of its own, every model would get another digest."""
+    """The file's other options as a JSON object, which are saved again. Only `repetition_penalty` has an effect here; a
+    separate field for it would change the digest of every model."""
 
     @classmethod
     def from_hugging_face(cls, raw: Mapping[str, Any], source: str, described: Description) -> "GenerationDefaults":
-        """Returns the defaults that a checkpoint states.
+        """Returns the defaults of a checkpoint.
 
         Args:
             raw: the contents of `generation_config.json`; empty if there is no such file.
             source: the name of that file in errors.
-            described: what `config.json` says of the decoder, whose token ids serve if the other file leaves them out.
+            described: the description of the decoder in `config.json`, whose token ids serve if this file has none.
 
         Raises:
             CheckpointError: a value of the wrong type or out of range.
@@ -49,7 +49,7 @@ class GenerationDefaults:
         ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
         if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in ends):
             raise eos.error("eos_token_id", "an integer >= 0, a list of such, null")
-        # The file's own object does not note that this key was read, so that it stays among the unread ones.
+        # A separate object, so that `file` does not mark this key as read and `unread` keeps it.
         JsonObject(raw, source).optional_number(
             "repetition_penalty", minimum=1e-6, maximum=1e6, accepted="a number from 1e-6 to 1e6"
         )
@@ -67,11 +67,11 @@ class GenerationDefaults:
 
     @property
     def repetition_penalty(self) -> float | None:
-        """What divides the logits of tokens that are in the text already, whether tokens are sampled or not."""
+        """The divisor of the logits of tokens that occur in the text, whether tokens are sampled or not."""
         return json.loads(self.unread).get("repetition_penalty")
 
     def token_ids_to_hugging_face(self) -> dict[str, Any]:
-        """Returns the token ids as both files hold them."""
+        """Returns the token ids in the form of both files."""
         eos = list(self.eos_token_ids)
         return {
             "bos_token_id": self.bos_token_id,
@@ -80,7 +80,7 @@ class GenerationDefaults:
         }
 
     def to_hugging_face(self) -> dict[str, Any]:
-        """Returns the contents of a `generation_config.json` that says this."""
+        """Returns the contents of an equivalent `generation_config.json`."""
         numbers = {name: getattr(self, name) for name in ("temperature", "top_k", "top_p", "min_p")}
         raw = json.loads(self.unread) | self.token_ids_to_hugging_face() | {"do_sample": self.do_sample} | numbers
         return {key: value for key, value in raw.items() if value is not None}

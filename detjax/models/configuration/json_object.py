@@ -1,4 +1,4 @@
-"""The JSON files of a checkpoint, read so that an error names the file, the key, what it holds and what is accepted."""
+"""A checkpoint's JSON files, with errors that name the file, the key, its value and the accepted values."""
 
 import json
 import math
@@ -11,15 +11,15 @@ _POINTERS: Final = {
     b"version https://git-lfs.github.com/spec/": "a pointer of Git LFS (fetch it with git lfs pull",
     b"/annex/objects/": "a pointer of git-annex (fetch it with git annex get",
 }
-"""What files begin with that stand for others which version control has not fetched."""
+"""Beginnings of files that are pointers to contents which version control has not fetched."""
 LONGEST_POINTER: Final = max(map(len, _POINTERS))
-"""Bytes that tell a pointer."""
+"""The number of bytes needed to recognize a pointer."""
 LARGEST: Final = 2**31 - 1
-"""The largest integer, unless a key says less."""
+"""The default maximum of integers."""
 MAX_LAYERS: Final = 4096
-"""The most layers of a network, each of which is an object of its own."""
+"""The maximum number of layers of a network, each of which is a separate object."""
 MAX_EXPERTS: Final = 65536
-"""The most experts of a layer, each of which may have tensors of its own."""
+"""The maximum number of experts of a layer, each of which may have separate tensors."""
 
 
 class CheckpointError(ValueError):
@@ -43,21 +43,21 @@ def read_file(path: Path) -> bytes:
 
 
 def missing(path: Path) -> CheckpointError:
-    """Returns the error of a file that is missing, or that is a link to one."""
+    """Returns the error for a missing file, or for a link to one."""
     if path.is_symlink():
         return CheckpointError(f"{path} is a link to {path.readlink()}, which is missing; fetch the file first")
     return CheckpointError(f"{path} is missing")
 
 
 def refuse_pointer(path: Path, contents: bytes) -> None:
-    """Refuses a file that stands for another one which version control has not fetched.
+    """Refuses a pointer to contents that version control has not fetched.
 
     Args:
         path: the file.
         contents: its contents, or their beginning.
 
     Raises:
-        CheckpointError: it is one.
+        CheckpointError: the file is a pointer.
     """
     for beginning, kind in _POINTERS.items():
         if contents.startswith(beginning):
@@ -80,15 +80,15 @@ def parse_json_object(contents: bytes, source: str) -> dict[str, Any]:
 
 
 class JsonObject:
-    """A JSON object that is read key by key. A key that is null counts as left out.
+    """A JSON object that is read key by key. A null value counts as missing.
 
     Every method raises `CheckpointError` for a value that it does not accept, and for a missing key without a default.
 
     Attributes:
         raw: the object.
         source: the file's name in errors.
-        prefix: what errors put before a key, such as "rope_scaling." for the keys of an object within the file.
-        beside: keys of the object, without a prefix in errors, that it leaves out and that stand beside it in the file.
+        prefix: text before keys in errors, such as "rope_scaling." for the keys of an object within the file.
+        beside: missing keys of the object that are next to it in the file; they have no prefix in errors.
     """
 
     def __init__(
@@ -102,27 +102,27 @@ class JsonObject:
         self._read: set[str] = set()
 
     def error(self, key: str, accepted: str) -> CheckpointError:
-        """Returns the error of a key whose value is not accepted, or that is missing."""
+        """Returns the error for a key whose value is not accepted, or that is missing."""
         state = f"is {self.raw[key]!r}" if key in self.raw else "is missing"
         return CheckpointError(f"{self.source}: {self._place(key)} {state}; accepted: {accepted}")
 
     def _place(self, key: str) -> str:
-        """The key with what errors put before it."""
+        """Returns the key as errors show it."""
         return key if key in self.beside else f"{self.prefix}{key}"
 
     def get(self, key: str) -> Any:
-        """Returns the value of a key, or None if it is left out."""
+        """Returns the value of a key, or None if it is missing."""
         self._read.add(key)
         return self.raw.get(key)
 
     def unread(self) -> dict[str, Any]:
-        """Returns the keys that no method was asked for, with their values."""
+        """Returns the keys that were never read, with their values."""
         return {key: value for key, value in self.raw.items() if value is not None and key not in self._read}
 
     def integer(
         self, key: str, default: int | None = None, *, minimum: int = 1, maximum: int = LARGEST, why: str = ""
     ) -> int:
-        """Returns an integer in a range; `why` says where its end comes from."""
+        """Returns an integer in a range; `why` explains the maximum."""
         value = self.optional_integer(key, minimum=minimum, maximum=maximum, why=why)
         if value is None:
             value = default
@@ -131,7 +131,7 @@ class JsonObject:
         return value
 
     def optional_integer(self, key: str, *, minimum: int, maximum: int = LARGEST, why: str = "") -> int | None:
-        """Returns an integer, or None if the key is left out."""
+        """Returns an integer, or None if the key is missing."""
         value = self.get(key)
         if value is None:
             return None
@@ -153,7 +153,7 @@ class JsonObject:
     def optional_number(
         self, key: str, *, minimum: float, maximum: float = sys.float_info.max, accepted: str
     ) -> float | None:
-        """Returns a number in the range that `accepted` describes, or None if the key is left out."""
+        """Returns a number in the range that `accepted` describes, or None if the key is missing."""
         value = self.get(key)
         if value is None:
             return None
@@ -180,7 +180,7 @@ class JsonObject:
         return value
 
     def object(self, key: str) -> "JsonObject | None":
-        """Returns the object of a key, or None if it is left out or empty."""
+        """Returns the object of a key, or None if it is missing or empty."""
         value = self.get(key)
         if value is None or value == {}:
             return None

@@ -1,4 +1,4 @@
-"""Tables of keys of `config.json`: a row says how one is read into a field, and it is written from there."""
+"""Tables of keys of `config.json`: a row describes how a key is read into a field and written from it."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -9,15 +9,15 @@ from detjax.models.configuration.json_object import LARGEST, JsonObject
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """A key of `config.json` that says a field of an options' dataclass.
+    """A key of `config.json` for a field of an options dataclass.
 
     Attributes:
         name: the key.
         field: the field.
-        default: the value that transformers takes where the key is left out, which also tells the type: a boolean, an
-            integer, or a number above 0. None: an integer that may not be left out.
-        minimum: the least integer.
-        maximum: the largest integer.
+        default: transformers' default, which also determines the type: a boolean, an integer, or a number above 0.
+            None: a required integer.
+        minimum: the minimum of integers.
+        maximum: the maximum of integers.
     """
 
     name: str
@@ -27,10 +27,10 @@ class Key:
     maximum: int = LARGEST
 
     def read(self, file: JsonObject) -> bool | int | float:
-        """Reads the key.
+        """Returns the value of the key.
 
         Raises:
-            CheckpointError: it has another type or is out of range, or it is missing.
+            CheckpointError: it has another type, is out of range, or is missing.
         """
         if isinstance(self.default, bool):
             return file.boolean(self.name, self.default)
@@ -47,7 +47,7 @@ ATTENTION_BIAS: Final = (
 
 
 def read_keys(file: JsonObject, keys: Iterable[Key]) -> dict[str, Any]:
-    """Returns the fields that a table reads.
+    """Returns the fields of a table, read from a file.
 
     Raises:
         CheckpointError: see `Key.read`.
@@ -56,5 +56,5 @@ def read_keys(file: JsonObject, keys: Iterable[Key]) -> dict[str, Any]:
 
 
 def write_keys(options: Any, keys: Iterable[Key]) -> dict[str, Any]:
-    """Returns the keys that say the fields of `options`."""
+    """Returns the keys of a table, with values from the fields of `options`."""
     return {key.name: getattr(options, key.field) for key in keys}

@@ -1,4 +1,4 @@
-"""How `config.json` says the frequencies of the rotary embedding."""
+"""The keys of `config.json` for the frequencies of the rotary embedding."""
 
 import dataclasses
 from typing import Any, Final
@@ -11,14 +11,14 @@ _SLIDING: Final = "sliding_attention"
 
 
 MAX_POSITIONS: Final = 2**24
-"""Rotations take positions as float32 numbers, which hold all integers below this one."""
+"""Rotations take positions as float32 numbers, which represent all integers below this one."""
 
 
 def read_max_positions(file: JsonObject, default: int) -> int:
     """Returns the positions that a model was made for; see `DecoderConfig.max_positions`.
 
     Raises:
-        CheckpointError: there are none, or more than can be told apart.
+        CheckpointError: the number is not positive, or float32 does not represent all positions.
     """
     why = ", as positions are float32 numbers in rotations"
     return file.integer("max_position_embeddings", default, maximum=MAX_POSITIONS, why=why)
@@ -27,11 +27,11 @@ def read_max_positions(file: JsonObject, default: int) -> int:
 def read_rope(file: JsonObject, head_dim: int, max_positions: int, *, theta: float = 10000.0) -> RotaryEmbedding:
     """Returns the embedding that a `config.json` describes.
 
-    Transformers 5 writes `rope_parameters`, transformers 4 `rope_scaling`; a file may hold both. The base of the
-    frequencies is `theta` where the file does not say it.
+    Transformers 5 writes `rope_parameters`, transformers 4 `rope_scaling`; a file may have both. `theta` is the default
+    base of the frequencies.
 
     Raises:
-        CheckpointError: a value is out of range, the two disagree, or there is an unknown key.
+        CheckpointError: a value is out of range, the two disagree, or a key is unknown.
     """
     theta = file.number("rope_theta", theta)
     described = []
@@ -45,7 +45,7 @@ def read_rope(file: JsonObject, head_dim: int, max_positions: int, *, theta: flo
 def read_rope_of_layer_types(
     file: JsonObject, head_dim: int, max_positions: int, *, theta: float, window_theta: float
 ) -> tuple[RotaryEmbedding, RotaryEmbedding]:
-    """Returns the embedding of layers without a window, and that of layers with one.
+    """Returns the embeddings of layers without and with a window.
 
     Transformers 5 writes `rope_parameters` with an object for each type of layer. Transformers 4 writes `rope_theta`
     and `rope_scaling` for layers without a window, and `rope_local_base_freq` for the others.
@@ -54,8 +54,8 @@ def read_rope_of_layer_types(
         file: the `config.json`.
         head_dim: the width of a head.
         max_positions: its `max_position_embeddings`.
-        theta: the base of the frequencies in layers without a window if the file does not say it.
-        window_theta: that of layers with a window.
+        theta: the default base of the frequencies in layers without a window.
+        window_theta: the default base in layers with a window.
 
     Raises:
         CheckpointError: see `read_rope`.
@@ -77,15 +77,15 @@ def read_rope_of_layer_types(
 
 
 def read_sections(file: JsonObject, default: tuple[int, ...], pairs: int) -> tuple[int, ...]:
-    """Returns how many pairs of columns turn by a token's time, row and column.
+    """Returns the numbers of column pairs that are rotated by a token's time, row and column.
 
     Args:
-        file: the `config.json`, which may say it as `mrope_section` of `rope_parameters` and of `rope_scaling`.
-        default: the sections if it does not.
-        pairs: the pairs of columns that turn.
+        file: the `config.json`, with an optional `mrope_section` in `rope_parameters` or `rope_scaling`.
+        default: the default sections.
+        pairs: the number of rotated column pairs.
 
     Raises:
-        CheckpointError: these are no three numbers that add up to the pairs, or the two places disagree.
+        CheckpointError: the sections are not three numbers that add up to the pairs, or the two places disagree.
     """
     sections: dict[str, tuple[int, ...]] = {}
     for key in ("rope_parameters", "rope_scaling"):
@@ -103,12 +103,12 @@ def _sections(parameters: JsonObject, pairs: int) -> tuple[int, ...]:
     sections = parameters.get("mrope_section")
     is_list = isinstance(sections, list | tuple) and all(type(size) is int and size > 0 for size in sections)
     if not is_list or len(sections) != 3 or sum(sections) != pairs:
-        raise parameters.error("mrope_section", f"3 numbers that add up to {pairs}, the pairs of columns that turn")
+        raise parameters.error("mrope_section", f"3 numbers that add up to {pairs}, the rotated pairs of columns")
     return tuple(sections)
 
 
 def _one_of(file: JsonObject, described: list[RotaryEmbedding]) -> RotaryEmbedding:
-    """The embedding that a file describes once or twice."""
+    """Returns the embedding that a file describes once or twice."""
     if len(set(described)) == 2:
         raise file.error("rope_scaling", "what rope_parameters says; remove the one that is wrong")
     return described[0]
@@ -137,7 +137,7 @@ def _read_scaling(
     if rope_type == "linear":
         return LinearScaling(factor)
 
-    # In transformers 5 the key beside the parameters has precedence.
+    # In transformers 5 the key next to the parameters takes precedence.
     original = parameters.integer("original_max_position_embeddings", max_positions)
     original = file.integer("original_max_position_embeddings", original)
     if rope_type == "llama3":

@@ -1,4 +1,4 @@
-"""What the `vision_config` of all families with a vision tower says in the same keys."""
+"""The keys of `vision_config` that all families with a vision tower share."""
 
 from typing import Any, Final
 
@@ -10,17 +10,17 @@ _PATCHES: Final = (Key("temporal_patch_size", "temporal_patch_size", 2), Key("sp
 
 
 def read_vision(file: JsonObject, hidden_size: int, *, width: int, blocks: int, patch_size: int) -> dict[str, Any]:
-    """Returns the fields of `VisionOptions` that families read alike.
+    """Returns the fields of `VisionOptions` that all families read in the same way.
 
     Args:
         file: the `vision_config`.
         hidden_size: the width of the decoder.
-        width: `hidden_size` of the tower if the file leaves it out, as transformers' class of the family has it.
-        blocks: `depth` likewise.
-        patch_size: `patch_size` likewise.
+        width: transformers' default of the tower's `hidden_size`.
+        blocks: its default of `depth`.
+        patch_size: its default of `patch_size`.
 
     Raises:
-        CheckpointError: a value is out of range, or one that no published checkpoint has.
+        CheckpointError: a value is out of range, or occurs in no published checkpoint.
     """
     width, heads = file.integer("hidden_size", width), file.integer("num_heads", 16)
     if width % heads or width // heads % 4:
@@ -44,7 +44,7 @@ def read_vision(file: JsonObject, hidden_size: int, *, width: int, blocks: int, 
 
 
 def write_vision(vision: VisionOptions) -> dict[str, Any]:
-    """Returns the keys of a `vision_config` that say this."""
+    """Returns the corresponding keys of a `vision_config`."""
     return {
         "depth": vision.blocks,
         "hidden_size": vision.width,

@@ -1,4 +1,4 @@
-"""How `config.json` says which layers have a sliding window, and how wide it is."""
+"""The keys of `config.json` for sliding windows: the layers that have one, and its width."""
 
 from typing import Any, Final
 
@@ -13,7 +13,7 @@ type Windows = tuple[int | None, ...]
 
 
 def read_full_attention(file: JsonObject, layers: int, model_type: str) -> Windows:
-    """Returns no windows, for a family that has none.
+    """Returns no windows, for a family without any.
 
     Raises:
         CheckpointError: `layer_types` says otherwise.
@@ -31,12 +31,12 @@ def read_window_of_all_layers(file: JsonObject, layers: int, model_type: str) ->
 
 
 def read_windows_of_some_layers(file: JsonObject, layers: int, *, first: int = 28) -> Windows:
-    """Returns `sliding_window` for the layers that `layer_types` names, or for those from `max_window_layers` on.
+    """Returns `sliding_window` for the layers that `layer_types` names, or for all layers from `max_window_layers` on.
 
-    That key is `first` where the file leaves it out.
+    `first` is the default of `max_window_layers`.
 
     Raises:
-        CheckpointError: a value is out of range, or `layer_types` fits neither the layers nor the window.
+        CheckpointError: a value is out of range, or `layer_types` does not match the layers or the window.
     """
     window = _read_window(file) if file.boolean("use_sliding_window", False) else None
     first = file.integer("max_window_layers", first, minimum=0)
@@ -53,10 +53,10 @@ def read_windows_of_some_layers(file: JsonObject, layers: int, *, first: int = 2
 def read_alternating_windows(file: JsonObject, layers: int, pattern: int, *, window: int = _DEFAULT_WINDOW) -> Windows:
     """Returns `sliding_window` for the layers that `layer_types` names, or for all but the last of every `pattern`.
 
-    The window is `window` where the file leaves it out.
+    `window` is the default of `sliding_window`.
 
     Raises:
-        CheckpointError: the window is out of range or null, or `layer_types` does not fit the layers.
+        CheckpointError: the window is out of range or null, or `layer_types` does not match the layers.
     """
     window = file.integer("sliding_window", None if "sliding_window" in file.raw else window)
     named = file.get("layer_types")
@@ -67,7 +67,7 @@ def read_alternating_windows(file: JsonObject, layers: int, pattern: int, *, win
 
 
 def pattern_of(windows: Windows) -> int | None:
-    """Returns the pattern by which `read_alternating_windows` gives windows to these layers; None if none does."""
+    """Returns the pattern that gives these layers their windows in `read_alternating_windows`; None if none does."""
     patterns = range(1, len(windows) + 2)
     return next((n for n in patterns if _alternating_types(len(windows), n) == _types(windows)), None)
 
@@ -89,7 +89,7 @@ def write_windows_of_some_layers(windows: Windows) -> dict[str, Any]:
 
 
 def first_window(windows: Windows) -> int | None:
-    """Returns the window of the first layer that has one; None if no layer has."""
+    """Returns the window of the first layer with a window; None if no layer has one."""
     return next((window for window in windows if window is not None), None)
 
 
@@ -98,7 +98,7 @@ def _uniform(file: JsonObject, layers: int, model_type: str, window: int | None)
     named = file.get("layer_types")
     if named is not None and named != types:
         _check_types(file, named, layers)
-        raise file.error("layer_types", f"{types[0]} for every layer, as {model_type} has it here")
+        raise file.error("layer_types", f"{types[0]} for every layer, as {model_type} has no other layers here")
     return (window,) * layers
 
 
@@ -111,7 +111,7 @@ def _types(windows: Windows) -> list[str]:
 
 
 def _read_window(file: JsonObject) -> int | None:
-    # A key that is null says that there is no window; a key that is left out has transformers' default.
+    # null means no window; a missing key has transformers' default.
     return file.optional_integer("sliding_window", minimum=1) if "sliding_window" in file.raw else _DEFAULT_WINDOW
 
 

@@ -1,6 +1,6 @@
-"""Families of decoders, a file each: what distinguishes a family, composed of `detjax.models.parts`.
+"""Families of decoders, one file each, composed of `detjax.models.parts`.
 
-Read `llama` first; most others say only what differs from it.
+Read `llama` first; most others contain only the differences from it.
 """
 
 from detjax.models.configuration.family import register

@@ -1,6 +1,6 @@
 """DeepSeek-V3 (DeepSeek-AI 2024) and Kimi K2 (Moonshot AI 2025): latent attention, and experts after the first layers.
 
-Kimi K2's files name the same class with a `model_type` of their own.
+Kimi K2's files name the same class with a different `model_type`.
 """
 
 from typing import Any, Final
@@ -23,10 +23,10 @@ from detjax.models.parts.state import StateDeclaration
 from detjax.operands.kv_pages import KVPages, Queries
 
 _KV_HEADS: Final = 128
-"""What transformers takes for `num_key_value_heads` if it is left out."""
+"""Transformers' default of `num_key_value_heads`."""
 
 _EXPERTS: Final = "n_routed_experts", "num_local_experts"
-"""The keys that say the number of experts; see `experts_config.COUNTS`."""
+"""The keys of the number of experts; see `experts_config.COUNTS`."""
 
 
 class Layer(nnx.Module):
@@ -59,7 +59,7 @@ class Layer(nnx.Module):
 
     @staticmethod
     def state(config: DecoderConfig, index: int) -> StateDeclaration:
-        """Returns the declaration of a layer's state, which is its attention's."""
+        """Returns the declaration of a layer's state, which is the attention's."""
         return _attention_options(config).state
 
 
@@ -86,7 +86,7 @@ _SHAPE: Final = (
 
 def _read_options(file: JsonObject, layers: int) -> dict[str, Any]:
     heads = file.integer("num_attention_heads")
-    # A key that is null says that there are as many as heads; a key that is left out has transformers' default.
+    # A missing key has transformers' default; null means as many as query heads.
     if file.integer("num_key_value_heads", heads if "num_key_value_heads" in file.raw else _KV_HEADS) != heads:
         raise file.error("num_key_value_heads", f"{heads}, which is num_attention_heads, as latents serve all heads")
     for key, accepted in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
@@ -94,10 +94,10 @@ def _read_options(file: JsonObject, layers: int) -> dict[str, Any]:
     if file.integer("moe_layer_freq", 1) != 1:
         raise file.error("moe_layer_freq", "1")
     latent = LatentOptions(
-        # A key that is null says that there is no latent of queries.
+        # null means that queries have no latent.
         q_rank=file.optional_integer("q_lora_rank", minimum=1) if "q_lora_rank" in file.raw else 1536,
         **read_keys(file, _LATENT),
-        # A key that is null counts as false in transformers.
+        # null counts as false in transformers.
         interleaved=file.boolean("rope_interleave", "rope_interleave" not in file.raw),
     )
     windows = read_full_attention(file, layers, "deepseek_v3")
@@ -158,7 +158,7 @@ FAMILY: Final = Family(
     bos=0,
     eos=1,
     reads=_EXPERTS,
-    # Layers that predict further tokens come after the others.
+    # Layers that predict further tokens come last.
     skips=(r"model\.layers\.{layers}\..*",),
     keys=(Key("attention_bias", "qkv_bias", default=False), Key("attention_bias", "output_bias", default=False)),
     read_options=_read_options,

@@ -138,7 +138,7 @@ class OutputSharding:
         return sum(group.size for group in self.groups)
 
     def whole_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the shape of the whole array, from a part's or from an array's that holds the parts of all devices."""
+        """Returns the shape of the whole array, given the shape of a part or of the parts of all devices together."""
         axis = len(shape) + self.axis
         first = shape[:axis] if self.experts is None else (self.experts.size, *shape[1:axis])
         return *first, self.size, *shape[axis + 1 :]
