@@ -42,7 +42,7 @@ SUMS: Any = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
 
 
 class Operands(NamedTuple):
-    """Input arrays of both kernels, of which one has `tiles` and `o`, the other `pages` and `delta`.
+    """Input arrays of both kernels. The one for queries has `tiles` and `o`, the one for keys `pages` and `delta`.
 
     Rows of queries are laid out by `backward_rows.RequestRows`.
     """

@@ -251,7 +251,7 @@ class _KeyGradients(Kernel):
         return pl.run_scoped(multiply, SUMS(SQUARE, ACCUMULATOR), SUMS(SQUARE, ACCUMULATOR))
 
     def total(self, totals: Any) -> Any:
-        """Returns a warpgroup's running sum over heads, of which each thread reads only what it wrote itself."""
+        """Returns a warpgroup's running sum over heads, where each thread reads only its own writes."""
         return totals.at[self.cta, self.rows]
 
     def load_total(self, total: Any) -> Array:

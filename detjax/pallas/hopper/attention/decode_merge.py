@@ -88,7 +88,7 @@ class Splits:
 
     @property
     def by_sequence(self) -> bool:
-        """Whether each sequence has a record, because sequences are fewer than cuts. Otherwise each CTA has one, for
+        """True if each sequence has a record, because sequences are fewer than cuts. Otherwise each CTA has one, for
         the last sequence that begins in it."""
         return self.batch * self.sequences < self.ctas - 1
 
@@ -123,7 +123,7 @@ class Splits:
 
     @property
     def stages(self) -> int:
-        """Loads in flight: as many as fit with all CTAs resident, most of which have nothing to do and end at once."""
+        """Loads in flight: as many as fit with all CTAs resident, although most have nothing to do and end at once."""
         ctas = ceil_div(self.records * self.rows * self.parts, device.multiprocessors())
         return max(3, min(16, _BYTES_IN_FLIGHT // ctas // (_BLOCKS_PER_LOAD * self.columns * 4)))
 

@@ -75,7 +75,7 @@ class Problem:
 
     @property
     def cut_unit(self) -> int:
-        """Blocks between possible cuts of a sequence: a span, or all blocks if there are no spans."""
+        """Blocks between possible cuts of a sequence: a span, or all blocks without spans."""
         return SPAN_BLOCKS if self.value_width > SPAN_WIDTH else self.most_blocks
 
     @property

@@ -1,4 +1,4 @@
-"""Prefill kernel on Hopper, as far as narrow and wide rows share it.
+"""Prefill kernel on Hopper: the steps that narrow and wide rows share.
 
 Loader and multiplying warpgroups are connected by two barriers per slot. A copy completes `loaded`, which both
 warpgroups await. When both have multiplied the slot's content, they have arrived at its named barrier, `Slot.free`,
@@ -506,9 +506,9 @@ class Kernel(abc.ABC):
 
         def multiply(accumulator: Any) -> Array:
             self.start_scores(accumulator, visit.rows, visit.k)
-            # Products run asynchronously: the other warpgroup can start its own behind them right away.
+            # Products run asynchronously, so the other warpgroup can start its own right away.
             self.pass_turn()
-            # The number is that of products that may still run, so parts are released one by one.
+            # Waits for the oldest products only, so parts are released one by one.
             for part, slot in enumerate(visit.k[:-1]):
                 plgpu.wgmma_wait(len(visit.k) - 1 - part)
                 arrive_for_loader(slot.free)

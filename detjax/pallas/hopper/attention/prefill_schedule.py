@@ -53,7 +53,7 @@ class Problem:
 
     @property
     def is_wide(self) -> bool:
-        """Whether pages are loaded in parts and values multiplied in pieces. Both widths are then multiples of 64."""
+        """True if pages are loaded in parts and values multiplied in pieces. Both widths are then multiples of 64."""
         return max(self.width, self.value_width) > 128
 
     @property
@@ -64,7 +64,7 @@ class Problem:
 
     @property
     def results_in_queries(self) -> bool:
-        """Whether results are staged in the queries' shared memory, for lack of other room."""
+        """True if results are staged in the queries' shared memory, for lack of other room."""
         return self.is_wide and self.width == self.value_width
 
     @property

@@ -86,7 +86,7 @@ def _plain_store_partial_sums(p: Array, exchange: Any) -> None:
 def store_partial_sums(p: Any, exchange: Any) -> None:
     """Stores to shared memory the sums that `column_sums` adds once all threads have met.
 
-    A warp has the keys of one of the contract's groups; a thread has those of one lane, for two of 8 columns.
+    A warp has the keys of one of the contract's groups; a thread has the keys of one lane, for two of 8 columns.
     """
     row, lane = first_row_and_lane()
     warp, _ = _warp_and_is_first(row)

@@ -154,7 +154,7 @@ def _keys_of_lanes(p: Any) -> list[list[Any]]:
 
 
 def _sum_of_lanes(lanes: Any) -> Any:
-    """Sums a row's lanes, of which each of four threads has two."""
+    """Sums a row's lanes; each of four threads has two."""
     total = sum_in_order([element(lanes, place) for place in range(2)])
     for distance in (1, 2):
         total = arith.addf(total, mgpu.shfl_bfly(total, distance))
@@ -373,7 +373,7 @@ def by_thread(columns: int) -> tuple[int, int, int]:
 
 
 def _plain_store_by_thread(x: Array, ref: Any) -> None:
-    # The axes of rows are warp, half and row of 8; those of columns are group, lane, and one of two columns.
+    # The axes of rows are warp, half and row of 8; the axes of columns are group, lane, and one of two columns.
     x = x.reshape(4, 2, 8, -1, 4, 2).transpose(3, 0, 2, 4, 1, 5)
     ref[...] = x.reshape(-1, WARPGROUP, _NUMBERS_OF_A_GROUP)
 

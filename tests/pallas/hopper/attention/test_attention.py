@@ -1,4 +1,4 @@
-"""Attention's Hopper kernels: lowered, as ptxas gets them, and on a GPU where there is one."""
+"""Hopper attention kernels: their lowering, their PTX, and their results on a GPU if there is one."""
 
 import functools
 import re
@@ -87,7 +87,7 @@ def test_what_no_kernel_serves_is_refused(dtype: str, width: int, words: str) ->
 
 @pytest.mark.parametrize("count", [1, 5, 32, 33, 300])
 def test_32_lanes_find_places_among_neighbours(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    # A warp's lanes are an array's elements here.
+    # An array's elements stand in for the lanes of a warp.
     lanes = {"lane": lambda: jnp.arange(32), "warp_sum": jnp.sum, "warp_prefix_sum": jnp.cumsum}
     for name, replacement in lanes.items():
         monkeypatch.setattr(warps, name, replacement)
@@ -242,7 +242,7 @@ def test_a_decode_gives_the_same_bits_a_thousand_times() -> None:
     assert int(differing) == 0
 
 
-# --- what the compiler is given ---------------------------------------------------------------------------------------
+# --- PTX --------------------------------------------------------------------------------------------------------------
 
 
 def programs() -> dict[str, Program]:
@@ -258,7 +258,7 @@ def programs() -> dict[str, Program]:
 
 
 def products_in_sums(ptx: str) -> list[str]:
-    """Additions and subtractions of a product or a quotient in PTX: a compiler may make one instruction of the two."""
+    """Returns additions and subtractions of a product or quotient in PTX, which a compiler may fuse."""
     additions = []
     for entry in re.split(r"^\.visible \.entry ", ptx, flags=re.MULTILINE)[1:]:
         lines = re.findall(r"^\s*(?:@!?%p\d+\s+)?([a-z][\w.:]*)\s+([^;]*);", entry, re.MULTILINE)
@@ -283,7 +283,7 @@ def _is(operation: str, *names: str) -> bool:
 
 @pytest.fixture(scope="module")
 def ptx() -> dict[str, str]:
-    """The PTX that Mosaic GPU gives ptxas, by the program's name."""
+    """Returns the PTX that Mosaic GPU passes to ptxas, by the program's name."""
     return compiled(Path(__file__), dump="MOSAIC_GPU_DUMP_PTX")
 
 

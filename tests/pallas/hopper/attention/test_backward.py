@@ -1,4 +1,4 @@
-"""Gradients of attention's Hopper kernels, in Pallas' interpreter."""
+"""Gradients of Hopper attention in Pallas' interpreter."""
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import pytest

@@ -1,4 +1,4 @@
-"""Attention's Hopper kernels, in Pallas' interpreter, have the bits of the contract as NumPy computes it."""
+"""Hopper attention kernels in Pallas' interpreter have the bits of the contract as NumPy computes it."""
 
 import dataclasses
 import functools
@@ -21,7 +21,7 @@ from tests.support.bits import assert_same_bits
 
 LENGTHS = (140, 9, 260)
 ROWS = {0: (0, 17, 63, 64, 127, 128, 139), 1: (0, 8), 2: (1, 200, 256, 259)}
-"""Tokens of each request that are compared: first and last ones of tiles, of blocks and of requests."""
+"""Tokens of each request that are compared: the first and last ones of tiles, blocks and requests."""
 
 
 def elementwise(function: Any) -> emulation.Elementwise:
@@ -36,7 +36,7 @@ PRODUCTS = Products(emulation.matmul, *[emulation.unfused] * 3)
 
 
 def expected(requests: Requests, request: int, token: int, head: int) -> tuple[np.ndarray, np.float32]:
-    """The contract's result of a query of one head, and its normalizer."""
+    """Returns the contract's result of a query of one head, and its normalizer."""
     masking, length = requests.masking, requests.lengths[request]
     sink = None if requests.sinks is None else float(requests.sinks[head])
     slope = None if masking.alibi_slopes is None else masking.alibi_slopes[head]

@@ -1,4 +1,4 @@
-"""Attention's decode on Hopper has the bits of prefill, in Pallas' interpreter."""
+"""Decode on Hopper has the bits of prefill, in Pallas' interpreter."""
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu

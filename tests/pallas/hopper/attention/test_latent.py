@@ -1,4 +1,4 @@
-"""Attention over latents on Hopper: the bits of the contract in any phase and schedule, in Pallas' interpreter."""
+"""Latent attention on Hopper has the contract's bits in any phase and schedule, in Pallas' interpreter."""
 
 import dataclasses
 import functools
@@ -37,7 +37,7 @@ def spans_of_two_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def rows_of(requests: Requests, start: np.ndarray, tokens: int, schedule: Schedule | None) -> list[np.ndarray]:
-    """The output of so many tokens of each request, by the schedule given."""
+    """Returns the output of `count` tokens of each request with a schedule."""
     options = {"masking": requests.masking, "with_normalizers": False, "schedule": schedule}
     q, kv, queries, *_ = requests.operands(start, tokens)
     o = detjax.jit(functools.partial(latent.forward, **options))(q, kv, queries)[0]
@@ -45,7 +45,7 @@ def rows_of(requests: Requests, start: np.ndarray, tokens: int, schedule: Schedu
 
 
 def expected(requests: Requests, request: int, token: int, head: int) -> np.ndarray:
-    """The contract's result of a query of one head."""
+    """Returns the contract's result of a query of one head."""
     keys, values = (x[request, : token + 1, 0] for x in (requests.k, requests.v))
     query, options = requests.q[request, token, head], AttentionOptions(requests.masking.scale)
     o, _ = emulation.attention(query, keys, values, token, options, DEVICE, PRODUCTS)
@@ -54,7 +54,7 @@ def expected(requests: Requests, request: int, token: int, head: int) -> np.ndar
 
 @in_the_interpreter
 def test_a_split_decode_has_the_bits_of_the_contract(spans_of_two_blocks: None) -> None:
-    """Two sequences of 33 heads and three spans each, for three CTAs: the second one ends one and begins the other."""
+    """Two sequences of 33 heads and three spans each, on three CTAs: the second CTA ends one and begins the other."""
     requests = Requests.random((600,), 66, 1, 448).with_latents(384)
     start = requests.last(1)
     with plgpu.force_gpu_interpret_mode(INTERPRETER):
@@ -174,7 +174,7 @@ def test_what_no_kernel_serves_is_refused(changes: dict[str, Any], options: dict
 
 
 def test_sequences_begin_at_whole_groups_of_rows() -> None:
-    """The device reads what begins within one wrongly, and the interpreter does not."""
+    """The device, but not the interpreter, reads wrong rows in copies that begin within a group."""
     for heads in range(1, 200):
         filled = filled_heads(heads)
         problem = Problem(1, 1, filled, 576, 512, 33, jnp.dtype("bfloat16"))
@@ -186,7 +186,7 @@ def test_sequences_begin_at_whole_groups_of_rows() -> None:
 
 @pytest.mark.parametrize(("heads", "values"), [(66, 384), (3, 128)])
 def test_any_number_of_heads_lowers_for_the_device(heads: int, values: int) -> None:
-    """A copy takes rows in groups of eight, of which neither 33 heads nor three make a whole number."""
+    """A copy takes rows in groups of eight, and neither 33 nor three heads fill such groups."""
     requests = Requests.random((300, 5), heads, 1, values + 64).with_latents(values)
     q, kv, queries, *_ = requests.operands(requests.last(5), 5)
     forward = functools.partial(latent.forward, masking=requests.masking, with_normalizers=False)
@@ -210,7 +210,7 @@ def test_every_phase_and_schedule_has_the_same_bits_on_the_device(
     counts = tuple(len(rows) for rows in expected)
     assert_same_bits(requests.ragged(counts), expected)
     few, whole, many = Schedule(7, slack=0.0), Schedule(132, cut=False), Schedule(1000, slack=0.0)
-    # Each of them is a kernel of its own, which takes seconds to compile.
+    # Each is a separate kernel, which takes seconds to compile.
     for tokens, schedule in ((1, None), (1, few), (1, whole), (2, many), (5, few), (16, None), (16, many)):
         first = requests.last(tokens)
         rows = rows_of(requests, first, tokens, schedule)

@@ -36,7 +36,7 @@ def last_queries(requests: Requests, counts: Sequence[int]) -> list[np.ndarray]:
 
 
 def gradients(requests: Requests, q: Any, queries: Queries, do: Any) -> Any:
-    """The output, and the gradients of queries, of the pool of pages and of the sinks."""
+    """Returns the output, and the gradients of queries, page pools and sinks."""
     masking = requests.masking
     options: Any = {name: getattr(masking, name) for name in ("scale", "causal", "window", "soft_cap", "alibi_slopes")}
 
@@ -53,7 +53,7 @@ def gradients(requests: Requests, q: Any, queries: Queries, do: Any) -> Any:
 
 
 def rectangular_gradients(requests: Requests, counts: Sequence[int]) -> tuple[list[np.ndarray], Any]:
-    """Each request's gradients of its last queries, in a call of rectangular ones; and the others."""
+    """Returns each request's gradients of its last queries in a rectangular call, and the other gradients."""
 
     def rectangle(rows: list[np.ndarray]) -> np.ndarray:
         return np.stack([np.pad(x, ((0, max(counts) - len(x)), (0, 0), (0, 0))) for x in rows])
@@ -67,7 +67,7 @@ def rectangular_gradients(requests: Requests, counts: Sequence[int]) -> tuple[li
 def packed_grads(
     requests: Requests, counts: Sequence[int], order: Sequence[int], gaps: Sequence[int], spare: int = 0
 ) -> tuple[list[np.ndarray], Any]:
-    """The same of packed queries, whose requests come in an order, each after a gap of so many rows of NaN."""
+    """Returns the same for packed queries, with requests in `order` and each after a gap of NaN rows."""
     first_row, end = np.zeros(len(counts), np.int32), 0
     for request, gap in zip(order, gaps, strict=True):
         first_row[request] = end + gap
@@ -148,11 +148,11 @@ def test_gradients_of_packed_queries_lower(width: int) -> None:
     jax.jit(gradients).trace(*operands).lower(lowering_platforms=("cuda",))
 
 
-# --- where rows lie, and which work there is --------------------------------------------------------------------------
+# --- layout of rows, and division of work -----------------------------------------------------------------------------
 
 
 def packed_rows(random: np.random.Generator, counts: np.ndarray, spare: int) -> tuple[SpreadRows, np.ndarray, int]:
-    """The rows of requests in order, their first rows where they are packed, and how many rows there are."""
+    """Returns the layout of requests in order, their first rows in packed queries, and the number of packed rows."""
     taken = -(-counts // 8) * 8
     gaps = 8 * random.integers(0, 2, len(counts)) * (spare > 0)
     first = (np.cumsum(taken + gaps) - taken).astype(np.int32)
@@ -213,7 +213,7 @@ def test_no_more_pieces_are_listed_than_requests_can_need(requests: int, size: i
         units = -(-rows // 8)
         others = min(requests, units) - 1
         counts = [1] * others + [rows - 8 * others]
-        # One request takes what the others leave: a unit more than whole pieces is the most that it can waste.
+        # One request takes all remaining rows. It wastes most if it has one unit more than whole pieces.
         assert most_pieces(rows, requests, size) == sum(-(-count // size) for count in counts)
 
 
@@ -228,14 +228,14 @@ def test_sinks_of_packed_queries_are_added_as_those_of_rectangular_ones() -> Non
     sinks = jnp.asarray(random.standard_normal(3), jnp.float32)
     normalizers, delta = (layout.filled_up(jnp.asarray(values[i]), 1, fill) for i, fill in enumerate((np.inf, np.nan)))
     is_own = np.isfinite(np.asarray(normalizers))
-    # Rows that fill a request's block up have a delta of 0, blocks of nobody none.
+    # Padding rows of a request's block have delta 0; padding blocks have NaN.
     end = int(layout.first_row[-1] + layout.rows[-1])
     delta = jnp.where(is_own | (np.arange(delta.shape[1]) >= end)[None], delta, 0)
     alone = (jnp.asarray(x.reshape(3, -1)) for x in values_alone)
     gradient = jax.jit(_sink_gradient, static_argnums=0)
     alone = [*alone]
     assert_same_bits(gradient(layout, sinks, normalizers, delta), gradient(rectangular, sinks, *alone))
-    # A sum goes on from request to request, whichever of them are in one call.
+    # A sum continues from request to request, however calls divide them.
     first_ones, others = ([x[:, part] for x in alone] for part in (slice(3 * 704), slice(3 * 704, None)))
     start = jnp.asarray(random.standard_normal(3), jnp.float32)
     partial = gradient(RectangularRows(3, 704), sinks, *first_ones, start)

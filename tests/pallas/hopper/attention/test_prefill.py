@@ -1,4 +1,4 @@
-"""Attention's prefill on Hopper, ragged, masked, and under any schedule, in Pallas' interpreter."""
+"""Prefill on Hopper, ragged, masked, and with any schedule, in Pallas' interpreter."""
 
 import dataclasses
 from typing import Any
@@ -91,7 +91,7 @@ def test_a_causal_mask_has_the_bits_of_causal_attention(width: int) -> None:
 @pytest.mark.parametrize(("kind", "name"), [("fp8_e4m3", "everything"), ("q4_0", "not causal")])
 def test_quantized_pages_prefill_to_the_bits_of_what_they_are_read_as(kind: str, name: str) -> None:
     requests, dense = Requests.random((300, 17), 2, 1, 32, dtype="bfloat16", **OPTIONS[name]).quantized(kind)
-    # Of many pages only those of two requests become numbers.
+    # Only the pages of two requests are dequantized.
     pools = (jax.tree.map(lambda x: jnp.concatenate([x] * 2), x) for x in (requests.k_pages, requests.v_pages))
     k_pages, v_pages = pools
     larger = dataclasses.replace(requests, k_pages=k_pages, v_pages=v_pages)
@@ -99,6 +99,6 @@ def test_quantized_pages_prefill_to_the_bits_of_what_they_are_read_as(kind: str,
         expected = dense.whole()
         assert not any(np.isnan(x.astype(np.float32)).any() for x in expected)
         assert_same_bits(requests.whole(), expected)
-        start = np.array([260, 0])  # of which the window leaves out the first page
+        start = np.array([260, 0])  # the window excludes the first page
         assert_same_bits(larger.prefill(start, 40), dense.prefill(start, 40))
         assert_same_bits(larger.ragged((150, 3)), dense.ragged((150, 3)))

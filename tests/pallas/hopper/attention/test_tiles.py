@@ -1,4 +1,4 @@
-"""What attention's kernels on Hopper read and write: tiles of packed requests, words of masks, dequantized pages."""
+"""Data that Hopper attention reads and writes: tiles of packed requests, mask words, dequantized pages."""
 
 import functools
 
@@ -27,7 +27,7 @@ from tests.support.bits import assert_same_bits
 @in_the_interpreter
 @pytest.mark.parametrize("width", [16, 192])
 def test_rows_between_packed_requests_are_not_written(width: int) -> None:
-    """A request's last tile may fill up to a multiple of 8 rows. What lies after these, here a gap, is not its own."""
+    """A request's last tile may write up to a multiple of 8 rows. Rows after these, here a gap, are not its own."""
     requests, counts, first_row, rows = Requests.random((20, 30), 2, 1, width), (10, 5), (0, 32), 64
     start = np.array(requests.lengths) - counts
     q = np.zeros((rows, 2, width), requests.q.dtype)
