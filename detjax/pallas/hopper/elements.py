@@ -1,6 +1,6 @@
-"""Functions of single elements, and sums of squares, on Hopper GPUs (Mosaic GPU): each array is read once.
+"""Elementwise functions and sums of squares on Hopper GPUs (Mosaic GPU): each array is read once.
 
-XLA would cut such a function at each of its barriers, and keep what lies between them in memory.
+XLA would split such a function at each of its barriers, and write the intermediate arrays to memory.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,10 +21,10 @@ from detjax.pallas.hopper.rows import layout, rounded_squares, row_sums
 from detjax.pallas.hopper.token_sums import chain
 
 PIECE: Final = LANE_GROUP * WARPGROUP
-"""Elements that a warpgroup works on at the same time."""
+"""Elements that a warpgroup processes at the same time."""
 
 PIECES: Final = 4
-"""Pieces of a CTA, at most."""
+"""Most pieces of a CTA."""
 
 _PARAMS: Final = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True)
 
@@ -52,12 +52,12 @@ def map_elements(
         shared = [ref[0] for ref in numbers]
         for piece in range(pieces):
             here = pl.ds(first + piece * PIECE, PIECE)
-            held = [plgpu.load(ref.at[here], layout=piece_layout, optimized=False) for ref in inputs]
-            # A thread has read its elements of every array before it writes its elements of any.
-            for index, result in enumerate(jax.tree.leaves(fn(*held, *shared))):
+            elements = [plgpu.load(ref.at[here], layout=piece_layout, optimized=False) for ref in inputs]
+            # A thread reads its elements of all arrays before it writes any, so overwriting needs no barrier.
+            for index, result in enumerate(jax.tree.leaves(fn(*elements, *shared))):
                 outputs[index][here] = result
 
-    made = plgpu.kernel(
+    new_arrays = plgpu.kernel(
         body,
         out_type=tuple(jax.ShapeDtypeStruct((size + missing,), leaves[index].dtype) for index in new),
         grid=((size + missing) // (pieces * PIECE),),
@@ -66,7 +66,7 @@ def map_elements(
         compiler_params=_PARAMS,
     )(*(places.get(index, x) for index, x in enumerate(flat)), *(jnp.reshape(x, 1) for x in scalars))
     results = {index: jax.freeze(places[array]) for index, array in overwritten.items()}
-    results |= zip(new, made, strict=True)
+    results |= zip(new, new_arrays, strict=True)
     return jax.tree.unflatten(tree, [results[index][:size].reshape(shape) for index in range(len(leaves))])
 
 
@@ -81,17 +81,17 @@ def slice_squares(leaf: Array, slices: int) -> Array:
 
 
 def _row_squares(rows: Array) -> Array:
-    """The sums `[M]` float32 of the squares of rows `[M, LANES]`."""
+    """Returns the sums `[M]` float32 of the squares of rows `[M, LANES]`."""
     count, columns = len(rows), LANE_GROUP * WARP
     together = min(WARPGROUP // WARP, 1 << (count.bit_length() - 1))
     pieces = layout(together, WARP)
 
     def body(ref: Any, out: Any) -> None:
-        # The last CTA moves up to whole rows: two CTAs then write the same bits to some.
+        # The last CTA shifts back so that all its rows exist: two CTAs then write the same bits to some.
         here = pl.ds(jnp.minimum(lax.axis_index("tile") * together, count - together), together)
         parts = [pl.ds(start, columns) for start in range(0, LANES, columns)]
-        held = [plgpu.load(ref.at[here, part], layout=pieces, optimized=False).astype(ACCUMULATOR) for part in parts]
-        total = row_sums([rounded_squares(piece) for piece in held])
+        row = [plgpu.load(ref.at[here, part], layout=pieces, optimized=False).astype(ACCUMULATOR) for part in parts]
+        total = row_sums([rounded_squares(piece) for piece in row])
         # Mosaic GPU stores no vector of one element.
         out[here if together > 1 else 0] = total if together > 1 else jnp.max(total)
 

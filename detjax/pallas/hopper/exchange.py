@@ -1,10 +1,14 @@
 """Exchanges between the GPUs of one process, in one kernel (Mosaic GPU).
 
-Each device writes its part into the others' memory over NVLink, and reads what they have written into its own. Data
-come with flags, so an exchange takes one trip over the link. A CTA talks only to the CTAs of the same number on the
-other devices, so any number of them may run at the same time.
+Each device writes its part into the others' memory over NVLink, and reads the parts that arrive in its own. Data carry
+flags, so an exchange takes one trip over the link: no fence, and no second message that says that data are there.
 
-Programs must run these kernels one after the other, and all devices in the same order: `compilation.chained`.
+A CTA exchanges only with the CTAs of the same number on the other devices, and sends before it waits, so any number of
+CTAs may run at the same time. A flag is the number of the exchange, counted for each CTA in device memory, so nothing
+has to be reset. A CTA has two buffers for each sender: a sender overwrites one only after the receiver has sent in the
+exchange in between, and by then the receiver has read it.
+
+Programs must run these kernels in sequence, and all devices in the same order: `compilation.chained`.
 """
 
 import functools
@@ -16,7 +20,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Int32
 
-from detjax.operands.numerics import ceil_div
+from detjax.operands.numerics import ceil_div, round_up
 from detjax.operands.options import AxisName
 from detjax.pallas.hopper.mosaic.peers import exchange
 from detjax.portable import collectives as portable
@@ -26,17 +30,17 @@ from detjax.runtime.device_links import CTA_BYTES, MAX_CTAS, UNIT, DeviceLinks, 
 psum, psum_scatter = portable.psum, portable.psum_scatter
 
 _MAX_PIECES: Final = 8
-"""Pieces that a CTA exchanges, one after the other. XLA gathers what is larger."""
+"""Most pieces that a CTA exchanges in sequence. Larger arrays are gathered by XLA."""
 
 
 class Peers(NamedTuple):
-    """The devices that exchange, as kernels are given them.
+    """The devices that take part in an exchange, as kernels take them.
 
     Attributes:
-        addresses: where their buffers are.
+        addresses: the addresses of their buffers.
         number: the number of this device among them.
-        devices: how many they are.
-        first: where their counters begin in the buffers, in bytes.
+        devices: the number of devices.
+        first: the offset of their counters in the buffers, in bytes.
     """
 
     addresses: Int32[Array, "devices 2"]
@@ -46,7 +50,7 @@ class Peers(NamedTuple):
 
     @classmethod
     def over(cls, axis_name: AxisName, links: DeviceLinks) -> "Peers":
-        """Returns the devices along some axes of the mesh that is being traced for."""
+        """Returns the devices along some axes of the mesh that the program is traced for."""
         shape = jax.sharding.get_abstract_mesh().shape
         axes = used_axes(shape, (axis_name,) if isinstance(axis_name, str) else axis_name)
         group = links.addresses.reshape(*shape.values(), 2)
@@ -58,16 +62,14 @@ class Peers(NamedTuple):
 
 
 def gather_columns(x: Array, axis_name: AxisName, links: DeviceLinks | None) -> Array:
-    """See `detjax.ops.collectives.gather_columns`. XLA gathers what has no links, or is too large for the buffers."""
+    """See `detjax.ops.collectives.gather_columns`. XLA gathers without links, and arrays too large for the buffers."""
     size = x.shape[-1] * x.dtype.itemsize
-    filled = size + -size % UNIT
+    padded_size = round_up(size, UNIT)
     rows = x.size // x.shape[-1]
-    most = _MAX_PIECES * MAX_CTAS * CTA_BYTES
-    if links is None or not 0 < rows * filled <= most or not compilation.is_chained():
+    max_bytes = _MAX_PIECES * MAX_CTAS * CTA_BYTES
+    if links is None or not 0 < rows * padded_size <= max_bytes or not compilation.is_chained():
         return portable.gather_columns(x, axis_name, links)
-    flat = x.reshape(rows, -1)
-    if filled != size:
-        flat = jnp.pad(flat, ((0, 0), (0, (filled - size) // x.dtype.itemsize)))
+    flat = jnp.pad(x.reshape(rows, -1), ((0, 0), (0, (padded_size - size) // x.dtype.itemsize)))
     peers = Peers.over(axis_name, links)
     y = _gathered(flat, peers.addresses, peers.number, devices=peers.devices, first=peers.first)
     return y.reshape(*x.shape[:-1], peers.devices, -1)[..., : x.shape[-1]].reshape(*x.shape[:-1], -1)
@@ -77,7 +79,7 @@ def gather_columns(x: Array, axis_name: AxisName, links: DeviceLinks | None) -> 
 def _gathered(
     x: Array, addresses: Int32[Array, "devices 2"], device: Int32[Array, "1"], *, devices: int, first: int
 ) -> Array:
-    """`[M, devices * n]`: the parts `[M, n]` of all devices, one after the other in each row."""
+    """Returns `[M, devices * n]`, the concatenated parts `[M, n]` of all devices."""
     rows, columns = x.shape
     line = columns * x.dtype.itemsize // UNIT
     ctas = min(ceil_div(rows * line * UNIT, CTA_BYTES), MAX_CTAS)

@@ -1,7 +1,7 @@
 """RMS norm on Hopper GPUs (Mosaic GPU): a row stays in the registers of its threads from its only read to its write.
 
-The kernel is as fast as memory: a CTA is one warpgroup that loads all its rows before it adds, and uses few enough
-registers that several CTAs of a multiprocessor overlap. `norm_gradient` has the gradients.
+The kernel is bound by memory: a CTA is one warpgroup that loads all its rows before it adds, and uses few enough
+registers that several CTAs overlap on a multiprocessor. The gradients are in `norm_gradient`.
 """
 
 import dataclasses
@@ -23,10 +23,11 @@ from detjax.pallas.hopper.rows import broadcast, layout, load_weight, rounded_sq
 backward = norm_gradient.backward
 
 BYTES_IN_FLIGHT: Final = 8192
-"""Bytes of x that a CTA loads at once if there are enough rows: 4 MB over the device, bandwidth times latency."""
+"""Bytes of x that a CTA loads at once if there are enough rows: 4 MB over the device, its bandwidth times its
+latency."""
 
 RESIDENT_BYTES: Final = 256
-"""Bytes of x that fit into a thread's registers beside the residual and the temporaries."""
+"""Bytes of x that a thread holds: 64 registers, which leaves room for temporaries without spills."""
 
 _THREADS: Final = (4, 8, 16, 32, 64, 128)
 
@@ -50,20 +51,20 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """How rows are spread over threads and CTAs; no bit depends on it."""
+    """The distribution of rows over threads and CTAs; no bit depends on it."""
 
     threads: int
     """Threads that share a row."""
     rows: int
     """Rows of a CTA."""
     weight_first: bool
-    """Whether the weight is loaded together with the rows, for a shorter wait, or after their sums are known, for fewer
+    """True to load the weight together with the rows, for a shorter wait; False to load it after their sums, for fewer
     registers."""
     resident: bool = True
-    """Whether a row stays in registers between its sum and its product, or is read from cache a second time."""
+    """True to keep a row in registers between its sum and its product; False to read it from cache a second time."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError if no problem could be computed by this schedule."""
+        """Raises ValueError if the schedule fits no problem."""
         if self.threads not in _THREADS:
             raise ValueError(f"Schedule: threads is {self.threads}; accepted: {', '.join(map(str, _THREADS))}")
         at_once = WARPGROUP // self.threads
@@ -75,7 +76,7 @@ class Schedule:
 
     @property
     def rows_at_once(self) -> int:
-        """Rows that the warpgroup works on at the same time."""
+        """Rows that the warpgroup processes at the same time."""
         return min(self.rows, WARPGROUP // self.threads)
 
     @property
@@ -84,7 +85,7 @@ class Schedule:
         return LANE_GROUP * self.threads
 
     def check(self, problem: Problem) -> None:
-        """Returns if a kernel of this schedule can compute the problem.
+        """Checks that a kernel of this schedule can compute the problem.
 
         Raises:
             ValueError: it cannot.
@@ -107,7 +108,7 @@ class Schedule:
 
 
 def default_schedule(problem: Problem) -> Schedule:
-    """The schedule that serves the problem."""
+    """Returns the schedule for a problem."""
     rows, width = problem.rows, problem.width
     if width <= WARPGROUP:
         threads = width // LANE_GROUP
@@ -118,21 +119,21 @@ def default_schedule(problem: Problem) -> Schedule:
     at_once = WARPGROUP // threads
     if problem.row_bytes > RESIDENT_BYTES * threads:
         return Schedule(threads, 1, weight_first=False, resident=False)
-    # Few rows are spread over as many CTAs as possible. Of many rows, a CTA takes several until enough bytes are in
-    # flight.
+    # Few rows are spread over as many CTAs as possible. With many rows, a CTA takes enough of them to have
+    # BYTES_IN_FLIGHT.
     together = max(1, BYTES_IN_FLIGHT // (at_once * problem.row_bytes))
     while together > 1 and rows < 8 * device.multiprocessors() * at_once * together:
         together //= 2
     if rows < at_once:
         at_once = 1 << (rows.bit_length() - 1)
-    # To load the weight first pays if no other CTA would fill the wait for it, and needs registers for it.
+    # Loading the weight first pays if no other CTA would hide the wait for it, and needs registers for it.
     waits = together > 1 or rows <= 2 * device.multiprocessors() * at_once
     fits = problem.row_bytes <= RESIDENT_BYTES // 2 * threads
     return Schedule(threads, at_once * together, weight_first=waits and fits)
 
 
 def padded_width(width: int, dtype: jax.typing.DTypeLike) -> int:
-    """The least width from `width` on that the threads of a row divide evenly and can hold."""
+    """Returns the least width from `width` on that the threads of a row divide evenly and can hold."""
     if width <= WARPGROUP:
         return max(16, 1 << (width - 1).bit_length())
     resident = RESIDENT_BYTES // jnp.dtype(dtype).itemsize
@@ -152,7 +153,7 @@ def forward(
     weight_offset: float,
     schedule: Schedule | None = None,
 ) -> tuple[Array, Array | None]:
-    """The norm y of rows `[*B, D]`: `(y, None)`, or `(y, h)` with a residual, y being the norm of h = rn(x + residual).
+    """Returns `(y, None)` for rows `[*B, D]`, or with a residual `(y, h)`: the norm y of h = rn(x + residual).
 
     With h = x if there is no residual, y = rn(h * rsqrt(mean(h^2) + eps) * (weight + weight_offset)).
     """
@@ -177,7 +178,7 @@ class _Formula:
     """The constants of the norm's formula."""
 
     width: int
-    """Elements of a row without its padding, over which the mean is taken."""
+    """Elements of a row without padding, over which the mean is taken."""
     eps: float
     weight_offset: float
 
@@ -185,7 +186,7 @@ class _Formula:
 def _kernel(
     problem: Problem, schedule: Schedule, formula: _Formula, operands: tuple[Array, ...], weight: Array
 ) -> tuple[Array, ...]:
-    """The norm `[M, D]` of the operand, or the norm and the sum of two. Columns from `formula.width` on are zeros."""
+    """Returns the norm `[M, D]` of the operand, or the norm and the sum of two operands. Padding columns are zeros."""
 
     def body(*refs: Any) -> None:
         *inputs, weight_ref, y_ref = refs[: len(operands) + 2]
@@ -201,7 +202,8 @@ def _kernel(
         kernel_name="rms_norm",
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane,
-            # No memory is both read and written, and the rows that the last two CTAs share are written with equal bits.
+            # Automatic barriers would stop the warpgroup at every load and store. None is needed: no memory is both
+            # read and written, and the rows that the last two CTAs share are written with equal bits.
             unsafe_no_auto_barriers=True,
         ),
     )(*operands, weight)
@@ -217,11 +219,11 @@ class _Cta:
         self.shape = schedule.rows_at_once, schedule.columns
         self.layout = layout(schedule.rows_at_once, schedule.threads)
         self.pieces = problem.width // schedule.columns
-        # The last CTA moves up to whole rows: two CTAs then write the same bits to some.
+        # The last CTA shifts back so that all its rows exist: two CTAs then write the same bits to some rows.
         self.first = jnp.minimum(lax.axis_index("tile") * schedule.rows, problem.rows - schedule.rows)
 
     def run(self, y: Any, h: Any | None) -> None:
-        """Writes the norm to y, and to h the rows that are normalized."""
+        """Writes the norm to y, and the normalized rows to h."""
         if self.schedule.resident:
             self.normalize_resident_rows(y, h)
         else:
@@ -231,9 +233,10 @@ class _Cta:
         """Loads all rows of the CTA, then sums and scales them in registers."""
         rows = range(0, self.schedule.rows, self.schedule.rows_at_once)
         pieces = range(self.pieces)
-        held = [[self.load(row, piece) for piece in pieces] for row in rows]
+        # Every load is issued before the first sum waits for one, so the CTA has all its bytes in flight at once.
+        loaded = [[self.load(row, piece) for piece in pieces] for row in rows]
         weights = [self.load_weight(piece) for piece in pieces] if self.schedule.weight_first else None
-        for row, row_pieces in zip(rows, held, strict=True):
+        for row, row_pieces in zip(rows, loaded, strict=True):
             if h is not None:
                 for piece in pieces:
                     self.store(h, row, piece, row_pieces[piece])
@@ -244,19 +247,20 @@ class _Cta:
 
     def normalize_row_read_twice(self, y: Any, h: Any | None) -> None:
         """Sums the CTA's row in one pass over it and scales it in another."""
+        # The second pass reads from cache. Eight pieces at a time are in flight.
         together = math.gcd(self.pieces, 8)
 
         def add(step: Array, total: Array) -> Array:
-            held = [self.load(0, step * together + i) for i in range(together)]
-            for i, part in enumerate(held):
+            parts = [self.load(0, step * together + i) for i in range(together)]
+            for i, part in enumerate(parts):
                 if h is not None:
                     self.store(h, 0, step * together + i, part)
                 total = total + self.square(part)
             return total
 
         def multiply(step: Array, scale: Array) -> Array:
-            held = [self.load(0, step * together + i) for i in range(together)]
-            for i, part in enumerate(held):
+            parts = [self.load(0, step * together + i) for i in range(together)]
+            for i, part in enumerate(parts):
                 self.store(y, 0, step * together + i, self.scaled(part, scale, self.load_weight(step * together + i)))
             return scale
 
@@ -265,7 +269,7 @@ class _Cta:
         lax.fori_loop(0, self.pieces // together, multiply, self.scale(row_sums([total])))
 
     def at(self, ref: Any, row: int, piece: Any) -> Any:
-        """A piece of `rows_at_once` rows in device memory."""
+        """Returns a reference to a piece of `rows_at_once` rows in device memory."""
         rows, columns = self.shape
         return ref.at[pl.ds(self.first + row, rows), pl.ds(piece * columns, columns)]
 
@@ -274,27 +278,27 @@ class _Cta:
         self.at(ref, row, piece)[...] = value
 
     def load(self, row: int, piece: Any) -> Array:
-        """A piece of the rows that are normalized: of the only input, or of the rounded sum of both."""
+        """Returns a piece of the normalized rows: of the only input, or of the rounded sum of both."""
         parts = [plgpu.load(self.at(ref, row, piece), layout=self.layout, optimized=False) for ref in self.inputs]
         if len(parts) == 1:
             return parts[0]
         return (parts[0].astype(ACCUMULATOR) + parts[1].astype(ACCUMULATOR)).astype(self.dtype)
 
     def load_weight(self, piece: Any) -> Array:
-        """A piece of the weight plus its offset, repeated in every row."""
+        """Returns a piece of the weight plus its offset, repeated in every row."""
         _, columns = self.shape
         part = self.weight.at[pl.ds(piece * columns, columns)]
         return load_weight(part, self.formula.weight_offset, self.shape, self.layout)
 
     def square(self, part: Array) -> Array:
-        """The squares of a piece, float32."""
+        """Returns the squares of a piece, float32."""
         return rounded_squares(part.astype(ACCUMULATOR))
 
     def scale(self, total: Array) -> Array:
-        """The factor of each row from the sum of its squares, repeated in every column."""
+        """Returns the factor of each row from the sum of its squares, repeated in every column."""
         factor = lax.rsqrt(total / self.formula.width + self.formula.eps)
         return broadcast(factor, self.shape, 0, self.layout)
 
     def scaled(self, part: Array, scale: Array, weight: Array) -> Array:
-        """A piece of the result."""
+        """Returns a piece of the result."""
         return (part.astype(ACCUMULATOR) * scale * weight).astype(self.dtype)

@@ -1,12 +1,12 @@
 """Gradients of RMS norm on Hopper GPUs (Mosaic GPU).
 
-A warpgroup takes the rows of one step of the weight, `WEIGHT_GRADIENT_TOKENS` of them. A row stays in the registers of
-its threads, as in the forward pass, and its two sums have the forward pass's order. What the step adds to the weight is
-added in the same pass; see `token_sums` for the sum over steps.
+A warpgroup takes the `WEIGHT_GRADIENT_TOKENS` rows of one step of the weight's sum. A row stays in the registers of its
+threads, as in the forward pass, and its two sums have the forward pass's order. The step's contribution to the weight
+is added in the same pass; see `token_sums` for the sum over steps.
 
-Barriers keep LLVM from fusing products with the additions behind them, but not ptxas. It fuses those to which a
-residual's gradient is added, and those of the first pair of a row sum. It does so in every schedule alike, so no bit
-depends on the schedule.
+Barriers keep LLVM from fusing products with subsequent additions, but not ptxas, which fuses products to which a
+residual's gradient is added and the products of the first pair of a row sum. It does so in every schedule alike, so no
+bit depends on the schedule.
 """
 
 import functools
@@ -29,14 +29,14 @@ from detjax.pallas.hopper.token_sums import chain
 from detjax.portable import norm as portable
 
 WARP_COLUMNS: Final = 1024
-"""The widest row that a warp holds; wider ones have a warpgroup."""
+"""Widest row that a warp holds; a wider row takes a warpgroup."""
 
 WARPGROUPS: Final = 4
-"""Warpgroups of a CTA. They limit a thread to 128 registers, which it has enough of, and which let all steps of 8192
-rows be computed at the same time."""
+"""Warpgroups of a CTA. CTAs of four limit a thread to 128 registers, which suffice; with the 152 that the compiler
+would take otherwise, not all steps of 8192 rows run at the same time."""
 
 RESIDENT_BYTES: Final = 96
-"""Bytes of a row that fit into a thread's registers, beside its gradient and the temporaries."""
+"""Bytes of a row that fit into a thread's registers, in addition to its gradient and the temporaries."""
 
 
 def backward(
@@ -53,12 +53,12 @@ def backward(
     width = h.shape[-1]
     padding = _padded_width(width) - width
     if (width + padding) * h.dtype.itemsize > RESIDENT_BYTES * WARPGROUP:
-        # XLA has nothing to choose in the portable gradients: their row sums are the contract's, all other arithmetic
-        # is on single elements, and the tiles have one shape.
+        # The portable gradients leave XLA no choice: their row sums are the contract's, all other arithmetic is
+        # elementwise, and their tiles have one shape.
         return portable.backward(h, weight, dy, dh, weight_sum, eps=eps, weight_offset=weight_offset)
     rows = [flat_rows(x) for x in (h, dy, dh) if x is not None]
     count = len(rows[0])
-    # Rows of zeros add zeros to the weight's gradient.
+    # Padding rows add zeros to the weight's gradient.
     missing = -count % WEIGHT_GRADIENT_TOKENS
     padded = [jnp.pad(x, ((0, missing), (0, padding))) for x in rows]
     total, step_sums = _row_gradients(padded, jnp.pad(weight, (0, padding)), width, eps, weight_offset)
@@ -69,7 +69,7 @@ def backward(
 
 
 def _padded_width(width: int) -> int:
-    """The least width from `width` on that the threads of a row divide evenly."""
+    """Returns the least width from `width` on that the threads of a row divide evenly."""
     if width <= WARPGROUP:
         return max(16, 1 << (width - 1).bit_length())
     return round_up(width, WARPGROUP if width <= WARP_COLUMNS else LANES)
@@ -78,24 +78,26 @@ def _padded_width(width: int) -> int:
 def _row_gradients(
     rows: Sequence[Array], weight: Array, width: int, eps: float, weight_offset: float
 ) -> tuple[Array, Array]:
-    """The gradients `[M, D]` of rows, and what each step of rows adds to the weight's, `[steps, D]` float32.
+    """Returns the gradients `[M, D]` of rows, and each step's contribution to the weight's, `[steps, D]` float32.
 
     Args:
-        rows: h, dy and perhaps dh, as `backward` has them, `[M, D]`.
+        rows: h, dy and optionally dh of `backward`, `[M, D]`.
         weight: `[D]`.
-        width: elements of a row without its padding, over which means are taken.
-        eps: what is added to the mean square.
-        weight_offset: what is added to the weight.
+        width: elements of a row without padding, over which means are taken.
+        eps: added to the mean square.
+        weight_offset: added to the weight.
     """
     count, columns = rows[0].shape
     threads = columns // LANE_GROUP if columns <= WARPGROUP else WARP if columns <= WARP_COLUMNS else WARPGROUP
     together = min(WARPGROUP // threads, WEIGHT_GRADIENT_TOKENS)
-    # Warpgroups of one CTA share no memory by which the warps of a row could exchange sums.
+    # A row of a whole warpgroup adds its warps' sums through the CTA's reduction scratch, which only one warpgroup may
+    # use.
     steps, warpgroups = count // WEIGHT_GRADIENT_TOKENS, WARPGROUPS if threads <= WARP else 1
     pieces, shape = layout(together, threads), (together, LANE_GROUP * threads)
     repeated = functools.partial(broadcast, shape=shape, axis=0, layout=pieces)
-    # What rows add lies in the registers of the threads that have these columns. Where several rows are worked on at
-    # the same time, it passes through shared memory.
+    # The weight's terms are added across rows, left to right. With one row at a time they stay in the registers of the
+    # threads that have the columns; several rows at a time are in different threads, so their terms pass through shared
+    # memory, from which each thread reads `LANE_GROUP` neighbouring words of a line: consecutive banks.
     line = shape[1] if together == 1 else math.gcd(columns, LANE_GROUP * WARPGROUP)
     lines, parts = ([pl.ds(start, size) for start in range(0, columns, size)] for size in (line, shape[1]))
     line_layout = layout(1, line // LANE_GROUP)
@@ -103,31 +105,33 @@ def _row_gradients(
     def body(*refs: Any) -> None:
         *inputs, weight_ref, out_ref, sums_ref = refs[: len(rows) + 3]
         warpgroup = lax.axis_index("warpgroup")
-        # Warpgroups behind the last step take it once more, and write the same bits.
+        # Warpgroups beyond the last step compute it once more, and write the same bits.
         step = lax.min(lax.axis_index("cta") * warpgroups + warpgroup, steps - 1)
 
         def take(group: Array, added: list[Array]) -> list[Array]:
             here = pl.ds(step * WEIGHT_GRADIENT_TOKENS + group * together, together)
-            held = [[ref.at[here, part] for part in parts] for ref in inputs]
-            h, dy, *rest = [[plgpu.load(piece, layout=pieces, optimized=False) for piece in row] for row in held]
-            # Registers have no room for the weight.
+            refs_of_pieces = [[ref.at[here, part] for part in parts] for ref in inputs]
+            h, dy, *rest = [
+                [plgpu.load(piece, layout=pieces, optimized=False) for piece in row] for row in refs_of_pieces
+            ]
+            # The weight is loaded where it is used, from cache: 128 registers have no room for it.
             weights = [functools.partial(load_weight, weight_ref.at[p], weight_offset, shape, pieces) for p in parts]
             row = [*map(Piece, h, dy, weights)]
             factor, mean = means(row, width, eps, repeated)
             scale, mean = repeated(factor), repeated(mean)
-            if together > 1:  # All threads have read the rows of terms before.
+            if together > 1:  # all threads have read the terms of the previous rows
                 plgpu.commit_smem()
             for index, part in enumerate(parts):
                 past = [wide(other[index]) for other in rest]
                 total = functools.reduce(jnp.add, past, through_norm(row[index], scale, mean))
                 out_ref[here, part] = total.astype(out_ref.dtype)
-                # LLVM is not to fuse the product with the sum.
+                # The barrier keeps LLVM from fusing the product with the sum.
                 term = lax.optimization_barrier(wide(dy[index]) * (wide(h[index]) * scale))
                 if together == 1:
                     added[index] = added[index] + term
                 else:
                     refs[-1].at[warpgroup][:, part] = term
-            if together > 1:
+            if together > 1:  # all terms are written
                 plgpu.commit_smem()
                 for index in range(together):
                     terms = [refs[-1].at[warpgroup, pl.ds(index, 1), part] for part in lines]
@@ -135,7 +139,7 @@ def _row_gradients(
                     added = [a + b for a, b in zip(added, terms, strict=True)]
             return added
 
-        # -0.0 plus a number is this number, whatever its sign.
+        # Unlike +0.0, -0.0 keeps the sign of a zero that is added to it.
         nothing = plgpu.layout_cast(jnp.full((1, line), -0.0, ACCUMULATOR), line_layout)
         added = lax.fori_loop(0, WEIGHT_GRADIENT_TOKENS // together, take, [nothing] * len(lines))
         for part, total in zip(lines, added, strict=True):
@@ -163,9 +167,10 @@ class Piece(NamedTuple):
     """Some columns of rows.
 
     Attributes:
-        h: the rows that were normalized, as they are stored: float32 is made of them where it is needed, since
-            registers hold twice as many numbers of 2 bytes.
-        dy: the gradients of the result, likewise.
+        h: the normalized rows in their stored dtype. They are widened where they are used, since registers hold twice
+        as
+            many 2-byte numbers.
+        dy: the gradients of the result, in their stored dtype for the same reason.
         weight: returns the weight plus its offset, float32, repeated in every row.
     """
 
@@ -175,33 +180,33 @@ class Piece(NamedTuple):
 
 
 def wide(x: Array) -> Array:
-    """A piece in float32. The barrier keeps the compiler from converting it once for all."""
+    """Returns a piece in float32. The barrier keeps the compiler from holding on to the result of one conversion."""
     return lax.optimization_barrier(x).astype(ACCUMULATOR)
 
 
 def means(pieces: Sequence[Piece], width: int, eps: float, repeated: Callable[[Array], Array]) -> tuple[Array, Array]:
-    """The factors of rows, and the means of the products of their gradients and what they are normalized to, `[rows]`.
+    """Returns the factors `[rows]` of the norm, and the means `[rows]` of gradients times normalized rows.
 
     Args:
         pieces: the rows, in ascending order.
         width: elements of a row, over which means are taken.
-        eps: what is added to the mean square.
-        repeated: makes a piece of a vector `[rows]`, which it repeats in every column.
+        eps: added to the mean square.
+        repeated: returns a piece that repeats a vector `[rows]` in every column.
     """
     factor = lax.rsqrt(row_sums([rounded_squares(wide(piece.h)) for piece in pieces]) / width + eps)
     scale = repeated(factor)
-    # LLVM is not to fuse products with their sums; ptxas fuses those of the first pair.
+    # The barrier keeps LLVM from fusing products with their sums; ptxas still fuses the first pair.
     products = [lax.optimization_barrier(wide(piece.dy) * piece.weight() * (wide(piece.h) * scale)) for piece in pieces]
     return factor, row_sums(products) / width
 
 
 def through_norm(piece: Piece, scale: Array, mean: Array) -> Array:
-    """The gradients of some columns of rows, float32. ptxas may fuse their last product with what is added to them.
+    """Returns the gradients of some columns of rows, float32. ptxas may fuse their last product with an addition.
 
     Args:
         piece: the columns.
-        scale: the factors of the rows, repeated in every column.
-        mean: the means of `means`, likewise.
+        scale: the factors of `means`, repeated in every column.
+        mean: the means of `means`, repeated in every column.
     """
     along = lax.optimization_barrier(wide(piece.h) * scale * mean)
     return lax.optimization_barrier(scale * (wide(piece.dy) * piece.weight() - along))

@@ -1,11 +1,12 @@
-"""Rotary position embedding on Hopper GPUs (Mosaic GPU), with the RMS norm of queries and keys before it.
+"""Rotary position embedding on Hopper GPUs (Mosaic GPU), after the RMS norm of queries and keys.
 
-A CTA rotates some heads of some tokens: it loads cosines and sines once for all of its heads, both halves of a head are
-in one thread, and queries and keys are read from where the fused projection wrote them.
+A CTA rotates some heads of some tokens. It loads cosines and sines once for all its heads, a thread has the same
+columns of both halves of a head, so the rotation needs no exchange, and queries and keys are read from the output of
+the fused projection.
 
 `append_kv` also writes keys and values to the pages from which attention reads them. The slots of different tokens have
-unrelated addresses, but the heads of one token lie at one stride. So a CTA of keys or values holds several heads of a
-token where a CTA of queries holds several tokens of a head.
+unrelated addresses, but the heads of one token have a constant stride. So a CTA of keys or values holds several heads
+of a token where a CTA of queries holds several tokens of a head.
 """
 
 import dataclasses
@@ -29,9 +30,9 @@ from detjax.pallas.hopper.device import WARP, WARPGROUP
 from detjax.pallas.hopper.head_rows import HeadRows
 
 LOADED_BYTES: Final = 64
-"""Bytes of x that a thread loads, at most, before it computes."""
+"""Most bytes of x that a thread loads before it computes."""
 EVEN_HALF: Final = 8
-"""Columns of which a half head must be a multiple: the least that two threads load."""
+"""Half a head is a multiple of this many columns, the fewest that two threads load."""
 
 _THREADS: Final = (2, 4, 8, 16, 32)
 
@@ -43,7 +44,7 @@ class Problem:
     tokens: int
     """Number of tokens."""
     heads: tuple[int, ...]
-    """Heads of each group of heads that is returned: queries, or queries and keys."""
+    """Heads of each returned group: queries, or queries and keys."""
     width: int
     """Elements of a head, a multiple of `2 * EVEN_HALF`."""
     dtype: jnp.dtype
@@ -52,7 +53,7 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """How heads and tokens are spread over CTAs; no bit depends on it."""
+    """The distribution of heads and tokens over CTAs; no bit depends on it."""
 
     threads: int
     """Threads that share a head."""
@@ -62,15 +63,15 @@ class Schedule:
     """Heads of each token in a CTA."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError if no problem could be computed by this schedule."""
+        """Raises ValueError if the schedule fits no problem."""
         if self.threads not in _THREADS:
             raise ValueError(f"Schedule: threads is {self.threads}; accepted: {', '.join(map(str, _THREADS))}")
-        most = WARPGROUP // self.threads
-        if not 1 <= self.tokens <= most or self.tokens & (self.tokens - 1):
-            raise ValueError(f"Schedule: tokens is {self.tokens}; accepted: powers of two up to {most}")
+        limit = WARPGROUP // self.threads
+        if not 1 <= self.tokens <= limit or self.tokens & (self.tokens - 1):
+            raise ValueError(f"Schedule: tokens is {self.tokens}; accepted: powers of two up to {limit}")
 
     def check(self, problem: Problem) -> None:
-        """Returns if a kernel of this schedule can compute the problem.
+        """Checks that a kernel of this schedule can compute the problem.
 
         Raises:
             ValueError: it cannot.
@@ -93,7 +94,7 @@ serves_gradients = rope_gradient.serves
 
 
 def default_schedule(problem: Problem) -> Schedule:
-    """The schedule that serves the problem."""
+    """Returns the schedule for a problem."""
     half = problem.width // 2
     threads = min(WARP, (half & -half) // LANE_GROUP)
     at_once = min(WARPGROUP // threads, 1 << (problem.tokens.bit_length() - 1))
@@ -116,15 +117,15 @@ def forward(
     norm_offset: float = 0.0,
     schedule: Schedule | None = None,
 ) -> tuple[Array, ...]:
-    """Rotates groups of heads: `[*B, T, heads[i], K]` for each group.
+    """Rotates groups of heads, and returns `[*B, T, heads[i], K]` for each group.
 
     Args:
-        x: `[*B, T, N, K]`; the groups are its first heads. Further heads are not read.
+        x: `[*B, T, N, K]`; the groups are its first heads. Other heads are not read.
         angles: cosines and sines of the tokens' angles, float32 `[*B, T, K / 2]`.
-        weights: `[K]` for each group; if given, the heads are RMS normalized and rounded before they are rotated.
+        weights: `[K]` for each group; if given, heads are RMS normalized and rounded before they are rotated.
         heads: the number of heads of each group.
-        eps: of the norm; None without weights.
-        norm_offset: what the norm adds to the weight.
+        eps: the norm's epsilon; None without weights.
+        norm_offset: added to the weight by the norm.
         schedule: default: `default_schedule`'s.
     """
     tokens, half = math.prod(x.shape[:-2]), x.shape[-1] // 2
@@ -151,8 +152,8 @@ def append_kv(
 ) -> tuple[Array, KVPages]:
     """Returns rotated queries, and the pages with the rotated keys and the values of `x [B, T, H + 2 h, K]`.
 
-    `kv_pages.places` says which tokens are written, and where. The schedule's heads are those of queries, its tokens
-    those of all CTAs.
+    `kv_pages.places` defines which tokens are written, and where. The schedule's heads apply to queries, its tokens to
+    all CTAs.
     """
     batch, tokens, all_heads, width = x.shape
     kv_heads = kv.kv_heads
@@ -163,7 +164,7 @@ def append_kv(
     problem = Problem(batch * tokens, heads[:1], width, x.dtype)
     schedule = schedule or default_schedule(problem)
     schedule.check(problem)
-    # A kernel that is given references writes to the arrays themselves: the pages are neither copied nor read.
+    # References let the kernel write to the arrays themselves: the pages are neither copied nor read.
     k_pages, v_pages = (jax.new_ref(pages) for pages in kv.numbers)
     cache = _Cache(k_pages, v_pages, queries.page_table, queries.start, queries.count)
     x, cos, sin = (y.reshape(batch * tokens, *y.shape[2:]) for y in (x, *angles))
@@ -181,7 +182,7 @@ def _forward_with_padded_halves(
     formula: "_Norm",
     padding: int,
 ) -> tuple[Array, ...]:
-    """`forward` in separate steps: a padded half moves the columns after it, so row sums would add in another order."""
+    """Runs `forward` in separate steps: padding a half moves the columns after it, which would reorder the row sums."""
     ends = tuple(accumulate(heads))
     groups = jnp.split(x[..., : ends[-1], :], ends[:-1], axis=-2)
     if weights:
@@ -201,16 +202,16 @@ def _forward_with_padded_halves(
 
 
 class _Norm(NamedTuple):
-    """The numbers of the norms."""
+    """The constants of the norms."""
 
     eps: float | None
-    """What a norm adds to the mean square; None: there are no norms."""
+    """Added to the mean square; None: there are no norms."""
     offset: float
-    """What a norm adds to its weight."""
+    """Added to the weight."""
 
 
 class _Operands(NamedTuple):
-    """The arrays that are read, or references to them in the kernel."""
+    """The input arrays, or references to them in the kernel."""
 
     x: Any
     """Heads `[tokens, heads, K]`."""
@@ -223,7 +224,7 @@ class _Operands(NamedTuple):
 
 
 class _Cache(NamedTuple):
-    """The pages that keys and values are written to: `append_kv`'s arguments, or references to them in the kernel."""
+    """The pages for keys and values, and where tokens are: `append_kv`'s arguments, or references in the kernel."""
 
     k_pages: Any
     v_pages: Any
@@ -232,10 +233,10 @@ class _Cache(NamedTuple):
     q_length: Any
 
     def place(self, token: Array, tokens: int) -> tuple[Array, Array, Array]:
-        """Whether a token is written, its page and its slot in the page.
+        """Returns a flag that a token is written, its page and its slot in the page.
 
         Args:
-            token: the token's index, counted from the first token of the first request on.
+            token: the token's index among all tokens.
             tokens: the number of tokens of each request.
         """
         request, index = lax.div(token, jnp.int32(tokens)), lax.rem(token, jnp.int32(tokens))
@@ -250,20 +251,20 @@ class _Cache(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Division:
-    """How the CTAs that share `schedule.tokens` tokens divide their heads.
+    """The division of heads among the CTAs that share `schedule.tokens` tokens.
 
-    The first CTAs rotate the groups of heads that are returned. If there are key heads to append, `kv_ctas` CTAs of
-    keys follow, then as many CTAs of values. These work on *units*: `unit_heads` heads of one token.
+    The first CTAs rotate the returned groups of heads. If there are key heads to append, `kv_ctas` CTAs of keys follow,
+    then as many CTAs of values. These work on *units*: `unit_heads` heads of one token.
     """
 
     problem: Problem
     schedule: Schedule
     kv_heads: int = 0
-    """Key heads, and value heads, that are appended to a cache; 0: none."""
+    """Key heads that are appended to a cache, and as many value heads; 0: none."""
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """For each group the index of the first head after it; keys to append are the last group."""
+        """The end of each group of heads; keys to append are the last group."""
         return tuple(accumulate(self.problem.heads + ((self.kv_heads,) if self.kv_heads else ())))
 
     @property
@@ -273,17 +274,17 @@ class _Division:
 
     @property
     def unit_heads(self) -> int:
-        """Heads of a unit: as many as a warpgroup holds at once."""
+        """Heads of a unit, the most that a warpgroup holds at once."""
         return min(WARPGROUP // self.schedule.threads, self.kv_heads & -self.kv_heads)
 
     @property
     def units_per_token(self) -> int:
-        """Units of keys, and of values, that a token has."""
+        """Units of keys of a token, and of values."""
         return self.kv_heads // self.unit_heads
 
     @property
     def units(self) -> int:
-        """Units of a CTA, 1 or 2: it loads all before it computes, and more would take more registers than queries."""
+        """Units of a CTA, 1 or 2: it loads all of them before it computes, and more would exceed queries' registers."""
         return math.gcd(self.schedule.heads, self.schedule.tokens * self.units_per_token, 2)
 
     @property
@@ -293,7 +294,7 @@ class _Division:
 
 
 def _kernel(division: _Division, operands: _Operands, formula: _Norm, cache: _Cache | None = None) -> tuple[Array, ...]:
-    """The groups of heads, rotated. With a cache, keys and values are written to it."""
+    """Returns the rotated groups of heads. With a cache, keys and values are written to it."""
     problem, schedule = division.problem, division.schedule
     x, cos, sin, weights = operands
 
@@ -313,15 +314,15 @@ def _kernel(division: _Division, operands: _Operands, formula: _Norm, cache: _Ca
         kernel_name=("norm_" if weights else "") + "rope" + ("" if cache is None else "_append_kv"),
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane,
-            # No memory is both read and written, and the tokens that the last two CTAs share are written with equal
-            # bits.
+            # Automatic barriers are not needed: no memory is both read and written, and the tokens that the last two
+            # CTAs share are written with equal bits.
             unsafe_no_auto_barriers=True,
         ),
     )(x, cos, sin, *weights, *(cache or ()))
 
 
 class _Cta:
-    """One CTA: it rotates heads of one group, or it appends keys, or values."""
+    """One CTA, which rotates heads of one group, or appends keys, or appends values."""
 
     def __init__(
         self,
@@ -334,13 +335,13 @@ class _Cta:
         self.division, self.problem, self.schedule = division, division.problem, division.schedule
         self.operands, self.out, self.cache = operands, out, cache
         self.formula = formula
-        # The last CTA moves up to whole tokens: two CTAs then write the same bits to some.
+        # The last CTA shifts back so that all its tokens exist: two CTAs then write the same bits to some.
         last_first = self.problem.tokens - self.schedule.tokens
         self.first = jnp.minimum(lax.axis_index("token") * self.schedule.tokens, last_first)
         self.cta = lax.axis_index("head")
 
     def run(self) -> None:
-        """Takes the role that the CTA's index has."""
+        """Runs the CTA's role, which follows from its index."""
         division, cta, heads = self.division, self.cta, self.schedule.heads
         for group, count in enumerate(self.problem.heads):
             end = division.ends[group]
@@ -354,6 +355,7 @@ class _Cta:
 
     def rotate_group(self, group: int) -> None:
         """Normalizes and rotates `schedule.heads` heads of the tokens, and stores them."""
+        # All loads are issued before the first head is computed. Angles and weight are loaded once for all heads.
         rows = HeadRows(self.schedule.tokens, self.schedule.threads)
         tokens, first_head = pl.ds(self.first, self.schedule.tokens), self.cta * self.schedule.heads
         heads = [rows.load(self.operands.x, tokens, first_head + head) for head in range(self.schedule.heads)]
@@ -385,11 +387,11 @@ class _Cta:
         units.store(values, cache.v_pages)
 
     def load_weight(self, rows: "HeadRows", group: int) -> list[Array]:
-        """The pieces of a group's norm weight; none without norms."""
+        """Returns the pieces of a group's norm weight; an empty list without norms."""
         return rows.load_vector(self.operands.weights[group]) if self.operands.weights else []
 
     def normalize(self, rows: "HeadRows", heads: list[list[Array]], weight: list[Array]) -> list[list[Array]]:
-        """The heads, RMS normalized and rounded; the heads themselves without norms."""
+        """Returns the RMS normalized and rounded heads; the heads themselves without norms."""
         if not weight:
             return heads
         assert self.formula.eps is not None
@@ -397,7 +399,7 @@ class _Cta:
 
 
 class _Units:
-    """The units of keys or values that a CTA appends: their tokens, their heads and their places in the cache."""
+    """The units of keys or values that a CTA appends: their tokens, heads and places in the cache."""
 
     def __init__(self, cta: _Cta, cache: _Cache, first_unit: Array) -> None:
         division = cta.division
@@ -410,16 +412,16 @@ class _Units:
         self.places = [cache.place(token, tokens_per_request) for token in self.tokens]
 
     def load(self, x: Any, first_head: int) -> list[list[Array]]:
-        """The units' heads, which begin at a head of x."""
+        """Returns the units' heads, counted from a head of x."""
         return [
             self.rows.load(x, token, pl.ds(first_head + head, self.heads_at_once))
             for token, head in zip(self.tokens, self.heads, strict=True)
         ]
 
     def fence(self) -> None:
-        """Keeps the compiler from moving the loads after the branch on whether a token is written.
+        """Keeps the compiler from moving the loads into the branch that writes the token.
 
-        ptxas would move them there, so that they began only when the page is known. It moves none across a barrier.
+        ptxas would do so, and the loads would start only when the page is known. It moves no load across a barrier.
         """
         plgpu.commit_smem()
 

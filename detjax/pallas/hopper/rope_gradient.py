@@ -1,7 +1,7 @@
 """Gradients of q/k norm and rotary embedding on Hopper GPUs (Mosaic GPU), in one pass over the heads.
 
-A CTA takes the rows of one step of the norms' weights, `WEIGHT_GRADIENT_TOKENS` heads of one token or of several. It
-rotates their gradients back, takes them through the norm, and adds what the step adds to the weight.
+A CTA takes the rows of one step of a norm's weight, `WEIGHT_GRADIENT_TOKENS` heads of one or several tokens. It rotates
+their gradients back, propagates them through the norm, and adds the step's contribution to the weight.
 """
 
 import functools
@@ -22,7 +22,7 @@ from detjax.pallas.hopper.token_sums import chains
 
 
 def serves(x: Array, heads: tuple[int, ...]) -> bool:
-    """Whether the kernel computes the gradients of these groups of heads of `x [*B, T, N, K]`."""
+    """Returns True if the kernel computes the gradients of these groups of heads of `x [*B, T, N, K]`."""
     tokens, width = x.size // (x.shape[-2] * x.shape[-1]), x.shape[-1]
     is_even = width & (width - 1) == 0 and 4 * LANE_GROUP <= width <= WARPGROUP * LANE_GROUP
     return is_even and all(tokens * count % WEIGHT_GRADIENT_TOKENS == 0 for count in heads)
@@ -42,12 +42,12 @@ def gradients(
 
     Args:
         x: a projection `[*B, T, N, K]`, whose first heads are the groups.
-        angles: cosines and sines of the rotation back, float32 `[*B, T, K / 2]`.
-        weights: for each group the norm's weight `[K]`.
-        rotated: the gradients of the rotated groups, `[*B, T, heads, K]` of x's dtype.
-        sums: what the weights' sums begin with, float32 `[K]`.
-        eps: what the norms add to the mean square.
-        norm_offset: what the norms add to their weights.
+        angles: cosines and sines of the inverse rotation, float32 `[*B, T, K / 2]`.
+        weights: the norm's weight `[K]` for each group.
+        rotated: the gradients of the rotated groups, `[*B, T, heads, K]` in x's dtype.
+        sums: the weights' running sums, float32 `[K]`.
+        eps: added to the mean square by the norms.
+        norm_offset: added to the weights by the norms.
     """
     width = x.shape[-1]
     flat = [y.reshape(-1, *y.shape[-2:]) for y in (x, *rotated)]
@@ -60,15 +60,16 @@ def gradients(
 def _kernel(
     x: Array, angles: list[Array], weights: tuple[Array, ...], gradients: list[Array], eps: float, norm_offset: float
 ) -> Any:
-    """The gradients of the groups `[T, heads, K]`, and the sums of each step of the groups' rows, `[steps, K]`."""
+    """Returns the gradients of the groups `[T, heads, K]`, and each step's contributions to the weights, `[steps,
+    K]`."""
     tokens, _, width = x.shape
     heads = [gradient.shape[1] for gradient in gradients]
     steps = [tokens * count // WEIGHT_GRADIENT_TOKENS for count in heads]
     line = layout(1, width // LANE_GROUP)
 
     def body(x_ref: Any, cos_ref: Any, sin_ref: Any, *refs: Any) -> None:
-        cut = [refs[i : i + len(heads)] for i in range(0, 4 * len(heads), len(heads))]
-        weight_refs, gradient_refs, out_refs, sum_refs = cut
+        by_kind = [refs[i : i + len(heads)] for i in range(0, 4 * len(heads), len(heads))]
+        weight_refs, gradient_refs, out_refs, sum_refs = by_kind
         terms = refs[-1]
         cta = lax.axis_index("step")
 
@@ -95,9 +96,11 @@ def _kernel(
                 rows.store(dx, out_refs[group], token, pl.ds(head, together))
                 products = [piece * (along * scale) for piece, along in zip(dy, h, strict=True)]
                 rows.store(products, terms, pl.ds(first, together))
+            # The contract adds the step's rows left to right. They are in different threads, so they pass through
+            # shared memory; the automatic barriers separate the stores from these loads.
             lines = [terms.at[pl.ds(row, 1)] for row in range(WEIGHT_GRADIENT_TOKENS)]
-            added = [plgpu.load(row, layout=line, optimized=False) for row in lines]
-            sum_refs[group][pl.ds(step, 1)] = functools.reduce(jnp.add, added)
+            rows_of_terms = [plgpu.load(row, layout=line, optimized=False) for row in lines]
+            sum_refs[group][pl.ds(step, 1)] = functools.reduce(jnp.add, rows_of_terms)
 
         for group, count in enumerate(steps):
             first = sum(steps[:group])

@@ -1,7 +1,7 @@
 """Norms, gates, decays and rates of single rows on Hopper GPUs (Mosaic GPU).
 
-A CTA is one warpgroup that loads its rows into registers, as `norm` does, and computes a function of them there: each
-array is read once and written once. The steps of a function, and their roundings, are those of
+A CTA is one warpgroup that loads its rows into registers, as in `norm`, and computes a function of them there, so each
+array is read once and written once. The steps of a function and their roundings are specified by
 `detjax.portable.row_functions`.
 """
 
@@ -30,29 +30,29 @@ from detjax.runtime import compilation
 
 type Arrays = tuple[Array, ...]
 
-FEWEST_COLUMNS: Final = 16
-"""The least power of two that divides the widths for which there are kernels."""
+MIN_COLUMNS: Final = 16
+"""Least power of two that must divide a width for a kernel to serve it."""
 
-HELD: Final = 48
-"""Elements of rows that a thread holds at most."""
+MAX_HELD: Final = 48
+"""Most elements of rows that a thread holds."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """Rows of which a function is computed."""
+    """The rows that a function takes."""
 
     rows: int
     """Number of rows."""
     width: int
     """Columns of a row."""
     arrays: int
-    """Arrays of such rows that are read."""
-    cut: bool = False
-    """Whether columns do not meet, so that each CTA takes one piece of its rows."""
+    """Input arrays of such rows."""
+    elementwise: bool = False
+    """True if columns are independent, so that each CTA takes one piece of its rows."""
 
     @property
     def columns(self) -> int:
-        """Columns of a piece: the largest power of two that divides the width, up to those of a warpgroup."""
+        """Columns of a piece: the largest power of two that divides the width, up to a warpgroup's columns."""
         return min(LANES, self.width & -self.width)
 
     @property
@@ -67,37 +67,37 @@ class Problem:
 
     @property
     def held(self) -> int:
-        """Elements that a thread holds of the rows on which the warpgroup works at the same time."""
-        return self.arrays * LANE_GROUP * (1 if self.cut else self.pieces)
+        """Elements that a thread holds of the rows that the warpgroup processes at the same time."""
+        return self.arrays * LANE_GROUP * (1 if self.elementwise else self.pieces)
 
     @property
     def served(self) -> bool:
-        """Whether there is a kernel."""
-        return self.columns >= FEWEST_COLUMNS and self.held <= HELD
+        """True if a kernel serves the problem."""
+        return self.columns >= MIN_COLUMNS and self.held <= MAX_HELD
 
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """How rows are spread over CTAs; no bit depends on it."""
+    """The distribution of rows over CTAs; no bit depends on it."""
 
     turns: int
-    """How many times a CTA has as many rows as its warpgroup works on at the same time."""
+    """Sets of rows of a CTA; the warpgroup processes the rows of a set at the same time."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError if no problem could be computed by this schedule."""
+        """Raises ValueError if the schedule fits no problem."""
         if self.turns < 1:
             raise ValueError(f"Schedule: turns is {self.turns}; accepted: 1 or more")
 
     def rows_at_once(self, problem: Problem) -> int:
-        """Rows that the warpgroup works on at the same time."""
+        """Returns the rows that the warpgroup processes at the same time."""
         return min(WARPGROUP // problem.threads, 1 << (problem.rows.bit_length() - 1))
 
     def rows(self, problem: Problem) -> int:
-        """Rows of a CTA."""
+        """Returns the rows of a CTA."""
         return self.turns * self.rows_at_once(problem)
 
     def check(self, problem: Problem) -> None:
-        """Returns if a kernel of this schedule can compute the problem.
+        """Checks that a kernel of this schedule can compute the problem.
 
         Raises:
             ValueError: it cannot.
@@ -107,29 +107,29 @@ class Schedule:
                 f"Schedule: {self.rows(problem)} rows of a CTA; accepted: at most the {problem.rows} rows of the "
                 "problem. Take fewer turns"
             )
-        if self.turns * problem.held > HELD:
+        if self.turns * problem.held > MAX_HELD:
             raise ValueError(
                 f"Schedule: {self.turns * problem.held} elements of rows in the registers of a thread; accepted: at "
-                f"most {HELD}. Take fewer turns"
+                f"most {MAX_HELD}. Take fewer turns"
             )
 
 
 def default_schedule(problem: Problem) -> Schedule:
-    """The schedule that serves the problem: with many rows, a CTA loads several before it computes."""
-    turns = max(1, HELD // problem.held)
+    """Returns the schedule for a problem: with many rows, a CTA loads several sets before it computes."""
+    turns = max(1, MAX_HELD // problem.held)
     while turns > 1 and problem.rows < 8 * device.multiprocessors() * Schedule(turns).rows(problem):
         turns //= 2
     return Schedule(turns)
 
 
 def problem_of(rows: Arrays, function: str) -> Problem | None:
-    """The problem that a kernel of the function would have; None if the portable program serves it.
+    """Returns the problem of a function's kernel, or None if the portable program serves it.
 
-    No number of rows decides, so a row meets the same program in every phase.
+    The choice does not depend on the number of rows, so a row meets the same program in every phase.
     """
     arrays = rows[0].shape[1] if function == "weighted_sum" else sum(x.shape == rows[0].shape for x in rows)
-    problem = Problem(rows[0].shape[0], rows[0].shape[-1], arrays, function in _OF_ELEMENTS)
-    # The mean of other widths is a product with a reciprocal that XLA may fuse with the epsilon.
+    problem = Problem(rows[0].shape[0], rows[0].shape[-1], arrays, function in _ELEMENTWISE)
+    # For other widths the mean is a product with a reciprocal, which XLA may fuse with the addition of epsilon.
     exact = function != "gated_rms_norm" or problem.width & (problem.width - 1) == 0
     return problem if function in _FUNCTIONS and exact and problem.served else None
 
@@ -172,7 +172,7 @@ def _kernel(
     weights: Arrays,
     dtypes: Sequence[Any],
 ) -> tuple[Array, ...]:
-    """The results `[M, width]` of the function, of these dtypes."""
+    """Returns the results `[M, width]` of the function in these dtypes."""
     name: str = function.func.__name__.strip("_")  # pyright: ignore
 
     def body(*refs: Any) -> None:
@@ -180,8 +180,8 @@ def _kernel(
         first = jnp.minimum(lax.axis_index("tile") * schedule.rows(problem), problem.rows - schedule.rows(problem))
         at_once = schedule.rows_at_once(problem)
         turns = [_Rows(problem, at_once, first + turn * at_once) for turn in range(schedule.turns)]
-        held = [turn.load_all(operands[: len(rows)]) for turn in turns]
-        for turn, arrays in zip(turns, held, strict=True):
+        loaded = [turn.load_all(operands[: len(rows)]) for turn in turns]
+        for turn, arrays in zip(turns, loaded, strict=True):
             shared = [turn.load_weight(ref) for ref in operands[len(rows) :]]
             for ref, result in zip(results, function(turn, *arrays, *shared), strict=True):
                 turn.store(ref, result)
@@ -190,13 +190,13 @@ def _kernel(
         plgpu.kernel(
             body,
             out_type=[jax.ShapeDtypeStruct((problem.rows, problem.width), dtype) for dtype in dtypes],
-            grid=(ceil_div(problem.rows, schedule.rows(problem)), problem.pieces if problem.cut else 1),
+            grid=(ceil_div(problem.rows, schedule.rows(problem)), problem.pieces if problem.elementwise else 1),
             grid_names=("tile", "piece"),
             kernel_name=name,
             compiler_params=plgpu.CompilerParams(
                 lowering_semantics=plgpu.LoweringSemantics.Lane,
-                # No memory is both read and written, and the rows that the last two CTAs share are written with equal
-                # bits.
+                # Automatic barriers are not needed: no memory is both read and written, and the rows that the last two
+                # CTAs share are written with equal bits.
                 unsafe_no_auto_barriers=True,
             ),
         )(*rows, *weights)
@@ -204,19 +204,19 @@ def _kernel(
 
 
 class _Rows:
-    """Rows that a warpgroup works on at the same time, in pieces of `problem.columns` columns; all float32."""
+    """Rows that a warpgroup processes at the same time, in float32 pieces of `problem.columns` columns."""
 
     def __init__(self, problem: Problem, count: int, first: Array) -> None:
         self.width = problem.width
         self.shape = count, problem.columns
         self.layout = layout(count, problem.threads)
         self.here = pl.ds(first, count)
-        starts = [lax.axis_index("piece")] if problem.cut else range(problem.pieces)
+        starts = [lax.axis_index("piece")] if problem.elementwise else range(problem.pieces)
         self.pieces = [pl.ds(start * problem.columns, problem.columns) for start in starts]
 
     def load_all(self, refs: Sequence[Any]) -> list[Any]:
-        """The pieces of arrays of rows `[M, width]`. Of `[M, n, width]` and `[M, n]`, the pieces of each of the n rows,
-        and a piece that repeats each of the n numbers."""
+        """Returns the pieces of arrays `[M, width]`. For `[M, n, width]` and `[M, n]`, returns the pieces of each of
+        the n rows, and for each of the n numbers a piece that repeats it."""
         first, *others = refs
         if len(first.shape) == 3:
             (factors,) = others
@@ -228,7 +228,7 @@ class _Rows:
         return [plgpu.load(place, layout=self.layout, optimized=False).astype(ACCUMULATOR) for place in places]
 
     def load_columns(self, ref: Any) -> list[Array]:
-        """For each column of `[M, n]`, a piece that repeats it."""
+        """Returns for each column of `[M, n]` a piece that repeats it."""
         columns = [
             plgpu.load(ref.at[self.here, index], layout=self.layout.reduce(1), optimized=False)
             for index in range(ref.shape[1])
@@ -236,27 +236,29 @@ class _Rows:
         return [self.spread(column.astype(ACCUMULATOR)) for column in columns]
 
     def load_weight(self, ref: Any) -> list[Array]:
-        """The pieces of a vector, repeated in every row."""
+        """Returns the pieces of a vector, repeated in every row."""
         return [load_weight(ref.at[piece], 0.0, self.shape, self.layout) for piece in self.pieces]
 
     def store(self, ref: Any, result: list[Array]) -> None:
-        """Writes rows, rounded to the result's dtype."""
+        """Stores rows, rounded to the result's dtype."""
         for piece, part in zip(self.pieces, result, strict=True):
             ref[self.here, piece] = part.astype(ref.dtype)
 
     def spread(self, numbers: Array) -> Array:
-        """A piece that repeats a number for each row in every column."""
+        """Returns a piece that repeats each row's number in every column."""
         return broadcast(numbers, self.shape, 0, self.layout)
 
     def squares(self, x: list[Array]) -> Array:
-        """The sums of the squares of rows."""
+        """Returns the sums of the rows' squares."""
         return row_sums([rounded_squares(part) for part in x])
 
     def mean(self, total: Array) -> Array:
-        """`total / width` as XLA divides by a constant, rounded before anything is added to it."""
+        """Returns `total / width` as XLA divides by a constant, rounded before anything is added to it."""
+        # XLA multiplies by the reciprocal. The explicit fma with 0 is one instruction that rounds the product, so that
+        # ptxas cannot fuse it with the addition of epsilon.
         number = self.layout.reduce(1)
         reciprocal, zero = (plgpu.layout_cast(jnp.full_like(total, c), number) for c in (1 / np.float32(self.width), 0))
-        # An addend of +0 alone would turn a zero's sign.
+        # fma(-0, r, +0) is +0, so zeros keep their sign by the selection.
         return jnp.where(total == 0, total, fma(total, reciprocal, zero, layout=number))
 
 
@@ -311,5 +313,5 @@ _FUNCTIONS: Final[Mapping[str, Callable[..., Sequence[list[Array]]]]] = {
     "layer_norm": _layer_norm,
     "weighted_sum": _weighted_sum,
 }
-_OF_ELEMENTS: Final = frozenset({"sigmoid_gated", "decay_and_rate", "weighted_sum"})
-"""The functions in which no column meets another one."""
+_ELEMENTWISE: Final = frozenset({"sigmoid_gated", "decay_and_rate", "weighted_sum"})
+"""The functions whose columns are independent of one another."""

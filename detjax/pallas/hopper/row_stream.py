@@ -1,8 +1,11 @@
-"""Long rows on their way through the shared memory of Hopper GPUs.
+"""Streaming of long rows through the shared memory of Hopper GPUs.
 
-Rows are cut into blocks at multiples of `SOFTMAX_BLOCK`, and blocks into parts of `PART` elements. A CTA is one
-warpgroup that reads one block after another, in an order that its kernel chooses. The parts pass through a ring of
-slots in shared memory: while the CTA reads a part, the copy engine fills the slots of earlier ones.
+Rows are split into blocks at multiples of `SOFTMAX_BLOCK`, and blocks into parts of `PART` elements. A CTA is one
+warpgroup that reads blocks in an order that its kernel chooses. The parts pass through a ring of slots in shared
+memory: while the CTA reads a part, the copy engine fills the slots of earlier ones.
+
+The ring is not swizzled: a warp reads up to `LANE_GROUP` neighbouring elements per thread, consecutive threads
+consecutive ones, so each access covers consecutive banks.
 """
 
 import dataclasses
@@ -20,18 +23,18 @@ from detjax.operands.numerics import ceil_div
 from detjax.pallas.hopper.device import SHARED_MEMORY, SHARED_MEMORY_OF_MULTIPROCESSOR, WARPGROUP
 
 PART: Final = 2048
-"""Elements that one bulk copy brings, and of a slot of the ring."""
+"""Elements of one bulk copy, and of a slot of the ring."""
 
 WIDTH_UNIT: Final = WARPGROUP
 """Widths are multiples of this: an element for every thread, and the unit of a bulk copy."""
 
 MAX_SLOTS: Final = 32
-"""Slots of the longest ring: as many as the barriers of one group."""
+"""Slots of the longest ring: the barriers of one group."""
 
 RING_RESERVED: Final = 5 * 1024
-"""Bytes of a CTA's shared memory that a ring leaves for what CUDA keeps for each CTA (1 KiB), for the statistics of a
-row's blocks, the scratch of reductions and the barriers. It is more than `device.SHARED_MEMORY_RESERVED` because
-several CTAs share a multiprocessor, each with its own."""
+"""Bytes of a CTA's shared memory that a ring leaves for CUDA's own use (1 KiB), the statistics of a row's blocks, the
+scratch of reductions and the barriers. It exceeds `device.SHARED_MEMORY_RESERVED` because several CTAs share a
+multiprocessor, each with its own."""
 
 COMPILER_PARAMS: Final = plgpu.CompilerParams(
     lowering_semantics=plgpu.LoweringSemantics.Lane,
@@ -40,32 +43,32 @@ COMPILER_PARAMS: Final = plgpu.CompilerParams(
 
 
 def padded(x: Array, fill: float = -math.inf) -> Array:
-    """`[M, V]` with V brought to a multiple of `WIDTH_UNIT`; by default with logits of probability 0."""
+    """Returns `[M, V]` with V padded to a multiple of `WIDTH_UNIT`, by default with logits of probability 0."""
     missing = -x.shape[-1] % WIDTH_UNIT
     return jnp.pad(x, ((0, 0), (0, missing)), constant_values=fill) if missing else x
 
 
 def blocks_per_row(width: int) -> int:
-    """Blocks of a row of `width` elements."""
+    """Returns the number of blocks of a row of `width` elements."""
     return ceil_div(width, SOFTMAX_BLOCK)
 
 
 def parts_per_block(width: int) -> int:
-    """Parts of each block of a row of `width` elements. The last block may leave some of them empty."""
+    """Returns the number of parts of each block of a row of `width` elements; the last block may leave some empty."""
     return ceil_div(min(width, SOFTMAX_BLOCK), PART)
 
 
 def slots_that_fit(ctas_per_multiprocessor: int, itemsize: int) -> int:
-    """Slots of a ring if a multiprocessor has room for this many CTAs, for elements of `itemsize` bytes."""
+    """Returns the slots of a ring of `itemsize`-byte elements with which this many CTAs fit on a multiprocessor."""
     free = min(SHARED_MEMORY_OF_MULTIPROCESSOR // ctas_per_multiprocessor, SHARED_MEMORY) - RING_RESERVED
     return min(free // (PART * itemsize), MAX_SLOTS)
 
 
 @dataclasses.dataclass(frozen=True)
 class RowStream:
-    """The blocks that a CTA reads one after another, and the ring of slots that their parts pass through.
+    """The blocks that a CTA reads in sequence, and the ring of slots that their parts pass through.
 
-    The stream's items are blocks. Part `p` of item `t` lies in slot `(t * parts_per_block + p) % slots`.
+    The stream's items are blocks. Part `p` of item `t` is in slot `(t * parts_per_block + p) % slots`.
     """
 
     rows: Any
@@ -73,11 +76,11 @@ class RowStream:
     ring: Any
     """Reference to the slots `[slots, PART]` in shared memory."""
     loaded: Any
-    """Barriers of the slots, which complete when a part has arrived."""
+    """A barrier for each slot, which completes when a part has arrived."""
     count: Any
     """Number of items."""
     block_of: Callable[[Any], tuple[Any, Any]]
-    """Gives an item's row, and its block within the row."""
+    """Returns an item's row, and its block within the row."""
 
     @property
     def slots(self) -> int:
@@ -91,25 +94,27 @@ class RowStream:
 
     @property
     def parts_per_block(self) -> int:
-        """Slots that an item takes; the last block of a row may leave some of them empty."""
+        """Slots of an item; the last block of a row may leave some of them empty."""
         return parts_per_block(self.width)
 
     def slot(self, item: Any, part: int) -> Any:
-        """The slot of an item's part."""
+        """Returns the slot of an item's part."""
         return lax.rem(item * self.parts_per_block + part, self.slots)
 
     def start(self) -> None:
-        """Begins to load as many parts as there are slots."""
+        """Starts to load the first parts, one into each slot."""
         for i in range(self.slots):
             self._load(i // self.parts_per_block, i % self.parts_per_block)
 
     def release(self, item: Any, part: int) -> None:
-        """Lets the copy engine overwrite a part that has been read, with the next one for its slot."""
+        """Lets the copy engine overwrite a part that has been read with the next one for its slot."""
+        # No `consumed` barrier: this warpgroup is the only reader, and Pallas makes its threads meet before a copy
+        # starts.
         later, part = divmod(part + self.slots, self.parts_per_block)
         self._load(item + later, part)
 
     def _load(self, item: Any, part: int) -> None:
-        """Begins to load a part of an item, if the stream has the item and the item's block has the part."""
+        """Starts to load a part of an item, if the stream has the item and the item's block has the part."""
         slot = self.slot(item, part)
         whole_parts, rest = divmod(self.width, PART)
 
@@ -143,7 +148,7 @@ class StreamedBlock:
     """Index of the block within its row."""
 
     def with_size(self, fn: Callable[[int], Any]) -> Any:
-        """`fn(number of elements of this block)`: `fn` is traced for whole blocks and for the row's last one."""
+        """Returns `fn(elements of this block)`, traced for whole blocks and for the row's shorter last block."""
         whole_blocks, rest = divmod(self.stream.width, SOFTMAX_BLOCK)
         if not rest:
             return fn(SOFTMAX_BLOCK)
@@ -152,12 +157,12 @@ class StreamedBlock:
         return lax.cond(self.index == whole_blocks, lambda: fn(rest), lambda: fn(SOFTMAX_BLOCK))
 
     def wait(self, size: int) -> None:
-        """Returns when the block's `size` elements have arrived. It must be called once for every item."""
+        """Waits until the block's `size` elements have arrived. Must be called exactly once for every item."""
         for part in range(ceil_div(size, PART)):
             plgpu.barrier_wait(self.stream.loaded.at[self.stream.slot(self.item, part)])
 
     def load_all(self, size: int, fill: float = -math.inf) -> list[Array]:
-        """Waits for the block's `size` elements; returns them as float32 arrays `[LANES]`, the last one filled up."""
+        """Waits for the block's `size` elements and returns them as float32 arrays `[LANES]`, the last one padded."""
         self.wait(size)
         if missing := -size % LANES:
             end = self.stream.ring.at[self.stream.slot(self.item, size // PART), pl.ds(size % PART, missing)]
@@ -166,7 +171,7 @@ class StreamedBlock:
         return [self.load(start // PART, start % PART, LANES) for start in range(0, size, LANES)]
 
     def load(self, part: int, start: Any, size: int) -> Array:
-        """`size` elements from `start` on of a part that has arrived, float32."""
+        """Returns `size` elements from `start` on of a part that has arrived, float32."""
         elements = self.stream.ring.at[self.stream.slot(self.item, part), pl.ds(start, size)]
         return plgpu.load(elements, layout=layout(size)).astype(ACCUMULATOR)
 
@@ -177,12 +182,12 @@ class StreamedBlock:
 
 
 def scratch_types(x: Array, slots: int) -> list[Any]:
-    """Types of a stream's ring and of its barriers."""
+    """Returns the types of a stream's ring and barriers."""
     return [plgpu.SMEM((slots, PART), x.dtype), plgpu.Barrier(num_arrivals=1, num_barriers=slots)]
 
 
 def layout(size: int) -> Any:
-    """The layout of `size` elements over a warpgroup: up to `LANE_GROUP` neighbours in each thread."""
+    """Returns the layout of `size` elements over a warpgroup: up to `LANE_GROUP` neighbours in each thread."""
     vector = next(n for n in (LANE_GROUP, 2, 1) if size % (n * WARPGROUP) == 0)
     return plgpu.Layout.WG_STRIDED(shape=(size,), vec_size=vector)
 
@@ -193,8 +198,8 @@ def loop(count: Any, step: Callable[[Any], None]) -> None:
 
 
 def fold_blocks[T](blocks: int, step: Callable[[Any, T], T], carry: T) -> T:
-    """The carry after `step(block, carry)` on each block in ascending order."""
-    # The blocks of a row of any usual width are unrolled, so that their loads do not wait for one another.
+    """Returns the carry after `step(block, carry)` on each block in ascending order."""
+    # For any usual width all blocks are unrolled, so that their loads overlap.
     unrolled = 64
 
     def steps(index: Any, carry: T) -> T:
@@ -213,7 +218,7 @@ def fold_blocks[T](blocks: int, step: Callable[[Any, T], T], carry: T) -> T:
 def for_each_block(
     name: str, step: Callable[..., None], out_type: Any, x: Array, *operands: Array, slots: int, grid: int
 ) -> Any:
-    """Runs a kernel that works on every block of rows, in any order.
+    """Runs a kernel that processes every block of rows `x [M, V]` independently, and returns its results.
 
     Args:
         name: the kernel's name.
@@ -254,7 +259,7 @@ def for_each_block(
 
 
 def for_each_row(name: str, rows: int, body: Callable[..., None], out_type: Any, *arrays: Array) -> Any:
-    """Runs `body(row, *references to arrays and results)`, arithmetic on scalars, for each row."""
+    """Runs `body(row, *references to arrays and results)`, which computes with scalars, for each row."""
     return plgpu.kernel(
         lambda *refs: body(lax.axis_index("row"), *refs),
         out_type=out_type,

@@ -1,8 +1,8 @@
 """Rows in the registers of a warpgroup: layouts, and row sums in the order of `contract.LANES`.
 
-A row is cut into *pieces* of equal width. It is held by 2 to 128 threads, each of which holds `LANE_GROUP` neighbouring
-columns of every piece. A row sum adds the columns of a thread left to right and then the sums of the threads in pairs
-of neighbours, by shuffles and across warps: that is the contract's tree, however many threads share a row.
+A row is split into *pieces* of equal width. 2 to 128 threads hold it, each with `LANE_GROUP` neighbouring columns of
+every piece. A row sum adds the columns of a thread left to right, then the threads' sums in pairs of neighbours, by
+shuffles and across warps. This is the contract's tree, no matter how many threads share a row.
 """
 
 import functools
@@ -20,9 +20,9 @@ from detjax.pallas.hopper.device import WARP, WARPGROUP
 
 
 def layout(rows: int, threads: int, numbers: int = 1) -> Any:
-    """The layout of pieces `[rows, LANE_GROUP * threads * numbers]`, in which `threads` threads hold each row.
+    """Returns the layout of pieces `[rows, LANE_GROUP * threads * numbers]`, in which `threads` threads hold each row.
 
-    A column is a vector of so many numbers. If the warpgroup has room for more than `rows` rows, it holds several
+    A column is a vector of `numbers` numbers. If the warpgroup has room for more than `rows` rows, it holds several
     copies of them. `rows` is a power of two up to `128 / threads`.
     """
     columns = LANE_GROUP * threads * numbers
@@ -38,11 +38,11 @@ def layout(rows: int, threads: int, numbers: int = 1) -> Any:
 
 
 def _spread(dimensions: Sequence[tuple[int, int]], available: int) -> tuple[int | plgpu.Replicated, ...]:
-    """The dimensions with more than one index, after the replication that it takes to fill what is available.
+    """Returns the dimensions with more than one index, preceded by the replication that fills the available threads.
 
     Args:
         dimensions: pairs of a dimension and its size.
-        available: the number of warps, or of threads of a warp, that the dimensions are spread over.
+        available: the number of warps, or of a warp's threads, over which the dimensions are spread.
     """
     spread = [dimension for dimension, size in dimensions if size > 1]
     copies = available
@@ -52,49 +52,49 @@ def _spread(dimensions: Sequence[tuple[int, int]], available: int) -> tuple[int 
 
 
 def broadcast(vector: jax.Array, shape: tuple[int, int], axis: int, layout: Any) -> jax.Array:
-    """A piece of the shape given that has the vector along `axis` and repeats it along the other axis."""
+    """Returns a piece of the given shape with the vector along `axis`, repeated along the other axis."""
     return plgpu.layout_cast(lax.broadcast_in_dim(vector, shape, (axis,)), layout)
 
 
 def load_weight(ref: Any, offset: float, shape: tuple[int, int], layout: Any) -> jax.Array:
-    """A piece of the shape given that repeats the vector in a reference, plus the offset, in every row; float32."""
+    """Returns a float32 piece of the given shape that repeats a stored vector plus the offset in every row."""
     vector = plgpu.load(ref, layout=layout.reduce(0), optimized=False).astype(ACCUMULATOR)
     return broadcast(vector + offset, shape, 1, layout)
 
 
 def rounded_squares(x: jax.Array) -> jax.Array:
-    """`x * x`, rounded before anything is added to it.
+    """Returns `x * x`, rounded before anything is added to it.
 
-    XLA and ptxas would each fuse a product with a following addition. The maximum does not change the value and stands
-    between the two.
+    XLA and ptxas would each fuse a product with a subsequent addition, and ptxas ignores optimization barriers. The
+    maximum is a real instruction between the two that never changes the value.
     """
     return jnp.maximum(x * x, 0.0)
 
 
 def logistic(x: jax.Array) -> jax.Array:
-    """`1 / (1 + exp(-x))`, each step rounded to float32."""
+    """Returns `1 / (1 + exp(-x))`, each step rounded to float32."""
     return 1.0 / (1.0 + jnp.exp(-x))
 
 
 def row_sums(pieces: Sequence[jax.Array]) -> jax.Array:
-    """Sums `[rows]` float32 of rows.
+    """Returns the sums `[rows]` float32 of rows.
 
     Args:
-        pieces: the pieces `[rows, columns]` of the rows in ascending order; `columns` is a power of two. Elements that
-            are products must be rounded already, see `rounded_squares`.
+        pieces: the pieces `[rows, columns]` of the rows in ascending order; `columns` is a power of two. Products among
+            the elements must already be rounded; see `rounded_squares`.
     """
     count = min(LANES // pieces[0].shape[1], len(pieces))
     sums = [_piece_sums(functools.reduce(jnp.add, pieces[first::count])) for first in range(count)]
     while len(sums) > 1:
-        # If the last sum has no neighbour, its neighbour in the contract is a sum of lanes without elements: zero.
+        # A last sum without a neighbour: in the contract its neighbour is a sum of lanes without elements, zero.
         sums = [functools.reduce(jnp.add, sums[i : i + 2]) for i in range(0, len(sums), 2)]
     return sums[0]
 
 
 def _piece_sums(piece: jax.Array) -> jax.Array:
-    """Mosaic GPU's row sums of a piece of which each thread holds one register of `LANE_GROUP` numbers per row.
+    """Returns Mosaic GPU's row sums of a piece with one register of `LANE_GROUP` numbers per thread and row.
 
     Mosaic GPU adds these left to right, then the threads' sums by butterfly shuffles of 1, 2, 4, ... and the warps'
-    sums as (0 + 1) + (2 + 3). With more registers it would choose a number of partial sums by itself.
+    sums as (0 + 1) + (2 + 3). With more registers it would choose the number of partial sums itself.
     """
     return jnp.sum(piece, axis=1)

@@ -1,8 +1,9 @@
 """Softmax, log-softmax and logsumexp on Hopper GPUs (Mosaic GPU): every logit is read from device memory once.
 
 A row does not fit into the shared memory of one multiprocessor, so a cluster of CTAs holds it: each CTA keeps its
-blocks in shared memory, sends their maxima and sums to the other CTAs, merges those of the whole row itself and writes
-its part of the result. Rows that no cluster can hold are read twice. For gradients, a kernel computes the row sums.
+blocks in shared memory, sends their maxima and sums to the other CTAs, merges the statistics of the whole row itself
+and writes its part of the result. Rows that no cluster can hold are read twice. For gradients, a kernel computes row
+sums.
 """
 
 import dataclasses
@@ -46,7 +47,7 @@ Operation = Literal["softmax", "log_softmax", "logsumexp"]
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """Rows that are read by a kernel of this module, or by one that reads rows in the same way."""
+    """Rows that a kernel reads as those of this module do."""
 
     rows: int
     """Number of rows."""
@@ -55,11 +56,11 @@ class Problem:
     dtype: jnp.dtype
     """Dtype of the rows."""
     rewritten: bool
-    """Whether the result has a number for every element, so that rows are worth keeping until their sums are known."""
+    """True if the result has a number for every element, so that it pays to hold rows until their sums are known."""
 
     @classmethod
     def for_rows(cls, x: Array | jax.ShapeDtypeStruct, *, rewritten: bool) -> "Problem":
-        """The problem for rows `[M, V]`."""
+        """Returns the problem for rows `[M, V]`."""
         rows, width = x.shape
         return cls(rows, width, jnp.dtype(x.dtype), rewritten)
 
@@ -69,26 +70,29 @@ class Problem:
         return blocks_per_row(self.width)
 
     def slots_held_by(self, ctas: int) -> int:
-        """Slots that a row takes in each CTA of a cluster that holds it."""
+        """Returns the slots of a row in each CTA of a cluster that holds it."""
         return ceil_div(self.blocks, ctas) * parts_per_block(self.width)
 
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """How the work is spread over CTAs; no bit depends on it."""
+    """The distribution of work over CTAs; no bit depends on it."""
 
     cluster: int
-    """CTAs that hold a row together. 0: none do, and a row is read for its statistics and again to be written."""
+    """CTAs that hold a row together. 0: rows are not held, but read once for their statistics and again for the
+    result."""
     slots: int
-    """Parts of `PART` elements that a CTA has room for."""
+    """Parts of `PART` elements that fit into a CTA's ring."""
     grid: int
-    """Clusters, or CTAs if there are none; each takes every grid-th row, or block."""
+    """Clusters, each of which takes every grid-th row; without clusters, CTAs, each of which takes every grid-th
+    block."""
     exchange: Literal["shared", "global"] = "shared"
-    """Where the CTAs of a cluster leave statistics for each other. "global", device memory, is for Pallas' interpreter,
-    which has no stores to another CTA's shared memory; a device orders such loads and stores too loosely."""
+    """Memory by which the CTAs of a cluster exchange statistics. "global", device memory, is only for Pallas'
+    interpreter, which cannot store to another CTA's shared memory; a device orders such loads and stores too
+    loosely."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError if no problem could be computed by this schedule."""
+        """Raises ValueError if the schedule fits no problem."""
         if not 0 <= self.cluster <= MAX_CLUSTER:
             raise ValueError(f"Schedule: cluster is {self.cluster}; accepted: 0 to {MAX_CLUSTER}")
         if not 2 <= self.slots <= MAX_SLOTS:
@@ -99,10 +103,10 @@ class Schedule:
             raise ValueError(f"Schedule: exchange is {self.exchange!r}; accepted: 'shared', 'global'")
 
     def check(self, problem: Problem) -> None:
-        """Returns if a kernel of this schedule can compute the problem.
+        """Checks that a kernel of this schedule can compute the problem.
 
         Raises:
-            ValueError: it cannot: a cluster does not hold a row.
+            ValueError: a cluster cannot hold a row.
         """
         if not self.cluster:
             return
@@ -115,9 +119,9 @@ class Schedule:
 
 
 def default_schedule(problem: Problem) -> Schedule:
-    """The schedule that serves the problem."""
+    """Returns the schedule for a problem."""
     itemsize = problem.dtype.itemsize
-    # With several CTAs of different clusters on a multiprocessor, one loads while another one computes or writes.
+    # With several CTAs of different clusters on a multiprocessor, one loads while another computes or writes.
     for ctas_per_multiprocessor in ((4, 2, 1) if itemsize == 2 else (2, 1)) if problem.rewritten else ():
         slots = slots_that_fit(ctas_per_multiprocessor, itemsize)
         fitting = [
@@ -133,41 +137,41 @@ def default_schedule(problem: Problem) -> Schedule:
 
 
 def _cost(schedule: Schedule, problem: Problem) -> tuple[float, int]:
-    """A cost that is lower for the better of two schedules that hold rows."""
-    # Clusters load together and write together: the last turn takes as long as the others, however few rows it has. A
-    # turn is shorter the more CTAs share a row, until the chip is full.
-    turns = ceil_div(problem.rows, schedule.grid)
-    time = turns * max(schedule.grid, device.multiprocessors() / schedule.cluster)
-    # Room for the beginning of the next row keeps memory busy while statistics are exchanged.
+    """Returns the relative cost of a schedule that holds rows; ties go to the second number."""
+    # All clusters load at the same time and write at the same time, so the last wave takes as long as the others,
+    # however few rows it has. A wave is shorter the more CTAs share a row, until the chip is full.
+    waves = ceil_div(problem.rows, schedule.grid)
+    time = waves * max(schedule.grid, device.multiprocessors() / schedule.cluster)
+    # Free slots take the start of the next row, which keeps memory busy while statistics are exchanged.
     parts = problem.blocks * parts_per_block(problem.width)
     free = schedule.slots - ceil_div(parts, schedule.cluster)
-    return round(time / problem.rows, 1), -free if turns > 1 else schedule.cluster
+    return round(time / problem.rows, 1), -free if waves > 1 else schedule.cluster
 
 
 def softmax(x: Array, schedule: Schedule | None = None) -> Array:
-    """Softmax of rows: float32 `[*B, V]` of `[*B, V]`."""
+    """Returns the softmax of rows `[*B, V]`: float32 `[*B, V]`."""
     return _normalized("softmax", x, schedule)
 
 
 def log_softmax(x: Array, schedule: Schedule | None = None) -> Array:
-    """Log-softmax of rows: float32 `[*B, V]` of `[*B, V]`."""
+    """Returns the log-softmax of rows `[*B, V]`: float32 `[*B, V]`."""
     return _normalized("log_softmax", x, schedule)
 
 
 def logsumexp(x: Array, schedule: Schedule | None = None) -> Array:
-    """Logsumexp of rows: float32 `[*B]` of `[*B, V]`."""
+    """Returns the logsumexp of rows `[*B, V]`: float32 `[*B]`."""
     rows = padded(flat_rows(x))
     *_, y = row_statistics(rows, schedule or default_schedule(Problem.for_rows(rows, rewritten=False)))
     return y.reshape(x.shape[:-1])
 
 
 def softmax_backward(y: Array, dy: Array) -> Array:
-    """The gradient of softmax's input, float32, from its result."""
+    """Returns the gradient of softmax's input, float32, from its result."""
     return softmax_gradients.softmax_gradient(y, dy, row_sums)
 
 
 def log_softmax_backward(y: Array, dy: Array) -> Array:
-    """The gradient of log-softmax's input, float32, from its result."""
+    """Returns the gradient of log-softmax's input, float32, from its result."""
     return softmax_gradients.log_softmax_gradient(y, dy, row_sums)
 
 
@@ -175,14 +179,14 @@ logsumexp_backward: Final = softmax_gradients.logsumexp_gradient
 
 
 def log_softmax_statistics(x: Array) -> tuple[Array, Array]:
-    """What `log_softmax` subtracts from the elements of rows `[*B, V]`, one after the other: float32 `[*B]` each."""
+    """Returns the two numbers that `log_softmax` subtracts, in this order, from rows `[*B, V]`: float32 `[*B]` each."""
     rows = padded(flat_rows(x))
     m, _, constant, _ = row_statistics(rows, default_schedule(Problem.for_rows(rows, rewritten=False)))
     return m.reshape(x.shape[:-1]), constant.reshape(x.shape[:-1])
 
 
 def _normalized(operation: Operation, x: Array, schedule: Schedule | None) -> Array:
-    """Softmax or log-softmax of rows."""
+    """Returns the softmax or log-softmax of rows."""
     rows = padded(flat_rows(x))
     problem = Problem.for_rows(rows, rewritten=True)
     schedule = schedule or default_schedule(problem)
@@ -195,37 +199,37 @@ def _normalized(operation: Operation, x: Array, schedule: Schedule | None) -> Ar
 
 
 def exp_difference(x: Array, m: Array) -> Array:
-    """`e(x, m)` of `contract.SOFTMAX_BLOCK`: `exp(x - m)` by exp2."""
+    """Returns `e(x, m)` of `contract.SOFTMAX_BLOCK`: `exp(x - m)` by exp2."""
     return jnp.exp2((x - m) * LOG2_E)
 
 
 def block_statistics(chunks: list[Array]) -> tuple[Array, Array]:
-    """Maximum and sum, float32 scalars, of a block that is given as arrays `[LANES]` in ascending order."""
+    """Returns maximum and sum, float32 scalars, of a block given as arrays `[LANES]` in ascending order."""
     m = jnp.maximum(jnp.max(functools.reduce(jnp.maximum, chunks)), LOWEST)
-    # The additions of chunks add each lane's elements in ascending order. The sum over the warpgroup adds lanes in the
-    # order of LANE_GROUP and of pairs, as each thread holds LANE_GROUP neighbours.
+    # Adding chunks adds each lane's elements in ascending order. The sum over the warpgroup then has the contract's
+    # order because each thread holds LANE_GROUP neighbours in one register each; see `rows._piece_sums`.
     return m, jnp.sum(functools.reduce(jnp.add, [exp_difference(chunk, m) for chunk in chunks]))
 
 
 def merged_statistics(read: Callable[[Any], tuple[Array, Array]], blocks: int) -> tuple[Array, Array]:
-    """Maximum and sum of a row, scalars, from those of its blocks, which `read(block)` gives."""
+    """Returns maximum and sum of a row, scalars, from the statistics `read(block)` of its blocks."""
     m = fold_blocks(blocks, lambda block, m: jnp.maximum(m, read(block)[0]), jnp.float32(LOWEST))
 
     def add(block: Any, total: Array) -> Array:
         block_m, block_total = read(block)
-        # The product is not negative. Its maximum with 0 keeps ptxas from fusing it with the addition.
+        # The product is not negative, so the maximum keeps its value; it keeps ptxas from fusing product and addition.
         return total + jnp.maximum(block_total * exp_difference(block_m, m), 0.0)
 
     return m, fold_blocks(blocks, add, jnp.float32(0))
 
 
 def row_constant(operation: Operation, total: Array) -> Array:
-    """The number by which every element of a row is multiplied in the end (softmax), or which is subtracted from it."""
+    """Returns the number that finally multiplies every element of a row (softmax), or is subtracted from it."""
     return 1 / total if operation == "softmax" else jnp.log(total)
 
 
 def finished(operation: Operation, x: Array, m: Array, constant: Array) -> Array:
-    """Elements of the result, from elements of the input and the maximum and constant of their row."""
+    """Returns elements of the result from elements of the input and the maximum and constant of their row."""
     return exp_difference(x, m) * constant if operation == "softmax" else (x - m) - constant
 
 
@@ -246,14 +250,14 @@ class _RowWriter:
             if (count := min(PART, size - part * PART)) > 0:
                 elements = finished(self.operation, block.load(part, 0, count), self.m, self.constant)
                 y[pl.ds(block.index * SOFTMAX_BLOCK + part * PART, count)] = elements
-            block.stream.release(block.item, part)  # Also an empty part: its slot may be for a part of a later block.
+            block.stream.release(block.item, part)  # an empty part too: its slot may be for a part of a later block
 
 
 # --- rows held by a cluster -------------------------------------------------------------------------------------------
 
 
 def _hold_rows(operation: Operation, x: Array, schedule: Schedule) -> Array:
-    """`[M, V]` float32 of rows that the shared memory of a cluster can hold."""
+    """Returns `[M, V]` float32 for rows that the shared memory of a cluster can hold."""
     rows, width = x.shape
     ctas = schedule.cluster
     through_memory = ctas > 1 and schedule.exchange == "global"
@@ -288,25 +292,29 @@ def _hold_rows(operation: Operation, x: Array, schedule: Schedule) -> Array:
 
 
 class _Statistics:
-    """Maxima and sums `[sets, blocks, 2]` of the blocks of rows, in the shared memory of the only CTA of a cluster."""
+    """Maxima and sums `[sets, blocks, 2]` of the blocks of rows, in shared memory, if one CTA holds a row."""
 
     def __init__(self, statistics: Any) -> None:
         self.statistics = statistics
 
     def set_of(self, row: Any, turn: Any) -> Any:
-        """The set for the CTA's turn-th row. There are two sets: another CTA of the cluster may be one row ahead."""
+        """Returns the set for the CTA's turn-th row.
+
+        There are two sets because another CTA may already store the statistics of the next row while this one still
+        reads. It cannot be two rows ahead: there `meet` waits for this CTA.
+        """
         return lax.rem(turn, 2)
 
     def store(self, index: Any, block: Any, m: Array, total: Array) -> None:
-        """Keeps a block's statistics for all CTAs that hold the row."""
+        """Stores a block's statistics for all CTAs that hold the row."""
         self.statistics[index, block, 0] = m
         self.statistics[index, block, 1] = total
 
     def meet(self) -> None:
-        """Returns when all CTAs that hold the row have stored the statistics of their blocks."""
+        """Waits until all CTAs that hold the row have stored the statistics of their blocks."""
 
     def read(self, index: Any, block: Any) -> tuple[Array, Array]:
-        """A block's maximum and sum."""
+        """Returns a block's maximum and sum."""
         return self.statistics[index, block, 0], self.statistics[index, block, 1]
 
 
@@ -344,7 +352,11 @@ _SPLAT: Final = plgpu.Layout.WG_SPLAT
 
 @primitive(twin=no_twin("_store_in_all_ctas"), args=(plgpu.RefType(), _SPLAT, _SPLAT))
 def _store_in_all_ctas(pair: Any, m: Any, total: Any, *, ctas: int) -> None:
-    """Stores a block's maximum and sum to the same place in the shared memory of every CTA of the cluster."""
+    """Stores a block's maximum and sum at the same place in the shared memory of every CTA of the cluster.
+
+    One thread stores for each CTA. All CTAs push their statistics, so that after the barrier each of them merges a row
+    from its own shared memory, without loads over the cluster's network.
+    """
     thread = mgpu.thread_idx()
     has_cta = arith.cmpi(arith.CmpIPredicate.ult, thread, mgpu.c(ctas, thread.type))
     with mgpu.when(has_cta):
@@ -359,13 +371,17 @@ def _store_in_all_ctas(pair: Any, m: Any, total: Any, *, ctas: int) -> None:
 
 @primitive(twin=no_twin("_meet"))
 def _meet() -> None:
-    """Returns when the whole cluster has come here, with all that its CTAs have stored visible to each of them."""
+    """Waits for all CTAs of the cluster, and makes their stores visible to one another.
+
+    It is also the last access to another CTA's memory: what follows reads the CTA's own, so a CTA may exit early.
+    """
+    # By default the arrival releases the thread's stores, and the wait acquires the other CTAs' stores.
     nvvm.cluster_arrive(aligned=True)
     nvvm.cluster_wait(aligned=True)
 
 
 class _ClusterCta:
-    """One CTA of a cluster that holds rows: it has every `cluster`-th block of a row."""
+    """One CTA of a cluster that holds rows, with every `cluster`-th block of a row."""
 
     def __init__(self, operation: Operation, schedule: Schedule, x: Any, y: Any, statistics: _Statistics) -> None:
         self.operation: Operation = operation
@@ -378,27 +394,28 @@ class _ClusterCta:
         self.blocks_held = lax.div(self.blocks - self.cta + (self.ctas - 1), self.ctas)
 
     def run(self, ring: Any, loaded: Any) -> None:
-        """Takes every grid-th row, beginning with the one of the cluster's index."""
+        """Normalizes every grid-th row, starting at the cluster's index."""
         count = lax.div(self.x.shape[0] - self.first + (self.schedule.grid - 1), self.schedule.grid)
         stream = RowStream(self.x, ring, loaded, count * self.blocks_held, self.block_of)
         stream.start()
         loop(count, functools.partial(self.normalize_row, stream))
 
     def block_of(self, item: Any) -> tuple[Any, Any]:
-        """The row of an item of the stream, and its block within the row."""
+        """Returns the row of an item of the stream, and its block within the row."""
         row = self.first + lax.div(item, self.blocks_held) * self.schedule.grid
         return row, self.cta + lax.rem(item, self.blocks_held) * self.ctas
 
     def normalize_row(self, stream: RowStream, turn: Any) -> None:
-        """Finishes this CTA's blocks of its turn-th row."""
+        """Normalizes this CTA's blocks of its turn-th row."""
         row = self.first + turn * self.schedule.grid
         index = self.statistics.set_of(row, turn)
 
-        def held(i: Any) -> StreamedBlock:
+        def own_block(i: Any) -> StreamedBlock:
             return StreamedBlock(stream, turn * self.blocks_held + i, row, self.cta + i * self.ctas)
 
+        # Blocks are not released here: they stay in the ring until `write_block` has written them.
         def reduce_block(i: Any) -> None:
-            block = held(i)
+            block = own_block(i)
             m, total = block.with_size(lambda size: block_statistics(block.load_all(size)))
             self.statistics.store(index, block.index, m, total)
 
@@ -408,7 +425,7 @@ class _ClusterCta:
         writer = _RowWriter(self.operation, self.y, m, row_constant(self.operation, total))
 
         def write_block(i: Any) -> None:
-            block = held(i)
+            block = own_block(i)
             block.with_size(lambda size: writer.write(block, size))
 
         loop(self.blocks_held, write_block)
@@ -418,7 +435,7 @@ class _ClusterCta:
 
 
 def blocks_statistics(x: Array, schedule: Schedule) -> Array:
-    """Maximum and sum of every block of rows `[M, V]`: float32 `[M, blocks, 2]`."""
+    """Returns maximum and sum of every block of rows `[M, V]`: float32 `[M, blocks, 2]`."""
 
     def step(block: StreamedBlock, out: Any) -> None:
         m, total = block.with_size(lambda size: block_statistics(block.load_all(size)))
@@ -431,12 +448,12 @@ def blocks_statistics(x: Array, schedule: Schedule) -> Array:
 
 
 def row_statistics(x: Array, schedule: Schedule) -> tuple[Array, Array, Array, Array]:
-    """Maximum, sum, the sum's logarithm and logsumexp of rows `[M, V]`: float32 `[M]` each."""
+    """Returns maximum, sum, the sum's logarithm and logsumexp of rows `[M, V]`: float32 `[M]` each."""
     return merged_rows(blocks_statistics(x, schedule))
 
 
 def merged_rows(statistics: Array) -> tuple[Array, Array, Array, Array]:
-    """What `row_statistics` returns, from maximum and sum of every block of the rows: float32 `[M, blocks, 2]`."""
+    """Returns the result of `row_statistics` from maximum and sum of every block of rows, float32 `[M, blocks, 2]`."""
     rows, blocks, _ = statistics.shape
 
     def body(row: Any, statistics: Any, m_gmem: Any, total_gmem: Any, log_gmem: Any, logsumexp_gmem: Any) -> None:
@@ -453,7 +470,7 @@ def merged_rows(statistics: Array) -> tuple[Array, Array, Array, Array]:
 
 
 def row_sums(x: Array, schedule: Schedule | None = None) -> Array:
-    """Sums `[*B, 1]` of rows `[*B, V]`, both float32, as gradients need them: of each block, added left to right."""
+    """Returns the sums `[*B, 1]` of rows `[*B, V]`, both float32, for gradients: blocks are added left to right."""
     rows = padded(flat_rows(x), fill=0.0)
     schedule = schedule or default_schedule(Problem.for_rows(rows, rewritten=False))
 
@@ -473,7 +490,7 @@ def row_sums(x: Array, schedule: Schedule | None = None) -> Array:
 
 
 def _read_rows_twice(operation: Operation, x: Array, schedule: Schedule) -> Array:
-    """`[M, V]` float32 of rows of any length: one kernel computes their statistics and another one the result."""
+    """Returns `[M, V]` float32 for rows of any length: one kernel computes the statistics, another the result."""
     m, total, *_ = row_statistics(x, schedule)
 
     def step(block: StreamedBlock, m_gmem: Any, total_gmem: Any, y_gmem: Any) -> None:
