@@ -84,6 +84,21 @@ def test_a_sound_function_has_no_difference(tmp_path: Path) -> None:
     assert again.first is None and again.compared == len(sound().entries)
 
 
+def test_numbers_of_the_whole_batch_are_not_compared_between_batches() -> None:
+    """They differ by right, as their rows have other neighbours, and have the same shape in both batches."""
+
+    def counted(tokens: jax.Array) -> jax.Array:
+        loads = jnp.sum(tokens, axis=0)
+        return jnp.where(loads >= 0, tokens + 1, tokens - 1)
+
+    first, second = (
+        detjax.trace_digests(counted, (0,))(planted.tokens(ROWS, at, neighbours=1 + at))[1] for at in (0, PLACE)
+    )
+    result = detjax.bisect(first, second, (0, PLACE))
+    assert result.first is None and result.compared, str(result)
+    assert detjax.bisect(first, second).first is not None
+
+
 @pytest.mark.sampled(0)
 @pytest.mark.parametrize("defect", ["another epsilon", "weights of keys in bfloat16", "a step of a scan"])
 def test_isolation_tells_a_defect_from_what_it_causes(defect: str) -> None:

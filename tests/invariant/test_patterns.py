@@ -54,6 +54,11 @@ def _sum_of_squares(x: Array) -> Array:
     return e / jnp.sum(e * e, axis=-1, keepdims=True)
 
 
+def _sum_of_roots(x: Array) -> Array:
+    e = _exponentials(x)
+    return e / jnp.sum(jnp.sqrt(e), axis=-1, keepdims=True)
+
+
 def _sum_over_another_axis(x: Array) -> Array:
     e = _exponentials(x)
     return e / jnp.sum(e, axis=0, keepdims=True)
@@ -116,6 +121,7 @@ def test_masked_rows_have_the_functions_numbers() -> None:
         _exponentials_kept,
         _sum_kept,
         _sum_of_squares,
+        _sum_of_roots,
         _sum_over_another_axis,
         _maximum_of_another,
         _maximum_with_zero,
