@@ -38,6 +38,8 @@ from detjax.pallas.hopper.mosaic.tiles import fma, mask_bits
 _FREE: Final = FIRST_BARRIER
 """First of the named barriers of slots, one each."""
 SQUARE: Final = (ROWS, ROWS)
+"""Shape of a tile of scores. Both of its products, scores and `dP`, take 64 registers of a thread, next to 128 for sums
+of 256 columns. With 128 keys they would take 128, and a thread has 240."""
 SUMS: Any = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
 
 

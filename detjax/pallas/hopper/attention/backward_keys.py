@@ -206,7 +206,7 @@ class _KeyGradients(Kernel):
             p = self.probabilities_alone(head, slot, tile)
             plgpu.barrier_wait(self.scratch["do_loaded"].at[slot])
             plgpu.wgmma(sums["v"], p, do)
-        plgpu.wgmma_wait(0)
+        plgpu.wgmma_wait(0)  # the products read the slot until then
         self.free(slot)
 
     def numbers_of_queries(self, name: str, slot: Array) -> Array:
@@ -260,6 +260,7 @@ class _KeyGradients(Kernel):
 
     def add_to_total(self, totals: Any, x: Array, index: Array) -> None:
         """Adds a head's sums to the running sum over heads."""
+        # The contract begins each head at zeros, and registers have no room for a head's sums and the running ones.
         total = self.total(totals)
         previous = lax.cond(index > 0, lambda: self.load_total(total), lambda: splat(0.0, x.shape))
         total[...] = previous + x

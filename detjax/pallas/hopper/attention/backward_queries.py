@@ -71,7 +71,7 @@ class _QueryGradient(Kernel):
             end = lax.min(end, start + self.offset + self.count)
         if masking.window is not None:
             self.first = quotient(start + self.offset - (masking.window - 1), ROWS)
-        # In units of ROWS keys.
+        # In units of ROWS keys: half a page, as two products of a whole one exceed the registers.
         self.end = lax.min(quotient(end, ROWS, up=True), jnp.int32(problem.blocks * (KV_BLOCK // ROWS)))
         self.first = lax.min(self.first, self.end)
         self.is_stored = self.warpgroup * ROWS < self.count
@@ -203,7 +203,7 @@ class _QueryGradient(Kernel):
 
         ds = pl.run_scoped(multiply, SUMS(SQUARE, ACCUMULATOR), SUMS(SQUARE, ACCUMULATOR))
         plgpu.wgmma(dq, ds, k)
-        plgpu.wgmma_wait(0)
+        plgpu.wgmma_wait(0)  # the products read the slot until then
         self.free(slot)
 
     def mask_by_position(self, keys: Array, s: Array) -> Array:

@@ -71,6 +71,7 @@ def scratch_types(problem: Problem) -> dict[str, Any]:
         # The swizzle is the values': both operands of a product have the same one.
         "p": plgpu.SMEM((columns, KV_BLOCK), dtype, transforms=swizzled(line(problem.value_width))),
         "kv": [plgpu.SMEM((slots, KV_BLOCK, size), dtype, transforms=swizzled(size)) for size in problem.ring_widths],
+        # A slot is filled by one copy, or by the dequantizing warpgroups; only one warpgroup reads it.
         "loaded": plgpu.Barrier(num_arrivals=1 if kind is None else DEQUANTIZING, num_barriers=slots),
         "consumed": plgpu.Barrier(num_barriers=slots),
         **exchanges(columns),
@@ -78,6 +79,7 @@ def scratch_types(problem: Problem) -> dict[str, Any]:
     if kind is not None:
         scratch |= {
             "codes": [page_buffers(kind, problem.code_slots, size) for size in problem.ring_widths],
+            # One copy of codes and one of scales.
             "codes_loaded": plgpu.Barrier(num_arrivals=2, num_barriers=problem.code_slots),
             "codes_consumed": plgpu.Barrier(num_arrivals=DEQUANTIZING, num_barriers=problem.code_slots),
         }
@@ -340,6 +342,7 @@ class Kernel:
             return accumulator[...]
 
         s = pl.run_scoped(multiply, plgpu.ACC((KV_BLOCK, problem.columns), ACCUMULATOR))  # pyright: ignore
+        # Scores are in registers, so the loader may replace the keys while the block's values are awaited.
         plgpu.barrier_arrive(self.scratch["consumed"].at[k_slot])
         positions = tile.position + lax.div(column_indices(problem.columns), jnp.int32(problem.group))
         slopes = self.operands.slopes

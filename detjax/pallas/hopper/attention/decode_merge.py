@@ -296,6 +296,7 @@ class _Merge:
         """Loads, merges and stores."""
         self.loads = lax.div(self.split.blocks + (_BLOCKS_PER_LOAD - 1), jnp.int32(_BLOCKS_PER_LOAD))
         self.columns = pl.ds(self.part * self.splits.columns, self.splits.columns)
+        # Blocks first: they arrive while the prefix and the first statistics are loaded and factors are computed.
         pl.loop(0, lax.min(self.loads, jnp.int32(self.splits.stages)))(self.load)
         statistics = self.partials.prefix_statistics.at[self.record]
         prefix = load_line(self.partials.prefixes.at[self.record, self.tile_token, self.head, self.columns])
@@ -355,6 +356,7 @@ class _Merge:
         first_factor, remaining = lax.rem(first, jnp.int32(WARPGROUP)), self.split.blocks - first
         # Reads of factors limit the speed. A maximum seldom grows, so most loads need no running factors.
         is_steady = self.changes[lax.div(first_factor, jnp.int32(WARP))] == 0
+        # Whole loads have a static number of blocks, so they are unrolled; the last one may be a loop.
         kind = jnp.where(remaining < _BLOCKS_PER_LOAD, 0, jnp.where(is_steady, 2, 1))
         kinds = [
             functools.partial(self.merge_blocks, slot, first_factor, remaining, False),

@@ -130,6 +130,7 @@ def scratch_types(problem: Problem) -> dict[str, Any]:
         "lane_sums": plgpu.SMEM(LANE_SUMS, ACCUMULATOR),
         "rows": plgpu.SMEM((len(_Row), ROWS), ACCUMULATOR),
         "loaded": plgpu.Barrier(num_barriers=problem.parts),
+        # Each part of values has one consumer, the warpgroup that multiplies it.
         "consumed": plgpu.Barrier(num_barriers=problem.value_parts),
         "p_consumed": plgpu.Barrier(num_arrivals=WARPGROUPS),
         "q_loaded": plgpu.Barrier(),
@@ -373,6 +374,7 @@ class Kernel:
         is_last = (segment.visits == segment.blocks) & ((span + 1) * self.problem.cut_unit >= segment.visits)
         is_result = ~is_unmerged & is_last
 
+        # No fence between spans: a thread loads only sums that it has stored itself.
         def merge(piece: int, x: Array) -> Array:
             before = load_by_thread(place_sums.at[self.value_part(piece)])
             return merged(before, along_rows(a, x.shape), x, along_rows(b, x.shape))
@@ -385,6 +387,8 @@ class Kernel:
                 lambda piece=piece, x=x: store_by_thread(x, place_sums.at[self.value_part(piece)]),
             )
 
+        # Both warpgroups have the same numbers, so one stores them. Both read the running ones at the end of the next
+        # span, whose blocks' meetings come in between.
         @pl.when(self.warpgroup == 0)
         def _() -> None:
             for index, (row, x) in enumerate(((_Row.RUNNING_MAXIMUM, m), (_Row.RUNNING_TOTAL, total))):

@@ -230,6 +230,7 @@ class Kernel(abc.ABC):
         self._warpgroup = lax.axis_index("warpgroup")
         cta, ctas = lax.axis_index("cta"), schedule.ctas(problem)
         self.item_count = lax.div(problem.tiles * problem.heads - cta + (ctas - 1), jnp.int32(ctas))
+        # Strided, so that all CTAs begin with the longest tiles, which come first.
         self.item_index = lambda i: cta + i * ctas
 
     @classmethod
@@ -478,6 +479,8 @@ class Kernel(abc.ABC):
             hidden = lax.max(rows.position + (ROWS - self.masking.window), 0)
             open_first = lax.min(lax.div(hidden + (KV_BLOCK - 1), jnp.int32(KV_BLOCK)), open_end)
             open_first = lax.max(open_first, item.first)
+        # The warpgroups' bounds may differ, since masking a visible key changes no bit. A block whose tail is zeroed,
+        # for which both warpgroups meet, is masked in both.
         return open_first, open_end
 
     def visit(self, rows: Rows, block: Array, sums: Sums, is_masked: bool) -> Sums:

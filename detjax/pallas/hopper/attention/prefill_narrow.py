@@ -85,6 +85,7 @@ class NarrowKernel(Kernel):
     def accumulate(self, visit: Visit, o: tuple[Array, ...], block: Block, loaded: int) -> tuple[Array, ...]:
         def multiply(accumulator: Any) -> Array:
             plgpu.wgmma(accumulator, block.p, visit.v[0].content)
+            # Before the result is read, so that the other warpgroup's products can follow at once.
             self.end_turn(visit)
             return accumulator[...]
 

@@ -113,6 +113,7 @@ def column_sums(exchange: Any) -> Any:
     row, lane = first_row_and_lane()
     key_lane = as_index(arith.remui(row, mgpu.c(KEY_LANES, row.type)))
     pair = ir.VectorType.get((2,), ir.F32Type.get())
+    # Every warp adds all groups by itself, since sharing the work would take another meeting.
     registers = empty_registers(PER_COLUMN, (columns,))
     for group, place in enumerate(np.ndindex(registers.shape)):
         indices = [index(group), key_lane, _column(lane, 0)]
@@ -141,6 +142,7 @@ def _plain_mask_rows(s: Array, end: Array, first: Array | None = None) -> Array:
 )
 def mask_rows(s: Any, *bounds: Any) -> Any:
     """Returns a tile with -inf from each column's `end` on and, if given, before its `first`; int32 `[n]`."""
+    # A thread's rows are constants plus its first row, which is subtracted from the bounds; see `tiles.mask_columns`.
     first_row, _ = first_row_and_lane()
     limits = [
         [[arith.subi(element(bound, i), first_row) for i in range(2)] for bound in bound_of_columns.registers.flatten()]
@@ -212,6 +214,7 @@ def load_queries(source: Any, target: Any, first: Any, count: Any) -> None:
         source: memory `[T, G, K]`; the query at `[first + t, g]` becomes row `t * G + g`.
         target: shared memory `[n, K]`, `swizzled(K)`.
     """
+    # Threads copy: the copy engine takes rows in groups of 8, and a token may have fewer heads.
     _, heads, width = source.type.shape
     rows, tile_line = target.type.shape[0] * target.type.shape[2], line(width)
     dtype = ir.MemRefType(source.type).element_type

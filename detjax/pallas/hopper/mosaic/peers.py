@@ -310,6 +310,7 @@ def send_chunk(
         arith.addi(_long(low), arith.shli(_long(high), _long(32)))
         for low, high in zip(halves[::2], halves[1::2], strict=True)
     ]
+    # Neighbouring threads have neighbouring 16 bytes of a line, in shared memory as in the arrays.
     thread, vector = _thread(), ir.VectorType.get((4,), _i32())
     for begin in range(0, shape[0] * per_row, WARPGROUP):
         unit = arith.addi(thread, int32(begin))

@@ -65,6 +65,7 @@ def unhoisted_thread() -> Any:
     So addresses that depend on it are recomputed in each iteration of a loop, rather than kept in registers.
     """
     i32 = ir.IntegerType.get_signless(32)
+    # The claim of side effects keeps LLVM from merging two of these or moving one out of a loop.
     thread = llvm.inline_asm(i32, [], "mov.u32 $0, %tid.x;", "=r", asm_dialect=0, has_side_effects=True)
     return arith.remui(thread, int32(WARPGROUP))
 

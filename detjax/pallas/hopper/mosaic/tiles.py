@@ -83,6 +83,7 @@ def block_sums(p: Array) -> Array:
 )
 def row_sums(p: Any) -> Any:
     """Returns the sums of the rows of `[ROWS, n]`, float32, with a block's keys in the contract's order."""
+    # The contract's order is the hardware's: a thread adds all that it holds before it exchanges anything.
     groups = p.registers.reshape(-1, 2)  # of 8 columns; the thread's first row, and the one 8 below
     registers = empty_registers(PER_ROW, (ROWS,))
     for half, place in enumerate(np.ndindex(registers.shape)):
@@ -155,6 +156,7 @@ def _keys_of_lanes(p: Any) -> list[list[Any]]:
 
 def _sum_of_lanes(lanes: Any) -> Any:
     """Sums a row's lanes; each of four threads has two."""
+    # Both threads of an exchange add the same two numbers, and addition commutes: all four get the same bits.
     total = sum_in_order([element(lanes, place) for place in range(2)])
     for distance in (1, 2):
         total = arith.addf(total, mgpu.shfl_bfly(total, distance))
