@@ -152,7 +152,7 @@ def test_rows_of_batches_of_any_size_are_compared() -> None:
     assert result.compared > 50
     with pytest.raises(ValueError, match=r"1 and 6 rows; accepted: .* rows=\(i, j\)"):
         detjax.bisect(alone, sound())
-    with pytest.raises(ValueError, match="row 6 is named; accepted: 0 to 5"):
+    with pytest.raises(ValueError, match="rows contains 6; accepted: 0 to 5"):
         detjax.bisect(alone, sound(), (0, 6))
 
 
@@ -298,7 +298,7 @@ def test_a_row_has_the_digest_that_it_has_alone() -> None:
 
 def test_bad_input_is_named(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("{}")
-    with pytest.raises(ValueError, match=r"text: no trace \(it is no NumPy archive\); accepted: what Trace.save"):
+    with pytest.raises(ValueError, match=r"text: not a trace \(it is not a NumPy archive\); accepted: files from Trace.save"):
         Trace.load(tmp_path / "text")
     with pytest.raises(ValueError, match="level is 'all'; accepted: equations, layers"):
         unchecked(detjax.trace_digests)(jnp.sin, level="all")

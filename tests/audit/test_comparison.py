@@ -158,7 +158,7 @@ def test_minus_infinity_is_read_in_every_way_it_is_written(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("second", "message"),
     [
-        ([], "compare: 1 and 0 samples; accepted: as many of both"),
+        ([], "compare: 1 and 0 samples; accepted: equal numbers"),
         (
             [{"tokens": TEXTS, "logprobs": LOGPROBS}],
             "compare: sample 0 has token ids on one side and texts on the other",
@@ -188,7 +188,7 @@ def test_the_command_prints_every_measure_and_ends_with_1_beyond_a_threshold(tmp
     }
     shown = commands.run(cli.main, "divergence", files["a"], files["b"], env={"COLUMNS": "120"})
     assert shown.exit_code == 0
-    for name in ("first token that differs", "k1", "k2", "k3", "same likeliest token", "ulps", "effective sample size"):
+    for name in ("first token that differs", "k1", "k2", "k3", "same most likely token", "ulps", "effective sample size"):
         assert name in shown.output
     failed = commands.run(cli.main, "divergence", files["a"], files["c"], "--json")
     assert failed.exit_code == 1

@@ -304,12 +304,12 @@ def test_a_transcript_of_another_environment_is_refused() -> None:
 
 @pytest.mark.sampled(0)
 def test_no_verdict_depends_on_sizes_and_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small steps cut transcripts into chunks, and rows into pieces, at places that depend on all others."""
+    """Small steps split transcripts into chunks and batches at positions that depend on all others."""
     draw = random.Random(0)
     transcripts = [other_bit(draw, one) if number % 3 == 0 else one for number, one in enumerate(honest(0))]
     expected = checked(transcripts)
     assert {verdict.reason for verdict in expected} == {None, "logprob"}
-    monkeypatch.setattr(replay, "_STEP_ROWS", 48)
+    monkeypatch.setattr(replay, "_MAX_ROWS", 48)
     monkeypatch.setattr(replay, "_MAX_SAMPLED", 16)
     assert checked(transcripts) == expected
     few = transcripts[3:6]
@@ -340,7 +340,7 @@ def test_four_bits_of_a_cache_are_those_of_the_answer() -> None:
         ('{"tokens": [1]}', "a transcript has no 'prompt'"),
         ('{"prompt": [1], "tokens": [1], "sampling": {"colour": 1}}', "sampling has 'colour'"),
         ('{"prompt": [1], "tokens": [1], "images": []}', "a transcript has images"),
-        ('{"prompt": [1], "tokens": [1], "logprobs": []}', "0 logprobs of 1 tokens"),
+        ('{"prompt": [1], "tokens": [1], "logprobs": []}', "0 logprobs, 1 tokens"),
         ('{"prompt": [1], "tokens": [1], "index": 1}', "index is 1; accepted: 0 to 0"),
         ('{"prompt": [1], "tokens": [1.5]}', "tokens is 1.5; accepted: an integer"),
         ('{"prompt": [1], "tokens": [1], "kv_cache_dtype": "int3"}', "kv_cache_dtype is 'int3'"),

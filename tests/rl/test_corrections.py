@@ -136,7 +136,7 @@ def test_ratios_that_no_float64_holds_are_cut_or_masked_and_those_of_impossible_
 def test_logprobs_for_which_no_weight_is_right_are_refused(
     correction: Correction, sampled: float, trained: float
 ) -> None:
-    with pytest.raises(ValueError, match=rf"token 1 of sequence 1 has the logprobs {sampled} of .* and {trained} of"):
+    with pytest.raises(ValueError, match=rf"token 1 of sequence 1 has logprob {sampled} from .* and {trained} from"):
         correction(arrays([-1.0], [-1.0, sampled]), arrays([-1.0], [-1.0, trained]))
 
 
@@ -154,7 +154,7 @@ def test_caps_and_bounds_outside_of_their_range_are_refused() -> None:
 
 def test_arrays_that_do_not_belong_together_are_refused() -> None:
     correction = unchecked(none)
-    with pytest.raises(ValueError, match="none: sampler has 2 sequences and trainer 1; accepted: as many of both"):
+    with pytest.raises(ValueError, match="none: sampler has 2 sequences and trainer 1; accepted: equal numbers"):
         correction(arrays([-1.0], [-1.0]), arrays([-1.0]))
     with pytest.raises(ValueError, match=r"none: trainer\[1\] is float32\[2\]; accepted: float32\[1\]"):
         correction(arrays([-1.0], [-1.0]), arrays([-1.0], [-1.0, -2.0]))

@@ -1,4 +1,4 @@
-"""Bisection: the first equation at which two runs diverge, and how the difference grows from there.
+"""Finds the first equation at which two runs diverge, and how the difference grows from there.
 
-Read `bisect`, then `traces`; `flat_programs` opens calls so that equations follow one another.
+Read `bisect`, then `traces`; `flat_programs` inlines calls so that a program is one list of equations.
 """

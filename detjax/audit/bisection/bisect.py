@@ -1,4 +1,4 @@
-"""Where two runs part: the first equation whose results have other bits, and how the difference grows behind it."""
+"""Finds the first equation at which two runs diverge, and how the difference grows from there."""
 
 import dataclasses
 import difflib
@@ -21,19 +21,19 @@ type Rows = tuple[int, int]
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """The first place where two runs have other bits.
+    """The first difference between two runs.
 
     Attributes:
-        primitive: the equation's primitive; "argument" if the functions were given other numbers.
-        layer: the names of the scopes that it stands in; an argument's own name.
-        lines: the user's line in either function.
-        iterations: of the scans that it stands in, from the outermost one.
-        row: the row, in the first run, if all rows were compared; otherwise None.
-        elements: the first and the last element, by their places in a row, of the first block that differs.
-        index: the first element that differs, where the functions were at hand.
-        values: its values in both runs, likewise.
-        ulps: their distance in units in the last place; None for what is no floating-point number, likewise.
-        repeats: whether a further run gave the same bits; False leaves the last three None.
+        primitive: the equation's primitive; "argument" if the functions' arguments differ.
+        layer: the names of its scopes; an argument's own name.
+        lines: the user's line in each function.
+        iterations: the iterations of the surrounding scans, outermost first.
+        row: the row in the first run, if all rows were compared; otherwise None.
+        elements: the indices in a row of the first and last element of the first block that differs.
+        index: the first element that differs; None for traces from files.
+        values: its values in both runs; None for traces from files.
+        ulps: their distance in units in the last place; None for traces from files and for integers.
+        repeats: whether another run reproduced the digests; if not, the three fields above are None.
     """
 
     primitive: str
@@ -49,14 +49,14 @@ class Difference:
 
     def __str__(self) -> str:
         if self.primitive == ARGUMENT:
-            place = f"the runs were given other numbers: argument {self.layer}"
+            source = f"argument {self.layer}, which differs between the runs"
         else:
-            place = f"{self.primitive} in {self.layer or 'no named layer'}"
+            source = f"{self.primitive} in {self.layer or 'no named layer'}"
         if self.iterations:
-            place += f", iteration {', '.join(map(str, self.iterations))}"
+            source += f", iteration {', '.join(map(str, self.iterations))}"
         if self.row is not None:
-            place += f", row {self.row}"
-        lines = [place]
+            source += f", row {self.row}"
+        lines = [source]
         lines += [f"  at {' and '.join(dict.fromkeys(filter(None, self.lines)))}"] if any(self.lines) else []
         if self.index is not None and self.values is not None:
             distance = "" if self.ulps is None else f", {self.ulps} ulps apart"
@@ -64,22 +64,22 @@ class Difference:
         else:
             lines.append(f"  among elements {self.elements[0]} to {self.elements[1]} of the row")
         if not self.repeats:
-            lines.append("  a further run gave other bits: one of the functions does not repeat itself")
+            lines.append("  another run gave other bits: one of the functions is not reproducible")
         return "\n".join(lines)
 
 
 @dataclasses.dataclass(frozen=True)
 class Drift:
-    """How far two runs are apart where a layer ends.
+    """The difference between two runs after a layer. Traces from files have no numbers, so only `blocks` is known.
 
     Attributes:
         layer: the layer.
-        primitive: what it ends with.
-        iterations: of the scans that it stands in.
-        blocks: the share of the blocks of its results that differ.
-        largest: the largest difference of two numbers, where the functions were at hand.
-        relative: the root of the mean squared difference, by that of the first run's numbers, likewise.
-        ulps: the largest distance in units in the last place, likewise.
+        primitive: its last primitive.
+        iterations: the iterations of the surrounding scans.
+        blocks: the share of blocks of its results that differ.
+        largest: the largest difference of two numbers.
+        relative: the root mean square of the differences, relative to the root mean square of the first run's numbers.
+        ulps: the largest distance in units in the last place.
     """
 
     layer: str
@@ -93,17 +93,17 @@ class Drift:
 
 @dataclasses.dataclass(frozen=True)
 class Bisection:
-    """What differs between two runs.
+    """The differences between two runs.
 
     Attributes:
-        first: the first difference; None: all that could be compared has the same bits.
-        drifts: how far the runs are apart where layers end, in their order.
-        compared: how many arrays were compared; those of a scan's iterations count once.
-        alone: how many arrays of either run have no counterpart of their kind and size in the other.
+        first: the first difference; None: all compared arrays have the same bits.
+        drifts: the differences after each layer, in order.
+        compared: the number of compared arrays; iterations of a scan count once.
+        alone: the number of arrays of each run without a counterpart in the other.
         environments: the fields of the fingerprints that differ, with both values.
-        hidden: whether results differ although all digests agree, as far as the functions were at hand. Then the cause
-            is what XLA makes of equations that a trace keeps apart, such as a product and a sum in one instruction.
-        isolated: what each layer of the second run gives for the first run's inputs, if that was asked for.
+        hidden: whether results differ although all digests agree; False for traces from files. The cause is then a
+            fusion that a trace prevents, such as a product and a sum in one instruction.
+        isolated: the results of each layer of the second run for the first run's inputs, if requested.
     """
 
     first: Difference | None
@@ -122,34 +122,33 @@ class Bisection:
         if any(self.alone):
             what += f"; {self.alone[0]} and {self.alone[1]} have no counterpart"
         lines.append(what)
-        lines.append("All have the same bits" if self.first is None else f"The runs part at {self.first}")
+        lines.append("All have the same bits" if self.first is None else f"The runs diverge at {self.first}")
         if self.hidden:
-            lines.append("Without digests the results differ: XLA fuses equations that digests keep apart")
+            lines.append("Without digests the results differ: XLA fuses equations that digests keep separate")
         return "\n".join(lines)
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns everything as JSON holds it."""
+        """Returns all fields as a JSON object."""
         return dataclasses.asdict(self)
 
 
 def bisect(first: Trace, second: Trace, rows: Rows | None = None, *, isolate: bool = False) -> Bisection:
-    """Returns the first place where two runs have other bits, and how far they are apart behind it.
+    """Returns the first difference between two runs, and how it grows from there.
 
-    Equations of the two functions are those of each other where layer, primitive and size of a row agree, in their
-    order; functions may have further ones. Where both traces come from functions at hand, rather than from files, these
-    run once more, and the result has the values.
+    Equations of the two functions are matched in order by layer, primitive and size of a row; either function may have
+    further equations. If neither trace is read from a file, both functions run once more to get the values.
 
     Args:
-        first: see `detjax.trace_digests`, or read by `detjax.audit.Trace.load`.
-        second: likewise.
-        rows: a row of the first run and a row of the second, to be compared. None: all rows of batches of one size.
-        isolate: also runs each layer of the second function with the first run's inputs to that layer, each on its own.
-            What still differs is made there, and not carried along. The functions must be at hand, and have the same
-            layers in the same order. Scanned layers are one.
+        first: a trace from `detjax.trace_digests` or `detjax.audit.Trace.load`.
+        second: the other trace.
+        rows: the row of the first run and the row of the second to compare. None: all rows; batch sizes must agree.
+        isolate: whether to also run each layer of the second function with the first run's inputs to that layer. A
+            difference that remains originates in the layer. Neither trace may be read from a file, and the functions
+            must have the same layers in the same order. A scan over layers counts as one layer.
 
     Raises:
-        ValueError: the batches have different sizes and no rows are named, a row does not exist, or functions that have
-            to be isolated are not at hand or have different layers.
+        ValueError: the batches have different sizes and `rows` is None, a row does not exist, or layers cannot be
+            isolated.
 
     Example:
         >>> traced = detjax.trace_digests(lambda x: jnp.sin(x) + 1, batch_axes=0)
@@ -164,7 +163,8 @@ def bisect(first: Trace, second: Trace, rows: Rows | None = None, *, isolate: bo
     differing = []
     for i, j in comparable:
         unequal = _selected(first, i, rows, 0) != _selected(second, j, rows, 1)
-        differing += [(_moment(first.entries[i].path, at), i, j, at) for at in _first_places(unequal, first.entries[i])]
+        entry = first.entries[i]
+        differing += [(_moment(entry.path, at), i, j, at) for at in _first_unequal(unequal, entry)]
     difference = None
     if differing:
         _, i, j, at = min(differing, key=lambda one: (one[1] >= _arguments(first), one[0], one[1]))
@@ -185,12 +185,12 @@ def bisect(first: Trace, second: Trace, rows: Rows | None = None, *, isolate: bo
 def _check_rows(first: Trace, second: Trace, rows: Rows | None) -> None:
     if rows is None and first.batch != second.batch:
         raise ValueError(
-            f"bisect: the runs have {first.batch} and {second.batch} rows; accepted: as many in both, or rows=(i, j), "
-            "a row of each"
+            f"bisect: the runs have {first.batch} and {second.batch} rows; accepted: equal numbers of rows, or "
+            "rows=(i, j), a row of each run"
         )
     for trace, row in zip((first, second), rows or (), strict=False):
         if not 0 <= row < (trace.batch or 1):
-            raise ValueError(f"bisect: row {row} is named; accepted: 0 to {(trace.batch or 1) - 1}")
+            raise ValueError(f"bisect: rows contains {row}; accepted: 0 to {(trace.batch or 1) - 1}")
 
 
 def _arguments(trace: Trace) -> int:
@@ -198,7 +198,7 @@ def _arguments(trace: Trace) -> int:
 
 
 def _pairs(first: Trace, second: Trace) -> list[tuple[int, int]]:
-    """Entries that are those of each other."""
+    """Returns the indices of matching entries."""
     one, other = ([_kind(entry) for entry in trace.entries] for trace in (first, second))
     if one == other:
         return [(k, k) for k in range(len(one))]
@@ -212,7 +212,7 @@ def _pairs(first: Trace, second: Trace) -> list[tuple[int, int]]:
 
 
 def _other_ends(first: Trace, second: Trace, pairs: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Yields what layers end with where it is made by other primitives in the two functions."""
+    """Yields pairs of unmatched results of layers, which the two functions compute by different primitives."""
     ends: list[dict[tuple[Any, ...], list[int]]] = [{}, {}]
     for side, trace in enumerate((first, second)):
         paired = {pair[side] for pair in pairs}
@@ -240,32 +240,32 @@ def _is_comparable(first: Trace, second: Trace, i: int, j: int, rows: Rows | Non
 
 
 def _row(trace: Trace, i: int, rows: Rows | None, side: int) -> int | None:
-    """The row that is compared; 0 of an array without rows; None for all of them."""
+    """Returns the row to compare; 0 for an array without rows; None for all rows."""
     if rows is None:
         return None
     return min(rows[side], trace.digests[i].shape[-2] - 1)
 
 
 def _selected(trace: Trace, i: int, rows: Rows | None, side: int) -> np.ndarray:
-    """Digests `[*iterations, B, blocks]` of the rows that are compared."""
+    """Returns digests `[*iterations, B, blocks]` of the rows to compare."""
     row = _row(trace, i, rows, side)
     return trace.digests[i] if row is None else trace.digests[i][..., row : row + 1, :]
 
 
-def _first_places(unequal: np.ndarray, entry: Entry) -> list[tuple[int, ...]]:
-    """The iterations, row and block that differ first, if any does."""
-    places = np.argwhere(unequal)
-    if not len(places):
+def _first_unequal(unequal: np.ndarray, entry: Entry) -> list[tuple[int, ...]]:
+    """Returns the iterations, row and block of the first difference, if any."""
+    positions = np.argwhere(unequal)
+    if not len(positions):
         return []
     backward = [part == BACKWARD for part in entry.path if part in (FORWARD, BACKWARD)]
     order = [
-        (*(-t if back else t for t, back in zip(at, backward, strict=False)), *at[len(backward) :]) for at in places
+        (*(-t if back else t for t, back in zip(at, backward, strict=False)), *at[len(backward) :]) for at in positions
     ]
-    return [tuple(map(int, places[min(range(len(order)), key=order.__getitem__)]))]
+    return [tuple(map(int, positions[min(range(len(order)), key=order.__getitem__)]))]
 
 
 def _moment(path: Sequence[int], at: Sequence[int]) -> tuple[int, ...]:
-    """When an iteration of an equation is computed, as numbers in this order."""
+    """Returns a sort key for the time at which an iteration of an equation is computed."""
     iterations = iter(at)
     return tuple(
         next(iterations) if part == FORWARD else -next(iterations) if part == BACKWARD else part for part in path
@@ -297,18 +297,18 @@ def _difference(first: Trace, second: Trace, i: int, j: int, at: tuple[int, ...]
             return dataclasses.replace(difference, repeats=False)
         pair.append(value)
     a, b = (value.reshape(-1) for value in pair)
-    place = int(np.flatnonzero(_unequal(a, b))[0])
+    offset = int(np.flatnonzero(_unequal(a, b))[0])
     shape = pair[0].shape if (first.batch or 1) >= (second.batch or 1) else pair[1].shape
     return dataclasses.replace(
         difference,
-        index=tuple(int(k) for k in np.unravel_index(place, shape)),
-        values=(str(a[place]), str(b[place])),
-        ulps=int(ulp_distances(a[place : place + 1], b[place : place + 1])[0]) if _is_real(entry) else None,
+        index=tuple(int(k) for k in np.unravel_index(offset, shape)),
+        values=(str(a[offset]), str(b[offset])),
+        ulps=int(ulp_distances(a[offset : offset + 1], b[offset : offset + 1])[0]) if _is_real(entry) else None,
     )
 
 
 def _values(trace: Trace, numbers: Sequence[int], rows: Sequence[int | None]) -> dict[int, np.ndarray]:
-    """The values of entries in a further run, by the entries' numbers."""
+    """Runs the function again and returns the values of entries, by index."""
     assert trace.run is not None
     count = _arguments(trace)
     steps = {n: trace.run.keys[n - count] for n in numbers if n >= count}
@@ -321,7 +321,7 @@ def _values(trace: Trace, numbers: Sequence[int], rows: Sequence[int | None]) ->
 
 
 def _results_differ(first: Trace, second: Trace, rows: Rows | None) -> bool:
-    """Whether the functions' results have other bits where the programs compute nothing but these."""
+    """Returns whether the results differ in programs that compute nothing else."""
     if first.run is None or second.run is None:
         return False
     made = []
@@ -337,13 +337,13 @@ def _is_real(entry: Entry) -> bool:
 
 
 def _unequal(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """Which elements of two arrays `[n]` have other bits."""
+    """Returns which elements of two arrays `[n]` have different bits."""
     one, other = (np.ascontiguousarray(x).view(np.uint8).reshape(x.size, -1) for x in (first, second))
     return (one != other).any(axis=1)
 
 
 def _drifts(first: Trace, second: Trace, pairs: Sequence[tuple[int, int]], rows: Rows | None) -> Iterator[Drift]:
-    """Yields how far the runs are apart where layers end."""
+    """Yields the differences between the runs after each layer."""
     last = {}
     for i, j in pairs:
         entry = first.entries[i]
@@ -362,14 +362,14 @@ def _drifts(first: Trace, second: Trace, pairs: Sequence[tuple[int, int]], rows:
         for at in np.ndindex(*one.shape[:-2]):
             drift = Drift(entry.layer, entry.primitive, at, float((one[at] != other[at]).mean()) if one.size else 0.0)
             if values:
-                numbers = zip(*_apart(values[0][i][at].reshape(-1), values[1][j][at].reshape(-1)), strict=True)
+                numbers = zip(*_distances(values[0][i][at].reshape(-1), values[1][j][at].reshape(-1)), strict=True)
                 drift = dataclasses.replace(drift, **dict(numbers))
             moments.append((_moment(entry.path, at), i, drift))
     yield from (drift for _, _, drift in sorted(moments, key=lambda one: one[:2]))
 
 
-def _apart(first: np.ndarray, second: np.ndarray) -> tuple[tuple[str, str, str], tuple[float, float, int]]:
-    """How far two arrays `[n]` are apart, as fields of `Drift`."""
+def _distances(first: np.ndarray, second: np.ndarray) -> tuple[tuple[str, str, str], tuple[float, float, int]]:
+    """Returns the distances between two arrays `[n]`, as names and values of fields of `Drift`."""
     one, other = first.astype(np.float64), second.astype(np.float64)
     same = ~_unequal(first, second)
     with np.errstate(invalid="ignore", over="ignore"):
@@ -382,10 +382,11 @@ def _apart(first: np.ndarray, second: np.ndarray) -> tuple[tuple[str, str, str],
 
 
 def drift_table(bisection: Bisection) -> Table:
-    """Returns a line for each place where a layer ends; with the numbers' differences where functions were at hand."""
+    """Returns a table of the differences after each layer; without numbers for traces from files."""
     measured = any(drift.relative is not None for drift in bisection.drifts)
     numbers = ("relative", "largest", "ulps") if measured else ()
-    lines = Table(Column("layer", overflow="fold"), "iteration", "other blocks", *numbers, title="Where layers end")
+    columns = Column("layer", overflow="fold"), "iteration", "unequal blocks", *numbers
+    lines = Table(*columns, title="Differences after layers")
     for drift in bisection.drifts:
         values = (f"{getattr(drift, name):.3g}" for name in numbers)
         iteration = ", ".join(map(str, drift.iterations))
@@ -394,9 +395,9 @@ def drift_table(bisection: Bisection) -> Table:
 
 
 def isolation_table(layers: Sequence[IsolatedLayer]) -> Table:
-    """Returns a line for each layer that was run with the inputs of the other run."""
+    """Returns a table of the layers that were run with the inputs of the other run."""
     layer = Column("layer", overflow="fold")
-    lines = Table(layer, "arrays", "other elements", "ulps", "", title="Layers with the inputs of the first run")
+    lines = Table(layer, "arrays", "unequal elements", "ulps", "", title="Layers with the inputs of the first run")
     for one in layers:
         verdict = "not compared" if not one.compared else "differs" if one.unequal else "the same bits"
         lines.add_row(one.layer or "(no name)", str(one.compared), f"{one.unequal:.2%}", str(one.ulps), verdict)

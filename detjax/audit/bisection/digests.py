@@ -1,10 +1,10 @@
-"""Digests of arrays on the device: 32 bits a block, the same in whichever order they are computed.
+"""Digests of arrays on the device: 32 bits per block, the same in every order of computation.
 
     digest(block) = sum of mix(bits[i] + i * GOLDEN) over its elements i, modulo 2^32
 
 Sums of integers that wrap are exact in every order, so a digest does not depend on the device, on fusion or on tiling.
-`mix` is a bijection of 32 bits: a block with one other element always has another digest, and one with several has with
-a probability of 1 - 2^-32. Digests find defects. They are no protection against somebody who makes two blocks alike.
+`mix` is a bijection of 32 bits: changing one element of a block always changes its digest, and changing several does
+with probability 1 - 2^-32. Digests find defects; they do not protect against deliberate collisions.
 """
 
 import itertools
@@ -25,20 +25,20 @@ _MAX_BLOCKS: Final = 64
 _SMALLEST_BLOCK: Final = 256
 _LANES: Final = 128
 _MAX_TOGETHER: Final = 8
-"""Arrays that one kernel reads. They are all kept until the last of them is there."""
+"""Maximum number of arrays that one kernel reads; all are kept until the last one is computed."""
 _LARGE: Final = 1 << 22
-"""Words of an array from which on it has a kernel of its own: keeping it would cost more than starting one."""
+"""Number of words from which an array gets its own kernel: keeping it would cost more than a launch."""
 
 
 def block_size(elements: int) -> int:
-    """Returns the elements of a block where a row has so many: a power of two, so that there are 64 blocks at most."""
+    """Returns the block size for rows of `elements` elements: a power of two that gives at most 64 blocks."""
     return max(_SMALLEST_BLOCK, 1 << max(0, math.ceil(elements / _MAX_BLOCKS) - 1).bit_length())
 
 
 def in_rows(x: Array, place: Place, batch: int | None) -> Array:
-    """Returns an array as `[B, ...]`, with one row if it is known to hold none.
+    """Returns an array as `[B, ...]`; an array without rows gets B = 1.
 
-    A row's elements come in the order that they have in a batch of one.
+    A row's elements have the order of a batch of one.
     """
     if not isinstance(place, Rows) or batch is None:
         return x[None]
@@ -49,7 +49,7 @@ def in_rows(x: Array, place: Place, batch: int | None) -> Array:
 
 
 def with_row(x: Array, place: Rows, batch: int, row: int, value: Array) -> Array:
-    """Returns an array in which a row has other elements, given in the order of `in_rows`."""
+    """Returns an array with one row replaced by `value`, in the element order of `in_rows`."""
     shape = x.shape
     split = (*shape[: place.axis], place.outer, batch, place.inner, *shape[place.axis + 1 :])
     rows = jnp.moveaxis(x.reshape(split), place.axis + 1, 0)
@@ -77,38 +77,38 @@ def digests(arrays: Sequence[Array]) -> list[Array]:
 
 
 def _together(words: list[Array]) -> list[Array]:
-    """The digests of arrays of one shape: XLA's GPU compiler makes one kernel of the concatenation and the sum."""
+    """Returns the digests of arrays of one shape: XLA's GPU compiler fuses the concatenation and the sum."""
     mixed = _mixed(jnp.stack(words, axis=1))
     return [*jnp.moveaxis(jnp.sum(mixed, axis=(3, 4), dtype=jnp.uint32), 1, 0)]
 
 
 def _one_by_one(words: list[Array]) -> list[Array]:
-    """The same: XLA's CPU compiler has vectors for sums of integers along any axis but the last."""
-    # Without the barrier the compiler makes one sum over both axes of the two, which takes three times as long.
+    """Returns the same digests: XLA's CPU compiler vectorizes sums of integers along all axes except the last."""
+    # Without the barrier the compiler merges the two sums, which takes three times as long.
     lanes = [lax.optimization_barrier(jnp.sum(_mixed(x), axis=2, dtype=jnp.uint32)) for x in words]
     return [jnp.sum(x, axis=2, dtype=jnp.uint32) for x in lanes]
 
 
 def _mixed(words: Array) -> Array:
-    """The mixed words of `[..., elements, words]` as `[..., blocks, rows, lanes]`, with zeros behind the last."""
+    """Returns the mixed words of `[..., elements, words]` as `[..., blocks, rows, lanes]`, padded with zeros."""
     *others, elements, parts = words.shape
     size = block_size(elements)
     blocks = max(1, math.ceil(elements / size))
     words = jnp.pad(words, [*[(0, 0)] * len(others), (0, blocks * size - elements), (0, 0)])
     words = words.reshape(*others, blocks, size * parts // _LANES, _LANES)
-    place = lax.broadcasted_iota(jnp.uint32, words.shape, words.ndim - 2) * np.uint32(_LANES)
-    mixed = words + (place + lax.broadcasted_iota(jnp.uint32, words.shape, words.ndim - 1)) * _GOLDEN
+    first = lax.broadcasted_iota(jnp.uint32, words.shape, words.ndim - 2) * np.uint32(_LANES)
+    mixed = words + (first + lax.broadcasted_iota(jnp.uint32, words.shape, words.ndim - 1)) * _GOLDEN
     mixed = (mixed ^ (mixed >> np.uint32(16))) * _FACTOR
     return mixed ^ (mixed >> np.uint32(15))
 
 
 def plain(x: Any) -> Array:
-    """Returns an array that has bits: the data of a random key, or the array as it is."""
+    """Returns the data of a typed random key; any other array unchanged."""
     return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.extended) else jnp.asarray(x)
 
 
 def _words(x: Array) -> Array:
-    """The bits of each element, uint32 `[B, elements, words]`."""
+    """Returns the bits of each element, uint32 `[B, elements, words]`."""
     batch, elements = x.shape[0], math.prod(x.shape[1:])
     x = x.reshape(batch, elements)
     if jnp.issubdtype(x.dtype, jnp.complexfloating):

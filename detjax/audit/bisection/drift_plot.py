@@ -1,4 +1,4 @@
-"""A picture of how far two runs are apart, layer by layer."""
+"""Plots the difference between two runs, layer by layer."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from detjax.audit.bisection.bisect import Bisection
 
 
 def draw(result: Bisection, file: Path) -> None:
-    """Draws, as PNG, the relative difference where each layer ends; of traces from files, the share of other blocks."""
+    """Draws a PNG of the relative difference after each layer; for traces from files, the share of unequal blocks."""
     measured = [drift.relative for drift in result.drifts]
     known = [x for x in measured if x is not None]
     sizes = known if known else [drift.blocks for drift in result.drifts]
@@ -22,6 +22,6 @@ def draw(result: Bisection, file: Path) -> None:
     axes.invert_yaxis()
     if known and max(known) > 0:
         axes.set_xscale("symlog", linthresh=min(x for x in known if x > 0))
-    axes.set_xlabel("relative difference where the layer ends" if known else "share of blocks that differ")
+    axes.set_xlabel("relative difference after the layer" if known else "share of blocks that differ")
     axes.grid(alpha=0.3)
     figure.savefig(file, format="png")

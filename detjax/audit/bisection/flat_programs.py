@@ -1,4 +1,4 @@
-"""A traced function as one list of steps: calls are opened, so that layers follow one another as they are computed."""
+"""A traced function as one list of steps: calls are inlined, so that layers are in the order of computation."""
 
 import dataclasses
 import itertools
@@ -17,14 +17,14 @@ from detjax.invariant.walker import walk
 
 FORWARD: Final = -1
 BACKWARD: Final = -2
-"""What stands in a path behind a scan, in place of the iteration: scans run through their steps in either direction."""
+"""The direction of a scan, after the scan's index in a path."""
 
 type Key = tuple[int, int]
-"""A step's number and the number of one of its results."""
+"""A step's number and the index of one of its results."""
 type Visit = Callable[["Step", list[Any]], tuple[list[Any], dict[Key, Any]]]
-"""Gets a step's results; gives those that later steps read, and arrays to return."""
+"""Maps a step's results to the values that later steps read, and to arrays to return."""
 type Reduction = Callable[[dict[Key, Any]], dict[Key, Any]]
-"""Gets all that `Visit` gave for steps of one program; gives what is returned in its place."""
+"""Maps the arrays that `Visit` returned for the steps of one program to the arrays to return instead."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -32,15 +32,15 @@ class Step:
     """An equation.
 
     Attributes:
-        number: which no other step of the program has.
+        number: a number unique within the program.
         eqn: the equation.
         inputs: the numbers of the values that it reads, or literals.
         outputs: the numbers of its results.
-        places: where the rows of the batch are in its results.
-        layer: the names of the scopes that it stands in.
+        places: the places of the batch's rows in its results.
+        layer: the names of its scopes.
         line: the user's line.
-        path: the index of the step, behind those of the scans that it stands in, each with its direction.
-        body: what a scan repeats.
+        path: for each surrounding scan its index and direction, then the index of the step.
+        body: the body of a scan.
     """
 
     number: int
@@ -55,13 +55,13 @@ class Step:
 
     @property
     def primitive(self) -> str:
-        """The primitive's name, or that of the operation of detjax."""
+        """The name of the primitive or of the operation of detjax."""
         return equations.operation(self.eqn) or self.eqn.primitive.name
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class FlatProgram:
-    """Steps in their order.
+    """Steps in order.
 
     Attributes:
         inputs: the numbers of the arguments.
@@ -76,14 +76,14 @@ class FlatProgram:
     results: tuple[Any, ...]
 
     def all_steps(self) -> Iterator[tuple["FlatProgram", Step]]:
-        """Yields all steps, those within scans too, each with the program that it stands in."""
+        """Yields all steps, including steps within scans, each with its program."""
         for step in self.steps:
             yield self, step
             if step.body is not None:
                 yield from step.body.all_steps()
 
     def begin(self, values: Sequence[Any]) -> dict[int, Any]:
-        """Returns all values that are there before the first step."""
+        """Returns the values of the inputs and constants, by number."""
         return dict(zip(self.inputs, values, strict=True)) | self.constants
 
     def end(self, env: dict[int, Any]) -> list[Any]:
@@ -91,12 +91,12 @@ class FlatProgram:
         return [_read(atom, env) for atom in self.results]
 
     def run(self, values: Sequence[Any], visit: Visit, reduction: Reduction = dict) -> tuple[list[Any], dict[Key, Any]]:
-        """Returns the results, and what `visit` gave; for steps of scans with an axis of iterations in front.
+        """Returns the results, and the arrays of `visit`; scans add an axis of iterations in front.
 
         Args:
             values: the arguments.
-            visit: what sees each step's results.
-            reduction: what makes less of all that `visit` gave; in each iteration of a scan for its own steps.
+            visit: is called with each step's results.
+            reduction: reduces the arrays of `visit`; within scans, in each iteration.
         """
         env, seen, reduced = self.begin(values), {}, {}
         for step in self.steps:
@@ -109,7 +109,7 @@ class FlatProgram:
 def run_step(
     step: Step, env: dict[int, Any], visit: Visit, reduction: Reduction = dict
 ) -> tuple[dict[Key, Any], dict[Key, Any]]:
-    """Computes a step's results into `env`; returns what `visit` gave for it, and what is left of a scan's steps."""
+    """Computes a step's results into `env`; returns the arrays of `visit`, and the reduced ones of a scan's steps."""
     values = [_read(atom, env) for atom in step.inputs]
     if step.body is not None:
         outputs, inner = _run_scan(step, step.body, values, visit, reduction)
@@ -145,17 +145,17 @@ def flatten(jaxpr: core.Jaxpr, batch: int | None, places: Sequence[Place]) -> Fl
 
     Args:
         jaxpr: the function.
-        batch: how many rows the batch has; None if there is none.
-        places: for each argument where its rows are.
+        batch: the number of rows; None without a batch.
+        places: the place of each argument.
     """
     return _Flattening(batch).program(jaxpr, places, "", "", ())
 
 
 class _Flattening:
-    """The steps of one function, and of the bodies of its scans."""
+    """Collects the steps of a function and of the bodies of its scans."""
 
     def __init__(self, batch: int | None) -> None:
-        # A batch of one needs no places, because each of its arrays is a row as it is.
+        # A batch of one needs no places, because each array is one row.
         self._tracer = BatchAxisTracer(batch) if batch is not None and batch > 1 else None
         self._values = itertools.count()
         self._steps = itertools.count()
@@ -163,7 +163,7 @@ class _Flattening:
     def program(
         self, jaxpr: core.Jaxpr, places: Sequence[Place], layer: str, line: str, path: tuple[int, ...]
     ) -> FlatProgram:
-        """Returns a function's steps; it stands in this layer, was called at this line, and is found at this path."""
+        """Returns a function's steps, given its layer, the line of its call, and its path."""
         inputs = tuple(next(self._values) for _ in jaxpr.invars)
         constants: dict[int, Any] = {}
         steps: list[Step] = []
@@ -181,7 +181,7 @@ class _Flattening:
         steps: list[Step],
         constants: dict[int, Any],
     ) -> list[tuple[Any, Place]]:
-        """Appends a function's steps. Its arguments and results are numbers of values, each with its place."""
+        """Appends a function's steps. Arguments and results are value numbers with their places."""
 
         def constant(value: Any) -> tuple[Any, Place]:
             number = next(self._values)
@@ -193,25 +193,25 @@ class _Flattening:
             here = equations.source_line(eqn) or line
             if equations.is_call(eqn):
                 return self._inline(equations.body(eqn), given, inner, here, path, steps, constants)
-            at = (*path, len(steps))
+            step_path = (*path, len(steps))
             results, body_places = self._places(eqn, [place for _, place in given])
             body = None
             if eqn.primitive.name == "scan":
                 direction = BACKWARD if eqn.params["reverse"] else FORWARD
-                body = self.program(eqn.params["jaxpr"], body_places, inner, here, (*at, direction))
+                body = self.program(eqn.params["jaxpr"], body_places, inner, here, (*step_path, direction))
             outputs = tuple(next(self._values) for _ in eqn.outvars)
             number, inputs = next(self._steps), tuple(atom for atom, _ in given)
-            steps.append(Step(number, eqn, inputs, outputs, tuple(results), inner, here, at, body))
+            steps.append(Step(number, eqn, inputs, outputs, tuple(results), inner, here, step_path, body))
             return zip(outputs, results, strict=True)
 
         known = [*map(constant, jaxpr.consts), *arguments]
         return walk(jaxpr, known, rule, lambda atom: (atom, Shared()))
 
     def _places(self, eqn: core.JaxprEqn, given: list[Place]) -> tuple[list[Place], list[Place]]:
-        """The places of an equation's results, and of the arguments of its body if it is a scan.
+        """Returns the places of an equation's results, and of the arguments of a scan's body.
 
-        What rows meet is taken to be alike for all of them: a defect gives rows numbers that depend on their place in
-        the batch, and they are still rows.
+        Arrays that rows are combined with count as uniform: a defect may give rows numbers that depend on their
+        position in the batch, but they are still rows.
         """
         if self._tracer is None:
             return [Shared()] * len(eqn.outvars), [Shared()] * len(eqn.invars)
@@ -223,18 +223,18 @@ class _Flattening:
         ]
         is_scan = eqn.primitive.name == "scan"
         results, body_places = self._tracer.scan(eqn, alike) if is_scan else (self._tracer.equation(eqn, alike), [])
-        if UNKNOWN in given:  # what comes of mixed rows alone is mixed, too
+        if UNKNOWN in given:  # results of mixed rows alone are mixed too
             results = [x if isinstance(x, Rows) else UNKNOWN for x in results]
             body_places = [x if isinstance(x, Rows) else UNKNOWN for x in body_places]
         return [*results], [*body_places]
 
 
 MOVES: Final = frozenset("broadcast_in_dim reshape squeeze expand_dims transpose copy copy_p".split())
-"""Primitives that leave every element as it is."""
+"""Primitives that keep every element unchanged."""
 
 
 def leaving(program: FlatProgram) -> set[int]:
-    """Returns the numbers of values that are read outside of the layer that made them, or are results."""
+    """Returns the numbers of values that are results, or are read outside of the layer that computes them."""
     makers = {number: step.layer for step in program.steps for number in step.outputs}
     out = {atom for atom in program.results if not isinstance(atom, core.Literal)}
     for step in program.steps:
@@ -248,10 +248,10 @@ def leaving(program: FlatProgram) -> set[int]:
 
 
 def is_observed(step: Step) -> bool:
-    """Returns whether a step's results are worth a digest: they are not only moved, and not those of a scan's body."""
+    """Returns whether a step's results get digests: it does not only move elements, and is not a scan."""
     return step.body is None and step.primitive not in MOVES | {"iota", "optimization_barrier"}
 
 
 def rows_of(place: Place, batch: int | None) -> int:
-    """Returns how many rows an array at this place is cut into: all of the batch, or 1."""
+    """Returns the number of rows in an array: the batch size, or 1."""
     return batch if batch is not None and isinstance(place, Rows) else 1

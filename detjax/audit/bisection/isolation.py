@@ -1,4 +1,4 @@
-"""Each layer of a function with the inputs that another run gave to the same layer: what a layer does by itself."""
+"""Runs each layer of a function with another run's inputs to it, to isolate the layer's own difference."""
 
 import dataclasses
 import itertools
@@ -19,13 +19,13 @@ from detjax.invariant.places import Rows
 
 @dataclasses.dataclass(frozen=True)
 class IsolatedLayer:
-    """What a layer of the second function gives for the first run's inputs to it.
+    """The results of a layer of the second function for the first run's inputs to it.
 
     Attributes:
-        layer: the names of the scopes; empty for equations in none.
+        layer: the names of its scopes; empty for equations outside of scopes.
         line: the user's line of its first equation, in the second function.
-        compared: how many of its results were compared.
-        unequal: the share of their elements that have other bits than in the first run.
+        compared: the number of results that were compared.
+        unequal: the share of their elements with other bits than in the first run.
         ulps: their largest distance, in units in the last place.
     """
 
@@ -38,7 +38,7 @@ class IsolatedLayer:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Segment:
-    """Steps of one layer that follow one another, and what others read of them: value numbers with their keys."""
+    """Consecutive steps of one layer, and the results that other steps read, by value number."""
 
     layer: str
     steps: tuple[Step, ...]
@@ -46,18 +46,18 @@ class _Segment:
 
 
 def isolated_layers(first: Trace, second: Trace, rows: tuple[int, int] | None) -> Iterator[IsolatedLayer]:
-    """Yields what each layer of the second function gives for the first run's inputs.
+    """Yields the results of each layer of the second function for the first run's inputs.
 
     Args:
-        first: a trace whose function is at hand.
-        second: likewise.
+        first: a trace with its function, not read from a file.
+        second: another such trace.
         rows: a row of each run; None for all of them.
 
     Raises:
-        ValueError: a function is not at hand, or the two have different layers.
+        ValueError: a trace has no function, or the two functions have different layers.
     """
     if first.run is None or second.run is None:
-        raise ValueError("bisect: isolate needs both functions; accepted: traces of functions at hand, not from files")
+        raise ValueError("bisect: isolate needs both functions; accepted: traces of this process, not read from files")
     one, other = _segments(first.run.program), _segments(second.run.program)
     if [part.layer for part in one] != [part.layer for part in other]:
         k = next(
@@ -86,7 +86,7 @@ def isolated_layers(first: Trace, second: Trace, rows: tuple[int, int] | None) -
 
 
 def _segments(program: FlatProgram) -> list[_Segment]:
-    """The layers in their order. A layer that goes on behind another one is there twice."""
+    """Returns the segments in order. A layer that is interrupted by another one has two."""
     segments = []
     for layer, group in itertools.groupby(program.steps, lambda step: step.layer):
         steps = tuple(group)
@@ -100,27 +100,27 @@ def _segments(program: FlatProgram) -> list[_Segment]:
             )
             if isinstance(atom, int)
         }
-        segments.append(_Segment(layer, steps, {number: at for number, at in made.items() if number in read}))
+        segments.append(_Segment(layer, steps, {number: key for number, key in made.items() if number in read}))
     return segments
 
 
 def _matched(
     first: Run, second: Run, one: _Segment, other: _Segment
 ) -> dict[int, tuple[tuple[Step, int], tuple[Step, int]]]:
-    """For values of the second function that leave a segment what they are in the first; none if they do not agree."""
+    """Maps values that leave a segment of the second function to their counterparts; empty if they do not match."""
     sides = []
     for run, segment in ((first, one), (second, other)):
-        kept = {number: at for number, at in segment.results.items() if _is_hidden(run, *at)}
+        kept = {number: key for number, key in segment.results.items() if _is_hidden(run, *key)}
         sides.append(kept)
-    kinds = [[_kind(run, *at) for at in side.values()] for run, side in zip((first, second), sides, strict=True)]
+    kinds = [[_kind(run, *key) for key in side.values()] for run, side in zip((first, second), sides, strict=True)]
     if kinds[0] != kinds[1]:
         return {}
     pairs = zip(sides[0].values(), sides[1].items(), strict=True)
-    return {number: (at, there) for at, (number, there) in pairs}
+    return {number: (key, other_key) for key, (number, other_key) in pairs}
 
 
 def _is_hidden(run: Run, step: Step, k: int) -> bool:
-    """Whether a value is a state between layers: floating-point numbers of rows, where any are known."""
+    """Returns whether a value is a hidden state: floating-point numbers, of rows if the batch has several."""
     var = step.eqn.outvars[k]
     dtype = getattr(equations.aval(var), "dtype", None)
     if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
@@ -134,7 +134,7 @@ def _kind(run: Run, step: Step, k: int) -> tuple[int, str]:
 
 
 def _isolated(run: Run, segments: list[_Segment], fed: dict[int, np.ndarray], row: int | None) -> dict[int, np.ndarray]:
-    """What every segment gives for values of the other run; the values that are not among these are its own run's."""
+    """Returns the results of every segment for values of the other run in `fed`, and its own run's other values."""
     places = {number: step.places[k] for part in segments for number, (step, k) in part.results.items()}
 
     def visit(step: Step, outputs: list[Any]) -> tuple[list[Any], dict[Key, Any]]:
@@ -163,7 +163,7 @@ def _isolated(run: Run, segments: list[_Segment], fed: dict[int, np.ndarray], ro
 
 
 def _fed(merged: Any, place: Any, batch: int | None, row: int | None, value: Any) -> Any:
-    """A value of the other run, in one row if one is named."""
+    """Returns a value of this run with all rows, or one row, replaced by the other run's."""
     if not isinstance(place, Rows) or batch is None:
         return jnp.reshape(value, merged.shape)
     for number in range(batch) if row is None else (row,):

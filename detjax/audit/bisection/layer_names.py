@@ -1,4 +1,4 @@
-"""Names of layers: NNX modules give their equations none, so a module's path becomes one while it is traced."""
+"""Names the layers of NNX modules, which have no scopes: a module's path becomes its scope while it is traced."""
 
 import contextlib
 import functools
@@ -11,10 +11,10 @@ from flax import nnx
 
 @contextlib.contextmanager
 def named_layers(arguments: Any) -> Iterator[None]:
-    """A context in which calls of the NNX modules among some arguments stand in scopes of their paths' names.
+    """Returns a context in which calls of the arguments' NNX modules open scopes named after their paths.
 
-    Within a module that is called itself, a scope has the rest of the path, so that names nest as modules do. The
-    modules' classes are changed for as long as the context lasts; Linen's modules name their layers themselves.
+    Within the call of an outer module, a scope has the rest of the path, so that names nest as modules do. The modules'
+    classes are patched within the context. Linen modules name their layers themselves.
     """
     paths: dict[int, tuple[str, ...]] = {}
     classes: set[type] = set()
@@ -29,7 +29,7 @@ def named_layers(arguments: Any) -> Iterator[None]:
         @functools.wraps(call)
         def inside(self: Any, *args: Any, **kwargs: Any) -> Any:
             path, outer = paths.get(id(self), ()), around[-1]
-            if not path or path == outer:  # not of these modules, or a call of the class it inherits from
+            if not path or path == outer:  # another module, or the call of a base class
                 return call(self, *args, **kwargs)
             name = path[len(outer) :] if path[: len(outer)] == outer else path
             around.append(path)

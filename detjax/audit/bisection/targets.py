@@ -1,4 +1,4 @@
-"""Objects of Python that a command line names, and trees that it spells as JSON."""
+"""Parses the names of Python objects and the JSON trees of a command line."""
 
 import functools
 import importlib
@@ -9,14 +9,14 @@ from typing import Any
 
 
 def named_object(option: str, name: str) -> Any:
-    """Returns the object that `module:name` names; modules of the working directory are found.
+    """Imports the object `module:name`, also from modules in the working directory.
 
     Args:
-        option: where the name comes from, as errors call it.
-        name: a module, and in it a name, or several joined by dots.
+        option: the option's name in errors.
+        name: a module, a colon, and a name within it, which may contain dots.
 
     Raises:
-        ValueError: the name has another form, or there is no such object, or its module cannot be imported.
+        ValueError: the name has another form, or the object cannot be imported.
     """
     module, _, path = name.partition(":")
     if not module or not path:
@@ -25,7 +25,7 @@ def named_object(option: str, name: str) -> Any:
         sys.path.insert(0, str(Path.cwd()))
     try:
         return functools.reduce(getattr, path.split("."), importlib.import_module(module))
-    except Exception as error:  # whatever the module raises
+    except Exception as error:  # a module may raise anything
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(
             f"{option} is {name!r}, which cannot be imported: {reason}; "
@@ -34,32 +34,33 @@ def named_object(option: str, name: str) -> Any:
 
 
 def axes_of(option: str, text: str) -> Any:
-    """Returns axes that are spelled as JSON: an integer, null, or lists of them.
+    """Parses axes given as JSON: an integer, null, or lists of them.
 
     Raises:
-        ValueError: the text is something else.
+        ValueError: the text has another form.
     """
     try:
         return _as_tuples(json.loads(text))
     except (ValueError, TypeError) as error:
-        raise ValueError(f"{option} is {text!r}; accepted: an integer, null, or lists of them, as [null, 0]") from error
+        accepted = "an integer, null, or lists of them, such as [null, 0]"
+        raise ValueError(f"{option} is {text!r}; accepted: {accepted}") from error
 
 
 def sizes_of(option: str, text: str) -> tuple[int, ...]:
-    """Returns numbers that commas separate.
+    """Parses numbers separated by commas.
 
     Raises:
-        ValueError: the text is something else.
+        ValueError: the text has another form.
     """
     try:
         return tuple(int(size) for size in text.split(","))
     except ValueError as error:
-        raise ValueError(f"{option} is {text!r}; accepted: numbers with commas between them, as 1,2,17") from error
+        raise ValueError(f"{option} is {text!r}; accepted: numbers separated by commas, such as 1,2,17") from error
 
 
 def _as_tuples(value: Any) -> Any:
     if isinstance(value, list):
         return tuple(map(_as_tuples, value))
     if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-        raise TypeError(f"{value!r} is no axis")
+        raise TypeError(f"{value!r} is not an axis")
     return value

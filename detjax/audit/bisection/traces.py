@@ -1,4 +1,4 @@
-"""Traces: a digest of what every equation of a function gives, which tells two runs apart where they part first."""
+"""Traces: digests of every equation's results, which show where two runs first diverge."""
 
 import dataclasses
 import functools
@@ -36,19 +36,18 @@ ARGUMENT: Final = "argument"
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """An array of which a trace has digests.
+    """An array with digests in a trace.
 
     Attributes:
         primitive: the equation's primitive; "argument" for an argument.
-        layer: the names of the scopes that it stands in, with slashes between them; an argument's own name.
-        line: the user's line, as file and number; empty if it is not known.
-        path: the equation's index, behind those of the scans that it stands in, each with -1, or -2 if it runs
-            backwards.
-        result: which of the equation's results it is.
-        shape: of a row; of the whole array if it has no rows.
+        layer: the names of its scopes, joined by slashes; an argument's own name.
+        line: the user's line, as file and number; empty if unknown.
+        path: for each surrounding scan its index and -1, or -2 if it runs backwards; then the equation's index.
+        result: its index among the equation's results.
+        shape: the shape of a row; of the whole array if it has no rows.
         dtype: the dtype's name.
         leaves_layer: whether equations of other layers read it.
-        mixes_rows: whether it is made of different rows, so that runs of other batches may well have other numbers.
+        mixes_rows: whether it combines different rows, so that runs of other batches may differ.
     """
 
     primitive: str
@@ -67,13 +66,13 @@ class Trace:
     """The digests of one run.
 
     Attributes:
-        entries: what there are digests of: the arguments, then what equations give, in their order.
-        digests: for each entry uint32 `[*iterations, B, blocks]`: those of the scans that it stands in, the rows of the
-            batch (1 if it has none), and the blocks of a row.
-        batch: the number of rows; None if `batch_axes` names none.
+        entries: the arrays with digests: the arguments, then the results of equations in order.
+        digests: for each entry uint32 `[*iterations, B, blocks]`: iterations of the surrounding scans, rows of the
+            batch (B = 1 without rows), and blocks of a row.
+        batch: the number of rows; None if nothing has rows.
         level: "equations" or "layers".
-        fingerprint: what bits depend on besides the function, as `detjax.fingerprint()` says.
-        run: the function and arguments that it comes from; None if it was read from a file.
+        fingerprint: the fields of `detjax.fingerprint()`.
+        run: the function and its arguments; None if the trace was read from a file.
     """
 
     entries: tuple[Entry, ...]
@@ -84,7 +83,7 @@ class Trace:
     run: "Run | None" = None
 
     def save(self, file: Path) -> None:
-        """Writes the trace, as a NumPy archive."""
+        """Writes the trace as a NumPy archive."""
         description = {
             "format": _FORMAT,
             "batch": self.batch,
@@ -99,16 +98,16 @@ class Trace:
 
     @classmethod
     def load(cls, file: Path) -> "Trace":
-        """Returns a trace that was saved.
+        """Reads a saved trace.
 
         Raises:
             OSError: the file cannot be read.
-            ValueError: it holds no trace.
+            ValueError: it does not hold a trace.
         """
         content = Path(file).read_bytes()
         try:
             if not zipfile.is_zipfile(io.BytesIO(content)):
-                raise ValueError("it is no NumPy archive")
+                raise ValueError("it is not a NumPy archive")
             with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
                 flat, description = arrays["digests"], json.loads(arrays["description"].tobytes())
             if description["format"] != _FORMAT:
@@ -117,7 +116,7 @@ class Trace:
             cuts = np.cumsum([math.prod(shape) for shape in shapes])
             parts = np.split(flat, cuts)
             if parts.pop().size or flat.dtype != np.uint32 or len(description["entries"]) != len(shapes):
-                raise ValueError("its digests are not those of its entries")
+                raise ValueError("its digests do not match its entries")
             entries = [
                 Entry(**{**entry, "path": tuple(entry["path"]), "shape": tuple(entry["shape"])})
                 for entry in description["entries"]
@@ -126,21 +125,21 @@ class Trace:
             return cls(tuple(entries), made, description["batch"], description["level"], description["fingerprint"])
         except (KeyError, TypeError, ValueError, EOFError, zipfile.BadZipFile) as error:
             raise ValueError(
-                f"{file}: no trace ({error}); accepted: what Trace.save or detjax trace has written"
+                f"{file}: not a trace ({error}); accepted: files from Trace.save or detjax trace"
             ) from None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Run:
-    """A function's steps with arguments for them.
+    """A function's steps with arguments.
 
     Attributes:
         program: the steps.
         leaves: the arrays among the arguments.
-        places: where their rows are.
+        places: the places of the arrays.
         batch: the number of rows, or None.
-        jit: what compiles programs.
-        keys: for each entry of the trace, after those of arguments, the result that it is.
+        jit: compiles programs.
+        keys: the key of each entry of the trace, without arguments.
     """
 
     program: FlatProgram
@@ -155,29 +154,29 @@ class Run:
         return frozenset(self.keys)
 
     def sealed(self, step: Step, outputs: list[Any]) -> list[Any]:
-        """Returns a step's results behind barriers, where the trace has digests of them: see `trace_digests`."""
+        """Returns a step's results, through a barrier where the trace has digests; see `trace_digests`."""
         keys = [(step.number, k) for k in range(len(outputs))]
         return [lax.optimization_barrier(x) if key in self._seals else x for key, x in zip(keys, outputs, strict=True)]
 
     def argument(self, number: int, row: int | None) -> np.ndarray:
-        """Returns an argument, or a row of it, as `values` does."""
+        """Returns an argument, or one of its rows, as `values` does."""
         cut = np.asarray(_rows(self.leaves[number], self.places[number], self.batch))
         return cut if row is None else cut[min(row, cut.shape[0] - 1)]
 
     @property
     def results(self) -> list[Key]:
-        """The function's results, as far as equations give them."""
+        """The function's results that equations compute."""
         made = {number: (step.number, k) for step in self.program.steps for k, number in enumerate(step.outputs)}
         return [made[atom] for atom in self.program.results if isinstance(atom, int) and atom in made]
 
     def values(self, keys: Sequence[Key], rows: Sequence[int | None], is_sealed: bool = True) -> dict[Key, np.ndarray]:
-        """Returns what steps give in a further run, `[*iterations, ...]`: one row where an array has rows.
+        """Runs the function again and returns results of steps, `[*iterations, ...]`.
 
         Args:
-            keys: which results.
-            rows: for each the row, or None for all of them, along an axis behind those of the iterations.
-            is_sealed: whether the program keeps what the trace has digests of; otherwise it is what `fn` compiles to,
-                but for these results.
+            keys: the results to return.
+            rows: the row of each result; None for all rows, along an axis after the iterations.
+            is_sealed: whether arrays with digests stay separate results of the program. If not, the program is the one
+                that `fn` compiles to, except for the returned results.
         """
         wanted = dict(zip(keys, rows, strict=True))
 
@@ -201,29 +200,28 @@ def trace_digests(
     level: Level = "equations",
     jit: Callable[..., Any] = jax.jit,
 ) -> Callable[..., tuple[Any, Trace]]:
-    """Returns a function that gives `fn`'s results and a `Trace` of the run, for `detjax.bisect`.
+    """Returns a function that returns `fn`'s results and a `Trace` of the run, for `detjax.bisect`.
 
-    Each array that gets digests is computed as a result of the program, so that its digests are those of what later
-    equations read. XLA may fuse what is left in another way than it does without: where runs of `fn` differ and traced
-    runs do not, the cause is what XLA made of equations that the trace keeps apart.
+    Each array with digests passes through a barrier, so that later equations read the array that was digested. XLA may
+    fuse the rest differently than in `fn`: if runs of `fn` differ and traced runs do not, the cause is a fusion that
+    the barriers prevent.
 
-    Layers are named by `jax.named_scope`. Linen's modules name theirs; NNX modules among the arguments get their paths
-    as names. Within scans each iteration has digests; loops of unknown length, branches and kernels have those of their
-    results.
+    Layers are named by `jax.named_scope`. Linen modules name their layers; NNX modules among the arguments get their
+    paths as names. Within scans each iteration has digests; for while loops, branches and kernels only the results do.
 
     Args:
-        fn: a function of arrays and of anything else; what is not an array is static. Or a Flax module: the result has
+        fn: a function of arrays and static values (everything that is not an array). Or a Flax module: the result takes
             the arguments of an NNX module's call, or of a Linen module's `apply`.
-        batch_axes: for each positional argument the axis of its rows, as in `detjax.batch_invariant`. Rows have digests
-            of their own, so that traces of different batch sizes can be compared. None: nothing has rows.
-        level: "equations": each equation's results have digests, but for those that only move elements. "layers": only
-            what leaves a named layer, which takes less time.
-        jit: what compiles the program: `detjax.jit` for functions under contract.
+        batch_axes: for each positional argument the axis of its rows, as in `detjax.batch_invariant`. Each row has its
+            own digests, so that traces of different batch sizes can be compared. None: nothing has rows.
+        level: "equations": the results of each equation have digests, except for equations that only move elements.
+            "layers": only values that leave a named layer, which takes less time.
+        jit: compiles the program; `detjax.jit` for functions under contract.
 
     Raises:
-        ValueError: batches have different sizes or no rows, `batch_axes` does not fit, or the level is unknown; at once
-            or when called.
-        TypeError: an argument that has rows is not an array; when called.
+        ValueError: the level is unknown; or, when called, batches have different sizes or no rows, or `batch_axes` does
+            not fit.
+        TypeError: an argument with rows is not an array; when called.
 
     Example:
         >>> traced = detjax.trace_digests(lambda x: jnp.sin(x) + 1, batch_axes=0)
@@ -246,7 +244,7 @@ def _call_module(module: nnx.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 class _Traced:
-    """See `trace_digests`; so many arguments before those of `batch_axes` are shared by all rows."""
+    """The function of `trace_digests`; all rows share the first `shared` arguments, before those in `batch_axes`."""
 
     def __init__(
         self, fn: Callable[..., Any], batch_axes: Any, shared: int, level: Level, jit: Callable[..., Any]
@@ -297,7 +295,7 @@ class _Compiled:
         self._places: tuple[Place, ...] = tuple(
             Shared() if axis is None else Rows(axis % x.ndim) for x, (_, axis) in zip(arrays, arguments, strict=True)
         )
-        # A function of its own, because JAX keeps what it traced, and names of layers are not part of the key.
+        # A new function, because JAX caches traces, and names of layers are not part of the key.
         jaxpr, shapes = jax.make_jaxpr(lambda *arrays: fn(*arrays), return_shape=True)(*arrays)
         jaxpr = partial_eval.dce_jaxpr_consts(jaxpr, [True] * len(jaxpr.outvars), True)[0]
         self._tree = jax.tree.structure(shapes)
@@ -310,8 +308,8 @@ class _Compiled:
         self._shapes: list[tuple[int, ...]] = []
 
     def serves(self, given: Leaves, arrays: Sequence[Any]) -> bool:
-        """Whether a call has arguments of this kind."""
-        # Weights, of which there are many, are the same arrays again and again.
+        """Returns whether a call has arguments of this kind."""
+        # Weights are many, and the same arrays in every call.
         kept = self._seen[0] or [None] * len(arrays)
         return given == self._given and all(
             x is before or (x.shape, x.dtype) == kind for x, before, kind in zip(arrays, kept, self._types, strict=True)
@@ -320,14 +318,14 @@ class _Compiled:
     def __call__(self, arrays: tuple[Any, ...]) -> tuple[Any, Trace]:
         run = Run(self.program, arrays, self._places, self._batch, self._jit, self._keys)
         shared = self._shared_digests(arrays)
-        # No copy to the host is begun here: JAX 0.11.2 aborts a process that ends while one is under way on a CPU.
+        # No copy to the host starts here: JAX 0.11.2 aborts a process that exits during one on a CPU.
         results, others = self._run(arrays)
         digests = _Digests(shared, others, self._shapes)
         trace = Trace(self._entries, digests, self._batch, self._level, self._fingerprint, run)
         return jax.tree.unflatten(self._tree, results), trace
 
     def _shared_digests(self, arrays: tuple[Any, ...]) -> list[Array | None]:
-        """Digests of arguments without rows; None for others. Weights are the same arrays again and again."""
+        """Returns the digests of arguments without rows, None for others; reuses them for arrays of the last call."""
         shared = tuple(None if isinstance(p, Rows) else x for x, p in zip(arrays, self._places, strict=True))
         if len(shared) == len(self._seen[0]) and all(map(operator.is_, shared, self._seen[0])):
             return self._seen[1]
@@ -338,12 +336,12 @@ class _Compiled:
             return _digest(x, Shared(), self._batch) if kept is None else kept
 
         digests = [None if x is None else made(x) for x in shared]
-        # NumPy's arrays may have other contents the next time.
+        # NumPy arrays may be modified before the next call.
         self._seen = ((), []) if any(isinstance(x, np.ndarray) for x in shared) else (shared, digests)
         return digests
 
     def _with_digests(self, arrays: tuple[Any, ...]) -> tuple[list[Any], Array]:
-        """The results, and all digests but those of arguments without rows: one array, which is fetched at once."""
+        """Returns the results, and in one array all digests except those of arguments without rows."""
         results, seen = self._observed(arrays)
         rows = [
             _rows(x, place, self._batch)
@@ -376,12 +374,12 @@ class _Compiled:
 
 
 class _Digests(Sequence[np.ndarray]):
-    """The digests of a trace, which wait on the device until somebody asks for one.
+    """The digests of a trace, which stay on the device until one is read.
 
     Args:
-        shared: those of arguments without rows; None in the places of other arguments.
-        others: the numbers of all others: arguments with rows, then what equations give.
-        shapes: the shapes of the others.
+        shared: digests of arguments without rows; None for other arguments.
+        others: all other digests, flat: arguments with rows, then results of equations.
+        shapes: the shapes of the other digests.
     """
 
     def __init__(self, shared: Sequence[Array | None], others: Array, shapes: Sequence[tuple[int, ...]]) -> None:
@@ -403,7 +401,7 @@ class _Digests(Sequence[np.ndarray]):
 
 
 def _rows(x: Any, place: Place, batch: int | None) -> Array:
-    """An array, or the data of random keys, as `digests.in_rows` returns it."""
+    """Returns an array, or the data of random keys, as `digests.in_rows` does."""
     return digests.in_rows(digests.plain(x), place, batch)
 
 
@@ -423,7 +421,7 @@ def _batch(arrays: Sequence[Any], axes: Sequence[int | None]) -> int | None:
 
 
 def _observed(program: FlatProgram, batch: int | None, level: str) -> tuple[tuple[Key, ...], list[Entry]]:
-    """The results that have digests, and what a trace says of them."""
+    """Returns the keys of results with digests, and their entries."""
     keys, entries = [], []
     outside: dict[int, set[int]] = {}
     for part, step in program.all_steps():
@@ -452,19 +450,19 @@ def _observed(program: FlatProgram, batch: int | None, level: str) -> tuple[tupl
     return tuple(keys), entries
 
 
-def traced(place: str) -> Trace:
-    """Returns the trace of a function that a module names.
+def traced(name: str) -> Trace:
+    """Returns the trace of a function that a module defines.
 
     Args:
-        place: "module:function". The function has no parameters and returns `(fn, args)` or `(fn, args, options)`: what
-            to trace, its positional arguments, and options of `trace_digests` by name. Modules of the working directory
-            are found.
+        name: "module:function", also from the working directory. The function has no parameters and returns
+            `(fn, args)` or `(fn, args, options)`: the function to trace, its positional arguments, and options of
+            `trace_digests` by name.
 
     Raises:
-        ValueError: there is no such function, or it returns something else.
+        ValueError: the function cannot be imported, or returns something else.
     """
-    made = targets.named_object("MODULE:FUNCTION", place)()
-    if not isinstance(made, tuple) or len(made) not in (2, 3) or not isinstance(made[1], tuple):
-        raise ValueError(f"{place} returns {type(made).__name__}; accepted: (fn, args) or (fn, args, options)")
-    fn, args, *options = made
+    target = targets.named_object("MODULE:FUNCTION", name)()
+    if not isinstance(target, tuple) or len(target) not in (2, 3) or not isinstance(target[1], tuple):
+        raise ValueError(f"{name} returns {type(target).__name__}; accepted: (fn, args) or (fn, args, options)")
+    fn, args, *options = target
     return trace_digests(fn, **(options[0] if options else {}))(*args)[1]

@@ -1,4 +1,4 @@
-"""Comparison: how far apart the logprobs of two engines are.
+"""Measures the differences between the logprobs of two engines.
 
 Read `compare`, then `divergence`.
 """

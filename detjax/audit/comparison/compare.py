@@ -1,4 +1,4 @@
-"""How far two engines' logprobs of the same prompts are apart, and what practitioners make of it."""
+"""Compares two engines' logprobs of the same prompts with thresholds from the literature."""
 
 import dataclasses
 import math
@@ -13,13 +13,13 @@ from detjax.audit.comparison.logprob_files import ScoredTokens
 
 @dataclasses.dataclass(frozen=True)
 class Threshold:
-    """A bound that practitioners use.
+    """A bound from the literature.
 
     Attributes:
-        measure: what is bounded, in words.
+        measure: a description of the bounded measure.
         bound: the bound.
-        is_least: whether the measure has to be at least the bound; otherwise at most.
-        source: who uses it.
+        is_least: whether it is a lower bound; otherwise an upper bound.
+        source: the source.
     """
 
     measure: str
@@ -45,25 +45,25 @@ THRESHOLDS: Final[Mapping[str, Threshold]] = {
         "smallest ratio of two probabilities", 1e-4, True, f"{_VERL}: the typical bound of its veto"
     ),
 }
-"""Bounds for measures of `Comparison`. Equal bits are within all of them, and within is far from equal."""
+"""Bounds for measures of `Comparison`. Equal bits satisfy all of them; the reverse is far from true."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """What differs between two sets of logprobs.
+    """The differences between two sets of logprobs.
 
-    Tokens of a sample count up to the first that differs: behind it they have other contexts.
+    Tokens of a sample count up to the first that differs: later tokens have different contexts.
 
     Attributes:
         samples: the number of samples.
-        samples_of_equal_tokens: how many of them have the same tokens throughout.
-        first_other_token: sample and token, counted from 0, of the first token that differs; None: none does, or the
-            tokens are not known.
-        top1_agreement: the share of places with equal contexts where the likeliest token is the same; None: neither
-            set, or one alone, says what it is.
-        divergence: of the logprobs of equal tokens, from the first set to the second.
-        largest_ratio: the largest quotient of a token's probabilities, those of the second set by those of the first.
-        smallest_ratio: the smallest one.
+        samples_of_equal_tokens: the number of samples with the same tokens throughout.
+        first_other_token: sample and token, counted from 0, of the first token that differs; None: all agree, or the
+            tokens are unknown.
+        top1_agreement: the share of positions with equal contexts where the most likely token is the same; None: a set
+            does not have it.
+        divergence: the divergence of the logprobs of equal tokens, from the first set to the second.
+        largest_ratio: the largest ratio of a token's probability in the second set to the first set's.
+        smallest_ratio: the smallest such ratio.
     """
 
     samples: int
@@ -76,12 +76,12 @@ class Comparison:
 
     @property
     def effective_share(self) -> float:
-        """The effective sample size as a share of the tokens; 1.0 of none."""
+        """The effective sample size as a share of the tokens; 1.0 without tokens."""
         tokens = self.divergence.tokens
         return self.divergence.effective_sample_size / tokens if tokens else 1.0
 
     def measured(self) -> dict[str, float]:
-        """Returns what there are thresholds for, by the names in `THRESHOLDS`."""
+        """Returns the measures that have thresholds, by the names in `THRESHOLDS`."""
         between = self.divergence
         return {
             "k1": abs(between.k1),
@@ -92,27 +92,27 @@ class Comparison:
         }
 
     def beyond(self) -> list[str]:
-        """Returns the names of the thresholds that are not kept."""
+        """Returns the names of the exceeded thresholds."""
         return [name for name, value in self.measured().items() if not THRESHOLDS[name].holds(value)]
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns everything as JSON holds it, the thresholds that are not kept among it."""
+        """Returns all fields as a JSON object, including the exceeded thresholds."""
         return dataclasses.asdict(self) | {"effective_share": self.effective_share, "beyond": self.beyond()}
 
 
 def compare(first: Sequence[ScoredTokens], second: Sequence[ScoredTokens]) -> Comparison:
-    """Returns what differs between two sets of logprobs of the same requests.
+    """Returns the differences between two sets of logprobs of the same requests.
 
     Args:
         first: the samples of one engine; see `read_logprobs`.
-        second: the same samples of another one, in the same order.
+        second: the same samples of another engine, in the same order.
 
     Raises:
-        ValueError: the numbers of samples differ; or tokens are ids on one side and texts on the other; or one side
-            does not know its tokens and has another number of logprobs.
+        ValueError: the numbers of samples differ; or one side has token ids and the other texts; or one side has no
+            tokens and the numbers of logprobs differ.
     """
     if len(first) != len(second):
-        raise ValueError(f"compare: {len(first)} and {len(second)} samples; accepted: as many of both")
+        raise ValueError(f"compare: {len(first)} and {len(second)} samples; accepted: equal numbers")
     pairs = list(zip(first, second, strict=True))
     counts = [_equal_tokens(number, one, other) for number, (one, other) in enumerate(pairs)]
     before = [one.logprobs[:count] for one, count in zip(first, counts, strict=True)]
@@ -123,7 +123,7 @@ def compare(first: Sequence[ScoredTokens], second: Sequence[ScoredTokens]) -> Co
         if count < max(len(one.logprobs), len(other.logprobs))
     ]
     agreements = [
-        agrees for pair, count in zip(pairs, counts, strict=True) for agrees in _agreements(*pair, places=count + 1)
+        agrees for pair, count in zip(pairs, counts, strict=True) for agrees in _agreements(*pair, count=count + 1)
     ]
     logprobs = zip(before, after, strict=True)
     ratios = [ratio for one, other in logprobs for ratio in map(_ratio, one.tolist(), other.tolist())]
@@ -139,13 +139,13 @@ def compare(first: Sequence[ScoredTokens], second: Sequence[ScoredTokens]) -> Co
 
 
 def _equal_tokens(number: int, first: ScoredTokens, second: ScoredTokens) -> int:
-    """Returns how many tokens two samples begin with alike."""
+    """Returns the length of the common prefix of two samples' tokens."""
     lengths = len(first.logprobs), len(second.logprobs)
     sides = (first.ids, second.ids), (first.texts, second.texts)
     known = [(one, other) for one, other in sides if one is not None and other is not None]
     if known:
         one, other = known[0]
-        differing = (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+        differing = (position for position, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
         return next(differing, min(lengths))
     if None not in (first.ids or first.texts, second.ids or second.texts):
         raise ValueError(
@@ -154,24 +154,24 @@ def _equal_tokens(number: int, first: ScoredTokens, second: ScoredTokens) -> int
         )
     if lengths[0] != lengths[1]:
         raise ValueError(
-            f"compare: sample {number} has {lengths[0]} and {lengths[1]} logprobs, and the tokens of one side are not "
-            "known; accepted: as many of both, or tokens"
+            f"compare: sample {number} has {lengths[0]} and {lengths[1]} logprobs, and the tokens of one side are "
+            "unknown; accepted: equal numbers of logprobs, or tokens"
         )
     return lengths[0]
 
 
-def _agreements(first: ScoredTokens, second: ScoredTokens, places: int) -> list[bool]:
-    """Returns whether the likeliest tokens are the same in the first places where both are known."""
+def _agreements(first: ScoredTokens, second: ScoredTokens, count: int) -> list[bool]:
+    """Returns, for each of the first `count` positions where both are known, whether the most likely tokens agree."""
     sides = (first.likeliest_ids, second.likeliest_ids), (first.likeliest_texts, second.likeliest_texts)
     for one, other in sides:
         if one is not None and other is not None:
-            pairs = zip(one[:places], other[:places], strict=False)
+            pairs = zip(one[:count], other[:count], strict=False)
             return [a == b for a, b in pairs if a is not None and b is not None]
     return []
 
 
 def _ratio(first: float, second: float) -> float:
-    """The quotient of two probabilities, 1.0 for equal logprobs."""
+    """Returns the ratio of two probabilities, 1.0 for equal logprobs."""
     if first == second:
         return 1.0
     try:
@@ -187,15 +187,16 @@ def _extreme(ratios: Sequence[float], choose: Callable[[Sequence[float]], float]
 
 
 def table(comparison: Comparison) -> Table:
-    """Returns a line for each measure of a comparison, with the threshold that there is for it."""
+    """Returns a table of the measures of a comparison and their thresholds."""
     between, measured, beyond = comparison.divergence, comparison.measured(), comparison.beyond()
     lines = Table("measure", "value", "threshold", "", title=f"{between.tokens} tokens of {comparison.samples} samples")
-    place = comparison.first_other_token
-    lines.add_row("samples of equal tokens", f"{comparison.samples_of_equal_tokens} of {comparison.samples}")
-    lines.add_row("first token that differs", "none" if place is None else f"token {place[1]} of sample {place[0]}")
+    position = comparison.first_other_token
+    lines.add_row("samples with equal tokens", f"{comparison.samples_of_equal_tokens} of {comparison.samples}")
+    first = "none" if position is None else f"token {position[1]} of sample {position[0]}"
+    lines.add_row("first token that differs", first)
     agreement = comparison.top1_agreement
-    lines.add_row("same likeliest token", "not known" if agreement is None else f"{agreement:.4%}")
-    lines.add_row("logprobs of unequal bits", f"{between.unequal_tokens} ({between.unequal_share:.4%})")
+    lines.add_row("same most likely token", "unknown" if agreement is None else f"{agreement:.4%}")
+    lines.add_row("logprobs with unequal bits", f"{between.unequal_tokens} ({between.unequal_share:.4%})")
     lines.add_row("largest distance", f"{between.largest_ulps} ulps, {between.largest_difference:.3g} nats")
     lines.add_row("largest ratio of two probabilities", f"{comparison.largest_ratio:.3g}")
     for name, threshold in THRESHOLDS.items():

@@ -1,13 +1,13 @@
-"""Logprobs of generated tokens from the files of several engines: detjax, vLLM, SGLang, and OpenAI's API.
+"""Reads logprobs of generated tokens from files of detjax, vLLM, SGLang, and OpenAI's API.
 
 Each value of a file may be
 
-- a transcript of detjax, a response of its server or of any other with OpenAI's API (completions, chats, responses);
-- an object of vLLM's, `{"token_ids": [...], "logprobs": [{"ID": {"logprob": x, "rank": n, ...}}, ...]}`, or one whose
-  `outputs` are such objects;
-- an answer of SGLang's `/generate`, with `meta_info.output_token_logprobs`;
-- what `detjax generate --json` prints;
-- `{"tokens": [...], "logprobs": [...]}`, ids or texts and numbers, the tokens being optional.
+- a transcript of detjax, or a response of any server with OpenAI's API (completions, chats, responses);
+- an object of vLLM, `{"token_ids": [...], "logprobs": [{"ID": {"logprob": x, "rank": n, ...}}, ...]}`, or one with
+  such objects as `outputs`;
+- a response of SGLang's `/generate`, with `meta_info.output_token_logprobs`;
+- the output of `detjax generate --json`;
+- `{"tokens": [...], "logprobs": [...]}`, ids or texts and numbers; tokens are optional.
 """
 
 import dataclasses
@@ -21,8 +21,8 @@ from jaxtyping import Float32
 
 from detjax.audit.json_values import json_values
 
-_LEAST: Final = -9999.0
-"""The logprob from which on downwards servers mean minus infinity, which JSON does not have."""
+_MINUS_INFINITY: Final = -9999.0
+"""Servers write this logprob or a lower one for minus infinity, which JSON does not have."""
 
 type Json = Mapping[str, Any]
 
@@ -33,10 +33,10 @@ class ScoredTokens:
 
     Attributes:
         logprobs: a number for each token; numbers of files are rounded to float32.
-        ids: the tokens' ids; None: not known.
-        texts: the tokens' texts; None: not known.
-        likeliest_ids: ids of the likeliest token in the place of each, None where it is not known.
-        likeliest_texts: likewise their texts.
+        ids: the tokens' ids; None: unknown.
+        texts: the tokens' texts; None: unknown.
+        likeliest_ids: the id of the most likely token at each position, None where unknown.
+        likeliest_texts: the text of the most likely token at each position, None where unknown.
     """
 
     logprobs: Float32[np.ndarray, "n"]
@@ -47,24 +47,24 @@ class ScoredTokens:
 
 
 def read_logprobs(path: Path) -> list[ScoredTokens]:
-    """Returns the logprobs of a file in the order of its samples; see the module for its formats.
+    """Returns the logprobs of a file in the order of its samples; the module lists the formats.
 
     Args:
-        path: one JSON value in each line, or in the whole file, where it may be a list.
+        path: a file with one JSON value per line, or one in the whole file, which may be a list.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is no JSON, or a value has none of the formats; the message says where.
+        ValueError: it is not JSON, or a value has an unknown format; the message names the line.
     """
     samples = []
-    for place, content in json_values(path):
+    for position, content in json_values(path):
         try:
             samples_of_value = list(_samples(content))
             if not samples_of_value:
-                raise ValueError("there are no logprobs of generated tokens; ask the engine for them")
+                raise ValueError("it has no logprobs of generated tokens; request them from the engine")
         except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
             problem = f"has no {error}" if isinstance(error, KeyError) else f"cannot be read: {error}"
-            raise ValueError(f"{path}: {place} {problem}; accepted: {_ACCEPTED}") from None
+            raise ValueError(f"{path}: {position} {problem}; accepted: {_ACCEPTED}") from None
         samples += samples_of_value
     return samples
 
@@ -78,7 +78,7 @@ _ACCEPTED: Final = (
 def _samples(content: Any) -> Iterator[ScoredTokens]:
     """Yields the samples of one value of a file."""
     if not isinstance(content, Mapping):
-        raise ValueError("it is no object")
+        raise ValueError("it is not an object")
     if "generations" in content:  # detjax generate --json
         for generation in content["generations"]:
             yield from map(_plain, generation["completions"])
@@ -153,7 +153,7 @@ def _known(texts: Sequence[Any]) -> list[str] | None:
 
 
 def _first_of_ranks(entry: Mapping[int, Json]) -> int | None:
-    """The likeliest token of an entry, which may hold nothing but the chosen one."""
+    """Returns the most likely token of an entry; None if the entry may hold only the sampled one."""
     ranked = [token for token, one in entry.items() if one.get("rank") == 1]
     if ranked or any("rank" in one for one in entry.values()):
         return ranked[0] if ranked else None
@@ -189,11 +189,11 @@ def _token_of(pair: Any) -> int:
 
 
 def _largest[T](logprobs: Mapping[T, float]) -> T | None:
-    """The likeliest of several tokens; None if there are none."""
+    """Returns the most likely token; None without tokens."""
     return max(logprobs, key=lambda token: logprobs[token]) if logprobs else None
 
 
 def _numbers(values: Sequence[Any]) -> Float32[np.ndarray, "n"]:
-    # A first token that nothing precedes has no logprob, in responses that repeat the prompt.
+    # In responses that echo the prompt, its first token has no logprob.
     numbers = [math.nan if value is None else -math.inf if value == "-inf" else float(value) for value in values]
-    return np.array([-math.inf if number <= _LEAST else number for number in numbers], np.float32)
+    return np.array([-math.inf if number <= _MINUS_INFINITY else number for number in numbers], np.float32)
