@@ -1,9 +1,9 @@
 """The causal convolution on Hopper GPUs (Mosaic GPU).
 
-A CTA has some columns of some tokens. It reads each input once: the inputs before a token are those of the rows before
-it, in registers, or, at a request's first tokens, those that its slot holds. Where a call is so short that no token
-overwrites what another one reads, the same CTA also writes the token's input to the slot, so that a decode step is a
-single kernel.
+A CTA has some columns of some tokens and reads each input once. A token's earlier inputs are the rows before it, in
+registers, or, for a request's first tokens in the call, the inputs stored in its slot. In calls so short that no token
+overwrites an input that another one reads, the same CTA also writes the token's input to the slot, so a decode step is
+a single kernel.
 """
 
 import dataclasses
@@ -30,13 +30,13 @@ from detjax.portable import convolution as portable
 from detjax.runtime import compilation
 
 TAPS: Final = 4
-"""The inputs that a token meets, its present one among them: as many as every published model has."""
+"""Inputs of a token, including its own; every published model has this many."""
 
 WIDTH_UNIT: Final = 64
 """Channels are a multiple of this number: a line of 128 bytes of bfloat16."""
 
 COLUMNS: Final = LANE_GROUP * WARPGROUP
-"""Columns of a token that a warpgroup has at once, at most."""
+"""Most columns of a token that a warpgroup processes at once."""
 
 _TOKENS: Final = (8, 4, 2, 1)
 
@@ -65,18 +65,18 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """How tokens are spread over CTAs; no bit depends on it."""
+    """The distribution of tokens over CTAs; no bit depends on it."""
 
     tokens: int
     """Tokens of a CTA."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError if no problem could be computed by this schedule."""
+        """Raises ValueError if the schedule fits no problem."""
         if self.tokens not in _TOKENS:
             raise ValueError(f"Schedule: tokens is {self.tokens}; accepted: {', '.join(map(str, reversed(_TOKENS)))}")
 
     def check(self, problem: Problem) -> None:
-        """Returns if a kernel of this schedule can compute the problem.
+        """Checks that a kernel of this schedule can compute the problem.
 
         Raises:
             ValueError: it cannot.
@@ -88,14 +88,14 @@ class Schedule:
 
 
 def default_schedule(problem: Problem) -> Schedule:
-    """The schedule that serves the problem: the most tokens for each CTA with which all multiprocessors are busy."""
+    """Returns the schedule for a problem: the most tokens per CTA that keep all multiprocessors busy."""
     busy = 8 * device.multiprocessors()
     fitting = (n for n in _TOKENS if n == 1 or ceil_div(problem.tokens, n) * problem.blocks >= busy)
     return Schedule(next(n for n in fitting if n <= problem.tokens))
 
 
 def serves(channels: int, taps: int) -> bool:
-    """Whether there is a kernel for such a convolution. The portable program serves the others in all phases."""
+    """Returns True if the kernel serves such a convolution. The portable program serves all others in every phase."""
     return taps == TAPS and channels % WIDTH_UNIT == 0
 
 
@@ -104,8 +104,7 @@ def forward(
 ) -> tuple[Array, Array]:
     """Returns the activated convolution `[N, C]` and the next inputs; see `detjax.portable.convolution.forward`.
 
-    Where the program may overwrite the last inputs, because they were donated to it, they are written in place. Rows
-    that are no tokens may be anything.
+    Donated inputs are updated in place. Padding rows have undefined results.
     """
     if not serves(weight.shape[0], weight.shape[2]):
         compilation.require_pinned_program("causal_convolution")
@@ -118,7 +117,7 @@ def forward(
     by_block = (-1, problem.blocks, problem.columns)
     vectors = weight.reshape(problem.blocks, problem.columns * TAPS)
     operands = _Operands(x.reshape(by_block), vectors, inputs.reshape(slots, room, *by_block[1:]), tokens)
-    # The slot's oldest input that a token reads lies `room` before the first one that takes its place.
+    # The slot is a ring of `room` inputs, so an input is overwritten by the one `room` positions later.
     if max(rows.most.others, 1) > room - (TAPS - 1):
         y = _kernel(problem, schedule, operands, writes=False)
         return y.reshape(x.shape), with_last_inputs(inputs, x, rows)
@@ -143,26 +142,26 @@ class _Operands(NamedTuple):
     weight: Any
     """`[blocks, columns * TAPS]`."""
     inputs: Any
-    """The last inputs of each slot `[R, rows, blocks, columns]`, which the kernel may write."""
+    """The last inputs of each slot `[R, rows, blocks, columns]`; the kernel may write them."""
     tokens: Any
     """`[len(_Token._fields), N]`."""
 
 
 class _Token(NamedTuple):
-    """Where a row stands in its request. Rows that are no tokens stand at position 0 of a request that keeps none."""
+    """A row's place in its request. Padding rows are at position 0 of a request that keeps no inputs."""
 
     slot: Array
-    """The slot of its request, or the nearest one that is there."""
+    """Slot of its request, clipped to existing slots."""
     position: Array
-    """Its absolute position."""
+    """Absolute position."""
     offset: Array
-    """How many tokens of its request stand before it in the call."""
+    """Index among the request's tokens in the call."""
     kept: Array
-    """1 if its input is one of the last that the slot has room for, and the slot is there; 0 if not."""
+    """1 if the slot exists and keeps the row's input; 0 otherwise."""
 
     @classmethod
     def all_of(cls, rows: RequestRows, count: int, slots: int, room: int) -> Array:
-        """Returns what `at` reads of all rows. It follows from the queries alone, so layers share it."""
+        """Returns the array that `at` reads, for all rows. It depends only on the queries, so layers share it."""
         request, offset, present = rows.by_row(count)
         slot, offset = rows.slot[request], offset * present
         kept = (present > 0) & (offset >= rows.tokens[request] - room) & (slot >= 0) & (slot < slots)
@@ -171,12 +170,12 @@ class _Token(NamedTuple):
 
     @classmethod
     def at(cls, tokens: Any, row: Array) -> "_Token":
-        """Returns the token of a row, by a kernel."""
+        """Reads the token of a row, in a kernel."""
         return cls(*(tokens[field, row] for field in range(len(cls._fields))))
 
 
 def _kernel(problem: Problem, schedule: Schedule, operands: _Operands, *, writes: bool) -> Array:
-    """The activated convolution; with `writes`, tokens are written to their slots."""
+    """Returns the activated convolution; with `writes`, stores tokens in their slots."""
 
     def body(*refs: Any) -> None:
         *references, result = refs
@@ -190,7 +189,8 @@ def _kernel(problem: Problem, schedule: Schedule, operands: _Operands, *, writes
         kernel_name="causal_convolution",
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane,
-            # No input that is read is written, and the tokens that the last two CTAs share are written with equal bits.
+            # Automatic barriers are not needed: no input is both read and written, and the tokens that the last two
+            # CTAs share are written with equal bits.
             unsafe_no_auto_barriers=True,
         ),
     )(*operands)
@@ -204,11 +204,11 @@ class _Cta:
         self.threads, self.dtype = problem.columns // LANE_GROUP, problem.dtype
         self.layout = layout(1, self.threads)
         self.block = pl.ds(lax.axis_index("block"), 1)
-        # The last CTA moves up to whole tokens: two CTAs then write the same bits to some.
+        # The last CTA shifts back so that all its tokens exist: two CTAs then write the same bits to some.
         self.first = jnp.minimum(lax.axis_index("token") * schedule.tokens, problem.tokens - schedule.tokens)
 
     def run(self) -> None:
-        """Loads all inputs, then computes one token after the other."""
+        """Loads all inputs, then computes the tokens in order."""
         inputs = [self.load_input(token) for token in range(1 - TAPS, self.schedule.tokens)]
         in_vectors = layout(1, self.threads, TAPS)
         vectors = plgpu.load(self.operands.weight.at[self.block], layout=in_vectors, optimized=False)
@@ -225,23 +225,23 @@ class _Cta:
                 pl.when(token.kept > 0)(functools.partial(self.keep, token, present))
 
     def load_input(self, token: int) -> Array:
-        """The input of a token, counted from the CTA's first one on; of an earlier row, or of row 0 before that."""
+        """Returns the input of a token counted from the CTA's first one; rows before row 0 give row 0."""
         row = self.first + token
         return self.load(self.operands.x.at[row if token >= 0 else jnp.maximum(row, 0), self.block])
 
     def from_slot(self, token: _Token, earlier: list[Array]) -> tuple[Array, ...]:
-        """The inputs before one of a request's first tokens in the call: of rows before it, of its slot, or zeros."""
+        """Returns the earlier inputs of one of a request's first tokens: from previous rows, the slot, or zeros."""
         room = self.operands.inputs.shape[1]
-        taken = []
-        for back, held in zip(range(TAPS - 1, 0, -1), earlier, strict=True):
+        inputs = []
+        for back, row_before in zip(range(TAPS - 1, 0, -1), earlier, strict=True):
             place = lax.rem(token.position + (room - back), jnp.int32(room))
             stored = self.load(self.operands.inputs.at[token.slot, place, self.block])
             stored = jnp.where(token.position >= back, stored, jnp.zeros_like(stored))
-            taken.append(jnp.where(token.offset >= back, held, stored))
-        return tuple(taken)
+            inputs.append(jnp.where(token.offset >= back, row_before, stored))
+        return tuple(inputs)
 
     def keep(self, token: _Token, present: Array) -> None:
-        """Writes a token's input to its slot."""
+        """Stores a token's input in its slot."""
         place = lax.rem(token.position, jnp.int32(self.operands.inputs.shape[1]))
         self.operands.inputs[token.slot, place, self.block] = present
 
@@ -249,7 +249,10 @@ class _Cta:
         return plgpu.load(ref, layout=self.layout, optimized=False)
 
     def activated(self, inputs: Sequence[Array], weights: Sequence[Array]) -> Array:
-        """The activated sum of products, rounded: the first product is added to the second one, fused."""
+        """Returns the activated sum of products, rounded.
+
+        The first product is fused into the second: LLVM compiles the portable program so, and this writes it out.
+        """
         wide = [x.astype(ACCUMULATOR) for x in inputs]
         total = fma(wide[0], weights[0], wide[1] * weights[1], layout=self.layout)
         for x, weight in zip(wide[2:], weights[2:], strict=True):

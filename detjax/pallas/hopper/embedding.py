@@ -1,7 +1,7 @@
 """Embedding lookup on Hopper GPUs. Its gradient is a kernel (Mosaic GPU) that adds each table row's tokens in order.
 
-The tokens are sorted by their ids. A CTA takes the tokens of one id, and adds their gradients one after the other to
-the row of the sum that belongs to the id. Rows of ids that no token has are not touched.
+The tokens are sorted by their ids. A CTA takes the tokens of one id and adds their gradients in order to the id's row
+of the sum. Rows of other ids are not touched.
 """
 
 from typing import Any, Final
@@ -23,23 +23,23 @@ TOGETHER: Final = 8
 """Tokens whose gradients are loaded at the same time."""
 
 MAX_PIECES: Final = 4
-"""Pieces of a row that a CTA holds."""
+"""Most pieces of a row that a CTA holds."""
 
-# A gather adds nothing, so the chip needs no kernel of its own.
+# A gather adds nothing, so it needs no kernel.
 forward = portable.forward
 
 
 def backward(tokens: Array, table: Array, dy: Array, table_sum: Array | None = None) -> Array:
     """Returns the gradient of the table, or its next sum; see `detjax.portable.embedding.backward`.
 
-    Where the program may overwrite the sum, because it was donated to it, it is written in place.
+    A donated sum is updated in place.
     """
     width = table.shape[1]
     if width % WARPGROUP:
         return portable.backward(tokens, table, dy, table_sum)
     ids, position = lax.sort_key_val(tokens.reshape(-1).astype(jnp.int32), jnp.arange(tokens.size, dtype=jnp.int32))
     is_first = jnp.concatenate([jnp.ones(1, bool), ids[1:] != ids[:-1]])
-    # The end of each id's tokens where its first one is; 0 elsewhere.
+    # For the first token of each id the end of the id's tokens; 0 elsewhere.
     index = jnp.arange(1, tokens.size + 1, dtype=jnp.int32)
     is_last = jnp.concatenate([is_first[1:], jnp.ones(1, bool)])
     end = lax.cummin(jnp.where(is_last, index, tokens.size), reverse=True)
@@ -54,8 +54,8 @@ def _add_tokens(ids: Array, position: Array, end: Array, dy: Array, sums: Any) -
 
     Args:
         ids: sorted ids `[N]`.
-        position: the row of dy of each of them, which ascend within an id.
-        end: for the first token of each id, the index after its last one; 0 for the other tokens.
+        position: the row of dy for each id; ascending within an id.
+        end: for the first token of each id, the index after its last one; 0 for other tokens.
         dy: gradients `[N, D]`.
         sums: a reference to float32 `[V, D]`.
     """
@@ -79,7 +79,7 @@ def _add_tokens(ids: Array, position: Array, end: Array, dy: Array, sums: Any) -
             places = [first + step * TOGETHER + index for index in range(TOGETHER)]
             rows = [load(dy_ref, position_ref[jnp.minimum(place, count - 1)]) for place in places]
             for place, row in zip(places, rows, strict=True):
-                # What comes after the last token adds nothing.
+                # Rows after the last token add nothing.
                 total = [jnp.where(place < last, t + x.astype(ACCUMULATOR), t) for t, x in zip(total, row, strict=True)]
             return total
 
@@ -98,7 +98,7 @@ def _add_tokens(ids: Array, position: Array, end: Array, dy: Array, sums: Any) -
         grid_names=("token", "column"),
         kernel_name="embedding_gradient",
         compiler_params=plgpu.CompilerParams(
-            # A row of the sums belongs to one CTA, which reads it before it writes it.
+            # Automatic barriers are not needed: one CTA owns a row of the sums, and each thread reads its part first.
             lowering_semantics=plgpu.LoweringSemantics.Lane,
             unsafe_no_auto_barriers=True,
         ),

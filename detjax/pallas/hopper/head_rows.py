@@ -1,4 +1,4 @@
-"""Heads in the registers of a warpgroup: how they are loaded, normalized, rotated and stored."""
+"""Heads in the registers of a warpgroup: loading, normalizing, rotating and storing them."""
 
 from typing import Any
 
@@ -19,28 +19,28 @@ class HeadRows:
         self.layout = layout(count, threads)
 
     def at(self, ref: Any, *index: Any) -> list[Any]:
-        """References to the pieces of rows; the index has all axes but the last."""
+        """Returns references to the pieces of rows; the index has all axes but the last."""
         return [ref.at[(*index, pl.ds(i, self.columns))] for i in range(0, ref.shape[-1], self.columns)]
 
     def load(self, ref: Any, *index: Any) -> list[Array]:
-        """The pieces of rows."""
+        """Returns the pieces of rows."""
         return [plgpu.load(piece, layout=self.layout, optimized=False) for piece in self.at(ref, *index)]
 
     def load_vector(self, ref: Any, *index: Any) -> list[Array]:
-        """The pieces of a vector that is the same for every row, one-dimensional."""
+        """Returns the one-dimensional pieces of a vector that all rows share."""
         return [plgpu.load(part, layout=self.layout.reduce(0), optimized=False) for part in self.at(ref, *index)]
 
     def store(self, pieces: list[Array], ref: Any, *index: Any) -> None:
-        """Writes the pieces of rows."""
+        """Stores the pieces of rows."""
         for piece, target in zip(pieces, self.at(ref, *index), strict=True):
             target[...] = piece
 
     def spread(self, vector: Array, axis: int = 1) -> Array:
-        """A piece that repeats a vector in every row, or, with axis 0, in every column."""
+        """Returns a piece that repeats a vector in every row or, with axis 0, in every column."""
         return broadcast(vector, self.shape, axis, self.layout)
 
     def normalize(self, head: list[Array], weight: list[Array], eps: float, offset: float) -> list[Array]:
-        """The RMS norm of rows, whose weight is `weight + offset`, in the operations of `norm.py`."""
+        """Returns the RMS norm of rows with the weight `weight + offset`, by the operations of `norm.py`."""
         weights = [self.spread(part.astype(ACCUMULATOR) + offset) for part in weight]
         wide = [piece.astype(ACCUMULATOR) for piece in head]
         total = row_sums([rounded_squares(piece) for piece in wide])
@@ -48,12 +48,12 @@ class HeadRows:
         return [(piece * scale * w).astype(head[0].dtype) for piece, w in zip(wide, weights, strict=True)]
 
     def rotate(self, head: list[Array], cos: list[Array], sin: list[Array]) -> list[Array]:
-        """Rows with halves (a, b) as (a * cos - b * sin, b * cos + a * sin)."""
+        """Returns rows with halves (a, b) as (a * cos - b * sin, b * cos + a * sin)."""
         firsts, seconds = [], []
         halves = head[: len(cos)], head[len(cos) :]
         for *pair, c, s in zip(*halves, cos, sin, strict=True):
             a, b = (half.astype(ACCUMULATOR) for half in pair)
-            # The barrier has one of the two products rounded, so that only the other one can be fused with the sum.
+            # Either product of a sum could be fused with it. The barrier rounds one, so that it is always the other.
             bs, as_ = lax.optimization_barrier((b * s, a * s))
             firsts.append((a * c - bs).astype(head[0].dtype))
             seconds.append((b * c + as_).astype(head[0].dtype))

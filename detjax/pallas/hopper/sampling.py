@@ -1,8 +1,8 @@
-"""The next token on Hopper GPUs (Mosaic GPU): logits are read once, noise is made where it is used and never stored.
+"""Sampling of the next token on Hopper GPUs (Mosaic GPU): logits are read once, and noise is never stored.
 
-One kernel finds the best candidate and the statistics of each block of a row, and a small one merges a row's blocks. If
-requests have filters, the portable backend sorts the logits and decides which of them are kept. Tokens and logprobs
-come from the same kernels in every case.
+One kernel computes the best candidate and the statistics of each block of a row, and a small one merges a row's blocks.
+If requests have filters, the portable backend sorts the logits and decides which are kept. Tokens and logprobs always
+come from the same kernels.
 """
 
 from collections.abc import Callable
@@ -35,7 +35,7 @@ from detjax.portable import sampling as portable
 def sample(
     logits: Array, arrays: SamplingArrays, *, filtered: bool, schedule: Schedule | None = None
 ) -> tuple[Array, Array]:
-    """Tokens `[B]` int32 and their logprobs `[B]` float32; see `detjax.ops.sample`."""
+    """Returns tokens `[B]` int32 and their logprobs `[B]` float32; see `detjax.ops.sample`."""
     keys = jax.random.key_data(jax.vmap(sample_key)(arrays.seed, arrays.position, arrays.sample_index))
     logits = padded(logits)
     schedule = schedule or default_schedule(Problem.for_rows(logits, rewritten=False))
@@ -49,7 +49,7 @@ def sample(
 
 
 def sampling_logprobs(logits: Array, tokens: Array, temperature: Array, *, schedule: Schedule | None = None) -> Array:
-    """Logprobs of tokens `[B]` float32 under the softmax of logits and temperature; see `detjax.ops`."""
+    """Returns the logprobs of tokens, `[B]` float32, under the softmax of logits and temperature; see `detjax.ops`."""
     logits = padded(logits)
     schedule = schedule or default_schedule(Problem.for_rows(logits, rewritten=False))
     reciprocal = portable.reciprocal(temperature)
@@ -83,7 +83,7 @@ def sampling_logprobs(logits: Array, tokens: Array, temperature: Array, *, sched
 def block_candidates(
     logits: Array, arrays: SamplingArrays, first: Array, schedule: Schedule | None = None
 ) -> tuple[Array, Array]:
-    """The best value of every block of logits `[B, v]`, and its token id; these begin at `first`. See `detjax.ops`."""
+    """Returns the best value of every block of logits `[B, v]`, and its token id; ids start at `first`."""
     keys = jax.random.key_data(jax.vmap(sample_key)(arrays.seed, arrays.position, arrays.sample_index))
     logits = padded(logits)
     schedule = schedule or default_schedule(Problem.for_rows(logits, rewritten=False))
@@ -94,9 +94,9 @@ def block_candidates(
 def _candidates(
     logits: Array, keys: Array, temperature: Array, schedule: Schedule, first: Array | None = None
 ) -> tuple[Array, Array, Array]:
-    """The statistics of every block of rows `[B, V]`, its best value, float32, and the token id of that, int32.
+    """Returns the statistics of every block of rows `[B, V]`, its best value, float32, and its best token id, int32.
 
-    Token ids begin at `first`; by default at 0, for which the kernel has no operand.
+    Token ids start at `first`, by default 0, for which the kernel takes no operand.
     """
     rows, width = logits.shape
     blocks = blocks_per_row(width)
@@ -125,7 +125,7 @@ def _reduce_block(
     best_tokens: Any,
     offset: Any = None,
 ) -> None:
-    """Stores a block's statistics and its best candidate. Token ids begin at an offset, or at 0."""
+    """Stores a block's statistics and its best candidate. Token ids start at an offset, or at 0."""
 
     def reduce(size: int) -> tuple[Array, ...]:
         m, total = softmax.block_statistics(block.load_all(size))
@@ -151,10 +151,10 @@ def _reduce_block(
 
 
 def _add_noise(key: tuple[Array, Array], inverse_temperature: Array) -> Callable[[Array, Array], Array]:
-    """The function of logits and token ids that gives the values whose largest is sampled."""
+    """Returns the function of logits and token ids whose largest value is sampled."""
 
     def noisy(x: Array, token: Array) -> Array:
-        # The maximum also keeps ptxas from fusing the product with the addition.
+        # The contract's maximum also keeps ptxas from fusing the product with the addition.
         return jnp.maximum(x * inverse_temperature, LOWEST) + gumbel(key, token.astype(jnp.uint32))
 
     return noisy
@@ -163,9 +163,9 @@ def _add_noise(key: tuple[Array, Array], inverse_temperature: Array) -> Callable
 def _best(
     block: StreamedBlock, size: int, first: Any, value_of: Callable[[Array, Array], Array]
 ) -> tuple[Array, Array]:
-    """The largest `value_of(elements, token ids)` of a block and its token id, the lowest one of equals.
+    """Returns the largest `value_of(elements, token ids)` of a block and its token id, the lowest in case of a tie.
 
-    The block's token ids begin at `first`. Each of the `LANES` lanes keeps the best of its elements, read in ascending
+    The block's token ids start at `first`. Each of the `LANES` lanes keeps the best of its elements, in ascending
     order.
     """
     lane = plgpu.broadcasted_iota(jnp.int32, (LANES,), 0, layout=layout(LANES)) + first
@@ -187,7 +187,7 @@ def _best(
 
 
 def _best_of_rows(logits: Array, statistics: Array, values: Array, tokens: Array) -> tuple[Array, Array]:
-    """The best of each row's candidates, and its logprob."""
+    """Returns the best of each row's candidates, and its logprob."""
     rows, blocks = values.shape
 
     def body(row: Any, x: Any, statistics: Any, values: Any, tokens: Any, *results: Any) -> None:

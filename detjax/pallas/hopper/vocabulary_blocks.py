@@ -1,7 +1,4 @@
-"""What blocks of a vocabulary tell of softmax and of the sampled token, on Hopper GPUs (Mosaic GPU).
-
-The kernels are those that softmax and the sampler have for whole rows.
-"""
+"""Statistics and candidates of a vocabulary's blocks on Hopper GPUs, by the kernels of softmax and the sampler."""
 
 import jax.numpy as jnp
 from jax import Array
@@ -12,7 +9,7 @@ from detjax.pallas.hopper.row_stream import padded
 
 
 def block_statistics(logits: Array) -> tuple[Array, Array]:
-    """Maximum and sum of each block of rows `[R, v]`; see `detjax.ops.vocabulary_blocks`."""
+    """Returns maximum and sum of each block of rows `[R, v]`; see `detjax.ops.vocabulary_blocks`."""
     rows = padded(logits)
     schedule = softmax.default_schedule(softmax.Problem.for_rows(rows, rewritten=False))
     statistics = softmax.blocks_statistics(rows, schedule)
@@ -20,12 +17,12 @@ def block_statistics(logits: Array) -> tuple[Array, Array]:
 
 
 def merged_statistics(maxima: Array, sums: Array) -> tuple[Array, Array]:
-    """What log-softmax subtracts from rows; see `detjax.ops.vocabulary_blocks`."""
+    """Returns the two numbers that log-softmax subtracts from rows; see `detjax.ops.vocabulary_blocks`."""
     maximum, _, log, _ = softmax.merged_rows(jnp.stack([maxima, sums], axis=-1))
     return maximum, log
 
 
 def block_candidates(logits: Array, arrays: SamplingArrays, first: Array, vocabulary: int) -> tuple[Array, Array]:
-    """Value and token of each block's best candidate; see `detjax.ops.vocabulary_blocks`."""
-    del vocabulary  # a logit of -inf is no larger than any before it, so no token behind the last is chosen
+    """Returns value and token of each block's best candidate; see `detjax.ops.vocabulary_blocks`."""
+    del vocabulary  # padding logits are -inf and never larger than an earlier one, so no token beyond the end is chosen
     return sampling.block_candidates(logits, arrays, first)

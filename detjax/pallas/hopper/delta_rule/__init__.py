@@ -1,8 +1,8 @@
 """The gated delta rule on Hopper (Pallas Mosaic GPU): one kernel for requests of one token, and one for all others.
 
-Each CTA has some columns of a head of values of one request: columns never meet. It needs of a chunk the state before
-it and the rows of its earlier tokens, as `detjax.portable.delta_rule` does. Nothing of a state is written but new rows,
-and the state itself where a call comes to a new chunk.
+Each CTA has some value columns of a head of one request; columns are independent. Like `detjax.portable.delta_rule`, it
+reads the state before a chunk and the rows of the chunk's earlier tokens. It writes only new rows, and the state when a
+call reaches a new chunk.
 """
 
 from typing import Any, Final
@@ -25,19 +25,18 @@ from detjax.portable import delta_rule as portable
 from detjax.runtime import compilation
 
 KEY_WIDTHS: Final = (64, 128)
-"""Columns of keys for which there are kernels."""
+"""Key widths that the kernels serve."""
 
 
 def serves(key_width: int, value_width: int, dtype: jnp.dtype) -> bool:
-    """Whether there are kernels for such heads. The portable program serves the others in all phases."""
+    """Returns True if the kernels serve such heads. The portable program serves all others in every phase."""
     return key_width in KEY_WIDTHS and value_width % COLUMNS == 0 and dtype.name in DTYPES
 
 
 def forward(tokens: DeltaTokens, state: DeltaState, rows: RequestRows) -> tuple[Array, DeltaState]:
     """Returns the outputs `[N, H, V]` and the next state; see `detjax.portable.delta_rule.forward`.
 
-    Where the program may overwrite the state, because it was donated to it, it is written in place. Rows that are no
-    tokens may be anything.
+    A donated state is updated in place. Padding rows have undefined outputs.
     """
     if not serves(tokens.q.shape[2], tokens.v.shape[2], tokens.v.dtype):
         compilation.require_pinned_program("gated_delta_rule")
@@ -60,19 +59,19 @@ def backward(tokens: DeltaTokens, state: DeltaState, rows: RequestRows, do: Arra
 
 
 class _Call:
-    """A call, whose kernels overwrite the state that they are given references to."""
+    """A call whose kernels update the state in place, through references."""
 
     def __init__(self, operands: Operands) -> None:
         self.operands = operands
 
     def selected(self, requests: slice) -> tuple[Problem, Operands]:
-        """The shapes and the operands of some of the requests."""
+        """Returns the shapes and the operands of some of the requests."""
         q, v, places = self.operands.q, self.operands.v, self.operands.requests[:, requests]
         problem = Problem(places.shape[1], q.shape[1], v.shape[1], q.shape[2], v.shape[2], v.dtype)
         return problem, self.operands._replace(requests=places)
 
     def in_tiles(self, requests: slice) -> tuple[Array, Array]:
-        """The outputs of requests with any number of tokens, and the tokens' sums of decays."""
+        """Returns the outputs of requests with any number of tokens, and the tokens' sums of decays."""
         problem, operands = self.selected(requests)
         v, g = operands.v, operands.g
         out = [jax.ShapeDtypeStruct(v.shape, v.dtype), jax.ShapeDtypeStruct(g.shape, ACCUMULATOR)]
@@ -85,7 +84,8 @@ class _Call:
         return o, decays
 
     def one_by_one(self, requests: slice, o: Array | None) -> Array:
-        """The outputs of requests with one token each, beside those of the others, if there are any."""
+        """Returns the outputs of requests with one token each, written into the outputs `o` of others if there are
+        any."""
         problem, operands = self.selected(requests)
         v, scratch = operands.v, decode.scratch_types(problem)
         if o is None:
@@ -96,17 +96,17 @@ class _Call:
             out = [jax.ShapeDtypeStruct(v.shape, v.dtype)]
             return launch("delta_rule_decode", body, operands, out, problem.ctas, scratch, warpgroups=1)[0]
 
-        def body_beside(operands: tuple[Operands, Any], _: list[Any], scratch: dict[str, Any]) -> None:
+        def body_in_place(operands: tuple[Operands, Any], _: list[Any], scratch: dict[str, Any]) -> None:
             Decode(problem, *operands, scratch).run()
 
         result = jax.new_ref(o)
-        launch("delta_rule_decode", body_beside, (operands, result), (), problem.ctas, scratch, warpgroups=1)
+        launch("delta_rule_decode", body_in_place, (operands, result), (), problem.ctas, scratch, warpgroups=1)
         return jax.freeze(result)
 
 
 def _with_rows(state: DeltaState, k: Array, decays: Array, rows: RequestRows) -> DeltaState:
-    """The state with the rows that CTAs share, which none of them may overwrite while another one reads them."""
-    # Earlier tokens' rows would be overwritten.
+    """Returns the state with the rows that CTAs share: no CTA may overwrite them while another one reads them."""
+    # The ring has room for the last DELTA_ROWS tokens; scattering earlier ones too would write a place twice.
     offset = rows.tokens[:, None] - 1 - jnp.arange(min(rows.most.others, DELTA_ROWS), dtype=jnp.int32)[None]
     row = jnp.clip(rows.first[:, None] + offset, 0, k.shape[0] - 1)
     slot = unique_scatter_indices(offset >= 0, rows.slot[:, None], state.chunk.shape[0])

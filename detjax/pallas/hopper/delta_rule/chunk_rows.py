@@ -1,7 +1,8 @@
-"""Rows of a chunk between memory and the shared memory that the matrix unit reads (primitives).
+"""Copies of a chunk's rows between memory and the shared memory that the matrix unit reads (primitives).
 
-A chunk has rows from two places: those of an earlier call lie in a ring, the state's, and the others where the call's
-tokens lie. Either may begin anywhere, so that the copy engine, which moves rows in groups of 8, serves neither.
+A chunk's rows come from two sources: rows of earlier calls from the state's ring, the others from the call's tokens.
+Either may start at any row, so the copy engine, which moves rows in groups of 8, cannot be used; threads copy 16 bytes
+each by `cp.async`.
 """
 
 import functools
@@ -33,7 +34,7 @@ def _plain_load_rows(
 ) -> None:
     row = jnp.arange(target.shape[0], dtype=jnp.int32)[:, None]
     old = kept[...][(place + row[:, 0]) % kept.shape[0]]
-    # A row behind the last one that is asked for may have any number.
+    # Row numbers beyond the requested rows are arbitrary.
     fresh = new[...][jnp.clip(first + row[:, 0], 0, new.shape[0] - 1)]
     zeros = jnp.zeros(target.shape, target.dtype)
     target[...] = jnp.where(row < begin, old, jnp.where(row < end, fresh, zeros))
@@ -49,37 +50,38 @@ def _plain_load_rows(
     ),
 )
 def load_rows(kept: Any, new: Any, target: Any, place: Any, first: Any, begin: Any, end: Any) -> None:
-    """Starts to load rows, with zeros behind the last; `await_rows` waits for them.
+    """Starts to load rows, followed by zeros; `await_rows` waits for them.
 
     Args:
-        kept: the ring `[n, W]` in memory, of 2-byte elements, of which the rows from `place` on are loaded.
+        kept: the ring `[n, W]` in memory, of 2-byte elements, whose rows from `place` on are loaded first.
         new: memory `[N, W]`, whose row `first + r` becomes row r; `first` may be negative.
         target: shared memory, `swizzled(W)`: `[DELTA_CHUNK, W]` for a chunk.
-        place: where the chunk's first row lies in the ring.
+        place: the place of the chunk's first row in the ring.
         first: see `new`.
-        begin: the first row that is a new one.
-        end: the end of these.
+        begin: the first row from `new`.
+        end: the end of the rows from `new`.
     """
     place, first, begin, end = (x.registers.item() for x in (place, first, begin, end))
     for row, column, address in _pieces(target):
         is_kept = arith.cmpi(arith.CmpIPredicate.slt, row, begin)
         ring_row = arith.remui(arith.addi(place, row), int32(kept.type.shape[0]))
-        # No address leaves the array, whether or not it is read.
+        # Addresses stay within the arrays even where nothing is read.
         new_row = arith.maxsi(arith.addi(first, row), int32(0))
         new_row = arith.minsi(new_row, int32(new.type.shape[0] - 1))
         source = arith.select(is_kept, _address(kept, ring_row, column), _address(new, new_row, column))
         is_row = arith.cmpi(arith.CmpIPredicate.slt, row, arith.maxsi(begin, end))
+        # `cp.async` of 0 bytes fills the 16 bytes with zeros, so padding rows need no branch.
         size = arith.select(is_row, int32(16), int32(0))
         mgpu.inline_ptx("cp.async.cg.shared.global [$0], [$1], 16, $2;", address, source, size, has_side_effects=True)
 
 
 def _plain_await_rows() -> None:
-    """The interpreter's loads are finished when they return."""
+    """Does nothing: the interpreter's loads are synchronous."""
 
 
 @primitive(twin=_plain_await_rows)
 def await_rows() -> None:
-    """Waits for the loads that the thread started. The other threads' are there once all of them have met."""
+    """Waits for the loads that the thread started. Other threads' loads are complete after a barrier of all threads."""
     mgpu.inline_ptx("cp.async.wait_all;", has_side_effects=True)
 
 
@@ -98,9 +100,9 @@ def _plain_store_rows(source: Any, target: Any, place: Array, begin: Array, end:
     args=lambda source, *_: (plgpu.RefType(swizzled(source.shape[1])), plgpu.RefType(), *(NUMBER,) * 3),
 )
 def store_rows(source: Any, target: Any, place: Any, begin: Any, end: Any) -> None:
-    """Stores the rows from `begin` to before `end` of shared memory `[DELTA_CHUNK, W]` to a ring `[n, W]` in memory.
+    """Stores rows `begin` to `end` (exclusive) of shared memory `[DELTA_CHUNK, W]` in a ring `[n, W]` in memory.
 
-    Row r becomes row `(place + r) % n`, which is not negative for rows that are stored.
+    Row r becomes row `(place + r) % n`; `place + r` is not negative for stored rows.
     """
     place, begin, end = (x.registers.item() for x in (place, begin, end))
     piece = ir.VectorType.get((_PIECE,), ir.MemRefType(source.type).element_type)
@@ -134,14 +136,16 @@ def _plain_load_gates(kept: Any, g: Any, beta: Any, decays: Any, rates: Any, *ro
 
 @primitive(twin=_plain_load_gates, args=(*(plgpu.RefType(),) * 5, *(NUMBER,) * 4))
 def load_gates(kept: Any, g: Any, beta: Any, decays: Any, rates: Any, *rows: Any) -> None:
-    """Brings a chunk's sums of decays and rates to shared memory; all threads meet, and they must meet behind it.
+    """Loads a chunk's sums of decays and its rates into shared memory.
+
+    It has a barrier of all threads, and a second one must follow before the results are read.
 
     Args:
         kept: the ring `[n]` of sums in memory.
         g: logarithms of decays, `[N]` in memory.
         beta: rates, `[N]` in memory.
-        decays: shared memory `[DELTA_CHUNK]`; behind the last row the sum stays as it is.
-        rates: shared memory `[DELTA_CHUNK]`; zeros for all rows that are not new.
+        decays: shared memory `[DELTA_CHUNK]`; after the last row the sum stays constant.
+        rates: shared memory `[DELTA_CHUNK]`; zeros except for new rows.
         rows: `place`, `first`, `begin` and `end` of `load_rows`.
     """
     place, first, begin, end = (x.registers.item() for x in rows)
@@ -161,6 +165,8 @@ def load_gates(kept: Any, g: Any, beta: Any, decays: Any, rates: Any, *rows: Any
         value = arith.select(is_kept, memref.load(kept, [ring_row]), step)
         memref.store(value, decays, [as_index(thread)])
         memref.store(arith.select(is_new, memref.load(beta, [new_row]), zero), rates, [as_index(thread)])
+    # The contract adds decays left to right: one thread walks the 64 numbers, which are already in shared memory, four
+    # per load.
     mgpu.warpgroup_barrier()
     four = ir.VectorType.get((4,), float32)
     with mgpu.when(arith.cmpi(arith.CmpIPredicate.eq, thread, int32(0))):
@@ -184,20 +190,15 @@ def _plain_load_token_gates(kept: Any, step: Array, decays: Any, place: Array, b
 
 @primitive(twin=_plain_load_token_gates, args=(plgpu.RefType(), NUMBER, plgpu.RefType(), NUMBER, NUMBER))
 def load_token_gates(kept: Any, step: Any, decays: Any, place: Any, begin: Any) -> None:
-    """What `load_gates` brings to shared memory for a single new token, that of row `begin`, if that is in the chunk.
+    """Loads the sums of decays for a single new token, at row `begin` if that is in the chunk; see `load_gates`.
 
-    Args:
-        kept: see `load_gates`, as for the rest.
-        step: the token's term of the sum.
-        decays: see there; zeros behind the token.
-        place: see there.
-        begin: see there.
+    `step` is the token's term of the sum. Sums after the token are zeros.
     """
     step, place, begin = (x.registers.item() for x in (step, place, begin))
     zero = mgpu.c(0.0, ir.F32Type.get())
     thread = unhoisted_thread()
     with mgpu.when(arith.cmpi(arith.CmpIPredicate.slt, thread, int32(DELTA_CHUNK))):
-        # The token's thread loads the sum before it.
+        # The token's own thread loads the sum before the token.
         row = arith.minsi(thread, arith.maxsi(arith.subi(begin, int32(1)), int32(0)))
         value = memref.load(kept, [as_index(arith.remui(arith.addi(place, row), int32(kept.type.shape[0])))])
         before = arith.select(arith.cmpi(arith.CmpIPredicate.sgt, begin, int32(0)), value, zero)
@@ -217,7 +218,7 @@ def _plain_store_gates(source: Any, target: Any, first: Array, begin: Array, end
 
 @primitive(twin=_plain_store_gates, args=(plgpu.RefType(), plgpu.RefType(), *(NUMBER,) * 3))
 def store_gates(source: Any, target: Any, first: Any, begin: Any, end: Any) -> None:
-    """Stores the numbers from `begin` to before `end` of shared memory `[DELTA_CHUNK]` to memory `[N]`, at `first`."""
+    """Stores numbers `begin` to `end` (exclusive) of shared memory `[DELTA_CHUNK]` in memory `[N]`, from `first` on."""
     first, begin, end = (x.registers.item() for x in (first, begin, end))
     thread = unhoisted_thread()
     is_stored = arith.andi(
@@ -229,14 +230,16 @@ def store_gates(source: Any, target: Any, first: Any, begin: Any, end: Any) -> N
 
 
 def _pieces(ref: Any) -> Iterator[tuple[Any, Any, Any]]:
-    """For each piece of `[rows, W]` that the thread moves: its row, its first column, and its address."""
+    """Yields row, first column and address of each piece of `[rows, W]` that the thread moves."""
     eighths, lines, _, _ = ref.type.shape
     (down, across, _, _), _ = ref.type.get_strides_and_offset()
     pieces = lines * _LINE // _PIECE
     thread = unhoisted_thread()
-    # Threads are as many as the pieces of a multiple of 8 rows, so that a thread has one place in a line.
+    # The 128 threads cover a multiple of 8 rows at a time. The swizzle repeats every 8 rows, so a thread's place within
+    # its line is computed once. Neighbouring threads move neighbouring pieces: memory accesses coalesce, and the 8
+    # threads of a line write to all 32 banks.
     row, piece = arith.divui(thread, int32(pieces)), arith.remui(thread, int32(pieces))
-    # Where there are more threads than pieces, some move the same.
+    # With more threads than pieces, some threads move the same piece.
     row = arith.remui(row, int32(8 * eighths))
     in_line = arith.remui(piece, int32(_LINE // _PIECE))
     in_tile = arith.remui(row, int32(8))
@@ -253,7 +256,7 @@ def _pieces(ref: Any) -> Iterator[tuple[Any, Any, Any]]:
 
 
 def _address(ref: Any, row: Any, column: Any) -> Any:
-    """The address of an element of memory `[N, W]`, as an integer."""
+    """Returns the address of an element of memory `[N, W]`, as an integer."""
     i64 = ir.IntegerType.get_signless(64)
     (stride, _), _ = ir.MemRefType(ref.type).get_strides_and_offset()
     offset = arith.addi(arith.muli(arith.extsi(i64, row), mgpu.c(stride, i64)), arith.extsi(i64, column))
@@ -261,5 +264,5 @@ def _address(ref: Any, row: Any, column: Any) -> Any:
 
 
 def _product(x: Any, y: Any) -> Any:
-    """The product, which no addition behind it is fused with."""
+    """Returns the rounded product. As an instruction of its own it cannot be fused with a subsequent addition."""
     return mgpu.inline_ptx("mul.rn.f32 $0, $1, $2;", x, y, result_types=x.type)

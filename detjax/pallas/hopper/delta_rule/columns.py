@@ -1,4 +1,4 @@
-"""What a single token needs beside a tile's primitives: columns of values on the rows of the matrix unit."""
+"""Primitives of the decode kernel, in which columns of values are on the matrix unit's rows."""
 
 from typing import Any
 
@@ -28,44 +28,45 @@ from detjax.pallas.hopper.mosaic.registers import (
 )
 
 _STEP = 8
-"""Earlier tokens that a thread loads at once: rows among which the swizzle repeats itself."""
+"""Earlier tokens that a thread loads at once: the period of the swizzle, in rows."""
 
 
-def _plain_load_turned(source: Any) -> Array:
+def _plain_load_transposed(source: Any) -> Array:
     return source[...].T
 
 
 @primitive(
-    twin=_plain_load_turned,
+    twin=_plain_load_transposed,
     args=(plgpu.RefType(),),
     out=lambda source: plgpu.ShapeDtypeStruct(source.shape[::-1], ACCUMULATOR, layout=MATRIX),
 )
-def load_turned(source: Any) -> Any:
-    """The transpose `[64, K]` of float32 memory `[K, 64]`."""
+def load_transposed(source: Any) -> Any:
+    """Loads the transpose `[64, K]` of float32 memory `[K, 64]`."""
     shape = tuple(source.type.shape)[::-1]
     registers = empty_registers(MATRIX, shape)
-    for place, indices in zip(*_turned_places(registers), strict=True):
+    for place, indices in zip(*_transposed_places(registers), strict=True):
         registers[place] = packed([memref.load(source, x) for x in indices])
     return array(registers, MATRIX)
 
 
-def _plain_store_turned(x: Array, target: Any) -> None:
+def _plain_store_transposed(x: Array, target: Any) -> None:
     target[...] = x.T
 
 
-@primitive(twin=_plain_store_turned, args=(MATRIX, plgpu.RefType()))
-def store_turned(x: Any, target: Any) -> None:
-    """Stores the transpose of `[64, K]` to float32 memory `[K, 64]`."""
-    for place, indices in zip(*_turned_places(x.registers), strict=True):
+@primitive(twin=_plain_store_transposed, args=(MATRIX, plgpu.RefType()))
+def store_transposed(x: Any, target: Any) -> None:
+    """Stores the transpose of `[64, K]` in float32 memory `[K, 64]`."""
+    for place, indices in zip(*_transposed_places(x.registers), strict=True):
         for i, at in enumerate(indices):
             memref.store(element(x.registers[place], i), target, at)
 
 
-def _turned_places(registers: Any) -> tuple[list[Any], list[Any]]:
-    """The places of the registers of `[64, K]`, and for each of them the indices `[K, 64]` of its two elements."""
+def _transposed_places(registers: Any) -> tuple[list[Any], list[Any]]:
+    """Returns the places of the registers of `[64, K]`, and for each the indices in `[K, 64]` of its two elements."""
     row, lane = first_row_and_lane()
     places, indices = list(np.ndindex(registers.shape)), []
-    # Constants are added to what is an index already: so they become part of an instruction, not an address each.
+    # Constants are added to index values, so that they become offsets of the instructions instead of separate
+    # addresses.
     row, column = as_index(row), as_index(arith.muli(lane, int32(2)))
     for number, _ in enumerate(places):
         group, half = divmod(number, 2)
@@ -80,9 +81,9 @@ def _plain_store_first_row(x: Array, target: Any) -> None:
 
 @primitive(twin=_plain_store_first_row, args=lambda x, target: (PER_ROW, plgpu.RefType(swizzled(target.shape[1]))))
 def store_first_row(x: Any, target: Any) -> None:
-    """Stores `[64]` of 2-byte elements as the first row of swizzled shared memory `[8, 64]`; the others keep theirs."""
+    """Stores `[64]` of 2-byte elements as row 0 of swizzled shared memory `[8, 64]`; other rows do not change."""
     row, _ = first_row_and_lane()
-    # The first row of a swizzled line lies as it is.
+    # The swizzle XORs with the row's number, so row 0 is stored unchanged.
     address = llvm.ptrtoint(int32(0).type, mgpu.memref_ptr(target))
     for half, register in enumerate(x.registers.flatten()):
         at = arith.addi(address, arith.muli(arith.addi(row, int32(8 * half)), int32(2)))
@@ -93,7 +94,7 @@ def _plain_substitute_token(rest: Any, weights: Any, updates: Any, token: Array)
     u, a = updates[...].astype(ACCUMULATOR), weights[...]
 
     def step(j: Array, total: Array) -> Array:
-        # As `fma`'s twin, it rounds twice.
+        # Rounds twice, like `fma`'s twin.
         return total - lax.optimization_barrier(a[j] * u[j])
 
     total = lax.fori_loop(0, token, step, rest[...])
@@ -110,13 +111,13 @@ def _plain_substitute_token(rest: Any, weights: Any, updates: Any, token: Array)
     ),
 )
 def substitute_token(rest: Any, weights: Any, updates: Any, token: Any) -> None:
-    """Turns the residual of one token into its update; see `substitution.substitute`. All threads must meet behind it.
+    """Computes the update of one token from its residual; see `substitution.substitute`. A barrier must follow.
 
     Args:
         rest: the residual, shared memory `[COLUMNS]`, float32.
         weights: the weights of the chunk's tokens, shared memory `[DELTA_CHUNK]`, float32.
-        updates: shared memory `[DELTA_CHUNK, COLUMNS]`: the updates of earlier tokens, and then this one's.
-        token: the token's place in the chunk.
+        updates: shared memory `[DELTA_CHUNK, COLUMNS]`: the updates of earlier tokens, to which this one is added.
+        token: the token's index in the chunk.
     """
     token = token.registers.item()
     thread = unhoisted_thread()
@@ -127,7 +128,7 @@ def substitute_token(rest: Any, weights: Any, updates: Any, token: Any) -> None:
     piece, in_piece = arith.divui(thread, int32(8)), arith.remui(thread, int32(8))
 
     def place(first: Any, i: Any) -> Any:
-        """The address of the thread's column in row `first + i`, `first` being a multiple of 8 and i less than 8."""
+        """Returns the address of the thread's column in row `first + i`, with `first` a multiple of 8 and i below 8."""
         line = arith.addi(address, arith.muli(arith.divui(first, int32(8)), int32(2 * down)))
         line = arith.addi(line, arith.muli(i, int32(128)))
         column = arith.addi(arith.muli(arith.xori(piece, i), int32(16)), arith.muli(in_piece, int32(2)))

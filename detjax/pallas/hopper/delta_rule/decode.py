@@ -1,4 +1,4 @@
-"""The kernel for requests of one token: the state is read once, into the registers that the matrix unit multiplies."""
+"""The kernel for requests of one token: the state is read once, straight into the matrix unit's operand registers."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ from detjax.pallas.hopper.delta_rule.chunk_rows import (
     store_gates,
     store_rows,
 )
-from detjax.pallas.hopper.delta_rule.columns import load_turned, store_first_row, store_turned, substitute_token
+from detjax.pallas.hopper.delta_rule.columns import load_transposed, store_first_row, store_transposed, substitute_token
 from detjax.pallas.hopper.delta_rule.problem import Operands, Problem, Request, product, rounded_product
 from detjax.pallas.hopper.delta_rule.substitution import COLUMNS
 from detjax.pallas.hopper.mosaic.barriers import meet
@@ -27,7 +27,7 @@ from detjax.pallas.hopper.mosaic.tiles import fma
 
 
 def scratch_types(problem: Problem) -> dict[str, Any]:
-    """Shared memory of a CTA."""
+    """Returns the types of a CTA's shared memory."""
 
     def rows(width: int, count: int = DELTA_CHUNK) -> Any:
         return plgpu.SMEM((count, width), problem.dtype, transforms=swizzled(width))
@@ -50,10 +50,16 @@ def scratch_types(problem: Problem) -> dict[str, Any]:
 
 
 class Decode:
-    """A CTA: `COLUMNS` columns of a head of values for the single token of a request.
+    """A CTA: `COLUMNS` value columns of a head for the single token of a request.
 
-    Columns of values, or the chunk's tokens, are on the rows of the matrix unit, and the token's key and query are two
-    of its columns. So the products are those of `kernel.Tiles` with their factors exchanged.
+    Value columns, or the chunk's tokens, are on the matrix unit's rows, and the token's key and query are two of its 8
+    columns: the products of `tiles.Tiles` with their factors swapped. With the token on the rows, 63 of 64 rows would
+    be padding, and the state would have to pass through shared memory.
+
+    The order of barriers: rows and state are loaded; products with the state and with the chunk's keys are stored in
+    shared memory, since a number for each matrix row has another layout than a product's column; a barrier; weights,
+    rest and scores are computed from them; a barrier; the substitution; a barrier; the product with the updates; a
+    barrier; the output.
     """
 
     def __init__(self, problem: Problem, operands: Operands, o: Any, scratch: dict[str, Any]) -> None:
@@ -64,11 +70,11 @@ class Decode:
 
     @property
     def parts(self) -> list[Any]:
-        """The columns of keys, in parts whose states take few registers."""
+        """The key columns, in parts whose states take few registers."""
         return [pl.ds(first, ROWS) for first in range(0, self.problem.width, ROWS)]
 
     def run(self) -> None:
-        """Computes the request's token, if it has one."""
+        """Computes the token if the request has one."""
         request = Request.at(self.operands.requests, self.number)
         pl.when(request.tokens > 0)(lambda: self.compute(request))
 
@@ -80,7 +86,8 @@ class Decode:
         begins, is_behind = position == 0, request.stored < chunk
         s_memory = state.s.at[slot, self.head, :, self.columns]
 
-        # A warp goes on from a load until it needs the number, so those of the state come before all that waits.
+        # Loads do not block a warp until their numbers are used, so all of the state's are issued before anything
+        # waits.
         k, q = (x.at[:, self.key_head] for x in (operands.k, operands.q))
         load_rows(k, q, scratch["token"], row, row - 1, 1, 2)
         loaded_chunk = jnp.where(is_behind, request.stored, chunk)
@@ -88,28 +95,28 @@ class Decode:
         self.load(slot, row, loaded_chunk, earlier)
         g, rate = operands.g[row, self.head], operands.beta[row, self.head]
         v = plgpu.load(operands.v.at[row, self.head, self.columns], layout=PER_ROW, optimized=False)
-        s = tuple(load_turned(s_memory.at[part]) for part in self.parts)
+        s = tuple(load_transposed(s_memory.at[part]) for part in self.parts)
         self.load_decays(slot, g, loaded_chunk, earlier)
 
         def advance() -> tuple[Array, ...]:
-            held = self.advance(s, s_memory)
+            rounded_s = self.advance(s, s_memory)
             self.load(slot, row, chunk, token)
             self.load_decays(slot, g, chunk, token)
-            return held
+            return rounded_s
 
-        held_s = lax.cond(is_behind, advance, lambda: tuple(jnp.where(begins, 0.0, x).astype(dtype) for x in s))
+        rounded_s = lax.cond(is_behind, advance, lambda: tuple(jnp.where(begins, 0.0, x).astype(dtype) for x in s))
 
         @pl.when(begins)
         def _() -> None:
-            # What another request left there is no state of this one.
+            # The slot may still hold the state of another request.
             for part in self.parts:
-                store_turned(splat(0.0, (COLUMNS, ROWS)), s_memory.at[part])
+                store_transposed(splat(0.0, (COLUMNS, ROWS)), s_memory.at[part])
 
         await_rows()
         plgpu.commit_smem()
 
         columns = [scratch["token"].at[:, part].T for part in self.parts]
-        scratch["from_state"][...] = product(*zip(held_s, columns, strict=True))
+        scratch["from_state"][...] = product(*zip(rounded_s, columns, strict=True))
         scratch["scores"][...] = product((scratch["k"], scratch["token"].T))
         decays = self.numbers("decays")
         meet()
@@ -122,6 +129,8 @@ class Decode:
         from_state = rounded_product(decay, self.column("from_state", 0))
         scratch["rest"][...] = rate * (v.astype(ACCUMULATOR) - from_state)
         p = rounded_product(scale * self.column("scores", 1), between)
+        # p is multiplied in two terms of the operands' dtype, as the contract has it. Only row 0 of the 8 is written:
+        # the others give columns of the product that nobody reads.
         high = p.astype(dtype)
         store_first_row(high, scratch["high"])
         store_first_row((p - high.astype(ACCUMULATOR)).astype(dtype), scratch["low"])
@@ -137,21 +146,21 @@ class Decode:
         self.o.at[row, self.head, self.columns][...] = o.astype(dtype)
 
     def numbers(self, name: str) -> Array:
-        """Numbers of shared memory, one for each row of the matrix unit."""
+        """Returns numbers from shared memory, one for each row of the matrix unit."""
         return plgpu.load(self.scratch[name], layout=PER_ROW, optimized=False)
 
     def column(self, name: str, column: int) -> Array:
-        """A column of sums in shared memory."""
+        """Returns a column of sums from shared memory."""
         return plgpu.load(self.scratch[name].at[:, column], layout=PER_ROW, optimized=False)
 
     def load(self, slot: Array, row: Array, chunk: Array, begin: Array) -> None:
-        """Starts to load the rows of a chunk: those of `begin` tokens, and, behind them, the token's key.
+        """Starts to load the rows of a chunk's first `begin` tokens, followed by the new token's key.
 
         Args:
             slot: the request's slot.
             row: the token's flat row.
             chunk: the chunk.
-            begin: the number of its earlier tokens; `DELTA_CHUNK` leaves no place for the new one.
+            begin: the number of its earlier tokens; with `DELTA_CHUNK` the new token is not in this chunk.
         """
         operands, scratch, state = self.operands, self.scratch, self.operands.state
         place = lax.rem(chunk * DELTA_CHUNK, jnp.int32(DELTA_ROWS))
@@ -161,18 +170,16 @@ class Decode:
         load_rows(updates, v, scratch["u"], place, row - begin, begin, begin)
 
     def load_decays(self, slot: Array, g: Array, chunk: Array, begin: Array) -> None:
-        """Brings the sums of decays of a chunk to shared memory; see `load`."""
+        """Loads a chunk's sums of decays into shared memory; see `load`."""
         place = lax.rem(chunk * DELTA_CHUNK, jnp.int32(DELTA_ROWS))
-        # The maximum keeps the product from being fused with the addition.
+        # `load_token_gates` adds the product to a sum, with which it must not be fused.
         step = rounded_product(g, LOG2_E)
         load_token_gates(self.operands.state.decays.at[slot, :, self.head], step, self.scratch["decays"], place, begin)
 
     def advance(self, s: tuple[Array, ...], target: Any) -> tuple[Array, ...]:
-        """Stores the state after a chunk, of whose tokens all rows are there, and returns it as the matrix unit has it.
+        """Stores the state after a complete chunk at `target`, and returns it rounded to the operands' dtype.
 
-        Args:
-            s: the state before the chunk, `[COLUMNS, ROWS]` for each of `parts`.
-            target: where the state lies in memory.
+        `s` is the state before the chunk, `[COLUMNS, ROWS]` for each of `parts`.
         """
         scratch = self.scratch
         await_rows()
@@ -183,16 +190,17 @@ class Decode:
         scratch["u"][...] = (u * faded).astype(self.problem.dtype)
         plgpu.commit_smem()
         decay = along_rows(jnp.exp2(splat(end, (ROWS,))), (COLUMNS, ROWS))
-        held = []
+        rounded_s = []
         for x, part in zip(s, self.parts, strict=True):
             x = fma(decay, x, product((scratch["u"].T, scratch["k"].at[:, part])))
-            store_turned(x, target.at[part])
-            held.append(x.astype(self.problem.dtype))
+            store_transposed(x, target.at[part])
+            rounded_s.append(x.astype(self.problem.dtype))
+        # All products have read the chunk's rows before the next chunk's overwrite them.
         meet()
-        return tuple(held)
+        return tuple(rounded_s)
 
     def store_rows(self, slot: Array, chunk: Array, token: Array) -> None:
-        """Stores the token's rows. No CTA reads their places."""
+        """Stores the token's rows, at places of the rings that no CTA reads in this call."""
         state, scratch = self.operands.state, self.scratch
         place = lax.rem(chunk * DELTA_CHUNK, jnp.int32(DELTA_ROWS))
         updates = state.updates.at[slot, :, self.head, self.columns]

@@ -1,4 +1,4 @@
-"""What the kernels of the gated delta rule have in common: shapes, operands, and the arithmetic of the contract."""
+"""The parts that the kernels of the gated delta rule share: shapes, operands, and the contract's arithmetic."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -37,7 +37,7 @@ class Problem:
 
     @property
     def slices(self) -> int:
-        """Parts of a head's columns of values, each of which a CTA computes."""
+        """CTAs that share the value columns of a head."""
         return self.value_width // COLUMNS
 
     @property
@@ -47,15 +47,15 @@ class Problem:
 
     @property
     def group(self) -> int:
-        """Heads of values that share a key head."""
+        """Value heads that share a key head."""
         return self.heads // self.key_heads
 
     def key_head(self, head: Array) -> Array:
-        """The key head of a head of values."""
+        """Returns the key head of a value head."""
         return lax.div(head, jnp.int32(self.group))
 
     def place(self, cta: Array) -> tuple[Array, Array, Array]:
-        """The request, the head and the slice of a CTA."""
+        """Returns the request, the head and the slice of a CTA."""
         unit = lax.div(cta, jnp.int32(self.slices))
         request, head = lax.div(unit, jnp.int32(self.heads)), lax.rem(unit, jnp.int32(self.heads))
         return request, head, lax.rem(cta, jnp.int32(self.slices))
@@ -70,8 +70,8 @@ class Operands(NamedTuple):
         v: values `[N, H, V]`.
         g: logarithms of decays `[N, H]`.
         beta: rates `[N, H]`.
-        requests: what there is to know of each request, `[len(Request._fields), B]`; see `Request`.
-        state: the state of all slots, a `DeltaState` of references, which the kernels write where it lies.
+        requests: the fields of each request, `[len(Request._fields), B]`; see `Request`.
+        state: the state of all slots, a `DeltaState` of references that the kernels update in place.
     """
 
     q: Any
@@ -84,15 +84,15 @@ class Operands(NamedTuple):
 
 
 class Request(NamedTuple):
-    """Where a request's tokens stand, and what of it is in memory.
+    """A request's tokens in this call, and its stored state.
 
     Attributes:
         first: the flat row of its first token in this call.
         start: that token's position.
         tokens: its tokens in this call.
         slot: its slot.
-        stored: the chunk before which the state in memory stands. The kernels write it while others still need it, so
-            it is read before.
+        stored: the chunk before which the stored state stands. CTAs overwrite it while others still need it, so it is
+            read before the kernel starts.
     """
 
     first: Array
@@ -103,29 +103,29 @@ class Request(NamedTuple):
 
     @classmethod
     def all_of(cls, rows: RequestRows, chunks: Array) -> Array:
-        """Returns what `at` reads of all requests, given the chunks of all slots."""
+        """Returns the array that `at` reads, for all requests, given the chunks of all slots."""
         return jnp.stack(cls(rows.first, rows.start, rows.tokens, rows.slot, chunks[rows.slot]))
 
     @classmethod
     def at(cls, requests: Any, number: Array) -> "Request":
-        """Returns the request of this number, by a kernel."""
+        """Reads the request with this number, in a kernel."""
         request = cls(*(requests[field, number] for field in range(len(cls._fields))))
         return request._replace(stored=jnp.where(request.start == 0, 0, request.stored))
 
     @property
     def end(self) -> Array:
-        """The position behind its last token."""
+        """The position after its last token."""
         return self.start + self.tokens
 
     @property
     def next_stored(self) -> Array:
-        """The chunk before which the next state stands: the last one to which the next call may go back."""
+        """The chunk before which the next state stands: the last one that the next call may return to."""
         oldest = jnp.maximum(self.start, jnp.minimum(self.end - 1, self.end - DROPPABLE_TOKENS))
         return lax.div(oldest, jnp.int32(DELTA_CHUNK))
 
 
 def product(*pairs: tuple[Any, Any]) -> Array:
-    """The sum of products of matrices, from a fresh accumulator."""
+    """Returns the sum of matrix products, in one fresh accumulator."""
 
     def multiply(accumulator: Any) -> Array:
         for a, b in pairs:
@@ -137,5 +137,5 @@ def product(*pairs: tuple[Any, Any]) -> Array:
 
 
 def rounded_product(x: Array, y: Array | np.float32) -> Array:
-    """The product, which no addition behind it is fused with: the maximum changes nothing."""
+    """Returns the rounded product: the maximum keeps the value, and the product from being fused with an addition."""
     return jnp.maximum(x * y, LOWEST)

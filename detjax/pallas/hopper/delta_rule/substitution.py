@@ -1,8 +1,8 @@
-"""The updates of a chunk's tokens, each of which needs those before it: forward substitution by columns (a primitive).
+"""The updates of a chunk's tokens, each of which depends on all earlier ones: forward substitution (a primitive).
 
-The matrix unit has no part in it: the contract adds the tokens before `t` one by one, in float32. Columns are
-independent, so a thread has one, and of each `_BLOCK` rows either the first or the second half. The sums of a half's
-rows go on side by side, while each of them waits for its last term.
+The matrix unit cannot be used: the contract adds the terms of earlier tokens one at a time, in float32. Columns are
+independent, so a thread has one column, and of each block of `_BLOCK` rows the first or the second half. It advances
+the sums of the half's `_HALF` rows together, which gives independent fmas to hide the latency of each chain.
 """
 
 from typing import Any, Final
@@ -22,7 +22,7 @@ from detjax.pallas.hopper.mosaic.layouts import NUMBER
 from detjax.pallas.hopper.mosaic.registers import as_index, index, int32, unhoisted_thread
 
 COLUMNS: Final = 64
-"""Columns of values that a warpgroup has."""
+"""Value columns of a warpgroup."""
 _HALVES = WARPGROUP // COLUMNS
 _HALF = 8
 _BLOCK = _HALVES * _HALF
@@ -37,7 +37,7 @@ def _plain_substitute(rest: Any, weights: Any, begin: Array, end: Array, *, dtyp
     def step(j: Array, u: Array) -> Array:
         here = u[j].astype(dtype).astype(ACCUMULATOR)
         here = jnp.where(j < begin, kept[j], jnp.where(j < end, here, 0.0))
-        # As `fma`'s twin, it rounds twice.
+        # Rounds twice, like `fma`'s twin.
         product = lax.optimization_barrier(a[:, j][:, None] * here[None])
         return jnp.where(row == j, here, jnp.where((row > j) & (row >= begin), u - product, u))
 
@@ -46,17 +46,19 @@ def _plain_substitute(rest: Any, weights: Any, begin: Array, end: Array, *, dtyp
 
 @primitive(twin=_plain_substitute, args=(plgpu.RefType(), plgpu.RefType(), NUMBER, NUMBER))
 def substitute(rest: Any, weights: Any, begin: Any, end: Any, *, dtype: Any) -> None:
-    """Turns residuals into updates, in place; all threads meet, behind the last row as well.
+    """Computes updates from residuals, in place, and ends with a barrier of all threads.
 
     Args:
-        rest: shared memory `[DELTA_CHUNK, COLUMNS]`, float32: updates up to row `begin`, then residuals. The rows from
-            `end` on become zeros.
-        weights: shared memory `[DELTA_CHUNK, DELTA_CHUNK]`, float32; only those below the diagonal are read.
-        begin: the first row that is computed.
-        end: the end of these.
-        dtype: what updates are rounded to.
+        rest: shared memory `[DELTA_CHUNK, COLUMNS]`, float32: updates up to row `begin`, then residuals. Rows from
+        `end`
+            on become zeros.
+        weights: shared memory `[DELTA_CHUNK, DELTA_CHUNK]`, float32; only numbers below the diagonal are used.
+        begin: the first computed row.
+        end: the end of the computed rows.
+        dtype: the dtype that updates are rounded to.
     """
-    # Constants are added to what is an index already: so they become part of an instruction, not an address each.
+    # Constants are added to index values, so that they become offsets of the instructions instead of separate
+    # addresses.
     begin, end = (as_index(x.registers.item()) for x in (begin, end))
     thread = unhoisted_thread()
     column = as_index(arith.remui(thread, int32(COLUMNS)))
@@ -66,12 +68,12 @@ def substitute(rest: Any, weights: Any, begin: Any, end: Any, *, dtype: Any) -> 
     several = ir.VectorType.get((_STEP,), float32)
 
     def load_weights(row: Any, first: Any) -> list[Any]:
-        """The weights of `_STEP` earlier tokens for a row."""
+        """Returns the weights of `_STEP` earlier tokens for a row. All threads of a half read the same: a broadcast."""
         values = vector.load(several, weights, [row, first])
         return [vector.extract(values, [], ir.DenseI64ArrayAttr.get([i])) for i in range(_STEP)]
 
     def subtract(sums: list[Any], rows: list[Any], first: Any, updates: list[Any]) -> list[Any]:
-        """The sums without the terms of `_STEP` earlier tokens."""
+        """Returns the sums minus the terms of `_STEP` earlier tokens."""
         weights_by_row = [load_weights(row, first) for row in rows]
         for i, u in enumerate(updates):
             sums = [math_dialect.fma(arith.negf(a[i]), u, total) for a, total in zip(weights_by_row, sums, strict=True)]
@@ -81,7 +83,7 @@ def substitute(rest: Any, weights: Any, begin: Any, end: Any, *, dtype: Any) -> 
         return [memref.load(rest, [arith.addi(first, index(i)), column]) for i in range(_STEP)]
 
     def finish(sums: list[Any], kept: list[Any], rows: list[Any], first: Any) -> None:
-        """Stores the updates of a half, whose rows begin at `first`."""
+        """Stores the updates of a half, whose rows start at `first`."""
         weights_by_row = [
             [a for i in range(0, _HALF, _STEP) for a in load_weights(row, arith.addi(first, index(i)))] for row in rows
         ]
@@ -107,6 +109,8 @@ def substitute(rest: Any, weights: Any, begin: Any, end: Any, *, dtype: Any) -> 
             j = earlier.induction_variable
             scf.yield_(subtract(list(earlier.inner_iter_args), rows, j, load_updates(j)))
         sums = list(earlier.results)
+        # Both halves have subtracted the terms of earlier blocks. The first finishes its rows; after the barrier the
+        # second reads them and finishes its own; after the second barrier the next block may read both.
         with mgpu.when(arith.cmpi(arith.CmpIPredicate.eq, half, index(0))):
             finish(list(sums), kept, rows, first)
         mgpu.warpgroup_barrier()
@@ -117,4 +121,4 @@ def substitute(rest: Any, weights: Any, begin: Any, end: Any, *, dtype: Any) -> 
             finish(list(sums), kept, rows, first_of_half)
         mgpu.warpgroup_barrier()
         scf.yield_([])
-    # Rows of other blocks are those of an earlier call, or zeros already.
+    # Rows of other blocks are updates of an earlier call, or already zeros.

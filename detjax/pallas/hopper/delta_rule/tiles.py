@@ -1,4 +1,10 @@
-"""The kernel for requests of any number of tokens: two warpgroups that go from chunk to chunk of a request."""
+"""The kernel for requests of any number of tokens: one warpgroup loads a request's chunks, another computes them.
+
+The two share a ring of `_SLOTS` chunks. The loader waits for `consumed[slot]`, starts the copies, waits for its own
+threads' copies, fences them for the matrix unit, and arrives at `loaded[slot]`. The computing warpgroup waits for
+`loaded[slot]` and arrives at `consumed[slot]` after its last read of the chunk. It reuses the slot's `u` and `v` for
+the new updates and the outputs.
+"""
 
 from typing import Any, Final, NamedTuple
 
@@ -28,22 +34,25 @@ WARPGROUPS: Final = 2
 """Warpgroups of a CTA: one that computes, and one that loads."""
 
 _SLOTS = 2
-"""Chunks that shared memory has room for: one is loaded while the one before it is computed."""
+"""Chunks in shared memory: one is loaded while the previous one is computed. With keys of 128 columns a chunk takes
+48.5 KiB and everything else 84, so a third one would not fit into 227."""
 _PADDED = 72
-"""Elements from row to row of float32 numbers that threads exchange: 8 rows then lie in different banks."""
+"""Stride in elements of rows of float32 numbers that threads exchange. A row then starts 8 banks after the one before,
+so that 4 rows of 8 numbers, which half a warp accesses at once, use all 32 banks; with 64 all rows would start in
+one."""
 _WIDE_LINE = 32
-"""Elements of a swizzled line of float32."""
+"""Elements of a swizzled float32 line."""
 
 
 class Results(NamedTuple):
-    """Arrays in memory that the kernel writes: outputs `[N, H, V]` and sums of decays `[N, H]`."""
+    """The arrays that the kernel writes: outputs `[N, H, V]` and sums of decays `[N, H]`."""
 
     o: Any
     decays: Any
 
 
 def scratch_types(problem: Problem) -> dict[str, Any]:
-    """Shared memory and barriers of a CTA."""
+    """Returns the types of a CTA's shared memory and barriers."""
 
     def rows(*shape: int) -> Any:
         return plgpu.SMEM(shape, problem.dtype, transforms=swizzled(shape[-1]))
@@ -70,10 +79,10 @@ def scratch_types(problem: Problem) -> dict[str, Any]:
 
 
 class Tiles:
-    """A CTA: `COLUMNS` columns of a head of values of one request, from its first chunk to its last.
+    """A CTA: `COLUMNS` value columns of a head of one request, from its first chunk to its last.
 
-    A chunk is a tile of 64 tokens, whatever this call has of them: rows of an earlier call come from the state, and
-    those that are not there yet are zeros. So prefill, decode and a verify step run the same instructions for a token.
+    A chunk is always a tile of 64 tokens: rows of earlier calls come from the state, and rows of later ones are zeros.
+    So prefill, decode and a verify step run the same instructions for a token.
     """
 
     def __init__(self, problem: Problem, operands: Operands, results: Results, scratch: dict[str, Any]) -> None:
@@ -95,13 +104,15 @@ class Tiles:
     # --- the loading warpgroup ----------------------------------------------------------------------------------------
 
     def load(self, request: Request, last: Array) -> None:
-        """Loads the request's chunks, each as soon as there is room for it."""
+        """Loads the request's chunks, each as soon as its slot is free."""
 
         @pl.loop(request.stored, last + 1)
         def _(chunk: Array) -> None:
             slot = self.slot(request, chunk)
             pl.when(chunk >= request.stored + _SLOTS)(lambda: plgpu.barrier_wait(self.scratch["consumed"].at[slot]))
             self.load_chunk(request, chunk, slot)
+            # Each thread waits for its own copies; the fence and barrier then make all of them visible to the matrix
+            # unit.
             await_rows()
             plgpu.commit_smem()
             plgpu.barrier_arrive(self.scratch["loaded"].at[slot])
@@ -171,27 +182,27 @@ class Tiles:
 
     @property
     def parts(self) -> list[Any]:
-        """The columns of keys, in as many as the matrix unit has rows."""
+        """The key columns, in parts of as many as the matrix unit has rows."""
         return [pl.ds(first, ROWS) for first in range(0, self.problem.width, ROWS)]
 
     def slot(self, request: Request, chunk: Array) -> Array:
-        """Where in shared memory a chunk is."""
+        """Returns a chunk's slot in shared memory."""
         return lax.rem(chunk - request.stored, jnp.int32(_SLOTS))
 
     def updates(self, request: Request) -> Any:
-        """The CTA's part of the request's updates in memory."""
+        """Returns the CTA's part of the request's updates in memory."""
         return self.operands.state.updates.at[request.slot, :, self.head, self.columns]
 
     def numbers(self, name: str, slot: Array, layout: Any = PER_ROW) -> Array:
-        """A number for each of the chunk's tokens from shared memory."""
+        """Returns a number for each of the chunk's tokens from shared memory."""
         return plgpu.load(self.scratch[name].at[slot], layout=layout, optimized=False)
 
     def rows(self, name: str, slot: Array) -> Array:
-        """The chunk's rows `[DELTA_CHUNK, COLUMNS]` from shared memory, in float32."""
+        """Returns the chunk's rows `[DELTA_CHUNK, COLUMNS]` from shared memory, in float32."""
         return plgpu.load(self.scratch[name].at[slot], layout=MATRIX, optimized=False).astype(ACCUMULATOR)
 
     def compute_tokens(self, request: Request, chunk: Array, slot: Array) -> None:
-        """The outputs of a chunk's tokens, and their updates."""
+        """Computes the updates and outputs of a chunk's tokens."""
         scratch, dtype, shape = self.scratch, self.problem.dtype, (DELTA_CHUNK, COLUMNS)
         q, k, v, u = (scratch[name].at[slot] for name in ("q", "k", "v", "u"))
         weights, updates = (scratch[name].at[:, pl.ds(0, ROWS)] for name in ("weights", "rest"))
@@ -205,6 +216,7 @@ class Tiles:
         is_kept = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=MATRIX) < begin
         updates[...] = jnp.where(is_kept, self.rows("u", slot), rest)
         weights[...] = (rate * product((k, k.T))) * between
+        # The substitution reads rows that other threads have just written.
         meet()
         substitute(updates, weights, begin, end, dtype=dtype)
 
@@ -214,42 +226,43 @@ class Tiles:
         high = p.astype(dtype)
         low = (p - high.astype(ACCUMULATOR)).astype(dtype)
         from_state = scale * product((q, scratch["held_s"]))
-        plgpu.commit_smem()
+        plgpu.commit_smem()  # `wgmma` reads u through the asynchronous proxy
         within = product((high, u), (low, u))
         v[...] = fma(decay, from_state, within).astype(dtype)
         meet()
 
         first = request.first + chunk * DELTA_CHUNK - request.start
         store_rows(v, self.results.o.at[:, self.head, self.columns], first, begin, end)
-        # Earlier rows would be overwritten.
-        needed = jnp.maximum(begin, request.end - DELTA_ROWS - chunk * DELTA_CHUNK)
+        # The ring keeps the last DELTA_ROWS tokens; rows before `oldest` would be overwritten anyway.
+        oldest = jnp.maximum(begin, request.end - DELTA_ROWS - chunk * DELTA_CHUNK)
         place = lax.rem(chunk * DELTA_CHUNK, jnp.int32(DELTA_ROWS))
-        store_rows(u, self.updates(request), place, needed, end)
+        store_rows(u, self.updates(request), place, oldest, end)
 
         @pl.when(self.slice == 0)
         def _() -> None:
             store_gates(scratch["decays"].at[slot], self.results.decays.at[:, self.head], first, begin, end)
 
+        # `advance` overwrites v, which the stores above still read.
         meet()
 
     def between(self, slot: Array) -> Array:
-        """The factor by which the token of each column has faded at the token of each row; 0 for later tokens."""
+        """Returns the factor by which each column's token has decayed at each row's token; 0 for later tokens."""
         shape = (DELTA_CHUNK, DELTA_CHUNK)
         later = along_rows(self.numbers("decays", slot), shape)
         earlier = lax.broadcast_in_dim(self.numbers("decays", slot, PER_COLUMN), shape, [1])
         return jnp.exp2(mask_columns(later - earlier, row_indices() + 1))
 
     def advance(self, slot: Array) -> None:
-        """The state after a chunk, of whose tokens all rows are there."""
+        """Advances the state past a complete chunk."""
         scratch, dtype, shape = self.scratch, self.problem.dtype, (DELTA_CHUNK, COLUMNS)
-        k, faded = (scratch[name].at[slot] for name in ("k", "v"))
+        k, decayed = (scratch[name].at[slot] for name in ("k", "v"))
         end = scratch["decays"][slot, DELTA_CHUNK - 1]
-        fading = along_rows(jnp.exp2(end - self.numbers("decays", slot)), shape)
-        faded[...] = (self.rows("u", slot) * fading).astype(dtype)
+        until_end = along_rows(jnp.exp2(end - self.numbers("decays", slot)), shape)
+        decayed[...] = (self.rows("u", slot) * until_end).astype(dtype)
         plgpu.commit_smem()
         decay = along_rows(jnp.exp2(splat(end, (ROWS,))), shape)
         for part in self.parts:
-            added = product((k.at[:, part].T, faded))
+            added = product((k.at[:, part].T, decayed))
             s = fma(decay, plgpu.load(scratch["s"].at[part], layout=MATRIX), added)
             scratch["s"].at[part][...] = s
             scratch["held_s"].at[part][...] = s.astype(dtype)
@@ -257,7 +270,7 @@ class Tiles:
 
 
 def _places(request: Request, chunk: Array) -> tuple[Array, Array]:
-    """The first place of a chunk whose token is one of the call's, and the end of these."""
+    """Returns the first place of a chunk with a token of the call, and the end of these places."""
     begin, end = (
         jnp.clip(x - chunk * DELTA_CHUNK, 0, DELTA_CHUNK).astype(jnp.int32) for x in (request.start, request.end)
     )
