@@ -1,4 +1,4 @@
-"""The ASGI application: its routes, and the way of a request from its body to its response."""
+"""The ASGI application: its routes, and the path of a request from its body to its response."""
 
 import asyncio
 import contextlib
@@ -58,19 +58,19 @@ _METRICS_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def system_fingerprint(model: Decoder, tokenizer: Tokenizer, config: EngineConfig | None = None) -> str:
-    """Returns a digest of all that answers depend on besides requests: contract, environment, model and settings.
+    """Returns a digest of everything that answers depend on, except requests: contract, environment, model, settings.
 
-    Servers with equal fingerprints give the same request the same bits. Of the engine's settings, answers depend on
-    how keys and values are quantized, and on the most tokens of a prompt and its answer: a chat that does not say how
-    many tokens it wants gets as many as there is room for. Sampling parameters that a request leaves out are those of
-    the checkpoint, which the model's digest holds, or OpenAI's; its answer says the seed.
+    Servers with equal fingerprints give the same request the same bits. Answers depend on two of the engine's settings:
+    the quantization of keys and values, and the maximum length, since a chat without `max_tokens` fills the remaining
+    room. Sampling parameters that a request omits come from the checkpoint, which the model's digest covers, or from
+    OpenAI's defaults; the answer reports the seed.
     """
     config = config or EngineConfig()
     return fingerprint_of(Origin.here(model, tokenizer, config.kv_cache_dtype), config, ModelMetadata.from_model(model))
 
 
 def fingerprint_of(origin: Origin, config: EngineConfig, outline: ModelMetadata) -> str:
-    """Returns what `system_fingerprint` returns, of a model whose weights have been read."""
+    """Returns the `system_fingerprint` of a model whose digest is known."""
     settings = f"{origin.kv_cache_dtype} {config.max_length or outline.config.max_positions}"
     digest = hashlib.sha256(f"{origin.model} {settings}".encode()).hexdigest()
     return f"detjax-{CONTRACT_VERSION}-{origin.environment}-{digest[:16]}"
@@ -79,14 +79,14 @@ def fingerprint_of(origin: Origin, config: EngineConfig, outline: ModelMetadata)
 def create_app(engine: Engine, model: Decoder, tokenizer: Tokenizer, settings: Settings) -> Starlette:
     """Returns the server as an ASGI application.
 
-    It reads all weights for the fingerprint, which takes a while for large models. The caller closes `app.state.texts`,
-    which ends the processes that do the server's text work.
+    The fingerprint requires reading all weights, which takes a while for large models. The caller closes
+    `app.state.texts`, which ends the text workers.
 
     Args:
         engine: generates the answers. The caller closes it.
         model: the engine's model.
         tokenizer: the engine's tokenizer.
-        settings: how it treats clients.
+        settings: settings for clients.
     """
     origin = Origin.here(model, tokenizer, engine.config.kv_cache_dtype)
     return app_of(engine, ModelMetadata.from_model(model), tokenizer, settings, origin)
@@ -95,14 +95,14 @@ def create_app(engine: Engine, model: Decoder, tokenizer: Tokenizer, settings: S
 def app_of(
     engine: Engine | ReplicatedEngine, outline: ModelMetadata, tokenizer: Tokenizer, settings: Settings, origin: Origin
 ) -> Starlette:
-    """Returns the server that `create_app` returns, of a model that may be in other processes.
+    """Returns the server of `create_app` for a model that may be in other processes.
 
     Args:
         engine: generates the answers.
-        outline: that of the engine's model.
+        outline: the metadata of the engine's model.
         tokenizer: the engine's tokenizer.
-        settings: how it treats clients.
-        origin: what answers depend on besides requests.
+        settings: settings for clients.
+        origin: everything that answers depend on, except requests.
     """
     fingerprint = fingerprint_of(origin, engine.config, outline)
     texts = Texts(tokenizer, settings.text_seconds)
@@ -156,7 +156,7 @@ def app_of(
 
 
 def _sampling_defaults(outline: ModelMetadata) -> dict[str, Any]:
-    """Sampling parameters of requests that give none: the checkpoint's recommendation, else OpenAI's default."""
+    """Returns default sampling parameters: the checkpoint's recommendation, else OpenAI's defaults."""
     recommended, params = outline.generation_defaults, SamplingParams.recommended(outline)
     if recommended is None or not recommended.do_sample:
         return {"temperature": 1.0, "repetition_penalty": params.repetition_penalty}
@@ -173,7 +173,7 @@ class _Api:
         self.metrics = Metrics(served.engine)
         self._keys = [key.encode() for key in settings.api_keys]
         self._long_bodies = asyncio.Lock()
-        """Held while a long body is parsed, so that the memory that parsing takes does not add up."""
+        """Serializes the parsing of long bodies, to bound its memory."""
 
     # --- generation ---------------------------------------------------------------------------------------------------
 
@@ -190,9 +190,9 @@ class _Api:
         return await self._generate(request, ResponsesRequest, ResponsesCall)
 
     async def stored_response(self, request: Request) -> Response:
-        """Any request for a response that was made before."""
+        """Any request for an earlier response."""
         self._authorize(request)
-        raise ApiError(404, f"there is no response {quote(request.path_params['id'])}: the server stores none")
+        raise ApiError(404, f"response {quote(request.path_params['id'])} does not exist: the server stores none")
 
     async def _generate(
         self,
@@ -205,7 +205,7 @@ class _Api:
         body = await self._parse_body(request, schema)
         self._check_model_name(body.model)
         try:
-            # Clients see the name that they asked for.
+            # Responses have the name that the client asked for.
             call = call_type(body, dataclasses.replace(self.served, name=body.model), self._caller(request))
             with contextlib.ExitStack() as admission:
                 admitted = admission.enter_context(self.guard.admitted(call.num_samples))
@@ -215,7 +215,7 @@ class _Api:
                 self.metrics.prompt_tokens.inc(record.prompt_tokens)
                 if body.stream:
                     events = self._events(call, admitted, record)
-                    # The first event tells whether the engine refuses the request, in time for the status to say so.
+                    # Waits for the first event, because an error before it can still set the HTTP status.
                     first = await self.guard.watch(request.receive, anext(events), deadline)  # pyright: ignore
                     held = admission.pop_all()
                     return EventStream(self.guard, first, events, deadline, held, call.error_event, body)
@@ -223,7 +223,7 @@ class _Api:
                 generations = await self.guard.watch(request.receive, generating, deadline)
                 await call.read(generations)
         except ClientGone:
-            return Response(status_code=499)  # nobody receives it
+            return Response(status_code=499)  # nobody receives it; the log has it
         except Exception as error:
             return to_api_error(error, body).response()
         record.generated_tokens = sum(len(c.tokens) for one in generations for c in one.completions)
@@ -231,15 +231,15 @@ class _Api:
         return JsonPieces(self.guard, call.full_response(generations), self.settings.request_seconds)
 
     async def _events(self, call: ApiCall, admission: Admission, record: RequestRecord) -> AsyncGenerator[bytes]:
-        """Yields the server-sent events of a streamed response. Others have turns while many tokens come at once."""
-        made = 0
+        """Yields the server-sent events of a streamed response, and lets other requests run while many tokens come."""
+        size = 0
         async with contextlib.aclosing(self._chunks(call, admission, record)) as chunks:
             async for chunk in chunks:
                 part = call.event(chunk)
                 yield part
-                made += len(part)
-                if made >= TURN_BYTES:
-                    made = 0
+                size += len(part)
+                if size >= TURN_BYTES:
+                    size = 0
                     await asyncio.sleep(0)
         if call.ENDS_WITH_DONE:
             yield DONE
@@ -247,7 +247,7 @@ class _Api:
     async def _chunks(
         self, call: ApiCall, admission: Admission, record: RequestRecord
     ) -> AsyncGenerator[dict[str, Any]]:
-        """Yields the chunks of a streamed response, counts its tokens, and gives back samples that end."""
+        """Yields the chunks of a streamed response, counts its tokens, and releases samples that end."""
         clock = asyncio.get_running_loop().time
         start, last_times = clock(), dict[tuple[int, int], float]()
         generated = 0
@@ -292,7 +292,7 @@ class _Api:
         if body.model is not None:
             self._check_model_name(body.model)
         try:
-            # It counts like a sample, so that a full server is full for texts too.
+            # Counts as a sample, so that a full server rejects texts too.
             with self.guard.admitted(1) as admission:
                 content = await self.guard.watch(request.receive, answer(body, self.served), admission.deadline)
         except ClientGone:
@@ -309,17 +309,17 @@ class _Api:
     # --- requests -----------------------------------------------------------------------------------------------------
 
     def _caller(self, request: Request) -> Caller:
-        """Who sent a request, which was authorized: a digest of the key, or nobody where none is needed."""
+        """Returns the sender of an authorized request: a digest of the key, or nobody if no key is required."""
         client = hashlib.sha256(_key_of(request)[1]).hexdigest() if self._keys else None
         return Caller(client, has_own_prefixes=self.settings.separate_prefixes)
 
     def _authorize(self, request: Request) -> None:
-        """Refuses requests without one of the server's keys, if it has any."""
+        """Rejects requests without one of the server's keys, if it has any."""
         if not self._keys:
             return
-        kind, given = _key_of(request)
-        if kind != "bearer" or not any([hmac.compare_digest(given, known) for known in self._keys]):
-            problem = "the API key is wrong" if given else "no API key was sent"
+        kind, key = _key_of(request)
+        if kind != "bearer" or not any([hmac.compare_digest(key, known) for known in self._keys]):
+            problem = "the API key is wrong" if key else "no API key was sent"
             raise ApiError(
                 401,
                 f"{problem}; expected: the header 'Authorization: Bearer KEY' with a key of this server",
@@ -358,7 +358,7 @@ class _Api:
             message = f"the request did not arrive within {self.settings.body_seconds:g} s, the server's limit"
             raise ApiError(408, message, code="timeout") from None
         except ClientDisconnect:
-            raise ApiError(400, "the client disconnected before it had sent the whole request") from None
+            raise ApiError(400, "the client disconnected before it sent the whole request") from None
         return bytes(body)
 
     # --- other routes -------------------------------------------------------------------------------------------------
@@ -399,7 +399,7 @@ class _Api:
 
 
 def _key_of(request: Request) -> tuple[str, bytes]:
-    """The kind and the key in a request's header Authorization."""
+    """Returns the kind and the key in a request's Authorization header."""
     kind, _, key = request.headers.get("authorization", "").partition(" ")
     return kind.lower(), key.strip().encode("latin-1")
 

@@ -315,10 +315,10 @@ def test_ids_of_calls_are_functions_of_the_answers_id(
             {"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "string"}}}]},
             "tools.0.function.parameters is {'type': 'string'}; accepted: a JSON schema of type 'object'",
         ),
-        ({"tools": [NOW, NOW]}, "accepted: tools whose names differ"),
+        ({"tools": [NOW, NOW]}, "accepted: tools with different names"),
         ({"tools": [NOW] * 129}, "at most 128 items"),
         ({"tool_choice": "any"}, "tool_choice is 'any'; accepted: 'none', 'auto', 'required', an object"),
-        ({"tools": [], "tool_choice": "required"}, "tool_choice is 'required' and there are no tools"),
+        ({"tools": [], "tool_choice": "required"}, "tool_choice is 'required' and the request has no tools"),
         ({"tools": [NOW], "tool_choice": NAMED}, "tool_choice names 'weather'; accepted: 'now'"),
         ({"extra_body": {"structured_outputs": {"regex": "a"}}}, "structured_outputs and tools are given"),
         ({"functions": [{"name": "a"}]}, "functions is [{'name': 'a'}]; accepted: [] or null"),
@@ -359,7 +359,7 @@ def test_what_cannot_be_served_is_refused_by_name(tooled: openai.OpenAI, fields:
     assert error["param"] in ("tools" if "tool 1" in says else error["param"], *fields, *fields.get("extra_body", {}))
 
 
-@pytest.mark.parametrize(("template", "says"), [(WITHOUT_TOOLS, "no place for them"), (UNKNOWN, "none of the formats")])
+@pytest.mark.parametrize(("template", "says"), [(WITHOUT_TOOLS, "ignores them"), (UNKNOWN, "an unknown format")])
 def test_models_whose_templates_have_no_tools_say_so(
     engine: Engine, loaded: tuple[Decoder, Tokenizer], template: str, says: str
 ) -> None:
@@ -374,7 +374,7 @@ def test_llamas_calls_and_content_of_a_form_exclude_each_other(
 ) -> None:
     tokenizer = marked.with_chat_template(TEMPLATES["llama"])
     with serving(marked_engine, (loaded[0], tokenizer)) as one, one.client() as client:
-        with pytest.raises(openai.BadRequestError, match="the model writes its calls as JSON too"):
+        with pytest.raises(openai.BadRequestError, match="the model writes calls as JSON too"):
             client.chat.completions.create(**ASKED, response_format=JSON)
 
 

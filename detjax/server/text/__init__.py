@@ -1,4 +1,4 @@
-"""Text work in processes of their own: chat templates, tokenizing and decoding.
+"""Text work in separate processes: chat templates, tokenizing and decoding.
 
 Read `texts` for the server's side and `worker` for the other; `process` starts a worker without JAX.
 """

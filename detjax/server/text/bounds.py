@@ -1,4 +1,4 @@
-"""How many bytes of text one token can stand for, so that hopeless texts are refused before they are tokenized."""
+"""An upper bound on the bytes of text per token, so that texts that are too long are rejected before tokenization."""
 
 from collections.abc import Mapping
 from typing import Any, Final
@@ -6,23 +6,21 @@ from typing import Any, Final
 from detjax.models.text.tokenizer import byte_alphabet
 
 _SHRINKAGE: Final = {"NFC": 4, "NFD": 4, "NFKC": 4, "NFKD": 4, "Lowercase": 4, "Prepend": 1, "ByteLevel": 1}
-"""Normalizers of bounded shrinkage, with a bound of how many times fewer bytes they make of a text.
+"""Normalizers that shrink a text at most by a constant factor, with a bound on the factor.
 
-Three is what Unicode's canonical forms and lower case can do (the Kelvin sign has 3 bytes and becomes one of 1 byte;
-three Hangul jamo of 3 bytes each become one syllable of 3), four what its compatibility forms can do (mathematical
-letters).
+Unicode's canonical forms and lower case shrink by up to 3 (the 3-byte Kelvin sign becomes 1 byte; three Hangul jamo of
+3 bytes each become one syllable of 3), its compatibility forms by up to 4 (mathematical letters).
 """
 _PRE_TOKENIZERS: Final = ("ByteLevel", "Split", "Digits", "Metaspace", "Punctuation")
-"""Pre-tokenizers that keep all of a text, unless they are told to remove something."""
+"""Pre-tokenizers that keep the whole text, unless configured to remove something."""
 
 
 def bytes_per_token(tokenizer: Mapping[str, Any]) -> int | None:
-    """Returns a number of bytes of text that no token exceeds; None where there is no such number.
+    """Returns an upper bound on the bytes of text per token, or None if the tokenizer has no bound.
 
-    There is none where something of the text may vanish without a token: normalizers that strip or replace,
-    pre-tokenizers that remove spaces, added tokens that swallow the spaces around them, and vocabularies in which a
-    whole run of unknown characters is one token or none. The number is generous, because a text that fits must never be
-    refused.
+    A tokenizer has no bound if parts of the text may vanish without a token: normalizers that strip or replace,
+    pre-tokenizers that remove spaces, added tokens that swallow surrounding spaces, and vocabularies that map a run of
+    unknown characters to one token or to nothing. The bound is loose, because a text that fits must never be rejected.
 
     Args:
         tokenizer: the object in `tokenizer.json`.
@@ -43,7 +41,7 @@ def bytes_per_token(tokenizer: Mapping[str, Any]) -> int | None:
 
 
 def _steps(step: Mapping[str, Any] | None, key: str) -> list[Mapping[str, Any]]:
-    """The steps of a normalizer or pre-tokenizer, which may be a sequence of others."""
+    """Returns the steps of a normalizer or pre-tokenizer, flattening sequences."""
     if step is None:
         return []
     if step.get("type") == "Sequence":

@@ -1,7 +1,7 @@
 """Messages between the server and its text workers: lists of byte strings on a pipe.
 
-JSON and plain bytes, not the pickles of multiprocessing and of pools over it: a worker runs programs that come with a
-checkpoint, and what it answers must not be able to run anything in the server.
+They hold JSON and plain bytes, not the pickles of multiprocessing and its pools: a worker runs programs from a
+checkpoint, and its answers must not be able to execute code in the server.
 """
 
 import struct
@@ -10,14 +10,14 @@ from typing import IO, Final
 
 _LENGTH: Final = struct.Struct("<q")
 _END: Final = -1
-"""The length that stands after a message's last frame."""
+"""The length that marks the end of a message."""
 
 
 def send(pipe: IO[bytes], frames: Iterable[bytes]) -> None:
-    """Writes a message. Its frames may be made while it is written, so that no large message is ever held at once.
+    """Writes a message. Frames may come from an iterator, so that a large message is never in memory as a whole.
 
     Raises:
-        OSError: nobody reads.
+        OSError: the reader is gone.
     """
     for frame in frames:
         pipe.write(_LENGTH.pack(len(frame)))

@@ -1,7 +1,7 @@
 """The program that a text worker runs: `python process.py`.
 
-It imports the tokenizer without importing JAX, which the packages around it would import: a worker then starts in a
-fraction of a second, takes little memory, and never touches the accelerator.
+It imports the tokenizer without JAX, which the parent packages would import: so a worker starts in a fraction of a
+second, takes little memory, and never touches the accelerator.
 """
 
 import importlib
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def _declare_bare_packages() -> None:
-    """Puts packages in place whose own `__init__` does not run, so that their modules can be imported one by one."""
+    """Registers packages without running their `__init__`, so that their modules can be imported individually."""
     root = Path(__file__).parents[2]
     for name, directory in (
         ("detjax", root),

@@ -1,8 +1,8 @@
-"""Text work of requests: chat templates, tokens of texts and texts of tokens, by processes of their own.
+"""Text work of requests in separate processes: chat templates, tokenizing and decoding.
 
-A text of megabytes takes a tokenizer seconds and hundreds of bytes of memory for each of its own, and its list of
-tokens is made under Python's lock; a chat template is a program that comes with a checkpoint and may never end. In this
-process either would stop every stream.
+A tokenizer takes seconds for a text of megabytes, with hundreds of bytes of memory per byte of text, and builds the
+list of tokens under Python's lock. A chat template is a program from a checkpoint that may never end. In this process,
+either would block every stream.
 """
 
 import array
@@ -30,20 +30,20 @@ from detjax.server.text import frames as text_frames
 _log: Final = logging.getLogger(__name__)
 _PROGRAM: Final = Path(__file__).with_name("process.py")
 _BRIEF: Final = 1 << 12
-"""Characters or tokens up to which a thread of this process does the work: a millisecond or two."""
+"""Characters or tokens up to which a thread of this process does the work, in a millisecond or two."""
 _LONG: Final = 1 << 17
-"""Bytes from which on a job goes to the worker of long jobs, where no others wait behind it."""
+"""Bytes from which a job goes to the worker for long jobs, so that it does not delay others."""
 _WORKERS: Final = 2
-"""Processes for the other jobs."""
+"""Number of processes for the other jobs."""
 _MESSAGES: Final = 500
-"""Messages that become JSON at once, before other threads have a turn."""
+"""Messages to encode as JSON before yielding to other threads."""
 
 
 class Message(Protocol):
     """A message of a conversation."""
 
     def for_template(self) -> Mapping[str, Any]:
-        """The message as chat templates expect it."""
+        """Returns the message in the form that chat templates expect."""
         ...
 
 
@@ -51,51 +51,50 @@ type Frames = Iterable[bytes]
 
 
 class TextRefused(ValueError):
-    """The chat template refuses the messages, or the work on a text takes too much time or memory."""
+    """The chat template rejects the messages, or the work on a text takes too much time or memory."""
 
 
 class TextTooLong(ValueError):
     """A text has more tokens than fit.
 
     Attributes:
-        number: which of the request's texts it is.
+        number: the index of the text in the request.
         size: a description of its length, such as "1000 tokens".
     """
 
     def __init__(self, number: int, size: str) -> None:
-        """An error; see the attributes."""
         super().__init__(f"text {number} has {size}")
         self.number, self.size = number, size
 
 
 class Texts:
-    """Does the text work of all requests. It is closed at the server's end.
+    """Does the text work of all requests.
 
     Texts of a few thousand characters are encoded in a thread. Everything else goes to worker processes, which start at
-    the first job, or at `start`. A worker that dies is replaced, and its job is tried once more.
+    the first job or at `start`. A worker that dies is replaced, and its job is retried once.
     """
 
     def __init__(self, tokenizer: Tokenizer, cpu_seconds: float = 30) -> None:
-        """Makes workers for a tokenizer.
+        """Creates workers for a tokenizer.
 
         Args:
-            tokenizer: is made again, of the same files, in each worker.
-            cpu_seconds: CPU time after which a job is ended and its request refused.
+            tokenizer: the tokenizer, which each worker creates from its files.
+            cpu_seconds: CPU time after which a job is killed and its request rejected.
         """
         self._tokenizer = tokenizer
         start = _start_message(tokenizer, cpu_seconds)
         self._workers = [_Worker(start, cpu_seconds) for _ in range(_WORKERS + 1)]
         self._short, self._long = _WorkerQueue(self._workers[:-1]), _WorkerQueue(self._workers[-1:])
-        # A server that nobody closed must not leave processes behind.
+        # Without `close`, no processes may stay.
         self._end = weakref.finalize(self, _end_workers, self._workers, [self._short, self._long])
 
     def start(self) -> None:
-        """Starts all workers, and returns before they are ready."""
+        """Starts all workers, without waiting for them to be ready."""
         for lane in (self._short, self._long):
             lane.start()
 
     def close(self) -> None:
-        """Ends all workers. Jobs that they had not finished fail."""
+        """Ends all workers. Unfinished jobs fail."""
         self._end()
 
     async def encode(self, texts: Sequence[str], *, limit: int, add_special_tokens: bool = True) -> list[list[int]]:
@@ -103,7 +102,7 @@ class Texts:
 
         Args:
             texts: the texts of one request.
-            limit: tokens that a text may have.
+            limit: maximum number of tokens per text.
             add_special_tokens: as in `Tokenizer.encode`.
 
         Raises:
@@ -129,14 +128,14 @@ class Texts:
 
         Args:
             messages: the conversation.
-            variables: further variables of the template.
-            limit: tokens that the conversation may have.
-            add_generation_prompt: whether the text ends with what opens an answer.
-            add_special_tokens: whether to add what the tokenizer puts around every text; templates write it themselves.
+            variables: additional variables of the template.
+            limit: maximum number of tokens.
+            add_generation_prompt: True to end with the beginning of an answer.
+            add_special_tokens: as in `Tokenizer.encode`; False by default, since templates write special tokens.
 
         Raises:
             TextTooLong: the conversation has more tokens.
-            TextRefused: the template refuses the messages, or the work took too much time or memory.
+            TextRefused: the template rejects the messages, or the work took too much time or memory.
         """
         job = {
             "operation": "chat",
@@ -178,7 +177,7 @@ class Texts:
     async def _run[T](
         self, size: int, job: Mapping[str, Any], parts: Callable[[], Frames], read: Callable[[Sequence[bytes]], T]
     ) -> T:
-        """Returns what `read` makes of the frames of a job's answer. `size` decides which worker does the job."""
+        """Runs a job on the worker for its `size`, and returns the result of `read` on the frames of its answer."""
 
         def run(worker: _Worker) -> T:
             answer = worker.run(lambda: itertools.chain([json.dumps(job).encode()], parts()))
@@ -193,7 +192,7 @@ class Texts:
 
 
 class _WorkerQueue:
-    """Workers that do jobs in the order in which they come, with a thread for each that waits for its answers."""
+    """Workers that do jobs in order of arrival, each with a thread that waits for its answers."""
 
     def __init__(self, workers: Sequence["_Worker"]) -> None:
         self._idle = queue.SimpleQueue[_Worker]()
@@ -203,14 +202,13 @@ class _WorkerQueue:
         self._num_workers = len(workers)
 
     async def run[T](self, use: Callable[["_Worker"], T]) -> T:
-        """Calls a function with an idle worker, in a thread, and returns what it returns.
+        """Calls a function with an idle worker, in a thread, and returns its result.
 
-        If the caller is cancelled meanwhile, the worker finishes its job.
+        The worker finishes its job even if the caller is cancelled.
         """
         return await asyncio.get_running_loop().run_in_executor(self.threads, self._with_worker, use)
 
     def start(self) -> None:
-        """Starts the workers."""
         for _ in range(self._num_workers):
             self.threads.submit(self._with_worker, _Worker.start)
 
@@ -223,7 +221,7 @@ class _WorkerQueue:
 
 
 class _Worker:
-    """The server's end of a worker process, which is started when it is needed."""
+    """The server's end of a worker process, which starts on demand."""
 
     def __init__(self, start_message: Sequence[bytes], cpu_seconds: float) -> None:
         self._start_message, self._cpu_seconds = start_message, cpu_seconds
@@ -235,7 +233,7 @@ class _Worker:
         """Returns a job's answer.
 
         Raises:
-            TextRefused: the job took too much CPU time, or ended two processes.
+            TextRefused: the job took too much CPU time, or crashed two processes.
         """
         for _ in range(2):
             try:
@@ -252,23 +250,23 @@ class _Worker:
                         "server's limit; send a shorter text"
                     ) from None
                 if code:
-                    _log.warning("a text worker ended with code %d; another one is started", code)
-        raise TextRefused("the work on the request's text ended its process twice; send a shorter text")
+                    _log.warning("a text worker ended with code %d; restarting it", code)
+        raise TextRefused("the work on the request's text crashed its process twice; send a shorter text")
 
     def start(self) -> "subprocess.Popen[bytes]":
-        """Returns the process, which is started if there is none.
+        """Returns the process, and starts it if necessary.
 
         Raises:
-            RuntimeError: the worker was closed.
-            OSError: the process could not be started, or ended at once.
+            RuntimeError: the worker is closed.
+            OSError: the process could not start, or ended immediately.
         """
         with self._changing:
             if self._is_closed:
-                raise RuntimeError("the text workers were closed")
+                raise RuntimeError("the text workers are closed")
             if self._process is not None:
                 return self._process
-            # -P keeps the program's own folder, whose files have common names, out of the places of imports. A group of
-            # its own keeps the terminal's Ctrl-C away, after which requests in flight may still need it.
+            # -P keeps the program's directory, whose files have common names, out of sys.path. Its own process group
+            # shields it from the terminal's Ctrl-C, after which requests in flight may still need it.
             self._process = process = subprocess.Popen(
                 [sys.executable, "-P", str(_PROGRAM)],
                 stdin=subprocess.PIPE,
@@ -280,7 +278,7 @@ class _Worker:
         return process
 
     def close(self) -> None:
-        """Ends the process for good."""
+        """Kills the process, and starts no new one."""
         with self._changing:
             self._is_closed = True
             if self._process is not None:
@@ -288,13 +286,13 @@ class _Worker:
         self._reap()
 
     def _reap(self) -> int | None:
-        """Ends the process, if there is one, and returns its exit code."""
+        """Ends the process, if any, and returns its exit code."""
         with self._changing:
             process, self._process = self._process, None
         if process is None:
             return None
         for pipe in (process.stdin, process.stdout):
-            with contextlib.suppress(OSError):  # what was not written yet cannot be written any more
+            with contextlib.suppress(OSError):  # buffered data cannot be written any more
                 assert pipe is not None
                 pipe.close()
         return process.wait()
@@ -318,10 +316,7 @@ def _message_frames(messages: Sequence[Message]) -> list[bytes]:
 
 
 def _read_tokens(limit: int) -> Callable[[Sequence[bytes]], list[list[int]]]:
-    """Returns a function of an answer's frames that returns the token ids of each text.
-
-    It raises `TextTooLong` if a text has more than `limit`.
-    """
+    """Returns a reader of an answer's token ids, which raises `TextTooLong` if a text has more than `limit`."""
 
     def read(frames: Sequence[bytes]) -> list[list[int]]:
         for number, text in enumerate(json.loads(frames[0])["texts"]):

@@ -1,4 +1,4 @@
-"""Texts and logprobs of single tokens, as responses report them, and where tokens begin in a text."""
+"""Texts, logprobs and text offsets of single tokens, in the formats of responses."""
 
 import math
 from collections.abc import Sequence
@@ -7,17 +7,17 @@ from typing import Any, Final
 from detjax.models import Tokenizer
 
 _MINUS_INFINITY: Final = -9999.0
-"""The logprob that stands for minus infinity, which JSON does not have."""
+"""The logprob that stands for minus infinity, which JSON cannot represent."""
 _UNFINISHED: Final = "\ufffd"
 _MAX_UNSETTLED: Final = 8
-"""Tokens without a whole character after which no character is expected any more. A character has up to four bytes."""
+"""Tokens without a complete character after which none is expected any more. A character has up to four bytes."""
 
 type Json = dict[str, Any]
 type TopLogprobs = Sequence[tuple[int, float]]
 
 
 def json_number(logprob: float) -> float:
-    """A logprob as JSON can hold it. A double holds the float32 number exactly."""
+    """Returns a logprob as a finite double, which represents the float32 number exactly."""
     return logprob if math.isfinite(logprob) else _MINUS_INFINITY
 
 
@@ -29,21 +29,21 @@ class TokenTexts:
         self._texts: dict[int, str] = {}
 
     def text(self, token: int) -> str:
-        """The text of one token. Bytes that are no whole character become U+FFFD."""
+        """Returns the text of a token, with U+FFFD for bytes of incomplete characters."""
         if token not in self._texts:
             self._texts[token] = self._tokenizer.token_bytes(token).decode(errors="replace")
         return self._texts[token]
 
     def chat_json(self, token: int, logprob: float) -> Json:
-        """A token with its logprob, as chats report it."""
+        """Returns a token with its logprob in the format of chats."""
         token_bytes = list(self._tokenizer.token_bytes(token))
         return {"token": self.text(token), "logprob": json_number(logprob), "bytes": token_bytes}
 
     def by_text(self, top: TopLogprobs, token: int, logprob: float) -> dict[str, float]:
-        """The likeliest tokens in a place by text, as completions report them, and the token that stands there.
+        """Returns the most likely tokens at a position and the actual token, by text, in the format of completions.
 
-        Several tokens may have the same text, such as half characters: the likeliest one counts. `top` is sorted by
-        falling logprob.
+        If several tokens have the same text, such as half characters, the most likely one counts. `top` is sorted by
+        descending logprob.
         """
         logprobs: dict[str, float] = {}
         for other, value in (*top, (token, logprob)):
@@ -51,9 +51,9 @@ class TokenTexts:
         return logprobs
 
     def by_token(self, top: TopLogprobs, token: int, logprob: float) -> dict[str, Json]:
-        """The token in a place of a prompt, and the likeliest ones there, as vLLM reports them: by id.
+        """Returns a prompt token and the most likely ones at its position, by id, in vLLM's format.
 
-        The rank of a token that is not among the likeliest is not known, and is left out.
+        A token outside `top` has no known rank, so the field is omitted.
         """
         ranks = {other: rank for rank, (other, _) in enumerate(top, start=1)}
         entries: dict[str, Json] = {}
@@ -64,25 +64,25 @@ class TokenTexts:
 
 
 class TextOffsets:
-    """Where the tokens of a text begin in it, in characters. A token within a character has the character's offset.
+    """Text offsets of tokens, in characters. A token inside a character has the character's offset.
 
-    Only the last few tokens are decoded again with each one.
+    Each token decodes only the last few tokens again.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, start: int = 0, prompt: str | None = None) -> None:
-        """Offsets of tokens that come one after the other.
+        """Offsets of successive tokens.
 
         Args:
-            tokenizer: decodes them.
-            start: the offset of the first one.
-            prompt: the text, if the tokens are those of a prompt, whose special tokens count where the text has them.
+            tokenizer: decodes the tokens.
+            start: the offset of the first token.
+            prompt: the text of the prompt, for prompt tokens: special tokens count if this text contains them.
         """
         self._tokenizer, self._prompt = tokenizer, prompt
         self._added = frozenset(tokenizer.added_tokens)
         self._settled = start
         """Characters before the tokens that are decoded again."""
         self._whole, self._length = start, start
-        """The text's length so far, without an unfinished character at its end and with it."""
+        """The text's length so far, without and with an incomplete character at its end."""
         self._tokens: list[int] = []
         self._known = 0
 
@@ -109,7 +109,7 @@ class TextOffsets:
         return offset
 
     def _is_hidden(self, token: int, offset: int) -> bool:
-        """Whether the text lacks an added token: an answer's special tokens, and what is put around a prompt."""
+        """Returns whether the text omits an added token, such as an answer's special tokens."""
         if self._prompt is None:
             return not self._text([token])
         return not self._prompt.startswith(self._text([token]), offset)

@@ -1,7 +1,7 @@
-"""A text worker: a process that applies chat templates, tokenizes and decodes, one job after the other.
+"""A text worker: a process that applies chat templates, tokenizes and decodes, one job at a time.
 
-The server has no part in what a job costs. A job that takes too much CPU time ends the process by the kernel's own
-timer, even where a template computes something that no Python code can interrupt.
+Jobs cost the server no time. A kernel timer kills the process of a job that takes too much CPU time, even if a template
+computes something that Python code cannot interrupt.
 """
 
 import array
@@ -20,15 +20,15 @@ from detjax.server.text import frames as text_frames
 from detjax.server.text.bounds import bytes_per_token
 
 MEMORY: Final = 4 << 30
-"""Bytes of address space that a job may take."""
+"""Maximum address space of a job, in bytes."""
 _KEPT: Final = 128 << 20
-"""Bytes that jobs may leave in the process. Where they left more it ends, and another one is started."""
+"""Memory growth after which the process ends and is replaced, in bytes."""
 
 type Job = dict[str, Any]
 
 
 class Refusal(Exception):
-    """A text is not served; the message says why."""
+    """A text is rejected; the message has the reason."""
 
 
 class Worker:
@@ -64,14 +64,14 @@ class Worker:
         messages = [message for part in parts for message in json.loads(part)]
         try:
             text = self._tokenizer.apply_chat_template(messages, job["add_generation_prompt"], **job["variables"])
-        except ValueError as error:  # its own text names the checkpoint's directory, which is not for clients
+        except ValueError as error:  # its message has the checkpoint's directory, which clients must not see
             cause = "it needs too much memory" if isinstance(error.__cause__, MemoryError) else error.__cause__
             raise Refusal(f"the chat template refuses these messages: {cause or error}") from error
         tokens: list[bytes] = []
         return [_json({"texts": [self._tokens(text, job, tokens)]}), *tokens]
 
     def _tokens(self, text: str, job: Job, tokens: list[bytes]) -> Job:
-        """Appends the tokens of a text to `tokens`, unless they exceed the job's limit. Returns the text's lengths."""
+        """Appends the tokens of a text to `tokens`, unless they exceed the job's limit, and returns its lengths."""
         limit, size = job["limit"], len(text.encode())
         if self._bytes_per_token is not None and size > limit * self._bytes_per_token:
             return {"bytes": size, "count": None}
@@ -86,7 +86,7 @@ class Worker:
 
 
 def serve() -> None:
-    """Reads the tokenizer's files from standard input, then jobs, and answers them until the server closes its end."""
+    """Reads the tokenizer's files, then jobs, from standard input, and answers them until the server closes it."""
     jobs, answers = sys.stdin.buffer, _take_standard_output()
     try:
         header, *contents = text_frames.receive(jobs)
@@ -97,7 +97,7 @@ def serve() -> None:
             resource.setrlimit(resource.RLIMIT_AS, (address_space + MEMORY, resource.RLIM_INFINITY))
         while _memory()[1] < resident + _KEPT:
             header, *parts = text_frames.receive(jobs)
-            # The timer counts CPU time, so that a busy machine ends nothing, and its signal ends the process.
+            # The timer's signal ends the process. It counts CPU time, so that a busy machine does not kill jobs.
             signal.setitimer(signal.ITIMER_PROF, settings["cpu_seconds"])
             answer = worker.answer(json.loads(header), parts)
             signal.setitimer(signal.ITIMER_PROF, 0)
@@ -107,14 +107,14 @@ def serve() -> None:
 
 
 def _take_standard_output() -> BinaryIO:
-    """Returns standard output for answers, to which nothing else can print from now on."""
+    """Returns standard output for answers, and redirects all other output to stderr."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     return answers
 
 
 def _memory() -> tuple[int, int]:
-    """Returns the bytes of the process's address space, and those that are in memory."""
+    """Returns the bytes of the process's address space and of its resident memory."""
     with open("/proc/self/statm", encoding="ascii") as file:
         size, resident = file.read().split()[:2]
     return int(size) * resource.getpagesize(), int(resident) * resource.getpagesize()

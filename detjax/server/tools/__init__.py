@@ -1,4 +1,4 @@
-"""Tool calls: the tools of a request, the formats in which models call them, and their incremental reading.
+"""Tool calls: the tools of a request, the formats of calls, and incremental parsers.
 
 Read `definitions`, then `formats`, then `answers`.
 """

@@ -1,4 +1,4 @@
-"""Answers of a request with tools, as content and calls."""
+"""Answers to requests with tools, split into content and calls."""
 
 import collections
 import dataclasses
@@ -12,12 +12,12 @@ from detjax.server.tools.call_readers import Arguments, CallBegins, Content, Par
 from detjax.server.tools.formats import ToolFormat
 
 _PIECE: Final = 1 << 12
-"""Characters that a parser is given at once."""
+"""Characters to parse at a time."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A call of a tool: its name, and its arguments as the model wrote them."""
+    """A tool call: the tool's name, and the arguments as the model wrote them."""
 
     name: str
     arguments: str
@@ -25,7 +25,7 @@ class Call:
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What an answer says, and what it calls."""
+    """An answer's content and tool calls."""
 
     content: str
     calls: Sequence[Call]
@@ -35,26 +35,26 @@ class AnswerReader:
     """Splits an answer into content and calls while it grows.
 
     Attributes:
-        calls: how many calls have begun.
+        calls: number of calls that have begun.
     """
 
     def __init__(self, tokenizer: Tokenizer, form: ToolFormat, *, at_most_one: bool) -> None:
-        """A reader at the beginning of an answer; with `at_most_one`, calls after the first one are left out."""
+        """A reader at the beginning of an answer; with `at_most_one`, it drops calls after the first one."""
         self.calls = 0
         self._parser = form.parser()
         self._marks = _Marks(tokenizer, form) if form.hidden else None
         self._most = 1 if at_most_one else None
 
     def add(self, token: int, text: str) -> Iterator[Part]:
-        """Yields what is known after a further token and the further text that it made known."""
+        """Yields the parts that a token and its text complete."""
         yield from self._parts(self._parser.add(self._marks.add(token, text) if self._marks else text))
 
     def finish(self) -> Iterator[Part]:
-        """Yields the rest at the end of the answer."""
+        """Yields the remaining parts at the end of the answer."""
         yield from self._parts(self._parser.finish())
 
     def parts(self, tokens: Sequence[int], text: str) -> Iterator[Part]:
-        """Yields all parts of a whole answer."""
+        """Yields all parts of a complete answer."""
         if self._marks is not None:
             text = self._marks.whole(tokens, text)
         pieces = (text[start : start + _PIECE] for start in range(0, len(text), _PIECE))
@@ -62,7 +62,7 @@ class AnswerReader:
         yield from self._parts(self._parser.finish())
 
     def read(self, tokens: Sequence[int], text: str) -> Answer:
-        """Returns what a whole answer says and calls."""
+        """Splits a complete answer into content and calls."""
         content, calls = list[str](), list[tuple[str, list[str]]]()
         for part in self.parts(tokens, text):
             match part:
@@ -82,24 +82,24 @@ class AnswerReader:
 
 
 class _Marks:
-    """Puts marks of calls back into an answer's text, which has no special tokens."""
+    """Reinserts the marks of calls into an answer's text, which omits special tokens."""
 
     def __init__(self, tokenizer: Tokenizer, form: ToolFormat) -> None:
         self._hidden = form.hidden
         self._offsets = TextOffsets(tokenizer)
         self._waiting = collections.deque[tuple[int, str]]()
-        """Marks that stand where the text has not come yet, by their offset in it."""
+        """Marks beyond the text so far, with their offsets."""
         self._length = 0
 
     def add(self, token: int, text: str) -> str:
-        """Returns further text with its marks, after a further token."""
+        """Returns a token's text with its marks."""
         offset = self._offsets.add(token)
         if token in self._hidden:
             self._waiting.append((offset, self._hidden[token]))
         return self._insert(text)
 
     def whole(self, tokens: Sequence[int], text: str) -> str:
-        """Returns a whole answer's text with its marks."""
+        """Returns a complete answer's text with its marks."""
         for token in tokens:
             offset = self._offsets.add(token)
             if token in self._hidden:

@@ -1,7 +1,7 @@
-"""Readers of the JSON in tool calls, which find where it ends while its text still grows.
+"""Incremental readers of the JSON in tool calls, which find its end while the text still grows.
 
-Each character is looked at once, so a call takes time in proportion to its text, whatever it is. A parser of partial
-JSON would read the text again with each piece, and would give values where clients get the text that the model wrote.
+Each character is read once, so the time is proportional to the text, whatever it contains. A parser of partial JSON
+would read the text again for each piece, and would return values, while clients get the model's text.
 """
 
 import dataclasses
@@ -19,14 +19,14 @@ _SPACE: Final = " \n\r\t"
 
 @dataclasses.dataclass(frozen=True)
 class Content:
-    """Text that belongs to no tool call."""
+    """Text outside of tool calls."""
 
     text: str
 
 
 @dataclasses.dataclass(frozen=True)
 class CallBegins:
-    """A call of the tool with a name. Its arguments follow."""
+    """The beginning of a call, whose arguments follow."""
 
     index: int
     name: str
@@ -34,7 +34,7 @@ class CallBegins:
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
-    """A piece of the arguments of a call. All pieces of a call make a JSON object, unless the model wrote none."""
+    """A piece of a call's arguments. The pieces of a call form a JSON object, if the model wrote a valid one."""
 
     index: int
     text: str
@@ -44,10 +44,10 @@ type Part = Content | CallBegins | Arguments
 
 
 class ValueReader:
-    """Finds the end of a JSON value. Whether what it reads is JSON at all, only a parser can tell.
+    """Finds the end of a JSON value, without validating it.
 
     Attributes:
-        is_over: whether the value has ended.
+        is_over: True if the value has ended.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class ValueReader:
         self._depth = 0
 
     def read(self, text: str, start: int) -> int:
-        """Returns where the value ends in a further piece of text, which goes on at `start`."""
+        """Reads text from `start` on, and returns the position after the value, or the text's length."""
         position = start
         while position < len(text) and not self.is_over:
             position = self._in_string_at(text, position) if self._in_string else self._at(text, position)
@@ -86,12 +86,12 @@ class ValueReader:
         if match := (_IN_BRACKETS if self._depth else _SCALAR).match(text, position):
             self._has_begun = True
             return match.end()
-        self.is_over = True  # the character after a number, true, false or null is no part of it
+        self.is_over = True  # a number, true, false or null ends before this character
         return position
 
 
 class _Place(enum.Enum):
-    """What a JSON object needs next."""
+    """The next expected element of a JSON object."""
 
     BEGIN = enum.auto()
     KEY = enum.auto()
@@ -101,46 +101,41 @@ class _Place(enum.Enum):
 
 
 class CallReader:
-    """Reads a JSON object with a name and with arguments.
+    """Reads a JSON object with a name and arguments.
 
-    Arguments are yielded as they come if the name stands before them, and when the name comes otherwise.
+    Arguments that follow the name are yielded immediately, others once the name is known.
 
     Attributes:
-        is_over: whether the object has ended, or has turned out to be none.
-        is_broken: whether it is not an object with a name and with an object of arguments.
-        is_announced: whether `CallBegins` was yielded.
-        rest: the text after the object, which was not read.
+        is_over: True if the object has ended or is broken.
+        is_broken: True if the text is not an object with a name and an arguments object.
+        is_announced: True if `CallBegins` was yielded.
+        rest: the unread text after the object.
     """
 
     def __init__(self, index: int, arguments: str) -> None:
-        """A reader of an object that has not begun.
-
-        Args:
-            index: the number of the call in its answer.
-            arguments: the key of the arguments.
-        """
+        """A reader of the answer's call number `index`, whose arguments have the key `arguments`."""
         self.is_over = self.is_broken = self.is_announced = False
         self.rest = ""
         self._index, self._arguments_key = index, arguments
         self._place = _Place.BEGIN
         self._value: ValueReader | None = None
-        """Reads the key or the value that has begun."""
+        """Reads the current key or value."""
         self._key = ""
         self._read: list[str] = []
         self._piece: list[str] = []
-        """The text of the key or the value."""
+        """The text of the current key or value."""
         self._name: str | None = None
         self._has_arguments = False
         self._waiting: list[str] = []
-        """Pieces of arguments that were not yielded yet."""
+        """Pieces of arguments that are not yielded yet."""
 
     @property
     def text(self) -> str:
-        """What was read of an object that was not announced."""
+        """The text read so far of an object that is not announced."""
         return "".join(self._read)
 
     def add(self, text: str) -> Iterator[Part]:
-        """Yields what is known of the call after further text. The caller must take all of it."""
+        """Yields the parts that `text` completes. The caller must exhaust the iterator."""
         position = 0
         while position < len(text) and not self.is_over:
             begin = position
@@ -160,7 +155,7 @@ class CallReader:
             self._read.append(text)
 
     def _between(self, text: str, position: int) -> int:
-        """Returns the position after a character that is no part of a key or value, or where one begins."""
+        """Skips one character between keys and values, unless a key or value begins there; returns the position."""
         character = text[position]
         if character in _SPACE:
             return position + 1
@@ -179,7 +174,7 @@ class CallReader:
                 self._place = _Place.KEY
             case _Place.COMMA, "}":
                 self.is_over, self.is_broken = True, self._name is None
-            case _:  # the character may begin something else
+            case _:  # not part of the object; it belongs to the rest
                 self._break()
                 return position
         return position + 1
@@ -213,7 +208,7 @@ class CallReader:
             yield from self._arguments("")
 
     def _arguments(self, text: str) -> Iterator[Part]:
-        """Yields a piece of the arguments if the name is known."""
+        """Yields all pending arguments if the name is known."""
         self._waiting.append(text)
         if self._name is None:
             return
@@ -231,10 +226,10 @@ class CallReader:
 
 
 def _json(text: str) -> object:
-    """Returns the value, or the error if the text is not JSON."""
+    """Returns the value of a JSON text, or the error."""
     try:
         return json.loads(text, strict=False)
     except ValueError as error:
         return error
     except RecursionError:
-        return ValueError("the JSON has too many brackets within one another")
+        return ValueError("the JSON is nested too deeply")

@@ -1,4 +1,4 @@
-"""The tools of a request, and which of them its answer may call."""
+"""The tools of a request, and the choice of tools for its answer."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -19,10 +19,10 @@ class FunctionTool:
     """A function that an answer may call.
 
     Attributes:
-        name: what answers call it.
-        description: what it does.
-        parameters: the JSON schema of its arguments; None: it takes none.
-        is_strict: whether every call follows the schema.
+        name: the name in calls.
+        description: its purpose.
+        parameters: the JSON schema of its arguments; None if it takes none.
+        is_strict: True if every call must follow the schema.
     """
 
     name: str
@@ -31,9 +31,9 @@ class FunctionTool:
     is_strict: bool
 
     def for_template(self) -> dict[str, Any]:
-        """The tool as chat templates expect it."""
-        given = {"name": self.name, "description": self.description, "parameters": self.parameters}
-        function = {name: value for name, value in given.items() if value is not None}
+        """Returns the tool in the form that chat templates expect."""
+        fields = {"name": self.name, "description": self.description, "parameters": self.parameters}
+        function = {name: value for name, value in fields.items() if value is not None}
         return {"type": "function", "function": function}
 
 
@@ -42,10 +42,10 @@ class ToolUse:
     """The tools that an answer may or must call.
 
     Attributes:
-        tools: all tools, which the chat template is given.
-        is_required: whether the answer has to be a call, or several.
-        allowed: names of the tools that it may call; None: all.
-        at_most_one: whether it may have one call only.
+        tools: all tools, for the chat template.
+        is_required: True if the answer must consist of calls.
+        allowed: names of the tools that it may call; None for all.
+        at_most_one: True if it may have only one call.
     """
 
     tools: Sequence[FunctionTool]
@@ -63,7 +63,7 @@ class ToolUse:
 
 
 class FunctionFields(Body):
-    """A function as chats and responses describe it."""
+    """A function in the format of chats and responses."""
 
     name: ToolName = Field(description="What answers call the tool.")
     description: str | None = Field(default=None, description="What it does, for the chat template.")
@@ -101,25 +101,17 @@ class ChatTool(Body):
 
 
 def checked_type(value: Any) -> Any:
-    """Returns the type of a tool.
-
-    Raises:
-        ValueError: it is none that is served.
-    """
+    """Returns a tool's type; raises a ValueError if it is not "function"."""
     if value != "function":
         raise ValueError("accepted: 'function', because the server has no tools of its own")
     return value
 
 
 def check_names[Tool: FunctionFields | ChatTool](tools: list[Tool]) -> list[Tool]:
-    """Returns tools whose names differ.
-
-    Raises:
-        ValueError: two have the same name.
-    """
+    """Returns the tools; raises a ValueError if two have the same name."""
     names = [tool.tool().name for tool in tools]
     if len(set(names)) < len(names):
-        raise ValueError("accepted: tools whose names differ")
+        raise ValueError("accepted: tools with different names")
     return tools
 
 
@@ -139,12 +131,12 @@ class NamedTool(Body):
 
     @property
     def mode(self) -> str:
-        """It has to be called."""
+        """Always "required"."""
         return "required"
 
     @property
     def is_one(self) -> bool:
-        """There is one call."""
+        """Always True."""
         return True
 
     @property
@@ -166,12 +158,12 @@ class AllowedToolsChoice(Body):
 
     @property
     def is_one(self) -> bool:
-        """There may be several calls."""
+        """Always False: several calls are allowed."""
         return False
 
     @property
     def mode(self) -> str:
-        """Whether one of them has to be called."""
+        """The mode: "required" if one of the tools must be called, else "auto"."""
         return self.allowed_tools.mode
 
     @property
@@ -181,7 +173,7 @@ class AllowedToolsChoice(Body):
 
 
 def kind_of_choice(value: Any) -> str | None:
-    """The tag of the type that a choice of tools is checked as."""
+    """Returns the type tag to validate a choice of tools as."""
     if isinstance(value, dict):
         return {"function": "<function>", "allowed_tools": "<allowed>"}.get(str(value.get("type")))
     return "<mode>" if value in ("none", "auto", "required") else None
@@ -200,7 +192,7 @@ class Choice(Protocol):
 
     @property
     def mode(self) -> str:
-        """Whether one of the tools has to be called: "auto" or "required"."""
+        """The mode: "required" if one of the tools must be called, else "auto"."""
         ...
 
     @property
@@ -210,20 +202,20 @@ class Choice(Protocol):
 
     @property
     def is_one(self) -> bool:
-        """Whether there is one call only."""
+        """True if only one call is allowed."""
         ...
 
 
 def tool_use(tools: Sequence[FunctionTool], choice: str | Choice | None, *, parallel: bool | None) -> ToolUse | None:
-    """Returns what an answer may call; None: nothing.
+    """Returns the tools that an answer may call, or None if it may not call any.
 
     Args:
         tools: the tools of the request.
-        choice: "none", "auto", "required", or which of them.
-        parallel: whether there may be several calls.
+        choice: "none", "auto", "required", or an object that names tools.
+        parallel: False to allow only one call.
 
     Raises:
-        ValueError: the choice is none of the tools.
+        ValueError: the choice names an unknown tool, or requires a call without tools.
     """
     mode, allowed, is_one = choice, None, False
     if choice is not None and not isinstance(choice, str):
@@ -231,10 +223,10 @@ def tool_use(tools: Sequence[FunctionTool], choice: str | Choice | None, *, para
     known = {tool.name for tool in tools}
     for name in allowed or ():
         if name not in known:
-            names = ", ".join(repr(tool.name) for tool in tools[:8]) or "no name, because there are no tools"
+            names = ", ".join(repr(tool.name) for tool in tools[:8]) or "no name, because the request has no tools"
             raise FieldError(f"tool_choice names {name!r}; accepted: {names}", "tool_choice")
     if mode == "required" and not tools:
-        message = "tool_choice is 'required' and there are no tools; accepted: 'required' with tools"
+        message = "tool_choice is 'required' and the request has no tools; accepted: 'required' with tools"
         raise FieldError(message, "tool_choice")
     if not tools or mode == "none":
         return None

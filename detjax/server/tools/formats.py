@@ -1,7 +1,7 @@
-"""The formats in which models write tool calls: their parsers, and grammars of answers that have to be calls.
+"""The formats in which models write tool calls: their parsers, and grammars for constrained answers.
 
-A grammar is in llguidance's variant of Lark's syntax. A mark such as `<tool_call>` is a token of its own in some
-tokenizers and plain text in others; the grammar asks for what the tokenizer has.
+Grammars are in llguidance's variant of Lark's syntax. A mark such as `<tool_call>` is a special token in some
+tokenizers and plain text in others; the grammar follows the tokenizer.
 """
 
 import abc
@@ -20,37 +20,37 @@ _NO_ARGUMENTS: Final = {"type": "object", "properties": {}, "additionalPropertie
 
 
 class ToolFormat(abc.ABC):
-    """How a model writes tool calls.
+    """A model's format of tool calls.
 
     Attributes:
-        parser: reads them.
-        hidden: tokens that mark calls and that an answer's text lacks, with their texts.
+        parser: the parser of the calls.
+        hidden: special tokens that mark calls but are omitted from an answer's text, with their texts.
     """
 
     parser: type[ToolCallParser]
     _BEGIN: str
-    """The mark that calls begin with."""
+    """The mark at the beginning of calls."""
     _MARKS: tuple[str, ...]
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        """The format as a tokenizer writes it."""
+        """The format with a tokenizer's tokens for the marks."""
         texts = {token: tokenizer.token_bytes(token).decode(errors="replace") for token in tokenizer.added_tokens}
         self._tokens = {text: token for token, text in texts.items() if text in self._MARKS}
         self.hidden = {token: text for text, token in self._tokens.items() if tokenizer.is_left_out(token)}
         self._text_tokens = [
             token for token, text in texts.items() if text not in self._MARKS and not tokenizer.is_left_out(token)
         ]
-        """Added tokens that are common text, such as those around a model's thoughts."""
+        """Added tokens that are ordinary text, such as the tags around a model's thoughts."""
 
     def constraint(self, use: ToolUse, form: Constraint | None) -> Constraint | None:
-        """Returns what an answer has to be; None: any text.
+        """Returns the constraint of an answer; None for any text.
 
         Args:
-            use: the tools, and which of them it may call.
-            form: what it has to be where it calls none; None: any text.
+            use: the tools that it may call.
+            form: the constraint of answers without calls; None for any text.
 
         Raises:
-            ValueError: no grammar can have both.
+            ValueError: the format cannot combine tools with `form`.
         """
         if use.is_required:
             return Constraint("grammar", self._grammar(use, f"start: {self._calls()}"))
@@ -61,7 +61,7 @@ class ToolFormat(abc.ABC):
         return None
 
     def call_id(self, answer: str, choice: int, index: int) -> str:
-        """Returns the id of a call, a function of its answer's id, its choice and its place in it."""
+        """Returns the id of a call, determined by its answer's id, its choice and its index."""
         return f"call_{_digest(answer, choice, index)[:24]}"
 
     def _grammar(self, use: ToolUse, start: str) -> str:
@@ -73,7 +73,7 @@ class ToolFormat(abc.ABC):
         return "\n".join([start, *self._rules(tools, at_most_one=use.at_most_one), *arguments])
 
     def _schema(self, tool: FunctionTool, is_required: bool) -> dict[str, Any]:
-        """The schema of a call's arguments. Where an answer is free to call, only strict tools insist on theirs."""
+        """Returns the schema of a call's arguments. If calls are optional, only strict tools enforce theirs."""
         if not is_required and not tool.is_strict:
             schema = {}
         else:
@@ -81,15 +81,15 @@ class ToolFormat(abc.ABC):
         return {"type": "object"} | dict(schema)
 
     def _calls(self) -> str:
-        """An expression for an answer of calls."""
+        """Returns an expression for an answer that consists of calls."""
         return f"{self._mark(self._BEGIN)} calls"
 
     def _calls_or_json(self, form: Constraint) -> str:
-        """Rules for an answer of calls or of JSON."""
+        """Returns rules for an answer that consists of calls or of JSON."""
         return f"start: {self._calls()} | content\ncontent: %json {form.text}"
 
     def _text_and_calls(self) -> str:
-        """Rules for an answer of any text, which calls may follow."""
+        """Returns rules for any text, optionally followed by calls."""
         if self._BEGIN in self._tokens:
             text = " | ".join([r"/(.|\n)+/", *(f"<[{token}]>" for token in self._text_tokens)])
             return f"start: text ({self._calls()})?\ntext: ({text})*"
@@ -107,7 +107,7 @@ class ToolFormat(abc.ABC):
 
     @abc.abstractmethod
     def _rules(self, tools: Sequence[FunctionTool], *, at_most_one: bool) -> list[str]:
-        """The rule `calls`, which is what follows the first mark, and rules that it needs."""
+        """Returns the rule `calls` for the text after the first mark, and the rules that it uses."""
 
 
 class HermesFormat(ToolFormat):
@@ -137,8 +137,8 @@ class LlamaFormat(ToolFormat):
 
     def _calls_or_json(self, form: Constraint) -> str:
         raise FieldError(
-            "response_format is given with tools, and the model writes its calls as JSON too; accepted: "
-            "response_format with tool_choice 'none' or 'required', or with no tools",
+            "response_format is given with tools, and the model writes calls as JSON too; accepted: response_format "
+            "with tool_choice 'none' or 'required', or without tools",
             "constraint",
         )
 
@@ -166,7 +166,7 @@ class MistralListFormat(ToolFormat):
 
 
 class MistralNamedFormat(ToolFormat):
-    """`[TOOL_CALLS]name[ARGS]{...}`, with an id between name and arguments where the chat template writes one."""
+    """`[TOOL_CALLS]name[ARGS]{...}`, with an id between name and arguments if the chat template writes one."""
 
     parser = MistralParser
     ARGUMENTS: Final = "[ARGS]"
@@ -192,7 +192,7 @@ class MistralNamedFormat(ToolFormat):
 
 
 def tool_format(tokenizer: Tokenizer) -> ToolFormat | None:
-    """Returns the format of a tokenizer's chat template, or None if it has none that is known here."""
+    """Returns the tool call format of a tokenizer's chat template, or None if it is unknown."""
     template = tokenizer.tool_template or ""
     parser = parser_of(template)
     if parser is MistralParser:
@@ -203,17 +203,17 @@ def tool_format(tokenizer: Tokenizer) -> ToolFormat | None:
 
 
 def why_no_tools(tokenizer: Tokenizer) -> str:
-    """Returns the error of a request that has tools for a model without a known format."""
+    """Returns the error message for tools if the model's format is unknown."""
     if re.search(r"\btools\b", tokenizer.tool_template or "") is None:
-        return "tools are given and the model's chat template has no place for them; accepted: a request without tools"
+        return "tools are given, but the model's chat template ignores them; accepted: a request without tools"
     return (
-        "tools are given and the model's chat template teaches none of the formats that the server reads calls in: "
-        "Hermes', Qwen's, Llama 3's and Mistral's; accepted: a request without tools"
+        "tools are given, but the model's chat template has an unknown format of calls; supported: Hermes, Qwen, "
+        "Llama 3 and Mistral; accepted: a request without tools"
     )
 
 
 def _objects(tools: Sequence[FunctionTool], key: str) -> str:
-    """An expression for a JSON object that calls one of the tools."""
+    """Returns an expression for a JSON object that calls one of the tools."""
     heads = (_literal(f'{{"name": "{tool.name}", "{key}": ') for tool in tools)
     return " | ".join(f'{head} arguments_{number} "}}"' for number, head in enumerate(heads))
 
@@ -227,5 +227,5 @@ def _digest(*parts: object) -> str:
 
 
 def _short_id(*parts: object) -> str:
-    """An id of nine letters and digits, which is what Mistral's chat templates accept."""
+    """Returns an id of nine letters and digits, as Mistral's chat templates require."""
     return _digest(*parts)[:9]

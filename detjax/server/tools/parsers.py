@@ -1,8 +1,7 @@
-"""Tool calls in the text of an answer: which part is content, and which calls a tool, while the text still grows.
+"""Incremental parsers that split the text of an answer into content and tool calls.
 
-Models write their tool calls as text, each family in a format of its own that its chat template teaches. A parser is
-given the text in pieces. What it makes of a text does not depend on the pieces, so a streamed answer and a whole one
-have the same calls.
+Models write tool calls as text, each family in the format of its chat template. A parser gets the text in pieces, and
+its result does not depend on how the text is split, so streamed and whole answers have the same calls.
 """
 
 import abc
@@ -18,28 +17,28 @@ class ToolCallParser(abc.ABC):
 
     @abc.abstractmethod
     def add(self, text: str) -> Iterator[Part]:
-        """Yields what is known after further text. The caller must take all of it."""
+        """Yields the parts that `text` completes. The caller must exhaust the iterator."""
 
     @abc.abstractmethod
     def finish(self) -> Iterator[Part]:
-        """Yields the rest at the end of the answer."""
+        """Yields the remaining parts at the end of the answer."""
 
 
 class _MarkedParser(ToolCallParser):
-    """A format whose calls begin with a mark. White space around a call belongs to nothing.
+    """A parser of formats whose calls begin with a mark. White space around calls is dropped.
 
-    What follows the mark and is no call, such as a broken object, is content, mark included.
+    If the text after a mark is not a call, such as a broken object, it is content, including the mark.
     """
 
     BEGIN: str
 
     def __init__(self) -> None:
         self._text = ""
-        """What has not been made a part yet. It has no more characters than a mark or the name of a tool may have."""
+        """Pending text, at most as long as a mark or the name of a tool."""
         self._space: list[str] = []
-        """White space that is content only if further content follows it."""
+        """White space that is content only if more content follows."""
         self._follows_call = False
-        """Whether nothing but white space was read since the last call."""
+        """True if only white space was read since the last call."""
         self._in_call = False
         self._calls = 0
 
@@ -52,11 +51,11 @@ class _MarkedParser(ToolCallParser):
 
     @abc.abstractmethod
     def _begin_call(self) -> None:
-        """Prepares for what follows a mark."""
+        """Prepares for the text after a mark."""
 
     @abc.abstractmethod
     def _read_call(self) -> Iterator[Part]:
-        """Yields what the text that follows a mark is."""
+        """Yields parts of the text after a mark."""
 
     def _read_content(self) -> Iterator[Part]:
         begin = self._text.find(self.BEGIN)
@@ -71,7 +70,7 @@ class _MarkedParser(ToolCallParser):
         self._begin_call()
 
     def _content(self, text: str) -> Iterator[Part]:
-        """Yields content without the white space at its end, which may stand before a call."""
+        """Yields content without trailing white space, which may precede a call."""
         if self._follows_call:
             text = text.lstrip()
         stripped = text.rstrip()
@@ -82,7 +81,7 @@ class _MarkedParser(ToolCallParser):
         self._space.append(text[len(stripped) :])
 
     def _end_calls(self) -> None:
-        """Goes on with content."""
+        """Continues with content."""
         self._in_call, self._follows_call = False, True
         self._space.clear()
 
@@ -106,7 +105,7 @@ class HermesParser(_MarkedParser):
             yield from self._content(self.BEGIN + call.text)
         elif call.is_over:
             end = self._text.find(self.END)
-            if end < 0:  # nothing but the end tag can follow, so what is not part of it is dropped
+            if end < 0:  # only the end tag may follow, so anything else is dropped
                 self._text = self._text[len(self._text) - _length_of_begun(self.END, self._text) :]
                 return
             self._text = self._text[end + len(self.END) :]
@@ -121,19 +120,19 @@ class HermesParser(_MarkedParser):
 
 
 class MistralParser(_MarkedParser):
-    """The formats of Mistral: `[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]` and, since the eleventh version of
-    its tokenizers, `[TOOL_CALLS]name[ARGS]{...}` for each call, with `[CALL_ID]` and an id between them or not.
+    """The formats of Mistral: `[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]` and, since version 11 of its
+    tokenizers, `[TOOL_CALLS]name[ARGS]{...}` per call, optionally with `[CALL_ID]` and an id after the name.
     """
 
     BEGIN = "[TOOL_CALLS]"
     _HEADER: Final = re.compile(r"\s{0,16}([\w.-]{1,64})(?:\[CALL_ID\]\w{1,64})?(?:\[ARGS\])?\s{0,16}(?=\{)")
-    """What stands before the arguments of a call: the name and the marks."""
+    """The name and the marks before the arguments of a call."""
     _LIST: Final = re.compile(r"\s{0,16}\[")
     _LONGEST_HEADER: Final = 256
 
     def _begin_call(self) -> None:
         self._kept: list[str] = [self.BEGIN]
-        """What was read since the mark, for the case that it is no call."""
+        """Text since the mark, which becomes content if it is not a call."""
         self._call: CallReader | None = None
         """Reads an object of a list of calls."""
         self._arguments: ValueReader | None = None
@@ -193,7 +192,7 @@ class MistralParser(_MarkedParser):
         yield from ()
 
     def _give_up(self) -> Iterator[Part]:
-        """Takes what was read since the mark for content."""
+        """Yields the text since the mark as content."""
         self._in_call = False
         yield from self._content("".join(self._kept))
 
@@ -227,7 +226,7 @@ class LlamaParser(ToolCallParser):
             if call is None:
                 yield Content(text)
                 return
-            if call.is_over:  # it is broken, and what follows calls is nothing that can be yielded
+            if call.is_over:  # broken, and text after calls is dropped
                 return
             yield from call.add(text)
             text = call.rest
@@ -246,7 +245,7 @@ class LlamaParser(ToolCallParser):
 
 
 def parser_of(template: str) -> type[ToolCallParser] | None:
-    """Returns the parser of the format that a chat template teaches, or None if it is none of those known here."""
+    """Returns the parser for the format in a chat template, or None if the format is unknown."""
     if MistralParser.BEGIN in template:
         return MistralParser
     if HermesParser.BEGIN in template and "<function=" not in template:  # Qwen 3 Coder writes XML between the tags
@@ -257,5 +256,5 @@ def parser_of(template: str) -> type[ToolCallParser] | None:
 
 
 def _length_of_begun(tag: str, text: str) -> int:
-    """Returns how many characters at the end of a text may be the beginning of a tag."""
+    """Returns the length of the longest end of a text that begins a tag."""
     return next((length for length in range(len(tag) - 1, 0, -1) if text.endswith(tag[:length])), 0)
