@@ -194,7 +194,7 @@ def _order(one: dict[str, Any]) -> tuple[int, int]:
 def table(results: Sequence[dict[str, Any]], file: str) -> str:
     """Results as a table in Markdown, whose distances in float32 are links into their file."""
     rows = [
-        "| model | stock: batches that change a row's bits | those of gradients | `certify` | `batch_invariant` |"
+        "| model | stock: batches that change a row's bits | and its gradients' bits | `certify` | `batch_invariant` |"
         " `certify` | distance | of gradients |",
         "|---|---|---|---|---|---|---|---|",
     ]
