@@ -96,7 +96,7 @@ def unharmed(server: Running) -> Iterator[None]:
         (COMPLETION | {"prompt": [515]}, "token 515; accepted: ids 0 to 514"),
         (COMPLETION | {"prompt": [-1]}, "prompt.0 is -1"),
         (COMPLETION | {"prompt": [1] * 400}, "accepted: 400 in all"),
-        (COMPLETION | {"prompt": "word " * 2000}, "Lower max_tokens or cut the prompt"),
+        (COMPLETION | {"prompt": "word " * 2000}, "Lower max_tokens or shorten the prompt"),
         (COMPLETION | {"max_tokens": -1}, "max_tokens is -1"),
         (COMPLETION | {"max_tokens": 0}, "max_tokens is 0; accepted: at least 1, or 0 with echo"),
         (COMPLETION | {"max_tokens": "1"}, "max_tokens is '1'"),
@@ -158,7 +158,7 @@ def unharmed(server: Running) -> Iterator[None]:
         ),
         (
             CHAT | {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-            "messages have images, and the model reads text alone; accepted: parts of text",
+            "messages have images, but the model reads only text; accepted: text parts",
         ),
         (
             CHAT | {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]},

@@ -129,7 +129,7 @@ def test_a_response_to_images_is_the_answer_of_the_chat(server: Running) -> None
     ("content", "words"),
     [
         ([input_part("https://a.b/c.png")], "image 0 of the input is 'https://a.b/c.png'; accepted: a data URL"),
-        ([input_part("file:../outside.png")], "accepted: a file in the server's directory of images"),
+        ([input_part("file:../outside.png")], "accepted: a file in the server's image directory"),
         ([{"type": "input_image"}], "image_url is missing"),
         ([input_part("data:,") | {"detail": "low"}], "detail is 'low'; accepted: \"auto\" or null"),
         ([input_part(data_url(png()))] * 7, "the first 6 images of the input have 210 tokens"),
@@ -163,14 +163,14 @@ def bomb() -> str:
         ("https://example.com/a.png", "or file: and the path of a file.* The server fetches nothing."),
         ("data:image/png,abc", "is 'data:image/png,abc'; accepted: a data URL with base64"),
         ("data:image/png;base64,***", "its base64 is not valid"),
-        (data_url(b"no image"), "is no image that can be read; accepted: PNG, JPEG, WEBP, GIF, BMP"),
-        (data_url(png()[:200]), "is no image that can be read"),
-        ("file:text.txt", "is no image that can be read"),
-        ("file:missing.png", "is 'file:missing.png'; accepted: a file in the server's directory of images"),
-        ("file:../outside.png", "is 'file:../outside.png'; accepted: a file in the server's directory of images"),
-        ("file:link.png", "is 'file:link.png'; accepted: a file in the server's directory of images"),
-        ("file:%00", "accepted: a file in the server's directory of images"),
-        ("file:inside", "accepted: a file in the server's directory of images"),
+        (data_url(b"no image"), "cannot be read as an image; accepted: PNG, JPEG, WEBP, GIF, BMP"),
+        (data_url(png()[:200]), "cannot be read as an image"),
+        ("file:text.txt", "cannot be read as an image"),
+        ("file:missing.png", "is 'file:missing.png'; accepted: a file in the server's image directory"),
+        ("file:../outside.png", "is 'file:../outside.png'; accepted: a file in the server's image directory"),
+        ("file:link.png", "is 'file:link.png'; accepted: a file in the server's image directory"),
+        ("file:%00", "accepted: a file in the server's image directory"),
+        ("file:inside", "accepted: a file in the server's image directory"),
         (bomb(), "has 9000 x 9000 pixels; accepted: up to 67108864"),
         ("x" * 5000, "is 'x{60}...'; accepted"),
     ],
@@ -261,9 +261,9 @@ def test_a_chat_has_the_times_that_the_prompt_says() -> None:
     [
         ("https://a.b/c.mp4", {}, "video 0 of the messages is 'https://a.b/c.mp4'; accepted: a data URL"),
         ("data:video/mp4;base64,AAAAGGZ0eXBtcDQy", {}, "is an MP4, QuickTime or AVIF file, which is not decoded"),
-        ("data:video/jpeg;base64,AAAA", {}, "frame 0 of video 0 of the messages is no image that can be read"),
+        ("data:video/jpeg;base64,AAAA", {}, "frame 0 of video 0 of the messages cannot be read as an image"),
         ("data:video/jpeg;base64,*,*", {}, "frame 0 of video 0 of the messages: its base64 is not valid"),
-        ("file:missing.webp", {}, "accepted: a file in the server's directory of images"),
+        ("file:missing.webp", {}, "accepted: a file in the server's image directory"),
         ("data:video/jpeg;base64,A,A,A", {"max_frames": 2}, "has 3 frames; accepted: up to 2, which is max_frames"),
         ("file:text.txt", {"max_frames": 4000}, "video 0 of the messages: max_frames is 4000; accepted: 2 to 768"),
     ],
@@ -300,7 +300,7 @@ def test_more_images_than_fit_are_refused(server: Running) -> None:
     assert "the first 6 images of the messages have 210 tokens; accepted: fewer than 200" in str(response["error"])
     status, response = chat(server, [part(data_url(png()))] * 5 + [{"type": "text", "text": "x" * 30}])
     assert (status, response["error"]["code"]) == (400, "context_length_exceeded")
-    assert "those of 5 images among them; accepted: up to 199" in response["error"]["message"]
+    assert "including 5 images; accepted: up to 199" in response["error"]["message"]
 
 
 def test_texts_with_the_token_of_images_are_refused(server: Running) -> None:

@@ -330,7 +330,7 @@ def test_ids_of_calls_are_functions_of_the_answers_id(
                 "tools": [{"type": "function", "function": {"name": "a", "parameters": {"properties": 3}}}],
                 "tool_choice": "required",
             },
-            "to the parameters of tool 0, 'a': the constraint's json_schema is not valid: properties must be an object",
+            "tool 0, 'a', cannot constrain the answer: the constraint's json_schema is not valid: properties must be an",
         ),
         (
             {
@@ -388,5 +388,5 @@ def test_arguments_of_earlier_calls_that_are_no_objects_stay_text(tooled: openai
 def test_arguments_of_earlier_calls_have_a_bound(tooled: openai.OpenAI) -> None:
     call = {"id": "c", "type": "function", "function": {"name": "now", "arguments": '{"a":[' + "[],[]," * 50_000}}
     messages = [*MESSAGES, {"role": "assistant", "tool_calls": [call]}, *MESSAGES]
-    with pytest.raises(openai.BadRequestError, match="up to 131072 items in their arguments"):
+    with pytest.raises(openai.BadRequestError, match="up to 131072 items in the arguments"):
         tooled.chat.completions.create(**ASKED | {"messages": messages})

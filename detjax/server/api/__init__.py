@@ -1,4 +1,4 @@
-"""OpenAI's calls: the bodies of requests, how they become requests of the engine, and how answers are written.
+"""OpenAI's API: request bodies, their conversion to requests of the engine, and responses.
 
-Read `api_calls` first, then `chat_calls`; the schemas of bodies are in `schemas` and `response_fields`.
+Read `api_calls` first, then `chat_calls`; `schemas` and `response_fields` have the schemas of bodies.
 """

@@ -1,4 +1,4 @@
-"""Forms that a request may ask of its answer, such as a JSON schema."""
+"""Constraints on an answer's form, such as a JSON schema."""
 
 from typing import Annotated, Any, Literal
 
@@ -16,8 +16,8 @@ class JsonSchemaFormat(Body):
 
 
 class ResponseFormat(Body):
-    type: Literal["text", "json_object", "json_schema"] = Field(description="What the answer is.")
-    json_schema: JsonSchemaFormat | None = Field(default=None, description="Given with type json_schema alone.")
+    type: Literal["text", "json_object", "json_schema"] = Field(description="The form of the answer.")
+    json_schema: JsonSchemaFormat | None = Field(default=None, description="The schema, only with type json_schema.")
 
     @model_validator(mode="after")
     def _check_schema(self) -> "ResponseFormat":
@@ -26,7 +26,7 @@ class ResponseFormat(Body):
         return self
 
     def constraint(self) -> Constraint | None:
-        """What the answer must be; None: any text."""
+        """Returns the answer's constraint, or None for any text."""
         if self.type == "text":
             return None
         schema = {"type": "object"} if self.json_schema is None else self.json_schema.schema_
@@ -35,15 +35,15 @@ class ResponseFormat(Body):
 
 class StructuredOutputs(Body):
     json_: dict[str, Any] | None = Field(default=None, alias="json", description="A JSON schema.")
-    regex: str | None = Field(default=None, description="An expression that the whole answer matches.")
+    regex: str | None = Field(default=None, description="A regular expression that the whole answer matches.")
     choice: Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)] | None = Field(
-        default=None, description="Texts, one of which the answer is."
+        default=None, description="Texts to choose the answer from."
     )
     grammar: str | None = Field(default=None, description="A grammar in llguidance's variant of Lark's syntax.")
     disable_any_whitespace: bool | None = Field(
         default=None,
-        description="false, with json: any white space may be between its parts. Default: one line, with a space or "
-        "none after each comma and colon.",
+        description="false, with json: allow any white space in the JSON. Default: one line, with at most one space "
+        "after each comma and colon.",
     )
 
     @model_validator(mode="after")
@@ -52,11 +52,11 @@ class StructuredOutputs(Body):
         if len(forms) != 1 or self.constraint() is None:
             raise ValueError("accepted: one of json, regex, choice and grammar")
         if self.disable_any_whitespace is False and self.json_ is None:
-            raise ValueError("accepted: disable_any_whitespace false with json, because other forms say it themselves")
+            raise ValueError("accepted: disable_any_whitespace: false only with json")
         return self
 
     def constraint(self) -> Constraint | None:
-        """What the answer must be."""
+        """Returns the answer's constraint."""
         if self.json_ is not None:
             return Constraint.json_schema(self.json_, any_whitespace=self.disable_any_whitespace is False)
         if self.choice is not None:

@@ -1,7 +1,7 @@
-"""Translates calls of the API to requests of the engine, and what the engine generates to responses.
+"""API calls: converts them to requests of the engine, and the engine's generations to responses.
 
-What grows with an answer is made while it is sent: lists of a whole response that have an entry for each choice or
-token are iterators, see `json_pieces`.
+Lists in a whole response with an entry per choice or token are iterators, so that they are built while they are sent;
+see `json_pieces`.
 """
 
 import abc
@@ -28,14 +28,14 @@ from detjax.server.text.token_texts import Json, TokenTexts
 from detjax.server.tools.formats import ToolFormat
 
 TOO_LONG: Final = "context_length_exceeded"
-"""OpenAI's code for a prompt with more tokens than fit. Clients look for it."""
+"""OpenAI's error code for a prompt that is too long. Clients check for it."""
 _SAMPLING_FIELDS: Final = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "n", "min_tokens"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
 )
-"""Fields of a body that are fields of `SamplingParams`."""
+"""Fields of a body that are also fields of `SamplingParams`."""
 _DRAWN_BITS: Final = 53
-"""Bits of a seed that the server draws: every client of JSON holds such a number exactly, JavaScript's too."""
+"""Bits of a seed that the server draws: JavaScript represents such numbers exactly."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,18 +43,18 @@ class ServedModel:
     """The model that a server offers.
 
     Attributes:
-        name: what clients call it.
-        engine: computes with it.
-        tokenizer: the engine's.
-        texts: does the text work of requests with it.
-        defaults: fields of `SamplingParams` for requests that do not give them.
-        fingerprint: what answers depend on besides requests.
+        name: its name for clients.
+        engine: its engine.
+        tokenizer: its tokenizer.
+        texts: does the text work of its requests.
+        defaults: fields of `SamplingParams` for requests that omit them.
+        fingerprint: the system fingerprint.
         token_texts: the texts of its tokens.
-        tool_format: how it writes calls of tools; None: in no way that is known here.
-        image_directory: where files of images may lie that requests name; None: nowhere.
-        origin: what receipts say of the fingerprint.
-        draws_seeds: whether requests without a seed get one that nobody can foresee. Otherwise it is 0.
-        created: when the server started, in seconds since 1970.
+        tool_format: its format of tool calls; None if unknown.
+        image_directory: directory of image files that requests may name, or None.
+        origin: the origin of answers, for receipts.
+        draws_seeds: True to draw an unpredictable seed for requests without one, False to use 0.
+        created: start time of the server, in seconds since 1970.
     """
 
     name: str
@@ -73,18 +73,18 @@ class ServedModel:
 
 @dataclasses.dataclass(frozen=True)
 class Caller:
-    """Who sent a request.
+    """The sender of a request.
 
     Attributes:
-        client: whose turn the request takes; see `Request.client`.
-        has_own_prefixes: whether no other client's requests share pages of the prefix cache with it.
+        client: identifies the client for round-robin scheduling; see `Request.client`.
+        has_own_prefixes: True if the client does not share the prefix cache with others.
     """
 
     client: str | None = None
     has_own_prefixes: bool = False
 
     def cache_salt(self, salt: str | None) -> str | None:
-        """The salt of the engine's request, given that of the body."""
+        """Returns the cache salt of the engine's request, given the body's salt."""
         return f"{self.client or ''}/{salt or ''}" if self.has_own_prefixes else salt
 
 
@@ -92,41 +92,32 @@ NOBODY: Final = Caller()
 
 
 class ApiCall(abc.ABC):
-    """A call of the API: its requests to the engine, and its response, whole or streamed.
+    """A call of the API: its requests to the engine, and its whole or streamed response.
 
     Attributes:
-        requests: requests to the engine, one for each prompt, once `encode_prompts` has made them.
+        requests: requests to the engine, one per prompt, set by `encode_prompts`.
     """
 
     ENDS_WITH_DONE = True
-    """Whether a stream ends with the event [DONE]."""
+    """True if a stream ends with the event [DONE]."""
     _ID_PREFIX: str
     _params: SamplingParams
 
     def __init__(self, body: SamplingRequest, model: ServedModel, caller: Caller = NOBODY) -> None:
-        """Checks the parameters.
-
-        Args:
-            body: the request's body.
-            model: answers it.
-            caller: who sent the request.
-
-        Raises:
-            ValueError: the parameters contradict each other.
-        """
+        """Checks the parameters; raises a ValueError if they contradict each other."""
         self.model = model
         self.requests: list[Request] = []
         self._id = f"{self._ID_PREFIX}-{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._returns_receipts = bool(body.receipt)
         self._receipts: dict[tuple[int, int], Json] = {}
-        """By prompt and sample."""
-        self._heard: dict[tuple[int, int], list[Token]] = {}
-        """The tokens of streamed answers that are to have receipts."""
+        """Receipts by prompt and sample."""
+        self._recorded: dict[tuple[int, int], list[Token]] = {}
+        """Tokens of streamed answers, for receipts."""
         self._draws_seeds = model.draws_seeds and body.seed is None
         self._caller, self._cache_salt = caller, caller.cache_salt(body.cache_salt)
-        given = {name: getattr(body, name, None) for name in _SAMPLING_FIELDS}
-        self._fields = model.defaults | {name: value for name, value in given.items() if value is not None}
+        values = {name: getattr(body, name, None) for name in _SAMPLING_FIELDS}
+        self._fields = model.defaults | {name: value for name, value in values.items() if value is not None}
         self._fields |= {"stop": body.stops, "ignore_eos": body.ignore_eos}
         self._fields |= {"stop_token_ids": tuple(body.stop_token_ids or ())}
         if body.logit_bias:
@@ -135,13 +126,13 @@ class ApiCall(abc.ABC):
     @property
     @abc.abstractmethod
     def num_samples(self) -> int:
-        """The number of choices of the response."""
+        """The number of choices in the response."""
 
     async def prepare(self) -> None:
-        """Makes the requests to the engine, and does for them what takes long.
+        """Makes the requests to the engine, after compiling the constraint.
 
         Raises:
-            ApiError: see `encode_prompts`; or receipts are asked for, which images have no place in.
+            ApiError: see `encode_prompts`; or the request asks for receipts and has images.
             ValueError: the constraint is not valid.
         """
         if (constraint := await run_in_threadpool(self._constraint)) is not None:
@@ -151,7 +142,7 @@ class ApiCall(abc.ABC):
         if self._returns_receipts and any(request.images for request in self.requests):
             raise ApiError(
                 400,
-                "receipt is true and there are images; accepted: one of them, since a receipt holds tokens alone",
+                "receipt is true and the request has images; accepted: one of the two, since receipts have only tokens",
                 param="receipt",
             )
 
@@ -161,28 +152,28 @@ class ApiCall(abc.ABC):
 
     @abc.abstractmethod
     def _constraint(self) -> Constraint | None:
-        """What an answer has to be; None: any text.
+        """Returns the answer's constraint, or None for any text.
 
         Raises:
-            ValueError: nothing can be all that the body asks for.
+            ValueError: no constraint can combine everything that the body asks for.
         """
 
     @abc.abstractmethod
     async def encode_prompts(self) -> None:
-        """Makes the requests to the engine.
+        """Sets the requests to the engine.
 
         Raises:
-            ValueError: a prompt cannot be encoded, or it has more tokens than fit.
+            ValueError: a prompt cannot be encoded or is too long.
         """
 
     def _request(self, prompt: Sequence[int], params: SamplingParams) -> Request:
-        """The request for a prompt. Without a seed in the body, each prompt whose tokens are drawn gets its own."""
+        """Returns the request for a prompt, with its own seed if it samples and the body has none."""
         if self._draws_seeds and params.temperature > 0:
             params = dataclasses.replace(params, seed=secrets.randbits(_DRAWN_BITS))
         return Request(prompt, params, cache_salt=self._cache_salt, client=self._caller.client)
 
     async def read(self, generations: Sequence[Generation]) -> None:
-        """Does what takes long before `full_response`."""
+        """Does the slow part of making a whole response, before `full_response`."""
         if self._returns_receipts:
             await run_in_threadpool(self._make_receipts, generations)
 
@@ -197,11 +188,11 @@ class ApiCall(abc.ABC):
         transcript = transcript_of(request.prompt, completion, request.sampling, sample, self.model.origin)
         self._receipts[prompt, sample] = transcript.sealed().as_json()
 
-    def _hear(self, prompt: int, token: Token) -> None:
-        """Notes a token of a stream, whose last one makes its answer's receipt."""
+    def _record_token(self, prompt: int, token: Token) -> None:
+        """Records a token of a stream, and makes the answer's receipt at its last token."""
         if not self._returns_receipts:
             return
-        tokens = self._heard.setdefault((prompt, token.sample), [])
+        tokens = self._recorded.setdefault((prompt, token.sample), [])
         tokens.append(token)
         if token.finish_reason is not None:
             completion = Completion(
@@ -214,7 +205,7 @@ class ApiCall(abc.ABC):
             self._make_receipt(prompt, token.sample, completion)
 
     def _receipt(self, prompt: int, sample: int, *, is_whole: bool = False) -> Json:
-        """The field of an answer's receipt, if the request asks for it. Those of whole responses have iterators."""
+        """Returns the receipt field of an answer, if requested; with iterators for a whole response."""
         if (receipt := self._receipts.get((prompt, sample))) is None:
             return {}
         if is_whole:
@@ -222,29 +213,29 @@ class ApiCall(abc.ABC):
         return {"receipt": receipt}
 
     def _seed(self, prompt: int) -> Json:
-        """The field that says which seed a prompt's answers were drawn with, so that they can be asked for again."""
+        """Returns the field with the seed of a prompt's answers, with which they can be reproduced."""
         return {"seed": self.requests[prompt].sampling.seed}
 
     @abc.abstractmethod
     def full_response(self, generations: Sequence[Generation]) -> Json:
-        """The response in one piece. Its long lists are iterators."""
+        """Returns the whole response, with iterators for long lists."""
 
     @abc.abstractmethod
     def first_chunks(self) -> Iterator[Json]:
-        """The chunks before the first token."""
+        """Yields the chunks before the first token."""
 
     @abc.abstractmethod
     def token_chunks(self, prompt: int, token: Token) -> Iterator[Json]:
-        """The chunks of a token. There is none while its text may still begin a stop string or half a character."""
+        """Yields the chunks of a token: none if its text is held back, as the possible beginning of a stop string."""
 
     @abc.abstractmethod
     def last_chunks(self, generated: int) -> Iterator[Json]:
-        """The chunks after the last token; `generated` is the number of tokens."""
+        """Yields the chunks after the last token; `generated` is the number of tokens."""
 
     def event(self, chunk: Json) -> bytes:
-        """The server-sent event of a chunk."""
+        """Returns the server-sent event of a chunk."""
         return event(chunk)
 
     def error_event(self, error: ApiError) -> bytes:
-        """The server-sent event of an error after the first chunk."""
+        """Returns the server-sent event of an error after the first chunk."""
         return event(error.body)

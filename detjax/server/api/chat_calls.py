@@ -32,9 +32,9 @@ class ChatCall(ChoicesCall):
             **self._fields,
         )
         self._answers: list[Answer] | None = None
-        """What each choice of a whole response says and calls, where it may call tools."""
+        """The answer of each choice of a whole response, if it may call tools."""
         self._readers: dict[int, AnswerReader | None] = {}
-        """For each choice of a stream, the reader of its calls."""
+        """The reader of each choice of a stream."""
 
     @property
     def num_samples(self) -> int:
@@ -105,7 +105,7 @@ class ChatCall(ChoicesCall):
         yield {"index": index, "delta": last, "logprobs": logprobs, "finish_reason": reason} | ids
 
     def _deltas(self, index: int, token: Token) -> Iterator[Json]:
-        """What a token adds to its choice's message."""
+        """Yields a token's additions to its choice's message."""
         if index not in self._readers:
             self._readers[index] = self._conversation.reader()
         reader = self._readers[index]
@@ -130,11 +130,11 @@ class ChatCall(ChoicesCall):
                 return {"tool_calls": [{"index": number, "function": {"arguments": text}}]}
 
     def _call_json(self, index: int, number: int) -> Json:
-        """The fields of a call that are known when it begins."""
+        """Returns the fields of a call that are known at its beginning."""
         return {"id": self._conversation.call_id(self._id, index, number), "type": "function"}
 
     def _token_json(self, token: int, logprob: float, top: TopLogprobs) -> Json:
-        """A token's logprob with the likeliest tokens in its place."""
+        """Returns a token's logprob, with the most likely tokens at its position."""
         texts = self.model.token_texts
         return texts.chat_json(token, logprob) | {
             "top_logprobs": [texts.chat_json(*pair) for pair in top[: self._num_top_logprobs]]
@@ -142,5 +142,5 @@ class ChatCall(ChoicesCall):
 
 
 def _finish_reason(reason: str | None, *, has_calls: bool) -> str | None:
-    """The reason of an answer's end in OpenAI's terms, which tell of calls where the model ended."""
+    """Returns OpenAI's finish reason, "tool_calls" if the model stopped after calls."""
     return "tool_calls" if reason == "stop" and has_calls else reason

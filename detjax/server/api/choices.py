@@ -1,8 +1,4 @@
-"""Responses that consist of choices, whole or streamed, as completions and chats have them.
-
-What grows with an answer is made while it is sent: lists of a whole response that have an entry for each choice or
-token are iterators, see `json_pieces`.
-"""
+"""Responses that consist of choices: completions and chats, whole or streamed."""
 
 import abc
 import itertools
@@ -17,7 +13,7 @@ from detjax.server.text.token_texts import Json
 class ChoicesCall(ApiCall):
     """A call whose response consists of choices.
 
-    A choice is one sample of one prompt. Choices are numbered by prompt, then by sample.
+    A choice is one sample of one prompt. Choices are ordered by prompt, then by sample.
     """
 
     _OBJECT: str
@@ -32,12 +28,11 @@ class ChoicesCall(ApiCall):
         self._returns_token_ids, self._num_prompt_logprobs = bool(body.return_token_ids), body.prompt_logprobs
         self._generated = 0
         self._cached: dict[int, int] = {}
-        """Prompt tokens that a stream's requests found in the prefix cache, by prompt."""
+        """Prompt tokens of a stream that came from the prefix cache, by prompt."""
 
     # --- whole responses ----------------------------------------------------------------------------------------------
 
     def full_response(self, generations: Sequence[Generation]) -> Json:
-        """The response in one piece. Its long lists are iterators."""
         choices = (
             self._choice(self._choice_index(prompt, sample), prompt, completion, generation.prompt)
             | self._seed(prompt)
@@ -54,23 +49,23 @@ class ChoicesCall(ApiCall):
         )
 
     def _response_fields(self, generations: Sequence[Generation]) -> Json:
-        """Further fields of a whole response."""
+        """Returns additional fields of a whole response."""
         return {}
 
     @abc.abstractmethod
     def _choice(self, index: int, prompt: int, completion: Completion, scores: PromptLogprobs | None) -> Json:
-        """A choice of a whole response; `prompt` is its prompt's number, and `scores` are its prompt's logprobs."""
+        """Returns a choice of a whole response; `scores` are the logprobs of prompt number `prompt`."""
 
     def _token_ids(self, tokens: Iterable[int]) -> Json:
-        """The field that reports a choice's tokens, if the request asks for it."""
+        """Returns the field with a choice's tokens, if requested."""
         return {"token_ids": iter(tokens)} if self._returns_token_ids else {}
 
     def _prompt_token_ids(self, prompt: int) -> Json:
-        """The field that reports a prompt's tokens, if the request asks for it."""
+        """Returns the field with a prompt's tokens, if requested."""
         return {"prompt_token_ids": iter(self.requests[prompt].prompt)} if self._returns_token_ids else {}
 
     def _prompt_logprobs(self, prompt: int, scores: PromptLogprobs | None) -> Json:
-        """The field that reports a prompt's logprobs as vLLM does, if the request asks for it."""
+        """Returns the field with a prompt's logprobs in vLLM's format, if requested."""
         if self._num_prompt_logprobs is None or scores is None:
             return {}
         tokens = itertools.islice(self.requests[prompt].prompt, 1, None)
@@ -84,43 +79,40 @@ class ChoicesCall(ApiCall):
     # --- streams ------------------------------------------------------------------------------------------------------
 
     def first_chunks(self) -> Iterator[Json]:
-        """The chunks before the first token."""
         for prompt, request in enumerate(self.requests):
             for sample in range(request.sampling.n):
                 if (choice := self._first_chunk_choice(self._choice_index(prompt, sample), prompt)) is not None:
                     yield self._chunk([choice]) | self._first_chunk_fields(prompt)
 
     def token_chunks(self, prompt: int, token: Token) -> Iterator[Json]:
-        """The chunks of a token. There is none while its text may still begin a stop string or half a character."""
         self._generated += 1
         self._cached[prompt] = token.cached_tokens
-        self._hear(prompt, token)
+        self._record_token(prompt, token)
         for choice in self._token_choices(self._choice_index(prompt, token.sample), token):
             if choice["finish_reason"] is not None:
                 choice |= self._seed(prompt) | self._receipt(prompt, token.sample)
             yield self._chunk([choice]) | ({"batch": token.batch} if self._options.include_batch else {})
 
     def last_chunks(self, generated: int) -> Iterator[Json]:
-        """The chunks after the last token; `generated` is the number of tokens."""
         if self._options.include_usage:
             yield self._chunk([]) | {"usage": self._usage(generated, sum(self._cached.values()))}
 
     @abc.abstractmethod
     def _first_chunk_choice(self, index: int, prompt: int) -> Json | None:
-        """A choice as it begins, if there is anything to say before its first token."""
+        """Returns a choice before its first token, if it has content to report."""
 
     def _first_chunk_fields(self, prompt: int) -> Json:
-        """Further fields of the chunk in which a choice begins."""
+        """Returns additional fields of the chunk in which a choice begins."""
         return {}
 
     @abc.abstractmethod
     def _token_choices(self, index: int, token: Token) -> Iterator[Json]:
-        """What a token adds to its choice, if anything, in one piece or several."""
+        """Yields a token's additions to its choice, if any."""
 
     def _choice_index(self, prompt: int, sample: int) -> int:
         return prompt * self.requests[0].sampling.n + sample
 
-    # --- what both kinds of responses share ---------------------------------------------------------------------------
+    # --- both kinds of responses --------------------------------------------------------------------------------------
 
     def _chunk(self, choices: list[Json]) -> Json:
         usage = {}

@@ -14,7 +14,7 @@ from detjax.server.text.texts import TextRefused, TextTooLong
 from detjax.server.text.token_texts import Json, TextOffsets, TopLogprobs, json_number
 
 _DEFAULT_MAX_TOKENS: Final = 16
-"""Tokens of a completion whose request does not say how many; OpenAI's default."""
+"""OpenAI's default of `max_tokens` for completions."""
 
 
 class CompletionCall(ChoicesCall):
@@ -36,7 +36,7 @@ class CompletionCall(ChoicesCall):
         )
         self._prompt_texts: list[str] = []
         self._offsets: dict[int, TextOffsets] = {}
-        """For each choice of a stream, where its tokens begin in its text."""
+        """The text offsets of each choice of a stream."""
 
     @property
     def num_samples(self) -> int:
@@ -46,7 +46,7 @@ class CompletionCall(ChoicesCall):
         return self._body.constraint()
 
     async def encode_prompts(self) -> None:
-        # The prompts of a request are all texts, or all lists of tokens.
+        # Either all prompts of a request are texts, or all are lists of tokens.
         texts = [prompt for prompt in self._prompts if isinstance(prompt, str)]
         lists = [prompt for prompt in self._prompts if not isinstance(prompt, str)]
         try:
@@ -56,9 +56,9 @@ class CompletionCall(ChoicesCall):
         except TextTooLong as error:
             raise ApiError(
                 400,
-                f"prompt {error.number} has {error.size} and asks for {self._params.max_tokens} tokens more; accepted: "
-                f"{self.model.engine.max_length} in all, the server's context length. Lower max_tokens or cut the "
-                "prompt.",
+                f"prompt {error.number} has {error.size} and asks for {self._params.max_tokens} more tokens; accepted: "
+                f"{self.model.engine.max_length} in total, the server's context length. Lower max_tokens or shorten "
+                "the prompt.",
                 param="prompt",
                 code=TOO_LONG,
             ) from None
@@ -91,7 +91,7 @@ class CompletionCall(ChoicesCall):
     def _logprobs_json(
         self, prompt: int, completion: Completion, scores: PromptLogprobs | None, echoed: str
     ) -> dict[str, Iterator[Any] | None]:
-        """The logprobs of a choice's tokens and, with `scores`, of its prompt's."""
+        """Returns the logprobs of a choice's tokens, preceded by the prompt's if `scores` are given."""
         model, length = self.model, len(echoed) + len(completion.text or "")
         offsets = TextOffsets(model.tokenizer, start=len(echoed))
         begins: Iterator[int] = (min(offsets.add(token), length) for token in completion.tokens)

@@ -1,4 +1,4 @@
-"""Conversations that an answer continues, with the tools that it may call."""
+"""Conversations with the tools that their answers may call."""
 
 from collections.abc import Sequence
 
@@ -18,10 +18,10 @@ from detjax.server.tools.formats import ToolFormat, why_no_tools
 
 
 class Conversation:
-    """What an answer continues: messages, tools and variables of the chat template.
+    """The input of an answer: messages, tools and variables of the chat template.
 
     Attributes:
-        tools: what the answer may call; None: nothing.
+        tools: the tools that the answer may call, or None.
     """
 
     def __init__(
@@ -36,15 +36,15 @@ class Conversation:
         """A conversation with a model.
 
         Args:
-            model: answers.
+            model: the model that answers.
             messages: the conversation so far.
-            variables: further variables of the chat template.
-            tools: what the answer may call; None: nothing.
-            field: the field of the body that holds the messages.
-            shown: the images and videos in the messages, in their order.
+            variables: additional variables of the chat template.
+            tools: the tools that the answer may call, or None.
+            field: the name of the body's field with the messages, for errors.
+            shown: the images and videos in the messages, in order.
 
         Raises:
-            ValueError: the model has no chat template, or none with a known format of tool calls.
+            ValueError: the model has no chat template, or tools are given and its format of tool calls is unknown.
         """
         if not model.tokenizer.has_chat_template:
             raise ValueError("the model has no chat template; accepted: /v1/completions")
@@ -52,7 +52,7 @@ class Conversation:
         self._model, self._messages, self._variables, self._field = model, messages, variables, field
         self._shown = shown
         self._form: Constraint | None = None
-        """What the answer has to be where it calls no tool, once that is known."""
+        """The constraint of an answer without calls, set by `constraint`."""
         self._format: ToolFormat | None = None
         if tools is not None:
             self._format = model.tool_format
@@ -60,10 +60,10 @@ class Conversation:
                 raise ApiError(400, why_no_tools(model.tokenizer), param="tools")
 
     def constraint(self, form: Constraint | None) -> Constraint | None:
-        """Returns what the answer has to be, given what it has to be where it calls no tool.
+        """Returns the answer's constraint, given the constraint `form` of an answer without calls.
 
         Raises:
-            ValueError: nothing can be both.
+            ValueError: the format of tool calls cannot be combined with `form`.
         """
         self._form = form
         if self.tools is None or self._format is None:
@@ -83,22 +83,22 @@ class Conversation:
             if self.tools is None:
                 raise
             if self._form is not None:
-                engine.compile_constraint(self._form)  # raises what is wrong with it
+                engine.compile_constraint(self._form)  # raises its own error if it is invalid
             for number, tool in enumerate(self.tools.tools):
                 try:
                     engine.compile_constraint(Constraint.json_schema(tool.parameters or {}))
                 except ValueError as fault:
-                    message = f"the answer cannot be kept to the parameters of tool {number}, {tool.name!r}: {fault}"
+                    message = f"the parameters of tool {number}, {tool.name!r}, cannot constrain the answer: {fault}"
                     raise FieldError(message, "tools") from None
-            message = f"the answer cannot be kept to the parameters of all tools: {error}"
+            message = f"the parameters of all tools together cannot constrain the answer: {error}"
             raise FieldError(message, "tools") from None
 
     async def encode(self) -> tuple[list[int], list[VisualInput]]:
         """Returns the token ids of the conversation, and the patches of its images.
 
         Raises:
-            ValueError: the chat template refuses the messages.
-            ApiError: they have more tokens than fit, or images that the model does not take.
+            ValueError: the chat template rejects the messages.
+            ApiError: they are too long, or have images and the model takes none.
         """
         tokens, images = await self._encoded(), await self._images()
         return self._with_images(tokens, images), images
@@ -110,20 +110,20 @@ class Conversation:
         if not engine.takes_images:
             raise ApiError(
                 400,
-                f"{self._has} images, and the model reads text alone; accepted: parts of text",
+                f"{self._has} images, but the model reads only text; accepted: text parts",
                 param=self._field,
             )
         directory = self._model.image_directory
         return await run_in_threadpool(read_images, self._shown, engine, directory, self._field)
 
     def _with_images(self, tokens: list[int], images: Sequence[VisualInput]) -> list[int]:
-        """The prompt with all tokens of its images."""
+        """Returns the prompt with all tokens of its images."""
         engine = self._model.engine
         tokens = engine.with_image_tokens("the chat template's text", tokens, images)
         if len(tokens) >= engine.max_length:
             raise ApiError(
                 400,
-                f"{self._has} {len(tokens)} tokens, those of {len(images)} images among them; accepted: up to "
+                f"{self._has} {len(tokens)} tokens, including {len(images)} images; accepted: up to "
                 f"{engine.max_length - 1}, which leaves room for one more. Send fewer or smaller images.",
                 param=self._field,
                 code=TOO_LONG,
@@ -136,7 +136,7 @@ class Conversation:
         return f"{self._field} has" if self._field == "input" else f"{self._field} have"
 
     async def _encoded(self) -> list[int]:
-        """The token ids with one token for each image."""
+        """Returns the token ids, with one token per image."""
         most = self._model.engine.max_length - 1
         tools = {} if self.tools is None else {"tools": [tool.for_template() for tool in self.tools.tools]}
         try:
@@ -153,7 +153,7 @@ class Conversation:
             ) from None
 
     def reader(self) -> AnswerReader | None:
-        """Returns a reader of one answer, or None if answers are content only."""
+        """Returns a reader for one answer, or None if answers have no calls."""
         if self.tools is None or self._format is None:
             return None
         return AnswerReader(self._model.tokenizer, self._format, at_most_one=self.tools.at_most_one)
@@ -164,7 +164,7 @@ class Conversation:
         return self._format.call_id(answer, choice, index)
 
     async def read(self, generations: Sequence[Generation]) -> list[Answer]:
-        """Returns what each answer says and calls. It takes long for long answers."""
+        """Splits each answer into content and calls, in a thread, since long answers take long."""
         completions = [completion for generation in generations for completion in generation.completions]
         if self._format is None:
             return [Answer(completion.text or "", []) for completion in completions]

@@ -1,8 +1,8 @@
-"""Marks of request fields that the server accepts and does not act on, because no answer depends on them.
+"""Marks for request fields that the server accepts but does not use, because no answer depends on them.
 
-Clients send many fields whose value asks for what the server does anyway. `Unserved` accepts exactly those values and
-refuses all others by name, because ignoring them would give another answer than the one that was asked for. `Ignored`
-accepts every value of a field's type. The OpenAPI document and the table in `docs/serve/fields.md` show both.
+Clients send many fields with a value that matches what the server does anyway. `Unserved` accepts only those values and
+rejects all others by name, since ignoring them would return a different answer than requested. `Ignored` accepts every
+value of a field's type. The OpenAPI document and the table in `docs/serve/fields.md` show both.
 """
 
 import dataclasses
@@ -13,15 +13,15 @@ from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import PydanticCustomError, core_schema
 
 UNSERVED: Final = "unserved"
-"""The type of the error of a field that has a value which is not served."""
+"""The error type of a field with an unsupported value."""
 
 
 class Unserved:
-    """Marks a field that is accepted only with certain values, besides null. A field of any type may have it.
+    """Marks a field of any type that is accepted only with certain values or null.
 
     Attributes:
-        values: JSON values that ask for what the server does anyway.
-        why: what the server does, as a sentence without its full stop.
+        values: JSON values that match what the server does anyway.
+        why: a clause that says what the server does.
 
     Example:
         >>> from typing import Annotated, Any
@@ -64,7 +64,7 @@ class Ignored:
     """Marks a field that is accepted with every value of its type, because no answer depends on it.
 
     Attributes:
-        why: why it makes no difference, as a sentence without its full stop.
+        why: a clause that says why it makes no difference.
     """
 
     why: str
@@ -76,5 +76,5 @@ class Ignored:
 
 
 def _are_equal(value: Any, other: Any) -> bool:
-    """Whether two JSON values are equal. Python takes true for 1, which JSON does not."""
+    """Returns whether two JSON values are equal. Unlike in Python, true is not 1."""
     return (isinstance(value, bool) is isinstance(other, bool)) and value == other

@@ -1,4 +1,4 @@
-"""Images and videos of messages: data URLs, and files of one directory. Nothing is fetched."""
+"""Images and videos in messages: data URLs and files in one directory. Nothing is fetched."""
 
 import base64
 import binascii
@@ -16,36 +16,31 @@ from detjax.models.vision.video_files import read_frames, read_video
 from detjax.server.http.errors import ApiError
 
 MAX_IMAGES: Final = 256
-"""The most images and videos of a conversation."""
+"""Maximum number of images and videos in a conversation."""
 _MAX_BYTES: Final = 64 << 20
-"""The most bytes of a file."""
+"""Maximum size of a file in bytes."""
 _QUOTED: Final = 60
-"""Characters of a URL that an error quotes."""
+"""Characters of a URL to quote in an error."""
 _FRAMES: Final = ("video/jpeg", "video/png")
-"""The media types of data URLs that hold the frames of a video, with commas between them."""
+"""Media types of data URLs with the frames of a video, separated by commas."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ShownImage:
-    """A part of a message that is an image.
-
-    Attributes:
-        url: names it.
-    """
+    """An image in a message."""
 
     url: str
 
 
 @dataclasses.dataclass(frozen=True)
 class ShownVideo:
-    """A part of a message that is a video.
+    """A video in a message. Options that are None have the checkpoint's values.
 
     Attributes:
-        url: names it.
-        fps: frames of a second that the model is to see; of a list of frames, those that it has. None: as the
-            checkpoint says, as for the next two.
-        min_frames: frames at least that are chosen of a file.
-        max_frames: frames at most.
+        url: the URL of the video.
+        fps: frames per second to sample; for a list of frames, its frame rate.
+        min_frames: minimum number of frames to sample from a file.
+        max_frames: maximum number of frames.
     """
 
     url: str
@@ -58,22 +53,22 @@ type ShownPart = ShownImage | ShownVideo
 
 
 class _Refused(Exception):
-    """Why an image is not read; no library raises it."""
+    """An image is rejected; the message has the reason. Distinct from the errors of libraries."""
 
 
 def read_images(
     parts: Sequence[ShownPart], engine: RequestReader, directory: Path | None, field: str
 ) -> list[VisualInput]:
-    """Returns the patches of images and videos, which takes a while.
+    """Returns the patches of images and videos. Slow: call it in a thread.
 
     Args:
         parts: the images and videos of a conversation.
         engine: makes the patches.
-        directory: where files may lie; None: nowhere.
-        field: the field of the body that holds the conversation.
+        directory: directory of files that URLs may name, or None.
+        field: the name of the body's field with the conversation, for errors.
 
     Raises:
-        ApiError: a URL is of another kind, what it names is no image or no video, or there are more than fit.
+        ApiError: a URL is not supported, its content is not an image or video, or the images do not fit.
     """
     try:
         return _read(parts, engine, directory, field)
@@ -88,24 +83,24 @@ def _read(parts: Sequence[ShownPart], engine: RequestReader, directory: Path | N
     for number, part in enumerate(parts):
         if isinstance(part, ShownVideo):
             name = f"video {sum(isinstance(one, ShownVideo) for one in parts[:number])} of the {field}"
-            given = _video(name, part, engine, directory)
+            visual = _video(name, part, engine, directory)
         else:
             name = f"image {sum(isinstance(one, ShownImage) for one in parts[:number])} of the {field}"
-            given = read_pixels(name, _contents(name, part.url, directory, "image/png"))
-        patches += engine.image_patches(name, given)
+            visual = read_pixels(name, _contents(name, part.url, directory, "image/png"))
+        patches += engine.image_patches(name, visual)
         tokens = engine.image_tokens(patches)
         if tokens >= engine.max_length:  # before the next one takes time and memory
             has_videos = any(isinstance(one, ShownVideo) for one in parts[: number + 1])
             raise _Refused(
                 f"the first {number + 1} images{' and videos' if has_videos else ''} of the {field} have {tokens} "
-                f"tokens; accepted: fewer than {engine.max_length} in all. Send fewer or smaller images"
+                f"tokens; accepted: fewer than {engine.max_length} in total. Send fewer or smaller images"
                 f"{', or fewer frames' if has_videos else ''}."
             )
     return patches
 
 
 def _video(name: str, part: ShownVideo, engine: RequestReader, directory: Path | None) -> Video:
-    """The frames of a video that the model is to see."""
+    """Returns the sampled frames of a video."""
     try:
         sampling = engine.frame_sampling.changed(part.fps, part.min_frames, part.max_frames)
     except ValueError as error:
@@ -118,7 +113,7 @@ def _video(name: str, part: ShownVideo, engine: RequestReader, directory: Path |
             raise _Refused(
                 f"{name} has {len(pieces)} frames; accepted: up to {sampling.max_frames}, which is max_frames"
             )
-        kinds = f"data:{_FRAMES[0]};base64, and frames with a comma between two of them"
+        kinds = f"data:{_FRAMES[0]};base64, and frames separated by commas"
         named = ((f"frame {number} of {name}", f"{header},{piece}") for number, piece in enumerate(pieces))
         files = [_data(frame, rest, kinds) for frame, rest in named]
         return read_frames(name, files, sampling)
@@ -126,10 +121,10 @@ def _video(name: str, part: ShownVideo, engine: RequestReader, directory: Path |
 
 
 def _contents(name: str, url: str, directory: Path | None, example: str) -> bytes:
-    """The bytes of a file, `example` being the media type of an accepted one."""
+    """Returns the bytes that a URL names; `example` is an accepted media type, for errors."""
     kinds = f"a data URL with base64, such as data:{example};base64,..."
     if directory is not None:
-        kinds += ", or file: and the path of a file in the server's directory of images"
+        kinds += ", or file: and the path of a file in the server's image directory"
     scheme, _, rest = url.partition(":")
     if scheme.lower() == "data":
         return _data(name, rest, kinds)
@@ -149,12 +144,12 @@ def _data(name: str, rest: str, kinds: str) -> bytes:
 
 
 def _file_contents(name: str, rest: str, directory: Path) -> bytes:
-    """The contents of a file, whose path may be absolute or begin in the directory."""
-    given = urllib.parse.unquote(rest.removeprefix("//"))
-    # The error is the same for files that are not there and files elsewhere, so that it tells nothing of those.
-    refusal = _Refused(f"{name} is {_quoted(f'file:{rest}')}; accepted: a file in the server's directory of images")
+    """Returns the contents of a file, whose path is absolute or relative to the directory."""
+    name_in_url = urllib.parse.unquote(rest.removeprefix("//"))
+    # Missing files and files elsewhere give the same error, so that clients cannot probe for files.
+    refusal = _Refused(f"{name} is {_quoted(f'file:{rest}')}; accepted: a file in the server's image directory")
     try:
-        path, root = (directory / given).resolve(), directory.resolve()
+        path, root = (directory / name_in_url).resolve(), directory.resolve()
         if not path.is_relative_to(root) or not path.is_file():
             raise refusal
         if path.stat().st_size > _MAX_BYTES:

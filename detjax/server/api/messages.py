@@ -11,11 +11,11 @@ from detjax.server.api.images import ShownImage, ShownPart, ShownVideo
 from detjax.server.http.field_types import LARGEST, MAX_CALLS, MAX_MESSAGES, MAX_PARTS, Body, text_or_list
 
 _MAX_ITEMS: Final = 1 << 17
-"""The most items of JSON in the arguments of all calls of a conversation together."""
+"""Maximum number of JSON items in the arguments of all calls of a conversation."""
 
 
 class TextPart(Body):
-    type: Literal["text"] = Field(description="Text is all that the model reads.")
+    type: Literal["text"] = Field(description="A text.")
     text: str = Field(description="The text.")
     annotations: Annotated[Any, Unserved([], why="the model reads text only")] = None
     cache_control: Annotated[Any, Unserved({"type": "ephemeral"}, why="the server decides what it caches")] = None
@@ -31,10 +31,10 @@ class TextPart(Body):
 
 class ImageURL(Body):
     url: str = Field(
-        description="A data URL with the bytes of the image, or file: and a path, where the server has a directory of "
-        "images. Nothing is fetched."
+        description="A data URL with the bytes of the image, or file: and a path, if the server has an image "
+        "directory. Nothing is fetched."
     )
-    detail: Annotated[Any, Unserved("auto", why="the checkpoint says to which size images are brought")] = None
+    detail: Annotated[Any, Unserved("auto", why="the checkpoint sets the size of images")] = None
 
 
 class ImagePart(Body):
@@ -45,27 +45,26 @@ class ImagePart(Body):
 
 class VideoURL(Body):
     url: str = Field(
-        description="A data URL with an animation (WEBP, PNG or GIF), or data:video/jpeg;base64, and the frames with a "
-        "comma between two of them; or file: and a path, where the server has a directory of images. Nothing is "
-        "fetched."
+        description="A data URL with an animation (WEBP, PNG or GIF), or data:video/jpeg;base64, and frames separated "
+        "by commas; or file: and a path, if the server has an image directory. Nothing is fetched."
     )
 
 
 class VideoFields(Body):
     fps: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
         default=None,
-        description="Frames of a second that the model sees; of a list of frames, those that it has. Default: the "
-        "checkpoint's, else 2.",
+        description="Frames per second to sample; for a list of frames, its frame rate. Default: the checkpoint's, "
+        "else 2.",
     )
     min_frames: Annotated[int, Field(ge=1, le=LARGEST)] | None = Field(
-        default=None, description="Frames that are chosen of a file at least. Default: the checkpoint's, else 4."
+        default=None, description="Minimum number of frames to sample. Default: the checkpoint's, else 4."
     )
     max_frames: Annotated[int, Field(ge=1, le=LARGEST)] | None = Field(
-        default=None, description="Frames of a video at most. Default: the checkpoint's, else 768."
+        default=None, description="Maximum number of frames. Default: the checkpoint's, else 768."
     )
 
     def shown(self, url: str) -> ShownVideo:
-        """The video that a URL names."""
+        """Returns the video at a URL, with these options."""
         return ShownVideo(url, self.fps, self.min_frames, self.max_frames)
 
 
@@ -76,13 +75,12 @@ class VideoPart(VideoFields):
 
 
 def kind_of_part(value: Any, image: str, video: str) -> str:
-    """The tag of the type that a part is checked as: "<image>" or "<video>" if it has one of these types."""
-    given = value.get("type") if isinstance(value, dict) else None
-    return "<image>" if given == image else "<video>" if given == video else "<text>"
+    """Returns the type tag to validate a part as, by the names of the image and video types."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    return "<image>" if kind == image else "<video>" if kind == video else "<text>"
 
 
 def _kind_of_part(value: Any) -> str:
-    """The tag of the type that a part of a message is checked as."""
     return kind_of_part(value, "image_url", "video_url")
 
 
@@ -94,31 +92,31 @@ type Part = Annotated[
 
 class CalledFunction(Body):
     name: str = Field(description="The tool's name.")
-    arguments: str = Field(description="The arguments as JSON. The chat template gets an object, or else the text.")
+    arguments: str = Field(description="The arguments as JSON. The chat template gets an object, if they are one.")
 
     def for_template(self) -> dict[str, Any]:
-        """The function as chat templates expect it, with its arguments as an object if they are one."""
+        """Returns the function in the form that chat templates expect, with its arguments as an object if possible."""
         try:
             arguments = json.loads(self.arguments or "{}")
-        except (ValueError, RecursionError):  # a model may have written no JSON, and its client sends it back
+        except (ValueError, RecursionError):  # clients also send back invalid JSON of a model
             arguments = None
         return {"name": self.name, "arguments": arguments if isinstance(arguments, dict) else self.arguments}
 
 
 class EarlierCall(Body):
-    type: Literal["function"] = Field(default="function", description="Functions are all that is called.")
+    type: Literal["function"] = Field(default="function", description="A call of a function.")
     id: str | None = Field(default=None, description="The call's id, for the chat template.")
-    function: CalledFunction = Field(description="What was called.")
+    function: CalledFunction = Field(description="The called function.")
     index: Annotated[int | None, Ignored("calls are in the order of their list")] = None
 
     def for_template(self) -> dict[str, Any]:
-        """The call as chat templates expect it."""
+        """Returns the call in the form that chat templates expect."""
         named = {} if self.id is None else {"id": self.id}
         return named | {"type": "function", "function": self.function.for_template()}
 
 
 class Message(Body):
-    role: Literal["system", "developer", "user", "assistant", "tool"] = Field(description="Whose message it is.")
+    role: Literal["system", "developer", "user", "assistant", "tool"] = Field(description="The sender.")
     content: (
         Annotated[
             Annotated[str, Tag("<text>")]
@@ -131,17 +129,17 @@ class Message(Body):
         ]
         | None
     ) = Field(
-        default=None, description="Text, or parts: texts, images and videos. A message with tool_calls may do without."
+        default=None, description="Text, or parts: texts, images and videos. Optional in a message with tool_calls."
     )
     name: str | None = Field(default=None, description="A name for the chat template.")
     tool_calls: Annotated[list[EarlierCall], Field(max_length=MAX_CALLS, fail_fast=True)] | None = Field(
-        default=None, description="What an earlier answer called."
+        default=None, description="The calls of an earlier answer."
     )
-    tool_call_id: str | None = Field(default=None, description="The call whose result the message of a tool is.")
-    # Clients send an answer's message back as they got it, and with their own fields, which are empty.
+    tool_call_id: str | None = Field(default=None, description="The id of the call whose result the message has.")
+    # Clients send an answer's message back unmodified, plus empty fields of their own.
     type: Annotated[Any, Unserved("text", "message", why="the model reads text only")] = None
-    refusal: Annotated[Any, Unserved("", why="chat templates have no place for it")] = None
-    annotations: Annotated[Any, Unserved([], why="chat templates have no place for it")] = None
+    refusal: Annotated[Any, Unserved("", why="chat templates ignore it")] = None
+    annotations: Annotated[Any, Unserved([], why="chat templates ignore it")] = None
     audio: Annotated[Any, Unserved(why="the model reads text only")] = None
     images: Annotated[Any, Unserved([], why="the model reads text only")] = None
     function_call: Annotated[Any, Unserved(why="tool_calls has it")] = None
@@ -149,11 +147,9 @@ class Message(Body):
     reasoning_content: Annotated[Any, Unserved("", why="reasoning is part of the content")] = None
     thinking_blocks: Annotated[Any, Unserved([], why="reasoning is part of the content")] = None
     parsed: Annotated[Any, Ignored("the content has it")] = None
-    prefix: Annotated[Any, Unserved(False, why="an answer is a message of its own")] = None
+    prefix: Annotated[Any, Unserved(False, why="an answer is a new message")] = None
     cache_control: Annotated[Any, Unserved({"type": "ephemeral"}, why="the server decides what it caches")] = None
-    provider_specific_fields: Annotated[
-        Any, Unserved({}, {"refusal": None}, why="chat templates have no place for it")
-    ] = None
+    provider_specific_fields: Annotated[Any, Unserved({}, {"refusal": None}, why="chat templates ignore it")] = None
 
     @model_validator(mode="after")
     def _check_content(self) -> "Message":
@@ -186,27 +182,26 @@ class Message(Body):
         return parts_for_template([_for_template(part) for part in self.content])
 
     def for_template(self) -> dict[str, Any]:
-        """The message as chat templates expect it."""
-        given = {"name": self.name, "tool_call_id": self.tool_call_id or None}
+        """Returns the message in the form that chat templates expect."""
+        fields = {"name": self.name, "tool_call_id": self.tool_call_id or None}
         calls = {"tool_calls": [call.for_template() for call in self.tool_calls]} if self.tool_calls else {}
         return (
             {"role": self.role, "content": self._content_for_template()}
-            | {name: value for name, value in given.items() if value is not None}
+            | {name: value for name, value in fields.items() if value is not None}
             | calls
         )
 
 
 def _for_template(part: "TextPart | ImagePart | VideoPart") -> dict[str, str]:
-    """A part as chat templates expect it."""
     if isinstance(part, TextPart):
         return {"type": "text", "text": part.text}
     return {"type": "image" if isinstance(part, ImagePart) else "video"}
 
 
 def parts_for_template(parts: list[dict[str, str]]) -> str | list[dict[str, str]]:
-    """Returns parts of a message as chat templates expect them together.
+    """Returns the parts of a message in the form that chat templates expect.
 
-    Texts are one text. With images, the parts stay apart: templates make the tokens that stand for images.
+    Texts are joined. With images, the parts stay separate, because templates write the tokens of images.
     """
     if all(part["type"] == "text" for part in parts):
         return "\n".join(part["text"] for part in parts)
@@ -214,25 +209,19 @@ def parts_for_template(parts: list[dict[str, str]]) -> str | list[dict[str, str]
 
 
 def _check_arguments(messages: list[Message]) -> list[Message]:
-    """Refuses messages whose arguments of calls would become too many objects when the chat template gets them."""
     calls = (call for message in messages for call in message.tool_calls or ())
     check_items(call.function.arguments for call in calls)
     return messages
 
 
 def check_items(arguments: Iterable[str]) -> None:
-    """Refuses the arguments of calls that hold too many items of JSON together.
-
-    Raises:
-        ValueError: they do.
-    """
+    """Raises a ValueError if the arguments of calls have too many JSON items, each an object for the chat template."""
     items = 0
     for text in arguments:
         items += sum(map(text.count, "[{:,"))
         if items > _MAX_ITEMS:
             raise ValueError(
-                f"accepted: messages whose tool_calls have up to {_MAX_ITEMS} items in their arguments together. "
-                "Leave out old messages."
+                f"accepted: up to {_MAX_ITEMS} items in the arguments of all tool_calls. Leave out old messages."
             )
 
 

@@ -1,4 +1,4 @@
-"""The OpenAPI document, made of the schemas that request bodies are checked with."""
+"""The OpenAPI document, generated from the schemas that validate request bodies."""
 
 from typing import Any
 
@@ -32,7 +32,7 @@ _USAGE = {
     "properties": {name: {"type": "integer"} for name in ("prompt_tokens", "completion_tokens", "total_tokens")}
     | {"prompt_tokens_details": {"type": "object", "properties": {"cached_tokens": {"type": "integer"}}}},
 }
-_SEED = {"type": "integer", "description": "What the answer was drawn with. With it the request has the same answer."}
+_SEED = {"type": "integer", "description": "The answer's seed, which reproduces the answer."}
 _RESPONSE = {
     "type": "object",
     "required": ["id", "object", "created", "model", "system_fingerprint", "choices", "usage"],
@@ -43,7 +43,7 @@ _RESPONSE = {
         "model": {"type": "string"},
         "system_fingerprint": {
             "type": "string",
-            "description": "A digest of contract, environment and model. Equal ones promise equal bits.",
+            "description": "A digest of contract, environment and model. Equal fingerprints promise equal bits.",
         },
         "choices": {
             "type": "array",
@@ -104,9 +104,9 @@ _MODEL = {
 _VERSION = {"type": "object", "required": ["version"], "properties": {"version": {"type": "string"}}}
 _GENERATION_BODIES = (CompletionRequest, ChatRequest, ResponsesRequest)
 _GENERATION_ERRORS = {
-    400: "The request cannot be served; the message says why.",
+    400: "The request is not valid; the message has the reason.",
     401: "The API key is missing or wrong.",
-    404: "There is no such model or response.",
+    404: "The model or response does not exist.",
     408: "The request did not arrive in time.",
     413: "The request is too large.",
     415: "The content type is not application/json.",
@@ -117,7 +117,7 @@ _GENERATION_ERRORS = {
 
 
 def document(model: str, *, needs_key: bool) -> dict[str, Any]:
-    """Returns the OpenAPI 3.1 description of a server of one model."""
+    """Returns the OpenAPI 3.1 description of a server with one model."""
     _, schemas = models_json_schema(
         [(schema, "validation") for schema in (*_GENERATION_BODIES, TokenizeRequest, DetokenizeRequest)],
         ref_template="#/components/schemas/{model}",
@@ -139,7 +139,7 @@ def document(model: str, *, needs_key: bool) -> dict[str, Any]:
             | {"parameters": [{"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}]},
             "/tokenize": {"post": _text("Tokenize a text.", TokenizeRequest, TOKENIZED)},
             "/detokenize": {"post": _text("Decode tokens.", DetokenizeRequest, DETOKENIZED)},
-            "/version": {"get": _operation("Tell the server's version.", _VERSION, 401)},
+            "/version": {"get": _operation("Report the server's version.", _VERSION, 401)},
             "/v1/models": {
                 "get": _operation(
                     "List the served models.",
@@ -155,9 +155,7 @@ def document(model: str, *, needs_key: bool) -> dict[str, Any]:
                 "get": _operation("Describe a served model.", _MODEL, 401, 404)
                 | {"parameters": [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]}
             },
-            "/health": {
-                "get": _operation("Tell whether requests are answered.", {"type": "object"}, 503) | {"security": []}
-            },
+            "/health": {"get": _operation("Report the server's health.", {"type": "object"}, 503) | {"security": []}},
             "/metrics": {
                 "get": {
                     "summary": "Report metrics for Prometheus.",
@@ -175,7 +173,7 @@ def document(model: str, *, needs_key: bool) -> dict[str, Any]:
 
 
 def _missing(summary: str, *errors: int) -> dict[str, Any]:
-    """An operation that no request succeeds in."""
+    """Returns an operation that always fails."""
     operation = _operation(summary, {}, *errors)
     del operation["responses"]["200"]
     return operation
@@ -183,7 +181,7 @@ def _missing(summary: str, *errors: int) -> dict[str, Any]:
 
 def _generation(summary: str, schema: type[BaseModel], answer: dict[str, Any] = _RESPONSE) -> dict[str, Any]:
     operation = _operation(summary, answer, *_GENERATION_ERRORS)
-    # OpenAPI 3.1 has no schema for the events of a stream: "string" would be that of each event as an object.
+    # OpenAPI 3.1 has no schema for streams: any schema here would describe a single event.
     operation["responses"]["200"]["content"]["text/event-stream"] = {}
     return _with_body(operation, schema)
 

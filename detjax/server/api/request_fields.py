@@ -1,4 +1,4 @@
-"""The fields that several kinds of requests for answers have in common."""
+"""The fields that several kinds of generation requests share."""
 
 from typing import Annotated, Any, ClassVar
 
@@ -21,46 +21,46 @@ from detjax.server.http.field_types import (
 
 
 class StreamOptions(Body):
-    include_usage: bool | None = Field(default=None, description="Send the token counts in a last chunk.")
+    include_usage: bool | None = Field(default=None, description="Send the token counts in a final chunk.")
     continuous_usage_stats: bool | None = Field(
-        default=None, description="Send the token counts so far in every chunk. It needs include_usage."
+        default=None, description="Send the token counts so far in every chunk. Requires include_usage."
     )
     include_batch: bool | None = Field(
-        default=None, description="Add to each chunk how many samples the step had that computed it."
+        default=None, description="Report in each chunk the batch size of the step that computed it."
     )
     include_obfuscation: Annotated[Any, Unserved(False, why="chunks are not padded")] = None
 
 
 class _ClientFields(Body):
-    """Fields that clients send to either endpoint and that this server does not act on."""
+    """Fields that clients send and that the server does not use."""
 
-    user: Annotated[str | None, Ignored("it names whom the client answers")] = None
-    safety_identifier: Annotated[str | None, Ignored("it names whom the client answers")] = None
-    metadata: Annotated[Metadata | None, Ignored("it describes the request to the client")] = None
-    request_id: Annotated[str | None, Ignored("answers have ids of their own")] = None
+    user: Annotated[str | None, Ignored("it identifies the client's own user")] = None
+    safety_identifier: Annotated[str | None, Ignored("it identifies the client's own user")] = None
+    metadata: Annotated[Metadata | None, Ignored("it is for the client's own use")] = None
+    request_id: Annotated[str | None, Ignored("answers have their own ids")] = None
     store: Annotated[bool | None, Ignored("the server stores no answers")] = None
-    service_tier: Annotated[str | None, Ignored("all requests are served alike")] = None
-    priority: Annotated[int | None, Ignored("all requests are served alike")] = None
+    service_tier: Annotated[str | None, Ignored("all requests have the same priority")] = None
+    priority: Annotated[int | None, Ignored("all requests have the same priority")] = None
     prompt_cache_key: Annotated[str | None, Ignored("the server decides what it caches, and no cache changes bits")] = (
         None
     )
     prompt_cache_retention: Annotated[str | None, Ignored("the server decides what it caches")] = None
-    spaces_between_special_tokens: Annotated[bool | None, Ignored("special tokens are left out of the text")] = None
+    spaces_between_special_tokens: Annotated[bool | None, Ignored("the text has no special tokens")] = None
     prompt_cache_options: Annotated[Any, Unserved({}, why="the server decides what it caches")] = None
 
-    skip_special_tokens: Annotated[Any, Unserved(True, why="special tokens are left out of the text")] = None
-    include_stop_str_in_output: Annotated[Any, Unserved(False, why="a stop string is cut off the text")] = None
-    no_stop_trim: Annotated[Any, Unserved(False, why="a stop string is cut off the text")] = None
+    skip_special_tokens: Annotated[Any, Unserved(True, why="the text has no special tokens")] = None
+    include_stop_str_in_output: Annotated[Any, Unserved(False, why="the text ends before a stop string")] = None
+    no_stop_trim: Annotated[Any, Unserved(False, why="the text ends before a stop string")] = None
     return_tokens_as_token_ids: Annotated[Any, Unserved(False, why="tokens are reported as text")] = None
     return_hidden_states: Annotated[Any, Unserved(False, why="hidden states are not reported")] = None
-    truncate_prompt_tokens: Annotated[Any, Unserved(why="a prompt is never cut")] = None
+    truncate_prompt_tokens: Annotated[Any, Unserved(why="prompts are never truncated")] = None
     use_beam_search: Annotated[Any, Unserved(False, why="beam search is not served")] = None
     length_penalty: Annotated[Any, Unserved(1, why="beam search is not served")] = None
     early_stopping: Annotated[Any, Unserved(False, why="beam search is not served")] = None
-    allowed_token_ids: Annotated[Any, Unserved(why="the choice of tokens cannot be restricted")] = None
-    bad_words: Annotated[Any, Unserved([], why="the choice of tokens cannot be restricted")] = None
-    logits_processors: Annotated[Any, Unserved([], why="the server runs no code of clients")] = None
-    custom_logit_processor: Annotated[Any, Unserved(why="the server runs no code of clients")] = None
+    allowed_token_ids: Annotated[Any, Unserved(why="the set of tokens cannot be restricted")] = None
+    bad_words: Annotated[Any, Unserved([], why="the set of tokens cannot be restricted")] = None
+    logits_processors: Annotated[Any, Unserved([], why="the server does not run clients' code")] = None
+    custom_logit_processor: Annotated[Any, Unserved(why="the server does not run clients' code")] = None
     guided_json: Annotated[Any, Unserved(why="structured_outputs has it")] = None
     guided_regex: Annotated[Any, Unserved(why="structured_outputs has it")] = None
     guided_choice: Annotated[Any, Unserved(why="structured_outputs has it")] = None
@@ -72,75 +72,76 @@ class _ClientFields(Body):
     ebnf: Annotated[Any, Unserved(why="structured_outputs has grammars")] = None
     json_schema: Annotated[Any, Unserved(why="structured_outputs has it")] = None
     lora_path: Annotated[Any, Unserved(why="the server has one model, without adapters")] = None
-    kv_transfer_params: Annotated[Any, Unserved(why="keys and values stay in their server")] = None
-    vllm_xargs: Annotated[Any, Unserved({}, why="the engine is detjax's own")] = None
-    moderation: Annotated[Any, Unserved(why="the server does not judge content")] = None
+    kv_transfer_params: Annotated[Any, Unserved(why="keys and values stay on their server")] = None
+    vllm_xargs: Annotated[Any, Unserved({}, why="the engine is not vLLM")] = None
+    moderation: Annotated[Any, Unserved(why="the server does not moderate content")] = None
 
 
 class SamplingRequest(_ClientFields):
-    """The fields that all requests for answers have in common."""
+    """The fields that all generation requests share."""
 
-    model: str = Field(description="A model's name, as /v1/models lists it.")
+    model: str = Field(description="A model name from /v1/models.")
     temperature: float | None = Field(
-        default=None, ge=0, le=1e30, description="0 takes the likeliest token. Default: the checkpoint's value, else 1."
+        default=None, ge=0, le=1e30, description="0 picks the most likely token. Default: the checkpoint's, else 1."
     )
     top_p: float | None = Field(
         default=None,
         gt=0,
         le=1,
-        description="Keeps the likeliest tokens whose probability reaches this. Default: the checkpoint's, else 1.",
+        description="Samples from the fewest tokens whose probabilities add up to this. Default: the checkpoint's, "
+        "else 1.",
     )
     top_k: int | None = Field(
         default=None,
         ge=-1,
         le=LARGEST,
-        description="Keeps so many of the likeliest tokens; 0 or -1: all. Default: the checkpoint's, else 0.",
+        description="Samples from this many most likely tokens; 0 or -1: all. Default: the checkpoint's, else 0.",
     )
     min_p: float | None = Field(
         default=None,
         ge=0,
         le=1,
-        description="Keeps tokens of at least this share of the likeliest one's probability. Default: as top_k.",
+        description="Samples from tokens with at least this fraction of the maximum probability. Default: the "
+        "checkpoint's, else 0.",
     )
     seed: int | None = Field(
         default=None,
         ge=-1,
         lt=2**64,
-        description="Seed of the random choices. Default, and for -1: one that the server draws for each prompt. Each "
-        "choice says its seed.",
+        description="Random seed. Default, and for -1: the server draws one per prompt. Each choice reports its seed.",
     )
-    stop: Stops | None = Field(default=None, description="Strings that end a sample; they are cut off.")
+    stop: Stops | None = Field(default=None, description="Strings that end a sample. The text ends before them.")
     stop_token_ids: Annotated[list[Token], Field(max_length=MAX_STOP_TOKENS, fail_fast=True)] | None = Field(
         default=None, description="Tokens that end a sample."
     )
-    ignore_eos: bool | None = Field(default=False, description="Go on where the model would end the text.")
-    stream: bool | None = Field(default=None, description="Send the answer as it is computed.")
+    ignore_eos: bool | None = Field(default=False, description="Do not end a sample at the model's end tokens.")
+    stream: bool | None = Field(default=None, description="Stream the answer while it is computed.")
     presence_penalty: float | None = Field(
         default=None,
         ge=-2,
         le=2,
-        description="Is subtracted from the logits of tokens that the sample has. Default: 0.",
+        description="Subtracted from the logits of tokens in the sample. Default: 0.",
     )
     frequency_penalty: float | None = Field(
-        default=None, ge=-2, le=2, description="Is subtracted as often as the sample has the token. Default: 0."
+        default=None, ge=-2, le=2, description="Subtracted once per occurrence of the token in the sample. Default: 0."
     )
     repetition_penalty: float | None = Field(
         default=None,
         ge=1e-6,
         le=1e6,
-        description="Divides the logits, or multiplies negative ones, of tokens that the prompt or the sample has. "
+        description="Divides the logits of tokens in the prompt or the sample, or multiplies negative ones. "
         "Default: the checkpoint's, else 1.",
     )
-    logit_bias: Biases | None = Field(default=None, description="What is added to the logits of tokens, by token id.")
+    logit_bias: Biases | None = Field(default=None, description="Added to the logits of tokens, by token id.")
     min_tokens: int | None = Field(
-        default=None, ge=0, le=LARGEST, description="Tokens before which no token ends a sample. Default: 0."
+        default=None, ge=0, le=LARGEST, description="Number of tokens before a token may end a sample. Default: 0."
     )
     receipt: bool | None = Field(
         default=None,
-        description="Add to each answer a receipt, which `detjax verify` checks: request, tokens and logprobs.",
+        description="Add a receipt with request, tokens and logprobs to each answer, for `detjax verify`.",
     )
     cache_salt: Annotated[str, Field(min_length=1, max_length=LONGEST_SALT)] | None = Field(
-        default=None, description="Share the prefix cache with requests of the same salt alone."
+        default=None, description="Share the prefix cache only with requests that have the same salt."
     )
 
     @field_validator("temperature")
@@ -166,7 +167,7 @@ class SamplingRequest(_ClientFields):
         return None if value == -1 else value
 
     def param_of(self, field: str) -> str:
-        """Returns what the body calls a field of `Request` or `SamplingParams`, or of itself."""
+        """Returns the body's name for a field of `Request`, `SamplingParams` or the body itself."""
         return field
 
     @property
@@ -176,23 +177,23 @@ class SamplingRequest(_ClientFields):
 
 
 class GenerationRequest(SamplingRequest):
-    """The fields that completions and chats have in common."""
+    """The fields that completions and chats share."""
 
     _TOP_LOGPROBS: ClassVar[str] = "top_logprobs"
-    """The field that says how many of the likeliest tokens are reported."""
+    """The field with the number of most likely tokens to report."""
 
-    n: int | None = Field(default=None, ge=1, le=MAX_SAMPLES, description="Samples of each prompt. Default: 1.")
-    stream_options: StreamOptions | None = Field(default=None, description="Accepted with stream: true.")
+    n: int | None = Field(default=None, ge=1, le=MAX_SAMPLES, description="Samples per prompt. Default: 1.")
+    stream_options: StreamOptions | None = Field(default=None, description="Only with stream: true.")
     response_format: ResponseFormat | None = Field(
-        default=None, description="The answer is JSON of this form. It ends where the JSON does, or at its last token."
+        default=None, description="Constrains the answer to JSON. It ends with the JSON, or at the token limit."
     )
-    structured_outputs: StructuredOutputs | None = Field(default=None, description="The answer has this form.")
+    structured_outputs: StructuredOutputs | None = Field(default=None, description="Constrains the answer's form.")
     return_token_ids: bool | None = Field(default=None, description="Report token ids of prompts and answers.")
     prompt_logprobs: int | None = Field(
         default=None,
         ge=0,
         le=LARGEST,
-        description="Report logprobs of the prompt's tokens, and so many of the likeliest tokens in their places.",
+        description="Report logprobs of the prompt's tokens, with this many of the most likely tokens per position.",
     )
 
     @model_validator(mode="after")
@@ -218,6 +219,6 @@ class GenerationRequest(SamplingRequest):
         return self._TOP_LOGPROBS if field == "top_logprobs" else field
 
     def constraint(self) -> Constraint | None:
-        """What the answer must be; None: any text."""
+        """Returns the answer's constraint, or None for any text."""
         form = self.structured_outputs or self.response_format
         return None if form is None else form.constraint()

@@ -22,7 +22,7 @@ from detjax.server.tools.call_readers import Content, Part
 
 @dataclasses.dataclass
 class _Turn:
-    """A message as the chat template gets it, made of one item of the input or of several."""
+    """A message for the chat template, made from one or more items of the input."""
 
     role: str
     content: str | list[dict[str, Any]]
@@ -30,32 +30,32 @@ class _Turn:
     call_id: str | None = None
 
     def for_template(self) -> Mapping[str, Any]:
-        """The message as chat templates expect it."""
+        """Returns the message in the form that chat templates expect."""
         calls = {"tool_calls": [call.for_template() for call in self.calls]} if self.calls else {}
         result = {} if self.call_id is None else {"tool_call_id": self.call_id}
         return {"role": self.role, "content": self.content} | calls | result
 
 
 def turns(instructions: str | None, items: str | Sequence[InputItem]) -> list[_Turn]:
-    """Returns the messages of a conversation. Calls belong to the assistant's message before them."""
-    made = [] if instructions is None else [_Turn("system", instructions)]
+    """Returns the messages of a conversation. Calls join the assistant's message before them."""
+    messages = [] if instructions is None else [_Turn("system", instructions)]
     if isinstance(items, str):
-        return [*made, _Turn("user", items)]
+        return [*messages, _Turn("user", items)]
     for item in items:
         if isinstance(item, InputMessage):
-            made.append(_Turn(item.role, item.content_for_template()))
+            messages.append(_Turn(item.role, item.content_for_template()))
         elif isinstance(item, InputCall):
-            if not made or made[-1].role != "assistant":
-                made.append(_Turn("assistant", ""))
-            called = CalledFunction(name=item.name, arguments=item.arguments)
-            made[-1].calls.append(EarlierCall(id=item.call_id, function=called))
+            if not messages or messages[-1].role != "assistant":
+                messages.append(_Turn("assistant", ""))
+            function = CalledFunction(name=item.name, arguments=item.arguments)
+            messages[-1].calls.append(EarlierCall(id=item.call_id, function=function))
         else:
-            made.append(_Turn("tool", item.text, call_id=item.call_id))
-    return made
+            messages.append(_Turn("tool", item.text, call_id=item.call_id))
+    return messages
 
 
 class ResponsesCall(ApiCall):
-    """A call of /v1/responses: one answer, as items."""
+    """A call of /v1/responses, whose answer is a list of items."""
 
     ENDS_WITH_DONE = False
     _ID_PREFIX = "resp"
@@ -78,9 +78,9 @@ class ResponsesCall(ApiCall):
         self._reader = self._conversation.reader()
         self._sequence = 0
         self._echo = b""
-        """The fields of each event's response that repeat the request, as JSON without its brackets."""
-        self._untold: list[Json] = []
-        """Logprobs of tokens whose text has not come yet."""
+        """The response fields that repeat the request, as JSON without its braces."""
+        self._pending_logprobs: list[Json] = []
+        """Logprobs of tokens whose text is held back."""
         self._cached = 0
         self._finish_reason: str | None = None
 
@@ -100,7 +100,7 @@ class ResponsesCall(ApiCall):
         request = self._request(prompt, dataclasses.replace(self._params, max_tokens=max_tokens))
         self.requests = [dataclasses.replace(request, images=images)]
         if self._body.stream:
-            # Each of three events repeats what the request holds, so it becomes JSON once, where nobody waits.
+            # Three events repeat the request, so it is encoded once, in a thread.
             self._echo = await run_in_threadpool(lambda: _json(self._repeated(self._tools())).encode()[1:-1])
 
     # --- whole responses ----------------------------------------------------------------------------------------------
@@ -141,21 +141,21 @@ class ResponsesCall(ApiCall):
 
     def token_chunks(self, prompt: int, token: Token) -> Iterator[Json]:
         self._cached = token.cached_tokens
-        self._hear(prompt, token)
+        self._record_token(prompt, token)
         if self._body.has_logprobs:
-            self._untold.append(self._token_json(token.token, token.logprob, token.top_logprobs))
+            self._pending_logprobs.append(self._token_json(token.token, token.logprob, token.top_logprobs))
         text = token.text or ""
         is_last = token.finish_reason is not None
         parts: list[Part] = []
         if self._reader is not None:
             parts += self._reader.add(token.token, text)
             parts += self._reader.finish() if is_last else ()
-        elif text or (self._untold and is_last):
+        elif text or (self._pending_logprobs and is_last):
             parts.append(Content(text))
         for part in parts:
-            for one in self._output.add(part, self._untold):
+            for one in self._output.add(part, self._pending_logprobs):
                 yield self._numbered(one)
-            self._untold = []
+            self._pending_logprobs = []
         self._finish_reason = token.finish_reason
 
     def last_chunks(self, generated: int) -> Iterator[Json]:
@@ -179,14 +179,14 @@ class ResponsesCall(ApiCall):
         self._sequence += 1
         return {"type": chunk["type"], "sequence_number": self._sequence - 1} | chunk
 
-    # --- what both have -----------------------------------------------------------------------------------------------
+    # --- both kinds of responses --------------------------------------------------------------------------------------
 
     @property
     def _status(self) -> str:
         return "incomplete" if self._finish_reason == "length" else "completed"
 
     def _state(self, status: str, output: Sequence[Json] | Iterator[Json], usage: Json | None) -> Json:
-        """The fields of a response that change while it is made."""
+        """Returns the fields of a response that change while it is generated."""
         return {
             "id": self._id,
             "object": "response",
@@ -202,7 +202,7 @@ class ResponsesCall(ApiCall):
         }
 
     def _repeated(self, tools: Sequence[Json] | Iterator[Json]) -> Json:
-        """The fields of a response that repeat the request."""
+        """Returns the fields of a response that repeat the request."""
         body, params = self._body, self._params
         form = None if body.text is None else body.text.format
         choice = body.tool_choice
@@ -241,7 +241,7 @@ class ResponsesCall(ApiCall):
         }
 
     def _token_json(self, token: int, logprob: float, top: TopLogprobs) -> Json:
-        """A token's logprob with the likeliest tokens in its place."""
+        """Returns a token's logprob, with the most likely tokens at its position."""
         texts = self.model.token_texts
         most = self._body.top_logprobs or 0
         return texts.chat_json(token, logprob) | {"top_logprobs": [texts.chat_json(*pair) for pair in top[:most]]}

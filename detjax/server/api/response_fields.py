@@ -1,6 +1,6 @@
-"""The body of a request to /v1/responses. It is the stateless part of OpenAI's: the server keeps no answers.
+"""The body of a request to /v1/responses, without OpenAI's stateful fields: the server stores no answers.
 
-The items of the input are messages, earlier calls and their results, and items that an earlier answer had.
+Input items are messages, earlier calls and their results, and items of earlier answers.
 """
 
 from typing import Annotated, Any, Final, Literal
@@ -25,15 +25,15 @@ from detjax.server.tools.definitions import (
 )
 
 LOGPROBS: Final = "message.output_text.logprobs"
-"""What `include` asks for where the answer is to have logprobs."""
-_ABOUT_ITEMS: Final = "items have no other state than their text"
+"""The value of `include` that asks for logprobs."""
+_ABOUT_ITEMS: Final = "items have no state except their text"
 
 
 # --- items of the input -----------------------------------------------------------------------------------------------
 
 
 class InputPart(Body):
-    type: Literal["input_text", "output_text", "text"] = Field(description="Text is all that the model reads.")
+    type: Literal["input_text", "output_text", "text"] = Field(description="A text.")
     text: str = Field(description="The text.")
     annotations: Annotated[Any, Unserved([], why="the model reads text only")] = None
     logprobs: Annotated[Any, Ignored("the model reads text only")] = None
@@ -44,8 +44,8 @@ class InputPart(Body):
     def _check_type(cls, value: Any) -> Any:
         if value not in ("input_text", "output_text", "text"):
             raise ValueError(
-                "accepted: 'input_text' or 'output_text', or 'input_image' and 'input_video' in messages, because the "
-                "model reads neither sound nor files"
+                "accepted: 'input_text' or 'output_text', or 'input_image' and 'input_video' in messages, because no "
+                "model reads sound or files"
             )
         return value
 
@@ -53,22 +53,21 @@ class InputPart(Body):
 class InputImage(Body):
     type: Literal["input_image"] = Field(description="An image, for models with a vision tower.")
     image_url: str = Field(
-        description="A data URL with the bytes of the image, or file: and a path, where the server has a directory of "
-        "images. Nothing is fetched."
+        description="A data URL with the bytes of the image, or file: and a path, if the server has an image "
+        "directory. Nothing is fetched."
     )
-    detail: Annotated[Any, Unserved("auto", why="the checkpoint says to which size images are brought")] = None
+    detail: Annotated[Any, Unserved("auto", why="the checkpoint sets the size of images")] = None
     file_id: Annotated[Any, Unserved(why="the server keeps no files")] = None
     prompt_cache_breakpoint: Annotated[Any, Unserved(why="the server decides what it caches")] = None
 
 
 class InputVideo(VideoFields):
     type: Literal["input_video"] = Field(description="A video, for models with a vision tower.")
-    video_url: str = Field(description="What video_url.url of chats is.")
+    video_url: str = Field(description="As video_url.url of chats.")
     prompt_cache_breakpoint: Annotated[Any, Unserved(why="the server decides what it caches")] = None
 
 
 def _kind_of_part(value: Any) -> str:
-    """The tag of the type that a part of a message is checked as."""
     return kind_of_part(value, "input_image", "input_video")
 
 
@@ -100,8 +99,8 @@ type ResultContent = Annotated[
 
 
 class InputMessage(Body):
-    type: Literal["message"] = Field(default="message", description="What an item without a type is.")
-    role: Literal["system", "developer", "user", "assistant"] = Field(description="Whose message it is.")
+    type: Literal["message"] = Field(default="message", description="A message. The default type of items.")
+    role: Literal["system", "developer", "user", "assistant"] = Field(description="The sender.")
     content: MessageContent = Field(description="Text, or parts: texts, images and videos.")
     id: Annotated[str | None, Ignored(_ABOUT_ITEMS)] = None
     status: Annotated[str | None, Ignored(_ABOUT_ITEMS)] = None
@@ -119,24 +118,23 @@ class InputMessage(Body):
         return shown
 
     def content_for_template(self) -> str | list[dict[str, str]]:
-        """The content as chat templates expect it."""
+        """Returns the content in the form that chat templates expect."""
         if isinstance(self.content, str):
             return self.content
         return parts_for_template([_for_template(part) for part in self.content])
 
 
 def _for_template(part: InputPart | InputImage | InputVideo) -> dict[str, str]:
-    """A part as chat templates expect it."""
     if isinstance(part, InputPart):
         return {"type": "text", "text": part.text}
     return {"type": "image" if isinstance(part, InputImage) else "video"}
 
 
 class InputCall(Body):
-    type: Literal["function_call"] = Field(description="What an earlier answer called.")
+    type: Literal["function_call"] = Field(description="A call in an earlier answer.")
     call_id: str = Field(description="The call's id, for the chat template.")
     name: str = Field(description="The tool's name.")
-    arguments: str = Field(description="The arguments as JSON. The chat template gets an object, or else the text.")
+    arguments: str = Field(description="The arguments as JSON. The chat template gets an object, if they are one.")
     id: Annotated[str | None, Ignored(_ABOUT_ITEMS)] = None
     status: Annotated[str | None, Ignored(_ABOUT_ITEMS)] = None
     namespace: Annotated[Any, Unserved(why="tools have no namespaces")] = None
@@ -144,7 +142,7 @@ class InputCall(Body):
 
 
 class InputResult(Body):
-    type: Literal["function_call_output"] = Field(description="What a call gave.")
+    type: Literal["function_call_output"] = Field(description="The result of a call.")
     call_id: str = Field(description="The call's id.")
     output: ResultContent = Field(description="The result, as text.")
     id: Annotated[str | None, Ignored(_ABOUT_ITEMS)] = None
@@ -161,7 +159,6 @@ type InputItem = InputMessage | InputCall | InputResult
 
 
 def _kind_of_item(value: Any) -> str | None:
-    """The tag of the type that an item is checked as."""
     if not isinstance(value, dict):
         return None
     tags = {"message": "<message>", "function_call": "<call>", "function_call_output": "<result>"}
@@ -189,7 +186,7 @@ type InputItems = Annotated[
 
 
 class TextFormat(Body):
-    type: Literal["text", "json_object", "json_schema"] = Field(description="What the answer is.")
+    type: Literal["text", "json_object", "json_schema"] = Field(description="The form of the answer.")
     name: str | None = Field(default=None, description="A name for the client's own use.")
     description: str | None = Field(default=None, description="A description for the client's own use.")
     schema_: dict[str, Any] | None = Field(
@@ -204,7 +201,7 @@ class TextFormat(Body):
         return self
 
     def constraint(self) -> Constraint | None:
-        """What the answer must be; None: any text."""
+        """Returns the answer's constraint, or None for any text."""
         if self.type == "text":
             return None
         return Constraint.json_schema({"type": "object"} if self.schema_ is None else self.schema_)
@@ -222,8 +219,8 @@ class Reasoning(Body):
 
 
 class ResponseTool(FunctionFields):
-    type: Literal["function"] = Field(description="Functions of the client are all that is called.")
-    defer_loading: Annotated[Any, Unserved(False, why="the chat template is given all tools")] = None
+    type: Literal["function"] = Field(description="A function of the client.")
+    defer_loading: Annotated[Any, Unserved(False, why="the chat template gets all tools")] = None
 
     @field_validator("type", mode="before")
     @classmethod
@@ -232,12 +229,12 @@ class ResponseTool(FunctionFields):
 
 
 class ChosenTool(Body):
-    type: Literal["function"] = Field(description="The named function is called.")
+    type: Literal["function"] = Field(description="The answer calls this function.")
     name: ToolName = Field(description="The tool's name.")
 
     @property
     def mode(self) -> str:
-        """It has to be called."""
+        """Always "required"."""
         return "required"
 
     @property
@@ -247,13 +244,13 @@ class ChosenTool(Body):
 
     @property
     def is_one(self) -> bool:
-        """There is one call."""
+        """Always True."""
         return True
 
 
 class AllowedResponseTools(Body):
     type: Literal["allowed_tools"] = Field(description="Some of the tools may be called.")
-    mode: Literal["auto", "required"] = Field(description="Whether one of the tools has to be called.")
+    mode: Literal["auto", "required"] = Field(description="Whether one of the tools must be called.")
     tools: Annotated[list[ChosenTool], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)] = Field(
         description="The tools that may be called."
     )
@@ -265,7 +262,7 @@ class AllowedResponseTools(Body):
 
     @property
     def is_one(self) -> bool:
-        """There may be several calls."""
+        """Always False: several calls are allowed."""
         return False
 
 
@@ -284,7 +281,7 @@ class ResponsesRequest(SamplingRequest):
     ] = Field(description="The conversation so far, or a user's message.")
     instructions: str | None = Field(default=None, description="A system message before the input.")
     max_output_tokens: int | None = Field(
-        default=None, ge=1, le=LARGEST, description="Tokens to generate at most. Default: as many as fit."
+        default=None, ge=1, le=LARGEST, description="Maximum number of tokens to generate. Default: as many as fit."
     )
     text: TextSettings | None = Field(default=None, description="The form of the answer.")
     tools: (
@@ -296,10 +293,10 @@ class ResponsesRequest(SamplingRequest):
         ]
         | None
     ) = Field(
-        default=None, description="Whether the answer calls a tool, and which one. Default: auto, as the model likes."
+        default=None, description="Whether the answer calls a tool, and which one. Default: auto, the model decides."
     )
     parallel_tool_calls: bool | None = Field(
-        default=None, description="false: calls after the first one are left out. Default: true."
+        default=None, description="false: drop calls after the first one. Default: true."
     )
     include: (
         Annotated[
@@ -309,20 +306,20 @@ class ResponsesRequest(SamplingRequest):
         | None
     ) = Field(default=None, description=f"{LOGPROBS} reports logprobs. The answer has no encrypted content.")
     top_logprobs: int | None = Field(
-        default=None, ge=0, le=LARGEST, description="Report so many of the likeliest tokens, with include."
+        default=None, ge=0, le=LARGEST, description="Report this many of the most likely tokens, with include."
     )
     chat_template_kwargs: Variables | None = Field(
-        default=None, description="Further variables of the chat template, such as enable_thinking."
+        default=None, description="Additional variables of the chat template, such as enable_thinking."
     )
     stream_options: ResponseStreamOptions | None = Field(default=None, description="Options of the stream.")
-    reasoning: Reasoning | None = Field(default=None, description="Accepted where it asks for nothing.")
-    max_tool_calls: Annotated[int | None, Ignored("the server has no tools of its own to call")] = None
+    reasoning: Reasoning | None = Field(default=None, description="Accepted if all its fields are null.")
+    max_tool_calls: Annotated[int | None, Ignored("the server calls no tools itself")] = None
     previous_response_id: Annotated[Any, Unserved(why="the server keeps no answers; send all items as input")] = None
     conversation: Annotated[Any, Unserved(why="the server keeps no conversations; send all items as input")] = None
     background: Annotated[Any, Unserved(False, why="the server keeps no answers")] = None
     prompt: Annotated[Any, Unserved(why="the server keeps no prompts")] = None
-    truncation: Annotated[Any, Unserved("disabled", why="a prompt is never cut")] = None
-    context_management: Annotated[Any, Unserved([], why="a prompt is never cut")] = None
+    truncation: Annotated[Any, Unserved("disabled", why="prompts are never truncated")] = None
+    context_management: Annotated[Any, Unserved([], why="prompts are never truncated")] = None
 
     @model_validator(mode="after")
     def _check_combinations(self) -> "ResponsesRequest":
@@ -354,14 +351,14 @@ class ResponsesRequest(SamplingRequest):
 
     @property
     def has_logprobs(self) -> bool:
-        """Whether the answer reports logprobs."""
+        """True if the answer reports logprobs."""
         return LOGPROBS in (self.include or ())
 
     def constraint(self) -> Constraint | None:
-        """What the answer must be where it calls no tool; None: any text."""
+        """Returns the constraint of an answer without calls, or None for any text."""
         form = None if self.text is None else self.text.format
         return None if form is None else form.constraint()
 
     def tool_use(self) -> ToolUse | None:
-        """What the answer may call; None: nothing."""
+        """Returns the tools that the answer may call, or None."""
         return tool_use([tool.tool() for tool in self.tools or ()], self.tool_choice, parallel=self.parallel_tool_calls)

@@ -1,4 +1,4 @@
-"""The items of an answer of /v1/responses: messages and calls, and the events that tell of them as they grow."""
+"""The items of an answer of /v1/responses, messages and calls, and the events of their growth."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -7,25 +7,25 @@ from detjax.server.tools.call_readers import Arguments, CallBegins, Content, Par
 
 
 class OutputItems:
-    """Makes items and events of the parts of an answer.
+    """Makes items and events from the parts of an answer.
 
-    A stream sends the events. A whole answer has the items that the same parts make, so both are equal. Events have no
-    sequence numbers yet.
+    A stream sends the events, and a whole answer has the items of the same parts, so both are equal. The caller adds
+    sequence numbers to events.
 
     Attributes:
-        items: the items that have ended.
+        items: the completed items.
     """
 
     def __init__(self, name: str, call_id: Callable[[int], str]) -> None:
-        """No items; `name` makes their ids differ from those of other answers, `call_id` makes ids of calls."""
+        """No items yet; `name` makes their ids unique, `call_id` makes the ids of calls."""
         self.items: list[Json] = []
         self._name, self._call_id = name, call_id
         self._open: Json | None = None
-        """The item that grows; its text is added when it ends."""
+        """The current item, without its text, which is added at its end."""
         self._text: list[str] = []
 
     def add(self, part: Part, logprobs: Sequence[Json] = ()) -> Iterator[Json]:
-        """Yields the events of a further part; `logprobs` are those of a content's tokens."""
+        """Yields the events of a part; `logprobs` belong to its tokens, if it is content."""
         match part:
             case Content(text):
                 if self._open is None or self._open["type"] != "message":
@@ -42,7 +42,7 @@ class OutputItems:
                 yield self._event("response.function_call_arguments.delta", delta=text)
 
     def finish(self, status: str) -> Iterator[Json]:
-        """Yields the events of the answer's end; `status` is that of its last item. An answer has at least one."""
+        """Yields the events at the answer's end; its last item, an empty message if it has none, gets `status`."""
         if self._open is None and not self.items:
             yield from self._begin_message()
         yield from self._end(status)
@@ -55,7 +55,7 @@ class OutputItems:
         yield self._event("response.content_part.added", content_index=0, part=_text_part(""))
 
     def _end(self, status: str) -> Iterator[Json]:
-        """Ends the item that grows, if there is one."""
+        """Ends the current item, if any."""
         if self._open is None:
             return
         text = "".join(self._text)

@@ -1,7 +1,7 @@
-"""The bodies of requests for completions and chats, in OpenAI's terms.
+"""The bodies of requests for completions and chats, in OpenAI's format.
 
-A field whose value asks for what the server does anyway is accepted. A field that would change answers, and which this
-server would have to ignore, is refused by name. `docs/serve/fields.md` lists both.
+The server accepts unsupported fields if their value matches its behaviour, and rejects values that would change
+answers. `docs/serve/fields.md` lists both.
 """
 
 from typing import Annotated, Any, ClassVar
@@ -21,15 +21,15 @@ class CompletionRequest(GenerationRequest):
 
     _TOP_LOGPROBS: ClassVar[str] = "logprobs"
 
-    prompt: Prompt = Field(description="One prompt or several, as strings or as token ids.")
+    prompt: Prompt = Field(description="One or more prompts, as strings or token ids.")
     max_tokens: int | None = Field(
         default=None,
         ge=0,
         le=LARGEST,
-        description="Tokens to generate at most. Default: 16. 0 with echo: the prompt alone.",
+        description="Maximum number of tokens to generate. Default: 16. 0 with echo: only the prompt.",
     )
     logprobs: int | None = Field(
-        default=None, ge=0, le=LARGEST, description="Report logprobs, and so many of the likeliest tokens."
+        default=None, ge=0, le=LARGEST, description="Report logprobs, with this many of the most likely tokens."
     )
     echo: bool | None = Field(default=None, description="Begin the text with the prompt.")
     best_of: int | None = Field(default=None, description="Accepted if it equals n.")
@@ -63,21 +63,21 @@ class ChatRequest(GenerationRequest):
     messages: Messages = Field(description="The conversation so far.")
     max_tokens: int | None = Field(default=None, ge=1, le=LARGEST, description="The old name of max_completion_tokens.")
     max_completion_tokens: int | None = Field(
-        default=None, ge=1, le=LARGEST, description="Tokens to generate at most. Default: as many as fit."
+        default=None, ge=1, le=LARGEST, description="Maximum number of tokens to generate. Default: as many as fit."
     )
     logprobs: bool | None = Field(default=None, description="Report logprobs.")
     top_logprobs: int | None = Field(
-        default=None, ge=0, le=LARGEST, description="Report so many of the likeliest tokens, with logprobs: true."
+        default=None, ge=0, le=LARGEST, description="Report this many of the most likely tokens, with logprobs: true."
     )
     chat_template_kwargs: Variables | None = Field(
-        default=None, description="Further variables of the chat template, such as enable_thinking."
+        default=None, description="Additional variables of the chat template, such as enable_thinking."
     )
     tools: ChatTools | None = Field(default=None, description="Functions that the answer may call.")
     tool_choice: ChatToolChoice | None = Field(
-        default=None, description="Whether the answer calls a tool, and which one. Default: auto, as the model likes."
+        default=None, description="Whether the answer calls a tool, and which one. Default: auto, the model decides."
     )
     parallel_tool_calls: bool | None = Field(
-        default=None, description="false: calls after the first one are left out. Default: true."
+        default=None, description="false: drop calls after the first one. Default: true."
     )
     stream_reasoning: Annotated[bool | None, Ignored("reasoning is part of the content")] = None
     functions: Annotated[Any, Unserved([], why="tools has it")] = None
@@ -94,13 +94,13 @@ class ChatRequest(GenerationRequest):
     separate_reasoning: Annotated[Any, Unserved(False, why="reasoning is part of the content")] = None
     verbosity: Annotated[Any, Unserved("medium", why="the model decides how much it writes")] = None
     echo: Annotated[Any, Unserved(False, why="a chat's answer does not repeat its messages")] = None
-    add_generation_prompt: Annotated[Any, Unserved(True, why="an answer is a message of its own")] = None
-    continue_final_message: Annotated[Any, Unserved(False, why="an answer is a message of its own")] = None
+    add_generation_prompt: Annotated[Any, Unserved(True, why="an answer is a new message")] = None
+    continue_final_message: Annotated[Any, Unserved(False, why="an answer is a new message")] = None
     add_special_tokens: Annotated[Any, Unserved(False, why="the chat template writes all special tokens")] = None
     chat_template: Annotated[Any, Unserved(why="the chat template is the checkpoint's")] = None
-    documents: Annotated[Any, Unserved([], why="messages are all that the chat template is given")] = None
-    mm_processor_kwargs: Annotated[Any, Unserved({}, why="parts of videos have fps, min_frames and max_frames")] = None
-    media_io_kwargs: Annotated[Any, Unserved({}, why="parts of videos have fps, min_frames and max_frames")] = None
+    documents: Annotated[Any, Unserved([], why="the chat template gets only messages")] = None
+    mm_processor_kwargs: Annotated[Any, Unserved({}, why="video parts have fps, min_frames and max_frames")] = None
+    media_io_kwargs: Annotated[Any, Unserved({}, why="video parts have fps, min_frames and max_frames")] = None
 
     @model_validator(mode="after")
     def _check_combinations(self) -> "ChatRequest":
@@ -123,5 +123,5 @@ class ChatRequest(GenerationRequest):
         return {"prompt": "messages"}.get(field) or super().param_of(field)
 
     def tool_use(self) -> ToolUse | None:
-        """What the answer may call; None: nothing."""
+        """Returns the tools that the answer may call, or None."""
         return tool_use([tool.tool() for tool in self.tools or ()], self.tool_choice, parallel=self.parallel_tool_calls)

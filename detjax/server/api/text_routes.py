@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize, in the form of vLLM: what a server's tokenizer and chat template make of a text."""
+"""/tokenize and /detokenize, in vLLM's format: the results of a server's tokenizer and chat template."""
 
 from typing import Annotated, Any, Final
 
@@ -16,21 +16,21 @@ type Json = dict[str, Any]
 class TokenizeRequest(Body):
     """The body of a request to /tokenize."""
 
-    model: str | None = Field(default=None, description="A model's name, as /v1/models lists it.")
-    prompt: str | None = Field(default=None, description="A text. Give either it or messages.")
-    messages: Messages | None = Field(
-        default=None, description="A conversation, to which the chat template is applied."
-    )
+    model: str | None = Field(default=None, description="A model name from /v1/models.")
+    prompt: str | None = Field(default=None, description="A text. Give either prompt or messages.")
+    messages: Messages | None = Field(default=None, description="A conversation for the chat template.")
     add_special_tokens: bool | None = Field(
         default=None,
-        description="Add what the tokenizer puts around every text. Default: true for a prompt, false for messages, "
-        "whose chat template writes it.",
+        description="Add the tokenizer's special tokens. Default: true for a prompt, false for messages, whose chat "
+        "template writes them.",
     )
     add_generation_prompt: bool | None = Field(
-        default=None, description="End a conversation with what opens an answer. Default: true."
+        default=None, description="End a conversation with the beginning of an answer. Default: true."
     )
-    chat_template_kwargs: Variables | None = Field(default=None, description="Further variables of the chat template.")
-    return_token_strs: bool | None = Field(default=None, description="Return the text of each token too.")
+    chat_template_kwargs: Variables | None = Field(
+        default=None, description="Additional variables of the chat template."
+    )
+    return_token_strs: bool | None = Field(default=None, description="Also return the text of each token.")
 
     @model_validator(mode="after")
     def _check_combinations(self) -> "TokenizeRequest":
@@ -51,7 +51,7 @@ class TokenizeRequest(Body):
 class DetokenizeRequest(Body):
     """The body of a request to /detokenize."""
 
-    model: str | None = Field(default=None, description="A model's name, as /v1/models lists it.")
+    model: str | None = Field(default=None, description="A model name from /v1/models.")
     tokens: Annotated[list[Token], Field(max_length=MAX_TOKENS, fail_fast=True)] = Field(description="Token ids.")
 
     def param_of(self, field: str) -> str:
@@ -60,10 +60,10 @@ class DetokenizeRequest(Body):
 
 
 async def tokenized(body: TokenizeRequest, model: ServedModel) -> Json:
-    """Returns the token ids of a text or a conversation. Long lists are iterators.
+    """Returns the token ids of a text or a conversation, with iterators for long lists.
 
     Raises:
-        ValueError: the chat template refuses the messages, or there are too many tokens.
+        ValueError: the chat template rejects the messages, or the text is too long.
     """
     limit = max(MAX_TOKENS, model.engine.max_length)
     try:
@@ -96,7 +96,7 @@ async def tokenized(body: TokenizeRequest, model: ServedModel) -> Json:
 
 
 async def detokenized(body: DetokenizeRequest, model: ServedModel) -> Json:
-    """Returns the text of token ids, special tokens included."""
+    """Returns the text of token ids, including special tokens."""
     try:
         (text,) = await model.texts.decode([body.tokens], skip_special_tokens=False)
     except TextRefused as error:

@@ -128,9 +128,7 @@ class Guard:
             if leaving.done():
                 raise ClientGone
             if self._stopped.done():
-                raise ApiError(
-                    503, "the server shut down before it finished the request; send it to another server"
-                )
+                raise ApiError(503, "the server shut down before it finished the request; send it to another server")
             raise ApiError(
                 504,
                 f"the request took longer than {self._seconds:g} s, the server's limit. Ask for fewer tokens.",

@@ -65,14 +65,12 @@ class ToolUse:
 class FunctionFields(Body):
     """A function in the format of chats and responses."""
 
-    name: ToolName = Field(description="What answers call the tool.")
-    description: str | None = Field(default=None, description="What it does, for the chat template.")
+    name: ToolName = Field(description="The tool's name in calls.")
+    description: str | None = Field(default=None, description="Its purpose, for the chat template.")
     parameters: dict[str, Any] | None = Field(
-        default=None, description="The JSON schema of its arguments, an object. Default: it takes none."
+        default=None, description="The JSON schema of its arguments, an object. Default: no arguments."
     )
-    strict: bool | None = Field(
-        default=None, description="Calls follow the schema even where the answer is free to call or not."
-    )
+    strict: bool | None = Field(default=None, description="Enforce the schema even if calls are optional.")
 
     @field_validator("parameters")
     @classmethod
@@ -87,7 +85,7 @@ class FunctionFields(Body):
 
 
 class ChatTool(Body):
-    type: Literal["function"] = Field(description="Functions of the client are all that is called.")
+    type: Literal["function"] = Field(description="A function of the client.")
     function: FunctionFields = Field(description="The function.")
 
     @field_validator("type", mode="before")
@@ -126,7 +124,7 @@ class NamedFunction(Body):
 
 
 class NamedTool(Body):
-    type: Literal["function"] = Field(description="The named function is called.")
+    type: Literal["function"] = Field(description="The answer calls this function.")
     function: NamedFunction = Field(description="The tool.")
 
     @property
@@ -146,7 +144,7 @@ class NamedTool(Body):
 
 
 class AllowedTools(Body):
-    mode: Literal["auto", "required"] = Field(description="Whether one of the tools has to be called.")
+    mode: Literal["auto", "required"] = Field(description="Whether one of the tools must be called.")
     tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)] = Field(
         description="The tools that may be called."
     )
@@ -154,7 +152,7 @@ class AllowedTools(Body):
 
 class AllowedToolsChoice(Body):
     type: Literal["allowed_tools"] = Field(description="Some of the tools may be called.")
-    allowed_tools: AllowedTools = Field(description="Which ones.")
+    allowed_tools: AllowedTools = Field(description="The tools.")
 
     @property
     def is_one(self) -> bool:
