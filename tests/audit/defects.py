@@ -221,7 +221,7 @@ CHOSEN = {
     cumulative_sum: "accumulates by a tree",
     scatter_add_within_a_row: "equal indices",
     sum_over_devices: "adds over devices",
-    exponential: "approximate it with other bits",
+    exponential: "approximate it with different bits",
     product_that_may_fuse: "fused multiply-add",
 }
 """Functions that leave an order or a rounding to XLA, and what certificates say of their marked line."""

@@ -298,7 +298,7 @@ def test_a_row_has_the_digest_that_it_has_alone() -> None:
 
 def test_bad_input_is_named(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("{}")
-    with pytest.raises(ValueError, match=r"text: not a trace \(it is not a NumPy archive\); accepted: files from Trace.save"):
+    with pytest.raises(ValueError, match=r"text: not a trace \(it is not a NumPy archive\); accepted: files from"):
         Trace.load(tmp_path / "text")
     with pytest.raises(ValueError, match="level is 'all'; accepted: equations, layers"):
         unchecked(detjax.trace_digests)(jnp.sin, level="all")

@@ -160,7 +160,7 @@ def test_operations_of_detjax_are_contracts_and_stock_ones_are_not() -> None:
 def test_an_operation_along_the_batch_is_no_contract_for_its_rows() -> None:
     along = audit.certify(lambda x: ops.softmax(x.T).T, (X[:, 0],), batch_sizes=QUICK)
     assert along.outcome is Outcome.REFUTED
-    assert [risk.why for risk in along.risks] == ["is softmax along the batch"]
+    assert [risk.why for risk in along.risks] == ["works along the batch in softmax"]
     weights = audit.certify(lambda x, w: ops.matmul(x, w.T).max(axis=-1), (W[:3], W[3:6]), batch_sizes=QUICK)
     assert weights.outcome is Outcome.REFUTED
     assert weights.risks[0].why == "has rows in the weight of matmul"

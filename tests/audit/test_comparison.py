@@ -188,7 +188,7 @@ def test_the_command_prints_every_measure_and_ends_with_1_beyond_a_threshold(tmp
     }
     shown = commands.run(cli.main, "divergence", files["a"], files["b"], env={"COLUMNS": "120"})
     assert shown.exit_code == 0
-    for name in ("first token that differs", "k1", "k2", "k3", "same most likely token", "ulps", "effective sample size"):
+    for name in ("first token that differs", "k1", "k2", "k3", "same most likely token", "ulps", "effective sample"):
         assert name in shown.output
     failed = commands.run(cli.main, "divergence", files["a"], files["c"], "--json")
     assert failed.exit_code == 1

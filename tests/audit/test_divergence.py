@@ -139,9 +139,7 @@ def test_ratios_that_no_float64_holds_are_infinite_in_k3_alone() -> None:
 
 
 def test_arrays_that_do_not_belong_together_are_refused() -> None:
-    with pytest.raises(
-        ValueError, match="divergence: sampler has 1 sequences and trainer 0; accepted: equal numbers"
-    ):
+    with pytest.raises(ValueError, match="divergence: sampler has 1 sequences and trainer 0; accepted: equal numbers"):
         divergence(arrays([-1.0]), [])
     with pytest.raises(ValueError, match=r"divergence: trainer\[0\] is float32\[2\]; accepted: float32\[1\]"):
         divergence(arrays([-1.0]), arrays([-1.0, -1.0]))

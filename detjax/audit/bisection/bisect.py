@@ -33,7 +33,7 @@ class Difference:
         index: the first element that differs; None for traces from files.
         values: its values in both runs; None for traces from files.
         ulps: their distance in units in the last place; None for traces from files and for integers.
-        repeats: whether another run reproduced the digests; if not, the three fields above are None.
+        repeats: whether another run reproduced the digests; if not, the three fields above stay unset.
     """
 
     primitive: str
@@ -147,7 +147,7 @@ def bisect(first: Trace, second: Trace, rows: Rows | None = None, *, isolate: bo
             must have the same layers in the same order. A scan over layers counts as one layer.
 
     Raises:
-        ValueError: the batches have different sizes and `rows` is None, a row does not exist, or layers cannot be
+        ValueError: the batches differ in size and no `rows` are given, a row does not exist, or layers cannot be
             isolated.
 
     Example:

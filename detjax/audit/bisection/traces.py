@@ -341,7 +341,7 @@ class _Compiled:
         return digests
 
     def _with_digests(self, arrays: tuple[Any, ...]) -> tuple[list[Any], Array]:
-        """Returns the results, and in one array all digests except those of arguments without rows."""
+        """Returns the results, and in one array all digests except for arguments without rows."""
         results, seen = self._observed(arrays)
         rows = [
             _rows(x, place, self._batch)

@@ -1,4 +1,4 @@
-"""Certification: whether a function's rows depend on their batch, by its program and by trials.
+"""Certifies that a function's rows do not depend on their batch, by its program and by trials.
 
-Read `certify`, then `roles` for the meaning of each equation, then `freedoms` for what a compiler may choose.
+Read `certify`, then `roles` for the meaning of each equation, then `freedoms` for the choices of a compiler.
 """

@@ -1,4 +1,4 @@
-"""Certificates: whether a function's rows depend on their batch, by reading its program and by running it."""
+"""Certificates: statements about whether a function's rows depend on their batch, from its program and from runs."""
 
 import dataclasses
 import enum
@@ -23,42 +23,42 @@ from detjax.invariant.places import Rows as BatchRows
 from detjax.runtime import backends, compilation, fingerprints
 
 BATCH_SIZES: Final = (1, 2, 3, 8, 17)
-"""The batches that a function is run with by default."""
+"""The default batch sizes of the runs."""
 
 
 class Outcome(enum.Enum):
-    """What a certificate says. Later outcomes promise more."""
+    """The outcome of a certificate. Later outcomes promise more."""
 
     REFUTED = "refuted"
     OBSERVED = "observed"
     PROVEN = "proven"
 
     def is_at_least(self, other: "Outcome") -> bool:
-        """Returns whether this outcome promises what the other one does."""
+        """Returns whether this outcome promises at least as much as another."""
         outcomes = list(Outcome)
         return outcomes.index(self) >= outcomes.index(other)
 
 
 @dataclasses.dataclass(frozen=True)
 class Certificate:
-    """What is known of a function's rows.
+    """The result of certifying a function.
 
     Attributes:
-        function: its name.
-        outcome: PROVEN: no equation mixes rows or leaves bits to XLA, and no run showed another bit. OBSERVED: there
-            are risks, and no run showed another bit. REFUTED: a run did.
-        risks: the equations that are no part of a proof, those that mix rows first.
-        roles: how many equations have each role.
-        contracts: the operations of detjax that are called, and how often.
-        exclusions: the bits that "proven" says nothing of here; the runs compare them, too.
-        batch_sizes: the batches that were run.
-        cases: how many runs were compared.
-        counterexample: the smallest one that was seen.
-        compiled_by: the compilation that all of this is about: "detjax.jit", or "the caller" for a function that came
-            compiled. The other one may round otherwise, to narrow types above all.
+        function: the function's name.
+        outcome: PROVEN: no equation mixes rows or leaves bits to XLA, and no run showed a different bit. OBSERVED:
+            there are risks, but no run showed a different bit. REFUTED: a run did.
+        risks: the equations without a proof, those that mix rows first.
+        roles: the number of equations of each role.
+        contracts: the number of calls of each operation of detjax.
+        exclusions: the numbers that a proof excludes; the runs compare them too.
+        batch_sizes: the batch sizes of the runs.
+        cases: the number of compared runs.
+        counterexample: the counterexample with the smallest batch.
+        compiled_by: the compilation that the certificate covers: "detjax.jit", or "the caller" for a compiled function.
+            Another compilation may round differently, above all to narrow types.
         backend: the backend of detjax' operations.
-        device: where it ran.
-        fingerprint: the digest of what bits depend on here; see `detjax.fingerprint`.
+        device: the device of the runs.
+        fingerprint: the digest of `detjax.fingerprint`.
     """
 
     function: str
@@ -76,7 +76,7 @@ class Certificate:
     fingerprint: str
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns everything as JSON holds it."""
+        """Returns all fields as a JSON object."""
         return dataclasses.asdict(self) | {
             "outcome": self.outcome.value,
             "risks": [risk.as_dict() for risk in self.risks],
@@ -89,8 +89,9 @@ class Certificate:
             return f"{self.function} is refuted: {self.counterexample}"
         cases = f"equal in {self.cases} cases, batches of {', '.join(map(str, self.batch_sizes))}"
         if self.outcome is Outcome.PROVEN:
-            but = f" but for {' and '.join(one.value for one in self.exclusions)}" if self.exclusions else ""
-            return f"{self.function} as compiled by {self.compiled_by} is proven by construction{but}, and {cases}"
+            exclusions = f" except for {' and '.join(one.value for one in self.exclusions)}" if self.exclusions else ""
+            source = f"{self.function} as compiled by {self.compiled_by}"
+            return f"{source} is proven by construction{exclusions}, and {cases}"
         return f"{self.function} is observed {cases}; {len(self.risks)} equations have no proof"
 
 
@@ -102,30 +103,30 @@ def certify(
     *,
     batch_sizes: Sequence[int] = BATCH_SIZES,
 ) -> Certificate:
-    """Returns whether the rows of a function's results depend on the batch, in any bit.
+    """Certifies whether the rows of a function's results depend on the batch, in any bit.
 
-    The function is traced, and every equation of it is given a role (see `detjax.audit.Role`). Then it is run: two of
-    the given rows stand first, in the middle and last in batches of several sizes, among three kinds of neighbours, and
-    their results are compared with those of the smallest batch, bit by bit. Where a batch differs, those between it and
-    the next smaller one are tried, too.
+    The function is traced, and each equation gets a role (see `detjax.audit.Role`). Then it runs: two of the given rows
+    are placed first, in the middle and last in batches of several sizes, with three kinds of neighbours, and their
+    results are compared with the smallest batch, bit by bit. If a batch differs, the sizes between it and the next
+    smaller one are tried too.
 
-    A proof is about the order of additions, roundings and the way of rows through the program. It takes from
-    `detjax.ops` and `detjax.batch_invariant` that they keep their contracts, and from XLA that it rounds single
-    elements as IEEE 754 says.
+    A proof covers the order of additions, roundings, and the path of rows through the program. It assumes that
+    `detjax.ops` and `detjax.batch_invariant` keep their contracts, and that XLA rounds single elements as IEEE 754
+    specifies.
 
     Args:
-        fn: a function of arrays and of anything else; what is not an array is static. It is compiled by `detjax.jit`,
-            unless it comes compiled: `jax.jit(fn)` is certified as JAX compiles it.
-        args: its positional arguments, at least one row; two different rows or more make the runs tell more.
-        batch_axes: for each argument, the axis of its rows: an integer, None for what all rows share, or a pytree of
-            them. One integer holds for all arguments.
-        out_axes: the axis of the rows in the results, likewise. Results with None are not compared.
-        batch_sizes: how many rows the batches have that are run.
+        fn: a function of arrays and static values (everything that is not an array). `detjax.jit` compiles it, unless
+            it is compiled already: `jax.jit(fn)` is certified as JAX compiles it.
+        args: its positional arguments, with at least one row; two different rows make the runs more informative.
+        batch_axes: for each argument, the axis of its rows: an integer, None for values that all rows share, or a
+            pytree of these. One integer holds for all arguments.
+        out_axes: the axis of the rows in each result, in the same form. Results with None are not compared.
+        batch_sizes: the batch sizes of the runs.
 
     Raises:
-        TypeError: an argument that has rows is not an array.
-        ValueError: axes do not fit the arguments or results, there are no rows or no batches, or the function cannot be
-            traced for such batches.
+        TypeError: an argument with rows is not an array.
+        ValueError: axes do not fit the arguments or results, there are no rows or no batch sizes, or the function
+            cannot be traced for these batches.
 
     Example:
         >>> certificate = detjax.certify(lambda x: x / jnp.max(x), (jnp.arange(1.0, 9.0).reshape(4, 2),))
@@ -134,7 +135,7 @@ def certify(
     """
     sizes = sorted(set(batch_sizes))
     if not sizes or sizes[0] < 1:
-        raise ValueError(f"certify: batch_sizes are {tuple(batch_sizes)}; accepted: numbers of rows, at least 1 each")
+        raise ValueError(f"certify: batch_sizes are {tuple(batch_sizes)}; accepted: at least one size, each at least 1")
     function = _Function(fn, tuple(args), batch_axes, out_axes)
     roles, unproven, exclusions = function.read(sizes)
     cases, counterexample = function.observed(sizes)
@@ -165,7 +166,7 @@ def risks(
     *,
     batch_sizes: Sequence[int] = BATCH_SIZES,
 ) -> tuple[Risk, ...]:
-    """Returns the equations of a function for which there is no proof, without running it; see `certify`."""
+    """Returns the equations of a function without a proof, and does not run it; see `certify`."""
     return reading(fn, args, batch_axes, out_axes, batch_sizes=batch_sizes)[0]
 
 
@@ -177,7 +178,7 @@ def reading(
     *,
     batch_sizes: Sequence[int] = BATCH_SIZES,
 ) -> tuple[tuple[Risk, ...], tuple[Exclusion, ...]]:
-    """Returns what `risks` does, and what a proof leaves out."""
+    """Returns the risks, and the numbers that a proof excludes."""
     return _Function(fn, tuple(args), batch_axes, out_axes).read(batch_sizes)[1:]
 
 
@@ -196,12 +197,12 @@ class _Function:
             given, named = jax.tree.unflatten(leaves.tree, leaves.with_arrays(arrays))
             return fn(*given, **named)
 
-        # A function that came compiled has options of its own, which JAX takes at the outermost program alone.
+        # A compiled function has its own options, which JAX accepts only for the outermost program.
         self._call = call
         self._run = call if self.is_compiled else compilation.jit(call)
 
     def traced(self, batch: int) -> tuple[core.Jaxpr, Any]:
-        """Returns the program for a batch of so many rows, and the shapes of its results."""
+        """Returns the program for a batch of `batch` rows, and the shapes of its results."""
 
         def shape(x: Any, axis: int | None) -> jax.ShapeDtypeStruct:
             sizes = list(x.shape)
@@ -214,22 +215,22 @@ class _Function:
                 closed, made = jax.make_jaxpr(self._call, return_shape=True)(*map(shape, self.arrays, self.axes))
         except compilation.EnvironmentContradiction:
             raise
-        except Exception as error:  # whatever the function raises for shapes that it does not take
+        except Exception as error:  # the function may raise anything for shapes that it does not accept
             said = str(error).split("\n")
-            # The line of the user's that mixes rows is in the second one.
+            # The second line names the user's line that mixes rows.
             reason = f"{type(error).__name__}: {' '.join(said[: 2 if isinstance(error, UnsafeFunction) else 1])}"
             raise ValueError(
                 f"certify: {self.name} cannot be traced for a batch of {batch} ({reason}); accepted: functions of any "
-                "number of rows, and batch_axes that name the axis of rows of every argument"
+                "number of rows, and batch_axes that name the axis of the rows in every argument"
             ) from error
         return closed.jaxpr if hasattr(closed, "jaxpr") else closed, made
 
     @functools.cached_property
     def out_axes(self) -> list[int | None]:
-        """For each array among the results, the axis of its rows.
+        """The axis of the rows in each array among the results.
 
         Raises:
-            ValueError: a result has no such axis, or other axes change with the batch.
+            ValueError: a result does not have the axis, or other axes change with the batch.
         """
         few, many = 2, 5
         made, among = self.traced(few)[1], self.traced(many)[1]
@@ -244,13 +245,13 @@ class _Function:
             if tuple(expected) != y.shape or x.shape == y.shape:
                 raise ValueError(
                     f"certify: result{tree_util.keystr(path)} of {self.name} has shape {x.shape} for a batch of {few} "
-                    f"and {y.shape} for one of {many}, and out_axes says {axis}; accepted: results whose axis of rows "
-                    "out_axes names, and None for what has none, such as a mean loss"
+                    f"and {y.shape} for one of {many}, and out_axes is {axis}; accepted: results whose axis of rows "
+                    "out_axes names, and None for results without rows, such as a mean loss"
                 )
         return axes
 
     def read(self, sizes: Sequence[int]) -> tuple[Roles, tuple[Risk, ...], tuple[Exclusion, ...]]:
-        """Returns the roles of the program's equations, its risks, and what no proof covers."""
+        """Returns the roles of the program's equations, its risks, and the numbers that a proof excludes."""
         batch = traced_batch([*shapes_of(self.arrays), (self.rows,)])
         jaxpr = self._program(batch)
         freedoms = Freedoms(jaxpr, is_pinned=not self.is_compiled)
@@ -265,12 +266,12 @@ class _Function:
         return roles, risks, tuple(sorted(freedoms.exclusions, key=list(Exclusion).index))
 
     def _program(self, batch: int) -> core.Jaxpr:
-        """Returns the program of the results that have rows, without what nothing reads."""
+        """Returns the program of the results with rows, after dead-code elimination."""
         has_rows = [axis is not None for axis in self.out_axes]
         return partial_eval.dce_jaxpr_consts(self.traced(batch)[0], has_rows, True)[0]
 
     def _other_programs(self, jaxpr: core.Jaxpr, batch: int, sizes: Sequence[int]) -> Iterator[Risk]:
-        """Yields where the program of a batch is not that of another one, but for the number of rows."""
+        """Yields a risk if the program of another batch size differs in more than the number of rows."""
         for size in sizes:
             change = programs.Comparison(batch, size).change(jaxpr, self._program(size))
             if change is not None:
@@ -278,7 +279,7 @@ class _Function:
                 return
 
     def observed(self, sizes: Sequence[int]) -> tuple[int, Counterexample | None]:
-        """Runs the function; returns how many runs were compared, and the smallest counterexample."""
+        """Runs the function; returns the number of compared runs, and the counterexample with the smallest batch."""
         runs = Runs(self._run, Rows(self.arrays, self.axes), self.out_axes, sizes[0])
         cases = 0
         equal = 0
@@ -287,7 +288,7 @@ class _Function:
                 cases += 1
                 if (differing := runs.counterexample(trial)) is None:
                     continue
-                # Batches between this one and the next smaller one that were not tried may differ already.
+                # Batch sizes between the last equal one and this one may differ too.
                 smaller = (runs.counterexample(t) for n in range(equal + 1, size) for t in trials(n, self.rows))
                 return cases, next(filter(None, smaller), differing)
             equal = size
@@ -298,7 +299,7 @@ _STYLES: Final = {Outcome.PROVEN: "green", Outcome.OBSERVED: "yellow", Outcome.R
 
 
 def report(certificate: Certificate) -> Group:
-    """Returns a certificate as people read it."""
+    """Returns a certificate as text for people."""
     roles = Table("equations", "role", title=certificate.function, title_justify="left")
     for role, count in certificate.roles.items():
         detail = ", ".join(f"{name} {n}" for name, n in certificate.contracts.items()) if role is Role.CONTRACT else ""
@@ -312,7 +313,7 @@ def report(certificate: Certificate) -> Group:
 
 
 def risk_table(unproven: Sequence[Risk]) -> Table:
-    """Returns risks as people read them."""
+    """Returns a table of risks."""
     table = Table("operation", "risk", "line", show_lines=True)
     for risk in dict.fromkeys(unproven):
         operands = ", ".join(f"{d}{list(s)}" for d, s in zip(risk.dtypes, risk.shapes, strict=True))

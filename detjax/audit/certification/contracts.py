@@ -1,9 +1,9 @@
-"""Equations that are under contract: operations of detjax, and functions of `batch_invariant`."""
+"""Recognizes equations under contract: operations of detjax, and functions of `batch_invariant`."""
 
 import pathlib
 from typing import Final
 
-from jax._src import source_info_util  # JAX has no public way from an equation to the file that made it
+from jax._src import source_info_util  # JAX has no public way from an equation to its file
 from jax.extend import core
 
 from detjax import invariant, ops
@@ -11,14 +11,14 @@ from detjax.invariant import equations
 from detjax.runtime import backends
 
 PREPARED: Final = "detjax.ops"
-"""What code of an operation is called that comes before its kernel, such as the order of tokens in a mixture."""
+"""The name of an operation's code outside of its kernel, such as the sort of tokens by expert."""
 
 _OPERATIONS: Final = pathlib.Path(ops.__file__).parent
 _TRANSFORM: Final = str(pathlib.Path(invariant.__file__).with_name("transform.py"))
 
 
 def contract_of(eqn: core.JaxprEqn) -> str | None:
-    """Returns the operation of detjax that an equation calls, or belongs to; None where no contract holds."""
+    """Returns the operation of detjax that an equation calls or belongs to; None without a contract."""
     if backends.backend() == backends.STOCK:
         return None
     if eqn.primitive.name in ("jit", "pjit"):

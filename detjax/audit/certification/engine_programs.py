@@ -1,4 +1,4 @@
-"""Whether an engine's own programs leave any bit to the compiler."""
+"""Finds the equations of an engine's programs whose bits the compiler may choose."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -13,14 +13,14 @@ from detjax.runtime import compilation
 
 
 def engine_risks(model: Decoder, programs: Iterable[StepProgram]) -> dict[str, tuple[Risk, ...]]:
-    """Returns, for each program of an engine that has any, the equations whose bits XLA may choose.
+    """Returns the equations whose bits XLA may choose, for each program of an engine that has such equations.
 
-    Requests are packed in an engine's batch and have no axis of their own, so programs are read for what computes
-    outside of detjax' contracts, not for where rows go.
+    Requests are packed in an engine's batch without an axis of their own, so programs are checked for equations outside
+    of detjax' contracts, not for mixed rows.
 
     Args:
         model: the engine's model.
-        programs: those of `Engine.programs`.
+        programs: from `Engine.programs`.
     """
     network, weights = split(model)
     by_purpose = {}

@@ -1,8 +1,8 @@
-"""What a compiler is free to choose in a traced function: orders, roundings, signs of zeros, bits of NaN.
+"""Finds the choices of a compiler in a traced function: orders, roundings, signs of zeros, bits of NaN.
 
-This is an abstract interpretation, equation by equation and into every call, loop and branch. What is known of an array
-is a `Fact`. A choice that only decides the sign of zeros is a risk if something can see that sign: a result, a division
-by the zero, a reader of bits. The maximum in `exp(x - max(x))` is of no consequence, so it is none.
+This is an abstract interpretation, equation by equation and into every call, loop and branch. It tracks a `Fact` for
+each array. A choice that only decides the sign of zeros is a risk if the sign is visible: in a result, in a division by
+the zero, or where bits are read. The maximum in `exp(x - max(x))` has no visible sign, so it is not a risk.
 """
 
 import dataclasses
@@ -25,14 +25,14 @@ from detjax.invariant.walker import walk
 from detjax.runtime import backends
 
 type Path = tuple[int, ...]
-"""The identity of an equation, after those of the calls around it."""
+"""The ids of the surrounding calls and of an equation."""
 
 
 class Exclusion(enum.Enum):
-    """Numbers that a proof leaves out, because code that is the same for all others may differ in them.
+    """Numbers that a proof excludes, because equivalent code may treat them differently.
 
-    IEEE 754 leaves the sign and payload of NaN open, and a maximum on a CPU may pass over a NaN. Some instructions
-    flush subnormal numbers to zero and others do not.
+    IEEE 754 leaves the sign and payload of NaN open, and a maximum on a CPU may ignore a NaN. Some instructions flush
+    subnormal numbers to zero and others do not.
     """
 
     NAN = "rows that meet NaN"
@@ -40,13 +40,13 @@ class Exclusion(enum.Enum):
 
 
 class _Mark(enum.IntFlag):
-    """What may hold for an array, wherever it comes from."""
+    """Properties that an array may have."""
 
-    VARIES = enum.auto()  # it is no constant of the program
+    VARIES = enum.auto()  # it is not a constant of the program
     PRODUCT = enum.auto()  # its last step may be a product, not rounded yet
     REPEATED = enum.auto()  # it was broadcast
-    COMPARED = enum.auto()  # it says how floating-point numbers compare
-    NARROW = enum.auto()  # it comes of numbers that were rounded to less than 32 bits
+    COMPARED = enum.auto()  # it holds results of comparisons of floating-point numbers
+    NARROW = enum.auto()  # it derives from numbers rounded to less than 32 bits
     BITS_OF_NAN = enum.auto()  # code may differ in the sign and payload of its NaN
     NAN = enum.auto()  # see `Exclusion`
     SUBNORMAL = enum.auto()
@@ -54,17 +54,17 @@ class _Mark(enum.IntFlag):
 
 _NO_MARKS: Final = _Mark(0)
 _OF_ANY_DTYPE: Final = ~(_Mark.PRODUCT | _Mark.BITS_OF_NAN)
-"""What may hold for integers, too."""
+"""Properties that integers may have, too."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Fact:
-    """What is known of an array.
+    """The facts about an array.
 
     Attributes:
-        signs: the numbers that it may hold.
-        marks: what else may hold.
-        choosers: the equations that leave to the compiler which sign zeros have here.
+        signs: the kinds of numbers that it may hold.
+        marks: further properties that it may have.
+        choosers: the equations in which the compiler chooses the sign of its zeros.
     """
 
     signs: Signs
@@ -75,7 +75,7 @@ class Fact:
         return Fact(self.signs | other.signs, self.marks | other.marks, self.choosers | other.choosers)
 
     def but(self, **changes: Any) -> "Fact":
-        """Returns the fact with other attributes."""
+        """Returns the fact with changed attributes."""
         return dataclasses.replace(self, **changes)
 
 
@@ -88,7 +88,7 @@ MOVES: Final = _split(
     "dynamic_update_slice gather split unstack stack tile copy stop_gradient optimization_barrier "
     "sharding_constraint pvary real imag scatter"
 )
-"""What leaves every bit of the numbers that it moves."""
+"""Primitives that move numbers without changing a bit."""
 
 _KEEPS_BITS: Final = MOVES | _split("neg abs select_n sort conj complex")
 
@@ -96,49 +96,49 @@ _KEEPS_PRODUCTS: Final = _split(
     "broadcast_in_dim reshape squeeze transpose slice rev copy stop_gradient neg select_n "
     "concatenate pad split unstack stack tile sharding_constraint pvary real imag complex conj"
 )
-"""What a compiler may take a product through, to fuse it with a sum."""
+"""Primitives through which a compiler may fuse a product with a sum."""
 
 _RESHAPES: Final = _split("reshape squeeze transpose copy stop_gradient")
 
 _NO_PRODUCT: Final = _split("add sub add_any convert_element_type sqrt max min sign floor ceil round")
-"""What is computed and does not end in a product."""
+"""Primitives that compute, but do not end in a product."""
 
 _BLIND: Final = _split(
     "exp exp2 logistic cos cosh erfc acos log lgamma abs square eq ne lt le gt ge eq_to lt_to le_to is_finite argmax "
     "argmin"
 )
-"""What gives the same for zeros of either sign."""
+"""Primitives with the same result for zeros of either sign."""
 
 _KEEPS_SIGN_OF_ZERO: Final = _split(
     "neg sign floor ceil round mul add sub add_any max min clamp sqrt tanh sin tan asin atan sinh asinh atanh erf "
     "erf_inv expm1 log1p cbrt reduce_precision select_n sort conj complex reduce_sum reduce_prod cumsum cumprod "
     "reduce_window_sum dot_general conv_general_dilated scatter-add scatter_add scatter-mul scatter_mul"
 )
-"""What gives zeros for zeros of either sign, or numbers that are the same for both."""
+"""Primitives whose results for zeros of either sign are equal, or zeros too."""
 
 _CHOICES_OF_NAN: Final = _split("argmax argmin top_k")
-"""What may take another one of several NaN."""
+"""Primitives that may choose among several NaN."""
 
 _INTEGERS: Final = _split("threefry2x32 axis_index platform_index")
-"""What computes integers in a way of its own, the same in all code."""
+"""Primitives that compute integers in their own way, the same in all code."""
 
 _COMPARISONS: Final = _split("eq ne lt le gt ge eq_to lt_to le_to")
 
 _BLIND_OPERATIONS: Final = ("softmax", "matmul", "grouped_matmul")
-"""Operations of detjax whose results have no bit of the signs of zeros in their first operand."""
+"""Operations of detjax whose results do not depend on the signs of zeros in their first operand."""
 
 
 class Freedoms:
-    """The equations of one function whose bits the compiler may choose, and why.
+    """The equations of a function whose bits the compiler may choose.
 
     Attributes:
-        why: the reasons.
-        exclusions: the bits of the results that no proof is about.
+        why: the reason for each of these equations.
+        exclusions: the numbers that a proof excludes.
     """
 
     def __init__(self, jaxpr: core.Jaxpr, is_pinned: bool) -> None:
         """Args:
-        jaxpr: the function, whose results are all looked at.
+        jaxpr: the function; all of its results are visible.
         is_pinned: whether the program is compiled with detjax' pinned options.
         """
         self.why: dict[Path, str] = {}
@@ -153,11 +153,11 @@ class Freedoms:
                 self.exclusions |= {Exclusion.NAN}
 
     def reason(self, eqn: core.JaxprEqn) -> str | None:
-        """Returns why an equation is a choice, whatever calls it stands in."""
+        """Returns the reason for an equation, in any call; None if the compiler has no choice."""
         return next((why for path, why in self.why.items() if path[-1] == id(eqn)), None)
 
     def _see(self, fact: Fact) -> None:
-        """Makes risks of the choices that decide the sign of a zero that is seen."""
+        """Records the choices of the sign of a visible zero as risks."""
         for path in fact.choosers:
             self.why[path] = _WHY_ZEROS
 
@@ -208,7 +208,7 @@ class Freedoms:
     # Choices ----------------------------------------------------------------------------------------------------------
 
     def _choice(self, eqn: core.JaxprEqn, kind: Kind, facts: Sequence[Fact]) -> str | None:
-        """Why XLA may give an equation's results other bits at other shapes; None if it may not."""
+        """Returns why XLA may choose other bits for an equation at other shapes; None if it may not."""
         name, is_cpu = eqn.primitive.name, backends.target() == "cpu"
         inexact = [v for v in (*eqn.invars, *eqn.outvars) if equations.is_inexact(v)]
         if kind is Kind.SUM:
@@ -216,29 +216,29 @@ class Freedoms:
         if kind is Kind.OPAQUE:
             if name == "scatter" and eqn.params["unique_indices"]:
                 return None
-            # CPUs write one update after the other.
+            # CPUs write updates in sequence.
             is_known = name in _INTEGERS or (name == "scatter" and is_cpu)
             return _WHY_OPAQUE if eqn.outvars and (inexact or not is_known) else None
         if name.startswith("random_") and any(map(_is_batched_generator, (*eqn.invars, *eqn.outvars))):
-            return "draws from a generator whose numbers for one key depend on the keys beside it"
+            return "draws from a generator whose numbers for one key depend on neighbouring keys"
         if not inexact:
             return None
         if name == "sort" and not eqn.params["is_stable"]:
-            return "orders equal numbers as the algorithm does, which XLA chooses by shape; a stable sort does not"
+            return "orders equal numbers by an algorithm that XLA chooses by shape; a stable sort does not"
         if name == "top_k" and not is_cpu and signs.has_zeros_of_both_signs(facts[0].signs):
-            return "orders zeros of both signs as the algorithm does, which XLA chooses by shape"
+            return "orders zeros of both signs by an algorithm that XLA chooses by shape"
         if name in EXTREMES and is_cpu and any(fact.marks & _Mark.NARROW for fact in facts):
-            return "may be computed together with what rounds to a narrow type, in more precision, from some size on"
+            return "may be fused with a rounding to a narrow type and use more precision from some size on"
         if kind is Kind.APPROXIMATED and any(map(equations.is_complex, inexact)):
-            return "computes complex numbers by several roundings, which the compiler arranges and fuses by shape"
+            return "computes complex numbers with several roundings, which the compiler arranges and fuses by shape"
         if kind is Kind.APPROXIMATED and is_cpu:
             return _WHY_APPROXIMATED
         if name in ("add", "sub", "add_any") and any(fact.marks & _Mark.PRODUCT for fact in facts):
-            return "a product before a sum may become a fused multiply-add, which rounds once: fusions decide"
+            return "a product before a sum may become a fused multiply-add, which rounds once, depending on fusions"
         if name == "div" and is_cpu and facts[1].marks & _Mark.REPEATED:
-            return "a division by what is broadcast may become a product with a reciprocal, which rounds twice"
+            return "a division by a broadcast value may become a product with its reciprocal, which rounds twice"
         if kind is not Kind.EXACT and not self._is_pinned and any(map(_is_narrow, inexact)):
-            return "XLA may keep more precision than the narrow type has within a fusion; detjax.jit forbids it"
+            return "XLA may keep more precision than the narrow type within a fusion; detjax.jit forbids it"
         return None
 
     # Facts ------------------------------------------------------------------------------------------------------------
@@ -247,7 +247,7 @@ class Freedoms:
         name = eqn.primitive.name
         if not eqn.outvars:
             return []
-        if name in ("optimization_barrier", "sort"):  # a result for each operand
+        if name in ("optimization_barrier", "sort"):  # one result per operand
             return [fact.but(marks=fact.marks & ~_Mark.PRODUCT) for fact in facts]
         made = Fact(self._signs(eqn, facts), self._marks(eqn, kind, facts), self._choosers(eqn, facts))
         return [made if equations.is_inexact(v) else _exact(made, v) for v in eqn.outvars]
@@ -308,7 +308,7 @@ class Freedoms:
         return _Mark.SUBNORMAL if chooses and may_be else _NO_MARKS
 
     def _choosers(self, eqn: core.JaxprEqn, facts: Sequence[Fact]) -> frozenset[Path]:
-        """The equations that leave the sign of the results' zeros to the compiler; sees those that are seen here."""
+        """Returns the equations that choose the sign of the results' zeros; records choices that are visible here."""
         kept: frozenset[Path] = frozenset()
         for index, fact in enumerate(facts):
             if not fact.choosers:
@@ -328,7 +328,7 @@ class Freedoms:
 
 
 def _filling(eqn: core.JaxprEqn) -> Signs:
-    """What a gather fills in where there is nothing."""
+    """Returns the kinds of a gather's fill value."""
     if eqn.params["mode"] != lax.GatherScatterMode.FILL_OR_DROP:
         return signs.NONE
     value = eqn.params["fill_value"]
@@ -336,9 +336,9 @@ def _filling(eqn: core.JaxprEqn) -> Signs:
 
 
 class _Flow(enum.Enum):
-    """What becomes of an operand's sign of zero in an equation."""
+    """The effect of an operand's sign of zero on the results of an equation."""
 
-    KEPT = "the results differ in the sign of zeros alone"
+    KEPT = "the results differ only in the sign of zeros"
     GONE = "the results are the same"
     SEEN = "the results differ"
 
@@ -347,7 +347,7 @@ def _flow(eqn: core.JaxprEqn, index: int, facts: Sequence[Fact]) -> _Flow:
     name = eqn.primitive.name
     if name in ("add", "add_any"):
         other = facts[1 - index]
-        # A sum with 0.0 or another number is that number; XLA leaves sums with constants of 0.0 out.
+        # Adding 0.0 or any other number hides the sign of a zero, but XLA drops additions of constant zeros.
         is_gone = not other.signs & Signs.MINUS_ZERO and other.marks & _Mark.VARIES
         return _Flow.GONE if is_gone else _Flow.KEPT
     if name in _BLIND:
@@ -369,12 +369,12 @@ def _has_open_nan(fact: Fact) -> bool:
 
 
 def _exact(fact: Fact, atom: Any) -> Fact:
-    """The fact of an array of integers: no zero of theirs has a sign."""
+    """Returns the fact of an array of integers, whose zeros have no sign."""
     return fact.but(signs=signs.atom_signs(atom), marks=fact.marks & _OF_ANY_DTYPE, choosers=frozenset())
 
 
 def _settled(carries: list[Fact], step: Callable[[list[Fact]], list[Fact]]) -> list[Fact]:
-    """The facts of a loop's results, once its carries hold in every round."""
+    """Returns the facts of a loop's results, once the facts of its carries hold in every iteration."""
     while True:
         results = step(carries)
         joined = [x | y for x, y in zip(carries, results, strict=False)]
@@ -384,11 +384,11 @@ def _settled(carries: list[Fact], step: Callable[[list[Fact]], list[Fact]]) -> l
 
 
 _WHY_APPROXIMATED: Final = (
-    "vector and scalar code of a CPU approximate it with other bits, and shapes say which computes a number"
+    "vector and scalar code of a CPU approximate it with different bits, and the shape decides between them"
 )
-_WHY_OPAQUE: Final = "computes in a way of its own, which nothing here knows"
+_WHY_OPAQUE: Final = "computes in an unknown way"
 _WHY_ZEROS: Final = (
-    "chooses among zeros of both signs by the order of comparisons, which XLA chooses by shape, and the sign is seen"
+    "chooses between zeros of both signs by the order of comparisons, which XLA chooses by shape; the sign is visible"
 )
 
 
@@ -406,15 +406,15 @@ def _why_sums(eqn: core.JaxprEqn) -> str:
     if name.startswith("psum") or name == "reduce_scatter":
         why = "adds over devices in the order of the collective's algorithm, which XLA chooses by size"
     elif name.startswith("scatter"):
-        why = "adds numbers of equal indices in the order in which threads come"
+        why = "adds numbers with equal indices in the order in which threads arrive"
     elif name.startswith("cum"):
         why = "accumulates by a tree of partial sums that XLA chooses by shape"
     elif name.startswith("conv"):
-        why = "convolves by an algorithm that XLA chooses by shape, the batch's among them"
+        why = "convolves by an algorithm that XLA chooses by shape, including the batch size"
     elif name.startswith(("dot", "ragged_dot")):
-        why = "adds products in blocks and splits that XLA chooses by shape, the batch's among them"
+        why = "adds products in blocks and splits that XLA chooses by shape, including the batch size"
     else:
-        why = "adds in an order that XLA chooses by shape and by fusion"
+        why = "adds in an order that XLA chooses by shape and fusion"
     if any(_is_narrow(v) for v in eqn.outvars):
-        why += f"; the sums are {aval(eqn.outvars[0]).dtype}, so each order rounds otherwise"
+        why += f"; the sums are {aval(eqn.outvars[0]).dtype}, so each order rounds differently"
     return why

@@ -1,4 +1,4 @@
-"""The table of `detjax certify --fusions`: what kernels fuse, and what switching it off does to bits."""
+"""The table of `detjax certify --fusions`: the kernels' fusions, and the effect of switching them off on bits."""
 
 from rich.table import Column, Table
 
@@ -6,7 +6,7 @@ from detjax.runtime.fusions import FUSIONS, FUSIONS_VARIABLE, separated
 
 
 def table() -> Table:
-    """Returns a row for each fusion: its name, its operations, the steps it fuses, what takes them otherwise, bits."""
+    """Returns a table with a row for each fusion."""
     columns = "name", "operations", "fuses", "switched off, computed by", "bits", "now"
     made = Table(
         *(Column(name, overflow="fold") for name in columns),

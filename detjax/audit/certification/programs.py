@@ -1,8 +1,8 @@
-"""Two programs of one function, for batches of different sizes: the first equation in which they differ.
+"""Compares the programs of one function for two batch sizes, and finds the first equation that differs.
 
-A function may ask for its number of rows, in Python or by a number that follows it. Then the program of one batch
-proves nothing for another one. Two programs are the same if they have the same equations in the same order, which read
-what corresponding equations give, with the same parameters and constants. Sizes may be those of the batch in both.
+A function may use its number of rows, in Python or through a shape. Then the program of one batch proves nothing for
+another. Two programs are the same if they have the same equations in the same order, which read results of
+corresponding equations, with the same parameters and constants. Sizes may be the same multiple of the batch size.
 """
 
 import dataclasses
@@ -20,12 +20,12 @@ from detjax.invariant import equations
 from detjax.invariant.equations import aval
 
 _NAMES: Final = frozenset(("name", "debug_info", "jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd", "num_consts", "out_trees"))
-"""Parameters that say nothing of what is computed, or that JAX makes anew for every trace."""
+"""Parameters that do not affect the computation, or that JAX creates for every trace."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """An equation of the second program that the first one does not have in its place, and how they differ."""
+    """An equation of the second program that differs from the first program's, and the difference."""
 
     eqn: core.JaxprEqn
     why: str
@@ -38,7 +38,7 @@ class Comparison:
         self._sizes = first, second
 
     def change(self, first: core.Jaxpr, second: core.Jaxpr) -> Change | None:
-        """Returns where the second program departs from the first one; None if it does not."""
+        """Returns the first difference of the second program; None if the programs are the same."""
         batch, other = self._sizes
         numbers: tuple[dict[Any, int], dict[Any, int]] = ({}, {})
 
@@ -56,11 +56,11 @@ class Comparison:
                 why = f"is {two.primitive.name} for a batch of {other} and {one.primitive.name} for one of {batch}"
                 return Change(two, why)
             if not self._alike(one.outvars, two.outvars) or not self._alike(one.invars, two.invars):
-                return Change(two, f"works on other shapes for a batch of {other} than for one of {batch}")
+                return Change(two, f"has other shapes for a batch of {other} than for one of {batch}")
             contracts = contract_of(one), contract_of(two)
             if contracts[0] != contracts[1]:
                 return Change(two, f"is under another contract for a batch of {other} than for one of {batch}")
-            # The numbers that an operation computes its schedule with are its own.
+            # Literals within an operation may come from its schedule.
             sees_literals = contracts[0] is None and not self._is_index(one, two, second)
             if (why := self._other_operand(one, two, numbers, sees_literals)) is not None:
                 return Change(two, why)
@@ -72,18 +72,18 @@ class Comparison:
             longer = max(first.eqns, second.eqns, key=len)
             eqn = longer[min(len(first.eqns), len(second.eqns))]
             rows = self._sizes[longer is second.eqns]
-            return Change(eqn, f"is there for a batch of {rows}, and for one of {batch + other - rows} it is not")
+            return Change(eqn, f"exists for a batch of {rows}, but not for one of {batch + other - rows}")
         results = zip(first.outvars, second.outvars, strict=True)
         if second.eqns and any(_number(a, numbers[0]) != _number(b, numbers[1]) for a, b in results):
             return Change(second.eqns[-1], f"ends a program with other results for {other} rows than for {batch}")
         return None
 
     def _is_size(self, one: int, two: int) -> bool:
-        """Whether two sizes are the same, or the same multiple of the batch."""
+        """Returns whether two sizes are equal, or the same multiple of the batch size."""
         return one == two or one * self._sizes[1] == two * self._sizes[0]
 
     def _alike(self, first: Sequence[Any], second: Sequence[Any]) -> bool:
-        """Whether arrays have the same dtypes, and shapes that are the same but for the number of rows."""
+        """Returns whether arrays have the same dtypes, and the same shapes except for the number of rows."""
         if len(first) != len(second):
             return False
         for a, b in zip(map(aval, first), map(aval, second), strict=True):
@@ -114,7 +114,7 @@ class Comparison:
         return None
 
     def _is_index(self, one: core.JaxprEqn, two: core.JaxprEqn, jaxpr: core.Jaxpr) -> bool:
-        """Whether an equation adds the length of an axis to an index, which counts from its end if it is negative."""
+        """Returns whether an equation adds the length of an axis to an index, as for negative indices."""
         if two.primitive.name != "add" or equations.is_inexact(two.outvars[0]):
             return False
         pairs = zip(one.invars, two.invars, strict=True)
@@ -135,7 +135,7 @@ class Comparison:
         return None
 
     def _other_value(self, a: Any, b: Any) -> Change | bool:
-        """Whether two values of a parameter differ; where, if they are programs."""
+        """Returns whether two values of a parameter differ; for programs, the difference."""
         if isinstance(a, core.Jaxpr) and isinstance(b, core.Jaxpr):
             return self.change(a, b) or False
         if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)):
@@ -158,14 +158,14 @@ class Comparison:
             pairs = ((getattr(a, f.name), getattr(b, f.name)) for f in dataclasses.fields(a))
             return next(filter(None, (self._other_value(x, y) for x, y in pairs)), False)
         if isinstance(a, Callable) and not isinstance(a, type):
-            return False  # made by a trace: what it computes is in the jaxpr beside it
+            return False  # created by a trace, with a jaxpr next to it
         try:
             return bool(a != b)
-        except Exception:  # what cannot be compared is taken to differ
+        except Exception:  # values that cannot be compared count as different
             return True
 
     def _is_same_array(self, a: Any, b: Any) -> bool:
-        """Whether two constants have the same numbers, the shorter one in the first places of the longer one."""
+        """Returns whether two constants have the same numbers where they overlap."""
         shapes = np.shape(a), np.shape(b)
         if len(shapes[0]) != len(shapes[1]) or not all(map(self._is_size, *shapes)):
             return False
@@ -184,20 +184,20 @@ _INDEX_MOVES: Final = frozenset("select_n broadcast_in_dim reshape concatenate c
 
 
 def _is_index(var: Any, jaxpr: core.Jaxpr) -> bool:
-    """Whether nothing of a program reads a variable but as an index."""
+    """Returns whether a program reads a variable only as an index."""
     if any(var is result for result in jaxpr.outvars):
         return False
     for eqn in jaxpr.eqns:
-        at = [k for k, v in enumerate(eqn.invars) if v is var]
-        is_read = at == [1] and eqn.primitive.name in _READERS
-        is_moved = at and eqn.primitive.name in _INDEX_MOVES and all(_is_index(v, jaxpr) for v in eqn.outvars)
-        if at and not is_read and not is_moved:
+        operands = [k for k, v in enumerate(eqn.invars) if v is var]
+        is_read = operands == [1] and eqn.primitive.name in _READERS
+        is_moved = operands and eqn.primitive.name in _INDEX_MOVES and all(_is_index(v, jaxpr) for v in eqn.outvars)
+        if operands and not is_read and not is_moved:
             return False
     return True
 
 
 def _number(atom: Any, numbers: dict[Any, int]) -> Any:
-    """What two programs call the same: a variable's number, or a literal's bytes."""
+    """Returns an identity that is comparable between programs: a variable's number, or a literal's bytes."""
     if not isinstance(atom, core.Literal):
         return numbers[atom]
     return np.asarray(atom.val).tobytes(), str(getattr(aval(atom), "dtype", ""))

@@ -1,4 +1,4 @@
-"""What each equation of a traced function means for the promise that rows do not depend on their batch."""
+"""Assigns each equation of a traced function its role in the proof that rows do not depend on their batch."""
 
 import dataclasses
 import enum
@@ -19,10 +19,10 @@ from detjax.invariant.places import UNKNOWN, Place, Rows, Shared
 
 
 class Role(enum.Enum):
-    """What an equation means for the rows of a batch. Later roles outweigh earlier ones."""
+    """The role of an equation in the proof. Later roles outweigh earlier ones."""
 
     SHARED = "has no rows"
-    APART = "keeps rows apart by construction"
+    APART = "keeps rows separate by construction"
     EXACT = "exact in any order"
     CONTRACT = "under contract"
     CHOSEN = "XLA may choose"
@@ -30,7 +30,7 @@ class Role(enum.Enum):
 
 
 RISKS: Final = (Role.MIXES, Role.CHOSEN)
-"""Roles that leave a promise without a proof, the graver one first."""
+"""Roles that prevent a proof, the more serious one first."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,9 +40,9 @@ class Risk:
     Attributes:
         role: one of `RISKS`.
         primitive: the equation's primitive.
-        why: why it is a risk.
-        line: the user's line, and the layer's name where the function names it.
-        shapes: the shapes of its operands, for the batch that was traced.
+        why: the reason.
+        line: the user's line, with the layer's name if it has one.
+        shapes: the shapes of its operands for the traced batch.
         dtypes: their dtypes.
     """
 
@@ -61,22 +61,17 @@ class Risk:
         return cls(role, eqn.primitive.name, why, line, equations.shapes(eqn), dtypes)
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the fields by name, as JSON holds them."""
+        """Returns the fields as a JSON object."""
         return dataclasses.asdict(self) | {"role": self.role.name.lower()}
 
 
 class Roles(BatchAxisTracer):
-    """The place of the batch in a function's arrays, and the role of every equation.
-
-    Attributes:
-        risks: the equations that are risks, the graver ones first.
-        contracts: the operations under contract, and how often they are called.
-    """
+    """Traces the axis of the batch through a function, and records the role of every equation."""
 
     def __init__(self, batch: int, freedoms: Freedoms) -> None:
         """Args:
-        batch: how many rows the batch has: a prime number that divides no other axis of an array.
-        freedoms: what XLA may choose in the function that is followed.
+        batch: the number of rows, a prime number that divides no other axis of an array.
+        freedoms: the choices of XLA in the traced function.
         """
         super().__init__(batch)
         self._freedoms = freedoms
@@ -84,30 +79,30 @@ class Roles(BatchAxisTracer):
 
     @property
     def risks(self) -> list[Risk]:
-        """See the class."""
+        """The equations that are risks, the more serious ones first."""
         risks = [detail for _, detail in self._equations.values() if isinstance(detail, Risk)]
         return sorted(risks, key=lambda risk: RISKS.index(risk.role))
 
     @property
     def contracts(self) -> list[str]:
-        """The operations under contract that the function calls, one a call."""
+        """The operations under contract that the function calls, one entry per call."""
         return [str(detail) for role, detail in self._equations.values() if role is Role.CONTRACT]
 
     def counts(self) -> dict[Role, int]:
-        """Returns how many equations have each role."""
+        """Returns the number of equations of each role."""
         roles = [role for role, _ in self._equations.values()]
         return {role: roles.count(role) for role in Role}
 
     def check_results(self, jaxpr: core.Jaxpr, places: Sequence[Place], axes: Sequence[int | None]) -> None:
-        """Notes a risk for every result whose rows are not where they are said to be, if nothing is noted yet."""
+        """Records a risk if the rows of a result are not along its axis, unless there are findings already."""
         makers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
         for atom, place, axis in zip(jaxpr.outvars, places, axes, strict=True):
             if axis is None or self.findings:
                 continue
             axis %= aval(atom).ndim
-            is_apart = place == Rows(axis) or (isinstance(place, Shared) and axis in place.uniform)
-            if not is_apart and not isinstance(atom, core.Literal) and atom in makers:
-                self.mixes(makers[atom], Mixing.SLOT, "gives a result whose rows are not those of the arguments")
+            is_separate = place == Rows(axis) or (isinstance(place, Shared) and axis in place.uniform)
+            if not is_separate and not isinstance(atom, core.Literal) and atom in makers:
+                self.mixes(makers[atom], Mixing.SLOT, "gives a result whose rows are not the arguments' rows")
 
     def mixes(self, eqn: core.JaxprEqn, mixing: Mixing, what: str) -> Any:
         """Reports an equation that mixes rows; see `BatchAxisTracer.mixes`."""
@@ -115,7 +110,7 @@ class Roles(BatchAxisTracer):
         return super().mixes(eqn, mixing, what)
 
     def equation(self, eqn: core.JaxprEqn, places: list[Place]) -> list[Place]:
-        """Returns the places of an equation's results, and notes its role."""
+        """Returns the places of an equation's results, and records its role."""
         contract = contract_of(eqn)
         if contract is not None:
             self._note(eqn, Role.CONTRACT, contract)
@@ -140,7 +135,7 @@ class Roles(BatchAxisTracer):
         return (*map(id, self.calls), id(eqn))
 
     def _note(self, eqn: core.JaxprEqn, role: Role, detail: Risk | str | None = None) -> None:
-        """Notes an equation's role. Loops are gone through several times, and the gravest role counts."""
+        """Records an equation's role. Loops are traced several times, and the most serious role counts."""
         path = self._path(eqn)
         roles = list(Role)
         known = self._equations.get(path)
@@ -148,10 +143,10 @@ class Roles(BatchAxisTracer):
             self._equations[path] = role, detail
 
     def _under_contract(self, eqn: core.JaxprEqn, places: list[Place], contract: str) -> list[Place]:
-        """The places of the results of an operation of detjax, which keeps the rows of its leading axes apart.
+        """Returns the places of the results of an operation, which keeps the rows of its leading axes separate.
 
-        An operation may put rows into an order of its own, such as that of experts: their place is unknown then, until
-        another operation puts them back.
+        An operation may reorder rows, for example by expert. Their place is then unknown until another operation
+        restores the order.
         """
         if self.findings and any(place is UNKNOWN for place in places):
             return [UNKNOWN] * len(eqn.outvars)
@@ -165,12 +160,12 @@ class Roles(BatchAxisTracer):
             return [UNKNOWN] * len(eqn.outvars)
         first = places[0]
         if contract in _ALONG_THE_LAST and isinstance(first, Rows) and first.axis == aval(eqn.invars[0]).ndim - 1:
-            return [self.mixes(eqn, Mixing.SUM, f"is {contract} along the batch")] * len(eqn.outvars)
+            return [self.mixes(eqn, Mixing.SUM, f"works along the batch in {contract}")] * len(eqn.outvars)
         return operation_places(eqn, places, self.batch)
 
 
 _WEIGHTS: Final = {"matmul": 1, "grouped_matmul": 1, "rms_norm": 1, "gated_rms_norm": 2, "embed": 1}
-"""Which argument of an operation all rows share."""
+"""The index of the argument that all rows share, by operation."""
 
 _ALONG_THE_LAST: Final = (
     "matmul rms_norm gated_rms_norm l2_norm softmax log_softmax logsumexp sample top_logprobs".split()
@@ -179,7 +174,7 @@ _ALONG_THE_LAST: Final = (
 
 
 def traced_batch(shapes: Sequence[tuple[int, ...]]) -> int:
-    """Returns a number of rows that divides no other axis: the least such prime above 10."""
+    """Returns the smallest prime number above 10 that divides no other axis."""
     sizes = {size for shape in shapes for size in shape if size}
     batch = 11
     while any(batch % k == 0 for k in range(2, math.isqrt(batch) + 1)) or any(size % batch == 0 for size in sizes):
@@ -188,7 +183,7 @@ def traced_batch(shapes: Sequence[tuple[int, ...]]) -> int:
 
 
 def flattened(jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:
-    """Yields the equations of a jaxpr and of all that it holds, without the inside of operations under contract."""
+    """Yields the equations of a jaxpr, including nested ones except within operations under contract."""
     for eqn in jaxpr.eqns:
         yield eqn
         if contract_of(eqn) is None:
@@ -197,9 +192,10 @@ def flattened(jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:
 
 
 def mixed_risks(jaxpr: core.Jaxpr) -> list[Risk]:
-    """Returns what mixes rows in functions for which `batch_invariant` computes each row alone (`on_unsafe="warn"`).
+    """Returns the risks of functions that mix rows, where `batch_invariant` computes each row alone instead.
 
-    Their rows depend on themselves alone, but they are not the function's: nothing is proven of it.
+    With `on_unsafe="warn"` these rows do not depend on their batch, but they are not the function's rows, so nothing is
+    proven about it.
     """
     findings = dict.fromkeys(
         finding
@@ -210,7 +206,7 @@ def mixed_risks(jaxpr: core.Jaxpr) -> list[Risk]:
         Risk(
             Role.MIXES,
             one.primitive,
-            f"{one.what}: each row is computed alone in its place",
+            f"{one.what}: each row is computed alone instead",
             one.line,
             one.shapes,
             one.dtypes,
@@ -220,7 +216,7 @@ def mixed_risks(jaxpr: core.Jaxpr) -> list[Risk]:
 
 
 def risks_of_order(jaxpr: core.Jaxpr) -> Iterator[Risk]:
-    """Yields the equations of a program of `detjax.jit` whose bits XLA may choose, wherever rows are in it."""
+    """Yields the equations of a program of `detjax.jit` in which XLA may choose bits, regardless of rows."""
     freedoms = Freedoms(jaxpr, is_pinned=True)
     for eqn in flattened(jaxpr):
         if contract_of(eqn) is None and equations.kind(eqn) is not Kind.CALL:

@@ -1,9 +1,9 @@
-"""The numbers that an array may hold: their signs, zeros of either sign, NaN and subnormal numbers.
+"""Tracks the kinds of numbers that an array may hold: signs, zeros of either sign, NaN and subnormal numbers.
 
-IEEE 754 calls -0.0 and 0.0 equal, so a maximum of both is either, by the order of comparisons. An array whose zeros all
-have one sign has no such choice. `result` says what an equation makes of sets of numbers. It allows for what compilers
-are known to make of zeros: XLA leaves `x + 0` out, CPUs flush subnormal numbers to zero, and the library that XLA's CPU
-compiler calls for larger reductions computes what is fused into them in its own way.
+IEEE 754 compares -0.0 and 0.0 as equal, so a maximum of both is either, depending on the order of comparisons. An array
+whose zeros all have one sign leaves no such choice. `result` maps sets of kinds through an equation. It accounts for
+known behaviour of compilers: XLA drops `x + 0`, CPUs flush subnormal numbers to zero, and the library that XLA's CPU
+compiler calls for larger reductions computes fused operations in its own way.
 """
 
 import enum
@@ -23,7 +23,7 @@ from detjax.runtime import backends
 
 
 class Signs(enum.IntFlag):
-    """Kinds of numbers, infinities among `NEGATIVE` and `POSITIVE`; a set of them is what an array may hold."""
+    """A set of kinds of numbers; `NEGATIVE` and `POSITIVE` include infinities."""
 
     NEGATIVE = 1
     MINUS_ZERO = 2
@@ -41,21 +41,21 @@ NUMBERS: Final = NOT_NEGATIVE | NOT_POSITIVE
 ANY: Final = NUMBERS | Signs.NAN | Signs.SUBNORMAL
 
 _ORDERED: Final = (Signs.NEGATIVE, Signs.MINUS_ZERO, Signs.PLUS_ZERO, Signs.POSITIVE)
-_LARGEST_CONSTANT: Final = 1 << 20
-"""Elements of a constant that is looked at."""
+_MAX_CONSTANT: Final = 1 << 20
+"""Maximum size of a constant that is read, in elements."""
 
 
 def atom_signs(atom: Any) -> Signs:
-    """Returns what a variable may hold by its dtype alone, and a literal by its value."""
+    """Returns the kinds that a variable of its dtype may hold, or the kinds of a literal."""
     if isinstance(atom, core.Literal):
         return value_signs(atom.val)
     return _dtype_signs(getattr(aval(atom), "dtype", None))
 
 
 def value_signs(value: Any) -> Signs:
-    """Returns what a constant holds; what its dtype can if it is large, or no array."""
+    """Returns the kinds of a constant's numbers; all kinds of its dtype if it is large or not an array."""
     dtype = getattr(value, "dtype", None) or np.asarray(value).dtype
-    is_concrete = not isinstance(value, Tracer) and np.size(value) <= _LARGEST_CONSTANT
+    is_concrete = not isinstance(value, Tracer) and np.size(value) <= _MAX_CONSTANT
     if not is_concrete or not jnp.issubdtype(dtype, jnp.floating):
         return _dtype_signs(dtype)
     wide = np.asarray(value).astype(np.float64)
@@ -90,14 +90,14 @@ def has_zeros_of_both_signs(signs: Signs) -> bool:
 
 
 def mirrored(signs: Signs) -> Signs:
-    """Returns the signs of the negated numbers, as IEEE 754 says."""
+    """Returns the kinds of the negated numbers by IEEE 754."""
     swapped = zip(_ORDERED, reversed(_ORDERED), strict=True)
     kept = signs & (Signs.NAN | Signs.SUBNORMAL)
     return functools.reduce(Signs.__or__, (other for one, other in swapped if one & signs), kept)
 
 
 def _negated(signs: Signs) -> Signs:
-    """What a negation may give: XLA's CPU compiler computes it as a difference from 0.0 before some reductions."""
+    """Returns the kinds after a negation, which XLA's CPU compiler computes as `0.0 - x` before some reductions."""
     return mirrored(signs) | (Signs.PLUS_ZERO if signs & ZEROS else NONE)
 
 
@@ -106,9 +106,9 @@ def _magnitude(signs: Signs) -> Signs:
 
 
 def result(eqn: core.JaxprEqn, given: Sequence[Signs]) -> Signs:
-    """Returns what the first result of an equation may hold, given what its operands may.
+    """Returns the kinds of an equation's first result, given the kinds of its operands.
 
-    Equations that only move numbers are not looked at here: their results hold what their operands do.
+    Equations that only move numbers are handled elsewhere: their results have the kinds of their operands.
     """
     name, out = eqn.primitive.name, eqn.outvars[0]
     if not equations.is_inexact(out) or jnp.issubdtype(aval(out).dtype, jnp.complexfloating):
@@ -136,7 +136,7 @@ def result(eqn: core.JaxprEqn, given: Sequence[Signs]) -> Signs:
 
 
 def maximum(given: Sequence[Signs]) -> Signs:
-    """Returns what a largest or smallest number of arrays may be: any of theirs, or the infinity of no number."""
+    """Returns the kinds of a maximum or minimum: any kind of the operands, or the infinity of an empty reduction."""
     return functools.reduce(Signs.__or__, given) | Signs.NEGATIVE | Signs.POSITIVE
 
 
@@ -144,7 +144,7 @@ def maximum(given: Sequence[Signs]) -> Signs:
 
 
 def pairs(rule: Callable[[Signs, Signs], Signs], first: Signs, second: Signs) -> Signs:
-    """Returns what a rule of two single kinds gives for sets of them. NaN of either makes NaN."""
+    """Applies a rule for two single kinds to sets of kinds. NaN of either operand gives NaN."""
     made = (first | second) & Signs.NAN
     for x in _ORDERED:
         for y in _ORDERED:
@@ -155,7 +155,7 @@ def pairs(rule: Callable[[Signs, Signs], Signs], first: Signs, second: Signs) ->
 
 
 def _rounded(signs: Signs) -> Signs:
-    """What numbers may be that are too small for their dtype: zeros of the same sign."""
+    """Returns the kinds after rounding, where numbers too small for the dtype become zeros of the same sign."""
     if signs & Signs.POSITIVE:
         signs |= Signs.PLUS_ZERO
     return signs | Signs.MINUS_ZERO if signs & Signs.NEGATIVE else signs
@@ -188,7 +188,7 @@ def _quotient(x: Signs, y: Signs) -> Signs:
 
 def _total(x: Signs, y: Signs) -> Signs:
     if _is_zero(x) and _is_zero(y):
-        return x | y  # 0.0 of both by IEEE 754; XLA leaves additions of 0.0 out
+        return x | y  # IEEE 754 gives 0.0 for both signs; XLA drops additions of 0.0
     if _has_minus(x) == _has_minus(y):
         return _rounded((x | y) & ~ZEROS)
     if _is_zero(x) or _is_zero(y):
@@ -197,12 +197,12 @@ def _total(x: Signs, y: Signs) -> Signs:
 
 
 def _difference(x: Signs, y: Signs) -> Signs:
-    # XLA may make `0 - x` a negation.
+    # XLA may replace `0 - x` by a negation.
     return _total(x, mirrored(y)) | (mirrored(y) if _is_zero(x) else NONE)
 
 
 def _larger(x: Signs, y: Signs) -> Signs:
-    """IEEE 754's `maximum`. Before some reductions, CPUs take the second of two zeros; elsewhere it may be either."""
+    """Implements IEEE 754's `maximum`. CPUs take the second of two zeros before some reductions; others either one."""
     if _is_zero(x) and _is_zero(y) and backends.target() != "cpu":
         return x | y
     return max(x, y, key=_ORDERED.index) | (y if _is_zero(x) and _is_zero(y) else NONE)
@@ -224,18 +224,18 @@ def _power(given: Signs, exponent: int) -> Signs:
 
 
 def _whole(given: Signs) -> Signs:
-    """A whole number, which is a zero of either sign if it is near one from below."""
+    """Returns the kinds after rounding to a whole number, which gives a zero of either sign for small numbers."""
     zeros = ZEROS if given & NOT_POSITIVE else Signs.PLUS_ZERO
     return (given | zeros) & ~Signs.SUBNORMAL
 
 
 def _logarithm(given: Signs) -> Signs:
-    """Only that of 1.0 is a zero, 0.0."""
+    """Returns the kinds of a logarithm, whose only zero is 0.0, at 1.0."""
     return NUMBERS & ~Signs.MINUS_ZERO | ((Signs.NAN) if given & (Signs.NAN | Signs.NEGATIVE) else NONE)
 
 
 def _odd(given: Signs) -> Signs:
-    """A function that goes through zero: what approximates it may give a small number either sign."""
+    """Returns the kinds of a function through zero, whose approximation may give either sign near zero."""
     is_plus = not given & NOT_POSITIVE
     return (NOT_NEGATIVE if is_plus else NUMBERS) | Signs.SUBNORMAL | (given & Signs.NAN)
 

@@ -1,4 +1,4 @@
-"""Runs of a function with a row in several batches: whether the row's bits are those that it has alone."""
+"""Runs a function with a row in several batches, and compares the row's bits with the smallest batch."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
@@ -12,8 +12,8 @@ from jax import Array, tree_util
 from detjax.audit.comparison.divergence import ulps
 
 NEIGHBOURS: Final = ("other rows", "large numbers", "the row itself")
-"""What the other rows of a batch hold: what was given; the same with floating-point numbers times -1000; copies of the
-row that is compared."""
+"""The other rows of a batch: other given rows; the same with floating-point numbers times -1000; copies of the compared
+row."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,19 +21,19 @@ class Counterexample:
     """A row with other bits in a batch than in the smallest one.
 
     Attributes:
-        batch: how many rows the batch has; no smaller one of those that were tried differs.
-        alone: how many the smallest batch has.
-        row: which of the given rows it is.
-        position: where it stands in the batch.
-        neighbours: what the other rows hold; see `NEIGHBOURS`.
-        result: which result of the function, "" if it has one.
+        batch: the size of the batch; no smaller batch that was tried differs.
+        alone: the size of the smallest batch.
+        row: the index of the row among the given rows.
+        position: its position in the batch.
+        neighbours: the other rows; see `NEIGHBOURS`.
+        result: the path of the result, "" for a single result.
         element: the first element of the row that differs.
         expected: the number in the smallest batch.
         given: the number in this batch.
-        ulps: their distance in units in the last place of their dtype; of integers, their difference.
+        ulps: their distance in units in the last place of their dtype; for integers, their difference.
         dtype: their dtype.
-        differing: how many elements of the row differ.
-        elements: how many it has.
+        differing: the number of elements of the row that differ.
+        elements: the number of elements of the row.
     """
 
     batch: int
@@ -51,17 +51,17 @@ class Counterexample:
     elements: int
 
     def __str__(self) -> str:
-        place = f"result{self.result}[{', '.join(map(str, self.element))}]" if self.element else f"result{self.result}"
+        element = f"[{', '.join(map(str, self.element))}]" if self.element else ""
         return (
             f"row {self.row} at position {self.position} of a batch of {self.batch} (neighbours: {self.neighbours}): "
-            f"{place} is {self.given!r}, and {self.expected!r} in a batch of {self.alone}: {self.ulps} ulp of "
-            f"{self.dtype}; {self.differing} of {self.elements} elements of the row differ"
+            f"result{self.result}{element} is {self.given!r}, but {self.expected!r} in a batch of {self.alone}: "
+            f"{self.ulps} ulp of {self.dtype}; {self.differing} of {self.elements} elements of the row differ"
         )
 
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """A batch: where which row stands among which neighbours."""
+    """A batch with a row at a position among neighbours."""
 
     batch: int
     row: int
@@ -70,7 +70,7 @@ class Trial:
 
 
 def trials(batch: int, rows: int) -> Iterator[Trial]:
-    """Yields the trials of one batch size: two rows, first, in the middle and last, among all kinds of neighbours."""
+    """Yields the trials of a batch size: two rows, at the first, middle and last position, with all neighbours."""
     for row in range(min(rows, 2)):
         for position in sorted({0, batch // 2, batch - 1}):
             for neighbours in NEIGHBOURS[: 1 if batch == 1 else None]:
@@ -78,7 +78,7 @@ def trials(batch: int, rows: int) -> Iterator[Trial]:
 
 
 class Rows:
-    """The rows that a function was given, in any batch."""
+    """The given rows, which can be arranged in any batch."""
 
     def __init__(self, arrays: Sequence[Array], axes: Sequence[int | None]) -> None:
         self._arrays = list(arrays)
@@ -106,14 +106,14 @@ class Rows:
 
 
 class Runs:
-    """A function's results for a row, in the smallest batch and in others."""
+    """Compares a function's results for a row in several batches with the smallest batch."""
 
     def __init__(self, run: Callable[..., Any], rows: Rows, out_axes: Sequence[int | None], smallest: int) -> None:
         """Args:
         run: the compiled function of all arrays.
         rows: its arguments.
-        out_axes: for each array among its results, the axis of its rows; None: it has none, and is not compared.
-        smallest: the smallest batch.
+        out_axes: the axis of the rows in each array among its results; None: no rows, not compared.
+        smallest: the smallest batch size.
         """
         self._run = run
         self._rows = rows
@@ -122,7 +122,7 @@ class Runs:
         self._alone: dict[int, list[np.ndarray]] = {}
 
     def counterexample(self, trial: Trial) -> Counterexample | None:
-        """Returns where a row differs from the same row in the smallest batch; None if no bit does."""
+        """Returns the first difference of a row from the same row in the smallest batch; None if all bits agree."""
         if trial.row not in self._alone:
             self._alone[trial.row] = self._row(Trial(self._smallest, trial.row, 0, NEIGHBOURS[0]))[1]
         paths, made = self._row(trial)
@@ -161,7 +161,7 @@ class Runs:
 
 
 def _bits(x: np.ndarray) -> np.ndarray:
-    """The bytes of an array, in rows of an element."""
+    """Returns the bytes of an array `[elements, itemsize]`."""
     return np.frombuffer(x.tobytes(), np.uint8).reshape(x.size, x.dtype.itemsize)
 
 

@@ -60,7 +60,7 @@ class Verdict:
 
     @property
     def is_verified(self) -> bool:
-        """Whether the transcript is verified."""
+        """True if the transcript is the model's answer."""
         return self.reason is None
 
     def __str__(self) -> str:
