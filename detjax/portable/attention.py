@@ -1,4 +1,4 @@
-"""Attention over a paged KV cache in plain JAX: blocks of keys at absolute positions, merged left to right."""
+"""Attention over a paged KV cache in plain JAX, as blocks of keys at absolute positions, merged left to right."""
 
 import dataclasses
 import functools
@@ -28,11 +28,11 @@ from detjax.portable.tiles import dot, fold_rows, map_rows, row_sum
 from detjax.runtime import varying
 
 type Gradients = tuple[Array, KVPages, Array | None]
-"""The gradients of q, of the pages and of the sinks."""
+"""The gradients of q, the pages and the sinks."""
 
 
 class _Tile(NamedTuple):
-    """Where a tile's rows stand in their request. Row `r` of a request is head `r % G` of its token `r // G`."""
+    """The position of a tile's rows in their request. Row `r` of a request is head `r % G` of its token `r // G`."""
 
     page_table: Array
     q_start: Array
@@ -45,16 +45,16 @@ class _Tile(NamedTuple):
         return self.q_start + (self.first_row + jnp.arange(rows, dtype=jnp.int32)) // group
 
     def by_row(self, values: Array, rows: int) -> Array:
-        """Values of heads, `[h, G]`, for the rows of the tile: `[h, rows, 1]`."""
+        """Values of heads, `[h, G]`, for the rows of the tile, `[h, rows, 1]`."""
         return values[:, (self.first_row + jnp.arange(rows, dtype=jnp.int32)) % values.shape[1], None]
 
     def by_key(self, mask: Array, block: Array, rows: int, heads: int, group: int) -> Array:
-        """A mask `[B, h, G, T, s]`, any of B, h and G also 1, of the tile's rows and a block's keys: `[h, rows, S]`."""
+        """The part of a mask `[B, h, G, T, s]`, with B, h and G possibly 1, for a block's keys: `[h, rows, S]`."""
         mask = lax.dynamic_slice_in_dim(mask[jnp.minimum(self.request, len(mask) - 1)], block * KV_BLOCK, KV_BLOCK, 3)
         row = self.first_row + jnp.arange(rows, dtype=jnp.int32)
-        # Rows that only fill up have anyone's mask.
+        # The mask of padding rows is undefined.
         mask = mask[:, row % group % mask.shape[1], jnp.minimum(row // group, mask.shape[2] - 1)]
-        # Whatever axes it has: what is made of the scores is to be compiled the same.
+        # Broadcast whatever axes the mask has, so that the code that uses the scores is compiled the same.
         return lax.optimization_barrier(jnp.broadcast_to(mask, (heads, rows, KV_BLOCK)))
 
 
@@ -70,7 +70,7 @@ class _PerHead:
 
 
 class _GradientRows(NamedTuple):
-    """The arrays of query rows from which gradients are computed; `log2_normalizer` has a last axis of 1."""
+    """The arrays of query rows that gradients are computed from; `log2_normalizer` has a last axis of 1."""
 
     q: Array
     do: Array
@@ -92,7 +92,7 @@ class _TileGradients:
     def from_rows(
         cls, rows: tuple[_GradientRows, _Tile], shared: tuple[KVPages, _PerHead], masking: Masking
     ) -> "_TileGradients":
-        """Takes the arguments that `map_rows` and `fold_rows` pass for one tile, with a leading axis of 1 on `rows`."""
+        """Takes one tile's arguments from `map_rows` and `fold_rows`, with a leading axis of 1 on `rows`."""
         operands, tile = jax.tree.map(lambda leaf: leaf[0], rows)
         return cls(operands, tile, *shared, masking)
 
@@ -147,8 +147,8 @@ class _TileGradients:
 def forward(operands: AttentionOperands, *, masking: Masking, with_normalizers: bool = True) -> tuple[Array, Array]:
     """Returns the output `[B, T, H, V]` and the log2 of each row's normalizer, `[B, T, H]` float32.
 
-    A row without keys has 0 for its normalizer. The normalizers cost next to nothing here, and are returned whether
-    they are asked for or not. See `ops.attention` for the mask, `[B or 1, H or 1, T, s]`.
+    A row without keys has a normalizer of 0. Normalizers cost next to nothing here, so they are always returned. See
+    `ops.attention` for the mask, `[B or 1, H or 1, T, s]`.
     """
     del with_normalizers
     q, kv, queries, sinks, mask = operands
@@ -192,7 +192,7 @@ def forward(operands: AttentionOperands, *, masking: Masking, with_normalizers: 
 
 
 def ragged(operands: AttentionOperands, *, masking: Masking) -> Array:
-    """Returns the output `[N, H, V]` of packed queries `[N, H, K]`: each row is served as a request of its own."""
+    """Returns the output `[N, H, V]` of packed queries `[N, H, K]`: each row is computed as a separate request."""
     return ragged_with_normalizers(operands, masking=masking)[0]
 
 
@@ -223,22 +223,22 @@ def backward(
         dv    = sum over queries of p * do
         dsink = -sum over queries of p_sink * delta, with p_sink the sink's share of the softmax
 
-    Where values are columns of the keys, the gradient of such a column is the sum `rn(dk) + dv`, rounded once more.
+    If values are columns of the keys, the gradient of such a column is the sum `rn(dk) + dv`, rounded once more.
 
     `dq` adds blocks of keys in ascending order. `dk` and `dv` add, for each query head, the requests in order and their
     tokens ascending, `PORTABLE_ROWS` in one step; then the heads of a group, left to right.
 
     Args:
-        operands: what `forward` took.
-        output: what `forward` returned.
+        operands: the operands of `forward`.
+        output: the results of `forward`.
         do: the gradient of the output.
-        sinks_sum: the sum that the gradient of the sinks goes on from, float32; None: it is rounded and returned alone.
+        sinks_sum: a float32 sum to which the gradient of the sinks is added; None: the rounded gradient is returned.
         masking: see `forward`.
     """
     (q, kv, queries, sinks, mask), (o, log2_normalizer) = operands, output
     rows = _GradientRows(q, do, o, log2_normalizer[..., None])
     per_head = functools.partial(_per_head, sinks, mask, queries.page_table.shape[1], masking, q.shape[2])
-    # Every query head is a group of one here, so that its dk and dv are summed apart from those of its group.
+    # Every query head is a separate group here, so that its dk and dv are summed separately.
     tiles = _GradientRows(*(_packed(x, 1) for x in rows)), _tiles(q, 1, queries)
     dkv, dsinks = _page_gradients(tiles, (kv, per_head(1)), sinks_sum, masking)
     dq = _query_gradients(rows, queries, (kv, per_head(q.shape[2] // kv.kv_heads)), masking)
@@ -256,8 +256,8 @@ def ragged_backward(
     """Returns the gradients of packed queries, of the pages and of the sinks: the bits of `backward`.
 
     Args:
-        operands: what `ragged_with_normalizers` took.
-        output: what `ragged_with_normalizers` returned.
+        operands: the operands of `ragged_with_normalizers`.
+        output: the results of `ragged_with_normalizers`.
         do: the gradient of the output.
         sinks_sum: see `backward`.
         masking: see `forward`.
@@ -273,7 +273,7 @@ def ragged_backward(
 
 
 def _rounded_or_sum(dsinks: Array, sinks: Array | None, sinks_sum: Array | None) -> Array | None:
-    """Returns the gradient of the sinks in their dtype, or their next sum if they have one."""
+    """Returns the gradient of the sinks in their dtype, or the next sum if they have one."""
     if sinks is None:
         return None
     return rounded(dsinks, sinks.dtype) if sinks_sum is None else dsinks
@@ -308,9 +308,9 @@ def _page_gradients(
 
 
 def _gathered_tiles(rows: _GradientRows, queries: Queries) -> tuple[_GradientRows, _Tile]:
-    """Returns packed rows `[N, H, K]` as the tiles that `_packed` and `_tiles` make of rectangular ones, heads apart.
+    """Returns packed rows `[N, H, K]` as the tiles that `_packed` and `_tiles` make of rectangular ones, by head.
 
-    There may be more tiles than needed: the last ones belong to no request, and see no key.
+    The last tiles may be padding: they belong to no request and see no key.
     """
     assert queries.first_row is not None and queries.count is not None
     requests, count = queries.count.shape[0], rows.q.shape[0]
@@ -369,7 +369,7 @@ def _delta(do: Array, o: Array) -> Array:
 
 
 class _State(NamedTuple):
-    """What is merged of a tile's keys: sums of values `[h, rows, V]`, of probabilities and maxima `[h, rows, 1]`."""
+    """The merged state of a tile's keys: sums of values `[h, rows, V]`; of probabilities, and maxima `[h, rows, 1]`."""
 
     o: Array
     total: Array
@@ -377,7 +377,7 @@ class _State(NamedTuple):
 
 
 def _initial(q: Array, width: int, tile: _Tile, sinks: Array | None = None) -> _State:
-    """The state before the first block. A sink is a key without a value that comes before all others."""
+    """The state before the first block. A sink is a key without a value that precedes all others."""
     shape = q.shape[:2]
     o = jnp.zeros((*shape, width), ACCUMULATOR)
     if sinks is None:
@@ -387,10 +387,10 @@ def _initial(q: Array, width: int, tile: _Tile, sinks: Array | None = None) -> _
 
 
 def _merged(state: _State, part: _State) -> _State:
-    """The state with that of the keys that follow."""
+    """Merges the state of the following keys into a state."""
     m = jnp.maximum(state.m, part.m)
     a, b = jnp.exp2(state.m - m), jnp.exp2(part.m - m)
-    # The products of what follows are rounded before they are added; the running ones may be fused with the sum.
+    # The products of the new part are rounded before they are added; the running ones may be fused with the sum.
     o_b, l_b = lax.optimization_barrier((part.o * b, part.total * b))
     return _State(state.o * a + o_b, state.total * a + l_b, m)
 
@@ -398,12 +398,12 @@ def _merged(state: _State, part: _State) -> _State:
 def _scores(
     q: Array, k: Array, block: Array, tile: _Tile, per_head: _PerHead, masking: Masking
 ) -> tuple[Array, np.float32, Array | float]:
-    """Masked scores `s [h, rows, S]` and `c`, so that exponents are `s * c`; and the soft cap's slope at each score."""
+    """Masked scores `s [h, rows, S]`, `c` such that exponents are `s * c`, and the soft cap's slope at each score."""
     s, c, cap_slope = dot(q, k, (2, 2), batched=True), log2_scale(masking.scale), 1.0
     positions = tile.positions(q.shape[1], per_head.group)[:, None]
     keys = (block * KV_BLOCK + jnp.arange(KV_BLOCK))[None]
     if masking.soft_cap is not None or per_head.slopes is not None:
-        # Barriers keep a product from being merged with the next one, or fused with the sum that follows.
+        # Barriers keep a product from being merged with the next one, or fused with the following sum.
         s, c = lax.optimization_barrier(s * np.float32(masking.scale)), log2_scale(1.0)
     if masking.soft_cap is not None:
         bent = 1.0 - 2.0 / (1.0 + jnp.exp2(s * soft_cap_exponent(masking.soft_cap)))
@@ -418,13 +418,13 @@ def _scores(
     visible = visible[None]
     if per_head.mask is not None:
         visible = visible & tile.by_key(per_head.mask, block, q.shape[1], q.shape[0], per_head.group)
-    # What is made of the scores is compiled the same, whatever hides them.
+    # Code that uses the scores is compiled the same, whatever masks them.
     s, visible = lax.optimization_barrier((s, jnp.broadcast_to(visible, s.shape)))
     return lax.optimization_barrier(jnp.where(visible, s, -jnp.inf)), c, cap_slope
 
 
 def _visible_blocks(tile: _Tile, rows: int, group: int, masking: Masking) -> tuple[Array, Array]:
-    """First and end of the blocks that some row of the tile may see; the others would add exact zeros."""
+    """First and end of the blocks that any row of the tile may see; the others would add exact zeros."""
     positions = tile.positions(rows, group)
     first, end = jnp.int32(0), tile.kv_length
     if masking.causal:
@@ -435,9 +435,9 @@ def _visible_blocks(tile: _Tile, rows: int, group: int, masking: Masking) -> tup
 
 
 def _block(block: Array, tile: _Tile, kv: KVPages, dtype: DTypeLike) -> tuple[Array, Array]:
-    """Keys and values `[h, S, K]` of a block, quantized ones in the dtype given.
+    """Keys and values `[h, S, K]` of a block, quantized ones in the given dtype.
 
-    Zeros replace what lies after the request's length in its last page, which may be any number.
+    Zeros replace the entries after the request's length in its last page, which are undefined.
     """
     page = tile.page_table[block]
     is_present = (block * KV_BLOCK + jnp.arange(KV_BLOCK) < tile.kv_length)[None, :, None]
@@ -446,7 +446,7 @@ def _block(block: Array, tile: _Tile, kv: KVPages, dtype: DTypeLike) -> tuple[Ar
 
 
 def _tiles(q: Array, group: int, queries: Queries) -> _Tile:
-    """The tiles of all requests, request by request, a leading axis of `B * ceil(T * G / rows)` on each field."""
+    """The tiles of all requests, request by request, with a leading axis of `B * ceil(T * G / rows)` on each field."""
     per_request = -(-q.shape[1] * group // PORTABLE_ROWS)
     first_row = jnp.tile(jnp.arange(per_request, dtype=jnp.int32) * PORTABLE_ROWS, q.shape[0])
     request = jnp.arange(q.shape[0], dtype=jnp.int32)
@@ -457,7 +457,7 @@ def _tiles(q: Array, group: int, queries: Queries) -> _Tile:
 
 
 def _packed(x: Array, group: int) -> Array:
-    """`[B, T, h * G, K]` as tiles `[B * tiles, h, rows, K]`; the last tile of a request is filled up with zeros."""
+    """`[B, T, h * G, K]` as tiles `[B * tiles, h, rows, K]`; the last tile of a request is padded with zeros."""
     batch, tokens, heads, width = x.shape
     x = x.reshape(batch, tokens, heads // group, group, width).transpose(0, 2, 1, 3, 4)
     x = x.reshape(batch, heads // group, tokens * group, width)
@@ -467,7 +467,7 @@ def _packed(x: Array, group: int) -> Array:
 
 
 def _unpacked(x: Array, shape: tuple[int, ...], group: int) -> Array:
-    """The inverse of `_packed`, for q of the shape given."""
+    """The inverse of `_packed`, for q of the given shape."""
     batch, tokens, heads, _ = shape
     width = x.shape[-1]
     x = x.reshape(batch, -1, heads // group, PORTABLE_ROWS, width).transpose(0, 2, 1, 3, 4)

@@ -1,4 +1,4 @@
-"""The causal convolution in plain JAX, with its gradients: each token's inputs are gathered, and become a row."""
+"""The causal convolution in plain JAX, with its gradients, as a row function of each token's gathered inputs."""
 
 import jax.numpy as jnp
 from jaxtyping import Array
@@ -16,7 +16,7 @@ def forward(x: Array, weight: Array, inputs: Array, rows: RequestRows) -> tuple[
         x: inputs `[N, C]`.
         weight: `[C, 1, n]`.
         inputs: the last inputs of each slot `[R, rows, C]`.
-        rows: where the tokens stand in their requests.
+        rows: the positions of the tokens in their requests.
     """
     taps = _taps(x, inputs, rows, weight.shape[2])
     y = row_functions.forward((taps,), (weight,), function=_FUNCTION)
@@ -26,7 +26,7 @@ def forward(x: Array, weight: Array, inputs: Array, rows: RequestRows) -> tuple[
 def backward(
     x: Array, weight: Array, inputs: Array, rows: RequestRows, weight_sum: Array | None, dy: Array
 ) -> tuple[Array, Array]:
-    """Returns the gradients of the inputs of this call and of the weight, or the weight's next sum if it has a sum.
+    """Returns the gradients of the inputs of this call and of the weight, or the weight's next sum if it has one.
 
     Args:
         x: see `forward`.
@@ -42,7 +42,7 @@ def backward(
 
 
 def _taps(x: Array, inputs: Array, rows: RequestRows, taps: int) -> Array:
-    """For each flat row the inputs that its convolution meets, `[N, taps, C]`."""
+    """Gathers the inputs of each row's convolution, `[N, taps, C]`."""
     request, offset, _ = rows.by_row(x.shape[0])
     row = jnp.arange(x.shape[0], dtype=jnp.int32)
 
@@ -56,7 +56,7 @@ def _taps(x: Array, inputs: Array, rows: RequestRows, taps: int) -> Array:
 
 
 def _gradient_of_inputs(gradient: Array, rows: RequestRows) -> Array:
-    """Adds what an input gives to the tokens after it, the nearest first: each addition of a row is one number's."""
+    """Adds up an input's gradients from the following tokens, the nearest first, in an order fixed for each element."""
     count, taps = gradient.shape[:2]
     request, offset, present = rows.by_row(count)
     row = jnp.arange(count, dtype=jnp.int32)

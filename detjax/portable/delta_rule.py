@@ -1,4 +1,4 @@
-"""The gated delta rule in plain JAX: tiles of `PORTABLE_ROWS` tokens at absolute positions, a request at a time."""
+"""The gated delta rule in plain JAX: tiles of `PORTABLE_ROWS` tokens at absolute positions, one request at a time."""
 
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ from detjax.runtime import varying
 
 
 class _Rows(NamedTuple):
-    """What is kept of tokens, in float32: keys `[N, h, K]`, updates `[N, H, V]` and sums of decays `[N, H]`."""
+    """The stored rows of tokens, in float32: keys `[N, h, K]`, updates `[N, H, V]` and sums of decays `[N, H]`."""
 
     keys: Array
     updates: Array
@@ -25,12 +25,12 @@ class _Rows(NamedTuple):
 
 
 class _Progress(NamedTuple):
-    """What changes while a request's tiles are computed.
+    """The loop state while a request's tiles are computed.
 
     Attributes:
         s: the state before chunk `chunk`.
         chunk: the chunk of the last tile.
-        state: the request's next state; its rows, and the last state that it may have to go back to.
+        state: the request's next state: its rows, and the latest state that it may have to go back to.
         o: the outputs of all requests.
     """
 
@@ -41,12 +41,12 @@ class _Progress(NamedTuple):
 
 
 def forward(tokens: DeltaTokens, state: DeltaState, rows: RequestRows) -> tuple[Array, DeltaState]:
-    """Returns the outputs `[N, H, V]`, zeros for rows that are no tokens, and the next state.
+    """Returns the outputs `[N, H, V]`, zeros for padding rows, and the next state.
 
     Args:
         tokens: all tokens.
         state: the state of all slots.
-        rows: where the tokens stand.
+        rows: the positions of the tokens in their requests.
     """
     v = tokens.v
     dtype, size = v.dtype, PORTABLE_ROWS
@@ -57,7 +57,7 @@ def forward(tokens: DeltaTokens, state: DeltaState, rows: RequestRows) -> tuple[
         o, state = carry
         slot, start, end = rows.slot[b], rows.start[b], rows.start[b] + rows.tokens[b]
         at_slot = jax.tree.map(lambda x: x[slot], state)
-        # A request that begins here has nothing yet, whatever another one left in its slot.
+        # A request that begins here has an empty state, whatever a previous one left in its slot.
         begins = start == 0
         at_slot = at_slot._replace(s=jnp.where(begins, 0.0, at_slot.s), chunk=jnp.where(begins, 0, at_slot.chunk))
 
@@ -95,12 +95,12 @@ def forward(tokens: DeltaTokens, state: DeltaState, rows: RequestRows) -> tuple[
 
 
 def backward(tokens: DeltaTokens, state: DeltaState, rows: RequestRows, do: Array) -> DeltaTokens:
-    """Returns the gradients of the tokens; zeros for rows that are no tokens. The state is a constant.
+    """Returns the gradients of the tokens; zeros for padding rows. The state is a constant.
 
     Args:
         tokens: see `forward`.
         state: the state of all slots before the call.
-        rows: where the tokens stand.
+        rows: the positions of the tokens in their requests.
         do: the gradient of the outputs, `[N, H, V]`.
     """
     v = tokens.v
@@ -112,7 +112,7 @@ def backward(tokens: DeltaTokens, state: DeltaState, rows: RequestRows, do: Arra
     shape = v.shape[1], tokens.q.shape[2], v.shape[2]
 
     def run_request(b: Array, gradients: DeltaTokens) -> DeltaTokens:
-        # Chunks are counted from the one that the request's first token lies in, `offset` places behind its start.
+        # Chunks are counted from the one that contains the request's first token, `offset` places after its start.
         first, length, offset = rows.first[b], rows.tokens[b], rows.start[b] % size
         chunks = jnp.where(length > 0, (offset + length + size - 1) // size, 0)
         s_first, rows_first = _constants(jax.tree.map(lambda x: x[rows.slot[b]], state), rows.start[b], dtype)
@@ -129,7 +129,7 @@ def backward(tokens: DeltaTokens, state: DeltaState, rows: RequestRows, do: Arra
 
         def run_chunk(chunk: Array, s: Array, new: DeltaTokens) -> tuple[Array, Array]:
             earlier = jax.tree.map(lambda x: jnp.where(chunk == 0, x, 0.0), rows_first)
-            # Tokens behind the request's last one are zeros, which change no state.
+            # Tokens after the request's last one are zeros, which change no state.
             o, kept = _tile(s, earlier, new, 0, places(chunk) >= 0, DELTA_CHUNK, dtype)
             return o, _next_state(s, kept, dtype)
 
@@ -168,7 +168,7 @@ def backward(tokens: DeltaTokens, state: DeltaState, rows: RequestRows, do: Arra
 
 
 def _constants(at_slot: DeltaState, start: Array, dtype: DTypeLike) -> tuple[Array, _Rows]:
-    """What a request has of earlier calls: the state before the chunk that position `start` lies in, and its rows."""
+    """Returns a request's data from earlier calls: the state before the chunk of position `start`, and its rows."""
     chunk, begins = start // DELTA_CHUNK, start == 0
     s = jnp.where(begins, 0.0, at_slot.s)
     progress = _Progress(s, jnp.where(begins, 0, at_slot.chunk), at_slot, s)
@@ -185,16 +185,16 @@ def _tile(
     end: Array | int,
     dtype: DTypeLike,
 ) -> tuple[Array, _Rows]:
-    """The outputs `[R, H, V]` of R tokens of a chunk, float32 before their rounding, and what is kept of them.
+    """Returns the outputs `[R, H, V]` of R tokens of a chunk, in float32 before rounding, and their rows.
 
     Args:
         s: the state before the chunk, `[H, K, V]`.
-        earlier: the chunk's rows, `DELTA_CHUNK` of them, with zeros for those that are not there yet.
-        new: the tokens, float32, with zeros for those that are not present.
+        earlier: the chunk's `DELTA_CHUNK` rows, with zeros for rows that do not exist yet.
+        new: the tokens, float32, with zeros for padding.
         offset: the first token's place in the chunk.
         present: for each token whether it is one; the others have their rows already, or none yet.
-        end: the place behind the last token's.
-        dtype: what numbers are rounded to.
+        end: the place after the last token's.
+        dtype: the dtype that numbers are rounded to.
     """
     size, group = new.v.shape[0], new.v.shape[1] // new.k.shape[1]
     scale = np.float32(new.q.shape[2] ** -0.5)
@@ -203,7 +203,7 @@ def _tile(
     keys = _put(earlier.keys, _chosen(present, new.k, kept.keys), offset)
     all_decays = _put(earlier.decays, decays, offset).T
 
-    # Heads come first from here on: [H, R, ...] for the tile's tokens, and [H, C, ...] for those of the chunk.
+    # Heads are the first axis from here on: [H, R, ...] for the tile's tokens, and [H, C, ...] for the chunk's.
     q, k, keys = (jnp.repeat(x.swapaxes(0, 1), group, axis=0) for x in (new.q, new.k, keys))
     v, g, beta = new.v.swapaxes(0, 1), decays.T, new.beta.T[..., None]
     held_s = _held(s, dtype)
@@ -238,7 +238,7 @@ def _tile(
 
 
 def _decays(all_decays: Array, before: Array, g: Array, offset: Array | int, present: Array) -> Array:
-    """The sums `G` of a tile's tokens, `[R, H]`, added left to right from that of the token before the tile."""
+    """The sums `G` of a tile's tokens, `[R, H]`, added left to right to the sum of the token before the tile."""
     initial = jnp.where(offset > 0, all_decays[jnp.maximum(offset - 1, 0)], 0.0)
     steps = lax.optimization_barrier(g * LOG2_E)
 
@@ -251,7 +251,7 @@ def _decays(all_decays: Array, before: Array, g: Array, offset: Array | int, pre
 
 
 def _next_state(s: Array, rows: _Rows, dtype: DTypeLike) -> Array:
-    """The state after a chunk, of whose tokens all rows are there."""
+    """The state after a chunk with all its rows."""
     group = rows.updates.shape[1] // rows.keys.shape[1]
     keys = jnp.repeat(rows.keys.swapaxes(0, 1), group, axis=0)
     end = rows.decays[-1]
@@ -260,22 +260,22 @@ def _next_state(s: Array, rows: _Rows, dtype: DTypeLike) -> Array:
 
 
 def _folded(progress: _Progress, dtype: DTypeLike) -> Array:
-    """The state after the chunk before which a request's state stands."""
+    """The state after the chunk that a request's state precedes."""
     rows = _rows_of_chunk(progress.state, progress.chunk, (progress.chunk + 1) * DELTA_CHUNK)
     s, rows = lax.optimization_barrier((progress.s, rows))
     return lax.optimization_barrier(_next_state(s, rows, dtype))
 
 
 def _rows_of_chunk(state: DeltaState, chunk: Array, end: Array) -> _Rows:
-    """The rows of a request's chunk in float32, with zeros from position `end` on, where anything may lie."""
+    """The rows of a request's chunk in float32, with zeros from position `end` on, where rows are undefined."""
     positions = chunk * DELTA_CHUNK + jnp.arange(DELTA_CHUNK, dtype=jnp.int32)
     kept = state.keys, state.updates, state.decays
     return _Rows(*(_wide(_chosen(positions < end, x[positions % DELTA_ROWS], 0)) for x in kept))
 
 
 def _with_rows(state: DeltaState, rows: _Rows, position: Array, present: Array) -> DeltaState:
-    """The request's state with the rows of a tile's tokens in it."""
-    # Tiles begin at multiples of PORTABLE_ROWS, which divides DELTA_ROWS: none goes past the last row.
+    """The request's state updated with the rows of a tile's tokens."""
+    # Tiles begin at multiples of PORTABLE_ROWS, which divides DELTA_ROWS, so none extends past the last row.
     place = position % DELTA_ROWS
 
     def written(x: Array, new: Array) -> Array:
@@ -288,7 +288,7 @@ def _with_rows(state: DeltaState, rows: _Rows, position: Array, present: Array) 
 
 @jax.custom_jvp
 def _rounded_product(x: Array | np.float32, y: Array) -> Array:
-    """The product, which no addition behind it may be fused with."""
+    """The product, which no following addition can be fused with."""
     return lax.optimization_barrier(x * y)
 
 
@@ -299,7 +299,7 @@ def _rounded_product_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Ar
 
 
 def _held(x: Array, dtype: DTypeLike) -> Array:
-    """Numbers rounded to a dtype, in float32, whose gradient is that of the numbers before the rounding."""
+    """Numbers rounded to a dtype, in float32, with a straight-through gradient."""
     return x if jnp.dtype(dtype) == x.dtype else _straight_through(x, jnp.dtype(dtype).name)
 
 
@@ -317,7 +317,7 @@ def _put(x: Array, part: Array, offset: Array | int) -> Array:
 
 
 def _chosen(rows: Array, x: Array, y: Array | float) -> Array:
-    """`jnp.where` with a condition for each row."""
+    """`jnp.where` with one condition per row."""
     shape = rows.shape + (1,) * (x.ndim - 1)
     return jnp.where(rows.reshape(shape), x, jnp.asarray(y, x.dtype))
 
@@ -327,5 +327,5 @@ def _wide(x: Array) -> Array:
 
 
 def _with_margins(x: Array, size: int = PORTABLE_ROWS) -> Array:
-    """Rows with zeros before and behind them, for tiles that reach over a request's first or last token."""
+    """Rows with zeros before and after them, for tiles that extend beyond a request's first or last token."""
     return jnp.pad(x, [(size, size)] + [(0, 0)] * (x.ndim - 1))

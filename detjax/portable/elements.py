@@ -1,4 +1,4 @@
-"""Functions of single elements, and sums of squares, in plain JAX: no bit depends on shapes or the program around."""
+"""Elementwise functions, and sums of squares, in plain JAX: no bit depends on shapes or the surrounding program."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -21,17 +21,17 @@ def map_elements(
     scalars: Sequence[Array] = (),
     overwritten: Mapping[int, int] = MappingProxyType({}),
 ) -> PyTree[Array]:
-    """Returns `fn(*arrays, *scalars)`, where each element depends on the elements at the same place alone.
+    """Returns `fn(*arrays, *scalars)`, where each element depends only on the elements at the same place.
 
-    On a CPU, compilers compute the last elements of an array by other instructions than those before, and fuse products
-    with sums as they see fit. So there `fn` sees tiles of one shape. On accelerators every element goes through the
-    same instructions, and the barriers keep the program around out of them.
+    On a CPU, compilers use different instructions for the last elements of an array, and fuse products with sums at
+    will. So there `fn` sees tiles of one shape. On accelerators every element goes through the same instructions, and
+    barriers isolate them from the surrounding program.
 
     Args:
         fn: a function of arrays of one shape and of scalars, which returns arrays of that shape.
-        arrays: of one shape, with one element at least.
-        scalars: what all elements share.
-        overwritten: see `detjax.ops.elements`; here XLA chooses what to overwrite.
+        arrays: arrays of one shape, with at least one element.
+        scalars: shared by all elements.
+        overwritten: see `detjax.ops.elements`; here XLA decides what to overwrite.
     """
     del overwritten
     shape = arrays[0].shape

@@ -14,7 +14,7 @@ def forward(tokens: Array, table: Array) -> Array:
 
 
 def backward(tokens: Array, table: Array, dy: Array, table_sum: Array | None = None) -> Array:
-    """Returns the gradient of the table, or its next sum if it has a sum.
+    """Returns the gradient of the table, or its next sum if it has one.
 
     Each row adds its tokens in ascending order, one at a time, in float32. Without a sum it is rounded once.
     """

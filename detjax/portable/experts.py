@@ -1,4 +1,4 @@
-"""How tokens choose experts, and how what these give is added, in plain JAX: rows of one fixed shape."""
+"""The choice of experts, and the addition of their results, in plain JAX on rows of one fixed shape."""
 
 import dataclasses
 import functools
@@ -20,7 +20,7 @@ def choose(scores: Array, ranks: Array, count: int, *, normalized: bool, eps: fl
 
     def tile(rows: tuple[Array, Array], _: None) -> tuple[Array, Array]:
         scores, ranks = rows
-        # Of equal ranks the lower id comes first.
+        # Among equal ranks the lower id comes first.
         ids = _ascending(lax.top_k(ranks, count)[1].astype(jnp.int32))
         return ids, _weights(jnp.take_along_axis(scores, ids, axis=1), normalized, eps)
 
@@ -28,9 +28,9 @@ def choose(scores: Array, ranks: Array, count: int, *, normalized: bool, eps: fl
 
 
 def _ascending(ids: Array) -> Array:
-    """Each row of few ids in ascending order, by exchanges of neighbors.
+    """Sorts each row of few ids in ascending order by exchanging neighbors.
 
-    XLA compiles the kernel of every sort of a program anew, layer by layer, while equal fusions share one.
+    XLA compiles a separate kernel for every sort of a program, layer by layer, while equal fusions share one.
     """
     columns = [ids[:, j] for j in range(ids.shape[1])]
     for turn in range(len(columns)):
@@ -54,7 +54,7 @@ def choose_backward(scores: Array, ids: Array, dweights: Array, *, normalized: b
             dchosen = factor[:, None] * (dweights - along[:, None])
         expert = jnp.arange(scores.shape[1], dtype=jnp.int32)[None]
         places = [jnp.where(ids[:, j : j + 1] == expert, dchosen[:, j : j + 1], 0.0) for j in range(ids.shape[1])]
-        # An expert is chosen once, so all terms of a sum but one are zeros.
+        # An expert is chosen once, so at most one term of a sum is not zero.
         return functools.reduce(jnp.add, places)
 
     return each_row(tile, (scores, ids, dweights), None)
@@ -65,7 +65,7 @@ def _weights(chosen: Array, normalized: bool, eps: float) -> Array:
 
 
 def _factor(chosen: Array, eps: float) -> Array:
-    # XLA turns some divisions by what repeats into products with the reciprocal, so all of them are.
+    # XLA turns some divisions by broadcast values into products with the reciprocal, so all of them are written so.
     return sealed(1 / (_sum(chosen) + eps))
 
 
@@ -76,13 +76,13 @@ def _sum(x: Array) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class _Mode:
-    """Where another implementation rounds, and in which order it adds.
+    """The roundings and the order of additions of another implementation.
 
     Attributes:
         rounds_weights: whether weights are rounded to the results' dtype.
-        rounds_terms: whether products are.
-        adds_rounded: whether every partial sum is.
-        ranked: whether experts come in descending order of weights, and not in ascending order of ids.
+        rounds_terms: whether products are rounded to it.
+        adds_rounded: whether every partial sum is rounded to it.
+        ranked: whether experts are added in descending order of weights instead of ascending order of ids.
     """
 
     rounds_weights: bool = False
@@ -125,7 +125,7 @@ def combine(y: Array, weights: Array, addends: Sequence[Array], aggregation: Agg
             return rounded(total, dtype).astype(ACCUMULATOR) if mode.adds_rounded else total
 
         total = rounded(functools.reduce(add, terms), dtype)
-        # What comes after the experts is added in steps of its own there.
+        # These implementations add each addend in a separate step after the experts.
         for addend in addends:
             total = rounded(total.astype(ACCUMULATOR) + addend.astype(ACCUMULATOR), dtype)
         return total
@@ -134,7 +134,7 @@ def combine(y: Array, weights: Array, addends: Sequence[Array], aggregation: Agg
 
 
 def combine_placed(y: Array, place: Array, weights: Array, addends: Sequence[Array]) -> Array:
-    """Returns the weighted sums under contract of rows `[M, D]` that lie at `place`, `[N, count]`; no row adds 0."""
+    """Returns the contract's weighted sums of rows `[M, D]` at indices `place`, `[N, count]`; missing rows add 0."""
 
     def tile(rows: tuple[Array, Array, tuple[Array, ...]], y: Array) -> Array:
         place, weights, addends = rows
@@ -159,7 +159,7 @@ def _weighted_sum(results: Sequence[Array], weights: Array, addends: Sequence[Ar
 
 
 def rows_at(x: Array, index: Array) -> Array:
-    """Returns the rows of an array, and zeros for an index behind its end."""
+    """Returns the rows of an array, and zeros for an index beyond its end."""
     return x.at[index].get(mode="fill", fill_value=0)
 
 

@@ -87,5 +87,5 @@ def backward(
 
 
 def _expert_arrays(shared: PyTree[Array], expert: Array) -> PyTree[Array]:
-    """An expert's arrays out of those of all experts."""
+    """Returns one expert's arrays."""
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, expert, 0, keepdims=False), shared)

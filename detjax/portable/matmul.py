@@ -1,4 +1,4 @@
-"""Matmul in plain JAX: a tile of rows against the whole weight, epilogue on the float32 accumulator."""
+"""Matmul in plain JAX: a tile of rows times the whole weight, with the epilogue on the float32 accumulator."""
 
 from collections.abc import Sequence
 
@@ -38,11 +38,11 @@ def apply_epilogue(
     epilogue: Epilogue,
     out_dtype: DTypeLike,
 ) -> Array:
-    """Returns rows `[*B, N]` in the bits of `forward`, given its sums.
+    """Returns rows `[*B, N]` with the bits of `forward`, given its sums.
 
     Args:
         sums: float32 `[*B, N]`, the sums of the weight, or of gate and up.
-        biases: for each of them what is added, `[*B, N]` or `[N]`.
+        biases: the bias of each sum, `[*B, N]` or `[N]`.
         residual: see `forward`.
         epilogue: see `forward`.
         out_dtype: see `forward`.
@@ -61,7 +61,7 @@ def apply_epilogue(
 
 
 def full_rows(x: Array, like: Array) -> Array:
-    """Returns what is added to sums, in float32 and in their shape."""
+    """Broadcasts an addend to the shape of sums, in float32."""
     return jnp.broadcast_to(x.astype(ACCUMULATOR), like.shape)
 
 
@@ -73,16 +73,16 @@ def stacked_rows(x: Sequence[Array]) -> Array:
 def backward(
     operands: MatmulOperands, dy: Array, sums: WeightSums = NO_SUMS, *, layout: WeightLayout, epilogue: Epilogue
 ) -> Gradients:
-    """Returns the gradients of x, w and bias; instead of those of w and bias, their next sums if they have sums.
+    """Returns the gradients of x, w and bias; for w and bias, their next sums if they have sums.
 
-    With `dz` the gradient of the biased sums, at the sums rounded to x's dtype, and itself rounded to x's dtype before
-    it meets a matrix unit:
+    With `dz` the gradient of the biased sums, evaluated at the sums rounded to x's dtype, and itself rounded to x's
+    dtype before matrix products:
 
         dx    = dz @ w^T, each row with N ascending
         dw    = x^T @ dz, tokens added in ascending order, `WEIGHT_GRADIENT_TOKENS` in one product
         dbias = the sum of dz over the tokens, in the same steps, whose tokens are added left to right
 
-    A sum goes on in float32 where it ended, and is not rounded.
+    A sum continues in float32 from its previous value, and is not rounded.
     """
     (x, w, bias, _), (w_sum, bias_sum) = operands, sums
     flat_x = flat_rows(x)
@@ -130,7 +130,7 @@ def accumulated(total: Array, x: Array, dz: Array, layout: WeightLayout) -> Arra
 
 
 def halves(w: Array) -> tuple[Array, ...]:
-    """Returns the weight alone, or the gate's and the up projection's of a stacked one."""
+    """Returns the weight, or the gate and up projections of a stacked weight."""
     return (w,) if w.ndim == 2 else (w[0], w[1])
 
 

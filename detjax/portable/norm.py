@@ -1,4 +1,4 @@
-"""RMS norm in plain JAX: the squares of a row are added in one fixed order, in float32."""
+"""RMS norm in plain JAX, which adds the squares of a row in one fixed order, in float32."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -45,20 +45,20 @@ def backward(
     eps: float,
     weight_offset: float,
 ) -> tuple[Array, Array]:
-    """Returns the gradients of the normalized rows `h` and of the weight, or the weight's next sum if it has a sum.
+    """Returns the gradients of the normalized rows `h` and of the weight, or the weight's next sum if it has one.
 
     With `n = h * s` and `s = 1 / sqrt(mean(h^2) + eps)`, a row has the gradient
 
         s * (g - n * mean(g * n)) + dh,  where g = dy * (weight + weight_offset)
 
     and the weight has the sum of `dy * n` over the rows in ascending order: `WEIGHT_GRADIENT_TOKENS` of them are added
-    left to right, and then to the sum. A sum goes on in float32 where it ended, and is not rounded.
+    left to right, and then to the sum. A sum continues in float32 from its previous value, and is not rounded.
 
     Args:
         h: the rows that were normalized, `[*B, D]`.
         weight: `[D]`.
         dy: the gradient of the norm's result.
-        dh: the gradient of `h` itself, which went past the norm as a residual; or None.
+        dh: the gradient of `h` itself, as a residual; or None.
         weight_sum: the sum that the weight's gradient is added to, float32 `[D]`; None: zeros.
         eps: as in `forward`.
         weight_offset: as in `forward`.
@@ -82,7 +82,7 @@ def backward(
 
 
 def _normalized(x: Array, eps: float) -> tuple[Array, Array]:
-    """The rows of a tile divided by their root mean square, float32, and the factors `[rows, 1]` of the division."""
+    """Divides the rows of a tile by their root mean square, in float32; also returns the factors, `[rows, 1]`."""
     x = x.astype(ACCUMULATOR)
     scale = lax.rsqrt(row_sum(x * x) / x.shape[-1] + eps)
     return x * scale, scale

@@ -26,11 +26,11 @@ def forward(
     Args:
         x: a projection.
         angles: cosines and sines, float32 `[*B, T, K / 2]`.
-        weights: for each group, the weight `[K]` of the RMS norm before the rotation; the normalized heads are rounded.
-            None: there is no norm.
-        heads: the number of heads in each group, first to last. Further heads are not read.
-        eps: what the norm adds to the mean square.
-        norm_offset: what the norm adds to the weight.
+        weights: for each group, the weight `[K]` of the RMS norm before the rotation, whose results are rounded.
+            Empty: no norms.
+        heads: the number of heads in each group, first to last. Further heads are ignored.
+        eps: added to the norm's mean square.
+        norm_offset: added to the norm's weight.
     """
     groups = jnp.split(x[..., : sum(heads), :], tuple(accumulate(heads))[:-1], axis=-2)
     if weights:
@@ -63,7 +63,7 @@ def append_kv(
 ) -> tuple[Array, KVPages]:
     """Returns `forward` of the queries in `x [B, T, H + 2 h, K]`, and the pages with its rotated keys and its values.
 
-    `kv_pages.append` says which tokens are written, and where.
+    See `kv_pages.append` for which tokens are written, and to which pages.
     """
     heads = x.shape[2] - 2 * kv.kv_heads, kv.kv_heads
     q, k = forward(x, angles, *weights, heads=heads, eps=eps, norm_offset=norm_offset)

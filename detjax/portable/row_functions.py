@@ -1,8 +1,8 @@
-"""Functions of rows and of weights that all rows share, in plain JAX, with their gradients.
+"""Functions of rows and of shared weights, in plain JAX, with their gradients.
 
-A function is one tile's: it takes arrays `[R, ...]`, and the weights with a leading axis of R as well, a copy for each
-row. So its vector-Jacobian product gives what each row adds to the gradient of a weight, and those are added in the
-order of the contract.
+A function computes one tile: it takes arrays `[R, ...]`, and the weights broadcast with a leading axis of R, one copy
+per row. So its vector-Jacobian product gives the contribution of each row to the gradient of a weight, and these are
+added in the order of the contract.
 """
 
 import functools
@@ -26,7 +26,7 @@ def forward(rows: Arrays, weights: Arrays, *, function: str, **options: Any) -> 
 
     Args:
         rows: the arrays of rows.
-        weights: what all rows share.
+        weights: the arrays that all rows share.
         function: its name.
         options: the function's keyword arguments.
     """
@@ -46,16 +46,16 @@ def backward(
     function: str,
     **options: Any,
 ) -> tuple[Arrays, Arrays]:
-    """Returns the gradients of the rows and of the weights, or a weight's next sum if it has a sum.
+    """Returns the gradients of the rows and of the weights, or a weight's next sum if it has one.
 
-    Rows are added in ascending order: `WEIGHT_GRADIENT_TOKENS` of them left to right, and then to the sum. A sum goes
-    on in float32 where it ended, and is not rounded.
+    Rows are added in ascending order: `WEIGHT_GRADIENT_TOKENS` of them left to right, and then to the sum. A sum
+    continues in float32 from its previous value, and is not rounded.
 
     Args:
         rows: see `forward`.
         weights: see `forward`.
         sums: for each weight, the float32 sum that its gradient is added to, or None.
-        gradients: those of the results.
+        gradients: the gradients of the results.
         function: see `forward`.
         options: see `forward`.
     """
@@ -114,7 +114,7 @@ def _sigmoid_gated(x: Array, gate: Array) -> Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _spread(x: Array, width: int) -> Array:
-    """A column `[R, 1]` as so many, whose gradient is their row sum."""
+    """Broadcasts a column `[R, 1]` to `width` columns; its gradient is their row sum."""
     return jnp.broadcast_to(x, (x.shape[0], width))
 
 
@@ -128,7 +128,7 @@ def _decay_and_rate(a: Array, b: Array, log_rate: Array, bias: Array) -> tuple[A
 
 def _layer_norm(x: Array, weight: Array, bias: Array, *, eps: float) -> Array:
     wide = _wide(x)
-    # The quotients may be products with a reciprocal, which the barriers keep apart from what is added to them.
+    # XLA may turn these quotients into products with a reciprocal; the barriers separate them from the additions.
     centered = wide - lax.optimization_barrier(row_sum(wide) / x.shape[-1])
     variance = lax.optimization_barrier(row_sum(centered * centered) / x.shape[-1])
     scaled = lax.optimization_barrier(centered * lax.rsqrt(variance + eps) * _wide(weight))
@@ -141,7 +141,7 @@ def _weighted_sum(x: Array, factors: Array) -> Array:
 
 
 def _activated_taps(taps: Array, weight: Array) -> Array:
-    """The convolution of inputs `[R, n, C]`, the last of which is the token's, with weights `[R, C, 1, n]`."""
+    """The convolution of inputs `[R, n, C]`, which end with the token's own, with weights `[R, C, 1, n]`."""
     total = jnp.zeros(taps.shape[::2], ACCUMULATOR)
     for tap in range(taps.shape[1]):
         total = total + _wide(taps[:, tap]) * _wide(weight[..., 0, tap])
@@ -162,4 +162,4 @@ _FUNCTIONS: Final[Mapping[str, Callable[..., PyTree[Array]]]] = {
     "weighted_sum": _weighted_sum,
 }
 _SEALED: Final = frozenset({"layer_norm", "weighted_sum"})
-"""The functions whose own barriers say what is rounded, so that tiles need not."""
+"""The functions whose own barriers determine the roundings, so that they need no tiles."""

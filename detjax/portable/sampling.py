@@ -33,15 +33,15 @@ def sample(logits: Array, arrays: SamplingArrays, *, filtered: bool) -> tuple[Ar
 
 
 def best_of_blocks(values: Array, keys: Array, greedy: Array, first: Array, vocabulary: int) -> tuple[Array, Array]:
-    """Returns the largest value of each block of a tile, noise included, and its token, both `[rows, blocks]`.
+    """Returns the largest value, including noise, of each block of a tile, and its token, both `[rows, blocks]`.
 
     Args:
-        values: consecutive tokens' logits after temperature and filters, or as they are where a row is greedy, float32
+        values: consecutive tokens' logits after temperature and filters, or unchanged in greedy rows, float32
             `[rows, v]`.
         keys: the keys of the rows' noise, uint32 `[rows, 2]`.
         greedy: whether a row has no noise, `[rows]`.
         first: the first of the tokens, a multiple of the block's size.
-        vocabulary: the number of tokens that there are. No token beyond it is chosen.
+        vocabulary: the size of the vocabulary. No token beyond it is chosen.
     """
     size = min(values.shape[-1], SOFTMAX_BLOCK)
     values = jnp.pad(values, ((0, 0), (0, -values.shape[-1] % size)), constant_values=-jnp.inf)
@@ -50,7 +50,7 @@ def best_of_blocks(values: Array, keys: Array, greedy: Array, first: Array, voca
     def best(start: Array) -> tuple[Array, Array]:
         block = lax.dynamic_slice_in_dim(values, start, size, axis=1)
         token = first + start + jnp.arange(size, dtype=jnp.int32)
-        # The barrier has the product rounded before the noise is added, whatever instructions the processor has.
+        # The barrier rounds the product before the noise is added, whatever instructions the processor has.
         noisy = lax.optimization_barrier(block) + _gumbel(keys, token)
         value = jnp.where(greedy[:, None], block, noisy)
         value = jnp.where(token < vocabulary, value, -jnp.inf)
@@ -62,7 +62,7 @@ def best_of_blocks(values: Array, keys: Array, greedy: Array, first: Array, voca
 
 
 def best_candidate(values: Array, tokens: Array) -> Array:
-    """Returns the token of the largest value in each row `[rows, blocks]`, the first of several; a NaN is largest."""
+    """Returns the token of the largest value in each row `[rows, blocks]`; the first of equals; a NaN is largest."""
     return jnp.take_along_axis(tokens, jnp.argmax(values, axis=1)[:, None], axis=1)[:, 0]
 
 
@@ -72,7 +72,7 @@ def sampling_logprobs(logits: Array, tokens: Array, temperature: Array) -> Array
     def tile(rows: tuple[Array, Array, Array], _: None) -> Array:
         logits, token, temperature = rows
         exponents = sampling_exponents(logits.astype(ACCUMULATOR), reciprocal(temperature)[:, None])
-        # Behind the barrier the tile has the arithmetic of log_softmax, whose operand comes from outside of it.
+        # With the barrier the tile has the arithmetic of log_softmax, whose operand comes from outside of it.
         logprobs = log_softmax_tile(lax.optimization_barrier(exponents))
         return jnp.take_along_axis(logprobs, token[:, None], axis=-1)[:, 0]
 
@@ -80,11 +80,11 @@ def sampling_logprobs(logits: Array, tokens: Array, temperature: Array) -> Array
 
 
 def sampling_exponents(logits: Array, reciprocal: Array) -> Array:
-    """Returns what the noise is added to, float32, with `-inf` for each token that is not to be chosen.
+    """Returns the scaled logits that noise is added to, float32, with `-inf` for each excluded token.
 
     Args:
         logits: float32 logits.
-        reciprocal: that of the temperature, see `reciprocal`.
+        reciprocal: the temperature's reciprocal, see `reciprocal`.
     """
     return jnp.where(logits == -jnp.inf, -jnp.inf, jnp.maximum(logits * reciprocal, LOWEST))
 
@@ -108,8 +108,8 @@ def masked(logits: Array, arrays: SamplingArrays) -> Array:
 def adjusted(logits: Array, seen: SeenTokens, adjustments: LogitAdjustments, allowed: Array | None = None) -> Array:
     """Returns the adjusted logits, float32 `[B, V]`; see `detjax.ops.adjust_logits`.
 
-    All of it is elementwise, so no loop over tiles is needed. The barriers have each product rounded before the
-    subtraction after it, and keep the surrounding program from folding constant operands.
+    Everything is elementwise, so no loop over tiles is needed. The barriers round each product before the subtraction
+    that follows, and keep the surrounding program from folding constant operands.
     """
     logits, seen, adjustments, allowed = lax.optimization_barrier((logits, seen, adjustments, allowed))
     x = logits.astype(ACCUMULATOR)
@@ -129,10 +129,10 @@ def constrained(logits: Array, allowed: Array) -> Array:
 
 
 def _biased(x: Array, tokens: Array, bias: Array) -> Array:
-    """Adds biases to the entries `[B, V]` of the tokens `[B, n]`. Ids outside of the vocabulary have no effect."""
+    """Adds biases to the entries `[B, V]` of the tokens `[B, n]`. Ids outside the vocabulary have no effect."""
     size = x.shape[-1]
     column, row = jnp.arange(tokens.shape[-1], dtype=jnp.int32), jnp.arange(len(x), dtype=jnp.int32)[:, None]
-    # Padding gets ids of its own, so that the scatter may rely on every index being there once.
+    # Padding gets separate ids, so that the indices of the scatter are unique.
     tokens = jnp.where((tokens >= 0) & (tokens < size), tokens, size + column[None])
     value = x.at[row, tokens].get(mode="fill", fill_value=0) + bias
     value = jnp.where(bias == -jnp.inf, -jnp.inf, value)
@@ -140,13 +140,13 @@ def _biased(x: Array, tokens: Array, bias: Array) -> Array:
 
 
 def _bits(words: Array, size: int) -> Array:
-    """The bits, bool `[B, size]`, of 32-bit words `[B, W]`, each from its lowest bit on."""
+    """The bits, bool `[B, size]`, of 32-bit words `[B, W]`, starting from the lowest bit of each."""
     bits = words[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)[None, None] & jnp.uint32(1)
     return bits.reshape(len(words), -1)[:, :size] == 1
 
 
 def likeliest(logprobs: Array, *, count: int) -> tuple[Array, Array]:
-    """Returns the ids, int32 `[B, count]`, of the largest of the logprobs `[B, V]`, and these logprobs themselves.
+    """Returns the ids, int32 `[B, count]`, of the largest logprobs of `[B, V]`, and these logprobs.
 
     Ties go to the lowest id.
     """
@@ -159,7 +159,7 @@ def likeliest(logprobs: Array, *, count: int) -> tuple[Array, Array]:
 
 
 def _gumbel(keys: Array, tokens: Array) -> Array:
-    """The noise `[rows, n]` of tokens `[n]`: what `jax.random.gumbel` gives for them among all of a vocabulary."""
+    """The noise `[rows, n]` of tokens `[n]`, equal to the entries of `jax.random.gumbel` for a whole vocabulary."""
     counters = jnp.broadcast_to(tokens.astype(jnp.uint32), (len(keys), len(tokens)))
     key = [jnp.broadcast_to(word[:, None], counters.shape) for word in (keys[:, 0], keys[:, 1])]
     first, second = threefry2x32_p.bind(*key, jnp.zeros_like(counters), counters)
@@ -174,7 +174,7 @@ def scaled_logits(logits: Array, temperature: Array) -> Array:
 
 
 def _kept(scaled: Array, top_k: Array, top_p: Array, min_p: Array) -> Array:
-    """Whether each entry `[B, V]` passes top-k, top-p (Holtzman et al. 2020) and min-p (Nguyen et al. 2024).
+    """Returns whether each entry `[B, V]` passes top-k, top-p (Holtzman et al. 2020) and min-p (Nguyen et al. 2024).
 
     Top-p and min-p see the probabilities renormalized over the entries that top-k keeps.
     """
@@ -187,7 +187,7 @@ def _kept(scaled: Array, top_k: Array, top_p: Array, min_p: Array) -> Array:
     by_rank = jnp.take_along_axis(probability, order, axis=-1)
     before = jnp.cumsum(by_rank, axis=-1) - by_rank
     nucleus = jnp.take_along_axis(before < top_p[:, None], rank, axis=-1)
-    # The likeliest entry always stays, and top_p = 1 keeps all, whatever rounding did to the sum.
+    # The likeliest entry always stays, and top_p = 1 keeps all, however the sum is rounded.
     kept = kept & (nucleus | (rank == 0) | (top_p >= 1)[:, None])
 
     likely_enough = probability >= min_p[:, None] * jnp.max(probability, axis=-1, keepdims=True)

@@ -1,4 +1,4 @@
-"""Softmax, log-softmax and logsumexp in plain JAX: blocks of a row are added left to right."""
+"""Softmax, log-softmax and logsumexp in plain JAX, with the blocks of a row added left to right."""
 
 from collections.abc import Callable
 
@@ -29,7 +29,7 @@ def normalizers_of_blocks(x: Array) -> tuple[Array, Array]:
 
 
 def merged(m_b: Array, l_b: Array) -> tuple[Array, Array]:
-    """Returns `m` and `l` of a tile's rows, each `[rows, 1]`, from those of their blocks, `[blocks, rows, 1]`."""
+    """Returns `m` and `l` of a tile's rows, each `[rows, 1]`, from `m_b` and `l_b` of their blocks."""
     m = jnp.max(m_b, axis=0)
     return m, _left_to_right(lambda block: l_b[block] * exp_difference(m_b[block], m), len(m_b))
 
@@ -41,7 +41,7 @@ def sum_of_blocks(x: Array) -> Array:
 
 
 def _map_blocks(reduce: Callable[[Array], PyTree[Array]], x: Array, fill: float) -> PyTree[Array]:
-    """The results `[blocks, ...]` of `reduce` for the blocks of a tile `[rows, V]`; `fill` completes the last block."""
+    """Returns `reduce` of the blocks of a tile `[rows, V]`, as `[blocks, ...]`; `fill` pads the last block."""
     size = min(x.shape[-1], SOFTMAX_BLOCK)
     x = jnp.pad(x, ((0, 0), (0, -x.shape[-1] % size)), constant_values=fill)
     starts = jnp.arange(0, x.shape[-1], size, dtype=jnp.int32)
@@ -49,9 +49,9 @@ def _map_blocks(reduce: Callable[[Array], PyTree[Array]], x: Array, fill: float)
 
 
 def _left_to_right(term: Callable[[Array], Array], count: int) -> Array:
-    """The sum of `term(0)`, `term(1)`, ..., `term(count - 1)` in this order."""
+    """Adds `term(0)`, `term(1)`, ..., `term(count - 1)` in this order."""
     zeros = jnp.zeros_like(term(jnp.int32(0)))
-    # The barrier has a product rounded before it is added, whatever instructions the processor has.
+    # The barrier rounds a product before it is added, whatever instructions the processor has.
     return varying.fori_loop(0, count, lambda index, total: total + lax.optimization_barrier(term(index)), zeros)
 
 
@@ -63,7 +63,7 @@ def exp_difference(x: Array, m: Array) -> Array:
 def log_softmax_tile(x: Array) -> Array:
     """Returns log-softmax, float32 `[rows, V]`, of a tile `[rows, V]`."""
     m, total = log_normalizer(x)
-    # Behind the barrier the logarithm is taken of single numbers, whatever the width of the rows.
+    # With the barrier the logarithm is taken of single numbers, whatever the width of the rows.
     return (x.astype(ACCUMULATOR) - m) - lax.optimization_barrier(jnp.log(total))
 
 

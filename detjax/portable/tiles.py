@@ -1,9 +1,9 @@
-"""Loops over row tiles of one fixed shape, in which every portable operation runs.
+"""Loops over row tiles of one fixed shape, which all portable operations use.
 
 XLA chooses algorithms, fusions and vector widths by shape. A loop over tiles of `PORTABLE_ROWS` rows gives XLA the same
-program for every number of rows. An optimization barrier at the loop's entrance keeps the surrounding program out:
-operands and the trip count pass through it. So a loop of one trip stays a loop, no multiplication outside is fused with
-an addition inside, and no constant operand is folded by an arithmetic other than the loop's.
+program for every number of rows. An optimization barrier at the loop's entrance isolates it from the surrounding
+program: operands and the trip count pass through it. So a loop of one trip stays a loop, no multiplication outside is
+fused with an addition inside, and no constant operand is folded by arithmetic other than the loop's.
 """
 
 import functools
@@ -26,10 +26,10 @@ def map_rows(
     """Returns the results `[M, ...]` of `tile` for all rows.
 
     Args:
-        tile: a function of the rows of one tile, `[size, ...]`, and of `shared`. Its results are arrays `[size, ...]`,
-            and a row of them depends on the same row of its argument alone.
-        rows: arrays `[M, ...]`, M >= 1. Zeros fill up the last tile.
-        shared: arrays that every tile sees whole, such as weights.
+        tile: a function of the rows of one tile, `[size, ...]`, and of `shared`. Its results are arrays `[size, ...]`
+            whose rows depend only on the same row of its argument.
+        rows: arrays `[M, ...]`, M >= 1. Zeros pad the last tile.
+        shared: arrays that every tile gets in full, such as weights.
         size: the rows of a tile.
     """
     count = jax.tree.leaves(rows)[0].shape[0]
@@ -55,11 +55,11 @@ def fold_rows(
     """Returns the carry after the last tile, in ascending order of rows.
 
     Args:
-        tile: a function of the carry, of the rows of one tile, `[size, ...]`, and of `shared`; it returns the next
-            carry. Rows of zeros must add exact zeros to it.
+        tile: a function of the carry, the rows of one tile, `[size, ...]`, and `shared`; it returns the next carry.
+            Rows of zeros must add exact zeros to it.
         initial: the carry before the first tile.
-        rows: arrays `[M, ...]`, M >= 1. Zeros fill up the last tile.
-        shared: arrays that every tile sees whole.
+        rows: arrays `[M, ...]`, M >= 1. Zeros pad the last tile.
+        shared: arrays that every tile gets in full.
         size: the rows of a tile.
     """
     count = jax.tree.leaves(rows)[0].shape[0]
@@ -69,13 +69,13 @@ def fold_rows(
 
 
 class GroupTiles(NamedTuple):
-    """Tiles of rows that are sorted by group, none of which reaches into another group.
+    """Tiles of rows that are sorted by group; each tile is within one group.
 
     Attributes:
-        number: how many tiles there are.
+        number: the number of tiles.
         first: the first row of each.
-        rows: how many rows of its group each has.
-        group: the group of each. Entries of the three from `number` on mean nothing.
+        rows: the number of rows of its group in each.
+        group: the group of each. Entries of the last three from `number` on are undefined.
     """
 
     number: Int[Array, ""]
@@ -85,14 +85,14 @@ class GroupTiles(NamedTuple):
 
 
 def group_tiles(group_sizes: Int[Array, "G"], rows: int, size: int, parts: Int[Array, "M"] | None = None) -> GroupTiles:
-    """Returns the tiles of up to `size` rows into which groups of so many rows are cut, each from its first row.
+    """Returns tiles of up to `size` rows for groups of the given sizes, starting at each group's first row.
 
     Args:
-        group_sizes: the rows of each group; the groups follow one another, and rows after the last one have none.
+        group_sizes: the rows of each group; the groups are consecutive, and rows after the last group belong to none.
         rows: all rows.
         size: the rows of a tile.
-        parts: for each row a number; within a group, a tile begins where it changes. Rows with negative ones are in no
-            tile.
+        parts: for each row a number; within a group, a tile starts where it changes. Rows with negative numbers are in
+            no tile.
     """
     index = jnp.arange(rows, dtype=jnp.int32)
     group = jnp.searchsorted(jnp.cumsum(group_sizes, dtype=jnp.int32), index, side="right").astype(jnp.int32)
@@ -100,7 +100,7 @@ def group_tiles(group_sizes: Int[Array, "G"], rows: int, size: int, parts: Int[A
     changes = jnp.any(jnp.stack([x[1:] != x[:-1] for x in labels]), axis=0)
     begins = jnp.concatenate([jnp.ones(1, bool), changes])
     run = lax.cummax(jnp.where(begins, index, 0))
-    # The row after the last one of a row's run.
+    # The end of the run of each row.
     nexts = lax.cummin(jnp.where(begins, index, rows), reverse=True)
     ends = jnp.append(nexts[1:], jnp.int32(rows))
     is_first = ((index - run) % size == 0) & (group < group_sizes.shape[0])
@@ -121,10 +121,10 @@ def map_groups(
     """Returns the results `[M, ...]` of `tile` for rows that are sorted by group; zeros for rows without a group.
 
     Args:
-        tile: a function of the rows of one tile, `[size, ...]`, of their group, and of `shared`. Its result is an array
-            `[size, ...]`, and a row of it depends on the same row of its argument alone.
-        rows: arrays `[M, ...]`. Zeros stand for the rows of a tile that are of other groups.
-        shared: arrays that every tile sees whole.
+        tile: a function of the rows of one tile, `[size, ...]`, their group, and `shared`. Its result is an array
+            `[size, ...]` whose rows depend only on the same row of its argument.
+        rows: arrays `[M, ...]`. Within a tile, zeros replace the rows of other groups.
+        shared: arrays that every tile gets in full.
         tiles: from `group_tiles`, with the same size.
         size: the rows of a tile.
     """
@@ -149,13 +149,13 @@ def fold_groups(
     tiles: GroupTiles,
     size: int = PORTABLE_ROWS,
 ) -> PyTree[Array]:
-    """Returns arrays `[G, ...]` to each group of which `tile` has added its rows, in ascending order.
+    """Returns arrays `[G, ...]` after `tile` has added the rows of each group, in ascending order.
 
     Args:
         tile: a function of one group's arrays and of the rows of one tile, `[size, ...]`; it returns the group's next
             arrays. Rows of zeros must add exact zeros to them.
         initial: the arrays before the first tile.
-        rows: arrays `[M, ...]`. Zeros stand for the rows of a tile that are of other groups.
+        rows: arrays `[M, ...]`. Within a tile, zeros replace the rows of other groups.
         tiles: from `group_tiles`, with the same size.
         size: the rows of a tile.
     """
@@ -174,26 +174,26 @@ def fold_groups(
 def _groups_behind_barrier(
     tiles: GroupTiles, rows: PyTree[Array], shared: PyTree[Array], size: int
 ) -> tuple[int, GroupTiles, PyTree, PyTree]:
-    """The number of rows; tiles, rows with zeros behind them for the last tile, and `shared`, past a barrier."""
+    """Returns the number of rows, and from a barrier: tiles, rows padded with zeros for the last tile, `shared`."""
     count = jax.tree.leaves(rows)[0].shape[0]
     rows = jax.tree.map(lambda leaf: jnp.pad(leaf, [(0, size)] + [(0, 0)] * (leaf.ndim - 1)), rows)
     return count, *lax.optimization_barrier((tiles, rows, shared))
 
 
 def _group_tile(index: Array, tiles: GroupTiles, rows: PyTree[Array], size: int) -> tuple[Array, PyTree[Array]]:
-    """Which rows of a tile are its group's, and the tile with zeros in place of others."""
+    """Returns which rows of a tile belong to its group, and the tile with zeros in place of the others."""
     inside = jnp.arange(size, dtype=jnp.int32) < tiles.rows[index]
     given = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, tiles.first[index], size, 0), rows)
     return inside, jax.tree.map(lambda x: jnp.where(_column(inside, x), x, jnp.zeros_like(x)), given)
 
 
 def _column(flags: Array, like: Array) -> Array:
-    """Flags of rows in the shape of rows."""
+    """Broadcasts flags of rows to the shape of rows."""
     return jnp.broadcast_to(flags.reshape(-1, *[1] * (like.ndim - 1)), like.shape)
 
 
 def each_row(tile: Callable[..., PyTree[Array]], rows: PyTree[Array], shared: PyTree[Array]) -> PyTree[Array]:
-    """Returns what `map_rows` returns, for a `tile` of elementwise arithmetic whose own barriers say what is rounded.
+    """Returns the result of `map_rows` for a `tile` of elementwise arithmetic whose own barriers fix the roundings.
 
     On accelerators every element goes through the same instructions, so all rows are one tile there.
     """
@@ -203,11 +203,11 @@ def each_row(tile: Callable[..., PyTree[Array]], rows: PyTree[Array], shared: Py
 
 
 def sealed[T: PyTree[Array]](x: T) -> T:
-    """Returns float32 arrays that no compiler may look behind: what is done to them later starts from rounded numbers.
+    """Returns float32 arrays that no compiler can fuse with their producers, so later arithmetic uses rounded values.
 
-    A compiler that fuses a product with a sum does not round in between. A barrier keeps the two apart. On GPUs it also
-    puts them into kernels of their own, whose results pass through memory. So there the bits are combined with a
-    number that changes none, which XLA cannot know: it is behind a barrier by itself.
+    A compiler that fuses a product with a sum does not round in between. A barrier separates the two, but on GPUs it
+    also puts them into separate kernels, whose results pass through memory. So there the bits are combined with a
+    number that changes none of them, which XLA cannot know, since that number itself comes from a barrier.
     """
     if backends.target() != "gpu":
         return lax.optimization_barrier(x)
@@ -231,10 +231,10 @@ def sum_of_rows(x: Array) -> Array:
 def row_sum(x: Array) -> Array:
     """Returns the float32 sums `[..., 1]` of a tile's last axis, in the order of `contract.LANES`.
 
-    Every addition is written out, because XLA could turn two reductions into one in an order of its own. The barrier
+    Every addition is written out, because XLA could merge two reductions into one in another order. The barrier
     keeps a product in `x` from being fused with the first addition.
     """
-    # Lanes beyond the width's power of two hold zeros, which change no sum.
+    # Lanes beyond the width's power of two are zeros, which change no sum.
     lanes = min(LANES, max(LANE_GROUP, 1 << (x.shape[-1] - 1).bit_length()))
     x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % lanes)])
     x = lax.optimization_barrier(x.reshape(*x.shape[:-1], -1, lanes))
@@ -251,11 +251,11 @@ def dot(x: Array, w: Array, contracted: tuple[int, int], batched: bool = False) 
     Args:
         x: a tile.
         w: the other operand.
-        contracted: the axis of `x` and the axis of `w` that are summed over.
+        contracted: the axes of `x` and of `w` that are summed over.
         batched: whether the leading axes of both are paired, such as heads.
     """
     if backends.target() == "cpu":
-        # The conversion is exact, and it keeps XLA from the bfloat16 instructions that only some processors have.
+        # The conversion is exact, and avoids the bfloat16 instructions that only some processors have.
         x, w = x.astype(ACCUMULATOR), w.astype(ACCUMULATOR)
     pairs = ((0,), (0,)) if batched else ((), ())
     dimensions = (((contracted[0],), (contracted[1],)), pairs)
@@ -263,7 +263,7 @@ def dot(x: Array, w: Array, contracted: tuple[int, int], batched: bool = False) 
 
 
 def _behind_barrier(count: int, rows: PyTree[Array], shared: PyTree[Array], size: int) -> tuple[Array, PyTree, PyTree]:
-    """The number of tiles, the rows filled up to whole tiles, and `shared`, past the barrier at the loop's entrance."""
+    """Returns the number of tiles, the rows padded to whole tiles, and `shared`, all from one barrier."""
     padding = -count % size
     rows = jax.tree.map(lambda leaf: jnp.pad(leaf, [(0, padding)] + [(0, 0)] * (leaf.ndim - 1)), rows)
     return lax.optimization_barrier((jnp.int32(ceil_div(count, size)), rows, shared))

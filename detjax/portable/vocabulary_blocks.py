@@ -1,4 +1,4 @@
-"""What blocks of a vocabulary tell of softmax and of the sampled token, in plain JAX."""
+"""Statistics and sampling candidates of vocabulary blocks, in plain JAX."""
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ def block_statistics(logits: Array) -> tuple[Array, Array]:
 
 
 def merged_statistics(maxima: Array, sums: Array) -> tuple[Array, Array]:
-    """Returns what log-softmax subtracts from rows; see `detjax.ops.vocabulary_blocks`."""
+    """Returns the numbers that log-softmax subtracts from rows; see `detjax.ops.vocabulary_blocks`."""
 
     def tile(rows: tuple[Array, Array], _: None) -> tuple[Array, Array]:
         m, total = merged(*(x.T[..., None] for x in rows))

@@ -1,4 +1,4 @@
-"""Attention over a paged KV cache by XLA, and by cuDNN where that serves it."""
+"""Attention over a paged KV cache by XLA, and by cuDNN where cuDNN supports it."""
 
 from typing import Any, Final
 
@@ -21,19 +21,19 @@ DIFFERENTIATED_BY_JAX: Final = True
 
 _CUDNN_DTYPES: Final = ("bfloat16", "float16")
 _PADDING: Final = 4
-"""How many times the rows of packed queries the rows of a padded call may be, at most..."""
+"""The maximum ratio of rows in a padded call to rows of the packed queries..."""
 _MIN_PADDED_ROWS: Final = 4096
 """...unless they are this many or fewer."""
 
 
 def attention(operands: AttentionOperands, *, masking: Masking) -> Array:
-    """See `detjax.ops.attention`. cuDNN serves decode where it can."""
+    """See `detjax.ops.attention`. cuDNN computes decode where it can."""
     q, kv, queries, sinks, mask = operands
     k_pages, v_pages = _numbers(kv, q.dtype)
     page_table, q_start, kv_length = queries.page_table, queries.start, queries.length
     batch, tokens, heads, width = q.shape
     kv_heads = k_pages.shape[1]
-    # cuDNN aligns queries with the first keys, so it would place a window there.
+    # cuDNN aligns queries with the first keys, so a window would be in the wrong place.
     if tokens == 1 and mask is None and masking.window is None and _has_cudnn(q, v_pages, sinks, masking):
         length = jnp.minimum(kv_length, q_start + 1) if masking.causal else kv_length
         one_each = Queries(page_table, q_start, length, jnp.ones_like(length))
@@ -75,7 +75,7 @@ def attention(operands: AttentionOperands, *, masking: Masking) -> Array:
 
 
 def ragged_attention(operands: AttentionOperands, *, masking: Masking) -> Array:
-    """See `detjax.ops.attention`. cuDNN serves packed queries where it can; elsewhere each row is a request."""
+    """See `detjax.ops.attention`. cuDNN computes packed queries where it can; otherwise each row is a request."""
     q, kv, queries, sinks, _ = operands
     k_pages, v_pages = _numbers(kv, q.dtype)
     page_table, q_start, kv_length = queries.page_table, queries.start, queries.length
@@ -88,13 +88,13 @@ def ragged_attention(operands: AttentionOperands, *, masking: Masking) -> Array:
         row_by_row = AttentionOperands(q[:, None], KVPages(k_pages, v_pages), rows_as_requests(rows, queries), sinks)
         return attention(row_by_row, masking=masking)[:, 0]
 
-    # cuDNN aligns queries with the first keys. So each query is put at its position in its request, after as many
-    # meaningless rows as there are keys before it; a call takes as many requests as `together` says.
+    # cuDNN aligns queries with the first keys. So each query is placed at its position in its request, after one
+    # unused row per earlier key; a call takes `together` requests.
     keys = page_table.shape[1] * KV_BLOCK
     together = min(requests, max(1, max(_PADDING * rows, _MIN_PADDED_ROWS) // keys))
 
     def attend(first: Array | int, o: Array) -> Array:
-        """Returns the output with that of the requests from `first` on added."""
+        """Adds the results of the requests from `first` on to the output."""
         requests_served = jnp.minimum(first + jnp.arange(together, dtype=jnp.int32), requests - 1)
         source = (first_row - q_start)[requests_served][:, None] + jnp.arange(keys, dtype=jnp.int32)[None]
         padded = q[jnp.clip(source, 0, rows - 1)].swapaxes(1, 2)
@@ -137,7 +137,7 @@ def _has_cudnn(q: Array, v_pages: Array, sinks: Array | None, masking: Masking) 
 
 def _cudnn(q: Array, kv: KVPages, queries: Queries, masking: Masking, *, causal: bool) -> Array:
     """Returns cuDNN's attention of queries `[B, H, T, K]`; if causal, query `t` sees the keys up to position `t`."""
-    # `cudnn.paged_attention` accepts only pools with as many pages as the page table has entries, so it cannot serve.
+    # `cudnn.paged_attention` only accepts pools with as many pages as the page table has entries.
     (k_pages, v_pages), page_table = kv.numbers, queries.page_table
     assert queries.count is not None
     none = jnp.zeros(0, q.dtype)

@@ -1,6 +1,6 @@
-"""The gated delta rule by XLA: chunks from the call's start, and the recurrence where a call has one token.
+"""The gated delta rule by XLA: chunks from the call's start, and the recurrence for calls of one token.
 
-That is the usual form. The state of a request is the one behind its last token, and nothing is kept of open chunks.
+That is the usual form. The state of a request is the state after its last token; no rows of open chunks are stored.
 """
 
 import functools
@@ -23,7 +23,7 @@ def gated_delta_rule(tokens: DeltaTokens, state: DeltaState, rows: RequestRows) 
     q, k, v, g, beta = tokens
     count, dtype, group = v.shape[0], v.dtype, v.shape[1] // q.shape[1]
     requests = rows.first.shape[0]
-    # Nothing bounds how many of the rows are one request's, unless each has one.
+    # One request may have all rows, unless each has one.
     most = 1 if count == requests else count
     offset = jnp.arange(most, dtype=jnp.int32)[None]
     present = offset < rows.tokens[:, None]

@@ -1,4 +1,4 @@
-"""Arithmetic of single elements by XLA."""
+"""Elementwise arithmetic by XLA."""
 
 from typing import Final
 

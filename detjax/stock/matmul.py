@@ -51,7 +51,7 @@ def gated(gate: Array, up: Array, epilogue: Epilogue) -> Array:
 
 
 def activation(name: Activation) -> Callable[[Array], Array]:
-    """Returns an activation function as JAX has it."""
+    """Returns JAX's activation function of this name."""
     if name.startswith("gelu"):
         return lambda z: jax.nn.gelu(z, approximate=name == "gelu_tanh")
     return getattr(jax.nn, name)

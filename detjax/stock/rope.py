@@ -1,4 +1,4 @@
-"""Rotary position embedding by XLA, alone, behind RMS norms, and with the cache write."""
+"""Rotary position embedding by XLA: alone, after RMS norms, and with the cache write."""
 
 from typing import Any, Final
 

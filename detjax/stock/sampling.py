@@ -55,7 +55,7 @@ def _scaled(logits: Array, temperature: Array) -> Array:
 
 
 def _kept(scaled: Array, top_k: Array, top_p: Array, min_p: Array) -> Array:
-    """Whether each entry `[B, V]` passes the filters."""
+    """Returns whether each entry `[B, V]` passes the filters."""
     order = jnp.argsort(-scaled, axis=-1, stable=True)
     ranked = jnp.take_along_axis(scaled, order, axis=-1)
     rank = jnp.arange(scaled.shape[-1])[None, :]

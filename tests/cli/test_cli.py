@@ -234,7 +234,7 @@ def test_frames_of_a_second_are_those_of_a_video(model_of_images: Path) -> None:
     ("image", "message"),
     [
         ("nowhere.png", "nowhere.png is missing"),
-        (__file__, "is no image that can be read; accepted: PNG, JPEG"),
+        (__file__, "cannot be read as an image; accepted: PNG, JPEG"),
         (None, "prompt 0 has 0 places for images, which are tokens 100 or 101"),
     ],
 )

@@ -183,7 +183,7 @@ def test_frames_have_places_of_their_own_where_the_prompt_says_their_times() -> 
         prefill_chunk=5,
     )
     assert again == alone != swapped
-    with pytest.raises(ValueError, match=r"1 places for images.* and comes with 2 images"):
+    with pytest.raises(ValueError, match=r"1 places for images.* and 2 images"):
         generated(model, [Request([5, VIDEO_TOKEN], GREEDY, images=[Video(frames, 2.0)])])
 
 
@@ -298,8 +298,8 @@ def test_one_token_stands_for_an_image(any_model: Decoder) -> None:
 @pytest.mark.parametrize(
     ("tokens", "count", "words"),
     [
-        ([5, IMAGE, 6], 0, "1 places for images.* and comes with 0 images; accepted: one place for each image"),
-        ([5, 6], 1, "0 places for images.* and comes with 1 images"),
+        ([5, IMAGE, 6], 0, "1 places for images.* and 0 images; accepted: one place for each image"),
+        ([5, 6], 1, "0 places for images.* and 1 images"),
         ([5, IMAGE, IMAGE, 6], 1, "2 tokens 100 from token 1 on; accepted: 1 or 35, as image 0 has 5 rows of 7 tokens"),
         ([5, IMAGE, 6, IMAGE], 1, "2 places for images"),
         ([5, IMAGE] * 400, 1, "800 tokens and asks for 24 more; accepted: 512 in all"),
@@ -321,7 +321,7 @@ def test_what_is_no_image_is_refused(any_model: Decoder) -> None:
 
 def test_a_model_that_reads_text_alone_refuses_images() -> None:
     text_model = load(towers.FIXTURES / "qwen3", progress=False)[0]
-    with pytest.raises(ValueError, match="has 2 images, and Qwen3ForCausalLM reads text alone; accepted: no images"):
+    with pytest.raises(ValueError, match="has 2 images, and Qwen3ForCausalLM reads only text; accepted: no images"):
         detjax.generate(text_model, [[5]], GREEDY, images=[images()])
 
 

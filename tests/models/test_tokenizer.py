@@ -210,7 +210,7 @@ INSISTS_ON_A_DATE = "{{ strftime_now('%Y-%m-%d') }}"
 
 def test_templates_are_told_no_date_by_default(tmp_path):
     assert rendered(tmp_path, ASKS_FOR_A_DATE) == "26 Jul 2024"
-    with pytest.raises(ValueError, match=r"strftime_now is undefined.*Give it a fixed one with --template-date"):
+    with pytest.raises(ValueError, match=r"strftime_now is undefined.*Set a fixed date with --template-date"):
         rendered(tmp_path, INSISTS_ON_A_DATE)
 
 
@@ -276,7 +276,7 @@ def test_keys_of_messages_that_are_none_are_left_out(tmp_path):
         ("{{ messages[0].content + 1 }}", HELLO, "refuses these messages"),
         ("{{ messages.append(1) }}", HELLO, "refuses these messages"),
         ("{{ messages.__class__.__mro__ }}", HELLO, "refuses these messages"),
-        ("text", [], "there are no messages"),
+        ("text", [], "messages is empty"),
     ],
 )
 def test_messages_that_a_template_does_not_take_are_an_error_with_its_words(tmp_path, template, messages, words):

@@ -107,8 +107,8 @@ def test_a_list_of_frames_is_taken_whole() -> None:
         ),
         (b"RIFF\0\0\0\0AVI LIST", "it is an AVI file"),
         (b"OggS\0", "it is an Ogg file"),
-        (b"no video", "it is no video that can be read; accepted: animations in GIF.*send an animated WEBP"),
-        (animation("WEBP", frames(), 100)[:150], "it is no video that can be read"),
+        (b"no video", "it cannot be read as a video; accepted: animations in GIF.*send an animated WEBP"),
+        (animation("WEBP", frames(), 100)[:150], "it cannot be read as a video"),
     ],
 )
 def test_other_containers_are_refused_by_name(contents: bytes, words: str) -> None:
@@ -138,5 +138,5 @@ def test_lists_that_are_no_video_are_refused() -> None:
         read_frames("it", [b""] * 6, FrameSampling(max_frames=5))
     with pytest.raises(ValueError, match="it has frames of 12 x 8, 13 x 8 pixels; accepted: frames of one size"):
         read_frames("it", [png(frames()[0]), png(frames(1, 8, 13)[0])], ALL)
-    with pytest.raises(ValueError, match="frame 1 of it is no image that can be read"):
+    with pytest.raises(ValueError, match="frame 1 of it cannot be read as an image"):
         read_frames("it", [png(frames()[0]), b"none"], ALL)

@@ -90,8 +90,8 @@ def test_images_that_are_not_those_of_the_prompt_are_refused() -> None:
     reader = ImageReader(model.config, model.image_options, model.video_options)
     images = reader.patches("the test", request.images)
     whole = np.array([*request.prompt, 5, 6], np.int32)
-    with pytest.raises(ValueError, match=r"sample 0 has 2 places for images.* and comes with 1 images"):
+    with pytest.raises(ValueError, match=r"sample 0 has 2 places for images.* and 1 images"):
         one.logprobs([Sample(whole, *np.zeros((2, 2), np.float32), images=images[:1])])
     short = np.array([100, 5, 6], np.int32)
-    with pytest.raises(ValueError, match="sample 0 has one token for an image; accepted: all of its tokens"):
+    with pytest.raises(ValueError, match="sample 0 has one token for an image; accepted: all tokens of the image"):
         one.logprobs([Sample(short, *np.zeros((2, 1), np.float32), images=images[:1])])

@@ -1,4 +1,4 @@
 """Checkpoints on disk: loading, saving, stored formats, and the digest of a model.
 
-Read `loading` first; `unread` and `weight_files` read the slices that a device needs.
+Read `loading` first; `lazy_parameter` and `weight_files` read the slices that a device needs.
 """

@@ -1,4 +1,4 @@
-"""A digest of a model: every number and setting that its answers follow from."""
+"""A digest of a model: every number and setting that its results depend on."""
 
 import dataclasses
 import hashlib
@@ -20,9 +20,9 @@ from detjax.models.text.tokenizer import Tokenizer
 def digest(model: Decoder, tokenizer: Tokenizer | None = None) -> str:
     """Returns the SHA-256 of the model's weights, its configuration and its tokenizer's files, in hexadecimal digits.
 
-    Models with one digest are one function of a request, whichever files they were read from. To compute it, the
-    weights are copied to the host, a few at a time: a model of 16 GB takes some seconds. Where the devices of several
-    processes share the model, each of them must call this.
+    Models with equal digests compute the same function of a request, whichever files they were read from. The weights
+    are copied to the host, a few at a time: a model of 16 GB takes some seconds. If the devices of several processes
+    share the model, each process must call this.
     """
     weights = parameters(model)
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashlib and transfers let other threads run
@@ -36,9 +36,9 @@ def digest(model: Decoder, tokenizer: Tokenizer | None = None) -> str:
 
 
 def _description(config: DecoderConfig) -> str:
-    """The configuration as it prints, but for fields that have a default and hold it.
+    """Returns the printed configuration without fields that have their default value.
 
-    Such fields came with later families. Models that do not need them keep the digests that they had before.
+    Fields with a default came with later families; models that do not need them keep their older digests.
     """
     stated = [
         f"{field.name}={getattr(config, field.name)!r}"

@@ -1,4 +1,4 @@
-"""What a checkpoint's directory holds besides the model: each file that says something of a model is used or named."""
+"""The other files in a checkpoint's directory: each file that concerns the model is read or named in a warning."""
 
 from collections.abc import Collection, Iterator, Mapping
 from fnmatch import fnmatch
@@ -29,12 +29,12 @@ _FORMATS: Final[Mapping[str, str]] = {
     "quant_config.json": "a quantization that config.json does not describe",
     "quantize_config.json": "a quantization that config.json does not describe",
 }
-"""Names of files that say something of a model, with what they are. The first one that fits counts."""
+"""Patterns of model-related file names, with descriptions. The first match counts."""
 _TOKENIZERS: Final = (
     *("tokenizer.model", "tekken.json", "vocab.json", "merges.txt", "vocab.txt", "spiece.model"),
     *("sentencepiece.bpe.model", "*.tiktoken"),
 )
-"""Names of files that hold a tokenizer, but for tokenizer.json, which is read."""
+"""Names of tokenizer files, except for tokenizer.json, which is read."""
 _MAX_NAMED: Final = 4
 _CONVERT: Final = (
     "Fetch the checkpoint as safetensors, or convert it with save_pretrained of transformers, then pass its directory"
@@ -42,10 +42,10 @@ _CONVERT: Final = (
 
 
 def refuse_without_model(directory: Path) -> None:
-    """Refuses a directory that has no `config.json`, and names what it has.
+    """Refuses a directory without `config.json`, and names what it has.
 
     Raises:
-        CheckpointError: it has none.
+        CheckpointError: the file is missing.
     """
     config = directory / "config.json"
     if config.exists(follow_symlinks=False):
@@ -70,10 +70,10 @@ def refuse_adapter(directory: Path) -> None:
     """Refuses a model with an adapter in its directory, which transformers would apply.
 
     Raises:
-        CheckpointError: there is one.
+        CheckpointError: the directory has an adapter.
     """
     if (directory / ADAPTER).exists(follow_symlinks=False):
-        raise _adapter_error(directory, "besides a model, which transformers would apply to it")
+        raise _adapter_error(directory, "next to a model, which transformers would apply to it")
 
 
 def _adapter_error(directory: Path, state: str) -> CheckpointError:
@@ -89,18 +89,18 @@ def _adapter_error(directory: Path, state: str) -> CheckpointError:
 
 
 def unread_weights(directory: Path) -> str:
-    """Returns how an error names the weights in a directory that are in no format that is read; "" for none."""
+    """Returns an error's sentence about weights in unsupported formats in a directory; "" for none."""
     unread = _described(_foreign_files(directory))
     return f" There is {unread}, which is not read." if unread else ""
 
 
 def unread_files(directory: Path, read: Collection[str], *, has_tokenizer: bool, has_template: bool) -> str:
-    """Returns how a warning names the files of a checkpoint that say something of a model and are not read.
+    """Returns a warning's description of the files of a checkpoint that concern the model and are not read.
 
     Args:
         directory: the checkpoint.
         read: names of the files that were read.
-        has_tokenizer: whether there is a tokenizer.
+        has_tokenizer: whether the checkpoint has a tokenizer.
         has_template: whether it has a chat template.
     """
     unread = {name: kind for name, kind in _foreign_files(directory) if name not in read}
@@ -114,12 +114,12 @@ def unread_files(directory: Path, read: Collection[str], *, has_tokenizer: bool,
 
 
 def _is_weights(name: str) -> bool:
-    """Whether a file needs no more than a `config.json` beside it to be read."""
+    """Whether a file only lacks a `config.json` next to it to be read."""
     return fnmatch(name, "model*.safetensors") or fnmatch(name, "model*.safetensors.index.json")
 
 
 def _foreign_files(directory: Path) -> Iterator[tuple[str, str]]:
-    """Yields the files of a directory and of those right below it that `_FORMATS` knows, with what they are."""
+    """Yields the files that match `_FORMATS` in a directory and one level below, with descriptions."""
     for path in sorted([*directory.iterdir(), *directory.glob("[!.]*/*")]):
         name = path.relative_to(directory).as_posix()
         kind = next((kind for pattern, kind in _FORMATS.items() if fnmatch(path.name, pattern)), None)
@@ -128,7 +128,7 @@ def _foreign_files(directory: Path) -> Iterator[tuple[str, str]]:
 
 
 def _described(files: "Collection[tuple[str, str]] | Iterator[tuple[str, str]]") -> str:
-    """Files by what they are, such as "GGUF (a.gguf, b.gguf) and ONNX (c.onnx)"."""
+    """Groups files by kind, as in "GGUF (a.gguf, b.gguf) and ONNX (c.onnx)"."""
     by_kind: dict[str, list[str]] = {}
     for name, kind in files:
         by_kind.setdefault(kind, []).append(name)

@@ -1,4 +1,4 @@
-"""Parameters of a checkpoint of which no more is read than is needed, so that a host holds parts of them alone."""
+"""Lazy checkpoint parameters: a host reads only the slices that it needs."""
 
 import dataclasses
 import functools
@@ -13,12 +13,12 @@ from detjax.models.parts.parameters import Tensors
 
 @dataclasses.dataclass(frozen=True)
 class LazyParameter:
-    """A parameter that stands for its array: it is read when it is indexed along one axis, or as a whole by NumPy.
+    """A placeholder for a parameter's array, which is read when it is indexed along one axis, or as a whole by NumPy.
 
     Attributes:
-        tensors: how it is made of the stored tensors.
+        tensors: how the parameter is made of the stored tensors.
         stored: these tensors, in order.
-        shape: its shape.
+        shape: the parameter's shape.
         dtype: its dtype in the decoder.
     """
 

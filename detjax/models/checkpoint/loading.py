@@ -48,9 +48,9 @@ _VIDEOS: Final = "video_preprocessor_config.json"
 _EMBEDDING: Final = f"{Decoder.CHECKPOINT_NAMES['embedding']}.weight"
 _LM_HEAD: Final = f"{Decoder.CHECKPOINT_NAMES['lm_head']}.weight"
 _COMPUTED: Final = r".*\.rotary_emb\.inv_freq"
-"""The names of tensors that old checkpoints hold although they follow from config.json."""
+"""The names of tensors in old checkpoints that follow from config.json."""
 _COMPARED_AT_ONCE: Final = 1 << 24
-"""The bytes of a tensor that are compared at once."""
+"""The bytes of a tensor that are compared at a time."""
 
 
 def load(
@@ -63,26 +63,26 @@ def load(
     """Returns the model in the Hugging Face directory `path`, and its tokenizer or None.
 
     All files are checked before the first parameter is read. If `config.json` ties the embeddings but the files
-    hold another `lm_head.weight`, that one serves, with a warning, as in transformers. Files that say something of a
-    model and are not read, such as weights in other formats, are named in a warning. Of a multimodal model whose
-    `config.json` describes no vision tower, the text model is read.
+    hold a different `lm_head.weight`, the latter is used, with a warning, as in transformers. Model-related files that
+    are not read, such as weights in other formats, are named in a warning. Of a multimodal model whose `config.json`
+    describes no vision tower, the text model is read.
 
     Args:
         path: a directory with `config.json` and `model.safetensors`, or shards of it with their index; optionally
             `generation_config.json`, `preprocessor_config.json` for images, `video_preprocessor_config.json` for
             videos, `tokenizer.json`, `tokenizer_config.json` and a chat template.
-        dtype: the dtype of the weights: float32, bfloat16 or float16, rounded to nearest even. Default: the one that
-            `config.json` names, else the one that the embedding is stored in.
-        progress: whether a progress bar is drawn on stderr. Default: if stderr is a terminal.
-        mesh: devices that share the model, with the axes "tensor" and "expert" or one of them; see `sharded`. Each
-            parameter goes from the file to the devices by itself, so no device and no process holds the whole model.
-            Default: one device has it.
+        dtype: the dtype of the weights: float32, bfloat16 or float16, rounded to nearest even. Default: the dtype that
+            `config.json` names, else the embedding's stored dtype.
+        progress: whether to draw a progress bar on stderr. Default: if stderr is a terminal.
+        mesh: devices that share the model, with the axes "tensor" and "expert" or one of them; see `sharded`.
+            Parameters go from the file to the devices one at a time, so no device and no process holds the whole model.
+            Default: a single device.
 
     Raises:
-        CheckpointError: `path` is no directory, or it has an adapter; a file is missing, damaged or not fetched; the
+        CheckpointError: `path` is not a directory, or it has an adapter; a file is missing, damaged or not fetched; the
             architecture or an option is not supported; a tensor is missing, surplus, misshapen, of another dtype, or
             beyond the range of `dtype`.
-        ValueError: `dtype` is none of these, or the mesh has another axis or no device of this process.
+        ValueError: `dtype` is not supported, or the mesh has another axis or no device of this process.
     """
     directory, mesh = Path(path), None if mesh is None else checked("load", mesh)
     if not directory.is_dir():
@@ -119,18 +119,18 @@ def load(
 
 
 def _name_unread(directory: Path, read: Collection[str], tokenizer: Tokenizer | None) -> None:
-    """Warns of files in a checkpoint's directory that say something of a model and are not read."""
+    """Warns of model-related files in a checkpoint's directory that are not read."""
     has_template = tokenizer is not None and tokenizer.has_chat_template
     if unread := unread_files(directory, read, has_tokenizer=tokenizer is not None, has_template=has_template):
         warnings.warn(f"load: {directory} also holds {unread}, which is not read", stacklevel=3)
 
 
 def _read_configuration(directory: Path) -> tuple[Description, DecoderConfig, GenerationDefaults]:
-    """What `config.json` holds of the decoder, and what it and `generation_config.json` say."""
+    """Returns the description of the decoder in `config.json`, and the options in it and `generation_config.json`."""
     config_file, generation_file = directory / _CONFIG, directory / _GENERATION
     raw = parse_json_object(read_file(config_file), str(config_file))
     described = description(raw, str(config_file))
-    if raw.get("model_type") is None:  # transformers cannot tell such a file's class
+    if raw.get("model_type") is None:  # transformers cannot determine such a file's class
         raise JsonObject(raw, str(config_file)).error("model_type", repr(described.family.model_type))
     config = DecoderConfig.from_description(described)
     raw_defaults = {}
@@ -140,10 +140,10 @@ def _read_configuration(directory: Path) -> tuple[Description, DecoderConfig, Ge
 
 
 def _by_decoder_name(stored: Mapping[str, StoredTensor], family: Family) -> dict[str, StoredTensor]:
-    """The tensors by the names that they have in the decoder.
+    """Returns the tensors by their names in the decoder.
 
     Raises:
-        CheckpointError: a tensor is there under both names.
+        CheckpointError: a tensor occurs under both names.
     """
     by_name: dict[str, StoredTensor] = {}
     for tensor in stored.values():
@@ -156,7 +156,7 @@ def _by_decoder_name(stored: Mapping[str, StoredTensor], family: Family) -> dict
 
 
 def _read_image_options(directory: Path, config: DecoderConfig) -> tuple[ImageOptions | None, ImageOptions | None]:
-    """What the files for images and for videos say, if the model takes them; None for videos without a file."""
+    """Returns the options for images and videos, if the model takes them; None for videos without a file."""
     if config.vision is None:
         return None, None
     files = directory / _IMAGES, directory / _VIDEOS
@@ -175,7 +175,7 @@ def _read_weights(
     advance: Callable[[int], None],
     placed: Sequence[Callable[[LazyParameter], Array]],
 ) -> Weights:
-    """The parameters' arrays where `placed` puts them; `advance` is told how many bytes were read."""
+    """Returns the arrays that `placed` makes of parameters; `advance` gets the number of bytes that were read."""
     weights = []
     for parameter, size, put in zip(parameters, sizes, placed, strict=True):
         weights.append(put(parameter.unread(stored)))
@@ -190,26 +190,26 @@ def save(
     tokenizer: Tokenizer | None = None,
     max_shard_bytes: int = 5_000_000_000,
 ) -> None:
-    """Writes a directory that `load` and transformers read, in the dtype that the weights have.
+    """Writes a directory that `load` and transformers read, in the dtype of the weights.
 
-    The directory is written under another name beside `path` and renamed at the end, so that `path` never holds half a
-    checkpoint. Where the devices of several processes share the model, each of them must call this: the first one
-    writes, and the others wait for it.
+    The directory is written under another name next to `path` and renamed at the end, so that `path` never holds an
+    incomplete checkpoint. If the devices of several processes share the model, each process must call this: the first
+    one writes, and the others wait for it.
 
     Args:
         model: the decoder.
-        path: the new directory; nothing or an empty directory may be there.
-        tokenizer: written too, if given, as it was read.
+        path: the new directory; nothing or an empty directory may exist there.
+        tokenizer: written too, if given, with the files that it was read from.
         max_shard_bytes: weights of more bytes are split into several files with an index. No parameter is split.
 
     Raises:
-        FileExistsError: there is something at `path`.
-        ValueError: transformers' class of this model cannot be configured like this, the parameters are not those of
+        FileExistsError: `path` exists.
+        ValueError: transformers' class of this model does not support the configuration, the parameters do not match
             the model's config, or `max_shard_bytes` is less than 1.
     """
     target = Path(path).resolve()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise FileExistsError(f"save: {target} exists; accepted: a path where there is nothing, or an empty directory")
+        raise FileExistsError(f"save: {target} exists; accepted: a path that does not exist, or an empty directory")
     if max_shard_bytes < 1:
         raise ValueError(f"save: max_shard_bytes is {max_shard_bytes}; accepted: integers >= 1")
     _check_parameters(model)
@@ -228,7 +228,7 @@ def save(
 
 @contextlib.contextmanager
 def _one_writer(mesh: Mesh | None) -> Iterator[bool]:
-    """Yields whether this process writes, of all that share a model. The others wait at the end, even if it fails."""
+    """Yields whether this process writes for all that share a model. The others wait at the end, even on failure."""
     if not spans_processes(mesh):
         yield True
         return
@@ -241,12 +241,12 @@ def _one_writer(mesh: Mesh | None) -> Iterator[bool]:
 
 @contextlib.contextmanager
 def _new_directory(target: Path) -> Iterator[Path]:
-    """Yields a directory that becomes `target` at the end, or disappears if an error comes before."""
+    """Yields a directory that becomes `target` at the end, or is deleted after an error."""
     target.parent.mkdir(parents=True, exist_ok=True)
     if target.exists():
-        target.rmdir()  # removed here and not replaced by the renaming, so that a mount point fails early
+        target.rmdir()  # removed here and not replaced by renaming, so that a mount point fails early
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as temporary:
-        # The directory lies one level down, so that it has the permissions of any new directory and not those of a
+        # The directory is one level down, so that it gets the permissions of any new directory, not those of a
         # temporary one.
         directory = Path(temporary) / target.name
         directory.mkdir()
@@ -255,7 +255,7 @@ def _new_directory(target: Path) -> Iterator[Path]:
 
 
 def _check_parameters(model: Decoder) -> None:
-    """Raises unless the parameters have the names and shapes that the model's config asks for."""
+    """Raises unless the parameters have the names and shapes of the model's config."""
     shapes, expected = (
         {
             ".".join(map(str, path)): shape
@@ -272,7 +272,7 @@ def _check_parameters(model: Decoder) -> None:
 
 
 def _configuration_files(model: Decoder, tokenizer: Tokenizer | None) -> dict[str, bytes]:
-    """The contents of all files but the weights, by name."""
+    """Returns the contents of all files except for the weights, by name."""
     defaults = model.generation_defaults
     ids = (defaults or GenerationDefaults()).token_ids_to_hugging_face()
     files = {_CONFIG: dataclasses.replace(model.config, dtype=model.dtype.name).to_hugging_face() | ids}
@@ -289,7 +289,7 @@ def _configuration_files(model: Decoder, tokenizer: Tokenizer | None) -> dict[st
 def _sized_tensors(
     family: Family, parameter: "_Parameter", value: Array
 ) -> tuple[int, Callable[[], dict[str, np.ndarray]]]:
-    """The bytes of a parameter, and a function that returns its tensors by name."""
+    """Returns the bytes of a parameter, and a function that returns its tensors by name."""
 
     def tensors() -> dict[str, np.ndarray]:
         names = map(family.written_name, parameter.shapes)
@@ -303,10 +303,10 @@ class _Parameter:
     """A parameter of a decoder in the checkpoint.
 
     Attributes:
-        tensors: what it is made of, as its part says.
+        tensors: the tensors that it is made of, as its part declares.
         shapes: the shapes of these tensors by their names in the checkpoint, in order.
-        shape: the shape that it has in the decoder.
-        dtype: the dtype that it has there.
+        shape: its shape in the decoder.
+        dtype: its dtype in the decoder.
     """
 
     tensors: Tensors
@@ -315,12 +315,12 @@ class _Parameter:
     dtype: np.dtype
 
     def unread(self, stored: Mapping[str, StoredTensor]) -> LazyParameter:
-        """What stands for its array, given the stored tensors."""
+        """Returns the placeholder of its array, given the stored tensors."""
         return LazyParameter(self.tensors, [stored[name] for name in self.shapes], self.shape, self.dtype)
 
 
 def _parameters(model: Decoder, stored: Collection[str] = ()) -> list[_Parameter]:
-    """The parameters in the order of `network.split`'s weights, each in the form that tensors of these names have."""
+    """Returns the parameters in the order of `network.split`'s weights, each in the form of the stored tensors."""
     parameters = []
     for path, value in parameters_of(model).items():
         *levels, name = path
@@ -341,14 +341,14 @@ def _parameters(model: Decoder, stored: Collection[str] = ()) -> list[_Parameter
 
 
 def tensor_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes by name of the tensors that `save` writes for a model of this configuration."""
+    """Returns the shapes, by name, of the tensors that `save` writes for a model of this configuration."""
     family = family_named("tensor_shapes", config.architecture)
     parameters = _parameters(_without_weights(config, np.dtype(config.dtype)))
     return {family.written_name(name): shape for one in parameters for name, shape in one.shapes.items()}
 
 
 def _without_weights(config: DecoderConfig, dtype: np.dtype) -> Decoder:
-    """A decoder with shapes in place of weights."""
+    """Returns a decoder with shapes in place of weights."""
     return abstract(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=dtype))
 
 
@@ -362,14 +362,14 @@ def _accepted_dtype(dtype: DTypeLike) -> np.dtype:
 def _dtype_as_stored(
     config: DecoderConfig, raw: Mapping[str, Any], stored: Mapping[str, StoredTensor]
 ) -> DecoderConfig:
-    """The configuration with the embedding's dtype if `config.json`, whose contents are `raw`, names none."""
+    """Sets the configuration's dtype to the embedding's if `config.json`, whose contents are `raw`, has none."""
     if raw.get("dtype") is not None or raw.get("torch_dtype") is not None or _EMBEDDING not in stored:
         return config
     return dataclasses.replace(config, dtype=stored[_EMBEDDING].dtype.name)
 
 
 def _tied_as_stored(config: DecoderConfig, stored: dict[str, StoredTensor]) -> DecoderConfig:
-    """The configuration, untied if the files hold a different head; a head that repeats the embedding is removed."""
+    """Unties the configuration if the files hold a different head; removes a head that repeats the embedding."""
     if not config.tied_embeddings or _LM_HEAD not in stored:
         return config
     head = stored[_LM_HEAD]
@@ -387,7 +387,7 @@ def _tied_as_stored(config: DecoderConfig, stored: dict[str, StoredTensor]) -> D
 
 
 def _have_same_bytes(one: StoredTensor, other: StoredTensor) -> bool:
-    """Whether two tensors of one size are equal; of both, little is held at once."""
+    """Whether two tensors of equal size are equal, comparing a small part at a time."""
     begins = range(0, one.size, _COMPARED_AT_ONCE)
     parts = ((begin, min(_COMPARED_AT_ONCE, one.size - begin)) for begin in begins)
     return all(np.array_equal(one.read_bytes(*part), other.read_bytes(*part)) for part in parts)
@@ -396,12 +396,12 @@ def _have_same_bytes(one: StoredTensor, other: StoredTensor) -> bool:
 def _checked_sizes(
     parameters: Sequence[_Parameter], stored: Mapping[str, StoredTensor], listing: Path, skips: Sequence[str]
 ) -> list[int]:
-    """The bytes of each parameter's tensors, once the stored tensors are known to be those of the parameters.
+    """Checks the stored tensors against the parameters, and returns the bytes of each parameter's tensors.
 
-    Further tensors may be stored if their whole names match one of the regular expressions `skips`.
+    Additional tensors are accepted if their whole names match one of the regular expressions `skips`.
 
     Raises:
-        CheckpointError: a tensor is missing, surplus, misshapen, or of a dtype that is not supported.
+        CheckpointError: a tensor is missing, surplus, misshapen, or of an unsupported dtype.
     """
     expected = {name: shape for parameter in parameters for name, shape in parameter.shapes.items()}
     for name, shape in expected.items():
@@ -412,7 +412,7 @@ def _checked_sizes(
                 f"{stored[name].file}: tensor {stored[name].name!r} has shape {stored[name].shape}; accepted: {shape}, "
                 "which follows from config.json"
             )
-        _ = stored[name].dtype  # which raises if it is not supported
+        _ = stored[name].dtype  # raises if it is not supported
     for name, tensor in stored.items():
         if name not in expected and not any(re.fullmatch(pattern, name) for pattern in skips):
             raise CheckpointError(
@@ -424,7 +424,7 @@ def _checked_sizes(
 
 @contextlib.contextmanager
 def _progress_bar(title: str, size: int, shown: bool | None) -> Iterator[Callable[[int], None]]:
-    """Yields a function that moves a progress bar on by a number of bytes."""
+    """Yields a function that advances a progress bar by a number of bytes."""
     console = rich.console.Console(stderr=True)
     columns = ("{task.description}", rich.progress.BarColumn(), rich.progress.DownloadColumn())
     disable = not (console.is_terminal if shown is None else shown)

@@ -1,4 +1,4 @@
-"""What is known of a model without its weights."""
+"""A model's metadata: everything that is known without its weights."""
 
 import dataclasses
 
@@ -10,15 +10,15 @@ from detjax.models.vision.images import ImageOptions
 
 @dataclasses.dataclass(frozen=True)
 class ModelMetadata:
-    """What a checkpoint says of its model besides the weights: all that requests are read by.
+    """The options of a checkpoint that validating and tokenizing requests depend on, without the weights.
 
-    Processes that compute nothing have it, such as those that pass requests on to engines in other processes.
+    Processes that compute nothing hold it, such as those that pass requests on to engines in other processes.
 
     Attributes:
         config: shape and options.
-        generation_defaults: end tokens, and the sampling that the checkpoint recommends; None: it says nothing.
-        image_options: how images become patches; None: as usual.
-        video_options: how videos do; None: as images.
+        generation_defaults: end tokens, and the sampling that the checkpoint recommends; None: no recommendation.
+        image_options: how images become patches; None: the default.
+        video_options: how videos become patches; None: as images do.
     """
 
     config: DecoderConfig
@@ -28,5 +28,5 @@ class ModelMetadata:
 
     @classmethod
     def from_model(cls, model: Decoder) -> "ModelMetadata":
-        """Returns the outline of a model."""
+        """Returns the metadata of a model."""
         return cls(model.config, model.generation_defaults, model.image_options, model.video_options)

@@ -1,8 +1,8 @@
-"""Weights that a checkpoint stores as small numbers in blocks, each of which has a scale.
+"""Weights that a checkpoint stores as low-precision numbers in blocks, each with a scale.
 
-They are read as the plain tensors that they stand for, under one contract: a value is the stored number times its
-block's scale, as a float32 product, rounded once to the dtype that it is read in, to nearest even. What is computed
-with them, and what is saved, is plain: activations are not quantized, whatever the checkpoint was meant for.
+They are read as the plain tensors that they encode, under one contract: a value is the stored number times its block's
+scale, as a float32 product, rounded once to the requested dtype, to nearest even. Computation and saved checkpoints use
+the plain tensors: activations are not quantized, whatever the checkpoint was made for.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from detjax.models.checkpoint.weight_files import StoredTensor
 from detjax.models.configuration.json_object import CheckpointError
 
 _NUMBERS_AT_ONCE: Final = 1 << 20
-"""About how many numbers are read and multiplied at a time."""
+"""The approximate number of numbers that are read and multiplied at a time."""
 
 _CODE_BYTES: Final = {"U8": 1, "I8": 1, "F8_E4M3": 1, "I32": 4}
 
@@ -27,7 +27,7 @@ def finite_scales(scales: StoredTensor) -> Float32[np.ndarray, "..."]:
     """Returns scales that are stored as floating-point numbers.
 
     Raises:
-        CheckpointError: one is infinite or NaN, or the file is unreadable.
+        CheckpointError: a scale is infinite or NaN, or the file is unreadable.
     """
     values = scales.read(np.dtype(np.float32))
     if not np.isfinite(values).all():
@@ -37,21 +37,21 @@ def finite_scales(scales: StoredTensor) -> Float32[np.ndarray, "..."]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class BlockFormat:
-    """A way to store matrices `[..., rows, columns]`, the columns of a row being consecutive.
+    """A storage format of matrices `[..., rows, columns]` whose columns are consecutive.
 
     Attributes:
-        name: what errors call it.
-        codes: what the name of the tensor of small numbers ends with, after the name of the tensor that they stand for.
-        scales: what the name of the tensor of scales ends with, `[..., rows / block[0], columns / block[1]]`, each
-            rounded up: the last blocks may be smaller.
-        code_format: the dtype of the codes as safetensors calls it.
+        name: the format's name in errors.
+        codes: the suffix of the tensor of codes, after the name of the plain tensor.
+        scales: the suffix of the tensor of scales, `[..., rows / block[0], columns / block[1]]`, each rounded up: the
+            last blocks may be smaller.
+        code_format: safetensors' name for the dtype of the codes.
         scale_formats: the dtypes that scales may have.
-        numbers: the numbers that each byte of codes stands for, in order.
+        numbers: the numbers that each byte of codes encodes, in order.
         block: the rows and the columns of a block.
-        shape: what the name of the tensor of the matrices' shape ends with, for rows that do not fill their last code;
-            None: there is no such tensor.
-        row_axes: how many of the last axes of the codes make up a row.
-        transposed: whether the plain tensor has rows and columns in the other order.
+        shape: the suffix of the tensor of the matrices' shape, for rows that do not fill their last code; None: no
+            such tensor.
+        row_axes: the number of trailing axes of the codes that make up a row.
+        transposed: whether rows and columns are swapped in the plain tensor.
         read_scales: returns the scales as float32, or raises `CheckpointError`.
     """
 
@@ -69,21 +69,21 @@ class BlockFormat:
 
     @property
     def endings(self) -> tuple[str, ...]:
-        """What the names of the tensors end with that one plain tensor is stored as: codes, scales, shape."""
+        """The suffixes of the tensors that encode one plain tensor: codes, scales, shape."""
         return (self.codes, self.scales) if self.shape is None else (self.codes, self.scales, self.shape)
 
     def plain_name(self, tensor: StoredTensor) -> str | None:
-        """Returns the name of the plain tensor that a stored tensor belongs to; None: it is plain itself."""
+        """Returns the name of the plain tensor that a stored tensor belongs to; None: it is plain already."""
         for ending in filter(None, self.endings):
             if tensor.name.endswith(ending):
                 return tensor.name.removesuffix(ending)
         return tensor.name if not self.codes and tensor.format == self.code_format else None
 
     def dequantized(self, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-        """Returns stored tensors with a plain one in place of each one's codes, scales and shape.
+        """Returns the stored tensors, with codes, scales and shape replaced by plain tensors.
 
         Raises:
-            CheckpointError: one of them is missing, or shapes or dtypes are not those of this format.
+            CheckpointError: one of them is missing, or a shape or dtype does not match the format.
         """
         plain = dict(stored)
         for name in dict.fromkeys(map(self.plain_name, stored.values())):
@@ -103,7 +103,7 @@ class BlockFormat:
     def _plain(
         self, name: str, codes: StoredTensor, scales: StoredTensor, shape: StoredTensor | None = None
     ) -> "_Plain":
-        """The plain tensor of codes, scales and shape."""
+        """Returns the plain tensor of codes, scales and shape."""
         integers = ("I64", "I32")
         accepted = [(codes, (self.code_format,)), (scales, self.scale_formats), (shape, integers)]
         for tensor, formats in accepted:
@@ -133,7 +133,7 @@ class BlockFormat:
         return _Plain(name, codes.file, axes, self.name, sum(part.size for part in parts), None, 0, self, parts)
 
     def _stated_columns(self, shape: StoredTensor, rows: tuple[int, ...], columns: int, per_code: int) -> int:
-        """The columns that a tensor states, of which `columns` is what the codes have room for."""
+        """Returns the columns that a shape tensor states, of at most `columns`, the codes' capacity."""
         stated = tuple(shape.read().reshape(-1).tolist())
         if stated[:-1] != rows or not columns - per_code < stated[-1] <= columns:
             raise CheckpointError(
@@ -145,11 +145,11 @@ class BlockFormat:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Plain(StoredTensor):
-    """The plain tensor that stored ones stand for.
+    """A plain tensor that is decoded from stored ones.
 
     Attributes:
-        block_format: how they are stored.
-        parts: codes, scales and, if it is stored, the shape.
+        block_format: their format.
+        parts: codes, scales and, if stored, the shape.
     """
 
     block_format: BlockFormat
@@ -162,16 +162,16 @@ class _Plain(StoredTensor):
 
     @property
     def has_parts(self) -> bool:
-        """Whether a part of the tensor is read without the rest; blocks are multiplied as a whole."""
+        """Whether a part of the tensor can be read separately; blocks are decoded as a whole."""
         return False
 
     def read(self, dtype: np.dtype | None = None) -> np.ndarray:
         """Returns the values in a dtype (default: float32), rounded to nearest even.
 
-        Codes are read and multiplied some rows at a time, so that no more than the result is held.
+        Codes are read and multiplied a few rows at a time, so that only the result is held in memory.
 
         Raises:
-            CheckpointError: a file is unreadable, a code or a scale is no number, or a value would overflow.
+            CheckpointError: a file is unreadable, a code or a scale is NaN, or a value would overflow.
         """
         stored, codes = self.block_format, self.parts[0]
         dtype = self.dtype if dtype is None else dtype

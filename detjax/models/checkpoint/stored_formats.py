@@ -16,9 +16,9 @@ _BYTES: Final = np.arange(256, dtype=np.uint8)
 
 
 def stored_format(file: JsonObject) -> BlockFormat | None:
-    """Returns how a `config.json` says that weights are stored; None: all are plain.
+    """Returns the storage format of weights in a `config.json`; None: all weights are plain.
 
-    Which weights are quantized follows from the tensors that the checkpoint holds.
+    The checkpoint's tensors determine which weights are quantized.
 
     Raises:
         CheckpointError: the format is not supported.
@@ -35,24 +35,24 @@ def stored_format(file: JsonObject) -> BlockFormat | None:
 # --- MXFP4 ------------------------------------------------------------------------------------------------------------
 
 _BIAS: Final = 127
-"""What is subtracted from a stored exponent."""
+"""Subtracted from stored exponents."""
 _NAN: Final = 255
-"""The exponent that stands for no number."""
+"""The exponent that stands for NaN."""
 
 
 def _powers_of_two(scales: StoredTensor) -> np.ndarray:
-    """The scales whose exponents are stored."""
+    """Returns scales that are stored as exponents."""
     exponents = scales.read()
     if (exponents == _NAN).any():
         raise CheckpointError(
-            f"{scales.file}: tensor {scales.name!r} holds {_NAN}, which MXFP4 has for NaN; accepted: exponents from 0 "
+            f"{scales.file}: tensor {scales.name!r} holds {_NAN}, which is NaN in MXFP4; accepted: exponents from 0 "
             f"to {_NAN - 1}"
         )
     return np.ldexp(np.float32(1), exponents.astype(np.int32) - _BIAS)
 
 
 def _nibbles(numbers: np.ndarray) -> np.ndarray:
-    """The two numbers of each byte, that of the low four bits first, given those of four bits."""
+    """Returns the two numbers of each byte, the low four bits first, given the numbers of four bits."""
     return np.stack([numbers[_BYTES & 15], numbers[_BYTES >> 4]], axis=-1)
 
 
@@ -84,7 +84,7 @@ def _read_mxfp4(described: JsonObject) -> BlockFormat:
 
 
 def _read_fp8(described: JsonObject) -> BlockFormat:
-    """Blocks of e4m3 numbers (DeepSeek-AI 2024, section 3.3). The scales are what values are multiplied by."""
+    """Reads blocks of e4m3 numbers (DeepSeek-AI 2024, section 3.3). The scales are factors."""
     described.choice("fmt", "e4m3", ("e4m3",))
     described.choice("activation_scheme", "dynamic", ("dynamic",))
     block = described.get("weight_block_size")
@@ -105,14 +105,14 @@ def _read_fp8(described: JsonObject) -> BlockFormat:
 
 
 def _read_compressed_tensors(described: JsonObject) -> BlockFormat:
-    """Groups of four-bit integers along rows, eight in 32 bits, as compressed-tensors packs them."""
+    """Reads groups of four-bit integers along rows, eight in 32 bits, as compressed-tensors packs them."""
     described.choice("format", "pack-quantized", ("pack-quantized",))
     for key in ("kv_cache_scheme", "sparsity_config", "transform_config"):
         if described.get(key) not in (None, {}):
             raise described.error(key, "null; anything else is not supported")
     groups = described.object("config_groups")
     if groups is None:
-        raise described.error("config_groups", "an object that describes how weights are quantized")
+        raise described.error("config_groups", "an object that describes the quantization of weights")
     sizes = {name: _read_group(groups, name) for name in groups.raw}
     for name, size in sizes.items():
         if size != next(iter(sizes.values())):
@@ -130,7 +130,7 @@ def _read_compressed_tensors(described: JsonObject) -> BlockFormat:
 
 
 def _read_group(groups: JsonObject, name: str) -> int:
-    """The size of the groups that an object of `config_groups` describes."""
+    """Returns the group size that an object of `config_groups` describes."""
     group = groups.object(name)
     weights = None if group is None else group.object("weights")
     if group is None or weights is None:

@@ -31,13 +31,13 @@ _DTYPES: Final = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
-    """A tensor as its file's header describes it. The file is open.
+    """A tensor as described by its file's header. The file is open.
 
     Attributes:
         name: its name.
         file: the file that holds it.
         shape: its shape.
-        format: its dtype as safetensors calls it, such as BF16.
+        format: safetensors' name for its dtype, such as BF16.
         size: its bytes in the file.
     """
 
@@ -63,9 +63,9 @@ class StoredTensor:
         return np.dtype(_DTYPES[self.format])
 
     def read_bytes(self, first: int, count: int) -> UInt8[np.ndarray, "count"]:
-        """Returns `count` bytes of the tensor as they are stored, from byte `first` on.
+        """Returns `count` bytes of the stored tensor, from byte `first` on.
 
-        For dtypes that NumPy does not have, and for tensors that are too large to be read at once.
+        For dtypes that NumPy lacks, and for tensors that are too large to read at once.
 
         Raises:
             CheckpointError: the file has become unreadable.
@@ -80,7 +80,7 @@ class StoredTensor:
 
     @property
     def has_parts(self) -> bool:
-        """Whether a part of the tensor is read without the rest."""
+        """Whether a part of the tensor can be read separately."""
         return True
 
     def read(self, dtype: np.dtype | None = None) -> np.ndarray:
@@ -96,11 +96,11 @@ class StoredTensor:
         return self._rounded(value, dtype)
 
     def read_part(self, axis: int, outputs: slice, dtype: np.dtype | None = None) -> np.ndarray:
-        """Returns a part of the tensor as `read` returns all of it, and reads no more.
+        """Returns a part of the tensor like `read`, and reads only this part.
 
         Args:
             axis: an axis, counted from the end.
-            outputs: what to read of it, from a start to a stop.
+            outputs: the slice of the axis to read, with a start and a stop.
             dtype: default: as stored.
 
         Raises:
@@ -115,7 +115,7 @@ class StoredTensor:
         return self._rounded(content.view(self.dtype).reshape(shape), dtype)
 
     def _rounded(self, value: np.ndarray, dtype: np.dtype | None) -> np.ndarray:
-        """The values in a dtype, rounded to nearest even."""
+        """Returns the values in a dtype, rounded to nearest even."""
         if dtype is None or dtype == value.dtype:
             return value
         with np.errstate(over="ignore"):
@@ -123,7 +123,7 @@ class StoredTensor:
         if dtype != np.float32 and np.isinf(rounded).sum() != np.isinf(value).sum():
             raise CheckpointError(
                 f"{self.file}: tensor {self.name!r} holds values beyond the range of {dtype}; accepted: {value.dtype}, "
-                "as it is stored, or float32"
+                "as stored, or float32"
             )
         return rounded
 
@@ -131,11 +131,11 @@ class StoredTensor:
 def open_weights(directory: Path, stack: contextlib.ExitStack) -> tuple[Path, dict[str, StoredTensor]]:
     """Returns the file that lists the tensors of the checkpoint in `directory`, and the tensors by name.
 
-    Headers are read and checked, tensors are not. Files stay open until `stack` closes. If there are both a single
-    file and an index, the single file counts, as in transformers.
+    Headers are read and checked, tensors are not. Files stay open until `stack` closes. If the directory has both a
+    single file and an index, the single file is used, as in transformers.
 
     Raises:
-        CheckpointError: there are no weights, a file is missing, truncated or damaged, or the index and the shards
+        CheckpointError: weights are missing, a file is missing, truncated or damaged, or the index and the shards
             disagree.
     """
     if (directory / SINGLE_FILE).exists(follow_symlinks=False):
@@ -174,8 +174,8 @@ def write_weights(
 
     Args:
         directory: the checkpoint.
-        tensors: groups of tensors that lie in one file: their size in bytes, and a function that returns them by name.
-        max_shard_bytes: the most bytes of a file that holds several groups.
+        tensors: groups of tensors to keep in one file: their size in bytes, and a function that returns them by name.
+        max_shard_bytes: the maximum size of a file that holds several groups.
     """
     shards: list[list[Callable[[], Mapping[str, np.ndarray]]]] = [[]]
     filled = 0
@@ -192,7 +192,7 @@ def write_weights(
         name = SINGLE_FILE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
         arrays = {key: np.ascontiguousarray(value) for read in shard for key, value in read().items()}
         safetensors.numpy.save_file(arrays, directory / name, metadata={"format": "pt"})
-        # safetensors lets only the owner read what it writes.
+        # safetensors makes the files that it writes readable only by the owner.
         (directory / name).chmod(directory.stat().st_mode & 0o666)
         files |= dict.fromkeys(arrays, name)
         total += sum(value.nbytes for value in arrays.values())
@@ -223,7 +223,7 @@ def _open_file(file: Path, stack: contextlib.ExitStack) -> dict[str, StoredTenso
 
 
 def _places(file: Path) -> dict[str, range]:
-    """The bytes of each tensor in a file, whose header safetensors has checked."""
+    """Returns the byte range of each tensor in a file whose header safetensors has checked."""
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         header = json.loads(stream.read(length))

@@ -1,7 +1,7 @@
 """Gemma 2 (Gemma Team 2024): four norms a layer, bounded scores and logits, and a window in every other layer.
 
-Attention and MLP are each normalized twice: what goes in, and what comes out, before it is added to the residual
-stream. Checkpoints store the norms' weights less 1.
+Attention and MLP each have a norm for the input, and one for the output before it is added to the residual stream.
+Checkpoints store the norms' weights minus 1.
 """
 
 from typing import Any, Final
@@ -22,10 +22,10 @@ from detjax.models.parts.state import StateDeclaration
 from detjax.operands.kv_pages import KVPages, Queries
 
 NORM_OFFSET: Final = 1.0
-"""What all norms add to their weights."""
+"""Added to the weights of all norms."""
 
 KEYS: Final = (*ATTENTION_BIAS, Key("query_pre_attn_scalar", "query_pre_attn_scalar", 256))
-"""Keys that Gemma 2 and 3 have in common."""
+"""Keys of both Gemma 2 and 3."""
 
 _SCORES: Final = "attn_logit_softcapping"
 _LOGITS: Final = "final_logit_softcapping"
@@ -63,7 +63,7 @@ class Layer(nnx.Module):
 
     @staticmethod
     def state(config: DecoderConfig, index: int) -> StateDeclaration:
-        """Returns the declaration of a layer's state, which is its attention's."""
+        """Returns the declaration of a layer's state, which is the attention's."""
         return _attention_options(config, index).state
 
 
@@ -85,13 +85,13 @@ def _attention_options(config: DecoderConfig, index: int) -> AttentionOptions:
 
 
 def read_common_options(file: JsonObject, layers: int, pattern: int, logit_soft_cap: float | None) -> dict[str, Any]:
-    """Returns the options that Gemma 2 and 3 read alike.
+    """Returns the options that Gemma 2 and 3 read in the same way.
 
     Args:
         file: the `config.json`.
         layers: the number of layers.
-        pattern: every so many layers, one has no window.
-        logit_soft_cap: the bound of logits if `config.json` leaves it out.
+        pattern: the period of layers without a window.
+        logit_soft_cap: the default bound of logits.
 
     Raises:
         CheckpointError: a value is out of range, or an option is not supported.
@@ -114,7 +114,7 @@ def write_common_options(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _read_soft_cap(file: JsonObject, key: str, default: float | None) -> float | None:
-    # A key that is null says that there is no bound; a key that is left out has transformers' default.
+    # null means no bound; a missing key has transformers' default.
     if file.get(key) is None:
         return None if key in file.raw else default
     return file.number(key)

@@ -1,7 +1,7 @@
 """Gemma 3 (Gemma Team 2025), its text model: Gemma 2's layer with RMS norms of every head of queries and keys.
 
-Layers with a window rotate by frequencies of their own. Five of six have one, unless `config.json` says otherwise.
-Scores have no bound: transformers reads `attn_logit_softcapping` and does not apply it here.
+Layers with a window have separate rotary frequencies. By default, five of six layers have a window. Scores have no
+bound: transformers reads `attn_logit_softcapping` but does not apply it here.
 """
 
 from typing import Any, Final

@@ -1,6 +1,6 @@
-"""gpt-oss (OpenAI 2025): attention with sinks and windows by turns, and experts with biases and bounded activations.
+"""gpt-oss (OpenAI 2025): attention with sinks and alternating windows, and experts with biases and bounded activations.
 
-Published checkpoints hold the experts in MXFP4. They are loaded as the numbers that this stands for, and saved as such.
+Published checkpoints hold the experts in MXFP4. They are loaded, and saved, as the plain numbers that these encode.
 """
 
 import dataclasses
@@ -25,14 +25,14 @@ from detjax.ops.rotary import RotaryEmbedding, YarnScaling
 
 _THETA: Final = 150_000.0
 _SCALING: Final = YarnScaling(32.0, 4096, truncate=False)
-"""The scaling of frequencies if `config.json` describes none."""
+"""The default scaling of frequencies."""
 _WINDOW: Final = 128
 
 
 class LogitRouter(nnx.Module):
-    """Chooses the experts of the highest logits. The weights are the softmax of the chosen logits alone.
+    """Chooses the experts with the highest logits. The weights are the softmax of only the chosen logits.
 
-    Logits are float32 and not rounded. The softmax has them in ascending order of experts.
+    Logits are float32 and not rounded. The softmax takes them in ascending order of experts.
     """
 
     def __init__(self, width: int, options: ExpertsOptions, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
@@ -53,7 +53,7 @@ class LogitRouter(nnx.Module):
 
 
 class _Experts(Experts):
-    """Experts whose weights lie in one tensor for all of them, inputs being rows, gate and up by turns."""
+    """Experts whose weights are in one tensor, with inputs as rows, and gate and up interleaved."""
 
     CHECKPOINT_NAMES = {"router": "router"}  # noqa: RUF012
     ROUTER: ClassVar[Any] = LogitRouter
@@ -74,7 +74,7 @@ def _attention_options(config: DecoderConfig, index: int) -> AttentionOptions:
 
 
 class Layer(mixture.Layer):
-    """The layer of decoders with experts, with sinks in its attention."""
+    """The layer of decoders with experts, with attention sinks."""
 
     EXPERTS = _Experts
     attention_options = staticmethod(_attention_options)

@@ -1,4 +1,4 @@
-"""Llama 2 and 3 (Touvron et al. 2023; Grattafiori et al. 2024), and the layer that most decoders since have."""
+"""Llama 2 and 3 (Touvron et al. 2023; Grattafiori et al. 2024), and the layer of most decoders since then."""
 
 from typing import Final
 
@@ -42,7 +42,7 @@ class Layer(nnx.Module):
 
     @staticmethod
     def state(config: DecoderConfig, index: int) -> StateDeclaration:
-        """Returns the declaration of a layer's state, which is its attention's."""
+        """Returns the declaration of a layer's state, which is the attention's."""
         return attention_options(config, index).state
 
 

@@ -18,7 +18,7 @@ class _Experts(Experts):
 
 
 class Layer(mixture.Layer):
-    """The layer of decoders with experts, under the names that Mixtral's checkpoints have."""
+    """The layer of decoders with experts, with the names in Mixtral's checkpoints."""
 
     CHECKPOINT_NAMES = llama.Layer.CHECKPOINT_NAMES | {"mlp": "block_sparse_moe"}
     EXPERTS = _Experts

@@ -43,5 +43,5 @@ class Layer(nnx.Module):
 
     @classmethod
     def state(cls, config: DecoderConfig, index: int) -> StateDeclaration:
-        """Returns the declaration of a layer's state, which is its attention's."""
+        """Returns the declaration of a layer's state, which is the attention's."""
         return cls.attention_options(config, index).state

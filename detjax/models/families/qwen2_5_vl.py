@@ -1,4 +1,4 @@
-"""Qwen2.5-VL (Bai et al. 2025): Qwen2's layers under positions of three coordinates, and a vision tower.
+"""Qwen2.5-VL (Bai et al. 2025): Qwen2's layers with three-dimensional positions, and a vision tower.
 
 The layers from `max_window_layers` on may have a sliding window.
 """
@@ -74,7 +74,7 @@ def _write_options(config: DecoderConfig) -> dict[str, Any]:
     assert vision is not None and sections is not None
     written = write_rope(config.rope)
     described = written["rope_parameters"] | {"mrope_section": list(sections)}
-    # transformers 4 knows these positions by the type "mrope" alone.
+    # transformers 4 recognizes these positions only by the type "mrope".
     scaling = {"type": "mrope", **(written["rope_scaling"] or {}), "mrope_section": list(sections)}
     return {
         **write_windows_of_some_layers(config.windows),

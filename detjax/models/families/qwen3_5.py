@@ -1,7 +1,7 @@
-"""Qwen3.5 (Qwen Team 2026): the layers of Qwen3-Next with an MLP in each, and weights that are not grouped by key head.
+"""Qwen3.5 (Qwen Team 2026): the layers of Qwen3-Next, each with an MLP, and weights that are not grouped by key head.
 
-Published checkpoints are those of a model with a vision tower: `config.json` has the decoder's keys in `text_config`,
-and positions have three coordinates, which are equal in texts.
+Published checkpoints contain a model with a vision tower: the decoder's keys in `config.json` are in `text_config`, and
+positions have three coordinates, which are equal in text.
 """
 
 import dataclasses
@@ -22,9 +22,9 @@ from detjax.models.parts.vision import VisionOptions
 from detjax.ops.rotary import RotaryEmbedding
 
 PREFIXES: Final = (("model.", "model.language_model."), ("visual.", "model.visual."))
-"""What the names of tensors begin with in the decoder, and in checkpoints of the whole model."""
+"""Prefixes of tensor names in the decoder, and in checkpoints of the whole model."""
 SKIPS: Final = (r"mtp\..*", r"visual\..*")
-"""The tensors that predict further tokens, and those that encode images."""
+"""Tensors that predict further tokens or encode images."""
 _SECTIONS: Final = (11, 11, 10)
 _TOKENS: Final = (
     Key("image_token_id", "image_token", 248056, minimum=0),
@@ -40,24 +40,24 @@ _MODEL_LEVEL_KEYS: Final = (
     "vision_config",
     *(key.name for key in _TOKENS),
 )
-"""Keys of the whole model's configuration that its text model's does not have, or has with another value."""
+"""Keys of the whole model's configuration that its text model's lacks or has with another value."""
 
 
 class Layer(qwen3_next.Layer):
-    """The layer of Qwen3-Next, with all queries, keys and values in one tensor and all gates in another."""
+    """The layer of Qwen3-Next, with queries, keys and values in one tensor and gates in another."""
 
     DELTA_NET = DeltaNet
 
 
 read_rope = functools.partial(qwen3_next.read_rope, passed_over=("mrope_section", "mrope_interleaved"))
-"""Reads the rotary embedding, without what is said of the positions of images."""
+"""Reads the rotary embedding, except for the positions of images."""
 
 
 def read_layers(file: JsonObject, layers: int, experts: GatedExpertsOptions | None = None) -> dict[str, Any]:
     """Returns the options of the layers.
 
     Raises:
-        CheckpointError: a value is out of range, or one that no published checkpoint has.
+        CheckpointError: a value is out of range, or occurs in no published checkpoint.
     """
     file.choice("mamba_ssm_dtype", "float32", ("float32",))
     file.choice("output_gate_type", "swish", ("swish", "silu"))
@@ -70,7 +70,7 @@ def read_layers(file: JsonObject, layers: int, experts: GatedExpertsOptions | No
 
 
 def with_tower(text: Family, architecture: str, model_type: str) -> Family:
-    """Returns the family of the models with a vision tower whose text models are a family's.
+    """Returns the family of models that add a vision tower to a family's text models.
 
     Args:
         text: the text models' family.

@@ -1,6 +1,6 @@
 """Qwen3.5 with mixtures of experts (Qwen Team 2026): Qwen3.5's layers, each with experts in place of the MLP.
 
-Published checkpoints hold one tensor for all experts of a layer. They are saved one by one, as transformers does it.
+Published checkpoints hold one tensor for all experts of a layer. Saved ones have one per expert, as in transformers.
 """
 
 from typing import Any, Final
@@ -27,7 +27,7 @@ FAMILY: Final = Family(
     max_positions=32768,
     head_dim=256,
     kv_heads=2,
-    # No layer has an MLP of its own. The shared expert is the one that every token goes through.
+    # No layer has a separate MLP; this is the expert that every token goes through.
     intermediate_size=(_SHARED_WIDTH, 512),
     norm_offset=qwen3_next.NORM_OFFSET,
     reads=(qwen3_next.TURNING, *experts_config.COUNTS),

@@ -1,6 +1,6 @@
 """Qwen3-MoE (Yang et al. 2025): Qwen3's attention, and experts in place of MLPs in all layers or in some.
 
-A sliding window, if there is one, is that of all layers.
+A sliding window, if any, applies to all layers.
 """
 
 from typing import Any, Final

@@ -1,6 +1,6 @@
 """Qwen3-Next (Qwen Team 2025): gated delta nets, and gated attention in every fourth layer, before mixtures of experts.
 
-Norms store `weight - 1`, but for those behind the delta rule.
+Norms store `weight - 1`, except for the norms after the delta rule.
 """
 
 import dataclasses
@@ -29,9 +29,9 @@ from detjax.ops.rotary import RotaryEmbedding
 _LINEAR: Final = "linear_attention"
 _FULL: Final = "full_attention"
 NORM_OFFSET: Final = 1.0
-"""What all norms but those behind the delta rule add to their weights."""
+"""Added to the weights of all norms except for those after the delta rule."""
 TURNING: Final = "partial_rotary_factor"
-"""The key that says the share of a head's columns that turn."""
+"""The key for the share of a head's columns that are rotated."""
 _TURNING_SHARE: Final = 0.25
 _DELTA: Final = (
     Key("linear_num_key_heads", "key_heads", 16),
@@ -48,7 +48,7 @@ _WIDTHS: Final = (
 
 
 class _DeltaNet(DeltaNet):
-    """The gated delta rule, whose weights checkpoints hold by key head: what belongs to the first, to the second."""
+    """The gated delta rule with weights grouped by key head, as in checkpoints."""
 
     @property
     def tensors(self) -> dict[str, Tensors]:
@@ -100,7 +100,7 @@ class Layer(nnx.Module):
 
     @staticmethod
     def state(config: DecoderConfig, index: int) -> StateDeclaration:
-        """Returns the declaration of a layer's state: that of the delta rule in slots, or keys and values in pages."""
+        """Returns the declaration of a layer's state: the delta rule's in slots, or keys and values in pages."""
         assert config.delta is not None
         return config.delta.state if config.delta.layers[index] else _attention_options(config).state
 
@@ -121,13 +121,13 @@ def _attention_options(config: DecoderConfig) -> AttentionOptions:
 def read_rope(
     file: JsonObject, head_dim: int, max_positions: int, *, passed_over: Collection[str] = ()
 ) -> RotaryEmbedding:
-    """Returns the embedding of heads of which a share of the columns turns.
+    """Returns the embedding of partly rotated heads.
 
     Args:
-        file: the `config.json`, which says the share in one of three places.
+        file: the `config.json`, which has the rotated share in one of three places.
         head_dim: the width of a head.
         max_positions: its `max_position_embeddings`.
-        passed_over: keys of the rotary embedding's description that do not matter to text.
+        passed_over: keys of the rotary embedding that do not matter to text.
 
     Raises:
         CheckpointError: see `rope_config.read_rope`.
@@ -153,7 +153,7 @@ def read_layers(file: JsonObject, layers: int, experts: GatedExpertsOptions | No
 
     Args:
         file: the `config.json`.
-        layers: how many layers there are.
+        layers: the number of layers.
         experts: the mixtures of experts; None: every layer has an MLP.
 
     Raises:
@@ -166,7 +166,7 @@ def read_layers(file: JsonObject, layers: int, experts: GatedExpertsOptions | No
 
 
 def _read_layer_types(file: JsonObject, layers: int) -> tuple[bool, ...]:
-    """Whether each layer has linear attention."""
+    """Returns whether each layer has linear attention."""
     interval, types = file.integer("full_attention_interval", 4), file.get("layer_types")
     if types is None:
         return tuple((index + 1) % interval != 0 for index in range(layers))
@@ -178,13 +178,13 @@ def _read_layer_types(file: JsonObject, layers: int) -> tuple[bool, ...]:
 def read_experts(
     file: JsonObject, sparse: tuple[bool, ...], *, count: int, chosen: int, normalized: bool
 ) -> GatedExpertsOptions:
-    """Returns the shape of experts beside a gated shared one.
+    """Returns the shape of experts with a gated shared expert.
 
     Args:
         file: the `config.json`.
-        sparse: for each layer, whether it has them.
-        count: how many experts there are.
-        chosen: how many a token chooses if the file does not say it.
+        sparse: for each layer, whether it has experts.
+        count: the number of experts.
+        chosen: the default number of experts that a token chooses.
         normalized: whether the weights of the chosen experts are divided by their sum.
 
     Raises:
@@ -200,7 +200,7 @@ def read_experts(
 
 
 def write_layers(config: DecoderConfig) -> dict[str, Any]:
-    """Returns the keys of `config.json` that say the rotary embedding, the layers and the shape of their experts."""
+    """Returns the keys of `config.json` for the rotary embedding, the layers and the shape of their experts."""
     delta, experts = config.delta, config.experts
     assert delta is not None
     share = config.rope.turning / config.head_dim

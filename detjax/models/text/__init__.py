@@ -1,4 +1,4 @@
-"""Text and tokens: tokenizers, chat templates and decoding while a text grows.
+"""Text and tokens: tokenizers, chat templates and incremental decoding.
 
-Nothing here imports JAX, because the server's text workers load these modules alone.
+Nothing here imports JAX, because the server's text workers load only these modules.
 """

@@ -1,4 +1,4 @@
-"""The sandbox that chat templates run in, in which a text is a function of the template's variables."""
+"""The sandbox that chat templates run in, which makes text a pure function of the template's variables."""
 
 import datetime
 import functools
@@ -16,7 +16,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
 class _GenerationBlock(jinja2.ext.Extension):
-    """`{% generation %}`, which marks what a trainer is to learn. It renders as its contents."""
+    """`{% generation %}`, which marks text for training. It renders as its contents."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
 
@@ -27,42 +27,42 @@ class _GenerationBlock(jinja2.ext.Extension):
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """The sandbox that chat templates run in. They come with a checkpoint and are not trusted.
+    """The sandbox for chat templates, which come with a checkpoint and are not trusted.
 
-    It has no clock, no chance, and no sets, whose order differs from process to process.
+    It has no clock, no randomness, and no sets, whose order differs between processes.
     """
 
     intercepted_binops = frozenset(("-",))
 
     def __init__(self, date: datetime.date | None = None) -> None:
-        """Makes a sandbox whose templates are told that today is `date`, or no date at all."""
+        """Makes a sandbox in which today's date is `date`; None: templates get no date."""
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols])
         del self.filters["random"], self.globals["lipsum"]
         self.filters["tojson"] = _to_json
         self.globals |= {"raise_exception": _raise_exception, "strftime_now": self._clock(date)}
 
     def _clock(self, date: datetime.date | None) -> Callable[[str], str] | jinja2.Undefined:
-        """What templates call for today's date. Without a date it is undefined, so that templates can ask for that."""
+        """Returns the templates' function for today's date; undefined without a date, which templates can test."""
         if date is not None:
             return functools.partial(_strftime, date)
         return self.undefined(
-            hint="strftime_now is undefined: the chat template asks for today's date, on which answers must not "
-            "depend. Give it a fixed one with --template-date, or Tokenizer.with_template_date"
+            hint="strftime_now is undefined: the chat template uses today's date, but results must not depend on it. "
+            "Set a fixed date with --template-date or Tokenizer.with_template_date"
         )
 
     def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
         result = super().call_binop(context, operator, left, right)
         if isinstance(result, set):
-            raise jinja2.TemplateRuntimeError("the template makes a set, whose order differs from process to process")
+            raise jinja2.TemplateRuntimeError("the template makes a set, whose order differs between processes")
         return result
 
 
 _ADDRESS: Final = re.compile(r"<[^<>]{1,200} at 0x[0-9a-f]+>")
-"""What Python writes for an object that has no text of its own. The address differs from process to process."""
+"""Python's default text for objects. The address differs between processes."""
 
 
 def without_addresses(text: str, *inputs: Any) -> str:
-    """Returns `text` if no object's address is in it, but for what stands in the inputs.
+    """Returns `text`, if it contains no object addresses except for those in the inputs.
 
     Raises:
         jinja2.TemplateRuntimeError: a template printed an object, such as a filter's result without `| list`.
@@ -71,8 +71,8 @@ def without_addresses(text: str, *inputs: Any) -> str:
         if not any(printed in string for value in inputs for string in _strings(value)):
             kind = printed.removeprefix("<").partition(" at ")[0]
             raise jinja2.TemplateRuntimeError(
-                f"the template prints a {kind}, whose text differs from process to process. Print what it holds, for "
-                "example with the filter list"
+                f"the template prints a {kind}, whose text differs between processes. Print its contents, for example "
+                "with the filter list"
             )
     return text
 
@@ -98,7 +98,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Returns JSON with `<`, `>`, `&` and `'` as they are, unlike jinja2's own filter: prompts are no HTML."""
+    """Returns JSON with unescaped `<`, `>`, `&` and `'`, unlike jinja2's own filter: prompts are not HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -107,7 +107,7 @@ def _raise_exception(message: str) -> NoReturn:
 
 
 _EPOCH: Final = re.compile("%[-_0^#EO]*[0-9]*s")
-"""The directive for seconds since 1970, whatever flags it has."""
+"""The directive for seconds since 1970, with any flags."""
 
 
 def _strftime(date: datetime.date, format: str) -> str:

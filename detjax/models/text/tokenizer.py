@@ -21,31 +21,31 @@ _SPECIAL_TOKENS: Final = "special_tokens_map.json"
 _TEMPLATE: Final = "chat_template.jinja"
 _MORE_TEMPLATES: Final = "additional_chat_templates"
 _TEMPLATE_DATE: Final = "chat_template_date.txt"
-"""The file that holds the date which chat templates are told; see `Tokenizer.with_template_date`."""
+"""The file with the fixed date for chat templates; see `Tokenizer.with_template_date`."""
 
 _ROLES: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _TOKENS_WITHOUT_ROLE: Final = ("extra_special_tokens", "additional_special_tokens")
 _BYTE_TOKEN: Final = re.compile("<0x([0-9A-F]{2})>")
 _SPACE: Final = "\u2581"
-"""The character that tokenizers which are not byte-level write for a space."""
+"""The character for a space in tokenizers that are not byte-level."""
 
 _sandbox: Final = functools.cache(Sandbox)
 
 
 class Tokenizer:
-    """A checkpoint's tokenizer: text to token ids and back, conversations to text.
+    """A checkpoint's tokenizer, which converts text to token ids and back, and conversations to text.
 
     Attributes:
         files: the files that it was read from, by their path in the checkpoint.
         special_tokens: text of the tokens that have a role ("bos_token", "eos_token", ...) in this checkpoint.
-        is_byte_level: whether a text is that of its tokens' bytes, put together before they are read as UTF-8.
+        is_byte_level: whether text is decoded as UTF-8 from the concatenated bytes of its tokens.
     """
 
     def __init__(self, files: Mapping[str, bytes], source: str) -> None:
         """Makes a tokenizer from the contents of a checkpoint's files.
 
         Args:
-            files: the contents by path, `tokenizer.json` at least.
+            files: the contents by path, including `tokenizer.json`.
             source: the directory in errors.
 
         Raises:
@@ -57,7 +57,7 @@ class Tokenizer:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(files[_TOKENIZER])
         except Exception as error:  # the library raises nothing narrower
             raise CheckpointError(f"{source}/{_TOKENIZER} is not a tokenizer: {error}") from error
-        # The file may hold the truncation and padding of a training run, which are no part of the text's ids.
+        # The file may contain a training run's truncation and padding, which are not part of the text's ids.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
 
@@ -89,45 +89,45 @@ class Tokenizer:
         return cls({name: read_file(directory / name) for name in names}, str(directory))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """The tokenizer as pickle keeps it: its files, from which another process makes it again."""
+        """Pickles the tokenizer as its files."""
         return type(self), (self.files, self._source)
 
     def with_template_date(self, date: datetime.date) -> "Tokenizer":
-        """Returns a tokenizer whose chat templates are told that today is `date`, and which is otherwise this one.
+        """Returns this tokenizer with `date` as today's date in chat templates.
 
-        Without a date, templates are told none, because a prompt that depends on the day it was made on is no function
-        of its request: `strftime_now` is undefined for them. Llama 3.2's template has a date of its own for that case;
-        a template that insists on one is refused where it asks. The date is one of the tokenizer's files, so it is part
-        of `models.digest` and of what `models.save` writes.
+        By default templates get no date, because a prompt that depends on the day is not a function of its request:
+        `strftime_now` is undefined. Llama 3.2's template has a default date for that case; a template that requires the
+        date raises an error when it uses it. The date is one of the tokenizer's files, so it is part of
+        `models.digest`, and `models.save` writes it.
         """
         return Tokenizer(self.files | {_TEMPLATE_DATE: f"{date.isoformat()}\n".encode()}, self._source)
 
     def __len__(self) -> int:
-        """Returns the number of tokens that have a text."""
+        """Returns the number of tokens that have text."""
         return self._tokenizer.get_vocab_size()
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Returns the token ids of `text`.
 
         Args:
-            text: any text. A chat template's text has its special tokens already, so encode it without.
-            add_special_tokens: whether to add what the tokenizer puts around every text, such as a first token.
+            text: any text. Chat templates already write special tokens, so encode their text with False.
+            add_special_tokens: whether to add the tokenizer's tokens around every text, such as a first token.
         """
-        # The form for batches computes no offsets, so it takes half the time, and other threads run in the meantime.
+        # The batch call computes no offsets, so it takes half the time, and it lets other threads run.
         (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encoding.ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Returns the text of token ids. Bytes that are no character become U+FFFD."""
+        """Returns the text of token ids. Bytes that are not valid UTF-8 become U+FFFD."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     @property
     def added_tokens(self) -> tuple[int, ...]:
-        """The ids of tokens that stand beside the model's vocabulary, such as special tokens."""
+        """The ids of tokens outside the model's vocabulary, such as special tokens."""
         return tuple(self._added)
 
     def with_all_added_special(self) -> str:
-        """Returns the content of a `tokenizer.json` that needs no other file. Every added token is special in it."""
+        """Returns a self-contained `tokenizer.json` in which every added token is special."""
         copy = tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
         copy.add_special_tokens([token.content for token in self._added.values()])
         return copy.to_str()
@@ -135,7 +135,7 @@ class Tokenizer:
     def token_bytes(self, token: int) -> bytes:
         """Returns the bytes that a token adds to a text, special or not; b"" for an unknown id.
 
-        They may begin or end within a character.
+        They may start or end in the middle of a character.
         """
         if token not in self._bytes:
             self._bytes[token] = self._bytes_of(token)
@@ -155,16 +155,16 @@ class Tokenizer:
         return written.replace(_SPACE, " ").encode()
 
     def stream(self) -> IncrementalDecoder:
-        """Returns a stream for the text of tokens that come one after the other."""
+        """Returns an incremental decoder of tokens."""
         return IncrementalDecoder(self)
 
     def byte_of(self, token: int) -> int | None:
-        """Returns the byte that a token of a tokenizer which is not byte-level stands for, None for other tokens."""
+        """Returns the byte that a token of a tokenizer which is not byte-level stands for; None for other tokens."""
         match = None if self.is_byte_level else _BYTE_TOKEN.fullmatch(self._tokenizer.id_to_token(token) or "")
         return int(match[1], 16) if match else None
 
     def is_left_out(self, token: int) -> bool:
-        """Whether `decode` leaves a token out of every text: a special or an empty one, or an id that no token has."""
+        """Whether `decode` always omits a token: a special or empty one, or an unknown id."""
         added = self._added.get(token)
         return added.special if added else not self._tokenizer.id_to_token(token)
 
@@ -175,12 +175,12 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether there is a chat template for messages without tools."""
+        """Whether the checkpoint has a chat template for messages without tools."""
         return "default" in self._templates
 
     @property
     def tool_template(self) -> str | None:
-        """The source of the chat template for conversations with tools, or None if there is no template at all."""
+        """The source of the chat template for conversations with tools; None if the checkpoint has no template."""
         return self._templates.get("tool_use", self._templates.get("default"))
 
     def with_chat_template(self, template: str) -> "Tokenizer":
@@ -203,17 +203,17 @@ class Tokenizer:
         """Returns the text of a conversation, ready for `encode(..., add_special_tokens=False)`.
 
         Args:
-            messages: each with a "role" and most with a "content"; keys whose value is None are left out.
-            add_generation_prompt: whether the text ends with what opens an answer.
-            kwargs: further variables of the template, such as `tools`, a list of JSON schemas. If there are several
-                templates, "tool_use" serves conversations with tools, and "default" the others.
+            messages: each with a "role" and most with a "content"; keys whose value is None are omitted.
+            add_generation_prompt: whether the text ends with the beginning of an answer.
+            kwargs: further variables of the template, such as `tools`, a list of JSON schemas. With several templates,
+                "tool_use" is for conversations with tools, and "default" for the others.
 
         Raises:
             CheckpointError: the checkpoint has no such template, or a damaged one.
-            ValueError: there are no messages, or the template refuses them.
+            ValueError: `messages` is empty, or the template refuses them.
         """
         if not messages:
-            raise ValueError("apply_chat_template: there are no messages; accepted: one or more")
+            raise ValueError("apply_chat_template: messages is empty; accepted: one or more messages")
         name = "tool_use" if kwargs.get("tools") and "tool_use" in self._templates else "default"
         template = self._template(name)
         conversation = [{key: value for key, value in message.items() if value is not None} for message in messages]
@@ -227,7 +227,7 @@ class Tokenizer:
         }
         try:
             return without_addresses(template.render(variables), self._templates[name], conversation, kwargs)
-        except Exception as error:  # a template is a program: it may fail in any way
+        except Exception as error:  # templates are programs, which can fail in any way
             raise ValueError(
                 f"apply_chat_template: the chat template of {self._source} refuses these messages: {error}"
             ) from error
@@ -268,7 +268,7 @@ class Tokenizer:
         return tokens
 
     def _mark_special(self, tokens: Sequence[str]) -> None:
-        """Makes tokens special: recognized in text and left out of it, even if they are common words so far."""
+        """Makes tokens special: matched in text and omitted from it, even if they were ordinary tokens."""
         known = {token.content for token in self._tokenizer.get_added_tokens_decoder().values()}
         words = [token for token in tokens if token not in known and self._tokenizer.token_to_id(token) is not None]
         self._tokenizer.add_special_tokens(words)
@@ -285,7 +285,7 @@ class Tokenizer:
             ) from None
 
     def _read_templates(self, config: Mapping[str, Any]) -> dict[str, str]:
-        """Returns the chat templates by name. Files have precedence over the entry in `tokenizer_config.json`."""
+        """Returns the chat templates by name. Files take precedence over the entry in `tokenizer_config.json`."""
         paths = {_TEMPLATE: "default"}
         paths |= {name: Path(name).stem for name in self.files if name.startswith(f"{_MORE_TEMPLATES}/")}
         try:
@@ -310,7 +310,7 @@ class Tokenizer:
 
 @functools.cache
 def byte_alphabet() -> dict[str, int]:
-    """Returns the byte of each character that byte-level tokenizers write.
+    """Returns the byte that each character in byte-level tokenizers stands for.
 
     Printable characters stand for themselves, and characters from U+0100 on for the other bytes.
     """

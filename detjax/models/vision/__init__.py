@@ -1,4 +1,4 @@
-"""Images and videos: files, frames, patches, and a prompt with its images.
+"""Images and videos: files, frames, patches, and prompts with images.
 
-Read `images` and `videos` for the patches of the towers, then `prompt_images` for how they meet a prompt.
+Read `images` and `videos` for the patches of the towers, then `prompt_images` for their place in a prompt.
 """

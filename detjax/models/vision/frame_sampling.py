@@ -1,4 +1,4 @@
-"""Which frames of a video a model sees, as the video processors choose them that checkpoints are served with."""
+"""Frame selection that matches Hugging Face's video processors."""
 
 import dataclasses
 import json
@@ -12,14 +12,14 @@ from detjax.models.vision.images import ImageOptions
 
 @dataclasses.dataclass(frozen=True)
 class FrameSampling:
-    """How many frames of a video are chosen, and how they lie in it.
+    """The number of frames that are selected from a video, and their spacing.
 
     Attributes:
-        fps: frames of a second of the video.
-        min_frames: frames at least, if the video has so many.
-        max_frames: frames at most.
-        group: the number is a multiple of this, and the frames are at equal distances from the first one on, as for
-            Qwen2.5-VL; None: they reach from the first frame to the last one, as for Qwen3.5.
+        fps: selected frames per second of the video.
+        min_frames: the minimum number of frames, for videos that have as many.
+        max_frames: the maximum number of frames.
+        group: the number is a multiple of this, and the frames are equally spaced from the first one on, as for
+            Qwen2.5-VL; None: they span the video from the first to the last frame, as for Qwen3.5.
     """
 
     fps: float = 2.0
@@ -29,18 +29,18 @@ class FrameSampling:
 
     @classmethod
     def from_options(cls, options: ImageOptions, vision: VisionOptions) -> "FrameSampling":
-        """Returns what `video_preprocessor_config.json` says.
+        """Returns the sampling that `video_preprocessor_config.json` describes.
 
         Args:
             options: the options of videos.
             vision: the tower.
 
         Raises:
-            CheckpointError: the file says something else than numbers in their ranges.
+            CheckpointError: a value is not a number in its range.
         """
         file = JsonObject(json.loads(options.unread), "video_preprocessor_config.json")
         if file.get("num_frames") is not None:
-            raise file.error("num_frames", "null; fps says how many frames are chosen")
+            raise file.error("num_frames", "null; fps determines the number of frames")
         least, most = file.integer("min_frames", cls.min_frames), file.integer("max_frames", cls.max_frames)
         if most < least:
             raise file.error("max_frames", f"at least min_frames, which is {least}")
@@ -50,12 +50,12 @@ class FrameSampling:
     def changed(
         self, fps: float | None = None, min_frames: int | None = None, max_frames: int | None = None
     ) -> "FrameSampling":
-        """Returns the sampling that one video asks for.
+        """Returns the sampling for one video.
 
         Args:
             fps: see above. Default: unchanged, as for the others.
             min_frames: see above.
-            max_frames: see above; up to that of the checkpoint.
+            max_frames: see above; at most the checkpoint's.
 
         Raises:
             ValueError: a number is out of its range.
@@ -64,7 +64,7 @@ class FrameSampling:
         most = self.max_frames if max_frames is None else max_frames
         least = min(self.min_frames, most) if min_frames is None else min_frames
         if not 0 < fps < math.inf:
-            raise ValueError(f"fps is {fps}; accepted: a finite number > 0, of the frames of a second")
+            raise ValueError(f"fps is {fps}; accepted: a finite number > 0, in frames per second")
         if not (self.group or 1) <= most <= self.max_frames:
             raise ValueError(
                 f"max_frames is {most}; accepted: {self.group or 1} to {self.max_frames}, the checkpoint's max_frames"
@@ -74,22 +74,22 @@ class FrameSampling:
         return dataclasses.replace(self, fps=float(fps), min_frames=least, max_frames=most)
 
     def indices(self, total: int, rate: float) -> Sequence[int]:
-        """Returns the numbers of the chosen frames, in their order.
+        """Returns the indices of the selected frames, in ascending order.
 
-        They are those of transformers' processors, but for one case: for Qwen2.5-VL, rounding of the step between
-        frames sometimes gives transformers one frame more than it has computed. Here it is the number computed.
+        They match transformers' processors, with one exception: for Qwen2.5-VL, rounding of the step between frames
+        sometimes gives transformers one frame more than the computed number. Here it is always the computed number.
 
         Args:
-            total: how many frames the video has.
-            rate: how many of them a second has.
+            total: the number of frames of the video.
+            rate: the video's frames per second.
         """
         if self.group is None:
             chosen = min(max(int(total / rate * self.fps), self.min_frames), self.max_frames, total)
             step = (total - 1) / max(chosen - 1, 1)
-            # The last one is the last frame, whatever the step is rounded to. Halves are rounded to even numbers.
+            # The last index is that frame itself, however the step is rounded. Halves are rounded to even numbers.
             return [round(index * step) for index in range(chosen - 1)] + [total - 1 if chosen > 1 else 0]
         most = min(self.max_frames, total) // self.group * self.group
         chosen = int(min(max(total / rate * self.fps, self.min_frames), most)) // self.group * self.group
-        if not chosen:  # the video has fewer frames than a patch, or one group is all that is wanted
+        if not chosen:  # the video has fewer frames than a patch, or fewer than a group are wanted
             return range(min(total, self.group))
         return [index * total // chosen for index in range(chosen)]

@@ -1,4 +1,4 @@
-"""Files of images: their pixels, turned as the file says."""
+"""Pixels of image files, in the orientation that the file states."""
 
 import io
 from typing import Final
@@ -9,26 +9,26 @@ import PIL.ImageOps
 from jaxtyping import UInt8
 
 FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
-"""The formats that are read, as Pillow calls them. Of an animation, the first frame is read."""
+"""The accepted formats, by Pillow's names. Of an animation, only the first frame is read."""
 _MAX_PIXELS: Final = 1 << 26
-"""The most pixels of an image, which a few bytes may stand for."""
+"""The maximum number of pixels of an image: a few bytes can encode very many."""
 
 
 def read_pixels(name: str, contents: bytes) -> UInt8[np.ndarray, "h w 3"]:
     """Returns red, green and blue of each pixel of a file; transparency is dropped.
 
     Args:
-        name: what error messages call the image.
-        contents: the file's.
+        name: the image's name in errors.
+        contents: the file's contents.
 
     Raises:
-        ValueError: the file is of another format or damaged, or the image has too many pixels.
+        ValueError: the file has another format or is damaged, or the image has too many pixels.
     """
     try:
         with PIL.Image.open(io.BytesIO(contents), formats=FORMATS) as image:
             width, height = image.size
             if width * height <= _MAX_PIXELS:
                 return np.asarray(PIL.ImageOps.exif_transpose(image).convert("RGB"))
-    except Exception as error:  # a decoder of a damaged file may fail in any way
-        raise ValueError(f"{name} is no image that can be read; accepted: {', '.join(FORMATS)}") from error
+    except Exception as error:  # decoding a damaged file can fail in any way
+        raise ValueError(f"{name} cannot be read as an image; accepted: {', '.join(FORMATS)}") from error
     raise ValueError(f"{name} has {width} x {height} pixels; accepted: up to {_MAX_PIXELS}")

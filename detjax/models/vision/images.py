@@ -1,7 +1,7 @@
-"""Images: how their pixels become patches, and the patches rows that stand for tokens of a prompt.
+"""Images: conversion of pixels to patches, and of patches to rows that take the place of tokens of a prompt.
 
-The arithmetic is that of the image processors that checkpoints were trained with: bicubic resampling by Pillow, whose
-integer arithmetic is the same on all processors, and float32 for what follows.
+The arithmetic matches the image processors that checkpoints were trained with: bicubic resampling by Pillow, whose
+integer arithmetic is the same on all processors, then float32.
 """
 
 import dataclasses
@@ -24,21 +24,21 @@ from detjax.models.parts.vision import Keys, Patches, Taps, VisionOptions, Visio
 from detjax.runtime import compilation
 
 _MAX_RATIO: Final = 200
-"""How many times as long as the short side the long side of an image may be."""
+"""The maximum ratio of an image's long side to its short side."""
 _PACK_PATCHES: Final = 16384
-"""Patches for which the windows of the images have room that one call of the tower takes, if these are several."""
+"""Patches in one call of the tower for several images, including padding of their windows."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ImageOptions:
-    """How images, or frames of videos, become patches, as `preprocessor_config.json` says it.
+    """The options for converting images, or video frames, to patches, from `preprocessor_config.json`.
 
     Attributes:
-        min_pixels: a smaller image is enlarged to at least so many pixels.
-        max_pixels: a larger image is made smaller, to so many pixels at most.
-        mean: what is subtracted from each channel, whose numbers are from 0 to 1.
-        std: what each channel is then divided by.
-        unread: the file's other keys, as JSON, which change nothing here.
+        min_pixels: the minimum; smaller images are enlarged.
+        max_pixels: the maximum; larger images are reduced.
+        mean: subtracted from each channel, whose numbers are from 0 to 1.
+        std: each channel is then divided by it.
+        unread: the file's other keys, as JSON, which have no effect here.
     """
 
     min_pixels: int = 56 * 56
@@ -54,14 +54,14 @@ class ImageOptions:
         """Returns the options that a `preprocessor_config.json` with the contents `raw` describes.
 
         Args:
-            raw: the contents; empty if there is no such file.
+            raw: the contents; empty without such a file.
             source: the file's name in errors.
-            vision: the tower, which the file must fit.
-            is_for_videos: whether it is a `video_preprocessor_config.json`, which has other bounds if it says none.
+            vision: the tower, which the file must match.
+            is_for_videos: whether it is a `video_preprocessor_config.json`, which has other default bounds.
 
         Raises:
-            CheckpointError: a value is out of range, does not fit the tower, or would change the result and is not
-                served.
+            CheckpointError: a value is out of range, does not match the tower, or is an unsupported option that would
+                change the result.
         """
         file = JsonObject(raw, source)
         fixed = {
@@ -96,7 +96,7 @@ class ImageOptions:
         return cls(least, most, channels["image_mean"], channels["image_std"], unread)
 
     def to_hugging_face(self, vision: VisionOptions) -> dict[str, Any]:
-        """Returns the contents of a `preprocessor_config.json` that says this."""
+        """Returns the contents of an equivalent `preprocessor_config.json`."""
         unread = json.loads(self.unread)
         kind = {} if "video_processor_type" in unread else {"image_processor_type": "Qwen2VLImageProcessor"}
         return {
@@ -124,10 +124,10 @@ def _channels(file: JsonObject, key: str, default: tuple[float, ...], channels: 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ImagePatches:
-    """The patches of one image, those that make one token one after another, the tokens row by row.
+    """The patches of one image: those of one token in sequence, the tokens row by row.
 
     Attributes:
-        pixels: the numbers of each patch: of each channel, frame, row and column.
+        pixels: the numbers of each patch: by channel, frame, row and column.
         rows: rows of patches.
         columns: columns of patches.
     """
@@ -138,7 +138,7 @@ class ImagePatches:
 
     @functools.cached_property
     def digest(self) -> bytes:
-        """A cryptographic digest of the patches and of their arrangement."""
+        """A cryptographic digest of the patches and their arrangement."""
         shape = np.array([self.rows, self.columns, *self.pixels.shape], np.int64)
         hashed = hashlib.blake2b(shape.tobytes(), digest_size=32, person=b"image")
         hashed.update(np.ascontiguousarray(self.pixels).data)
@@ -150,9 +150,9 @@ class VideoPatches:
     """The patches of a video.
 
     Attributes:
-        frames: the patches of as many frames as a patch has, and of the next ones, and so on.
-        seconds: the time from one of these to the next.
-        times: the time of each in seconds, where prompts say it; None where positions of tokens do.
+        frames: the patches of consecutive groups of frames, each as long as a patch.
+        seconds: the time from one group to the next.
+        times: the time of each group in seconds, if prompts state it; None if the positions of tokens do.
     """
 
     frames: tuple[ImagePatches, ...]
@@ -171,15 +171,15 @@ class VideoPatches:
 
     @functools.cached_property
     def digest(self) -> bytes:
-        """A cryptographic digest of the patches, of their arrangement and of their times."""
+        """A cryptographic digest of the patches, their arrangement and their times."""
         contents = b"".join(frame.digest for frame in self.frames)
-        # A time that the prompt says is in its tokens.
+        # Times that the prompt states are part of its tokens.
         seconds = np.float64(self.seconds if self.times is None else 0).tobytes()
         return hashlib.blake2b(seconds + contents, digest_size=32, person=b"video").digest()
 
     @property
     def places(self) -> "tuple[VideoPatches, ...]":
-        """The parts of the video that have places of their own in a prompt."""
+        """The parts of the video that have separate places in a prompt."""
         if self.times is None:
             return (self,)
         pairs = zip(self.frames, self.times, strict=True)
@@ -187,7 +187,7 @@ class VideoPatches:
 
 
 type VisualInput = ImagePatches | VideoPatches
-"""What tokens of a prompt stand for."""
+"""An image or video that tokens of a prompt stand for."""
 
 
 def image_patches(image: UInt8[np.ndarray, "h w C"], options: ImageOptions, vision: VisionOptions) -> ImagePatches:
@@ -199,7 +199,7 @@ def image_patches(image: UInt8[np.ndarray, "h w C"], options: ImageOptions, visi
         vision: the tower.
 
     Raises:
-        ValueError: the image is empty, has other axes, or is too long for its width.
+        ValueError: the image is empty, has other axes, or is too long or too wide.
     """
     if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or 0 in image.shape:
         raise ValueError(
@@ -216,7 +216,7 @@ def image_patches(image: UInt8[np.ndarray, "h w C"], options: ImageOptions, visi
 
 
 def patches_of_frames(pixels: Float32[np.ndarray, "t h w C"], vision: VisionOptions) -> ImagePatches:
-    """Returns the patches of as many normalized frames as a patch has, whose sides are multiples of a token's."""
+    """Returns the patches of one group of normalized frames, whose sides are multiples of a token's."""
     _, height, width, _ = pixels.shape
     size, merge = vision.patch_size, vision.merge_size
     rows, columns = height // size, width // size
@@ -227,14 +227,14 @@ def patches_of_frames(pixels: Float32[np.ndarray, "t h w C"], vision: VisionOpti
 
 
 def resized(height: int, width: int, unit: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
-    """Returns the height and the width that an image gets: multiples of `unit`, close to its shape, within the bounds.
+    """Returns the height and width to resize an image to: multiples of `unit`, close to its shape, within the bounds.
 
     Raises:
         ValueError: one side is more than 200 times as long as the other.
     """
     check_sides(height, width)
     sides = height, width
-    # Halves are rounded to even numbers, as the image processors do it.
+    # Halves are rounded to even numbers, as in the image processors.
     rounded = [round(side / unit) * unit for side in sides]
     if math.prod(rounded) > max_pixels:
         factor = math.sqrt(height * width / max_pixels)
@@ -246,7 +246,7 @@ def resized(height: int, width: int, unit: int, min_pixels: int, max_pixels: int
 
 
 def check_sides(height: int, width: int) -> None:
-    """Refuses images that are too long.
+    """Refuses images that are too long or too wide.
 
     Raises:
         ValueError: one side is more than 200 times as long as the other.
@@ -262,9 +262,9 @@ def check_sides(height: int, width: int) -> None:
 
 
 def image_rows(tower: VisionTower, shown: Sequence[VisualInput]) -> list[Float[np.ndarray, "tokens D"]]:
-    """Returns the rows that stand for the tokens of each image and video, row by row of the image, on the host.
+    """Returns the rows for the tokens of each image and video, in row-major order of the image, on the host.
 
-    To the tower, the frames of a video are images. No bit of an image's rows depends on the other images.
+    The tower treats video frames as images. No bit of an image's rows depends on the other images.
 
     Args:
         tower: the vision tower.
@@ -282,14 +282,14 @@ def rows_by(
     windows: Callable[[int], int] | None = None,
     most_windows: int | None = None,
 ) -> list[Float[np.ndarray, "tokens D"]]:
-    """Returns what `image_rows` returns, computed by a program of a caller's.
+    """Returns the result of `image_rows`, computed by the caller's program.
 
     Args:
         run: returns a row for each token of each window.
         options: the tower's.
         shown: the patches of the images and videos.
-        windows: returns how many windows a call has that needs so many. Default: the next power of two.
-        most_windows: windows of several images that share a call. Default: a fixed number of patches.
+        windows: pads the number of windows of a call. Default: to the next power of two.
+        most_windows: the maximum number of windows of several images in a call. Default: a fixed number of patches.
     """
     counts = [len(one.frames) if isinstance(one, VideoPatches) else 1 for one in shown]
     images = [frame for one in shown for frame in (one.frames if isinstance(one, VideoPatches) else (one,))]
@@ -297,7 +297,7 @@ def rows_by(
     for pack in _packs(images, options, most_windows or _PACK_PATCHES // options.window_patches):
         needed = sum(len(_windows(image, options)) for image in pack)
         patches, tokens = packed(pack, options, (windows or _power_of_two)(needed))
-        # Indexed on the host: each number of tokens would be another program of the device.
+        # Indexed on the host: on the device, each number of tokens would need another program.
         pack_rows = np.asarray(run(patches)).reshape(-1, options.output_width)
         rows += [pack_rows[index] for index in tokens]
     ends = np.cumsum([0, *counts]).tolist()
@@ -310,7 +310,7 @@ def _window_rows(network: Network[VisionTower], weights: Weights, patches: Patch
 
 
 def _packs(images: Iterable[ImagePatches], options: VisionOptions, most: int) -> Iterator[list[ImagePatches]]:
-    """The images in their order, some at a time, with up to `most` windows together."""
+    """Groups the images in order, with up to `most` windows per group."""
     pack: list[ImagePatches] = []
     total = 0
     for image in images:
@@ -325,7 +325,7 @@ def _packs(images: Iterable[ImagePatches], options: VisionOptions, most: int) ->
 
 
 def window_counts(options: VisionOptions, tokens: int) -> list[int]:
-    """Returns the numbers of windows that calls of the tower have for images of up to so many tokens."""
+    """Returns the numbers of windows in calls of the tower for images of up to `tokens` tokens."""
     side = options.window_side
     most = -(-tokens * options.merged // options.window_patches)
     if side is not None:
@@ -336,16 +336,16 @@ def window_counts(options: VisionOptions, tokens: int) -> list[int]:
 
 
 def empty_pack(options: VisionOptions, windows: int) -> Patches:
-    """Returns the patches of no image, with room for so many windows."""
+    """Returns an empty patch batch with capacity for `windows` windows."""
     return packed((), options, windows)[0]
 
 
 def packed(
     images: Sequence[ImagePatches], options: VisionOptions, count: int
 ) -> tuple[Patches, list[Int32[np.ndarray, "n"]]]:
-    """Returns the patches of some images window by window, and for each image where the rows of its tokens come out.
+    """Returns the patches of some images by window, and for each image the output rows of its tokens.
 
-    All sizes follow from the number of windows, `count`, so that packs with as many share their program.
+    All sizes depend only on the number of windows, `count`, so batches with the same number share a program.
     """
     merged, room = options.merged, options.window_patches
     pixels = np.zeros((count, room, math.prod(options.patch_shape)), np.float32)
@@ -362,7 +362,7 @@ def packed(
             sizes[window] = image.rows, image.columns
             window_lengths[window], image_lengths[window] = len(patches), len(image.pixels)
             place[patches] = window * room + np.arange(len(patches))
-        # A token's row comes out where its first patch went in.
+        # A token's row is at the position of its first patch.
         tokens.append(place[::merged] // merged)
         places.append(([place[patches] for patches in index], range(first, first + len(index))))
         first += len(index)
@@ -375,9 +375,9 @@ def packed(
 
 
 def _taps(coordinates: Int32[np.ndarray, "W T 2"], sizes: Int32[np.ndarray, "W 1 2"], side: int) -> Taps:
-    """The corners of the square of a table of `side` rows and columns in which each patch lies, and their shares.
+    """Returns the four entries around each patch in a table of `side` rows and columns, and their weights.
 
-    The first patch of a row lies on the first column, the last one on the last, and so on. The arithmetic is float32.
+    The first patch of a row is at the first column, the last one at the last column. The arithmetic is float32.
     """
     place = coordinates.astype(np.float32) * np.float32(side - 1) / np.maximum(sizes - 1, 1).astype(np.float32)
     first, steps = np.floor(place)[..., None], np.arange(2, dtype=np.float32)
@@ -389,9 +389,9 @@ def _taps(coordinates: Int32[np.ndarray, "W T 2"], sizes: Int32[np.ndarray, "W 1
 
 
 def _windows(image: ImagePatches, options: VisionOptions) -> list[Int32[np.ndarray, "n"]]:
-    """The patches of each window, from the image's corner on; those at the edges are smaller.
+    """Returns the patches of each window, starting at the image's corner; windows at the edges are smaller.
 
-    Where there are no windows, these are pieces of the image, the last of which is smaller.
+    Without windows, these are chunks of the image, the last of which is smaller.
     """
     side, merge, merged = options.window_side, options.merge_size, options.merged
     patches = np.arange(len(image.pixels), dtype=np.int32)
@@ -403,7 +403,7 @@ def _windows(image: ImagePatches, options: VisionOptions) -> list[Int32[np.ndarr
 
 
 def _coordinates(image: ImagePatches, options: VisionOptions) -> Int32[np.ndarray, "N 2"]:
-    """The row and the column of each patch."""
+    """Returns the row and the column of each patch."""
     merge = options.merge_size
     rows, columns = np.meshgrid(np.arange(image.rows), np.arange(image.columns), indexing="ij")
     grid = np.stack([rows, columns], axis=-1).astype(np.int32)
@@ -412,7 +412,7 @@ def _coordinates(image: ImagePatches, options: VisionOptions) -> Int32[np.ndarra
 
 
 def _keys(groups: Sequence[tuple[np.ndarray, Iterable[int]]], lengths: Int32[np.ndarray, "W"], most_pages: int) -> Keys:
-    """Pages with the patches of each group, for the windows that see them."""
+    """Makes pages of the patches of each group, for the windows that see them."""
     pages = [-(-len(patches) // KV_BLOCK) for patches, _ in groups]
     patch = np.zeros((most_pages, KV_BLOCK), np.int32)
     table = np.zeros((len(lengths), most_pages), np.int32)

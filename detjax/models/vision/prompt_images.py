@@ -1,4 +1,4 @@
-"""Images and videos of prompts: their tokens, their rows in a step, and what the prefix cache knows them by."""
+"""Images and videos of prompts: their tokens, their rows in a step, and their identity in the prefix cache."""
 
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
@@ -20,23 +20,23 @@ from detjax.models.vision.images import (
 from detjax.models.vision.videos import Video, video_patches
 
 type ImageSpan = tuple[int, int, bytes]
-"""The position of an image's first token, that of the token after its last, and the digest of its content."""
+"""The position of an image's first token, the position after its last token, and the digest of its content."""
 type GivenImage = np.ndarray | ImagePatches | Video | VideoPatches
-"""What requests may have as an image or a video; see `Request.images`."""
+"""Accepted types of images and videos in requests; see `Request.images`."""
 
 
 class PromptImages:
     """The images and videos of a prompt. The samples of a request share them.
 
     Attributes:
-        patches: the patches of each, and of each frame that has a place of its own.
-        spans: where the tokens of each are, and what it is.
-        excess: by how much the coordinates of generated tokens exceed their positions.
-        rows: the rows that the vision tower made of each; empty until it has.
+        patches: the patches of each image and video, and of each frame that has a separate place.
+        spans: the tokens of each, and its digest.
+        excess: the difference between the coordinates and positions of generated tokens.
+        rows: the vision tower's rows for each; empty until they are computed.
     """
 
     def __init__(self, patches: Sequence[VisualInput], tokens: Sequence[int], config: DecoderConfig) -> None:
-        """The images and videos of a prompt whose placeholders are those of them."""
+        """Takes the images and videos that the prompt's placeholders stand for."""
         assert config.vision is not None
         runs = image_runs(tokens, config.placeholders)
         self.patches = tuple(places(patches))
@@ -46,13 +46,13 @@ class PromptImages:
         self.rows: list[np.ndarray] = []
 
     def coordinates(self, start: int, count: int) -> Int32[np.ndarray, "n 3"]:
-        """Returns the coordinates of consecutive tokens, generated ones included."""
+        """Returns the coordinates of consecutive tokens, including generated ones."""
         known = self._coordinates[start : start + count]
         later = np.arange(start + len(known), start + count, dtype=np.int32) + np.int32(self.excess)
         return np.concatenate([known, np.repeat(later[:, None], 3, axis=1)])
 
     def put_rows(self, start: int, count: int, present: np.ndarray, rows: Float[np.ndarray, "n D"]) -> None:
-        """Puts the images' rows of consecutive tokens into arrays with a row for each of them."""
+        """Writes the images' rows of consecutive tokens to arrays with one row per token."""
         for (first, stop, _), image in zip(self.spans, self.rows, strict=True):
             begin, end = max(first, start), min(stop, start + count)
             if begin < end:
@@ -61,27 +61,27 @@ class PromptImages:
 
 
 class ImageReader:
-    """Makes patches of images and videos as a model takes them.
+    """Makes the patches of images and videos for a model.
 
     Attributes:
-        config: the model's.
-        sampling: which frames of a file with a video the model sees.
+        config: the model's configuration.
+        sampling: the selection of frames from video files.
     """
 
     def __init__(self, config: DecoderConfig, images: ImageOptions | None, videos: ImageOptions | None) -> None:
-        """A reader for a model, which may take no images.
+        """Makes a reader for a model, which may not support images.
 
         Args:
             config: the model's configuration.
             images: how images become patches; None: the defaults.
-            videos: how frames of videos become patches; None: as images do.
+            videos: how video frames become patches; None: as images do.
 
         Raises:
-            CheckpointError: the checkpoint's file for videos asks for frames in a way that is not served.
+            CheckpointError: the checkpoint's file for videos has an unsupported selection of frames.
         """
         self.config = config
         self._images = images or ImageOptions()
-        # transformers reads an old checkpoint's one file for both.
+        # transformers uses an old checkpoint's only file for both.
         self._videos = videos or self._images
         vision = config.vision
         self.sampling = FrameSampling() if vision is None else FrameSampling.from_options(self._videos, vision)
@@ -90,17 +90,17 @@ class ImageReader:
         """Returns the patches of a request's images and videos.
 
         Args:
-            name: what error messages call the request.
+            name: the request's name in errors.
             given: see `Request.images`.
 
         Raises:
-            ValueError: the model takes no images, or one is none that it takes.
+            ValueError: the model does not support images, or one of them is invalid.
         """
         if not len(given):
             return []
         if self.config.vision is None:
             raise ValueError(
-                f"{name} has {len(given)} images, and {self.config.architecture} reads text alone; accepted: no "
+                f"{name} has {len(given)} images, and {self.config.architecture} reads only text; accepted: no "
                 "images, or a model with a vision tower"
             )
         patches: list[VisualInput] = []
@@ -130,19 +130,19 @@ def with_image_tokens(
 ) -> Sequence[int]:
     """Returns a prompt's tokens with as many placeholders as its images and videos have tokens.
 
-    Where prompts say the times of a video's frames, and one placeholder stands for the whole video, the times and a
-    place for each frame are written in its stead: `<0.3 seconds>`, the token that begins an image, the frame, and the
-    token that ends it. That is what transformers' processor writes.
+    If prompts state the times of video frames, and one placeholder stands for the whole video, it is replaced by the
+    time and the place of each frame: `<0.3 seconds>`, the token that begins an image, the frame, and the token that
+    ends it. This matches transformers' processor.
 
     Args:
-        name: what error messages call the prompt.
-        config: the model's.
-        tokens: the prompt, in which one placeholder, or as many as it has tokens, stand for each image or video.
+        name: the prompt's name in errors.
+        config: the model's configuration.
+        tokens: the prompt, in which each image or video has one placeholder, or one per token.
         images: the images and videos in the order of the prompt.
-        tokenizer: writes the times of frames. Without it, the prompt has them.
+        tokenizer: encodes the times of frames. Without it, the prompt must contain them.
 
     Raises:
-        ValueError: the prompt's placeholders are not those of the images and videos.
+        ValueError: the prompt's placeholders do not match the images and videos.
     """
     if config.vision is None:
         return tokens
@@ -153,7 +153,7 @@ def with_image_tokens(
 def _with_times(
     config: DecoderConfig, tokens: Sequence[int], images: Sequence[VisualInput], tokenizer: Tokenizer | None
 ) -> Sequence[int]:
-    """The prompt with a place for each frame that has its own, if it has one for each video so far."""
+    """Writes a place for each frame that has a separate one, if each video has a single place so far."""
     runs = image_runs(tokens, config.placeholders)
     has_times = any(isinstance(image, VideoPatches) and image.times is not None for image in images)
     if tokenizer is None or not has_times or len(runs) != len(images):
@@ -168,7 +168,7 @@ def _with_times(
         times = [tokenizer.encode(f"<{time:.1f} seconds>", add_special_tokens=False) for time in image.times]
         before = [*times[0], begin]
         if len(times) == 1 and list(tokens[max(first - len(before), 0) : first]) == before:
-            continue  # one place, and its time stands before it
+            continue  # a single place that follows its time
         written += tokens[copied:first]
         for time in times:
             written += [*time, begin, video, end]
@@ -179,7 +179,7 @@ def _with_times(
 def _with_all_tokens(
     name: str, config: DecoderConfig, tokens: Sequence[int], images: Sequence[VisualInput]
 ) -> Sequence[int]:
-    """The prompt with all placeholders of images, videos and frames, each of which has a place in it."""
+    """Expands the placeholders of images, videos and frames, each of which has a place in the prompt."""
     vision = config.vision
     assert vision is not None
     runs = image_runs(tokens, config.placeholders)
@@ -192,8 +192,8 @@ def _with_all_tokens(
             else ""
         )
         raise ValueError(
-            f"{name} has {len(runs)} places for images, which are tokens {known} with others between them, and comes "
-            f"with {len(images)} images; accepted: one place for each image{frames}"
+            f"{name} has {len(runs)} places for images, which are tokens {known} with others between them, and "
+            f"{len(images)} images; accepted: one place for each image{frames}"
         )
     expanded, end = [], 0
     for index, ((first, stop), image) in enumerate(zip(runs, images, strict=True)):
@@ -219,15 +219,15 @@ def _with_all_tokens(
 
 
 def places(shown: Iterable[VisualInput]) -> list[VisualInput]:
-    """Returns what has places of its own in a prompt: images, videos, and frames of videos whose times prompts say."""
+    """Returns the inputs with separate places in a prompt: images, videos, and frames whose times prompts state."""
     return [part for one in shown for part in (one.places if isinstance(one, VideoPatches) else (one,))]
 
 
 class TokenGrid(NamedTuple):
-    """The arrangement of the tokens that stand for an image or a video.
+    """The arrangement of the tokens of an image or a video.
 
     Attributes:
-        times: the time of each frame from the first one on, in positions.
+        times: the time of each frame relative to the first one, in positions.
         rows: rows of tokens of a frame.
         columns: columns of tokens of a frame.
     """
@@ -238,12 +238,12 @@ class TokenGrid(NamedTuple):
 
     @property
     def size(self) -> int:
-        """How many tokens there are."""
+        """The number of tokens."""
         return len(self.times) * self.rows * self.columns
 
 
 def token_grid(shown: VisualInput, vision: VisionOptions) -> TokenGrid:
-    """Returns the arrangement of the tokens that stand for an image or a video."""
+    """Returns the arrangement of the tokens of an image or a video."""
     times = (0,)
     if isinstance(shown, VideoPatches) and vision.tokens_per_second is not None:
         pace = np.float32(vision.tokens_per_second) * np.float32(shown.seconds)
@@ -254,20 +254,19 @@ def token_grid(shown: VisualInput, vision: VisionOptions) -> TokenGrid:
 def token_coordinates(
     tokens: Sequence[int], placeholders: Collection[int], grids: Sequence[TokenGrid]
 ) -> tuple[Int32[np.ndarray, "T 3"], int]:
-    """Returns the coordinates of a prompt's tokens, and by how much those of later tokens exceed their positions.
+    """Returns the coordinates of a prompt's tokens, and the difference between later tokens' coordinates and positions.
 
-    A text's token has its number in all three. A token of an image or of a video's frame has the time, and its row and
-    column; the text goes on behind the last row and column (Wang et al. 2024, Qwen2-VL, section 2.1), and generated
-    text behind all coordinates.
+    All three coordinates of a text token are its index. A token of an image or video frame has the time, its row and
+    its column; the text continues after the last row and column (Wang et al. 2024, Qwen2-VL, section 2.1), and
+    generated text after all coordinates.
 
     Args:
-        tokens: the prompt, in which each image and each video has as many placeholders one after another as it has
-            tokens.
-        placeholders: the tokens that stand for parts of images and of videos.
+        tokens: the prompt, in which each image and video has as many consecutive placeholders as it has tokens.
+        placeholders: the tokens that stand for parts of images and videos.
         grids: the arrangement of each image's or video's tokens.
 
     Raises:
-        ValueError: the prompt's placeholders are not those of the images and videos.
+        ValueError: the prompt's placeholders do not match the images and videos.
     """
     parts, position, start = [], 0, 0
     runs = image_runs(tokens, placeholders)
@@ -290,7 +289,7 @@ def token_coordinates(
 
 
 def image_runs(tokens: Sequence[int], placeholders: Collection[int]) -> list[tuple[int, int]]:
-    """Returns the first token of each run of one placeholder, and what follows its last."""
+    """Returns the start and end of each run of one placeholder."""
     runs, ids = [], np.asarray(tokens)
     for placeholder in placeholders:
         edges = np.diff(np.concatenate([[0], ids == placeholder, [0]]).astype(np.int8))

@@ -1,4 +1,4 @@
-"""Files of videos: animated images, and lists of images that are frames. No other container is decoded."""
+"""Video files: animated images, and lists of images as frames. Other containers are not decoded."""
 
 import io
 import itertools
@@ -17,15 +17,15 @@ from detjax.models.vision.image_files import read_pixels
 from detjax.models.vision.videos import Video
 
 FORMATS: Final = ("GIF", "PNG", "WEBP")
-"""The formats of animations that are read, as Pillow calls them."""
+"""The accepted animation formats, by Pillow's names."""
 _MAX_FRAME_PIXELS: Final = 1 << 24
-"""The most pixels of a frame."""
+"""The maximum number of pixels of a frame."""
 _MAX_PIXELS: Final = 1 << 27
-"""The most pixels of all frames together that a model is to see."""
+"""The maximum number of pixels of all frames that a model sees."""
 _MAX_DECODED: Final = 1 << 30
-"""The most pixels of all frames of a file, each of which is decoded."""
+"""The maximum number of pixels of all frames of a file, each of which is decoded."""
 _LIKE_BROWSERS: Final = 100
-"""Milliseconds of a frame whose file says none."""
+"""Milliseconds of a frame without a duration, as in browsers."""
 _ADVICE: Final = (
     "Decode it where it comes from, for example with ffmpeg, and send an animated WEBP, or its frames as "
     "data:video/jpeg;base64, with a comma between two of them."
@@ -33,18 +33,18 @@ _ADVICE: Final = (
 
 
 def read_video(name: str, contents: bytes, sampling: FrameSampling) -> Video:
-    """Returns the frames of an animation that a model is to see, with their times; transparency is dropped.
+    """Returns the frames of an animation that a model sees, with their times; transparency is dropped.
 
-    The animation is taken as a video whose frames are all as long as the longest time that every change of it is a
-    multiple of. For one with frames of equal length, these are its frames.
+    The animation is treated as a video whose frames all have the same duration: the longest one that divides the
+    durations of the animation's frames. If those are equal, the video has the animation's frames.
 
     Args:
-        name: what error messages call the video.
-        contents: the file's.
-        sampling: which frames are chosen.
+        name: the video's name in errors.
+        contents: the file's contents.
+        sampling: the selection of frames.
 
     Raises:
-        ValueError: the file is no animation of these formats, or it has too many frames or pixels.
+        ValueError: the file is not an animation in one of these formats, or it has too many frames or pixels.
     """
     if (container := _container(contents)) is not None:
         raise ValueError(f"{name} is {container}, which is not decoded; accepted: {_accepted()}. {_ADVICE}")
@@ -67,22 +67,22 @@ def read_video(name: str, contents: bytes, sampling: FrameSampling) -> Video:
             pixels = dict(_frames(image, sorted(set(shown))))
     except _TooLarge as error:
         raise ValueError(str(error)) from error
-    except Exception as error:  # a decoder of a damaged file may fail in any way
-        raise ValueError(f"{name} is no video that can be read; accepted: {_accepted()}. {_ADVICE}") from error
+    except Exception as error:  # decoding a damaged file can fail in any way
+        raise ValueError(f"{name} cannot be read as a video; accepted: {_accepted()}. {_ADVICE}") from error
     times = [index / rate for index in indices]
     return Video([pixels[index] for index in shown], len(indices) / total * rate, times)
 
 
 def read_frames(name: str, files: Sequence[bytes], sampling: FrameSampling) -> Video:
-    """Returns the video whose frames are images, at `sampling.fps` frames a second, all of which a model is to see.
+    """Returns the video with these images as frames, `sampling.fps` per second; a model sees all of them.
 
     Args:
-        name: what error messages call the video.
+        name: the video's name in errors.
         files: the contents of the images' files.
-        sampling: how many frames a second has, and how many a video has at most.
+        sampling: the number of frames per second, and the maximum number of frames.
 
     Raises:
-        ValueError: a file is no image, or there are too many of them or too many pixels.
+        ValueError: a file is not an image, or the video has too many frames or pixels.
     """
     if len(files) > sampling.max_frames:
         raise ValueError(f"{name} has {len(files)} frames; accepted: up to {sampling.max_frames}, which is max_frames")
@@ -101,7 +101,7 @@ def read_frames(name: str, files: Sequence[bytes], sampling: FrameSampling) -> V
 
 
 class _TooLarge(Exception):
-    """Why a video is refused; no library raises it."""
+    """A video is refused. No library raises this exception, so it is distinct from decoding errors."""
 
 
 def _accepted() -> str:
@@ -109,7 +109,7 @@ def _accepted() -> str:
 
 
 def _container(contents: bytes) -> str | None:
-    """The name of a container of videos that no installed library decodes; None: it is none of the known ones."""
+    """Returns the name of a known video container that no installed library decodes; None: not a known container."""
     if contents[4:8] in (b"ftyp", b"moov", b"mdat", b"wide"):
         return "an MP4, QuickTime or AVIF file"
     if contents[:4] == b"RIFF" and contents[8:12] == b"AVI ":
@@ -135,19 +135,19 @@ def _check_sizes(name: str, width: int, height: int, count: int) -> None:
 
 
 def _lengths(image: PIL.Image.Image, count: int) -> list[Fraction]:
-    """The length of each frame in milliseconds."""
+    """Returns the duration of each frame in milliseconds."""
     lengths = []
     for index in range(count):
         image.seek(index)
-        image.load()  # WEBP's times are known then
-        # The numbers of APNG are quotients of 16 bits, of a second.
+        image.load()  # WEBP's durations are known only after loading
+        # APNG's durations are quotients of 16-bit numbers, in seconds.
         given = Fraction(image.info.get("duration") or 0).limit_denominator(1 << 16)
         lengths.append(given if given > 0 else Fraction(_LIKE_BROWSERS))
     return lengths
 
 
 def _common(lengths: Sequence[Fraction]) -> int:
-    """The least common denominator."""
+    """Returns the least common denominator."""
     return math.lcm(*(length.denominator for length in lengths))
 
 

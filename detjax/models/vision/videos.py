@@ -1,7 +1,7 @@
-"""Videos: how frames become patches, as the video processors do it that checkpoints are served with.
+"""Videos: conversion of frames to patches that matches Hugging Face's video processors.
 
-Frames are resized as PyTorch does it on processors with AVX2: in integers, with weights of 16 bits. Pillow's, by which
-images are resized, have more, so that one number in a hundred differs by 1.
+Frames are resized like PyTorch does on processors with AVX2: in integers, with 16-bit weights. Pillow, which resizes
+images, uses more bits, so about 1 % of the numbers differ by 1.
 """
 
 import dataclasses
@@ -16,18 +16,18 @@ from detjax.models.parts.vision import VisionOptions
 from detjax.models.vision.images import ImageOptions, VideoPatches, check_sides, patches_of_frames, resized
 
 _MAX_PRECISION: Final = 22
-"""Bits behind the point of the weights of resampling at most."""
+"""The maximum number of fractional bits of resampling weights."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Video:
-    """Frames of a video, those that a model is to see.
+    """Frames of a video that a model sees.
 
     Attributes:
         frames: red, green and blue of each pixel, uint8 `[frames, height, width, 3]`, or a list of such frames.
-        fps: how many of these frames a second has.
-        times: when each frame is shown, in seconds from the video's beginning, for models whose prompts say it, as
-            Qwen3.5's do. Qwen2.5-VL's know `fps` alone. Default: frames are at equal distances, the first one at 0.
+        fps: these frames per second.
+        times: the time of each frame in seconds from the video's beginning, for models whose prompts state it, such as
+            Qwen3.5's. Qwen2.5-VL uses only `fps`. Default: frames are equally spaced, the first one at 0.
     """
 
     frames: np.ndarray | Sequence[np.ndarray]
@@ -36,7 +36,7 @@ class Video:
 
 
 def video_patches(video: Video, options: ImageOptions, vision: VisionOptions) -> VideoPatches:
-    """Returns the patches of a video, all of whose frames are taken; choosing some of them is the caller's.
+    """Returns the patches of a video from all its frames; selecting frames is up to the caller.
 
     Args:
         video: the frames.
@@ -44,11 +44,11 @@ def video_patches(video: Video, options: ImageOptions, vision: VisionOptions) ->
         vision: the tower.
 
     Raises:
-        ValueError: there is no frame, frames are empty, differ in size or have other axes, a frame is too long for its
-            width, the frames of a second are no positive number, or there is not a time for each frame.
+        ValueError: the video has no frames; frames are empty, differ in size, have other axes, or are too long or too
+            wide; `fps` is not positive; or the number of times differs from the number of frames.
     """
     if not 0 < video.fps < math.inf:
-        raise ValueError(f"video_patches: fps is {video.fps}; accepted: a finite number > 0, of the frames of a second")
+        raise ValueError(f"video_patches: fps is {video.fps}; accepted: a finite number > 0, in frames per second")
     shapes = {(np.asarray(frame).dtype.name, np.asarray(frame).shape) for frame in video.frames}
     if len(shapes) != 1:
         raise ValueError(
@@ -69,12 +69,12 @@ def video_patches(video: Video, options: ImageOptions, vision: VisionOptions) ->
         )
     frames = np.stack([np.asarray(frame) for frame in video.frames])
     unit = vision.patch_size * vision.merge_size
-    if vision.tokens_per_second is None:  # the bounds are those of all frames together
+    if vision.tokens_per_second is None:  # the bounds apply to all frames together
         height, width = _resized_together(frames.shape, unit, vision.temporal_patch_size, options)
     else:
         height, width = resized(shape[0], shape[1], unit, options.min_pixels, options.max_pixels)
     pixels = _resampled(frames, height, width).astype(np.float32)
-    # The two steps of images are one here.
+    # Images take two steps where this is one.
     mean, std = (np.array(numbers, np.float32) * np.float32(255) for numbers in (options.mean, options.std))
     pixels = (pixels - mean) / std
     missing = -len(pixels) % vision.temporal_patch_size
@@ -88,7 +88,7 @@ def video_patches(video: Video, options: ImageOptions, vision: VisionOptions) ->
 
 
 def _times_of_groups(times: Sequence[float], size: int) -> tuple[float, ...]:
-    """The middle between the first and the last frame of each group, of which the last group may need more frames."""
+    """Returns the middle between the first and last time of each group; the last group may be incomplete."""
     lasts = [times[min(first + size, len(times)) - 1] for first in range(0, len(times), size)]
     return tuple((first + last) / 2 for first, last in zip(times[::size], lasts, strict=True))
 
@@ -98,13 +98,13 @@ def _quoted(times: Sequence[float]) -> str:
 
 
 def _resized_together(shape: tuple[int, ...], unit: int, temporal: int, options: ImageOptions) -> tuple[int, int]:
-    """The height and the width that frames get where the bounds hold for the pixels of all frames."""
+    """Returns the height and width to resize frames to if the bounds apply to the pixels of all frames together."""
     frames, height, width = shape[:3]
     if min(height, width) < unit:
         scale = max(unit / height, unit / width)
         height, width = int(height * scale), int(width * scale)
     check_sides(height, width)
-    # As many frames as the patches have; the last one is repeated if there is one too few.
+    # The number of frames in the patches; if one is missing, the last frame is repeated.
     counted = max(round(frames / temporal) * temporal, 1)
     exact = frames * height * width
     sides = [round(side / unit) * unit for side in (height, width)]
@@ -118,7 +118,7 @@ def _resized_together(shape: tuple[int, ...], unit: int, temporal: int, options:
 
 
 def _resampled(frames: UInt8[np.ndarray, "F h w C"], height: int, width: int) -> UInt8[np.ndarray, "F H W C"]:
-    """The frames in another size, by bicubic resampling with antialiasing: first the columns, then the rows."""
+    """Resizes frames by bicubic resampling with antialiasing: first the columns, then the rows."""
     for axis, size in ((2, width), (1, height)):
         if frames.shape[axis] == size:
             continue
@@ -130,7 +130,7 @@ def _resampled(frames: UInt8[np.ndarray, "F h w C"], height: int, width: int) ->
 
 
 def _weights(size: int, target: int) -> Float64[np.ndarray, "H h"]:
-    """For each pixel of the target, the weight of each pixel of the source."""
+    """Returns the weight of each pixel of the source for each pixel of the target."""
     scale = size / target
     stretch = max(scale, 1.0)
     weights = np.zeros((target, size))
@@ -152,7 +152,7 @@ def _cubic(x: float) -> float:
 
 
 def _integer_weights(weights: Float64[np.ndarray, "H h"]) -> tuple[Int32[np.ndarray, "H h"], int]:
-    """Integers of 16 bits, and the bits behind their point: as many as the largest weight leaves."""
+    """Returns 16-bit integer weights and their number of fractional bits: as many as the largest weight allows."""
     largest = float(weights.max())
     precision = next(
         bits
