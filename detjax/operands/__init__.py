@@ -1,4 +1,4 @@
-"""Arrays and options that operations take: pages of keys and values, states of linear attention, sampling parameters.
+"""Arrays and options of operations: KV pages, states of linear attention, sampling parameters.
 
-Read `options` first, then `kv_pages`; `numerics` and `rounding` are the small functions that all backends share.
+Read `options` first, then `kv_pages`; `numerics` and `rounding` are small functions that all backends share.
 """

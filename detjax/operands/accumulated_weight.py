@@ -1,4 +1,4 @@
-"""A weight with the sum of its gradients so far: how a gradient is carried from one microbatch to the next."""
+"""Weights with the sum of their gradients, which carry gradients from one microbatch to the next."""
 
 from collections.abc import Iterable, Sequence
 from types import EllipsisType
@@ -15,18 +15,17 @@ from detjax.contract import ACCUMULATOR
 class AccumulatedWeight:
     """A weight, and the float32 sums to which a backward pass adds the weight's gradient.
 
-    An operation takes one in place of a weight. It computes with the value, and the *next* sum, `sum + gradient`, comes
-    back as the sum's cotangent: the gradient of a loss with regard to the sums is what the sums are after this
-    microbatch. So the order in which tokens are added does not depend on where microbatches begin. The value itself has
-    no gradient.
+    Operations accept it in place of a weight. They compute with the value and return the *next* sum, `sum + gradient`,
+    as the sum's cotangent: the gradient of a loss with respect to the sums is the sums after this microbatch. So the
+    order in which tokens are added does not depend on microbatches. The value itself has no gradient.
 
-    Each sum belongs to one operation of a model. A weight that several operations share cannot be accumulated, but for
-    one that is both an embedding and a head, which has two sums.
+    Each sum belongs to one operation of a model. A weight that several operations share cannot be accumulated, except
+    for a table that is both an embedding and a head, which has two sums.
 
     Attributes:
         value: the weight.
-        products: the sum over the tokens that met the weight in an operation; None for a table that only gives rows.
-        lookups: for the table of an embedding, the sum over the tokens that read its rows.
+        products: the sum over the tokens that used the weight in an operation; None for a table with only lookups.
+        lookups: for an embedding's table, the sum over the tokens that looked up its rows.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -62,25 +61,23 @@ class AccumulatedWeight:
     def __getitem__(self, index: EllipsisType) -> "AccumulatedWeight":
         """Returns the weight itself for `...`, so that a module's parameter may hold one."""
         if index is not Ellipsis:
-            raise TypeError(f"AccumulatedWeight: index {index!r}; accepted: ..., since operations take it as a whole")
+            raise TypeError(f"AccumulatedWeight: index {index!r}; accepted: ..., because operations take it as a whole")
         return self
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], None]:
-        """Returns the arrays with their names."""
         names = ("value", "products", "lookups")
         return [(jax.tree_util.GetAttrKey(name), getattr(self, name)) for name in names], None
 
     @classmethod
     def tree_unflatten(cls, _: None, arrays: Iterable[Any]) -> "AccumulatedWeight":
-        """Returns the weight with these arrays."""
-        # JAX rebuilds pytrees with objects of its own in place of arrays, which a constructor's checks would refuse.
+        # JAX rebuilds pytrees with placeholders for arrays, which a constructor's checks would refuse.
         weight = object.__new__(cls)
         weight.value, weight.products, weight.lookups = arrays
         return weight
 
 
 type Weight = Float[Array, "..."] | AccumulatedWeight
-"""A weight, with the sum of its gradients or without."""
+"""A weight with or without the sum of its gradients."""
 
 
 @overload
@@ -88,14 +85,14 @@ def value_and_sum(weight: Weight) -> tuple[Array, Array | None]: ...
 @overload
 def value_and_sum(weight: Weight | None) -> tuple[Array | None, Array | None]: ...
 def value_and_sum(weight: Any) -> tuple[Any, Array | None]:
-    """Returns the value of a weight, and the sum over the tokens that meet it: None where there is no sum."""
+    """Returns the value of a weight and its sum `products`, or None if it has no sum."""
     return (weight.value, weight.products) if isinstance(weight, AccumulatedWeight) else (weight, None)
 
 
 def fresh_and_carried(
     gradients: Sequence[Array | None], sums: Sequence[Array | None]
 ) -> tuple[tuple[Array | None, ...], tuple[Array | None, ...]]:
-    """Returns gradients as the cotangents of an operation's weights, and as those of the weights' sums.
+    """Splits gradients into cotangents of an operation's weights and cotangents of the weights' sums.
 
     Args:
         gradients: for each weight its gradient, or its next sum if it has one.
@@ -107,9 +104,9 @@ def fresh_and_carried(
 
 
 def with_fresh_sum(weight: Any) -> Any:
-    """Returns the value of a weight. Its gradient, rounded as usual, is added to the weight's sum as one number.
+    """Returns the value of a weight. The rounded gradient of each call is added to the weight's sum.
 
-    That is how frameworks accumulate gradients. The sum depends on where microbatches begin.
+    Frameworks usually accumulate gradients like this; the sum depends on the microbatches.
     """
     if not isinstance(weight, AccumulatedWeight):
         return weight

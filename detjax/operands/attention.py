@@ -1,4 +1,4 @@
-"""The arrays of attention, as the operation passes them to the backends."""
+"""The arrays of attention, as passed to the backends."""
 
 from typing import NamedTuple
 
@@ -8,14 +8,14 @@ from detjax.operands.kv_pages import KVPages, Queries
 
 
 class AttentionOperands(NamedTuple):
-    """The arrays that `ops.attention` takes, or their gradients.
+    """The arrays of `ops.attention`, or their gradients.
 
     Attributes:
         q: queries `[B, T, H, K]`, or packed, `[N, H, K]`.
         kv: pages of keys and values.
-        queries: where the queries stand in their requests.
+        queries: the queries' positions in their requests.
         sinks: a logit per head, `[H]`.
-        mask: `[B or 1, H or 1, T, s]`; packed queries have none.
+        mask: `[B or 1, H or 1, T, s]`; None for packed queries.
     """
 
     q: Array

@@ -1,7 +1,7 @@
-"""The nouns of paged attention: the pages of a KV cache, and the queries that read and extend them.
+"""The pages of a KV cache, and the queries that read and extend them.
 
-A page holds `contract.KV_BLOCK` consecutive tokens of one request: token `i` of request `b` lies in slot
-`i % KV_BLOCK` of page `page_table[b, i // KV_BLOCK]`.
+A page holds `contract.KV_BLOCK` consecutive tokens of one request: token `i` of request `b` is in slot `i % KV_BLOCK`
+of page `page_table[b, i // KV_BLOCK]`.
 """
 
 import dataclasses
@@ -22,21 +22,21 @@ from detjax.operands.quantized_pages import quantized_layout as quantized_layout
 if TYPE_CHECKING:
     Arrays = Array
 else:
-    # The host computes queries in NumPy; programs see arrays of JAX, which is all that a type checker need know.
+    # The host computes queries in NumPy; programs see JAX arrays.
     Arrays = np.ndarray | Array
 
 
 type Pages = Float[Array, "P h S K"] | QuantizedPages
-"""Pages of keys, or of values."""
+"""Pages of keys or values."""
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class KeyColumns:
-    """Values that are the first columns of their keys, and have no pages: latent attention has such.
+    """Values that are the first columns of their keys and have no pages, as in latent attention.
 
     Attributes:
-        width: how many columns.
+        width: number of columns.
 
     Example:
         >>> ops.KVPages(jnp.zeros((4, 1, 128, 24)), ops.KeyColumns(16)).v.width
@@ -49,12 +49,12 @@ class KeyColumns:
 class KVPages(NamedTuple):
     """Keys and values of one layer, in pages of `contract.KV_BLOCK` tokens.
 
-    It is a named tuple since every step of an engine takes apart and rebuilds one for each layer, which JAX does with
-    a named tuple in less than half of the time that it needs for a dataclass.
+    It is a named tuple because each step of an engine flattens and rebuilds one per layer, which takes JAX less than
+    half as long as for a dataclass.
 
     Attributes:
         k: pages of keys, of the queries' dtype or quantized.
-        v: values in the same pages, of the same dtype or kind; or how many columns of the keys are the values.
+        v: pages of values, of the same dtype or kind; or the number of key columns that are the values.
 
     Example:
         >>> pages = jnp.zeros((4, 2, 128, 8))  # 4 pages, 2 heads, 128 tokens
@@ -74,7 +74,7 @@ class KVPages(NamedTuple):
         dtype: DTypeLike,
         quantization: KVQuantization | None = None,
     ) -> "KVPages":
-        """Returns so many pages of zeros, as numbers of the dtype given or as codes and scales."""
+        """Returns `num_pages` pages of zeros, of the given dtype or quantized."""
         shape = (num_pages, kv_heads, KV_BLOCK, head_dim)
 
         def pages() -> Pages:
@@ -84,33 +84,33 @@ class KVPages(NamedTuple):
 
     @property
     def num_pages(self) -> int:
-        """How many pages the pool has."""
+        """The number of pages of the pool."""
         return self.k.shape[0]
 
     @property
     def kv_heads(self) -> int:
-        """How many heads keys have, and values."""
+        """The number of heads of keys and values."""
         return self.k.shape[1]
 
     @property
     def value_width(self) -> int:
-        """How many columns values have."""
+        """The number of columns of values."""
         return self.v.width if isinstance(self.v, KeyColumns) else self.v.shape[3]
 
     @property
     def values_are_keys(self) -> bool:
-        """Whether the values are columns of the keys."""
+        """True if the values are columns of the keys."""
         return isinstance(self.v, KeyColumns)
 
     @property
     def numbers(self) -> tuple[Array, Array]:
-        """Both arrays of pages that are not quantized. Values that are columns of the keys are sliced out of them."""
+        """Unquantized keys and values. Values that are columns of the keys are sliced out of them."""
         k, v = self.k, self.v
         assert not isinstance(k, QuantizedPages) and not isinstance(v, QuantizedPages)
         return k, k[..., : v.width] if isinstance(v, KeyColumns) else v
 
     def page(self, index: Array, dtype: DTypeLike) -> tuple[Float[Array, "h S K"], Float[Array, "h S V"]]:
-        """Returns the keys and the values of one page as numbers; those of a quantized page in the dtype given."""
+        """Returns the keys and values of one page as numbers; quantized pages are converted to `dtype`."""
         if self.quantized:
             k, v = (pages.page(index, dtype) for pages in self.quantized)
             return k, v
@@ -121,7 +121,7 @@ class KVPages(NamedTuple):
 
     @property
     def quantized(self) -> tuple[QuantizedPages, QuantizedPages] | None:
-        """Both quantized pages, or None if the pages hold numbers."""
+        """Quantized keys and values, or None if the pages hold numbers."""
         k, v = self.k, self.v
         return (k, v) if isinstance(k, QuantizedPages) and isinstance(v, QuantizedPages) else None
 
@@ -129,8 +129,7 @@ class KVPages(NamedTuple):
 def _as_pytree[T](noun: type[T]) -> type[T]:
     """Registers a dataclass of arrays as a pytree that JAX rebuilds without calling its constructor.
 
-    JAX rebuilds pytrees with objects of its own in place of arrays, which a check of the constructor's annotations, as
-    the tests have it, would refuse.
+    JAX rebuilds pytrees with placeholders for arrays, which the tests' check of annotations would refuse.
     """
     names = [field.name for field in dataclasses.fields(noun)]  # pyright: ignore[reportArgumentType]
 
@@ -152,12 +151,12 @@ def _as_pytree[T](noun: type[T]) -> type[T]:
 @_as_pytree
 @dataclasses.dataclass(frozen=True)
 class PackedRows:
-    """Each row of packed queries by itself.
+    """The rows of packed queries.
 
     Attributes:
-        request: the row's request, as a row of the page table; any for a row that belongs to no request.
+        request: the row's request, as a row of the page table; undefined for padding rows.
         position: the row's absolute position in its request.
-        present: 1 for a query of a request, 0 for a row that only fills up.
+        present: 1 for a query, 0 for a padding row.
 
     Example:
         >>> page_table = np.array([[0], [1]])  # request 0 decodes at position 5, request 1 prefills two tokens
@@ -175,25 +174,24 @@ class PackedRows:
 @_as_pytree
 @dataclasses.dataclass(frozen=True)
 class Queries:
-    """Where the queries of a call stand in their requests, and where the requests lie in the pages.
+    """The positions of a call's queries in their requests, and the pages of the requests.
 
-    Queries are *rectangular*, `[B, T, H, K]` with T of each request, or *packed*, `[N, H, K]`: first one query of each
-    request that decodes, then any number of queries of each request that prefills. `Queries.packed` makes the second.
+    Queries are *rectangular*, `[B, T, H, K]`, T per request, or *packed*, `[N, H, K]`: first one query of each decoding
+    request, then any number of queries of each prefilling request. `Queries.packed` makes packed queries.
 
     Attributes:
-        page_table: the page of each request's block of tokens. Entries after a request's length are not read.
+        page_table: the page of each block of tokens of each request. Entries after a request's length are not read.
         start: absolute position of each request's first query, in tokens.
-        length: tokens of each request in the cache, the queries' own included.
-        count: queries of each request, the rest being padding on the right; 0 for a request that has none. None, for
-            rectangular queries: all T.
-        first_row: for packed queries, the row of the first query of each request that prefills, counted from the end
-            of the rows that decode: ascending multiples of `contract.QUERY_UNIT`. The rows between a request's last
-            query and the next one's first belong to nobody. None for rectangular queries.
-        rows: for packed queries whose keys and values are to be appended, what the rows are.
-        slots: the slot of each request's state, for layers that keep one that is not in pages; None: request `b` has
-            slot `b`. See `detjax.operands.linear_attention_state`.
-        coordinates: what each query turns by under a rotary embedding with sections, `[B, T, A]` or packed `[N, A]`, as
-            in prompts with images; None: its absolute position, in all sections.
+        length: tokens of each request in the cache, including those of the queries.
+        count: queries of each request; the rest is padding on the right. None, for rectangular queries: all T.
+        first_row: for packed queries, the row of the first query of each prefilling request, counted from the end of
+            the decode rows: ascending multiples of `contract.QUERY_UNIT`. Rows between requests are padding. None for
+            rectangular queries.
+        rows: for packed queries, the description of rows that appending keys and values needs.
+        slots: the slot of each request's state, for layers with state in slots; None: request `b` has slot `b`. See
+            `detjax.operands.linear_attention_state`.
+        coordinates: the coordinates of each query for a rotary embedding with sections, `[B, T, A]` or packed
+            `[N, A]`, as in prompts with images; None: its absolute position, in all sections.
 
     Example:
         >>> queries = ops.Queries(ops.contiguous_page_table(1, 5), start=jnp.array([0]), length=jnp.array([5]))
@@ -222,14 +220,14 @@ class Queries:
         """Returns packed queries whose own keys come last in the cache, computed on the host.
 
         Args:
-            page_table: of the requests that decode, then of those that prefill.
+            page_table: page table of the decoding requests, then of the prefilling ones.
             start: absolute position of each request's first query.
-            count: queries of each request; at most 1 for those that decode, 0 for those that have none.
-            decodes: how many requests decode.
-            rows: rows of the array of queries after those that decode.
+            count: queries of each request, which may be 0; at most 1 for decoding requests.
+            decodes: number of decoding requests.
+            rows: number of rows of the queries' array after the decode rows.
 
         Raises:
-            ValueError: the queries take more rows than there are.
+            ValueError: the queries need more rows.
         """
         taken = -(-count[decodes:] // QUERY_UNIT) * QUERY_UNIT
         ends = np.cumsum(taken)
@@ -237,11 +235,11 @@ class Queries:
         if len(taken) and first_row[-1] + count[-1] > rows:
             raise ValueError(
                 f"Queries.packed: {rows} rows for prefills of {count[decodes:].tolist()} queries; accepted: at least "
-                f"{first_row[-1] + count[-1]}, as each begins at a multiple of {QUERY_UNIT}"
+                f"{first_row[-1] + count[-1]}, because each begins at a multiple of {QUERY_UNIT}"
             )
         request, position, present = (np.zeros(decodes + rows, np.int32) for _ in range(3))
         firsts = np.concatenate([np.arange(decodes), decodes + first_row])
-        # Without a loop over requests: it would take 2 ms of a step with a thousand of them.
+        # Vectorized, because a loop would take 2 ms of a step with a thousand requests.
         index = np.repeat(np.arange(len(count), dtype=np.int32), count)
         offset = np.arange(len(index), dtype=np.int32) - np.repeat(np.cumsum(count) - count, count)
         row = firsts[index] + offset
@@ -252,12 +250,12 @@ class Queries:
 
     @property
     def num_decodes(self) -> int:
-        """How many requests of packed queries decode."""
+        """The number of decoding requests of packed queries."""
         assert self.first_row is not None
         return self.page_table.shape[0] - self.first_row.shape[0]
 
     def later(self, tokens: Int[Array, ""], is_active: Bool[Array, "decodes"]) -> "Queries":
-        """Returns packed queries that all decode, a number of tokens further on, without those that are not active."""
+        """Advances packed queries that all decode by a number of tokens; inactive ones become padding."""
         assert self.rows is not None and self.count is not None
 
         def moved(x: Arrays) -> Array:
@@ -271,11 +269,11 @@ class Queries:
         return dataclasses.replace(self, count=count, rows=dataclasses.replace(self.rows, **rows), **changed)
 
     def decoding(self) -> "Queries":
-        """Returns rectangular queries: the one query of each of the packed requests that decode."""
+        """Returns the decoding requests of packed queries as rectangular queries."""
         return self._select(slice(self.num_decodes), None)
 
     def prefilling(self) -> "Queries":
-        """Returns packed queries of the requests that prefill alone, without `rows` and coordinates."""
+        """Returns the prefilling requests of packed queries, without `rows` and coordinates."""
         return self._select(slice(self.num_decodes, None), self.first_row)
 
     def _select(self, requests: slice, first_row: Arrays | None) -> "Queries":
@@ -286,7 +284,7 @@ class Queries:
         return dataclasses.replace(self, page_table=table, start=start, length=length, **changed)
 
     def row_by_row(self) -> "Queries":
-        """Returns rectangular queries in which each packed row is a request of one query, as appending takes them."""
+        """Returns rectangular queries in which each packed row is a request of one query, for appending."""
         assert self.rows is not None
         position, present = self.rows.position, self.rows.present
         table = self.page_table[self.rows.request]
@@ -304,14 +302,14 @@ class Queries:
 
 
 def request_of_rows(rows: int, first_row: Array) -> tuple[Array, Array]:
-    """Returns, for each packed row, the last request that begins there or before, and how far after its first row."""
+    """Returns, for each packed row, the last request that begins at or before it, and the offset from its first row."""
     row = jnp.arange(rows, dtype=jnp.int32)
     request = jnp.maximum(jnp.sum(first_row[None] <= row[:, None], axis=1, dtype=jnp.int32) - 1, 0)
     return request, row - first_row[request]
 
 
 def rows_as_requests(rows: int, queries: Queries) -> Queries:
-    """Returns each of the packed rows as a request of one query; rows that belong to no request see no key."""
+    """Returns each packed row as a request of one query; padding rows see no key."""
     assert queries.first_row is not None and queries.count is not None
     request, index = request_of_rows(rows, queries.first_row)
     is_present = (index >= 0) & (index < queries.count[request])
@@ -320,11 +318,11 @@ def rows_as_requests(rows: int, queries: Queries) -> Queries:
 
 
 def requests_of_tokens(queries: Queries, shape: tuple[int, ...]) -> tuple[Int[Array, "N"], Bool[Array, "N"]]:
-    """Returns the request of each token, as one axis, and whether it is a token and not what fills up.
+    """Returns the flat request of each token, and False for padding tokens.
 
     Args:
-        queries: the requests; packed ones have `rows`.
-        shape: the tokens', `[B, T]` or packed, `[N]`.
+        queries: the requests; packed ones must have `rows`.
+        shape: the tokens' shape, `[B, T]` or packed, `[N]`.
     """
     if queries.first_row is not None:
         assert queries.rows is not None
@@ -340,9 +338,9 @@ def requests_of_tokens(queries: Queries, shape: tuple[int, ...]) -> tuple[Int[Ar
 def places(num_pages: int, tokens: int, queries: Queries) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
     """Returns page and slot of the T new tokens of each request, at positions `start[b] + t`.
 
-    Tokens from `count[b]` on are to be dropped, as are those whose position lies after the request's row of the page
-    table, or whose page is not among the `num_pages` of the pool: their pages do not exist, and all differ. So no two
-    tokens have one slot, which spares a scatter's gradient to find out which of them was written last.
+    Tokens from `count[b]` on, after the request's row of the page table, or whose page is not in the pool are dropped:
+    they get distinct pages that do not exist. So slots are unique, and a scatter's gradient need not find out which
+    token was written last.
     """
     page_table, start, count = queries.page_table, queries.start, queries.count
     assert count is not None
@@ -355,9 +353,9 @@ def places(num_pages: int, tokens: int, queries: Queries) -> tuple[Int[Array, "B
 
 
 def append(kv: KVPages, k: Float[Array, "B T h K"], v: Float[Array, "B T h V"] | None, queries: Queries) -> KVPages:
-    """Returns the pages with the new keys and values in their `places`, quantized if the pages are.
+    """Writes new keys and values to their `places` in the pages, quantized if the pages are.
 
-    There are no new values, None, where values are columns of the keys.
+    `v` is None if values are columns of the keys.
     """
     page, slot = places(kv.num_pages, k.shape[1], queries)
     if v is None:

@@ -1,10 +1,10 @@
-"""The nouns of linear attention: what a layer keeps of a request that does not grow with its tokens.
+"""The state of linear attention layers: a fixed size per request, whatever its number of tokens.
 
-A request has a *slot* in each layer's arrays, as `Queries.slots` says. A request that begins at position 0 has nothing
-yet, whatever its slot holds, so a slot needs no clearing before another request takes it.
+A request has a *slot* in each layer's arrays, given by `Queries.slots`. A request that begins at position 0 ignores the
+content of its slot, so slots need not be cleared between requests.
 
-The last tokens of a call can be dropped, `DROPPABLE_TOKENS` at most: the next call then begins at a smaller position.
-So a verify step of speculative decoding takes back the drafts that were refused.
+Up to `DROPPABLE_TOKENS` of the last tokens of a call can be dropped: the next call then begins at a smaller position.
+This lets speculative decoding discard rejected drafts.
 """
 
 import dataclasses
@@ -19,20 +19,20 @@ from detjax.operands.kv_pages import Queries
 from detjax.operands.numerics import unique_scatter_indices
 
 DROPPABLE_TOKENS: Final = 16
-"""How many of its last tokens a call lets the next one drop. No bit depends on this number."""
+"""Maximum number of a call's last tokens that the next call may drop. No bit depends on this number."""
 
 DELTA_ROWS: Final = DELTA_CHUNK + DROPPABLE_TOKENS
-"""The rows that a request's slot has room for: those of the open chunk, and those that may be dropped behind it."""
+"""Rows of a request's slot: the current chunk, and the tokens after it that may be dropped."""
 
 
 def oldest_start(oldest: Int32[Array, "B"], start: Int[Array, "B"], end: Int[Array, "B"]) -> Int32[Array, "B"]:
-    """Returns the least position, besides 0, that each request's next call may begin at.
+    """Returns the smallest position, other than 0, at which each request's next call may begin.
 
-    The delta rule's state has been advanced to a chunk's end, and of the convolution's inputs the last ones are kept.
+    It is limited by the chunk to which the delta rule's state has advanced, and by the convolution's last inputs.
 
     Args:
-        oldest: that position before the last call.
-        start: the position of the call's first token, which is not below `oldest`, or is 0.
+        oldest: this position before the last call.
+        start: the position of the call's first token, at least `oldest`, or 0.
         end: the position after its last token.
     """
     droppable = end - DROPPABLE_TOKENS
@@ -42,16 +42,16 @@ def oldest_start(oldest: Int32[Array, "B"], start: Int[Array, "B"], end: Int[Arr
 
 
 class DeltaState(NamedTuple):
-    """What a layer of the gated delta rule keeps of each request.
+    """The state of a gated delta rule layer for each request.
 
-    The row of the token at position `i` lies at `i % DELTA_ROWS`. `contract` has the formulas.
+    The row of the token at position `i` is at `i % DELTA_ROWS`. `contract` has the formulas.
 
     Attributes:
         s: the state before chunk `chunk`, float32.
-        keys: the normalized keys of the tokens from that chunk on.
+        keys: the normalized keys of the tokens from this chunk on.
         updates: their updates `u`.
         decays: their sums `G` within their chunks.
-        chunk: the chunk before which `s` stands.
+        chunk: the index of the chunk.
 
     Example:
         >>> state = ops.DeltaState.empty(
@@ -82,7 +82,7 @@ class DeltaState(NamedTuple):
 
 
 class DeltaTokens(NamedTuple):
-    """The arrays that the gated delta rule takes of each token, or their gradients.
+    """The gated delta rule's arrays of tokens, or their gradients.
 
     Attributes:
         q: normalized queries `[N, h, K]`.
@@ -100,11 +100,11 @@ class DeltaTokens(NamedTuple):
 
 
 class DeltaNetState(NamedTuple):
-    """What a layer with the gated delta rule keeps of each request.
+    """The state of a gated delta net layer for each request.
 
     Attributes:
         inputs: the last inputs of its convolution; see `empty_inputs`.
-        rule: the state of the rule.
+        rule: the state of the delta rule.
     """
 
     inputs: Float[Array, "R rows C"]
@@ -114,7 +114,7 @@ class DeltaNetState(NamedTuple):
 def empty_inputs(slots: int, taps: int, channels: int, dtype: DTypeLike) -> Float[Array, "R rows C"]:
     """Returns the last inputs of a causal convolution for requests without tokens.
 
-    The input at position `i` lies at `i % rows`; there are `taps - 1 + DROPPABLE_TOKENS` rows.
+    The input at position `i` is at `i % rows`; there are `taps - 1 + DROPPABLE_TOKENS` rows.
 
     Example:
         >>> ops.empty_inputs(slots=2, taps=4, channels=8, dtype="float32").shape[2]
@@ -126,11 +126,11 @@ def empty_inputs(slots: int, taps: int, channels: int, dtype: DTypeLike) -> Floa
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class TokenLimits:
-    """How many tokens requests may have in a call, as the shapes of its arrays tell. No bit depends on it.
+    """Upper bounds on the tokens of requests in a call, from the shapes of its arrays. No bit depends on them.
 
     Attributes:
-        decodes: the number of requests, the first ones, that have one token at most.
-        others: the most tokens of any other request.
+        decodes: number of leading requests with at most one token.
+        others: maximum number of tokens of any other request.
     """
 
     decodes: int
@@ -138,16 +138,16 @@ class TokenLimits:
 
 
 class RequestRows(NamedTuple):
-    """Where the tokens of a call stand, for operations whose rows depend on one another.
+    """The rows of each request in a call, for operations whose rows depend on one another.
 
-    Request `b` has `tokens[b]` tokens, the flat rows from `first[b]` on, at positions from `start[b]` on.
+    Request `b` has `tokens[b]` tokens, in the flat rows from `first[b]` on, at positions from `start[b]` on.
 
     Attributes:
         first: the flat row of each request's first token.
-        start: the absolute position of that token.
-        tokens: how many tokens the request has in this call; 0 for a request that has none.
+        start: the absolute position of this token.
+        tokens: the number of tokens of the request in this call; may be 0.
         slot: the slot of each request's state.
-        most: how many tokens requests may have.
+        most: upper bounds on the tokens of requests.
     """
 
     first: Int32[Array, "B"]
@@ -160,7 +160,7 @@ class RequestRows(NamedTuple):
     def from_queries(cls, shape: tuple[int, ...], queries: Queries) -> "RequestRows":
         """Returns the rows of queries whose tokens have the shape `[B, T]`, or `[N]` if they are packed.
 
-        Tokens that do not fit into the cache, because they come after `queries.length`, are dropped.
+        Tokens after `queries.length` are dropped.
         """
         start, length = (jnp.asarray(x, jnp.int32) for x in (queries.start, queries.length))
         requests = start.shape[0]
@@ -184,9 +184,9 @@ class RequestRows(NamedTuple):
         return RequestRows(first, start, tokens, slot, self.most)
 
     def by_row(self, rows: int) -> tuple[Int32[Array, "N"], Int32[Array, "N"], Int[Array, "N"]]:
-        """Returns for each flat row its request, its offset in that request's tokens, and whether it is a token.
+        """Returns for each flat row its request, its offset in the request's tokens, and 1 for tokens, 0 for padding.
 
-        A row that belongs to nobody has any request.
+        For padding rows the request is undefined.
         """
         row = jnp.arange(rows, dtype=jnp.int32)
         inside = (row[:, None] >= self.first[None]) & (row[:, None] < (self.first + self.tokens)[None])
@@ -195,12 +195,12 @@ class RequestRows(NamedTuple):
 
 
 def with_last_inputs(inputs: Array, x: Array, rows: RequestRows) -> Float[Array, "R rows C"]:
-    """Returns the last inputs with those of a call in them: the last of each request, as many as there is room for.
+    """Writes a call's inputs to the last inputs: the latest of each request, as many as there are rows.
 
     Args:
-        inputs: those before the call; see `empty_inputs`.
+        inputs: the last inputs before the call; see `empty_inputs`.
         x: the call's inputs `[N, C]`.
-        rows: where they stand in their requests.
+        rows: their positions in the requests.
     """
     slots, room = inputs.shape[:2]
     request, offset, present = rows.by_row(x.shape[0])

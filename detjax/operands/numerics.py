@@ -1,4 +1,4 @@
-"""Small functions and numbers that the portable backend and the kernels share."""
+"""Small functions and constants that all backends share."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -21,52 +21,52 @@ ACTIVATIONS: Final[Mapping[Activation, Callable[[Array], Array]]] = {
     "gelu_tanh": lambda z: jax.nn.gelu(z, approximate=True),
     "relu": jax.nn.relu,
 }
-"""Activation functions as JAX has them. Kernels bring versions made of the instructions of their chip."""
+"""JAX's activation functions. Kernels have their own versions, made of their chip's instructions."""
 
 
 def ceil_div(size: int, divisor: int) -> int:
-    """`size / divisor`, rounded up."""
+    """Returns `size / divisor`, rounded up."""
     return -(-size // divisor)
 
 
 def round_down(size: int, multiple: int) -> int:
-    """The greatest multiple of `multiple` that is at most `size`."""
+    """Returns `size` rounded down to a multiple of `multiple`."""
     return size // multiple * multiple
 
 
 def round_up(size: int, multiple: int) -> int:
-    """The least multiple of `multiple` that is at least `size`."""
+    """Returns `size` rounded up to a multiple of `multiple`."""
     return ceil_div(size, multiple) * multiple
 
 
 def unique_scatter_indices(is_kept: Array, place: Array, size: int) -> Array:
-    """Places of a scatter along `size` of them: what is not kept has places beyond the last, and all differ.
+    """Returns indices of a scatter along an axis of length `size`; entries that are not kept get indices beyond it.
 
-    So the scatter may rely on every place being there once, which spares it to sort them.
+    All indices are unique, so XLA need not sort them.
     """
     beyond = size + jnp.arange(is_kept.size, dtype=jnp.int32).reshape(is_kept.shape)
     return jnp.where(is_kept, place, beyond)
 
 
 def flat_rows(x: Array) -> Array:
-    """Rows `[..., D]` as `[M, D]`."""
+    """Reshapes rows `[..., D]` to `[M, D]`."""
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def parts(z: Array) -> list[Array]:
-    """The parts of biased sums `[rows, parts, N]`: one `[rows, N]`, or those of gate and up."""
+    """Splits biased sums `[rows, parts, N]` into their parts `[rows, N]`: one, or gate and up."""
     return [z[:, part] for part in range(z.shape[1])]
 
 
 def activated(
     sums: Sequence[Array], epilogue: Epilogue, activations: Mapping[Activation, Callable[[Array], Array]] = ACTIVATIONS
 ) -> Array:
-    """The value that a matmul's epilogue adds the residual to: activation, gate and soft cap of the biased sums.
+    """Returns the result of a matmul's epilogue before the residual: activation, gate and soft cap of the biased sums.
 
     Args:
-        sums: float32 `[rows, N]`, one array, or those of gate and up if the epilogue is gated.
+        sums: float32 `[rows, N]`, one array, or two (gate and up) if the epilogue is gated.
         epilogue: the steps to take.
-        activations: how this backend computes each activation.
+        activations: this backend's activation functions.
     """
     z = sums[0]
     if epilogue.clamp is not None:
@@ -80,7 +80,7 @@ def activated(
 
 
 def _clamped(sums: Sequence[Array], clamp: Clamp, activation: Callable[[Array], Array]) -> Array:
-    """The gated activation of two sums within bounds; see `Clamp`. At a bound, the gradient is that of the inside."""
+    """Returns the gated activation of two clamped sums; see `Clamp`. The gradient at a bound is the one inside."""
     gate, up = sums
     gate = jnp.where(gate > clamp.limit, clamp.limit, gate)
     up = jnp.where(up > clamp.limit, clamp.limit, jnp.where(up < -clamp.limit, -clamp.limit, up))
@@ -88,6 +88,6 @@ def _clamped(sums: Sequence[Array], clamp: Clamp, activation: Callable[[Array], 
 
 
 def sample_key(seed: Array, position: Array, sample_index: Array) -> Array:
-    """The random key of one token's Gumbel noise, from its seed `[2]`, its absolute position and its sample index."""
+    """Returns the random key of a token's Gumbel noise, from its seed `[2]`, absolute position and sample index."""
     key = jax.random.wrap_key_data(seed, impl=PRNG)
     return jax.random.fold_in(jax.random.fold_in(key, position), sample_index)

@@ -1,4 +1,4 @@
-"""Options of operations, as the ops hand them to the kernels of every backend."""
+"""Options of operations, as passed to the kernels of all backends."""
 
 import dataclasses
 from typing import Final, Literal
@@ -10,10 +10,10 @@ WeightLayout = Literal["kn", "nk"]
 KVQuantization = Literal["int8", "fp8_e4m3", "q4_0"]
 
 Aggregation = Literal["contract", "hf_eager_float32", "hf_eager", "hf_grouped", "finalize", "deepep"]
-"""How what experts give is added. All but "contract" have the roundings and the order of other implementations."""
+"""The sum of experts' results. All but "contract" have the roundings and the order of other implementations."""
 
 type AxisName = str | tuple[str, ...]
-"""A mesh axis, or several of them, the first of which varies slowest."""
+"""A mesh axis, or several in row-major order."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,10 +21,10 @@ class Distribution:
     """The distribution that tokens are drawn from, given a model's logits.
 
     Attributes:
-        temperature: what logits are divided by; 0 takes the likeliest token.
-        top_k: how many of the likeliest tokens are kept; 0: all.
-        top_p: the likeliest tokens whose probability reaches this number are kept; 1: all.
-        min_p: tokens of at least this share of the likeliest one's probability are kept; 0: all.
+        temperature: divides the logits; 0 takes the likeliest token.
+        top_k: number of likeliest tokens to keep; 0: all.
+        top_p: keep the smallest set of likeliest tokens whose probabilities reach this sum; 1: all.
+        min_p: keep tokens with at least this share of the likeliest token's probability; 0: all.
     """
 
     temperature: float = 1.0
@@ -34,25 +34,25 @@ class Distribution:
 
     @property
     def filtered(self) -> bool:
-        """Whether some tokens may be removed."""
+        """True if tokens may be removed."""
         return self.temperature != 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
     @property
     def is_model(self) -> bool:
-        """Whether it is the model's own distribution."""
+        """True if it is the model's own distribution."""
         return self.temperature == 1 and not self.filtered
 
 
 MODEL_DISTRIBUTION: Final = Distribution()
-"""The distribution that a model's logits give without temperature and filters."""
+"""The distribution of a model's logits without temperature and filters."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Clamp:
-    """The bounds of a gated activation's two sums, as gpt-oss has them (OpenAI 2025).
+    """Bounds of the two sums of a gated activation, as in gpt-oss (OpenAI 2025).
 
-    With `g = min(z_gate, limit)` and `u` being `z_up` within `-limit` and `limit`, the gated result is
-    `(u + 1) * (activation(slope * g) * (1 / slope))`; with silu that is `(u + 1) * g * sigmoid(slope * g)`.
+    With `g = min(z_gate, limit)` and `u = clip(z_up, -limit, limit)`, the gated result is
+    `(u + 1) * (activation(slope * g) * (1 / slope))`; with silu this is `(u + 1) * g * sigmoid(slope * g)`.
 
     Attributes:
         limit: the bound of both sums.
@@ -68,14 +68,14 @@ class Epilogue:
     """The steps of a matmul between its biased float32 sums `z` and the residual.
 
     The result is `soft_cap * tanh(y / soft_cap)`, or `y` without a soft cap, where `y` is `activation(z)`, or
-    `activation(z_gate) * z_up` if the epilogue is gated; see `Clamp` for gated ones with bounds. The residual is added
-    to it before the one rounding.
+    `activation(z_gate) * z_up` if gated; see `Clamp` for gated ones with bounds. The residual is added before the only
+    rounding.
 
     Attributes:
-        activation: the activation function; None leaves `z` as it is.
-        gated: whether there are two sums, of a gate and of an up projection.
-        soft_cap: the bound of the result; None: no bound.
-        clamp: the bounds of both sums of a gated epilogue; None: no bounds.
+        activation: the activation function; None: identity.
+        gated: whether there are two sums, for gate and up projection.
+        soft_cap: bound of the result; None: no bound.
+        clamp: bounds of both sums of a gated epilogue; None: no bounds.
     """
 
     activation: Activation | None = None
@@ -86,17 +86,17 @@ class Epilogue:
 
 @dataclasses.dataclass(frozen=True)
 class Masking:
-    """The keys that a query row sees and the shape of its scores, the same in every phase.
+    """The keys that a query row sees and the transformation of its scores, the same in all phases.
 
-    A query at absolute position `i` sees the keys `j < kv_length`. With `causal`, it sees only those with `j <= i`, and
-    with a window, only those with `j > i - window`.
+    A query at absolute position `i` sees the keys `j < kv_length`; with `causal`, only keys with `j <= i`, and with a
+    window, only keys with `j > i - window`.
 
     Attributes:
         scale: the factor of a score, `s * scale`.
-        causal: whether a query sees no key after its own.
-        window: how many keys a query sees at most, the last ones, its own included; None: all of them.
-        soft_cap: the bound of a score, which becomes `soft_cap * tanh(s * scale / soft_cap)`; None: no bound.
-        alibi_slopes: a slope for each head (Press et al. 2022); `slope * (j - i)` is added to the score.
+        causal: a query sees no key after its own.
+        window: maximum number of last keys that a query sees, including its own; None: all.
+        soft_cap: bound of a score, which becomes `soft_cap * tanh(s * scale / soft_cap)`; None: no bound.
+        alibi_slopes: a slope per head (Press et al. 2022); `slope * (j - i)` is added to the score.
     """
 
     scale: float

@@ -1,4 +1,4 @@
-"""The arrays of matrix products, as operations pass them to the backends."""
+"""The arrays of matrix products, as passed to the backends."""
 
 from typing import Any, NamedTuple
 
@@ -6,12 +6,12 @@ from jaxtyping import Array
 
 
 class MatmulOperands(NamedTuple):
-    """Arrays that `ops.matmul` takes.
+    """The arrays of `ops.matmul`.
 
     Attributes:
         x: rows `[*B, K]`.
-        w: a weight, or gate's and up's, stacked.
-        bias: `[N]`, or `[2, N]` where w is stacked.
+        w: a weight, or the stacked weights of gate and up.
+        bias: `[N]`, or `[2, N]` if w is stacked.
         residual: rows `[*B, N]`.
     """
 
@@ -22,14 +22,14 @@ class MatmulOperands(NamedTuple):
 
 
 class GroupedOperands(NamedTuple):
-    """Arrays that `ops.grouped_matmul` takes.
+    """The arrays of `ops.grouped_matmul`.
 
     Attributes:
         x: rows `[M, K]`, sorted by expert.
         w: the experts' weights, `[E, ...]`.
-        bias: `[E, N]`, or `[E, 2, N]` where the weights are stacked.
-        group_sizes: the rows of each expert, `[E]`.
-        sequences: the sequence that each row belongs to, which gradients of weights add apart.
+        bias: `[E, N]`, or `[E, 2, N]` if the weights are stacked.
+        group_sizes: number of rows of each expert, `[E]`.
+        sequences: the sequence of each row; gradients of weights add sequences separately.
     """
 
     x: Array
@@ -40,10 +40,9 @@ class GroupedOperands(NamedTuple):
 
 
 type WeightSums = tuple[Array | None, Array | None]
-"""The sums that the gradients of weight and bias continue, in float32; None: the gradient is rounded and returned
-alone."""
+"""The float32 sums that the gradients of weight and bias continue; None: the gradient is rounded and returned."""
 
 type Gradients = tuple[Array, Array, Array | None]
-"""The gradients of x, w and bias; in place of the last two their next sums where they have sums."""
+"""The gradients of x, w and bias; for w and bias with sums, their next sums."""
 
 NO_SUMS: Any = None, None

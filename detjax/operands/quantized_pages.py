@@ -1,4 +1,4 @@
-"""Quantized pages of keys and values in plain JAX: how numbers become codes and scales, and how they are read."""
+"""Quantized pages of keys and values, with quantization and dequantization in plain JAX."""
 
 import dataclasses
 from typing import Final
@@ -19,12 +19,12 @@ SCALE_DTYPES: Final = {"int8": "float32", "fp8_e4m3": "float32", "q4_0": "float1
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class QuantizedPages:
-    """Pages of keys or of values as codes and scales, in place of an array `[P, h, S, K]` of numbers.
+    """Pages of keys or values as codes and scales, in place of an array `[P, h, S, K]` of numbers.
 
     Attributes:
-        codes: int8 or float8_e4m3fn `[P, h, S, K]`; for "q4_0", uint8 `[P, h, S, K / 2]`, two codes to a byte.
-        scales: float32 `[P, h, S]`, one for each token and head; for "q4_0", float16 `[P, h, K / 32, S]`.
-        kind: "int8", "fp8_e4m3" or "q4_0"; `detjax.contract` says what they mean.
+        codes: int8 or float8_e4m3fn `[P, h, S, K]`; for "q4_0", uint8 `[P, h, S, K / 2]`, two codes per byte.
+        scales: float32 `[P, h, S]`, one per token and head; for "q4_0", float16 `[P, h, K / 32, S]`.
+        kind: "int8", "fp8_e4m3" or "q4_0"; see `detjax.contract`.
 
     Example:
         >>> pages = ops.quantize_kv(jnp.ones((1, 1, 128, 32)), "q4_0")
@@ -45,16 +45,16 @@ class QuantizedPages:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape `(P, h, S, K)` of the numbers that the codes stand for."""
+        """The shape `(P, h, S, K)` of the represented numbers."""
         *rest, width = self.codes.shape
         return (*rest, 2 * width if self.kind == "q4_0" else width)
 
     def with_tokens(
         self, x: Float[Array, "B T h K"], page: Int[Array, "B T"], slot: Int[Array, "B T"]
     ) -> "QuantizedPages":
-        """Returns the pages with the numbers `x[b, t]`, quantized, in slot `slot[b, t]` of page `page[b, t]`.
+        """Quantizes `x[b, t]` and writes it to slot `slot[b, t]` of page `page[b, t]`.
 
-        A token whose page does not exist is dropped.
+        Tokens whose page does not exist are dropped.
         """
         codes, scales = quantized_rows(x, self.kind)
         place = (page, slice(None), slot) if scales.ndim == 3 else (page, slice(None), slice(None), slot)
@@ -65,7 +65,7 @@ class QuantizedPages:
         )
 
     def numbers(self, dtype: DTypeLike) -> Float[Array, "P h S K"]:
-        """Returns the numbers that the codes and scales stand for; see `detjax.ops.dequantize_kv`."""
+        """Returns the represented numbers; see `detjax.ops.dequantize_kv`."""
         return dequantized(self.codes, self.scales, self.kind, dtype)
 
     def page(self, index: Array, dtype: DTypeLike) -> Float[Array, "h S K"]:
@@ -74,7 +74,7 @@ class QuantizedPages:
 
 
 def quantized_layout(shape: tuple[int, ...], kind: KVQuantization) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-    """Returns the shapes and dtypes of the codes and of the scales of pages `[P, h, S, K]`."""
+    """Returns shape and dtype of the codes and of the scales of pages `[P, h, S, K]`."""
     *rest, tokens, width = shape
     if kind == "q4_0":
         codes, scales = (*rest, tokens, width // 2), (*rest, width // Q4_GROUP, tokens)
@@ -90,7 +90,7 @@ def quantized(x: Float[Array, "P h S K"], kind: KVQuantization) -> QuantizedPage
 
 
 def quantized_rows(x: Float[Array, "*rows K"], kind: KVQuantization) -> tuple[Array, Array]:
-    """Returns codes `[*rows, K]`, or two to a byte, and scales `[*rows]`, or `[*rows, K / 32]`."""
+    """Returns codes `[*rows, K]` and scales `[*rows]`; for "q4_0" `[*rows, K / 2]` and `[*rows, K / 32]`."""
     x = x.astype(ACCUMULATOR)
     return _quantized_groups(x) if kind == "q4_0" else _quantized_tokens(x, kind)
 
@@ -113,7 +113,7 @@ def _quantized_groups(x: Array) -> tuple[Array, Array]:
     scale = rounded(extreme * -0.125, jnp.float16)
     is_finite, is_zero = jnp.all(jnp.isfinite(x), axis=-1) & jnp.isfinite(scale), scale == 0
     divisor = jnp.where(is_finite & ~is_zero, scale.astype(ACCUMULATOR), 1.0)
-    # The bounds stand between product and sum, which no compiler can then make one instruction of.
+    # Clamping between product and sum prevents compilers from fusing them.
     t = jnp.clip(x * _reciprocal(divisor)[..., None], -8.0, 8.0)
     code = jnp.minimum(jnp.floor(t + 8.5), 15.0)
     code = jnp.where((is_finite & ~is_zero)[..., None], code, 8.0).astype(jnp.uint8)
@@ -123,12 +123,12 @@ def _quantized_groups(x: Array) -> tuple[Array, Array]:
 
 
 def _reciprocal(x: Array) -> Array:
-    """`1 / x`, which no compiler merges with what is multiplied by it."""
+    """Returns `1 / x` with a barrier, so that no compiler turns a product with it into a division."""
     return lax.optimization_barrier(1.0 / x)
 
 
 def dequantized(codes: Array, scales: Array, kind: KVQuantization, dtype: DTypeLike) -> Array:
-    """Returns the numbers `[..., S, K]` that codes and scales stand for."""
+    """Returns the numbers `[..., S, K]` of codes and scales."""
     if kind == "q4_0":
         groups = codes.reshape(*codes.shape[:-1], -1, Q4_GROUP // 2)
         codes = jnp.concatenate([groups & 15, groups >> 4], axis=-1)

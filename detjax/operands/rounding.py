@@ -1,4 +1,4 @@
-"""Rounding that no compiler may drop, and factors of the attention contract that are rounded once."""
+"""Rounding that compilers cannot remove, and factors of the attention contract that are rounded once."""
 
 import jax
 import jax.numpy as jnp
@@ -8,17 +8,17 @@ from detjax.contract import LOG2_E
 
 
 def rounded(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """Returns `x` rounded to `dtype` in a way that no compiler may drop.
+    """Returns `x` rounded to `dtype` in a way that compilers cannot remove.
 
-    XLA may remove a bare pair of casts (float32 to bfloat16 and back) where excess precision is allowed. Bits would
-    then depend on which operations were fused.
+    XLA may remove a pair of casts (float32 to bfloat16 and back) if excess precision is allowed. Bits would then depend
+    on fusion.
     """
     dtype = jnp.dtype(dtype)
     if x.dtype == dtype:
         return x
     if dtype == jnp.bfloat16:
         return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7).astype(dtype)
-    # reduce_precision would flush float16's subnormal numbers, which the hardware's own conversion keeps.
+    # reduce_precision would flush float16's subnormal numbers, which the hardware's conversion keeps.
     return jax.lax.optimization_barrier(x.astype(dtype))
 
 

@@ -1,4 +1,4 @@
-"""How requests choose their tokens, as arrays with one row for each token to be sampled."""
+"""Sampling parameters as arrays with one row for each token to sample."""
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -8,22 +8,21 @@ from jaxtyping import Array, Bool, Float32, Int, Int32, UInt32
 if TYPE_CHECKING:
     Arrays = Any
 else:
-    # The host makes them in NumPy, and programs see arrays of JAX. A type checker takes each for what it is used as.
+    # NumPy on the host, JAX in programs. Type checkers accept either use.
     Arrays = np.ndarray | Array
 
 
 class SamplingArrays(NamedTuple):
-    """How each row of logits is sampled. The noise depends only on seed, position and sample index.
+    """Sampling parameters of each row of logits. The noise depends only on seed, position and sample index.
 
     Attributes:
         seed: the two 32-bit words of a 64-bit seed, the high one first.
-        position: absolute position of the token to be sampled.
-        sample_index: the index of this sample among the request's samples.
-        temperature: the divisor of the logits; at 0 the likeliest token is taken, the lowest id among equals.
-        top_k: how many of the likeliest tokens are kept; 0: all.
-        top_p: the probability at which the likeliest tokens together are enough, so that no further one is kept; 1: all
-            are kept.
-        min_p: the share of the likeliest token's probability that a token needs to be kept; 0: all are kept.
+        position: absolute position of the token to sample.
+        sample_index: index of the sample in its request.
+        temperature: divides the logits; 0 takes the likeliest token, the lowest id among equals.
+        top_k: number of likeliest tokens to keep; 0: all.
+        top_p: keep the smallest set of likeliest tokens whose probabilities reach this sum; 1: all.
+        min_p: keep tokens with at least this share of the likeliest token's probability; 0: all.
 
     Example:
         >>> arrays = ops.SamplingArrays(
@@ -49,11 +48,11 @@ class SamplingArrays(NamedTuple):
 
 
 class SeenTokens(NamedTuple):
-    """Which tokens each row's sequence has so far.
+    """The tokens of each row's sequence so far.
 
     Attributes:
-        generated: how often each token was generated.
-        in_prompt: whether each token is in the prompt.
+        generated: number of times each token was generated.
+        in_prompt: True for tokens of the prompt.
 
     Example:
         >>> prompt, generated = jnp.array([[0, 1]]), jnp.array([[0, 0, 2]])
@@ -70,15 +69,15 @@ class SeenTokens(NamedTuple):
 
 
 class LogitAdjustments(NamedTuple):
-    """What changes each row's logits before a token is chosen; `contract` has the formulas.
+    """Adjustments of each row's logits before a token is chosen; `contract` has the formulas.
 
     Attributes:
-        repetition: the penalty of tokens that the prompt or the generated text has; 1: none.
-        reciprocal: `1 / repetition`. The host rounds it, because devices divide in ways of their own.
-        frequency: the penalty for each time that a token was generated; 0: none.
-        presence: the penalty of tokens that were generated; 0: none.
-        biased: ids of tokens that have a bias, each at most once in a row. An id outside of the vocabulary is padding.
-        bias: what is added to their logits; -inf: the token is not chosen.
+        repetition: penalty of tokens in the prompt or the generated text; 1: none.
+        reciprocal: `1 / repetition`, computed by the host because division differs between devices.
+        frequency: penalty for each time that a token was generated; 0: none.
+        presence: penalty of generated tokens; 0: none.
+        biased: ids of tokens with a bias, unique in a row. Ids outside the vocabulary are padding.
+        bias: added to their logits; -inf: the token is not chosen.
 
     Example:
         >>> repetition = np.array([1.3, 1.0], np.float32)

@@ -1,4 +1,4 @@
-"""The operations under contract. Each gives one set of bits, whatever schedule, batch or phase serves it."""
+"""The operations under contract. Their bits do not depend on schedule, batch or phase."""
 
 from detjax.operands.accumulated_weight import AccumulatedWeight as AccumulatedWeight
 from detjax.operands.kv_pages import KeyColumns as KeyColumns

@@ -1,4 +1,4 @@
-"""Keys appended to the pages of a KV cache whose values are columns of the keys."""
+"""Appends keys to the pages of a KV cache whose values are columns of the keys."""
 
 from jaxtyping import Array, Float
 
@@ -11,15 +11,15 @@ from detjax.runtime import compilation
 
 @compilation.jit
 def append_keys(k: Float[Array, "*T h K"], kv: KVPages, queries: Queries) -> KVPages:
-    """Returns the pages with the keys in them. No number changes, so every backend has the same bits.
+    """Returns the pages with the keys written to them. No number changes, so all backends have the same bits.
 
-    Which tokens are written, and where, is said at `qk_rope_append_kv`. Gradients and `vmap` are JAX's own, since they
-    only move numbers.
+    `qk_rope_append_kv` says which tokens are written, and where. Gradients and `vmap` are JAX's own, since they only
+    move numbers.
 
     Args:
         k: keys of the new tokens, `[B, T, h, K]` or packed, `[N, h, K]`; bfloat16, float16 or float32.
         kv: pages of k's dtype with `KeyColumns` for values.
-        queries: where the tokens stand in their requests; `length` is not read. No two new tokens may have one slot.
+        queries: the tokens' positions in their requests; `length` is not read. New tokens must have distinct slots.
 
     Raises:
         TypeError: a dtype is not under contract, the pages' dtype is not k's, or there are pages of values.

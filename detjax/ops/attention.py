@@ -47,35 +47,35 @@ def attention(  # noqa: PLR0913
     """Returns `softmax(q k^T * scale) v` of each request over its own keys.
 
     A query at absolute position `i` of request `b` sees the request's first `queries.length[b]` keys, restricted by
-    the masking options. Its own key must be in the cache already. A query that sees no key gives zeros.
-    `detjax.contract` says in which order the sums are added.
+    the masking options. Its own key must already be in the cache. A query that sees no key gives zeros.
+    `detjax.contract` defines the order of the sums.
 
-    Queries are `[B, T, H, K]` with T of each request, at positions `queries.start[b] + t`, or packed, `[N, H, K]`; see
-    `Queries`. Packed queries have the bits of rectangular ones, and so have their gradients. They take no mask. The
-    result of a row that belongs to no request may be anything.
+    Queries are `[B, T, H, K]`, T per request at positions `queries.start[b] + t`, or packed, `[N, H, K]`; see
+    `Queries`. Packed queries and their gradients have the same bits as rectangular ones. They take no mask. Results of
+    padding rows are undefined.
 
     Args:
-        q: queries; bfloat16, float16 or float32. H is a multiple of h: consecutive queries' heads share a key head.
-        kv: pages of keys and values. Quantized pages give the bits that pages of `dequantize_kv`'s numbers give; there
-            are no gradients through them. With `KeyColumns` for values, the bits are those of pages of such values.
-        queries: where the queries stand in their requests.
+        q: queries; bfloat16, float16 or float32. H is a multiple of h: consecutive query heads share a key head.
+        kv: pages of keys and values. Quantized pages give the same bits as pages of `dequantize_kv`'s numbers, and have
+            no gradients. `KeyColumns` for values give the same bits as pages of these values.
+        queries: the queries' positions in their requests.
         scale: default `1 / sqrt(K)`.
         causal: a query sees no later key.
-        window: a query sees at most this many keys, the last ones, itself included.
+        window: a query sees at most this many of the last keys, including its own.
         soft_cap: scores become `soft_cap * tanh(score / soft_cap)`.
         sinks: a logit per head, `[H]`, that takes its share of the softmax and has no value. With an
             `AccumulatedWeight`, the gradient continues a sum.
-        alibi_slopes: for each head, the factor of `key position - query position`, which is added to the score.
-        mask: `mask[b, h, t, j]` says whether query `t` of the call may see the key at position `j` of the request. The
-            other options restrict further what it sees. An axis of requests, or of heads, of size 1 stands for all of
-            them. The axis of keys may end before the cache does: keys at `s` and after are not seen. Calls with a mask
-            are served as prefill, also those of one token.
+        alibi_slopes: a slope per head; `slope * (key position - query position)` is added to the score.
+        mask: `mask[b, h, t, j]` is True if query `t` of the call may see the key at position `j` of the request; the
+            other options restrict it further. The axes of requests and heads may have size 1 to broadcast. The axis of
+            keys may be shorter than the cache: keys at `s` and after are not seen. Calls with a mask are computed as
+            prefill, even with one token.
 
     Raises:
         TypeError: a dtype is not under contract, the pages' dtype is not q's, only one of keys and values is quantized,
             or the mask does not hold booleans.
-        ValueError: shapes do not fit together, an option is out of range, or packed queries are given with a mask.
-        NotImplementedError: gradients are taken through quantized pages, or sinks with a sum meet rows that decode.
+        ValueError: shapes do not fit together, an option is out of range, or packed queries have a mask.
+        NotImplementedError: gradients are taken through quantized pages, or sinks with a sum have decode rows.
 
     Example:
         >>> x = jax.random.normal(jax.random.key(0), (1, 5, 2, 8))
@@ -89,7 +89,7 @@ def attention(  # noqa: PLR0913
     masking = _masking(q, scale, causal, window, soft_cap, alibi_slopes)
     if queries.first_row is not None:
         if mask is not None:
-            raise ValueError(f"attention: mask has shape {mask.shape}; accepted: None, as the queries are packed")
+            raise ValueError(f"attention: mask has shape {mask.shape}; accepted: None, because the queries are packed")
         return _packed(AttentionOperands(q, kv, queries, sinks), sinks_sum, masking)
     keys = queries.page_table.shape[1] * KV_BLOCK
     _check_mask("attention", mask, q, keys, f"queries.page_table being {queries.page_table.shape}")
@@ -98,7 +98,7 @@ def attention(  # noqa: PLR0913
 
 
 def _packed(operands: AttentionOperands, sinks_sum: Array | None, masking: Masking) -> Array:
-    """Rows that decode are served as rectangular queries of one token, rows that prefill as ragged ones."""
+    """Computes decode rows as rectangular queries of one token, and prefill rows as ragged queries."""
     q, queries = operands.q, operands.queries
     decodes, outputs = queries.num_decodes, []
     if decodes and sinks_sum is not None:
@@ -127,7 +127,7 @@ def _masking(
     soft_cap: float | None,
     alibi_slopes: tuple[float, ...] | None,
 ) -> Masking:
-    """The options together, once they are known to be in range."""
+    """Validates the masking options."""
     heads, width = q.shape[-2:]
     if scale is not None and scale <= 0:
         raise ValueError(f"attention: scale is {scale}; accepted: None, or a positive number")
@@ -141,7 +141,6 @@ def _masking(
 
 
 def _check_arrays(q: Array, kv: KVPages, queries: Queries, sinks: Array | None) -> None:
-    """Raises unless the arrays' dtypes and shapes fit together."""
     check_dtype("attention", q=q, sinks=sinks)
     check_kv("attention", q, kv)
     heads, width = q.shape[-2:]
@@ -161,7 +160,7 @@ def _check_arrays(q: Array, kv: KVPages, queries: Queries, sinks: Array | None) 
 
 
 def _check_mask(name: str, mask: Array | None, q: Array, keys: int, why: str) -> None:
-    """Raises unless the mask is None, or booleans for each query of the call and for 1 to `keys` keys."""
+    """Raises unless the mask is None, or has booleans for each query of the call and 1 to `keys` keys."""
     check_booleans(name, mask=mask)
     if mask is None:
         return
@@ -184,14 +183,14 @@ def dot_product_attention(
     mask: Bool[Array, "#B #H T s"] | None = None,
     **options: Any,
 ) -> Float[Array, "B T H V"]:
-    """Returns `attention` over keys and values that are not in pages: the bits are those of the paged form.
+    """Returns `attention` over keys and values that are not in pages, with the same bits as the paged form.
 
     Args:
         q: queries; bfloat16, float16 or float32.
         k: keys of each request from position 0, of q's dtype.
         v: their values.
         kv_length: keys of each request, in tokens; default: all t.
-        q_start: absolute position of the first query; default: that of the last T keys, `kv_length - T`.
+        q_start: absolute position of the first query; default: `kv_length - T`.
         mask: see `attention`; over at most t keys.
         options: `attention`'s keyword arguments.
 
@@ -214,9 +213,7 @@ def dot_product_attention(
 
 
 def in_pages(x: Float[Array, "B t h K"]) -> Float[Array, "P h S K"]:
-    """Returns keys or values as the pages that `contiguous_page_table` points to.
-
-    The last page of a request ends in zeros.
+    """Returns keys or values in the pages of `contiguous_page_table`. The last page of a request is padded with zeros.
 
     Example:
         >>> ops.in_pages(jnp.ones((1, 130, 2, 8))).shape  # two pages of 128 tokens
@@ -228,7 +225,7 @@ def in_pages(x: Float[Array, "B t h K"]) -> Float[Array, "P h S K"]:
 
 
 def contiguous_page_table(batch: int, tokens: int) -> Int[Array, "B p"]:
-    """Returns the page table of requests whose pages follow one another, `ceil(tokens / contract.KV_BLOCK)` each.
+    """Returns the page table of requests with consecutive pages, `ceil(tokens / contract.KV_BLOCK)` each.
 
     Example:
         >>> ops.contiguous_page_table(2, 130)
@@ -241,7 +238,7 @@ def contiguous_page_table(batch: int, tokens: int) -> Int[Array, "B p"]:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _attention(operands: AttentionOperands, sinks_sum: Array | None, masking: Masking) -> Array:
-    del sinks_sum  # the backward pass alone adds to it
+    del sinks_sum  # only the backward pass adds to it
     kv = operands.kv
     if kv.quantized and fusions.is_unfused("attention_dequantize"):
         kv = KVPages(*(dequantize_kv(pages, operands.q.dtype) for pages in kv.quantized))
@@ -249,7 +246,7 @@ def _attention(operands: AttentionOperands, sinks_sum: Array | None, masking: Ma
 
 
 def _output_and_normalizers(operands: AttentionOperands, masking: Masking, with_normalizers: bool) -> tuple[Array, Any]:
-    """The output and, if asked for, the softmax's normalizers in the form that the backend's gradients take."""
+    """Returns the output and, on request, the softmax's normalizers in the form that the backend's gradients need."""
     if operands.queries.first_row is None:
         forward = functools.partial(_ATTENTION.kernels().forward, masking=masking, with_normalizers=with_normalizers)
         return one_by_one(forward, (operands,))
@@ -280,7 +277,6 @@ _attention.defvjp(_forward, _backward)
 
 
 def _check_gradients(kv: KVPages) -> None:
-    """Raises if the pages are quantized."""
     if kv.quantized:
         raise NotImplementedError(
             f"attention: gradients through pages that are quantized ({kv.quantized[0].kind}); accepted: pages of q's "

@@ -1,4 +1,4 @@
-"""Checks of arguments. An error says what was given, what is accepted, and in which operation and on which device."""
+"""Checks of arguments. Errors name the operation, the argument, what was given and what is accepted."""
 
 import math
 from typing import get_args
@@ -14,11 +14,7 @@ from detjax.runtime import backends
 
 
 def check_dtype(operation: str, *, like: Array | None = None, **arrays: Array | None) -> None:
-    """Returns if every array has a dtype under contract, or the dtype of `like` where that is given.
-
-    Raises:
-        TypeError: names the operation, the argument, its dtype and the device.
-    """
+    """Raises a TypeError unless all arrays have a dtype under contract, or the dtype of `like` if it is given."""
     accepted = INPUT_DTYPES if like is None else (str(like.dtype),)
     for name, array in arrays.items():
         if array is not None and str(array.dtype) not in accepted:
@@ -29,22 +25,14 @@ def check_dtype(operation: str, *, like: Array | None = None, **arrays: Array | 
 
 
 def check_integers(operation: str, **arrays: Array) -> None:
-    """Returns if every array holds integers.
-
-    Raises:
-        TypeError: names the operation, the argument and its dtype.
-    """
+    """Raises a TypeError unless all arrays hold integers."""
     for name, array in arrays.items():
         if not jnp.issubdtype(array.dtype, jnp.integer):
             raise TypeError(f"{operation}: {name} has dtype {array.dtype}; accepted: integers")
 
 
 def check_booleans(operation: str, **arrays: Array | None) -> None:
-    """Returns if every array is None or holds booleans.
-
-    Raises:
-        TypeError: names the operation, the argument and its dtype.
-    """
+    """Raises a TypeError unless all arrays are None or hold booleans."""
     for name, array in arrays.items():
         if array is not None and array.dtype != bool:
             raise TypeError(f"{operation}: {name} has dtype {array.dtype}; accepted: bool")
@@ -53,21 +41,13 @@ def check_booleans(operation: str, **arrays: Array | None) -> None:
 def check_shape(
     operation: str, name: str, array: Array | QuantizedPages | None, accepted: tuple[int, ...], because: str
 ) -> None:
-    """Returns if `array` is None or has the shape `accepted`.
-
-    Raises:
-        ValueError: names the operation, the argument, its shape and why another is needed.
-    """
+    """Raises a ValueError unless `array` is None or has the shape `accepted`; `because` explains the shape."""
     if array is not None and array.shape != accepted:
         raise ValueError(f"{operation}: {name} has shape {array.shape}; accepted: {accepted}, {because}")
 
 
 def check_not_empty(operation: str, **arrays: jax.Array) -> None:
-    """Returns if no array is empty.
-
-    Raises:
-        ValueError: names the operation, the argument and its shape.
-    """
+    """Raises a ValueError if an array is empty."""
     for name, array in arrays.items():
         if array.size == 0:
             raise ValueError(
@@ -85,11 +65,11 @@ def check_product(
     clamp: Clamp | None,
     soft_cap: float | None = None,
 ) -> None:
-    """Returns if the options of a product are known and within their bounds.
+    """Raises unless the options of a product are known and in range.
 
     Raises:
         TypeError: the result's dtype is not under contract.
-        ValueError: names the operation, the option and what is accepted.
+        ValueError: an option is unknown or out of range.
     """
     if layout not in get_args(WeightLayout):
         raise ValueError(f"{operation}: layout is {layout!r}; accepted: {', '.join(get_args(WeightLayout))}")
@@ -99,9 +79,9 @@ def check_product(
     if gated and activation is None:
         raise ValueError(f"{operation}: gated without an activation; accepted: gated with one, such as silu")
     if clamp is not None and not gated:
-        raise ValueError(f"{operation}: clamp is {clamp} and gated is False; accepted: a clamp where gated is True")
+        raise ValueError(f"{operation}: clamp is {clamp} and gated is False; accepted: a clamp only if gated is True")
     if clamp is not None and not (0 < clamp.limit < math.inf and 0 < clamp.slope < math.inf):
-        raise ValueError(f"{operation}: clamp is {clamp}; accepted: a limit and a slope that are finite and positive")
+        raise ValueError(f"{operation}: clamp is {clamp}; accepted: finite, positive limit and slope")
     if soft_cap is not None and not soft_cap > 0:
         raise ValueError(f"{operation}: soft_cap is {soft_cap}; accepted: positive numbers, or None for no cap")
     if str(out_dtype) not in INPUT_DTYPES:

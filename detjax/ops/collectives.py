@@ -1,7 +1,7 @@
-"""Sums over the devices of a mesh in one order, which no network and no compiler chooses.
+"""Sums over the devices of a mesh in a fixed order.
 
-`jax.lax.psum` adds in the order that suits the network, so another topology or another release gives different bits.
-Here devices only exchange terms, and each device adds them itself.
+The order of `jax.lax.psum` depends on the network, so another topology or release gives different bits. Here devices
+only exchange terms, and each device adds them itself.
 """
 
 from typing import Any
@@ -27,18 +27,18 @@ _GATHER_COLUMNS = Operation("gather_columns", _MODULES)
 
 
 def gather_columns(x: Shaped[Array, "*N n"], axis_name: AxisName, links: DeviceLinks | None = None) -> Array:
-    """Returns the columns `[*N, devices * n]` that all devices of an axis have, in the order of the axis.
+    """Returns the columns `[*N, devices * n]` of all devices of an axis, in the order of the axis.
 
     Args:
         x: this device's columns, inside `jax.shard_map`.
-        axis_name: an axis of the mesh, or several, the first of which varies slowest.
-        links: how kernels reach the other devices; None: XLA gathers. No bit depends on it.
+        axis_name: an axis of the mesh, or several in row-major order.
+        links: links to the other devices for kernels; None: XLA gathers. No bit depends on it.
     """
     return _GATHER_COLUMNS.module().gather_columns(x, axis_name, links)
 
 
 def psum(x: PyTree[Array], axis_name: AxisName) -> Any:
-    """Returns the sum of every leaf over the devices of an axis.
+    """Returns the sum of each leaf over the devices of an axis.
 
     Devices gather all terms. Each device then adds them in the order of the axis, in float32 and as a balanced binary
     tree (see `detjax.contract`), and rounds the sum once to the leaf's dtype. The gradient of a term is the gradient of
@@ -46,11 +46,11 @@ def psum(x: PyTree[Array], axis_name: AxisName) -> Any:
 
     Args:
         x: arrays of bfloat16, float16 or float32, inside `jax.shard_map`.
-        axis_name: an axis of the mesh, or several, the first of which varies slowest.
+        axis_name: an axis of the mesh, or several in row-major order.
 
     Raises:
         TypeError: a leaf has a different dtype.
-        NameError: the mesh has no such axis; raised by JAX.
+        NameError: the mesh does not have the axis; raised by JAX.
 
     Example:
         >>> mesh = jax.sharding.Mesh(jax.devices()[:1], ("devices",))
@@ -68,9 +68,9 @@ def psum(x: PyTree[Array], axis_name: AxisName) -> Any:
 
 
 def psum_scatter(x: PyTree[Array], axis_name: AxisName) -> Any:
-    """Returns this device's part of `psum`, cut along the first axis, in the same bits and with less traffic.
+    """Returns this device's shard of `psum` along the first axis, with the same bits and less traffic.
 
-    Devices exchange parts of their terms, and each device adds the terms of its own part in the order of the axis.
+    Devices exchange shards of their terms, and each device adds the terms of its own shard in the order of the axis.
 
     Args:
         x: arrays of bfloat16, float16 or float32, inside `jax.shard_map`.
@@ -79,7 +79,7 @@ def psum_scatter(x: PyTree[Array], axis_name: AxisName) -> Any:
     Raises:
         TypeError: a leaf has a different dtype.
         ValueError: the number of devices does not divide a leaf's first axis.
-        NameError: the mesh has no such axis; raised by JAX.
+        NameError: the mesh does not have the axis; raised by JAX.
 
     Example:
         >>> mesh = jax.sharding.Mesh(jax.devices()[:1], ("devices",))

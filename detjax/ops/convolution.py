@@ -1,4 +1,4 @@
-"""The causal convolution before linear attention, with the inputs that it keeps of each request."""
+"""The causal convolution before linear attention, with its per-request inputs."""
 
 from typing import Any
 
@@ -29,22 +29,20 @@ _CAUSAL_CONVOLUTION = Operation(
 def causal_convolution(
     x: Float[Array, "*N C"], weight: Weight, inputs: Float[Array, "R rows C"], queries: Queries
 ) -> tuple[Float[Array, "*N C"], Float[Array, "R rows C"]]:
-    """Returns `silu` of a depthwise causal convolution, and the last inputs with these ones in them.
+    """Returns `silu` of a depthwise causal convolution, and the updated last inputs.
 
-    With n taps, the token at position `t` has `silu(sum over i of weight[c, 0, i] * x[t - n + 1 + i])`, and inputs
-    before position 0 are zeros.
+    With n taps, the token at position `t` has `silu(sum over i of weight[c, 0, i] * x[t - n + 1 + i])`; inputs before
+    position 0 are zeros.
 
-    Tokens are `[B, T, C]` with T of each request, or packed, `[N, C]`; see `Queries`. The result of a row that belongs
-    to no request may be anything. A call's last `request_state.DROPPABLE_TOKENS` tokens can be dropped: the next call
-    then begins at a smaller position. In gradients `inputs` are constants: none goes to an earlier call or from a later
-    one.
+    Tokens are `[B, T, C]`, T per request, or packed, `[N, C]`; see `Queries`. Results of padding rows are undefined.
+    The last `linear_attention_state.DROPPABLE_TOKENS` tokens of a call can be dropped: the next call then begins at a
+    smaller position. Gradients treat `inputs` as constants, so no gradient flows between calls.
 
     Args:
         x: inputs; bfloat16, float16 or float32.
-        weight: `[C, 1, n]` of x's dtype, as checkpoints hold it. With an `AccumulatedWeight` the gradient continues
-            a sum.
-        inputs: the last inputs of each slot, of x's dtype; see `request_state.empty_inputs`.
-        queries: where the tokens stand in their requests; the page table is not read.
+        weight: `[C, 1, n]` of x's dtype, as in checkpoints. With an `AccumulatedWeight` the gradient continues a sum.
+        inputs: the last inputs of each slot, of x's dtype; see `ops.empty_inputs`.
+        queries: the tokens' positions in their requests; the page table is not read.
 
     Raises:
         TypeError: a dtype is not under contract.
@@ -76,7 +74,7 @@ def causal_convolution(
     if inputs.shape[1] < fewest or inputs.shape[2] != x.shape[-1]:
         raise ValueError(
             f"{operation}: inputs has shape {inputs.shape}; accepted: (slots, at least {fewest}, {x.shape[-1]}), "
-            f"weight being {value.shape}. Make it with request_state.empty_inputs."
+            f"weight being {value.shape}. Make it with ops.empty_inputs."
         )
     check_requests(operation, "x", x, queries, axes=1)
     rows = RequestRows.from_queries(x.shape[:-1], queries)
@@ -91,7 +89,7 @@ def causal_convolution(
 def _causal_convolution(
     x: Array, weight: Array, inputs: Array, rows: RequestRows, total: Array | None
 ) -> tuple[Array, Array]:
-    del total  # the backward pass alone adds to it
+    del total  # only the backward pass adds to it
     return one_by_one(_CAUSAL_CONVOLUTION.kernels().forward, (x, weight, inputs, rows))
 
 

@@ -34,32 +34,32 @@ def gated_delta_rule(
     state: DeltaState,
     queries: Queries,
 ) -> tuple[Float[Array, "*N H V"], DeltaState]:
-    """Returns the outputs of the gated delta rule (Yang et al. 2024), and the state with the tokens in it.
+    """Returns the outputs of the gated delta rule (Yang et al. 2024), and the updated state.
 
-    For each value head, with S at first zero, a token does
+    For each value head, with S initially zero, a token computes
 
         S = exp(g) * S
         u = beta * (v - k . S)
         S = S + k u^T
         o = K^(-1/2) * q . S
 
-    in the form of `detjax.contract`, whose bits do not depend on how a request is cut into calls.
+    in the form of `detjax.contract`, whose bits do not depend on how a request is divided into calls.
 
-    Tokens are `[B, T, ...]` with T of each request, or packed, `[N, ...]`; see `Queries`. The result of a row that
-    belongs to no request may be anything. A call's last `request_state.DROPPABLE_TOKENS` tokens can be dropped: the
-    next call then begins at a smaller position.
+    Tokens are `[B, T, ...]`, T per request, or packed, `[N, ...]`; see `Queries`. Results of padding rows are
+    undefined. The last `linear_attention_state.DROPPABLE_TOKENS` tokens of a call can be dropped: the next call then
+    begins at a smaller position.
 
-    In gradients the state is a constant: where a request does not begin at position 0, they are those of its tokens in
-    this call, given the earlier ones. None goes through the state to an earlier call or from a later one.
+    Gradients treat the state as a constant, so no gradient flows between calls: if a request does not begin at position
+    0, they are the gradients of its tokens in this call, given the earlier ones.
 
     Args:
         q: queries, normalized; bfloat16, float16 or float32.
-        k: keys, normalized, of q's dtype. H is a multiple of h: consecutive heads of values share a key head.
+        k: keys, normalized, of q's dtype. H is a multiple of h: consecutive value heads share a key head.
         v: values of q's dtype.
         g: the logarithm of each token's decay, at most 0.
-        beta: the rate at which each token's value is learned.
-        state: what the layer keeps of each request.
-        queries: where the tokens stand in their requests; the page table is not read.
+        beta: the learning rate of each token's value.
+        state: the layer's state of each request.
+        queries: the tokens' positions in their requests; the page table is not read.
 
     Raises:
         TypeError: a dtype is not under contract.
@@ -109,7 +109,6 @@ def gated_delta_rule(
 
 
 def _check_state(q: Array, v: Array, state: DeltaState) -> None:
-    """Raises unless the state's arrays fit the tokens."""
     operation = "gated_delta_rule"
     check_dtype(operation, like=q, **{"state.keys": state.keys, "state.updates": state.updates})
     slots, (key_heads, width), (heads, value_width) = state.s.shape[0], q.shape[-2:], v.shape[-2:]

@@ -1,4 +1,4 @@
-"""How an operation finds the module that computes it, and how it behaves under `jax.vmap`."""
+"""Dispatches operations to the modules of backends, and gives them their behaviour under `jax.vmap`."""
 
 import dataclasses
 import importlib
@@ -17,19 +17,19 @@ from detjax.runtime import backends, compilation, fusions
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """An operation and the module that computes it on each backend.
+    """An operation and its module on each backend.
 
-    A module serves an operation in one of two ways. Modules under contract provide *kernels*: functions such as
-    `forward` and `backward`, which the operation's own `custom_vjp` and vmap rule call. A module that says
+    A module implements an operation in one of two ways. Modules under contract provide *kernels*: functions such as
+    `forward` and `backward`, which the operation's `custom_vjp` and vmap rule call. A module with
     `DIFFERENTIATED_BY_JAX = True` provides the *whole operation*, a function of the operation's name, which JAX
-    differentiates and batches itself. `call` is the one place that tells them apart.
+    differentiates and batches itself. Only `call` and `taking` distinguish the two.
 
     Attributes:
-        name: the operation's name, as errors give it.
-        modules: for each backend, the path of its module. A module is imported when a call first needs it, so a
-            machine without a GPU never loads Mosaic GPU.
-        part_of: the names of the operations that this one is a part of. A part has no module on a backend that computes
-            these operations as a whole.
+        name: the operation's name in errors.
+        modules: the module path of each backend. A module is imported on first use, so a machine without a GPU never
+            loads Mosaic GPU.
+        part_of: names of the operations that this one is a part of. Backends that compute these operations as a whole
+            have no module for it.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Operation:
     part_of: Sequence[str] = ()
 
     def module(self) -> ModuleType:
-        """Returns the module of the backend that serves, or the portable one where the operation's fusion is off.
+        """Returns the module of the current backend, or the portable one if the operation's fusion is off.
 
         Raises:
             NotImplementedError: the backend has no module for this operation.
@@ -48,17 +48,17 @@ class Operation:
                 f"{self.name}: no kernels for backend {backend!r} on {backends.device_name()}; accepted: "
                 f"{', '.join(self.modules)}. Choose one with detjax.use_backend or {backends.BACKEND_VARIABLE}."
             )
-        # The first call may come while a program is traced: constants of the module must not become part of its trace.
+        # The first call may happen during tracing: constants of the module must not become part of the trace.
         with jax.ensure_compile_time_eval():
             return importlib.import_module(self.modules[backend])
 
     def is_served(self) -> bool:
-        """Returns whether one backend serves the operation and all that it is a part of."""
+        """Returns whether one backend serves the operation and all operations that it is a part of."""
         serving = {fusions.serving_backend(name) for name in (self.name, *self.part_of)}
         return len(serving) == 1 and serving <= self.modules.keys()
 
     def kernels(self) -> ModuleType:
-        """Returns the module of the backend that serves, for a call of its kernels.
+        """Returns the module of the current backend, for a call of its kernels.
 
         Raises:
             NotImplementedError: see `module`.
@@ -70,12 +70,9 @@ class Operation:
         return module
 
     def call(self, under_contract: Callable[..., Any], *operands: Any, **options: Any) -> Any:
-        """Returns the operation's result: the module's own whole operation, or else `under_contract`'s.
+        """Calls the module's whole operation if it has one, otherwise `under_contract`.
 
         Both take the same operands by position and the same options by name.
-
-        Raises:
-            NotImplementedError: see `module`.
         """
         module = self.module()
         if getattr(module, "DIFFERENTIATED_BY_JAX", False):
@@ -83,10 +80,10 @@ class Operation:
         return under_contract(*operands, **options)
 
     def taking[W](self, weight: W) -> W:
-        """Returns a weight of the operation as the backend's module takes it.
+        """Returns a weight of the operation in the form that the backend's module takes.
 
-        A module that JAX differentiates takes a plain weight. A whole gradient is then added to the weight's sum, which
-        is not what a contract says.
+        A module that JAX differentiates takes a plain weight. The rounded gradient of the call is then added to the
+        weight's sum, which differs from the contract.
         """
         taken: Any = with_fresh_sum(weight) if getattr(self.module(), "DIFFERENTIATED_BY_JAX", False) else weight
         return taken
@@ -98,7 +95,7 @@ def with_vmap_rule(fn: Callable[..., Any], rows: Sequence[bool]) -> Callable[...
     Args:
         fn: a function of positional arrays (or None). Its results have the leading axes of its row arguments.
         rows: for each argument, whether it holds rows. A batch axis of rows becomes one more leading axis, and `fn` is
-            called once. If any other argument is batched, `fn` is called for one example after another.
+            called once. If any other argument is batched, `fn` is called sequentially for each example.
     """
 
     @custom_vmap
@@ -127,7 +124,7 @@ def with_vmap_rule(fn: Callable[..., Any], rows: Sequence[bool]) -> Callable[...
 
 
 def one_by_one(fn: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
-    """Returns `fn(*operands)`; under `vmap`, calls it for one example after another, whichever arrays are batched."""
+    """Returns `fn(*operands)`; under `vmap`, calls it sequentially for each example, whichever arrays are batched."""
     leaves, tree = jax.tree.flatten(operands)
     flat = with_vmap_rule(lambda *leaves: fn(*jax.tree.unflatten(tree, leaves)), rows=(False,) * len(leaves))
     return flat(*leaves)

@@ -1,4 +1,4 @@
-"""Arithmetic of single elements, and sums of squares, whose bits depend on neither shapes nor the program around."""
+"""Elementwise arithmetic and sums of squares whose bits depend on neither shapes nor the surrounding program."""
 
 import functools
 import math
@@ -36,30 +36,26 @@ def map_elements(
     scalars: Sequence[Array] = (),
     overwritten: Mapping[int, int] = MappingProxyType({}),
 ) -> PyTree[Array]:
-    """Returns `fn(*arrays, *scalars)`, where each element depends on the elements at the same place alone.
+    """Returns `fn(*arrays, *scalars)`, in which each element depends only on the elements at the same index.
 
-    Compilers fuse products with sums as they see fit, and CPUs compute the last elements of an array by other
-    instructions than those before. Here the function's own barriers say what is rounded, and nothing around it matters.
+    Compilers may fuse products with sums, and CPUs may compute the last elements of an array with other instructions.
+    Here only the function's own barriers decide what is rounded.
 
     Args:
-        fn: a function of arrays of one shape and of scalars, which returns arrays of that shape.
-        arrays: of one shape, with one element at least.
-        scalars: what all elements share.
-        overwritten: for some results, by their index among the leaves, the index of the array whose memory they take if
-            the program may overwrite it, because it was donated. Both have one dtype.
+        fn: a function of arrays of one shape and of scalars, which returns arrays of this shape.
+        arrays: non-empty arrays of one shape.
+        scalars: arguments that all elements share.
+        overwritten: maps indices of result leaves to indices of arrays of the same dtype whose memory they reuse if it
+            was donated.
     """
     return _MAP_ELEMENTS.module().map_elements(fn, *arrays, scalars=scalars, overwritten=overwritten)
 
 
 def slice_squares(leaf: Float[Array, "..."], slices: int) -> Float32[Array, "slices"]:
-    """Returns the sum of the squares of each slice of an array.
+    """Returns the sum of squares of each slice of an array.
 
-    The elements, filled up with zeros, are cut into so many slices of rows of `contract.LANES` elements. A row is added
-    as the contract adds rows, and then to the rows before it.
-
-    Args:
-        leaf: the array.
-        slices: their number.
+    The elements, padded with zeros, are divided into `slices` slices of rows of `contract.LANES` elements. A row is
+    added as the contract adds rows, and then to the sum of the previous rows.
     """
     return _SLICE_SQUARES.module().slice_squares(leaf, slices)
 
@@ -89,7 +85,7 @@ def add(x: Float[Array, "*B"], y: Float[Array, "*B"]) -> Float[Array, "*B"]:
 
 @compilation.jit(static_argnames="factor")
 def scale(x: Float[Array, "*B"], factor: float) -> Float[Array, "*B"]:
-    """Returns `x * factor`, rounded once; the factor is rounded to float32 and then to x's dtype before.
+    """Returns `x * factor`, rounded once; the factor is first rounded to float32 and then to x's dtype.
 
     Args:
         x: numbers; bfloat16, float16 or float32.

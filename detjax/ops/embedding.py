@@ -23,7 +23,7 @@ _EMBED = Operation(
 
 @compilation.jit
 def embed(tokens: Int[Array, "*B"], table: Weight) -> Float[Array, "*B D"]:
-    """Returns the table's row of each token. Token ids must lie within the vocabulary.
+    """Returns the table's row of each token. Token ids must be in the vocabulary.
 
     Args:
         tokens: ids.
@@ -49,7 +49,7 @@ def embed(tokens: Int[Array, "*B"], table: Weight) -> Float[Array, "*B D"]:
 
 @jax.custom_vjp
 def _embed(table_sum: Array | None, tokens: Array, table: Array) -> Array:
-    del table_sum  # the backward pass alone adds to it
+    del table_sum  # only the backward pass adds to it
     return with_vmap_rule(_EMBED.kernels().forward, rows=(True, False))(tokens, table)
 
 

@@ -1,4 +1,4 @@
-"""Ranks of experts in groups, of which a token chooses from some alone, under contract."""
+"""Group-limited ranks of experts, under contract."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -13,21 +13,21 @@ from detjax.runtime import compilation
 def group_limited_ranks(
     scores: Float32[Array, "N E"], correction: Float32[Array, "E"], *, groups: int, kept: int
 ) -> Float32[Array, "N E"]:
-    """Returns what a token chooses experts by: `scores + correction` in the groups that it keeps, -inf in the others.
+    """Returns the ranks by which a token chooses experts: `scores + correction` in its groups, -inf in the others.
 
-    A group has `E / groups` consecutive experts, and counts as the sum of its two highest ranks. A token keeps the
-    groups that count most, and of equal ones those of the lower numbers (DeepSeek-AI 2024, DeepSeek-V3, section 2.1.2).
+    A group has `E / groups` consecutive experts, and its count is the sum of its two highest ranks. A token keeps the
+    groups with the highest counts; among equals, the lower number wins (DeepSeek-AI 2024, DeepSeek-V3, section 2.1.2).
     Every sum has two terms and is rounded. There are no gradients.
 
     Args:
         scores: each token's score of each expert, float32.
-        correction: what is added to the scores for the choice alone, float32.
-        groups: how many groups there are.
-        kept: how many of them a token keeps.
+        correction: added to the scores for the choice only, float32.
+        groups: number of groups.
+        kept: number of groups that a token keeps.
 
     Raises:
         TypeError: a dtype is not float32.
-        ValueError: shapes do not fit together, groups have fewer than 2 experts, or there are fewer than are kept.
+        ValueError: shapes do not fit together, groups have fewer than 2 experts, or `kept` exceeds `groups`.
 
     Example:
         >>> scores = jnp.array([[0.1, 0.2, 0.8, 0.9]])
@@ -50,7 +50,7 @@ def group_limited_ranks(
             return ranks
         by_group = ranks.reshape(len(ranks), groups, -1)
         best = lax.top_k(by_group, 2)[0]
-        # Of equal groups the lower number comes first.
+        # Among equal groups the lower number comes first.
         chosen = lax.top_k(best[..., 0] + best[..., 1], kept)[1]
         is_kept = (chosen[:, :, None] == jnp.arange(groups, dtype=chosen.dtype)[None, None]).any(axis=1)
         return jnp.where(is_kept[..., None], by_group, -jnp.inf).reshape(ranks.shape)

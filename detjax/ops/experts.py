@@ -1,4 +1,4 @@
-"""Mixtures of experts under contract: which experts a token chooses, and the sum of what they give.
+"""Mixtures of experts under contract: the choice of experts, and the sum of their results.
 
 ids, weights = choose_experts(softmax(logits), 8)
 rows = expert_rows(ids, experts=128)
@@ -23,7 +23,7 @@ from detjax.portable import experts as portable
 from detjax.runtime import compilation
 
 _BLOCK: Final = 256
-"""Choices among which equal ones are counted at once."""
+"""Choices in a block that is searched for equal choices at once."""
 
 
 @compilation.jit(static_argnames=("count", "normalized", "eps"))
@@ -37,16 +37,15 @@ def choose_experts(
 ) -> tuple[Int32[Array, "N count"], Float32[Array, "N count"]]:
     """Returns the experts that each token chooses, in ascending order, and their weights.
 
-    A token chooses the experts of the highest ranks, and of equal ranks those of the lower ids. A row depends on itself
-    alone.
+    A token chooses the experts of the highest ranks; among equals, the lower id wins. A row depends only on itself.
 
     Args:
         scores: each token's score of each expert, float32.
-        count: how many experts a token chooses.
-        ranks: what the choice goes by; default: the scores. It has no gradient.
-        normalized: whether weights are scores times the rounded reciprocal of their sum, whose terms are added in
-            ascending order of ids and then to `eps`; otherwise they are the scores.
-        eps: see there.
+        count: number of experts that a token chooses.
+        ranks: the ranks to choose by; default: the scores. They have no gradient.
+        normalized: weights are scores times the rounded reciprocal of their sum, whose terms are added in ascending
+            order of ids and then to `eps`; otherwise weights are the scores.
+        eps: see `normalized`.
 
     Raises:
         TypeError: a dtype is not float32.
@@ -92,13 +91,13 @@ _choose.defvjp(_choose_forward, _choose_backward)
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True)
 class ExpertRows:
-    """Rows of tokens by expert: each token has one with each expert that it chose.
+    """Rows of tokens sorted by expert: a token has one row for each expert that it chose.
 
     Attributes:
-        group_sizes: how many rows each expert has, `[E]` int32, those included that fill up its group.
-        token: the token of each row, `[M]`, ascending within an expert; N for rows without one.
-        place: the row of each token with each of its experts, `[N, count]`; M for an absent token.
-        unit: a number of which M and all group sizes are multiples, for `grouped_matmul`.
+        group_sizes: number of rows of each expert, `[E]` int32, including padding.
+        token: the token of each row, `[M]`, ascending within an expert; N for padding rows.
+        place: the row of each token and each of its experts, `[N, count]`; M for an absent token.
+        unit: M and all group sizes are multiples of this number, for `grouped_matmul`.
 
     Example:
         >>> rows = ops.expert_rows(jnp.array([[1, 0], [1, 2]], jnp.int32), experts=3)
@@ -112,24 +111,25 @@ class ExpertRows:
     unit: int
 
     def gather(self, x: Float[Array, "N D"]) -> Float[Array, "M D"]:
-        """Returns the rows of tokens, and zeros for rows without one.
+        """Gathers `x` into rows; padding rows are zeros.
 
-        A token's gradient adds those of its rows in ascending order of experts.
+        A token's gradient adds the gradients of its rows in ascending order of experts.
         """
         return _gather(x, self)
 
     def results(self, y: Float[Array, "M D"]) -> Float[Array, "N count D"]:
-        """Returns the results of each token in the order of its experts, given those of all rows; zeros for none."""
+        """Returns the results of each token in the order of its experts, given the results of all rows.
+
+        Absent tokens get zeros.
+        """
         return portable.rows_at(y, self.place)
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], int]:
-        """Returns the arrays, and the unit, which is known while programs are traced."""
         return (self.group_sizes, self.token, self.place), self.unit
 
     @classmethod
     def tree_unflatten(cls, unit: int, arrays: Iterable[Any]) -> "ExpertRows":
-        """Returns the rows with these arrays."""
-        # JAX rebuilds pytrees with objects of its own in place of arrays, which a constructor's checks would refuse.
+        # JAX rebuilds pytrees with placeholders for arrays, which a constructor's checks would refuse.
         rows = object.__new__(cls)
         for name, value in zip(("group_sizes", "token", "place", "unit"), (*arrays, unit), strict=True):
             object.__setattr__(rows, name, value)
@@ -139,13 +139,13 @@ class ExpertRows:
 def expert_rows(ids: Int32[Array, "N count"], experts: int, present: Bool[Array, "N"] | None = None) -> ExpertRows:
     """Returns the rows of tokens that chose these experts.
 
-    Every group begins at a row that suits the backend's kernels, so there may be more rows than choices.
+    Groups are padded for the backend's kernels, so there may be more rows than choices.
 
     Args:
-        ids: the experts of each token, none of them twice. A token may choose the number `experts` any number of times,
-            and has no row for it: this is how experts of other devices are named.
-        experts: how many experts there are.
-        present: whether a token is one; others belong to no expert. Default: all are.
+        ids: the distinct experts of each token. The id `experts` stands for experts of other devices: it may occur any
+            number of times and has no rows.
+        experts: number of experts.
+        present: False for padding tokens, which have no rows. Default: all True.
 
     Example:
         >>> ops.expert_rows(jnp.array([[1, 0], [1, 2]], jnp.int32), experts=3).group_sizes
@@ -157,7 +157,7 @@ def expert_rows(ids: Int32[Array, "N count"], experts: int, present: Bool[Array,
     earlier, totals = _earlier_and_totals(keys.reshape(-1), experts)
     sizes, expert = -(-totals // unit) * unit, jnp.arange(experts, dtype=jnp.int32)
     firsts = jnp.where(expert[None] < expert[:, None], sizes[None], 0).sum(axis=1, dtype=jnp.int32)
-    # Every expert that somebody chose may have `unit - 1` rows that fill up its group.
+    # Each chosen expert may need up to `unit - 1` padding rows.
     rows = round_down(ids.size + min(experts, ids.size) * (unit - 1), unit)
     place = jnp.where(keys < experts, firsts.at[keys].get(mode="clip") + earlier.reshape(keys.shape), jnp.int32(rows))
     chooser = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32)[:, None], place.shape)
@@ -166,10 +166,10 @@ def expert_rows(ids: Int32[Array, "N count"], experts: int, present: Bool[Array,
 
 
 def _earlier_and_totals(keys: Int32[Array, "K"], experts: int) -> tuple[Int32[Array, "K"], Int32[Array, "E"]]:
-    """Returns how many equal keys come before each key that is an expert, and how often each expert is a key.
+    """Returns the number of earlier equal keys for each key that is an expert, and the count of each expert.
 
-    Keys are compared with those of their block, and blocks are counted. A sort would say the same. But XLA compiles
-    every sort of a program anew, in up to 15 kernels, and so that of each layer; equal fusions share one kernel.
+    Keys are compared within their block, and blocks are counted. A sort would give the same result, but XLA compiles
+    the sort of each layer separately, in up to 15 kernels, whereas equal fusions share one kernel.
     """
     blocks = ceil_div(len(keys), _BLOCK)
     blocked = jnp.pad(keys, (0, blocks * _BLOCK - len(keys)), constant_values=experts).reshape(blocks, _BLOCK)
@@ -208,28 +208,28 @@ def combine_experts(
     residual: Float[Array, "N D"] | None = None,
     aggregation: Aggregation = "contract",
 ) -> Float[Array, "N D"]:
-    """Returns for each token the weighted sum of its experts' results, rounded once.
+    """Returns the weighted sum of each token's experts' results, rounded once.
 
-    Products are float32 and rounded. They are added left to right in ascending order of experts, and then the result of
+    Products are float32 and rounded. They are added left to right in ascending order of experts, then the result of
     the shared experts and the residual.
 
     Args:
         y: the experts' results, in the order of the rows; bfloat16, float16 or float32.
-        weights: of each token's experts, in ascending order of these.
-        rows: where each result is; None: `y` has the results of each token, as `ExpertRows.results` returns them.
+        weights: the weights of each token's experts, in ascending order of experts.
+        rows: the rows of `y`; None: `y` has the results by token, as from `ExpertRows.results`.
         shared: the result of experts that all tokens share.
         residual: rows of y's dtype that are added last.
-        aggregation: where sums are rounded and in which order they are added. "contract" is what is said above. The
-            others are for comparisons with other implementations, and no less a function of the token; they round the
-            experts' sum before `shared` is added, and again before the residual is:
+        aggregation: the roundings and the order of the sum; "contract" is described above. The others match other
+            implementations for comparison, and are functions of the token, too; they round the experts' sum before
+            adding `shared`, and again before adding the residual:
 
-            - "hf_eager": weights, products and every partial sum are rounded to y's dtype, in ascending order of
+            - "hf_eager": weights, products and all partial sums are rounded to y's dtype, in ascending order of
               experts; "hf_eager_float32": the same, but weights are not rounded;
             - "hf_grouped": weights and products are rounded, in descending order of weights;
             - "finalize": nothing is rounded before the whole sum, in descending order of weights;
-            - "deepep": as "hf_eager", in descending order of weights.
+            - "deepep": like "hf_eager", in descending order of weights.
 
-            Gradients are those of "contract".
+            Gradients are always computed as for "contract".
 
     Raises:
         TypeError: a dtype is not under contract.

@@ -1,4 +1,4 @@
-"""Matrix products of rows that are sorted by expert, each with its expert's weight, under contract."""
+"""Matrix products of rows sorted by expert with their experts' weights, under contract."""
 
 import functools
 from typing import Any
@@ -27,12 +27,7 @@ _GROUPED_MATMUL = Operation(
 
 
 def group_unit(rows: int, experts: int) -> int:
-    """Returns a number of which kernels of the backend like every group's size to be a multiple.
-
-    Args:
-        rows: how many rows there are.
-        experts: how many groups.
-    """
+    """Returns the backend's preferred multiple of group sizes for a number of rows and experts."""
     return _GROUPED_MATMUL.module().group_unit(rows, experts)
 
 
@@ -51,25 +46,24 @@ def grouped_matmul(  # noqa: PLR0913
     unit: int = 1,
     out_dtype: DTypeLike | None = None,
 ) -> Float[Array, "M N"]:
-    """Returns `act(x[m] @ w[e] + bias[e])`, e being the expert of row m. Rows after the last group mean nothing.
+    """Returns `act(x[m] @ w[e] + bias[e])`, with e the expert of row m. Rows after the last group are undefined.
 
-    A row has the bits that `matmul` gives it with its expert's weight, whatever the other rows are and however many an
-    expert has.
+    A row has the same bits as from `matmul` with its expert's weight, and depends on no other rows.
 
     Args:
-        x: rows, those of expert 0 first, then those of expert 1, and so on; bfloat16, float16 or float32.
+        x: rows sorted by expert; bfloat16, float16 or float32.
         w: the experts' weights of x's dtype, `[E, K, N]` if `layout` is "kn" and `[E, N, K]` if it is "nk"; if `gated`,
             `[E, 2, K, N]` or `[E, 2, N, K]`. With an `AccumulatedWeight`, also as bias, the gradient continues a sum.
-        group_sizes: how many rows each expert has; at most M together.
+        group_sizes: number of rows of each expert; their sum is at most M.
         layout: "kn" or "nk".
         bias: `[E, N]`, or `[E, 2, N]` if `gated`.
         activation: see `matmul`.
         gated: see `matmul`.
         clamp: see `matmul`.
-        sequences: the sequence that each row belongs to. The gradient of a weight adds an expert's rows in ascending
-            order, `contract.WEIGHT_GRADIENT_TOKENS` in one step, and begins a new step where the sequence changes.
-            Rows with a negative number fill up a group, and add nothing. Default: all rows belong to one.
-        unit: a number of which M and every group's size are multiples, such as `ExpertRows.unit`. It saves work on some
+        sequences: the sequence of each row. The gradient of a weight adds an expert's rows in ascending order,
+            `contract.WEIGHT_GRADIENT_TOKENS` in one step, and begins a new step where the sequence changes. Negative
+            numbers mark padding rows, which add nothing. Default: all rows belong to one sequence.
+        unit: M and all group sizes are multiples of this number, such as `ExpertRows.unit`. It saves work on some
             backends, and changes no bit.
         out_dtype: the dtype of the result; default: x's.
 
@@ -95,7 +89,7 @@ def grouped_matmul(  # noqa: PLR0913
     check_product(name, layout, out_dtype, activation=activation, gated=gated, clamp=clamp)
     experts, stacked = group_sizes.shape[0], (2,) if gated else ()
     if w.ndim != 3 + len(stacked):
-        raise ValueError(f"{name}: w has shape {w.shape}; accepted: {3 + len(stacked)} axes where gated is {gated}")
+        raise ValueError(f"{name}: w has shape {w.shape}; accepted: {3 + len(stacked)} axes if gated is {gated}")
     outputs = w.shape[-1] if layout == "kn" else w.shape[-2]
     shape = (x.shape[-1], outputs) if layout == "kn" else (outputs, x.shape[-1])
     because = f"x being {x.shape}, group_sizes {group_sizes.shape} and the layout {layout!r}"
@@ -119,7 +113,7 @@ def _grouped_matmul(
     out_dtype: jnp.dtype,
     unit: int,
 ) -> Array:
-    del sums  # the backward pass alone has a use for them
+    del sums  # only the backward pass adds to them
     forward = _GROUPED_MATMUL.kernels().forward
     if fusions.is_unfused("grouped_matmul_epilogue"):
         forward = _in_separate_steps
@@ -129,7 +123,7 @@ def _grouped_matmul(
 def _in_separate_steps(
     operands: GroupedOperands, *, layout: WeightLayout, epilogue: Epilogue, out_dtype: jnp.dtype, unit: int
 ) -> Array:
-    """By a product for each of an expert's weights, and a pass over the float32 sums."""
+    """Computes a product for each weight of an expert, then the epilogue in a pass over the float32 sums."""
     kernels, (x, w, bias, group_sizes, _) = _GROUPED_MATMUL.kernels(), operands
     options: dict[str, Any] = {"layout": layout, "epilogue": Epilogue(), "out_dtype": ACCUMULATOR, "unit": unit}
     halves = (w[:, 0], w[:, 1]) if epilogue.gated else (w,)
@@ -152,7 +146,7 @@ def _forward(
     unit: int,
 ) -> tuple[Array, tuple[Any, ...]]:
     kernels = _GROUPED_MATMUL.kernels()
-    # As in `matmul`: a backend that can keep the biased sums does not compute them twice.
+    # As in `matmul`: a backend that can return the biased sums does not compute them twice.
     fused = epilogue != Epilogue() and not fusions.is_unfused("grouped_matmul_epilogue")
     if fused and out_dtype == operands.x.dtype and hasattr(kernels, "forward_keeping_sums"):
         y, z = kernels.forward_keeping_sums(operands, layout=layout, epilogue=epilogue, unit=unit)

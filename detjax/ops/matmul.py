@@ -47,15 +47,15 @@ def matmul(  # noqa: PLR0913
     Args:
         x: rows; bfloat16, float16 or float32.
         w: weights of x's dtype, `[K, N]` if `layout` is "kn", and `[N, K]`, the layout of checkpoints, if it is "nk".
-            If `gated`, the gate's and the up projection's weights, stacked: `[2, K, N]` or `[2, N, K]`. With an
+            If `gated`, the stacked weights of gate and up projection: `[2, K, N]` or `[2, N, K]`. With an
             `AccumulatedWeight`, here or as bias, the gradient continues a sum.
         layout: "kn" or "nk".
         bias: `[N]`, or `[2, N]` if `gated`.
-        activation: the function of the biased sum; "gelu" is the exact one, "gelu_tanh" its approximation.
-        gated: whether the result is `act(x @ w[0] + bias[0]) * (x @ w[1] + bias[1]) + residual` (Shazeer 2020).
+        activation: applied to the biased sum; "gelu" is exact, "gelu_tanh" its approximation.
+        gated: the result is `act(x @ w[0] + bias[0]) * (x @ w[1] + bias[1]) + residual` (Shazeer 2020).
         clamp: bounds of both sums of a gated result; see `detjax.operands.options.Clamp`.
-        soft_cap: the bound of the activated result `y`, which becomes `soft_cap * tanh(y / soft_cap)`; Gemma caps its
-            logits so.
+        soft_cap: bound of the activated result `y`, which becomes `soft_cap * tanh(y / soft_cap)`, as for Gemma's
+            logits.
         residual: rows added to the float32 result.
         out_dtype: the dtype of the result; default: x's.
 
@@ -75,7 +75,7 @@ def matmul(  # noqa: PLR0913
     check_product("matmul", layout, out_dtype, activation=activation, gated=gated, clamp=clamp, soft_cap=soft_cap)
     stacked = (2,) if gated else ()
     if w.ndim != 2 + len(stacked):
-        raise ValueError(f"matmul: w has shape {w.shape}; accepted: {2 + len(stacked)} axes where gated is {gated}")
+        raise ValueError(f"matmul: w has shape {w.shape}; accepted: {2 + len(stacked)} axes if gated is {gated}")
     outputs = w.shape[-1] if layout == "kn" else w.shape[-2]
     shape = (x.shape[-1], outputs) if layout == "kn" else (outputs, x.shape[-1])
     check_shape("matmul", "w", w, (*stacked, *shape), f"x being {x.shape} and the layout {layout!r}")
@@ -100,19 +100,19 @@ def shared_matmul(
 ) -> Float[Array, "*B D"] | None:
     """Returns the columns `[*B, devices * N]` of a product; each device of an axis computes its own columns.
 
-    They have the bits of `gather_columns` of `matmul`. A kernel writes each result to all devices as it is computed.
+    They have the same bits as `gather_columns` of `matmul`, but the kernel writes its results directly to all devices.
 
     Args:
-        x: rows that every device has, inside `jax.shard_map`.
+        x: rows, replicated on all devices, inside `jax.shard_map`.
         w: this device's weights, with the layout "nk".
         axis_name: see `detjax.ops.collectives.gather_columns`.
-        links: how kernels reach the other devices.
-        bias: this device's.
+        links: links to the other devices.
+        bias: this device's bias.
         residual: the columns of all devices.
         options: further options of `matmul`.
 
     Returns:
-        The columns; None where no kernel can write them.
+        The columns; None if no kernel can write them.
     """
     kernels = _MATMUL.module()
     if links is None or not hasattr(kernels, "shared_forward") or fusions.is_unfused("matmul_epilogue"):
@@ -126,13 +126,13 @@ def shared_matmul(
 def _matmul(
     operands: MatmulOperands, sums: WeightSums, layout: WeightLayout, epilogue: Epilogue, out_dtype: jnp.dtype
 ) -> Array:
-    del sums  # of the gradients, which the backward pass alone adds to
+    del sums  # only the backward pass adds to them
     forward = _in_separate_steps if fusions.is_unfused("matmul_epilogue") else _MATMUL.kernels().forward
     return _with_row_rule(functools.partial(forward, layout=layout, epilogue=epilogue, out_dtype=out_dtype), operands)
 
 
 def _with_row_rule(forward: Callable[[MatmulOperands], Any], operands: MatmulOperands) -> Any:
-    """Under `vmap`, a batch of rows is more rows."""
+    """Calls `forward`; under `vmap`, a batch axis of rows becomes more rows."""
     by_array = with_vmap_rule(lambda *arrays: forward(MatmulOperands(*arrays)), rows=(True, False, False, True))
     return by_array(*operands)
 
@@ -140,7 +140,7 @@ def _with_row_rule(forward: Callable[[MatmulOperands], Any], operands: MatmulOpe
 def _in_separate_steps(
     operands: MatmulOperands, *, layout: WeightLayout, epilogue: Epilogue, out_dtype: jnp.dtype
 ) -> Array:
-    """By a product for each weight, and a pass over the float32 sums."""
+    """Computes a product for each weight, then the epilogue in a pass over the float32 sums."""
     kernels, (x, w, bias, residual) = _MATMUL.kernels(), operands
     product = functools.partial(kernels.forward, layout=layout, epilogue=Epilogue(), out_dtype=ACCUMULATOR)
     sums = [product(MatmulOperands(x, one)) for one in (w if epilogue.gated else (w,))]
@@ -152,7 +152,7 @@ def _forward(
     operands: MatmulOperands, sums: WeightSums, layout: WeightLayout, epilogue: Epilogue, out_dtype: jnp.dtype
 ) -> tuple[Any, tuple[Any, ...]]:
     kernels = _MATMUL.kernels()
-    # The gradient of an epilogue needs the biased sums. A backend that can keep them does not compute them twice.
+    # The gradient of an epilogue needs the biased sums. A backend that can return them does not compute them twice.
     fused = epilogue != Epilogue() and not fusions.is_unfused("matmul_epilogue")
     if fused and out_dtype == operands.x.dtype and hasattr(kernels, "forward_keeping_sums"):
         forward = functools.partial(kernels.forward_keeping_sums, layout=layout, epilogue=epilogue)

@@ -48,13 +48,13 @@ def rms_norm(
 ) -> Float[Array, "*B D"] | tuple[Float[Array, "*B D"], Float[Array, "*B D"]]:
     """Returns `x / sqrt(mean(x^2) + eps) * (weight + weight_offset)` (Zhang & Sennrich 2019), in float32, rounded once.
 
-    With a residual, the result is the pair of the norm of `h = rn(x + residual)`, and `h`. The bits are those of the
+    With a residual, the result is the pair of the norm of `h = rn(x + residual)`, and `h`, with the same bits as
     separate steps.
 
     Args:
         x: rows; bfloat16, float16 or float32.
-        weight: `[D]`, a factor for each column, in any of these dtypes. With an `AccumulatedWeight` the gradient
-            continues a sum.
+        weight: `[D]`, a factor per column, in any of these dtypes. With an `AccumulatedWeight` the gradient continues a
+            sum.
         eps: the number added to the mean square.
         weight_offset: the number added to the weight; 1.0 for models that store `weight - 1`, such as Gemma.
         residual: rows of x's dtype.
@@ -85,7 +85,7 @@ def rms_norm(
 def _norm_by_kernel(
     x: Array, weight: Array, residual: Array | None, weight_sum: Array | None, eps: float, weight_offset: float
 ) -> tuple[Array, Array | None]:
-    del weight_sum  # the backward pass alone adds to it
+    del weight_sum  # only the backward pass adds to it
     forward = functools.partial(_RMS_NORM.kernels().forward, eps=eps, weight_offset=weight_offset)
     norm = with_vmap_rule(forward, rows=(True, False, True))
     if residual is not None and fusions.is_unfused("rms_norm_residual"):
@@ -101,7 +101,7 @@ def _forward(
     x: Array, weight: Array, residual: Array | None, weight_sum: Array | None, eps: float, weight_offset: float
 ) -> tuple[tuple[Array, Array | None], tuple[Array, Array, Array | None, Array | None]]:
     y, h = _rms_norm(x, weight, residual, weight_sum, eps, weight_offset)
-    # What was normalized is `h` if there was a residual: `x` is not kept then.
+    # With a residual, `h` was normalized, and `x` need not be kept.
     return (y, h), (x if h is None else h, weight, None if h is None else jnp.zeros(0), weight_sum)
 
 

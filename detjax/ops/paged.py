@@ -1,4 +1,4 @@
-"""What the operations over paged keys and values share: checks of their arguments, and their behaviour under vmap."""
+"""Argument checks of the operations over paged keys and values."""
 
 import dataclasses
 
@@ -11,17 +11,17 @@ from detjax.ops.quantized_kv import check_quantized
 
 
 def check_kv(operation: str, like: Array, kv: KVPages) -> None:
-    """Returns if there are pages, and keys and values have `like`'s dtype or are both quantized in the same way.
+    """Raises unless there are pages whose keys and values have `like`'s dtype or are quantized in the same way.
 
     Raises:
-        TypeError: names the operation, the argument and what is accepted.
+        TypeError: a dtype is not accepted.
         ValueError: there are no pages, or codes and scales do not fit together.
     """
     if isinstance(kv.v, KeyColumns):
         if isinstance(kv.k, QuantizedPages):
             raise TypeError(
                 f"{operation}: kv.k is quantized ({kv.k.kind}) and the values are its columns; accepted: pages of "
-                "numbers where values are columns of the keys"
+                "numbers if values are columns of the keys"
             )
         check_dtype(operation, like=like, **{"kv.k": kv.k})
         check_not_empty(operation, **{"kv.k": kv.k})
@@ -43,14 +43,15 @@ def check_kv(operation: str, like: Array, kv: KVPages) -> None:
 
 
 def check_queries(operation: str, name: str, x: Array, queries: Queries, needed: tuple[str, ...]) -> None:
-    """Returns if the integers of `queries` fit the queries' array `x`, `[B, T, N, K]` or packed, `[N, N, K]`.
+    """Raises unless the integers of `queries` fit the array `x`, `[B, T, N, K]` or packed, `[N, N, K]`.
 
     Args:
-        operation: the name that errors give.
+        operation: the operation's name in errors.
         name: the array's name in errors.
         x: the array.
-        queries: where its queries stand.
-        needed: which fields of `queries` the operation reads besides the page table; packed queries need `count` too.
+        queries: the positions of its queries.
+        needed: the fields of `queries` that the operation reads, in addition to the page table and, for packed queries,
+            `count`.
 
     Raises:
         TypeError: an array does not hold integers.
@@ -58,10 +59,10 @@ def check_queries(operation: str, name: str, x: Array, queries: Queries, needed:
     """
     packed, table = queries.first_row is not None, queries.page_table
     if x.ndim != (3 if packed else 4):
-        expected = "3 axes, as queries.first_row is given" if packed else "4 axes, as queries.first_row is None"
+        expected = "3 axes if queries.first_row is given" if packed else "4 axes if queries.first_row is None"
         raise ValueError(f"{operation}: {name} has shape {x.shape}; accepted: {expected}")
     if packed and queries.count is None:
-        raise ValueError(f"{operation}: queries.count is None; accepted: integers, as the queries are packed")
+        raise ValueError(f"{operation}: queries.count is None; accepted: integers, because the queries are packed")
     fields = dict.fromkeys((*needed, "count")) if packed else needed
     given = {f"queries.{field}": getattr(queries, field) for field in fields}
     integers = {field: array for field, array in given.items() if array is not None}
@@ -77,14 +78,14 @@ def check_queries(operation: str, name: str, x: Array, queries: Queries, needed:
 
 
 def check_requests(operation: str, name: str, x: Array, queries: Queries, *, axes: int) -> None:
-    """Returns if the integers of `queries` fit tokens `x`, `[B, T, ...]` or packed, `[N, ...]`; see `check_queries`.
+    """Raises unless the integers of `queries` fit tokens `x`, `[B, T, ...]` or packed, `[N, ...]`.
 
     Args:
-        operation: the name that errors give.
+        operation: the operation's name in errors.
         name: the array's name in errors.
         x: the array.
-        queries: where its tokens stand.
-        axes: the axes of one token.
+        queries: the positions of its tokens.
+        axes: number of axes of one token.
 
     Raises:
         TypeError: an array does not hold integers.
@@ -109,7 +110,7 @@ def _check_packing(operation: str, name: str, x: Array, first_row: Array, page_t
 
 
 def with_counts(queries: Queries, tokens: int) -> Queries:
-    """Returns rectangular queries of so many tokens each, with int32 arrays, and with counts."""
+    """Returns rectangular queries of `tokens` tokens each, with int32 arrays and counts."""
     count = queries.count
     count = jnp.full(queries.start.shape, tokens, jnp.int32) if count is None else jnp.asarray(count, jnp.int32)
     table, start = (jnp.asarray(x, jnp.int32) for x in (queries.page_table, queries.start))

@@ -1,4 +1,4 @@
-"""Quantized pages of a KV cache: made of numbers, and turned back into what attention reads."""
+"""Quantization and dequantization of KV cache pages."""
 
 from typing import Final, get_args
 
@@ -16,20 +16,20 @@ KINDS: Final = get_args(KVQuantization)
 
 @compilation.jit(static_argnames=("kind",))
 def quantize_kv(x: Float[Array, "P h S K"], kind: KVQuantization) -> QuantizedPages:
-    """Returns pages of keys or of values as codes and scales: `scale = max |x| / L`, `code = round(x / scale)`.
+    """Returns pages of keys or values as codes and scales: `scale = max |x| / L`, `code = round(x / scale)`.
 
-    A row's codes and scale depend on that row alone. `detjax.contract` says how they are rounded, and what NaN and
-    infinities become.
+    A row's codes and scale depend only on that row. `detjax.contract` defines the rounding, and the result for NaN and
+    infinities.
 
     Args:
         x: pages of `contract.KV_BLOCK` tokens each; bfloat16, float16 or float32.
-        kind: "int8" or "fp8_e4m3" with a float32 scale per token and head, or "q4_0" with a float16 scale per 32
-            numbers of these.
+        kind: "int8" or "fp8_e4m3", with a float32 scale per token and head, or "q4_0", with a float16 scale per 32
+            numbers of a row.
 
     Raises:
         TypeError: x's dtype is not under contract.
-        ValueError: the kind is none of these, a page has another number of tokens, or "q4_0" is asked for and K is not
-            a multiple of 32.
+        ValueError: the kind is unknown, a page has another number of tokens, or the kind is "q4_0" and K is not a
+            multiple of 32.
 
     Example:
         >>> ops.quantize_kv(jnp.ones((1, 1, 128, 32)), "int8").codes.dtype
@@ -48,10 +48,10 @@ def dequantize_kv(pages: QuantizedPages, dtype: DTypeLike) -> Float[Array, "P h 
 
     Args:
         pages: keys or values.
-        dtype: that of attention's queries; bfloat16, float16 or float32.
+        dtype: the dtype of attention's queries; bfloat16, float16 or float32.
 
     Raises:
-        TypeError: the dtype is not under contract, or those of the pages do not belong to their kind.
+        TypeError: the dtype is not under contract, or the pages' dtypes do not match their kind.
         ValueError: the pages' shapes do not fit together.
 
     Example:
@@ -66,11 +66,7 @@ def dequantize_kv(pages: QuantizedPages, dtype: DTypeLike) -> Float[Array, "P h 
 
 
 def check_kind(operation: str, kind: str, width: int) -> None:
-    """Returns if rows of `width` numbers can be quantized so.
-
-    Raises:
-        ValueError: names the operation, and what is accepted.
-    """
+    """Raises a ValueError unless rows of `width` numbers support this kind of quantization."""
     if kind not in KINDS:
         raise ValueError(f"{operation}: the quantization is {kind!r}; accepted: {', '.join(KINDS)}")
     if kind == "q4_0" and width % Q4_GROUP:
@@ -80,12 +76,7 @@ def check_kind(operation: str, kind: str, width: int) -> None:
 
 
 def check_quantized(operation: str, name: str, pages: QuantizedPages) -> None:
-    """Returns if codes and scales have the dtypes and shapes of their kind.
-
-    Raises:
-        TypeError: names the operation, the argument, the dtype and the one accepted.
-        ValueError: names the operation, the argument, the shape and the one accepted.
-    """
+    """Raises a TypeError or ValueError unless codes and scales have the dtypes and shapes of their kind."""
     check_kind(operation, pages.kind, pages.shape[-1])
     codes, scales = quantized_layout(pages.shape, pages.kind)
     for part, array, accepted in (("codes", pages.codes, codes), ("scales", pages.scales, scales)):

@@ -1,4 +1,4 @@
-"""Rotary position embedding: `rope`, and `qk_rope` with the norm before it."""
+"""Rotary position embedding: `rope`, and `qk_rope` with a preceding norm."""
 
 import dataclasses
 import functools
@@ -32,13 +32,13 @@ _QK_ROPE = Operation("qk_rope", _MODULES)
 
 @dataclasses.dataclass(frozen=True)
 class Rotation:
-    """How the heads of a projection are normalized and rotated.
+    """The normalization and rotation of a projection's heads.
 
     Attributes:
         embedding: the frequencies.
-        heads: the number of heads in each group of heads, first to last. Further heads are not read.
-        norm_eps: what the RMS norm before the rotation adds to the mean square; None if there is no norm.
-        norm_offset: what the norm adds to its weights.
+        heads: the number of heads in each group of heads, first to last. Further heads are ignored.
+        norm_eps: added to the mean square in the RMS norm before the rotation; None without a norm.
+        norm_offset: added to the norm's weights.
     """
 
     embedding: RotaryEmbedding
@@ -53,12 +53,12 @@ def rope(
 ) -> Float[Array, "*B T H K"]:
     """Returns the heads of `x` rotated by their tokens' absolute positions, in float32, rounded once.
 
-    Column `i` turns with column `i + K / 2`, the order of Hugging Face's checkpoints.
+    Column `i` is paired with column `i + K / 2`, the order of Hugging Face's checkpoints.
 
     Args:
         x: queries or keys; bfloat16, float16 or float32.
-        positions: tokens from the start of the request, below 2^24. Where the embedding has sections, each token has as
-            many coordinates, or one position that stands for all of them.
+        positions: positions in the request, below 2^24. With an embedding that has sections, a coordinate per section,
+            or one position for all sections.
         embedding: frequencies; its head_dim is K.
 
     Raises:
@@ -87,21 +87,20 @@ def qk_rope(  # noqa: PLR0913
     norm_eps: float | None = None,
     norm_offset: float = 0.0,
 ) -> tuple[Float[Array, "*B T heads K"], Float[Array, "*B T kv_heads K"]]:
-    """Returns queries and keys, the first heads of a fused projection, RMS normalized and rotated as by `rope`.
+    """Returns queries and keys, the first heads of a fused projection, RMS normalized and rotated by `rope`.
 
-    The bits are those of the separate steps, `rms_norm` and then `rope`.
+    The bits are the same as from `rms_norm` and then `rope`.
 
     Args:
-        qkv: `heads` queries, `kv_heads` keys, and heads that are not read, such as values; bfloat16, float16 or
-            float32.
+        qkv: `heads` query heads, `kv_heads` key heads, and further heads such as values, which are ignored; bfloat16,
+            float16 or float32.
         positions: see `rope`.
         embedding: frequencies; its head_dim is K.
-        heads: how many heads of queries there are.
-        kv_heads: how many heads of keys there are.
-        q_norm: the norm's weight for queries, `[K]`, or an `AccumulatedWeight`; default: neither queries nor keys are
-            normalized.
-        k_norm: the norm's weight for keys; given if and only if `q_norm` is.
-        norm_eps: added to the mean square; given if and only if there are weights.
+        heads: number of query heads.
+        kv_heads: number of key heads.
+        q_norm: the norm's weight for queries, `[K]`, or an `AccumulatedWeight`; default: no norms.
+        k_norm: the norm's weight for keys; required with `q_norm`.
+        norm_eps: added to the mean square; required with the weights.
         norm_offset: the number added to both weights; 1.0 for models that store `weight - 1`, such as Gemma 3.
 
     Raises:
@@ -110,7 +109,7 @@ def qk_rope(  # noqa: PLR0913
             norm_offset is given without them.
 
     Example:
-        >>> qkv = jnp.ones((1, 2, 4, 8))  # 2 query heads, 1 of keys, 1 of values
+        >>> qkv = jnp.ones((1, 2, 4, 8))  # 2 query heads, 1 key head, 1 value head
         >>> q, k = ops.qk_rope(qkv, jnp.array([[0, 1]]), ops.RotaryEmbedding(8, 10000.0), heads=2, kv_heads=1)
         >>> q.shape, k.shape
         ((1, 2, 2, 8), (1, 2, 1, 8))
@@ -135,7 +134,7 @@ def norm_weights(
     norm_eps: float | None,
     norm_offset: float,
 ) -> tuple[Weight, ...]:
-    """Returns both norms' weights once they are known to fit, or an empty tuple if there are none.
+    """Validates and returns the weights of both norms, or an empty tuple without norms.
 
     Raises:
         TypeError: a weight's dtype is not under contract.
@@ -150,7 +149,7 @@ def norm_weights(
                 f"{operation}: {missing} not given; accepted: {', '.join(given)} all together, or none of them"
             )
         if norm_offset:
-            raise ValueError(f"{operation}: norm_offset is {norm_offset}; accepted: 0.0, as there are no norms")
+            raise ValueError(f"{operation}: norm_offset is {norm_offset}; accepted: 0.0 without norms")
         return ()
     values = {"q_norm": value_and_sum(q_norm)[0], "k_norm": value_and_sum(k_norm)[0]}
     check_dtype(operation, **values)
@@ -160,7 +159,7 @@ def norm_weights(
 
 
 def _checked(operation: str, name: str, x: Array, positions: Array, embedding: RotaryEmbedding) -> Array:
-    """The positions in all coordinates that the embedding takes, once dtypes and shapes are known to fit together."""
+    """Validates the arguments, and returns the positions with a coordinate per section of the embedding."""
     check_dtype(operation, **{name: x})
     check_integers(operation, positions=positions)
     check_not_empty(operation, **{name: x})
@@ -177,11 +176,7 @@ def _checked(operation: str, name: str, x: Array, positions: Array, embedding: R
 
 
 def check_head_dim(operation: str, name: str, x: Array, embedding: RotaryEmbedding) -> None:
-    """Returns if the last axis of `x` is the embedding's.
-
-    Raises:
-        ValueError: names the operation, the argument, its shape and the size expected.
-    """
+    """Raises a ValueError unless the last axis of `x` has the embedding's size."""
     if x.shape[-1] != embedding.head_dim:
         raise ValueError(
             f"{operation}: {name} has shape {x.shape}; accepted: a last axis of {embedding.head_dim}, its embedding's"
@@ -202,7 +197,7 @@ def _backward(embedding: RotaryEmbedding, positions: Array, dy: Array) -> tuple[
 
 
 def _rotated(embedding: RotaryEmbedding, x: Array, positions: Array, turn: float) -> Array:
-    """A rotation's transpose is the rotation back, so one kernel serves both directions."""
+    """Rotates `x`; `turn` -1 rotates back, which is also the transpose."""
     return _rotated_groups(Rotation(embedding, (x.shape[-2],)), x, positions, (), turn)[0]
 
 
@@ -213,7 +208,7 @@ _rope.defvjp(_forward, _backward)
 def norm_and_rotate(
     qkv: Array, positions: Array, weights: tuple[Weight, ...], rotation: Rotation
 ) -> tuple[Array, Array]:
-    """Returns `qk_rope` of checked arguments, by a backend's kernel unless the fusion is off."""
+    """Computes `qk_rope` of validated arguments, by a backend's kernel unless the fusion is off."""
     if fusions.is_unfused("qk_rope"):
         return _in_separate_steps(qkv, positions, weights, rotation)
     q, k = _rotated_groups(rotation, qkv, positions, weights, turn=1.0)
@@ -223,7 +218,7 @@ def norm_and_rotate(
 def _in_separate_steps(
     qkv: Array, positions: Array, weights: tuple[Weight, ...], rotation: Rotation
 ) -> tuple[Array, Array]:
-    """By `rms_norm` and `rope`, the steps whose gradients are the operation's."""
+    """Computes `rms_norm` and `rope`; their gradients are the operation's gradients."""
     heads, embedding = rotation.heads, rotation.embedding
     q, k = qkv[..., : heads[0], :], qkv[..., heads[0] : sum(heads), :]
     if weights:
@@ -252,7 +247,7 @@ def _qk_backward(rotation: Rotation, saved, gradients):
 
 
 def _gradients_in_one_step(rotation: Rotation, saved, gradients):
-    """Both gradients by one kernel, with the bits of the separate steps."""
+    """Computes both gradients by one kernel, with the same bits as separate steps."""
     qkv, positions, weights = saved
     values, sums = zip(*map(value_and_sum, weights), strict=True)
 
@@ -274,7 +269,7 @@ def _gradients_in_one_step(rotation: Rotation, saved, gradients):
 
 
 def _cotangent(weight: Weight, value: Array, total: Array) -> Weight:
-    """The cotangent of a weight whose next sum is `total`: that of its sum, or the rounded gradient of a plain one."""
+    """Returns the cotangent of a weight: `total` for its sum, or the rounded gradient of a plain weight."""
     if not isinstance(weight, AccumulatedWeight):
         return rounded(total, value.dtype)
     carried = None if weight.products is None else total
@@ -301,11 +296,11 @@ def _rotated_groups(
 
 
 def cos_and_sin(embedding: RotaryEmbedding, positions: Array, turn: float) -> tuple[Array, Array]:
-    """Returns float32 `[*B, T, K / 2]` each, times the embedding's scales: the factors of every backend under contract.
+    """Returns cosine and sine, float32 `[*B, T, K / 2]`, times the embedding's scales, for all backends under contract.
 
     Args:
         embedding: the frequencies.
-        positions: absolute positions `[*B, T]`, or `[*B, T, A]` where the embedding has sections.
+        positions: absolute positions `[*B, T]`, or `[*B, T, A]` if the embedding has sections.
         turn: 1 for the rotation, -1 for the rotation back.
     """
     frequencies = jnp.asarray(np.float32(turn) * embedding.inverse_frequencies)
@@ -322,7 +317,7 @@ def cos_and_sin(embedding: RotaryEmbedding, positions: Array, turn: float) -> tu
     if backends.backend() == "portable":
         cos, sin = map_rows(factors, *operands)
     else:
-        # On an accelerator every element goes through the same instructions. After the barriers, neither the compiler's
-        # own arithmetic nor that of a kernel into which it fuses the sum computes any of them.
+        # An accelerator uses the same instructions for every element. The barriers prevent constant folding and fusion
+        # into other kernels, which might compute the factors differently.
         cos, sin = lax.optimization_barrier(factors(*lax.optimization_barrier(operands)))
     return cos.reshape(*tokens, -1), sin.reshape(*tokens, -1)

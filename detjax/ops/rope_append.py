@@ -1,4 +1,4 @@
-"""Rotary position embedding that writes the KV cache: `qk_rope`, and keys and values appended to their pages."""
+"""Rotary position embedding that writes the KV cache: `qk_rope` and append."""
 
 import functools
 from typing import Any
@@ -47,21 +47,19 @@ def qk_rope_append_kv(  # noqa: PLR0913
     norm_eps: float | None = None,
     norm_offset: float = 0.0,
 ) -> tuple[Float[Array, "*T H K"], KVPages]:
-    """Returns queries as `qk_rope` gives them, and the pages with the keys, rotated likewise, and the values in them.
+    """Returns the queries of `qk_rope`, and the pages with its keys and the values written to them.
 
-    Token `t` of request `b` stands at absolute position `queries.start[b] + t`, by which it turns; where the embedding
-    has sections, it turns by `queries.coordinates` if there are any. The first `queries.count[b]` tokens are written at
-    their positions. A token is dropped that comes after these or after the request's row of the page table, or whose
-    page is not in the pool. The bytes of all other slots stay as they are. Where the program may overwrite the pages,
-    because they were donated to it, they are written in place.
+    Token `t` of request `b` has the absolute position `queries.start[b] + t`, by which it rotates; with an embedding
+    that has sections, it rotates by `queries.coordinates` if given. The first `queries.count[b]` tokens are written at
+    their positions. Tokens after these, or after the request's row of the page table, or whose page is not in the pool,
+    are dropped. All other slots keep their bytes. Donated pages are written in place.
 
     Args:
-        qkv: a fused projection, `[B, T, N, K]` or packed, `[N, N, K]`, with H heads of queries, h of keys and h of
-            values; bfloat16, float16 or float32.
-        kv: pages of qkv's dtype, or quantized. What is written to quantized pages is quantized as by `quantize_kv`, in
-            separate steps.
-        queries: where the tokens stand in their requests; `length` is not read. No two new tokens may have one slot,
-            and positions are below 2^24.
+        qkv: a fused projection, `[B, T, N, K]` or packed, `[N, N, K]`, with H query heads, h key heads and h value
+            heads; bfloat16, float16 or float32.
+        kv: pages of qkv's dtype, or quantized. Quantized pages are written in separate steps, as by `quantize_kv`.
+        queries: the tokens' positions in their requests, below 2^24; `length` is not read. New tokens must have
+            distinct slots.
         embedding: frequencies; its head_dim is K.
         q_norm: see `qk_rope`.
         k_norm: see `qk_rope`.
@@ -96,7 +94,6 @@ def qk_rope_append_kv(  # noqa: PLR0913
 
 
 def _check_arrays(qkv: Array, kv: KVPages, queries: Queries, embedding: RotaryEmbedding) -> None:
-    """Raises unless dtypes and shapes of these arguments fit together."""
     operation = "qk_rope_append_kv"
     check_dtype(operation, qkv=qkv)
     check_kv(operation, qkv, kv)
@@ -112,8 +109,8 @@ def _check_arrays(qkv: Array, kv: KVPages, queries: Queries, embedding: RotaryEm
     heads = qkv.shape[-2]
     if heads <= 2 * kv.kv_heads:
         raise ValueError(
-            f"{operation}: qkv has {heads} heads; accepted: at least {2 * kv.kv_heads + 1}, one of queries and, "
-            f"kv.k being {kv.k.shape}, {kv.kv_heads} each of keys and values"
+            f"{operation}: qkv has {heads} heads; accepted: at least {2 * kv.kv_heads + 1}, one query head and, "
+            f"kv.k being {kv.k.shape}, {kv.kv_heads} each for keys and values"
         )
     check_head_dim(operation, "qkv", qkv, embedding)
     if embedding.sections is not None and queries.coordinates is not None:
@@ -154,7 +151,7 @@ def _qk_rope_append_kv(
 def _in_separate_steps(
     qkv: Array, kv: KVPages, queries: Queries, weights: tuple[Weight, ...], rotation: Rotation
 ) -> tuple[Array, KVPages]:
-    """By `qk_rope` and a scatter, the steps whose gradients are the operation's."""
+    """Computes `qk_rope` and a scatter; their gradients are the operation's gradients."""
     positions = rotation.embedding.positions_of(queries, qkv.shape[1])
     rotated: Any = norm_and_rotate(qkv, positions, weights, rotation)
     q, k = rotated
@@ -162,7 +159,7 @@ def _in_separate_steps(
 
 
 def _forward(qkv: Array, kv: KVPages, queries: Queries, weights: tuple[Weight, ...], rotation: Rotation):
-    # The pages are not saved for the gradients, since they could then not be written in place.
+    # Saving the pages for the gradients would prevent writing them in place.
     return _qk_rope_append_kv(qkv, kv, queries, weights, rotation), (qkv, queries, weights)
 
 
@@ -172,7 +169,7 @@ def _backward(rotation: Rotation, saved, gradients):
     def steps(qkv: Array, kv: KVPages, weights: tuple[Weight, ...]) -> tuple[Array, KVPages]:
         return _in_separate_steps(qkv, kv, queries, weights, rotation)
 
-    kv = jax.tree.map(jnp.zeros_like, gradients[1])  # no gradient depends on what the pages hold
+    kv = jax.tree.map(jnp.zeros_like, gradients[1])  # no gradient depends on the pages' content
     dqkv, dkv, dweights = jax.vjp(steps, qkv, kv, weights)[1](gradients)
     return dqkv, dkv, None, dweights
 

@@ -1,4 +1,4 @@
-"""Frequencies of rotary position embeddings, plain and scaled to longer contexts."""
+"""Frequencies of rotary position embeddings, plain or scaled to longer contexts."""
 
 import dataclasses
 import decimal
@@ -27,7 +27,7 @@ class LinearScaling:
 
 @dataclasses.dataclass(frozen=True)
 class Llama3Scaling:
-    """Llama 3.1's scaling: long wavelengths are slowed by `factor`, short ones kept, with a ramp between.
+    """Llama 3.1's scaling: low frequencies are divided by `factor`, high ones kept, with a ramp between.
 
     Example:
         >>> ops.Llama3Scaling(8.0, 1.0, 4.0, 8192).original_max_position_embeddings
@@ -44,7 +44,7 @@ class Llama3Scaling:
 class YarnScaling:
     """YaRN (Peng et al. 2023): interpolation by parts, and a factor on the embedding that sharpens attention.
 
-    `attention_factor` None means `0.1 * ln(factor) + 1`, with DeepSeek's two multipliers where both are given.
+    The default `attention_factor` is `0.1 * ln(factor) + 1`, with DeepSeek's two multipliers if both are given.
 
     Example:
         >>> ops.YarnScaling(4.0, 32768).beta_fast
@@ -65,14 +65,14 @@ class YarnScaling:
 class RotaryEmbedding:
     """Frequencies of a rotary embedding (Su et al. 2021) over heads of `head_dim`, an even number.
 
-    With a `rotary_dim`, only so many columns turn: the first half of them at the beginning of the head, the other half
-    from the head's middle on. Frequencies are those of heads of `rotary_dim`.
+    With `rotary_dim`, only `rotary_dim` columns of a head rotate: half of them at its beginning, the other half from
+    its middle on. They have the frequencies of a head of size `rotary_dim`.
 
-    With `sections`, a position has several coordinates, such as a time, a row and a column (Wang et al. 2024,
-    Qwen2-VL): so many pairs of columns, from the first on, turn by the first coordinate, the next ones by the second,
-    and so on. If they are also `axial`, each section has the frequencies of a head of its width, from the fastest on.
-    If they are `interleaved`, the coordinates take turns: with A of them, pair `i` turns by coordinate `i % A` if that
-    is not the first one and has not had as many pairs as its section says, and else by the first.
+    With `sections`, a position has several coordinates, such as time, row and column (Wang et al. 2024, Qwen2-VL). The
+    first `sections[0]` pairs of columns rotate by the first coordinate, the next `sections[1]` pairs by the second, and
+    so on. If also `axial`, each section has the frequencies of a head of its width, the highest first. If
+    `interleaved`, coordinates alternate: with A coordinates, pair `i` rotates by coordinate `i % A` until that
+    coordinate has `sections[i % A]` pairs, and otherwise by the first coordinate.
 
     Example:
         >>> ops.RotaryEmbedding(head_dim=64, theta=10000.0).head_dim
@@ -88,7 +88,7 @@ class RotaryEmbedding:
     interleaved: bool = False
 
     def __repr__(self) -> str:
-        """Returns the fields, the last four only where they are in use: digests of models follow from this text."""
+        """Returns the fields, the last four only if set, because digests of models depend on this text."""
         used = f"head_dim={self.head_dim!r}, theta={self.theta!r}, scaling={self.scaling!r}"
         used += "" if self.rotary_dim is None else f", rotary_dim={self.rotary_dim!r}"
         used += "" if self.sections is None else f", sections={self.sections!r}"
@@ -100,7 +100,7 @@ class RotaryEmbedding:
             if self.rotary_dim < 2 or self.rotary_dim % 2 or self.rotary_dim >= self.head_dim:
                 raise ValueError(
                     f"RotaryEmbedding: rotary_dim is {self.rotary_dim}; accepted: even numbers from 2 to below "
-                    f"{self.head_dim}, the head_dim, or None if all columns turn"
+                    f"{self.head_dim}, the head_dim, or None if all columns rotate"
                 )
         if self.head_dim < 2 or self.head_dim % 2:
             raise ValueError(f"RotaryEmbedding: head_dim is {self.head_dim}; accepted: even numbers >= 2")
@@ -109,12 +109,12 @@ class RotaryEmbedding:
         if self.sections is not None and (min(self.sections) < 1 or sum(self.sections) != self.turning // 2):
             raise ValueError(
                 f"RotaryEmbedding: sections is {self.sections}; accepted: numbers >= 1 that add up to "
-                f"{self.turning // 2}, the pairs of columns that turn"
+                f"{self.turning // 2}, the pairs of columns that rotate"
             )
         if self.axial and (self.sections is None or self.scaling is not None or self.rotary_dim is not None):
             raise ValueError(
                 f"RotaryEmbedding: axial is True with sections {self.sections}, scaling {self.scaling} and rotary_dim "
-                f"{self.rotary_dim}; accepted: sections, without the other two"
+                f"{self.rotary_dim}; accepted: sections without scaling and rotary_dim"
             )
         if self.interleaved and (self.sections is None or self.axial):
             raise ValueError(
@@ -124,16 +124,16 @@ class RotaryEmbedding:
 
     @property
     def turning(self) -> int:
-        """How many columns of a head turn."""
+        """The number of columns of a head that rotate."""
         return self.head_dim if self.rotary_dim is None else self.rotary_dim
 
     @functools.cached_property
     def inverse_frequencies(self) -> Float32[np.ndarray, "half"]:
-        """Radians per position of each pair of columns; 0 for those that do not turn.
+        """Radians per position of each pair of columns; 0 for pairs that do not rotate.
 
         Exponents, powers and their inverses are each rounded to float32, as in the code that checkpoints are trained
-        with: exact frequencies would turn far positions by other angles. The arithmetic between is float64, and powers
-        and logarithms are correctly rounded, so that no processor's `pow` and `log` show.
+        with: with exact frequencies, angles of far positions would differ. The arithmetic between is float64, and
+        powers and logarithms are correctly rounded, so the result does not depend on the processor's `pow` and `log`.
         """
         if self.axial and self.sections is not None:
             heads = [RotaryEmbedding(2 * section, self.theta) for section in self.sections]
@@ -158,23 +158,24 @@ class RotaryEmbedding:
         return np.concatenate([scaled.astype(np.float32), still])
 
     def positions_of(self, queries: Queries, tokens: int) -> Int[Array, "B T"] | Int[Array, "B T A"]:
-        """Returns what so many tokens of each of rectangular queries turn by: with sections, their coordinates."""
+        """Returns the positions, or with sections the coordinates, of `tokens` tokens of each of rectangular
+        queries."""
         if self.sections is not None and queries.coordinates is not None:
             return jnp.asarray(queries.coordinates)
         start = jnp.asarray(queries.start)
         return self.all_coordinates(start[:, None] + jnp.arange(tokens, dtype=jnp.int32)[None])
 
     def all_coordinates(self, positions: Int[Array, "*N"]) -> Int[Array, "*N"] | Int[Array, "*N A"]:
-        """Returns the positions, or with sections as many equal coordinates of each."""
+        """Returns the positions, repeated as equal coordinates if there are sections."""
         if self.sections is None:
             return positions
         return jnp.broadcast_to(positions[..., None], (*positions.shape, len(self.sections)))
 
     def pair_positions(self, positions: Array) -> Array:
-        """Returns what each pair of columns turns by: `[*N, 1]`, or with sections `[*N, half]`.
+        """Returns the position of each pair of columns: `[*N, 1]`, or with sections `[*N, half]`.
 
         Args:
-            positions: `[*N]`, or with sections `[*N, A]`. Columns that do not turn get the last coordinate.
+            positions: `[*N]`, or with sections `[*N, A]`. Columns that do not rotate get the last coordinate.
         """
         if self.sections is None:
             return positions[..., None]
@@ -182,7 +183,7 @@ class RotaryEmbedding:
 
     @property
     def _pair_axes(self) -> Int[np.ndarray, "half"]:
-        """The coordinate by which each pair of columns turns."""
+        """The coordinate by which each pair of columns rotates."""
         assert self.sections is not None
         pairs, axes = np.arange(self.head_dim // 2), len(self.sections)
         if self.interleaved:
@@ -192,7 +193,7 @@ class RotaryEmbedding:
 
     @property
     def embedding_scale(self) -> float:
-        """The factor on cosine and sine of columns that turn (1 except for YaRN)."""
+        """The factor on cosine and sine of rotating columns; 1 except for YaRN."""
         s = self.scaling
         if not isinstance(s, YarnScaling):
             return 1.0
@@ -204,13 +205,13 @@ class RotaryEmbedding:
 
     @property
     def pair_scales(self) -> Float32[np.ndarray, "half"]:
-        """The factor on cosine and sine of each pair of columns: 1 for those that stay as they are."""
+        """The factor on cosine and sine of each pair of columns; 1 for pairs that do not rotate."""
         turns = np.arange(self.head_dim // 2) < self.turning // 2
         return np.where(turns, self.embedding_scale, 1.0).astype(np.float32)
 
     @property
     def score_scale(self) -> float:
-        """The factor that DeepSeek's models put on scores as well: 1 but for YaRN with `mscale_all_dim`."""
+        """The factor of DeepSeek's models on attention scores; 1 except for YaRN with `mscale_all_dim`."""
         s = self.scaling
         if not isinstance(s, YarnScaling) or not s.mscale_all_dim:
             return 1.0
@@ -218,10 +219,10 @@ class RotaryEmbedding:
         return multiplier * multiplier
 
     def _yarn_ramp(self, s: YarnScaling) -> np.ndarray:
-        """0 for pairs that are kept, 1 for pairs that are interpolated."""
+        """Returns 0 for pairs that are kept, 1 for pairs that are interpolated, and numbers between on the ramp."""
 
         def pair_of(rotations: float) -> float:
-            """The pair that turns `rotations` times within the original context."""
+            """Returns the pair that rotates `rotations` times within the original context."""
             per_rotation = s.original_max_position_embeddings / (rotations * 2 * math.pi)
             return self.turning * _log(per_rotation) / (2 * _log(self.theta))
 
@@ -241,10 +242,10 @@ _FORTY_DIGITS: Final = decimal.Context(prec=40)
 
 
 def _power(base: float, exponent: float) -> float:
-    """A power, correctly rounded; the last bit of the host's own depends on its processor and its C library."""
+    """Returns a correctly rounded power; the last bit of the host's `pow` depends on processor and C library."""
     return float(_FORTY_DIGITS.power(decimal.Decimal(base), decimal.Decimal(exponent)))
 
 
 def _log(x: float) -> float:
-    """The natural logarithm, correctly rounded likewise."""
+    """Returns the correctly rounded natural logarithm."""
     return float(_FORTY_DIGITS.ln(decimal.Decimal(x)))

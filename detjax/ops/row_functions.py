@@ -1,4 +1,4 @@
-"""Functions of single rows that few families have: norms, gates, decays, rates and sums with factors."""
+"""Row functions that few families use: norms, gates, decays, rates and weighted sums."""
 
 import functools
 import math
@@ -56,7 +56,7 @@ def gated_rms_norm(
     Args:
         x: rows; bfloat16, float16 or float32.
         gate: rows of x's dtype.
-        weight: `[V]`, a factor for each column. With an `AccumulatedWeight` the gradient continues a sum.
+        weight: `[V]`, a factor per column. With an `AccumulatedWeight` the gradient continues a sum.
         eps: the number added to the mean square.
 
     Raises:
@@ -81,7 +81,7 @@ def sigmoid_gated(x: Float[Array, "*B K"], gate: Float[Array, "*B #K"]) -> Float
 
     Args:
         x: rows; bfloat16, float16 or float32.
-        gate: rows of x's columns, or of one column that serves them all, in any of these dtypes.
+        gate: rows with x's columns or one column for all, in any of these dtypes.
 
     Raises:
         TypeError: a dtype is not under contract.
@@ -102,11 +102,11 @@ def sigmoid_gated(x: Float[Array, "*B K"], gate: Float[Array, "*B #K"]) -> Float
 def decay_and_rate(
     a: Float[Array, "*B H"], b: Float[Array, "*B H"], log_rate: Weight, bias: Weight
 ) -> tuple[Float32[Array, "*B H"], Float32[Array, "*B H"]]:
-    """Returns what `gated_delta_rule` takes: `-exp(log_rate) * softplus(a + bias)` and `sigmoid(b)`, both float32.
+    """Returns decay and rate for `gated_delta_rule`: `-exp(log_rate) * softplus(a + bias)` and `sigmoid(b)`, float32.
 
     Args:
-        a: a number for each token and head; bfloat16, float16 or float32.
-        b: likewise, of a's dtype.
+        a: a number per token and head; bfloat16, float16 or float32.
+        b: a number per token and head, of a's dtype.
         log_rate: `[H]`, called `A_log` in checkpoints. With an `AccumulatedWeight`, here or as bias, the gradient
             continues a sum.
         bias: `[H]`, called `dt_bias` in checkpoints.
@@ -135,9 +135,9 @@ def layer_norm(x: Float[Array, "*B D"], weight: Weight, bias: Weight, *, eps: fl
 
     Args:
         x: rows; bfloat16, float16 or float32.
-        weight: `[D]`, a factor for each column, in any of these dtypes. With an `AccumulatedWeight`, here or as bias,
-            the gradient continues a sum.
-        bias: `[D]`, what is added to each column.
+        weight: `[D]`, a factor per column, in any of these dtypes. With an `AccumulatedWeight`, here or as bias, the
+            gradient continues a sum.
+        bias: `[D]`, added to each column.
         eps: the number added to the variance.
 
     Raises:
@@ -157,11 +157,11 @@ def layer_norm(x: Float[Array, "*B D"], weight: Weight, bias: Weight, *, eps: fl
 
 @compilation.jit
 def weighted_sum(x: Float[Array, "*B n D"], factors: Float32[Array, "*B n"]) -> Float[Array, "*B D"]:
-    """Returns the sum of some rows, each times its factor, in float32 and in their order, rounded once.
+    """Returns the sum of rows times their factors, in float32 and in the order of the rows, rounded once.
 
     Args:
         x: rows; bfloat16, float16 or float32.
-        factors: a number for each of them, which no gradient reaches.
+        factors: a number per row, without a gradient.
 
     Raises:
         TypeError: a dtype is not under contract, or the factors are not float32.
@@ -180,11 +180,11 @@ def weighted_sum(x: Float[Array, "*B n D"], factors: Float32[Array, "*B n"]) -> 
 
 
 def _by_row(operation: Operation, rows: tuple[Array, ...], weights: tuple[Weight, ...], *, axes: int, **options: Any):
-    """The result of an operation on rows whose last axes, so many, are one row's."""
+    """Calls an operation on rows, whose last `axes` axes are one row's."""
     pairs = [value_and_sum(operation.taking(weight)) for weight in weights]
     leading = rows[0].shape[: rows[0].ndim - axes]
     flat = tuple(x.reshape(math.prod(leading), *x.shape[len(leading) :]) for x in rows)
-    # A module of XLA's operations takes no sums: `taking` has put them into the weights' gradients.
+    # A module of XLA's operations takes no sums: `taking` has included them in the weights' gradients.
     sums = tuple(total for _, total in pairs)
 
     def under_contract(rows: tuple[Array, ...], weights: tuple[Array, ...], **options: Any) -> PyTree[Array]:
@@ -207,12 +207,12 @@ def rows_by_kernel(
 
     Args:
         rows: arrays `[M, ...]`.
-        weights: what all rows share.
+        weights: weights that all rows share.
         sums: for each weight, the sum that its gradient continues, or None.
         operation: the operation.
         options: the names and values of its options.
     """
-    del sums  # the backward pass alone adds to them
+    del sums  # only the backward pass adds to them
     return one_by_one(functools.partial(operation.kernels().forward, **dict(options)), (rows, weights))
 
 

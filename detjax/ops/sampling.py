@@ -1,4 +1,4 @@
-"""The next token of each request, greedy or sampled, and the logprobs of tokens."""
+"""Sampling of next tokens, and logprobs of tokens."""
 
 import functools
 from collections.abc import Callable
@@ -34,12 +34,12 @@ _TOP_LOGPROBS = Operation("top_logprobs", _MODULES)
 def sample(
     logits: Float[Array, "B V"], arrays: SamplingArrays, *, filtered: bool = True
 ) -> tuple[Int32[Array, "B"], Float32[Array, "B"]]:
-    """Returns the sampled tokens, and their logprobs under the model itself (before temperature and filters).
+    """Returns the sampled tokens and their logprobs under the model, before temperature and filters.
 
     Args:
         logits: bfloat16, float16 or float32.
-        arrays: how each row is sampled.
-        filtered: False if no row has a filter. That saves sorting and changes no bits.
+        arrays: sampling parameters of each row.
+        filtered: False if no row has a filter. This saves sorting and changes no bits.
 
     Raises:
         TypeError: a dtype is not under contract.
@@ -89,15 +89,15 @@ def sampling_logprobs(
 ) -> Float32[Array, "B"]:
     """Returns the logprobs of given tokens under the distribution that `sample` draws from.
 
-    That is the distribution after temperature and filters; see `contract`. Logits that `adjust_logits` returned give it
-    after penalties, biases and masks as well. The arrays' seeds, positions and sample indices do not matter.
+    This is the distribution after temperature and filters, see `contract`; for logits from `adjust_logits` also after
+    penalties, biases and masks. Seeds, positions and sample indices in `arrays` are ignored.
 
     Args:
         logits: bfloat16, float16 or float32.
-        tokens: a token id for each row. A token that cannot be drawn has the logprob -inf, and an id outside of the
-            vocabulary has NaN.
-        arrays: how each row is sampled.
-        filtered: False if no row has a filter. That saves sorting and changes no bits.
+        tokens: a token id for each row. A token that cannot be drawn has logprob -inf, and an id outside the vocabulary
+            NaN.
+        arrays: sampling parameters of each row.
+        filtered: False if no row has a filter. This saves sorting and changes no bits.
 
     Raises:
         TypeError: a dtype is not under contract.
@@ -132,7 +132,7 @@ def _sampling_logprobs(logits: Array, tokens: Array, arrays: SamplingArrays, *, 
         by_steps = fusions.is_unfused("sampling_logprobs")
         logprobs_of = _logprobs_in_separate_steps if by_steps else kernels.sampling_logprobs
         logprobs = logprobs_of(logits, jnp.where(is_token, tokens, 0), temperature)
-        # A choice adds nothing, so every backend can share this one.
+        # An argmax adds nothing, so all backends share it.
         likeliest = jnp.argmax(logits, axis=-1)
         logprobs = jnp.where(temperature == 0, jnp.where(tokens == likeliest, 0.0, -jnp.inf), logprobs)
         return jnp.where(is_token, logprobs, jnp.nan)
@@ -149,14 +149,14 @@ def _logprobs_in_separate_steps(logits: Array, tokens: Array, temperature: Array
 
 @compilation.jit
 def filter_logits(logits: Float[Array, "B V"], arrays: SamplingArrays) -> Float32[Array, "B V"]:
-    """Returns the logits with `-inf` for each token that a filter removes: top-k, top-p or min-p.
+    """Returns the logits with `-inf` for each token that top-k, top-p or min-p removes.
 
-    `sample` and `sampling_logprobs` make the same of them without filters as they make of the given logits with
-    filters. So a program that needs both sorts the logits once. Rows of temperature 0 stay as they are.
+    `sample` and `sampling_logprobs` with `filtered=False` give the same results for them as with filters for the given
+    logits, so a program that needs both sorts only once. Rows of temperature 0 do not change.
 
     Args:
         logits: bfloat16, float16 or float32.
-        arrays: how each row is sampled.
+        arrays: sampling parameters of each row.
 
     Raises:
         TypeError: a dtype is not under contract.
@@ -181,7 +181,7 @@ def filter_logits(logits: Float[Array, "B V"], arrays: SamplingArrays) -> Float3
 
 
 def _filter_logits(logits: Array, arrays: SamplingArrays) -> Array:
-    _FILTER_LOGITS.kernels()  # On every backend under contract the portable one filters.
+    _FILTER_LOGITS.kernels()  # only for its checks: all backends under contract share the filter
 
     def keep(logits: Array, *arrays: Array) -> Array:
         rows = SamplingArrays(*arrays)
@@ -199,14 +199,14 @@ def adjust_logits(
 ) -> Float32[Array, "B V"]:
     """Returns the logits that tokens are chosen by: after penalties, biases and a mask, before temperature and filters.
 
-    Every backend has the same bits, because each step is an elementwise product or sum that is rounded once.
+    All backends have the same bits, because each step is an elementwise product or sum that is rounded once.
 
     Args:
         logits: bfloat16, float16 or float32.
-        seen: the tokens that the penalties are for.
-        adjustments: penalties and biases. Ones and zeros leave every logit as it is.
-        allowed: a bit per token, 1: it may be chosen. Token `t` is bit `t % 32`, from the lowest one on, of word
-            `t // 32`. Default: all may be chosen.
+        seen: the tokens to penalize.
+        adjustments: penalties and biases. Ones and zeros change no logit.
+        allowed: a bit per token that is 1 if the token may be chosen; token `t` is bit `t % 32`, counted from the
+            lowest, of word `t // 32`. Default: all may be chosen.
 
     Raises:
         TypeError: a dtype is not under contract.
@@ -250,9 +250,9 @@ def adjust_logits(
 
 @compilation.jit
 def constrain_logits(logits: Float[Array, "B V"], allowed: UInt32[Array, "B W"]) -> Float32[Array, "B V"]:
-    """Returns the logits of the tokens that may be chosen, and `-inf` for the others; see `adjust_logits`.
+    """Returns the logits with `-inf` for tokens that may not be chosen.
 
-    Its bits are those of `adjust_logits` with penalties and biases that leave every logit as it is.
+    The bits are the same as from `adjust_logits` with penalties and biases that change no logit.
 
     Args:
         logits: bfloat16, float16 or float32.
@@ -275,13 +275,13 @@ def constrain_logits(logits: Float[Array, "B V"], allowed: UInt32[Array, "B W"])
 
 
 def _for_each_example(fn: Callable[..., Any], *operands: Array) -> Any:
-    """Returns what `fn` makes of its operands, which have no gradient; under `vmap` one example after another."""
+    """Calls `fn` on operands without gradients; under `vmap`, sequentially for each example."""
     return with_vmap_rule(fn, rows=(False,) * len(operands))(*jax.lax.stop_gradient(operands))
 
 
 @compilation.jit(static_argnames="count")
 def top_logprobs(logits: Float[Array, "B V"], count: int) -> tuple[Int32[Array, "B count"], Float32[Array, "B count"]]:
-    """Returns the `count` likeliest tokens of each row, ties by lowest id, and their logprobs.
+    """Returns the `count` likeliest tokens of each row, ties by lowest id, with their logprobs.
 
     Raises:
         TypeError: logits' dtype is not bfloat16, float16 or float32.
@@ -300,7 +300,7 @@ def top_logprobs(logits: Float[Array, "B V"], count: int) -> tuple[Int32[Array, 
 
 
 def _top_logprobs(logits: Array, *, count: int) -> tuple[Array, Array]:
-    # A choice adds nothing: the bits are those of log_softmax, and every backend can share one way to choose.
+    # The choice adds nothing, so all backends share it, and the bits are log_softmax's.
     return _for_each_example(functools.partial(likeliest, count=count), log_softmax(jax.lax.stop_gradient(logits)))
 
 
@@ -308,7 +308,7 @@ def seed_words(seed: int) -> tuple[int, int]:
     """Returns the high and the low 32-bit word of a seed.
 
     Raises:
-        ValueError: the seed is not within 0 to 2^64 - 1.
+        ValueError: the seed is not in the range 0 to 2^64 - 1.
 
     Example:
         >>> ops.seed_words(7)

@@ -52,10 +52,10 @@ def log_softmax(x: Float[Array, "*B V"]) -> Float32[Array, "*B V"]:
 
 
 def log_softmax_statistics(x: Float[Array, "*B V"]) -> tuple[Float32[Array, "*B"], Float32[Array, "*B"]] | None:
-    """Returns what `log_softmax` subtracts from a row's elements, one after the other, where a backend can say so.
+    """Returns the two numbers that `log_softmax` subtracts in sequence from a row's elements, or None.
 
-    Then `rn(rn(x - first) - second)` has the bits of `log_softmax` on single elements, and the arithmetic of single
-    elements has the same bits everywhere. None: neither is known.
+    `rn(rn(x - first) - second)` then has the bits of `log_softmax` for single elements. None: the backend does not
+    provide them.
     """
     module = _LOG_SOFTMAX.module()
     return module.log_softmax_statistics(x) if hasattr(module, "log_softmax_statistics") else None

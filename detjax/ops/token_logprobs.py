@@ -1,4 +1,4 @@
-"""The logprobs of given tokens after hidden states, without ever holding the logits of all of them."""
+"""Logprobs of given tokens from hidden states, computed in chunks so that not all logits exist at once."""
 
 import functools
 from collections.abc import Callable
@@ -22,11 +22,11 @@ from detjax.ops.softmax import log_softmax, log_softmax_statistics
 from detjax.runtime import backends, compilation, fusions, varying
 
 CHUNK: Final = 1024
-"""The most tokens whose logits exist at the same time, by default."""
+"""Default maximum number of tokens whose logits exist at the same time."""
 
 HOPPER_CHUNK: Final = 4096
-"""The same on Hopper GPUs. The gradients of fewer hidden states have fewer tiles than the GPU has multiprocessors, and
-each chunk reads and writes the sum of the head's products once more."""
+"""The default on Hopper GPUs. With fewer hidden states, their gradients have fewer tiles than the GPU has
+multiprocessors, and each chunk reads and writes the sum of the head's products once more."""
 
 
 @compilation.jit(static_argnames=("distribution", "soft_cap", "chunk"))
@@ -39,22 +39,22 @@ def token_logprobs(
     soft_cap: float | None = None,
     chunk: int | None = None,
 ) -> Float32[Array, "*B"]:
-    """Returns the logprob of a given token after each hidden state.
+    """Returns the logprob of a given token for each hidden state.
 
-    The bits, and those of the gradients, are what `matmul`, `log_softmax` and a gather give; with a distribution other
-    than the model's own, they are those of `sampling_logprobs`, and gradients flow through the temperature to the
-    tokens that the filters keep. But logits exist for a chunk of tokens only, in the forward pass and in the backward
-    pass, which computes them again.
+    The bits of results and gradients are the same as from `matmul`, `log_softmax` and a gather. With a distribution
+    other than the model's own, they are the same as from `sampling_logprobs`, and gradients flow through the
+    temperature to the tokens that the filters keep. Logits exist only for one chunk of tokens at a time; the backward
+    pass recomputes them.
 
     Args:
         hidden: normalized last hidden states; bfloat16, float16 or float32.
         head: `[V, D]`, a row for each token of the vocabulary, of the same dtype. With an `AccumulatedWeight` the
             gradient continues a sum.
-        tokens: ids within the vocabulary.
-        distribution: the distribution whose logprobs are wanted.
+        tokens: ids in the vocabulary.
+        distribution: the distribution of the logprobs.
         soft_cap: the bound of logits; see `matmul`.
-        chunk: the most tokens of a chunk; None: `HOPPER_CHUNK` on Hopper GPUs, `CHUNK` elsewhere. No bit depends on it.
-            Memory for the logits is `chunk * V` float32 numbers, a few times.
+        chunk: maximum tokens of a chunk; default: `HOPPER_CHUNK` on Hopper GPUs, `CHUNK` elsewhere. No bit depends on
+            it. The logits take a few times `chunk * V` float32 numbers of memory.
 
     Raises:
         TypeError: a dtype is not under contract, or tokens are not integers.
@@ -71,7 +71,7 @@ def token_logprobs(
     if fusions.is_unfused("token_logprobs"):
         return _logprobs(_logits(flat, head, soft_cap), ids, distribution).reshape(tokens.shape)
     size = _chunk_size(flat, chunk)
-    flat, ids = _filled_up(size, flat, ids)
+    flat, ids = _padded(size, flat, ids)
     logprobs: Array = _token_logprobs(flat, head, ids, size, _Outputs(distribution, soft_cap))
     return logprobs[: tokens.size].reshape(tokens.shape)
 
@@ -87,18 +87,18 @@ def token_logprobs_and_gradients(
     soft_cap: float | None = None,
     chunk: int | None = None,
 ) -> tuple[Float32[Array, "*B"], Float[Array, "*B D"], Float32[Array, "V D"]]:
-    """Returns `token_logprobs`, and the gradients of a loss of them, in one pass: logits are computed once.
+    """Returns `token_logprobs` and the gradients of a loss of them in one pass, which computes logits once.
 
-    The bits are those of `jax.vjp` of `token_logprobs`, at the cotangents that the derivative returns.
+    The bits are the same as from `jax.vjp` of `token_logprobs` at the cotangents that the derivative returns.
 
     Args:
         hidden: see `token_logprobs`.
         head: the head with the sum of its products.
         tokens: see `token_logprobs`.
-        derivative: the loss' derivative with regard to logprobs: a function of some of them and of the same rows of
-            each further array. What it returns for a token may depend on this token alone. It sees rows of zeros, too,
-            and what it returns for them is added as well: it has to be zero.
-        rows: arrays `[*B]`, of which the derivative gets the rows that belong to its logprobs.
+        derivative: the loss' derivative with respect to logprobs: a function of some logprobs and of the same elements
+            of each of `rows`. Its result for a token must depend only on this token, and it must be zero for padding,
+            where all of `rows` are zero.
+        rows: arrays `[*B]` that the derivative takes.
         distribution: see `token_logprobs`.
         soft_cap: see `token_logprobs`.
         chunk: see `token_logprobs`.
@@ -139,7 +139,7 @@ def token_logprobs_and_gradients(
         )
     flat = flat_rows(hidden)
     size = _chunk_size(flat, chunk)
-    arrays = _filled_up(size, flat, tokens.reshape(-1), *(row.reshape(-1) for row in rows))
+    arrays = _padded(size, flat, tokens.reshape(-1), *(row.reshape(-1) for row in rows))
 
     def add(total: Array, arrays: tuple[Array, ...]) -> tuple[Array, tuple[Array, Array]]:
         hidden, tokens, *rows = arrays
@@ -172,7 +172,7 @@ def _and_gradients_in_separate_steps(
 
 
 class _Outputs(NamedTuple):
-    """What follows the head: the distribution that tokens are drawn from, and the bound of logits."""
+    """The options after the head: the distribution that tokens are drawn from, and the bound of logits."""
 
     distribution: Distribution
     soft_cap: float | None
@@ -193,13 +193,13 @@ def _check(name: str, hidden: Array, head: Weight, tokens: Array, soft_cap: floa
 
 
 def _chunk_size(rows: Array, most: int | None) -> int:
-    """The tokens of a chunk, in chunks of about equal size."""
+    """Returns the tokens of a chunk for chunks of about equal size."""
     most = most or (HOPPER_CHUNK if backends.backend() == "hopper" else CHUNK)
     return round_up(ceil_div(len(rows), ceil_div(len(rows), most)), WEIGHT_GRADIENT_TOKENS)
 
 
-def _filled_up(size: int, *arrays: Array) -> tuple[Array, ...]:
-    """Arrays `[N, ...]` with zeros behind them up to a multiple of the size."""
+def _padded(size: int, *arrays: Array) -> tuple[Array, ...]:
+    """Pads arrays `[N, ...]` with zeros to a multiple of the size."""
     return tuple(jnp.pad(x, ((0, -len(x) % size), *[(0, 0)] * (x.ndim - 1))) for x in arrays)
 
 
@@ -219,13 +219,13 @@ def _logprobs(logits: Array, tokens: Array, distribution: Distribution) -> Array
 
 
 class _Statistics(NamedTuple):
-    """What log-softmax subtracts from the logits of each token, with which a gradient needs no sum of a row."""
+    """The two numbers that log-softmax subtracts from a row of logits. With them, gradients need no row sums."""
 
     first: Float32[Array, "N"]
     second: Float32[Array, "N"]
 
     def log_softmax(self, logits: Array) -> Array:
-        """Returns log-softmax of logits `[N, n]`, some of those of each token, in its bits."""
+        """Returns log-softmax of logits `[N, n]`, a part of each row, with its exact bits."""
         return (logits - self.first[:, None]) - self.second[:, None]
 
     def logprobs(self, logits: Array, tokens: Array) -> Array:
@@ -233,9 +233,9 @@ class _Statistics(NamedTuple):
         return self.log_softmax(_at(tokens, logits)[:, None])[:, 0]
 
     def gradient(self, logits: Array, tokens: Array, gradients: Array) -> Array:
-        """Returns the gradient of logits `[N, V]` from those of the tokens' logprobs."""
+        """Returns the gradient of logits `[N, V]` from the gradients of the tokens' logprobs."""
         is_token = jnp.arange(logits.shape[1], dtype=tokens.dtype)[None] == tokens[:, None]
-        # The maximum with the lowest number keeps the product from being fused with the subtraction.
+        # The maximum with the lowest number prevents fusing the product with the subtraction.
         share = jnp.maximum(jnp.exp(self.log_softmax(logits)) * gradients[:, None], LOWEST)
         return jnp.where(is_token, gradients[:, None], 0.0) - share
 
@@ -260,14 +260,14 @@ def _drawn_backward(distribution: Distribution, saved: tuple[Array, Array], grad
         return jnp.zeros_like(logits), None
     scaled, factor = drawn_logits(logits, distribution), 1 / jnp.float32(distribution.temperature)
     is_kept = scaled > -jnp.inf
-    # A token that cannot be drawn has no gradient, as no change of the logits lets it be drawn.
+    # A token that cannot be drawn has no gradient, because no change of the logits makes it possible.
     gradients = jnp.where(_at(tokens, is_kept), gradients, 0.0)
     (dscaled,) = jax.vjp(lambda scaled: _at(tokens, log_softmax(scaled)), scaled)[1](gradients)
     return jnp.where(is_kept, dscaled * factor, 0.0), None
 
 
 def drawn_logits(logits: Float32[Array, "N V"], distribution: Distribution) -> Float32[Array, "N V"]:
-    """Returns logits after a distribution's temperature, which is not 0, with -inf for what cannot be drawn.
+    """Returns logits divided by a distribution's temperature, which must not be 0; -inf for tokens it cannot draw.
 
     Example:
         >>> from detjax.operands.options import Distribution
@@ -283,7 +283,7 @@ _drawn_logprobs.defvjp(_drawn_forward, _drawn_backward)
 
 
 def _arrays(rows: int, distribution: Distribution) -> SamplingArrays:
-    """The distribution for each of so many rows; what the noise depends on does not matter."""
+    """Returns the distribution's parameters for `rows` rows, with zeros for seed, position and sample index."""
     filters = distribution.top_k, distribution.top_p, distribution.min_p
     zeros, dtypes = jnp.zeros(rows, jnp.int32), (jnp.int32, jnp.float32, jnp.float32)
     columns = [jnp.full(rows, value, dtype) for value, dtype in zip(filters, dtypes, strict=True)]
@@ -340,7 +340,7 @@ def _added(
     outputs: _Outputs,
     statistics: _Statistics | None = None,
 ) -> tuple[Array, tuple[Array, Array]]:
-    """The next sum of the head's products after a chunk, and the chunk's logprobs and gradients of hidden states."""
+    """Returns the next sum of the head's products after a chunk, and the chunk's logprobs and hidden gradients."""
     distribution, soft_cap = outputs
 
     def products(hidden: Array, total: Array | None) -> Array:
@@ -364,5 +364,5 @@ _token_logprobs.defvjp(_forward, _backward)
 
 
 def _chunks(size: int, *arrays: Array) -> tuple[Array, ...]:
-    """Arrays `[N, ...]` as `[N / size, size, ...]`."""
+    """Reshapes arrays `[N, ...]` to `[N / size, size, ...]`."""
     return tuple(x.reshape(ceil_div(len(x), size), size, *x.shape[1:]) for x in arrays)

@@ -1,8 +1,9 @@
-"""What follows from some blocks of a vocabulary, so that devices which share it exchange a few numbers of each block.
+"""Log-softmax and sampling by blocks of the vocabulary, for devices that share a vocabulary.
 
-A vocabulary is cut at multiples of `contract.SOFTMAX_BLOCK`. A device has the logits of its own blocks. It computes for
-each of them the statistics that log-softmax merges, and the best candidate for the sampled token. Those of all blocks
-give the logprobs and the token that all logits give, in the same bits: the contract adds up each block by itself.
+Blocks begin at multiples of `contract.SOFTMAX_BLOCK`, and each device has the logits of its own blocks. For each block
+it computes the statistics that log-softmax merges, and the best candidate for the sampled token. From these few numbers
+of all blocks follow the logprobs and the token, with the same bits as from all logits, because the contract adds each
+block separately.
 """
 
 from typing import Final
@@ -22,7 +23,7 @@ _OPERATION: Final = Operation(
 
 
 def are_served() -> bool:
-    """Returns whether the backend that serves `sample` and `log_softmax` computes single blocks as well."""
+    """Returns whether the backend of `sample` and `log_softmax` also computes single blocks."""
     return _OPERATION.is_served()
 
 
@@ -31,7 +32,7 @@ def block_statistics(logits: Float[Array, "R v"]) -> tuple[Float32[Array, "R b"]
     """Returns maximum and sum of each block of rows: `m_b` and `l_b` of `contract.SOFTMAX_BLOCK`.
 
     Args:
-        logits: those of whole blocks, with -inf where the vocabulary has no token.
+        logits: logits of whole blocks, -inf where the vocabulary has no token.
     """
     return _OPERATION.kernels().block_statistics(logits)
 
@@ -40,7 +41,7 @@ def block_statistics(logits: Float[Array, "R v"]) -> tuple[Float32[Array, "R b"]
 def merged_statistics(
     maxima: Float32[Array, "R b"], sums: Float32[Array, "R b"]
 ) -> tuple[Float32[Array, "R"], Float32[Array, "R"]]:
-    """Returns what log-softmax subtracts from a row's elements, one after the other, from all blocks in their order."""
+    """Returns the two numbers that log-softmax subtracts in sequence from a row's elements, given all blocks."""
     return _OPERATION.kernels().merged_statistics(maxima, sums)
 
 
@@ -48,14 +49,14 @@ def merged_statistics(
 def block_candidates(
     logits: Float[Array, "R v"], arrays: SamplingArrays, first: Int32[Array, ""], *, vocabulary: int
 ) -> tuple[Float32[Array, "R b"], Int32[Array, "R b"]]:
-    """Returns the best candidate of each block for the sampled token: its value, noise included, and its token.
+    """Returns each block's best candidate for the sampled token: its value, including noise, and its id.
 
-    `best_candidate` of all blocks in their order gives the token of `sample` without filters.
+    `best_candidate` of all blocks in order is the token of `sample` without filters.
 
     Args:
-        logits: those of whole blocks, with -inf where the vocabulary has no token.
-        arrays: how each row is sampled. Filters are not looked at.
-        first: the first token, a multiple of `contract.SOFTMAX_BLOCK`.
-        vocabulary: how many tokens there are.
+        logits: logits of whole blocks, -inf where the vocabulary has no token.
+        arrays: sampling parameters of each row. Filters are ignored.
+        first: id of the first token, a multiple of `contract.SOFTMAX_BLOCK`.
+        vocabulary: number of tokens.
     """
     return _OPERATION.kernels().block_candidates(logits, arrays, first, vocabulary)

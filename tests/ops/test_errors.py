@@ -81,9 +81,9 @@ CASES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (
         lambda: ops.matmul(X, W, gated=True, activation="silu"),
         ValueError,
-        "matmul: w has shape (8, 6); accepted: 3 axes where gated is True",
+        "matmul: w has shape (8, 6); accepted: 3 axes if gated is True",
     ),
-    (lambda: ops.matmul(X, jnp.stack([W, W])), ValueError, "accepted: 2 axes where gated is False"),
+    (lambda: ops.matmul(X, jnp.stack([W, W])), ValueError, "accepted: 2 axes if gated is False"),
     (lambda: ops.matmul(jnp.ones((0, 8)), W), ValueError, "matmul: x has shape (0, 8); accepted: at least one element"),
     (lambda: ops.softmax(FLOAT8), TypeError, "softmax: x has dtype float8_e4m3fn"),
     (lambda: ops.log_softmax(jnp.ones((3, 0))), ValueError, "log_softmax: x has shape (3, 0)"),
@@ -107,7 +107,7 @@ CASES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (
         lambda: ops.qk_rope(jnp.ones((4, 2, 8)), ROWS, ROPE, heads=1, kv_heads=1, norm_offset=1.0),
         ValueError,
-        "qk_rope: norm_offset is 1.0; accepted: 0.0, as there are no norms",
+        "qk_rope: norm_offset is 1.0; accepted: 0.0 without norms",
     ),
     (lambda: unchecked(ops.add)(X, X[:2]), ValueError, "add: y has shape (2, 8); accepted: (4, 8), x's shape"),
     (lambda: ops.scale(X, float("inf")), ValueError, "scale: factor is inf; accepted: finite numbers"),
@@ -126,8 +126,8 @@ CASES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (
         lambda: append(qkv=jnp.ones((1, 3, 4, 8))),
         ValueError,
-        "qk_rope_append_kv: qkv has 4 heads; accepted: at least 5, one of queries and, kv.k being (2, 2, 128, 8), 2 "
-        "each of keys and values",
+        "qk_rope_append_kv: qkv has 4 heads; accepted: at least 5, one query head and, kv.k being (2, 2, 128, 8), 2 "
+        "each for keys and values",
     ),
     (
         lambda: append(k=jnp.ones((2, 2, 64, 8)), v=jnp.ones((2, 2, 64, 8))),
@@ -173,17 +173,17 @@ CASES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (
         lambda: attention(q=jnp.ones((3, 4, 8))),
         ValueError,
-        "attention: q has shape (3, 4, 8); accepted: 4 axes, as queries.first_row is None",
+        "attention: q has shape (3, 4, 8); accepted: 4 axes if queries.first_row is None",
     ),
     (
         lambda: attention(first_row=ROWS[:1]),
         ValueError,
-        "attention: q has shape (1, 3, 4, 8); accepted: 3 axes, as queries.first_row is given",
+        "attention: q has shape (1, 3, 4, 8); accepted: 3 axes if queries.first_row is given",
     ),
     (
         lambda: attention(q=jnp.ones((3, 4, 8)), first_row=ROWS[:1], count=None),
         ValueError,
-        "attention: queries.count is None; accepted: integers, as the queries are packed",
+        "attention: queries.count is None; accepted: integers, because the queries are packed",
     ),
     (
         lambda: attention(q=jnp.ones((3, 4, 8)), first_row=ROWS[:2]),
@@ -194,7 +194,7 @@ CASES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (
         lambda: attention(q=jnp.ones((3, 4, 8)), first_row=ROWS[:1], mask=jnp.ones((1, 1, 3, 9), bool)),
         ValueError,
-        "attention: mask has shape (1, 1, 3, 9); accepted: None, as the queries are packed",
+        "attention: mask has shape (1, 1, 3, 9); accepted: None, because the queries are packed",
     ),
     (
         lambda: append(qkv=jnp.ones((3, 8, 8)), first_row=ROWS[:1]),
