@@ -210,7 +210,7 @@ MIXES = {
     padded_to_a_bucket: "pads the batch",
     opaque_call: "is not known to keep rows separate",
 }
-"""Functions that mix rows, and what certificates say of their marked line."""
+"""Functions that mix rows, and the reason that certificates give for their marked line."""
 
 CHOSEN = {
     stock_product: "adds products in blocks",
@@ -224,4 +224,4 @@ CHOSEN = {
     exponential: "approximate it with different bits",
     product_that_may_fuse: "fused multiply-add",
 }
-"""Functions that leave an order or a rounding to XLA, and what certificates say of their marked line."""
+"""Functions that leave an order or a rounding to XLA, and the reason that certificates give for their marked line."""

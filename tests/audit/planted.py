@@ -26,7 +26,7 @@ def weights(seed: int = 0) -> Weights:
 
 
 def tokens(rows: int, position: int, neighbours: int = 1) -> Array:
-    """Returns tokens `[rows, LENGTH]` of which one row, at this position, is always the same."""
+    """Returns tokens `[rows, LENGTH]` whose row at this position is always the same."""
     alone = np.random.default_rng(0).integers(0, 32, LENGTH)
     others = np.random.default_rng(neighbours).integers(0, 32, (rows, LENGTH))
     others[position] = alone
@@ -167,7 +167,7 @@ IN_ROWS: Final[Mapping[str, str]] = {
     "a capacity of experts": "experts",
     "a maximum over the batch": "head",
 }
-"""Defects that let a row depend on the others, or on its place."""
+"""Defects that let a row depend on the others, or on its position."""
 
 LINES: Final[Mapping[str, str]] = {
     "neighbours add to a table": ".at[tokens].add(1e-3)",
@@ -178,4 +178,4 @@ LINES: Final[Mapping[str, str]] = {
     "a capacity of experts": "jnp.cumsum(chosen",
     "a maximum over the batch": "logits - jnp.max(logits) - total",
 }
-"""What stands in the line that lets a row depend on the others, or on its place."""
+"""Text in the line that lets a row depend on the others, or on its position."""

@@ -1,4 +1,4 @@
-"""Bisections name the layer, the line and the numbers of planted defects, and find nothing where there is none."""
+"""Bisections name the layer, the line and the numbers of planted defects, and find nothing in sound functions."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""Logprobs of several engines' files are compared as far as their tokens are equal."""
+"""Logprobs from files of several engines are compared up to the first token that differs."""
 
 import json
 import math

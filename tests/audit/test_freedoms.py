@@ -1,4 +1,4 @@
-"""What certificates call proven is so: signs of zeros, NaN, complex numbers, products in calls, programs of batches."""
+"""Proofs of certificates hold: signs of zeros, NaN, complex numbers, products in calls, programs of batches."""
 
 import functools
 from collections.abc import Callable

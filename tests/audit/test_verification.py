@@ -1,4 +1,4 @@
-"""Honest transcripts are verified, whatever was computed beside them; whatever is altered in them is refused."""
+"""Honest transcripts are verified whatever the batch was; any alteration of them is refused."""
 
 import dataclasses
 import functools
@@ -47,7 +47,7 @@ def loaded() -> tuple[Decoder, Tokenizer]:
 
 @functools.cache
 def requests(batch: int, quantized: bool) -> list[Request]:
-    """Requests for 25 samples: prompts of many lengths, some with a common page, most of which fill a page midway."""
+    """Requests for 25 samples: prompts of many lengths, some with a common page; most fill a page midway."""
     draw, made = random.Random(f"{batch} {quantized}"), []
     shared = [random.Random(batch).randrange(515) for _ in range(130)]
     while (missing := 25 - sum(request.sampling.n for request in made)) > 0:
@@ -83,7 +83,7 @@ def checked(transcripts: list[Transcript], model: Decoder | None = None) -> list
 
 
 def unsealed(transcript: Transcript, **changes: Any) -> Transcript:
-    """The transcript with changes, as somebody would hand it in who computes its digest anew, or leaves it out."""
+    """The transcript with changes and without a digest, as a forger would submit it."""
     return dataclasses.replace(transcript, digest=None, text=None, **changes)
 
 

@@ -11,7 +11,7 @@ W = jnp.asarray(np.random.default_rng(1).standard_normal((24, 24)) / 5, jnp.floa
 
 
 def inputs(rows: int) -> Array:
-    """Returns so many rows, the first of which are those of fewer."""
+    """Returns `rows` rows; fewer rows are a prefix of more."""
     return jnp.asarray(np.random.default_rng(2).standard_normal((rows, 5, 24)), jnp.float32)
 
 
@@ -82,7 +82,7 @@ def transposed(w: Array, x: Array) -> Array:
 
 
 def transposed_weights(w: Array, x: Array) -> Array:
-    """Products with transposed weights, of which the second one's outputs would come in another order."""
+    """Products with transposed weights; the second one's outputs would be in another order."""
     heads = w.reshape(24, 6, 4)
     y = jnp.tanh(x @ w.T)
     z = lax.dot_general(y, heads.transpose(0, 2, 1), (((2,), (0,)), ((), ())))

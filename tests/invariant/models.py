@@ -34,7 +34,7 @@ class Case:
         return (None, *[0] * len(self.inputs(1, 0)))
 
     def among(self, rows: int, position: int) -> tuple[Array, ...]:
-        """Returns inputs of which one row, at this position, is that of `inputs(1, 0)`."""
+        """Returns inputs whose row at this position is the row of `inputs(1, 0)`."""
         alone, others = self.inputs(1, 0), self.inputs(rows, 1 + rows)
         return tuple(y.at[position].set(x[0]) for x, y in zip(alone, others, strict=True))
 
@@ -121,7 +121,7 @@ def _scanned(weights: dict[str, Array], x: Array) -> Array:
 
 
 def _mixture(weights: dict[str, Array], x: Array) -> Array:
-    """Experts whose tokens are sorted, those of all rows together."""
+    """Experts with the tokens of all rows sorted together."""
     x = x.astype(weights["router"].dtype)
     flat = x.reshape(-1, x.shape[-1])
     scores = jax.nn.softmax(flat @ weights["router"])

@@ -1,4 +1,4 @@
-"""What is seen of models that others published: `python -m tests.invariant.published [MODEL ...] [--out FILE]`.
+"""Measures models that others published: `python -m tests.invariant.published [MODEL ...] [--out FILE]`.
 
 It runs in an environment of its own, which `make test-models` makes. For each model, tiny and random, and each dtype it
 prints a line of JSON: the batches among which a row has other bits than alone, under stock XLA and under
@@ -33,23 +33,23 @@ COMMAND = "python -m tests.invariant.published --out {out}"
 
 @dataclasses.dataclass
 class Result:
-    """What was seen of a model.
+    """The measurements of a model.
 
     Attributes:
         model: its name in `MODELS`.
-        title: what it is called in tables.
-        package: the distribution that it comes with.
-        version: that of the distribution; the commit of one that was installed from a repository.
-        dtype: that of its weights.
-        stock: the batches among which a row has other bits than alone under stock XLA.
-        invariant: likewise under `batch_invariant`.
-        stock_gradients: the batches among which gradients have other bits than those of the row alone under stock XLA.
-        invariant_gradients: likewise under `batch_invariant`.
-        distance: the largest difference from the original, over its largest result.
-        gradient_distance: likewise of the gradients of weights.
-        stock_outcome: what `detjax.certify` says of the model under `jax.jit`.
-        stock_risks: the primitives that it names there.
-        stock_batch: the smallest batch that refutes it there; None if none does.
+        title: its name in tables.
+        package: the distribution that contains it.
+        version: the version of the distribution, or the commit if it was installed from a repository.
+        dtype: the dtype of its weights.
+        stock: the batch sizes in which a row has other bits than alone under stock XLA.
+        invariant: the same under `batch_invariant`.
+        stock_gradients: the batch sizes in which gradients have other bits than for the row alone under stock XLA.
+        invariant_gradients: the same under `batch_invariant`.
+        distance: the largest difference from the original, relative to its largest result.
+        gradient_distance: the same for the gradients of weights.
+        stock_outcome: the outcome of `detjax.certify` for the model under `jax.jit`.
+        stock_risks: the primitives that this certificate names.
+        stock_batch: the smallest batch that refutes it; None if no batch does.
         invariant_outcome: what it says under `batch_invariant`.
     """
 
@@ -99,10 +99,10 @@ def gradients(fn: Callable[..., Any]) -> Callable[..., Any]:
 def changed_gradients(
     made: Callable[..., Any], weights: Any, inputs: Inputs, shape: Sequence[int], batches: Sequence[int]
 ) -> list[int]:
-    """The batches among which gradients have other bits than those of a row alone.
+    """Returns the batch sizes in which gradients have other bits than for a row alone.
 
-    The first row alone has a cotangent, since weights' gradients are sums over rows. The others have to add nothing to
-    them, whatever they hold, and the first row's gradient of its inputs has to be what it is alone.
+    Only the first row has a cotangent, since weights' gradients are sums over rows. The other rows must add nothing to
+    them, whatever they hold, and must not change the first row's gradient of its inputs.
     """
     alone, among = inputs(1, 0), []
     has_rows = sum(jnp.issubdtype(x.dtype, jnp.floating) for x in alone)
@@ -133,7 +133,7 @@ def distance(actual: Sequence[Any], expected: Sequence[Any]) -> float:
 
 
 def result(name: str, dtype: str, batches: Sequence[int]) -> Result:
-    """What is seen of a model."""
+    """Returns the measurements of a model."""
     model = MODELS[name]
     fn, weights, inputs = model.build(jnp.dtype(dtype))
     axes = (None, *[0] * len(inputs(1, 0)))

@@ -1,7 +1,7 @@
-"""Which experts Gemma 4 takes in bfloat16: `python -m tests.invariant.published_experts [--out FILE]`.
+"""Compares the experts that Gemma 4 chooses in bfloat16: `python -m tests.invariant.published_experts [--out FILE]`.
 
 It runs in the environment of `make test-models`. In bfloat16 the output under `batch_invariant` is further from the
-original's under `jax.jit` than that of other models. This shows why: two programs with other roundings give some tokens
+original's under `jax.jit` than other models' output. This shows why: two programs with other roundings give some tokens
 other experts, those whose scores are nearly equal. Four programs are compared: `batch_invariant`; the original under
 `jax.jit`, in which XLA leaves out roundings between operations that it fuses; the original called without `jit`, in
 which each operation rounds its result as the model says; and the original in float32, with the same weights.
@@ -33,17 +33,17 @@ COMMAND = "python -m tests.invariant.published_experts --out {out}"
 
 @dataclasses.dataclass
 class Comparison:
-    """How two programs of the model differ.
+    """The differences between two programs of the model.
 
     Attributes:
-        program: one of them.
-        reference: the other.
-        tokens: how many were compared.
-        chosen_otherwise: the tokens to which a layer gives other experts.
-        reached: the tokens with other experts, and those whose attention sees such a token.
-        distance: the largest difference of results, over the reference's largest result.
-        distance_of_others: likewise of the tokens that are not reached.
-        distance_with_experts: likewise of all tokens, when both programs are given the experts of float32.
+        program: the program.
+        reference: the program that it is compared with.
+        tokens: the number of compared tokens.
+        chosen_otherwise: the number of tokens to which a layer gives other experts.
+        reached: the number of tokens with other experts, or whose attention sees such a token.
+        distance: the largest difference of results, relative to the reference's largest result.
+        distance_of_others: the same for tokens that are not reached.
+        distance_with_experts: the same for all tokens, when both programs get the experts of float32.
     """
 
     program: str
@@ -104,9 +104,9 @@ def comparisons(rows: int = ROWS) -> list[Comparison]:
 
 
 def _difference(one: tuple[Any, list[Any]], other: tuple[Any, list[Any]]) -> tuple[int, int, float, float]:
-    """What `Comparison` has from `chosen_otherwise` to `distance_of_others`."""
+    """Returns the fields of `Comparison` from `chosen_otherwise` to `distance_of_others`."""
     *before, last = (_changed(*experts) for experts in zip(one[1], other[1], strict=True))
-    # Attention is causal: what a layer changes, later tokens see in the next layers. No layer is behind the last one.
+    # Attention is causal: later tokens see a layer's changes in the next layers. The last layer has no next one.
     reached = np.logical_or.accumulate(np.any(before, axis=0), axis=1) | last
     largest = np.abs(np.asarray(other[0], np.float64)).max()
     far = np.abs(np.asarray(one[0], np.float64) - np.asarray(other[0], np.float64)).max(axis=-1) / largest

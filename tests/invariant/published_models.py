@@ -25,7 +25,7 @@ class Published:
     """A model that others published.
 
     Attributes:
-        title: what it is called in tables.
+        title: its name in tables.
         package: the distribution that it comes with.
         build: gives its function, weights and inputs in a dtype.
     """
@@ -235,7 +235,7 @@ _TUNIX_LM = _TUNIX | {"vocab_size": 500, "rope_theta": 10000, "norm_eps": 1e-6}
 def _tunix(folder: str, name: str, **sizes: Any) -> Callable[[Any], Built]:
     def build(dtype: Any) -> Built:
         m = importlib.import_module(f"tunix.models.{folder}.model")
-        # Llama's dtype is that of its weights.
+        # Llama takes its dtype from its weights.
         dtypes = {"dtype", "param_dtype"} & {field.name for field in dataclasses.fields(m.ModelConfig)}
         config = m.ModelConfig(**_TUNIX_LM, **sizes, **dict.fromkeys(dtypes, dtype))
 

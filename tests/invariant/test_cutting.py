@@ -1,4 +1,4 @@
-"""Functions that cannot be traced for one row: the program of one row is cut out of that of a batch."""
+"""Functions that cannot be traced for one row: the program of one row is cut out of the batch's program."""
 
 import warnings
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from tests.invariant.functions import W, inputs
 from tests.support.bits import assert_same_bits, same_bits
 
 _APART = [fn for fn in functions.ALL if fn not in (functions.own_trips, functions.own_branch)]
-"""Functions that do not take the batch apart."""
+"""Functions that do not split the batch."""
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def lenient_promotion() -> Any:
 def _refusing_one(fn: Callable[[Array, Array], Array]) -> Callable[[Array, Array], Array]:
     def checked(w: Array, x: Array) -> Array:
         if x.shape[0] < 2:
-            raise ValueError("one row is no batch")
+            raise ValueError("one row is not a batch")
         return fn(w, x)
 
     return checked
@@ -42,7 +42,7 @@ def test_a_row_has_the_bits_of_the_function_traced_for_one(fn: Callable[..., Arr
     x = inputs(5)
     expected = detjax.batch_invariant(fn, (None, 0))(W, x)
     assert_same_bits(detjax.batch_invariant(fn, (None, 0), traced_for="batch")(W, x), expected)
-    with pytest.warns(detjax.TracedForBatchWarning, match=r"one row \(ValueError: one row is no batch\)"):
+    with pytest.warns(detjax.TracedForBatchWarning, match=r"one row \(ValueError: one row is not a batch\)"):
         cut = detjax.batch_invariant(_refusing_one(fn), (None, 0))(W, x[3:4])
     assert_same_bits(cut[0], expected[3])
 
@@ -210,7 +210,7 @@ def test_what_mixes_rows_stays_refused(fn: Callable[..., Array], message: str) -
 
 
 def test_a_choice_is_kept() -> None:
-    with pytest.raises(ValueError, match="one row is no batch"):
+    with pytest.raises(ValueError, match="one row is not a batch"):
         detjax.batch_invariant(_refusing_one(functions.moves), (None, 0), traced_for="row")(W, inputs(4))
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -46,7 +46,7 @@ def _windows(function: Any, extreme: float) -> Function:
 
 
 def _scattered(function: str) -> Function:
-    """Numbers of every fourth place together, those of one sign."""
+    """Reduces every fourth position together by a scatter, for numbers of one sign."""
 
     def fn(x: Array) -> Array:
         groups = jnp.arange(x.shape[1]) % 4

@@ -1,4 +1,4 @@
-"""What a function may do: loops, branches, derivatives of its own, random numbers, and transformations around it."""
+"""Functions with loops, branches, their own derivatives, random numbers, and transformations around them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -114,7 +114,7 @@ def test_on_accelerators_no_compiler_chooses_among_zeros_of_both_signs() -> None
     made = run(zeros)
     for rows in (1, 2, 33, 257):
         assert_same_bits(run(zeros[:rows]), [x[:rows] for x in made])
-    # The limits of types without infinities, and of axes that are no power of two:
+    # Limits of dtypes without infinities, and axes whose size is not a power of two:
     for dtype in (jnp.float32, jnp.bfloat16, jnp.float8_e4m3fn):
         x = jnp.asarray(np.random.default_rng(1).standard_normal((3, 2, 13)), dtype)
         for fn in (lambda x: x.max(-1), lambda x: x.min((0, 1)), lambda x: (x - x).max(-1), lambda x: -abs(x).max(-1)):

@@ -1,4 +1,4 @@
-"""What all examples share, as pieces of a program read it."""
+"""Shared values as segments of a program read them."""
 
 import jax
 import jax.numpy as jnp

@@ -99,7 +99,7 @@ def test_linen_layers_work_within_a_model_that_trains() -> None:
 
     model, x = Model(detjax.models.linen), _x(3, 7, 24)
     variables = model.init(jax.random.key(0), x)
-    # The names of layers are those of their classes, and so are Flax' own.
+    # Layers are named after their classes, as Flax' own are.
     actual = jax.grad(lambda v: jnp.sum(jnp.sin(model.apply(v, x))))(variables)
     expected = jax.grad(lambda v: jnp.sum(jnp.sin(Model(nn).apply(v, x))))(variables)
     for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):

@@ -1,4 +1,4 @@
-"""Models that know nothing of detjax: a row has the bits that it has alone, and close to those of the original."""
+"""Models that know nothing of detjax: a row has the same bits in every batch, close to the original's numbers."""
 
 from typing import Any
 

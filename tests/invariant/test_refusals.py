@@ -1,4 +1,4 @@
-"""What cannot be kept apart is refused by name, with the line that it comes from."""
+"""Functions that mix rows are refused by name, with the line that mixes them."""
 
 from collections.abc import Callable
 from typing import Any

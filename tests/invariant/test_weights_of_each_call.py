@@ -34,7 +34,7 @@ class Tower(nnx.Module):
 
 
 class Labelled(Tower):
-    """Leaves that are no arrays."""
+    """A module with leaves that are not arrays."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         super().__init__(rngs)

@@ -34,7 +34,7 @@ ROWS: Final[dict[str, tuple[np.ndarray, ...]]] = {
     "small integers": (_numbers(256, 8).astype("int8"),),
     "doubles": (_normal(8, dtype="float64"),),
 }
-"""Arguments of one more row than a batch has. The rows of the first axis are those of a batch."""
+"""Arguments with one more row than a batch has, along the first axis."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
