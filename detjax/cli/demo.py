@@ -42,7 +42,7 @@ def demo(
 
     Args:
         prompt: the question. Default: a line of Shakespeare.
-        asks: number of times to ask the question.
+        asks: number of repetitions of the question.
         max_tokens: maximum number of tokens in an answer.
         seed: seed for the random loads.
         output: write the histogram to this PNG.

@@ -55,7 +55,7 @@ class Fields:
     """The annotation of a parameter whose options are the fields of a dataclass.
 
     The parameter receives an instance, or, if it is annotated as a dictionary, only the fields that the command line
-    sets. The defaults are those of the parameter's default, if it has one, else the dataclass's.
+    sets. Its own default, if it has one, overrides the dataclass's defaults.
 
     Attributes:
         source: the dataclass.

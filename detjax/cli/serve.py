@@ -213,7 +213,7 @@ def _api_keys() -> tuple[str, ...]:
 
 
 def _are_certified(decoder: Decoder, running: engine.Engine) -> bool:
-    """Prints the numbers that an engine's programs leave to the compiler, and returns whether there are none."""
+    """Prints the numbers that an engine's programs leave to the compiler. Returns True if nothing is left to it."""
     programs = running.programs()
     console = Console(stderr=True, highlight=False)
     risks = audit.engine_risks(decoder, programs)

@@ -198,7 +198,7 @@ def pose(model: Decoder, tokenizer: Tokenizer | None, prompt: str | None, max_to
 def draw_loads(
     model: Decoder, tokenizer: Tokenizer | None, question: Request, asks: int, seed: int
 ) -> tuple[Load, ...]:
-    """Returns loads that ask the question `asks` times in total. The same seed draws the same loads.
+    """Returns loads in which the question occurs `asks` times in total. The same seed draws the same loads.
 
     Batch sizes are uniform over 1 to `LARGEST_BATCH`. In each batch at least half of the slots, chosen at random, hold
     the question; the others hold neighbours with different prompts and lengths. No request is longer than the question

@@ -1,4 +1,4 @@
-"""What the documentation of client packages shows, run against a server.
+"""Examples from the documentation of client packages, run against a server.
 
 `python tests/server/client_scenarios.py URL` runs every scenario whose package is installed against the server at URL,
 such as http://localhost:8000/v1, whose model has to be called "little".
@@ -172,7 +172,7 @@ def llama_index(url: str) -> None:
 def instructor(url: str) -> None:
     """The mode that needs no more than text, and those that need a tool or a form.
 
-    Answers that do not fit the model are no concern of the server's where only the text asks for them.
+    If only the prompt asks for JSON, the server does not check that answers fit the model.
     """
     import instructor
     import openai

@@ -278,7 +278,7 @@ def test_the_fingerprint_tells_models_settings_and_environments_apart(
     with detjax.use_backend("stock"):
         fingerprints.append(system_fingerprint(model, tokenizer, engine.config))
     assert len(set(fingerprints)) == 5
-    # What requests do not see is no part of it.
+    # It excludes settings that requests do not see.
     smaller = dataclasses.replace(engine.config, max_samples=2, token_budget=40, prefix_cache=False, num_pages=9)
     assert system_fingerprint(model, tokenizer, dataclasses.replace(smaller, runs_of=5)) == served
     # The most that the model takes is what it is if nobody says so.

@@ -1,4 +1,4 @@
-"""Bad requests get errors that say what is wrong, and the engine goes on without a leak."""
+"""Bad requests get errors that say what is wrong, and the engine continues without a leak."""
 
 import json
 import random
@@ -35,7 +35,7 @@ OF_SEVERAL_FIELDS = (
     "max_tokens and max_completion_tokens differ",
     "stream, echo and logprobs are given",
 )
-"""What messages say that are about several fields, none of which is more at fault than the others."""
+"""Messages about combinations of fields, without a single faulty field."""
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 
 

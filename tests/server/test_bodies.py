@@ -19,14 +19,14 @@ MEGABYTE: Final = 1 << 20
 
 
 def filled(field: str, item: str, size: int, opening: str = "[", closing: str = "]") -> bytes:
-    """A body with a field that repeats an item until it has about so many bytes."""
+    """Returns a body of about this many bytes, with a field that repeats an item."""
     rest = {"model": "m", "messages" if field == "prompt" else "prompt": None}
     given = json.dumps(rest)[:-1]
     return f'{given},"{field}":{opening}{",".join([item] * (size // (len(item) + 1)))}{closing}}}'.encode()
 
 
 def distinct(field: str, value: str, size: int) -> bytes:
-    """A body with an object of about so many bytes, all of whose names differ."""
+    """Returns a body with an object of about this many bytes, with unique names."""
     entries = ",".join(f'"{index:06x}":{value}' for index in range(size // (len(value) + 10)))
     return f'{{"model":"m","{field}":{{{entries}}}}}'.encode()
 

@@ -16,7 +16,7 @@ from tests.server.running_server import MODEL, Running, serving
 from tests.server.tool_models import HERMES
 
 RECORDED: Final = json.loads((Path(__file__).parent / "client_payloads.json").read_text())
-"""What packages sent; `client_scenarios` records it."""
+"""Requests of client packages, recorded by `client_scenarios`."""
 
 COMPLETION: Final = {"model": MODEL, "prompt": "Once", "max_tokens": 3}
 CHAT: Final = {"model": MODEL, "messages": [{"role": "user", "content": "Who?"}], "max_tokens": 3}
@@ -63,7 +63,7 @@ WRITTEN: Final[dict[str, dict[str, Any]]] = {
     },
     "vllm's answer as a message": CHAT
     | {"messages": [*CHAT["messages"], ANSWER | {"reasoning_content": None, "tool_calls": []}, *CHAT["messages"]]},
-    # What agents and SDKs send beside what they ask for.
+    # Additional fields that agents and SDKs send.
     "no tools": CHAT | {"tools": [], "tool_choice": "none", "parallel_tool_calls": False, "functions": []},
     "automatic choice of no tools": CHAT | {"tools": None, "tool_choice": "auto", "function_call": "auto"},
     "defaults of OpenAI's fields": CHAT

@@ -45,7 +45,7 @@ def ask(port: int, path: str, **options: Any) -> socket.socket:
 
 
 def answered(port: int, request: bytes) -> socket.socket:
-    """A connection with an answer that has begun, of which nothing has been read.
+    """Opens a connection with an answer that has begun, and reads nothing of it.
 
     Where a time limit is short and the machine busy, the limit may end a connection before its request is sent. Then
     another one takes its place.
@@ -89,7 +89,7 @@ def read_stream(client: socket.socket) -> bytes:
 
 
 def is_disconnected(client: socket.socket, sent: bytes) -> bool:
-    """Whether a client that does not block sees its connection's end when it sends some more."""
+    """Returns whether a non-blocking client sees the end of its connection when it sends more."""
     try:
         client.send(sent)
         return not client.recv(1 << 20)
@@ -203,7 +203,7 @@ def test_of_streams_that_exceed_the_backlog_the_largest_ends() -> None:
 
 def test_a_client_that_reads_slowly_stays_and_one_that_stops_does_not() -> None:
     async def watch(sizes: list[int]) -> tuple[bool, int]:
-        """Whether the connection is closed when its buffer has had these sizes, and how many were looked at."""
+        """Returns whether the connection is closed after these buffer sizes, and how many were read."""
         looks, is_aborted = iter(sizes), asyncio.Event()
         config = SimpleNamespace(settings=ConnectionSettings(write_seconds=0.001))
         connection = cast(Any, Connection.__new__(Connection))

@@ -1,4 +1,4 @@
-"""Large answers are made and sent piece by piece, and their bytes are those of the answer at once."""
+"""Large answers are encoded and sent in pieces, with the same bytes as in one piece."""
 
 import asyncio
 import json
@@ -50,7 +50,7 @@ def test_pieces_are_the_bytes_of_the_json_at_once() -> None:
 
 
 def answered(response: JsonPieces, receive: Any = None) -> tuple[list[dict[str, Any]], int]:
-    """What an ASGI server is sent, and how many turns others had meanwhile."""
+    """Returns the messages to an ASGI server, and how often other tasks ran in between."""
     sent: list[dict[str, Any]] = []
     turns = 0
 

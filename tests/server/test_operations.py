@@ -1,4 +1,4 @@
-"""What operators see and set: request ids, the log, names, hosts, origins, and the end of a failed engine."""
+"""Operations: request ids, the log, names, hosts, origins, and the end of a failed engine."""
 
 import contextlib
 import http.client
@@ -45,7 +45,7 @@ def ask(
 
 @contextlib.contextmanager
 def logged(**settings: Any) -> Iterator[io.StringIO]:
-    """What the server logs while the context is open.
+    """Captures the server's log.
 
     A line is written when its client has its answer already. So lines of two requests may come in either order, and a
     line of a request before the context may come within it: tests look for the lines of their requests by the ids.

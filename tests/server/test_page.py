@@ -109,7 +109,7 @@ def test_an_answer_is_streamed_and_has_a_digest(page: Page, kind: str) -> None:
     page["send"].click()
     page.until(lambda: "SHA-256" in page.text("output-facts"))
     assert page.text("output")
-    assert page.text("output-facts").startswith("6 tokens, cut at max tokens, ")
+    assert page.text("output-facts").startswith("6 tokens, stopped at max tokens, ")
     assert page.text("send") == "Send"
     assert page.errors() == []
 
@@ -145,7 +145,7 @@ def test_what_the_server_refuses_is_told_in_its_words(page: Page) -> None:
     assert "asks for 100000 more; accepted: " in page.until(lambda: page.text("ask-error"))
     page["prove-button"].click()
     assert "asks for 100000 more; accepted: " in page.until(lambda: page.text("prove-error"))
-    page.until(lambda: page.text("verdict") == "Stopped. There are no answers to compare.")
+    page.until(lambda: page.text("verdict") == "Stopped. No answers to compare.")
 
 
 def test_stopping_an_answer_ends_it_here_and_on_the_server(page: Page, server: Running) -> None:

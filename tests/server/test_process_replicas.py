@@ -309,7 +309,7 @@ def test_a_call_that_nobody_waits_for_ends_in_the_replica(engine: Engine, loaded
 
     with replica(HANGS_AFTER, lambda _: (engine, facts)) as front:
         assert front.received(Ready) == Ready(facts)
-        # The engine's thread waits in the listener of another request until the replica has been told.
+        # The engine's thread waits in the listener of another request until the replica gets the message.
         listened = engine.submit(Request([1], SamplingParams(max_tokens=2, ignore_eos=True)), hold)
         assert reached.wait(HANGS_AFTER)
         assert engine.busy_seconds > 0

@@ -28,7 +28,7 @@ REQUESTS = [Request([5, 6, 7], PENALIZED), Request([9, 8, 7, 6, 5], SCORED)]
 
 
 class MortalReplicas:
-    """Replicas in this process, of which each dies after so many events of a call; the last one lives.
+    """Replicas in this process. Each dies after a given number of events of a call; the last one lives.
 
     Attributes:
         asked: the requests of each call.
@@ -80,7 +80,7 @@ async def streamed(engine: Engine | ReplicatedEngine, requests: Sequence[Request
 def by_sample(tokens: list[tuple[int, Token]]) -> dict[tuple[int, int], list[Token]]:
     samples: dict[tuple[int, int], list[Token]] = {}
     for number, token in tokens:
-        # How many others there were in a step is no part of the answer.
+        # The batch size of a step is not part of the answer.
         samples.setdefault((number, token.sample), []).append(dataclasses.replace(token, batch=0))
     return samples
 
@@ -167,7 +167,7 @@ def test_what_a_request_is_to_blame_for_is_not_tried_again(engine: Engine, loade
 
 
 def responses(app: Any) -> list[Any]:
-    """What clients get, without the ids and times that no two responses share."""
+    """Returns a response without its ids and times, which are unique."""
     body = {"model": MODEL, "prompt": [[5, 6, 7], [8, 9]], "max_tokens": 10, "temperature": 1, "logprobs": 2, "n": 2}
     streamed = body | {"stream": True, "stream_options": {"include_usage": True}}
     chat = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 10, "logprobs": True}

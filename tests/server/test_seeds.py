@@ -33,7 +33,7 @@ def running(engine: Engine, loaded: tuple[Decoder, Tokenizer]) -> Iterator[Runni
 
 
 def post(server: Running, path: str, **body: Any) -> Any:
-    """What the server answers; of a stream the list of its chunks."""
+    """Returns the server's answer; for a stream, the list of its chunks."""
     data = json.dumps({"model": MODEL} | body).encode()
     request = urllib.request.Request(f"{server.url}{path}", data, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request) as answer:

@@ -330,7 +330,7 @@ def test_ids_of_calls_are_functions_of_the_answers_id(
                 "tools": [{"type": "function", "function": {"name": "a", "parameters": {"properties": 3}}}],
                 "tool_choice": "required",
             },
-            "tool 0, 'a', cannot constrain the answer: the constraint's json_schema is not valid: properties must be an",
+            "tool 0, 'a', cannot constrain the answer: the constraint's json_schema is not valid: properties must be",
         ),
         (
             {

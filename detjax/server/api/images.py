@@ -34,7 +34,7 @@ class ShownImage:
 
 @dataclasses.dataclass(frozen=True)
 class ShownVideo:
-    """A video in a message. Options that are None have the checkpoint's values.
+    """A video in a message. None stands for the checkpoint's value of an option.
 
     Attributes:
         url: the URL of the video.

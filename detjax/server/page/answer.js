@@ -1,4 +1,4 @@
-// An answer, collected from its chunks, and the comparison of two answers.
+// Collects an answer from its chunks, and compares answers.
 
 import { sha256 } from "./sha256.js";
 
@@ -20,14 +20,14 @@ export class Answer {
     }
   }
 
-  /** A digest of text, tokens, logprobs and ending. Two answers have the same one if no bit of these differs. */
+  /** A digest of text, tokens, logprobs and ending, equal for two answers if all their bits are equal. */
   get digest() {
     const content = [this.text, this.tokens.map(({ token, logprob, bytes }) => [token, logprob, bytes]), this.ending];
-    // JSON writes enough digits to tell a double from all others, but it drops the sign of zero.
+    // JSON writes enough digits to identify a double, but drops the sign of zero.
     return sha256(JSON.stringify(content, (_, value) => (Object.is(value, -0) ? "-0" : value)));
   }
 
-  /** The index of the first token that differs from another answer's; -1 if there is none. */
+  /** The index of the first token that differs from another answer's, or -1. */
   firstDifference(other) {
     const length = Math.max(this.tokens.length, other.tokens.length);
     for (let i = 0; i < length; i++) if (!isSame(this.tokens[i], other.tokens[i])) return i;

@@ -1,11 +1,11 @@
 // The part of the server's HTTP API that the page uses.
 
-/** A request that failed: the server refused it, or there was no response. */
+/** A failed request: the server rejected it, or did not respond. */
 export class RequestError extends Error {
   constructor(status, message, seconds = 1) {
     super(message);
     this.status = status; // the HTTP status; 0: no response
-    this.seconds = seconds; // how long to wait before the request is sent again, if status is 429
+    this.seconds = seconds; // time to wait before a retry, if status is 429
   }
 }
 

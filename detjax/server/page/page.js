@@ -1,12 +1,12 @@
-// The page: makes requests of its fields, and shows answers.
+// The page: sends requests from its fields, and shows answers.
 
 import { Client, RequestError } from "./client.js";
 import { Tally, ask, prove } from "./proof.js";
 
-// Prompts for the model that comes with detjax. XLA's own operations give the first one several answers.
+// Prompts for the model that ships with detjax. XLA's own operations give several answers to the first one.
 const PROMPTS = {
   completion: "KING RICHARD III:\nHell is empty, and all the devils are here.\n",
-  chat: "Does it matter in which order a computer adds numbers?",
+  chat: "Does the order in which a computer adds numbers matter?",
 };
 const FEWEST_COLUMNS = 16;
 const MAX_COLUMNS = 32;
@@ -41,7 +41,7 @@ async function showModel() {
 
 // --- requests --------------------------------------------------------------------------------------------------------
 
-/** The request that the fields describe. */
+/** Builds the request from the fields. */
 function requestFromFields() {
   const prompt = $("prompt").value;
   const isChat = $("as-chat").checked;
@@ -57,7 +57,7 @@ function requestFromFields() {
     : { path: "/v1/completions", body: { ...body, prompt, logprobs: 0 } };
 }
 
-/** Makes a form's button start some work, and stop it while it runs. */
+/** Makes a form's button start work, or stop it while it runs. */
 function startAndStop(form, button, label, work) {
   let stop = null;
   form.addEventListener("submit", async (event) => {
@@ -111,7 +111,7 @@ async function send(signal) {
   try {
     await ask(client, requestFromFields(), signal, (one) => show((answer = one)));
     show.now();
-    const ending = answer.ending === "length" ? "cut at max tokens" : "ended by itself";
+    const ending = answer.ending === "length" ? "stopped at max tokens" : "complete";
     $("output-facts").textContent = `${counted(answer.tokens.length, "token")}, ${ending}, ${seconds()}. SHA-256 `;
     $("output-facts").append(code(answer.digest));
   } catch (error) {
@@ -155,17 +155,17 @@ function showVerdict(text) {
 
 function verdict(tally) {
   const { answers, unique, fingerprints } = tally;
-  if (answers === 0) return "There are no answers to compare.";
-  if (answers === 1) return "One answer. There is nothing to compare it with.";
+  if (answers === 0) return "No answers to compare.";
+  if (answers === 1) return "Only one answer, nothing to compare it with.";
   const company =
     tally.largestBatch === 1
-      ? "Each was computed alone, so this shows little."
+      ? "Each was computed alone, so this proves little."
       : `They were computed in steps of ${range(tally)} samples.`;
   if (unique.size === 1) {
     return `${answers} answers, all identical in text, tokens and every bit of the logprobs. ${company}`;
   }
   const texts = tally.texts === 1 ? "all with the same text" : `with ${tally.texts} different texts`;
-  const changed = fingerprints.size > 1 ? " The server's fingerprint changed meanwhile." : "";
+  const changed = fingerprints.size > 1 ? " The server's fingerprint changed in between." : "";
   return `${answers} answers, ${unique.size} of them different, ${texts}. ${company}${changed}`;
 }
 
@@ -180,7 +180,7 @@ function showTally(tally, total) {
   showHistogram(tally);
   const { requests, samples, abandoned, refused } = tally.background;
   const sent = `${counted(requests, "request")} with ${counted(samples, "sample")}`;
-  const ends = `${abandoned} abandoned midway${refused ? `, ${refused} refused by the server` : ""}`;
+  const ends = `${abandoned} cancelled midway${refused ? `, ${refused} rejected by the server` : ""}`;
   $("background").textContent = `Background load: ${sent}; ${ends}.`;
   showUnique(tally);
 }
@@ -231,25 +231,25 @@ function uniqueItem({ answer }, { answer: first }) {
   return item;
 }
 
-/** A description of where and how an answer differs from the first one. */
+/** Describes the first difference between an answer and the first one. */
 function difference(answer, first) {
   const index = answer.firstDifference(first);
-  if (index < 0) return ["It has the tokens and logprobs of the first answer, and a different ending."];
+  if (index < 0) return ["It has the same tokens and logprobs as the first answer, but a different ending."];
   const [token, firstToken] = [answer.tokens[index], first.tokens[index]];
   const place = `It differs from the first answer at token ${index + 1}`;
-  if (!token || !firstToken) return [`${place}, where one of them has ended.`];
+  if (!token || !firstToken) return [`${place}, where one of the two ends.`];
   if (token.token !== firstToken.token) return [`${place}: `, quoted(token), " instead of ", quoted(firstToken), "."];
   const texts = answer.text === first.text ? "The text is the same." : "The text differs after it.";
   return [`${place}, `, quoted(token), `: logprob ${token.logprob} instead of ${firstToken.logprob}. ${texts}`];
 }
 
-/** The index in an answer's text at which its first token begins that the other answer does not have. */
+/** The index in an answer's text at which the first token that differs from the other answer begins. */
 function divergence({ text, tokens }, other) {
   if (text === other.text) return text.length;
   let [common, start] = [0, 0];
   while (common < text.length && text[common] === other.text[common]) common += 1;
   for (let i = 0; i < tokens.length && tokens[i].token === other.tokens[i]?.token; i++) start += tokens[i].token.length;
-  return Math.min(common, start); // a token of half a character is longer than what it adds to the text
+  return Math.min(common, start); // a token with half a character is longer than its addition to the text
 }
 
 /** An answer's text, marked from an index on. */
@@ -286,7 +286,7 @@ function paragraph(...content) {
   return element;
 }
 
-/** A function that draws its latest arguments once per frame. Its `now` draws at once what still waits. */
+/** Returns a function that draws its latest arguments once per frame. Its `now` draws pending ones immediately. */
 function atFrames(draw) {
   let frame = null;
   let latest = [];

@@ -1,4 +1,4 @@
-// Sends one request again and again while the server is busy with others, and counts the different answers.
+// Sends one request repeatedly while the server is busy with others, and counts the unique answers.
 
 import { Answer } from "./answer.js";
 import { pause } from "./client.js";
@@ -11,8 +11,8 @@ const BACKGROUND_CLIENTS = 3;
 /** The answers counted so far. */
 export class Tally {
   answers = 0;
-  unique = new Map(); // from a digest to { digest, answer: the first with it, count }, in order of arrival
-  batches = new Map(); // from a step's number of samples to the number of the answers' tokens that it computed
+  unique = new Map(); // from a digest to { digest, answer: the first one, count }, in order of arrival
+  batches = new Map(); // from a batch size to the number of the answers' tokens computed at that size
   fingerprints = new Set();
   background = { requests: 0, samples: 0, abandoned: 0, refused: 0 };
 
@@ -39,7 +39,7 @@ export class Tally {
   }
 }
 
-/** Sends one request and returns its answer. `onChunk` is called with the answer after each chunk. */
+/** Sends one request and returns its answer. Calls `onChunk` with the answer so far after each chunk. */
 export async function ask(client, { path, body }, signal, onChunk = () => {}) {
   const answer = new Answer();
   for await (const chunk of client.stream(path, body, signal)) {
@@ -50,10 +50,10 @@ export async function ask(client, { path, body }, signal, onChunk = () => {}) {
 }
 
 /**
- * Sends a request until there are `total` answers, and counts them in `tally`.
+ * Sends a request `total` times, and counts the answers in `tally`.
  *
- * `experiment` has the `model`, the `request`, its `prompt`, which some of the background requests begin with, and
- * `total`. `onProgress` is called with `false` after each answer, and with `true` while the server's queue is full.
+ * `experiment` has the `model`, the `request`, its `prompt`, with which some background requests begin, and `total`.
+ * Calls `onProgress` with `false` after each answer, and with `true` while the server's queue is full.
  */
 export async function prove(client, experiment, tally, signal, onProgress) {
   const { model, request, prompt, total } = experiment;
@@ -72,7 +72,7 @@ export async function prove(client, experiment, tally, signal, onProgress) {
   );
   const repeaters = Array.from({ length: REPEATERS }, repeat);
   try {
-    await Promise.race([Promise.all(repeaters), ...background]); // background requests end only by errors
+    await Promise.race([Promise.all(repeaters), ...background]); // background requests end only with errors
   } finally {
     finished.abort();
     await Promise.allSettled([...repeaters, ...background]);

@@ -1,4 +1,4 @@
-// SHA-256 (FIPS 180-4). Browsers offer their own only on https and on localhost, and a server may have neither.
+// SHA-256 (FIPS 180-4). Browsers provide it only on https and localhost, and a server may use neither.
 
 const K = new Uint32Array([
   0x428a2f98, 0x71374491, 0xb5c0fbcf, 0xe9b5dba5, 0x3956c25b, 0x59f111f1, 0x923f82a4, 0xab1c5ed5,

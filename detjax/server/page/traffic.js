@@ -2,7 +2,7 @@
 
 import { pause } from "./client.js";
 
-const MAX_SAMPLES = 8; // of a request; browsers open few connections, so requests have several samples
+const MAX_SAMPLES = 8; // of a request; browsers open few connections, so each request has several samples
 const WORDS =
   "a an and as at be but by come day death do eyes fair for from give go good hand have he heart heaven her his I if " +
   "in is it king know let life light live lord love man me more my night no not of on one or our out queen say see " +
@@ -14,7 +14,7 @@ const below = (limit) => Math.floor(Math.random() * limit);
 const chance = (probability) => Math.random() < probability;
 
 /**
- * Sends one random request after another, with pauses, until the signal aborts.
+ * Sends random requests in sequence, with pauses, until the signal aborts.
  *
  * `counts` counts the `requests`, their `samples`, and how many were `abandoned` midway or `refused`.
  */
@@ -29,10 +29,10 @@ export async function keepBusy(client, model, prompt, counts, signal) {
     } catch (error) {
       signal.throwIfAborted();
       if (error.status < 400 || error.status >= 500) throw error;
-      counts.refused += 1; // the queue is full, or it never has room for so many samples
+      counts.refused += 1; // the queue is full, or smaller than the request
       await pause(1000 * error.seconds, signal);
     }
-    // Pauses let some answers be computed alone.
+    // Pauses, so that some answers are computed alone.
     if (chance(0.3)) await pause(Math.random() * 2 * (performance.now() - start), signal);
   }
 }
@@ -74,7 +74,7 @@ function randomRequest(model, prompt) {
 
 /** Random words. Some prompts begin like the repeated one, so that they share its pages. */
 function randomPrompt(prompt, room) {
-  // A character has 4 bytes at most, and a byte is a token at most.
+  // A character has at most 4 bytes, and a byte is at most one token.
   let text = chance(0.25) ? [...prompt].slice(0, 1 + below(Math.min(200, room / 16))).join("") : "";
   const characters = 1 + below(Math.min(600, room / 2));
   while (text.length < characters) text += (text && " ") + VOCABULARY[below(VOCABULARY.length)];
