@@ -218,7 +218,7 @@ WRITTEN = {
     "mistral list": ('[TOOL_CALLS] [{"name": "%s", "arguments": ', "}]"),
     "mistral named": ("[TOOL_CALLS]%s[ARGS]", ""),
 }
-"""What each format writes before and after the arguments of a call."""
+"""Text before and after the arguments of a call in each format."""
 
 
 def test_tools_reach_the_template_as_it_expects_them() -> None:
