@@ -1,4 +1,4 @@
-"""The choice of the backend that serves, the platform that programs are traced for, and the names of devices."""
+"""The choice of the backend, the platform that programs are traced for, and the names of devices."""
 
 import contextlib
 import functools
@@ -18,12 +18,10 @@ DEVICES: Final[Mapping[str, str]] = {
     "hopper": "GPUs of compute capability 9.0 (H100, H200)",
     "tpu": "TPUs",
 }
-"""The devices of each backend that does not run everywhere, as errors name them."""
+"""Devices in error messages, for each backend that does not run everywhere."""
 
 STOCK: Final = "stock"
-"""The backend of XLA's own operations, under no contract, which detjax is compared with.
-
-It serves only where it is asked for by name."""
+"""The backend of XLA's own operations, for comparison, under no contract. It must be chosen by name."""
 
 BACKEND_VARIABLE: Final = "DETJAX_BACKEND"
 """The environment variable that chooses the backend of a process."""
@@ -34,19 +32,17 @@ _TRANSFER_GUARDS: Final = (
     "jax_transfer_guard_device_to_host",
     "jax_transfer_guard_device_to_device",
 )
-"""JAX's options that can forbid transfers of arrays."""
+"""JAX options that can forbid transfers of arrays."""
 
 chosen_backend = jax.make_user_context(None)
 _target = jax.make_user_context(None)
 
 
 def backend() -> str:
-    """Returns the name of the backend that serves.
-
-    It is the choice of `use_backend`, else that of `DETJAX_BACKEND`, else the best backend that this device runs.
+    """Returns the name of the current backend: from `use_backend`, else `DETJAX_BACKEND`, else the device's best one.
 
     Raises:
-        ValueError: `DETJAX_BACKEND` names no backend.
+        ValueError: `DETJAX_BACKEND` is not a backend.
 
     Example:
         >>> with detjax.use_backend("portable"):
@@ -65,7 +61,7 @@ def backend() -> str:
 
 @functools.cache
 def runs_here(backend: str) -> bool:
-    """Returns whether the default device runs the kernels of a backend of `BACKENDS`."""
+    """Returns whether the default device can run a backend of `BACKENDS`."""
     device = jax.devices()[0]
     if backend == "hopper":
         return device.platform == "gpu" and getattr(device, "compute_capability", None) == "9.0"
@@ -73,7 +69,7 @@ def runs_here(backend: str) -> bool:
 
 
 def check_device() -> None:
-    """Checks that the chosen backend runs on the default device, and that JAX moves arrays to it.
+    """Checks that the chosen backend runs on the default device, and that JAX may transfer arrays.
 
     Raises:
         ValueError: it does not, or JAX finds no device.
@@ -83,7 +79,7 @@ def check_device() -> None:
     except (RuntimeError, AssertionError) as error:  # JAX asserts that it has found a device
         raise ValueError(
             f"JAX finds no device for JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')!r} ({error}). Unset it, or "
-            "install what JAX needs for the device"
+            "install JAX's support for the device"
         ) from error
     name = backend()
     if name in DEVICES and not runs_here(name):
@@ -95,18 +91,18 @@ def check_device() -> None:
         value = getattr(jax.config, option, None)
         if value is not None and value.startswith("disallow"):
             raise ValueError(
-                f"{option.upper()} is {value!r}, with which no weights reach the device; accepted: allow, log. Unset it"
+                f"{option.upper()} is {value!r}, so no weights can reach the device; accepted: allow, log. Unset it"
             )
 
 
 @contextlib.contextmanager
 def use_backend(name: str | None) -> Iterator[None]:
-    """Makes the backend `name` serve within the context; None leaves the choice as it is.
+    """Selects a backend within the context; None keeps the current one.
 
     The choice is part of JAX's compilation cache key, so one function may be jitted under several backends.
 
     Raises:
-        ValueError: no backend has this name.
+        ValueError: the backend is unknown.
 
     Example:
         >>> with detjax.use_backend("stock"):
@@ -124,7 +120,7 @@ def use_backend(name: str | None) -> Iterator[None]:
 def _check_name(name: str, source: str) -> str:
     if name not in (*BACKENDS, STOCK):
         accepted = ", ".join((*BACKENDS, STOCK))
-        raise ValueError(f"{source}: {name!r} is no backend of this release; accepted: {accepted}")
+        raise ValueError(f"{source}: {name!r} is not a backend; accepted: {accepted}")
     return name
 
 
@@ -134,23 +130,23 @@ def target() -> str:
 
 
 def tracing_for(device_platform: str) -> contextlib.AbstractContextManager[None]:
-    """Returns a context in which programs are traced for a platform whose devices may be absent.
+    """Returns a context that traces programs for a platform, whose devices may be absent.
 
-    Such a program can be lowered and, with the platform's compiler, compiled, but it cannot run here.
+    Without devices, such programs can be lowered and, with the platform's compiler, compiled, but not run.
     """
     return _target(device_platform)
 
 
 def device_name() -> str:
-    """Returns the default device's name in errors, such as "cuda:0 (NVIDIA H200)"."""
+    """Returns the default device's name for errors, such as "cuda:0 (NVIDIA H200)"."""
     device = jax.devices()[0]
     return f"{device.platform}:{device.id} ({device_kind()})"
 
 
 def device_kind(device: Any = None) -> str:
-    """Returns the kind of a JAX device, by default of the first, as fingerprints and tables of schedules name it.
+    """Returns the kind of a JAX device, by default the first one, as used in fingerprints and tables of schedules.
 
-    XLA's CPU compiler emits code for the processor of its machine, so "cpu" alone would not tell two machines apart.
+    XLA's CPU compiler emits code for the machine's processor, so the kind of a CPU names its model and cores.
     """
     device = device or jax.devices()[0]
     return _processor() if device.platform == "cpu" else device.device_kind

@@ -1,4 +1,4 @@
-"""Methods whose object a program takes as an argument, so that each call computes with the object as it is then."""
+"""Methods whose object is an argument of the program, so that each call uses the object's current arrays."""
 
 import inspect
 import itertools
@@ -16,13 +16,13 @@ _READS_OBJECT: Final = "_detjax_reads_object"
 
 
 def reads_object[F: Callable[..., Any]](fn: F) -> F:
-    """Marks a function that writes nothing into its first argument, a pytree, so that `jit` may trace that one."""
+    """Marks a function that does not modify its first argument, a pytree, so that `jit` may trace the argument."""
     setattr(fn, _READS_OBJECT, True)
     return fn
 
 
 def method(fn: Callable[..., Any]) -> types.MethodType | None:
-    """Returns the method that a call of `fn` runs, if it is one of a function that `reads_object` marked, else None."""
+    """Returns the method that a call of `fn` runs if its function has the mark of `reads_object`, else None."""
     candidate = fn if inspect.ismethod(fn) else getattr(fn, "__call__", None)  # noqa: B004
     if not inspect.ismethod(candidate) or isinstance(candidate.__self__, type):
         return None
@@ -30,11 +30,11 @@ def method(fn: Callable[..., Any]) -> types.MethodType | None:
 
 
 class _Known(NamedTuple):
-    """The static part of an object, on which a traced program depends: all but its arrays.
+    """The static part of an object, on which a traced program depends: everything except its arrays.
 
     Attributes:
-        structure: its structure as a pytree.
-        is_array: whether each leaf is an array.
+        structure: its pytree structure.
+        is_array: for each leaf, whether it is an array.
         static: the other leaves.
     """
 
@@ -45,7 +45,7 @@ class _Known(NamedTuple):
 
 @register_pytree_node_class
 class Argument:
-    """An object as an argument of `jax.jit`: its arrays are traced, and what else it holds is static."""
+    """An object as an argument of `jax.jit`: its arrays are traced, and everything else is static."""
 
     def __init__(self, arrays: Sequence[Any], known: _Known) -> None:
         self._arrays, self._known = arrays, known
@@ -59,26 +59,24 @@ class Argument:
         return cls(list(itertools.compress(leaves, is_array)), _Known(structure, is_array, static))
 
     def value(self) -> Any:
-        """Returns the object with the arrays that the argument has here."""
+        """Returns the object with the argument's current arrays."""
         arrays, static = iter(self._arrays), iter(self._known.static)
         leaves = [next(arrays if array else static) for array in self._known.is_array]
         return jax.tree.unflatten(self._known.structure, leaves)
 
     def tree_flatten(self) -> tuple[Sequence[Any], _Known]:
-        """Returns the arrays, and what is known without them."""
         return self._arrays, self._known
 
     @classmethod
     def tree_unflatten(cls, known: _Known, arrays: Sequence[Any]) -> "Argument":
-        """Returns the argument with these arrays."""
         return cls(arrays, known)
 
 
 def are_arrays(leaves: Sequence[Any]) -> tuple[bool, ...]:
-    """Returns whether each leaf is an array.
+    """Returns for each leaf whether it is an array.
 
-    To ask whether something is a `jax.Array` takes a microsecond, and a module has hundreds of weights of one type.
-    Tracers of one type may be arrays or not.
+    Answers are cached by type, because an `isinstance` check for `jax.Array` takes a microsecond and a module has
+    hundreds of weights. Tracers are excluded, because only some of one type are arrays.
     """
     by_type: dict[type, bool] = {}
     answers = []
@@ -93,11 +91,11 @@ def are_arrays(leaves: Sequence[Any]) -> tuple[bool, ...]:
 
 
 def shifted(jit_arguments: dict[str, Any], count: int) -> dict[str, Any]:
-    """Returns the arguments of `jax.jit` for a function with one more argument, before the others.
+    """Returns the arguments of `jax.jit` for a function with one additional leading argument.
 
     Args:
-        jit_arguments: those for the other arguments.
-        count: the number of positional arguments of the call, without the one before them.
+        jit_arguments: the arguments without the additional one.
+        count: number of positional arguments of the call, without the additional one.
     """
     moved = dict(jit_arguments)
     for name in ("static_argnums", "donate_argnums"):
@@ -111,4 +109,4 @@ def shifted(jit_arguments: dict[str, Any], count: int) -> dict[str, Any]:
 
 
 _AS_IT_IS: Final = inspect.signature(jax.jit).parameters["in_shardings"].default
-"""The sharding of an argument that stays where it is."""
+"""The sharding of an argument that is not moved."""

@@ -1,4 +1,4 @@
-"""The compiler options of every program under contract, and `jit`, which compiles programs with them."""
+"""The compiler options of programs under contract, and `jit`, which compiles programs with them."""
 
 import contextlib
 import dataclasses
@@ -31,33 +31,33 @@ PINNED_OPTIONS: Final[Mapping[str, Mapping[str, bool | int]]] = {
         "xla_gpu_deterministic_ops": True,
         "xla_gpu_exclude_nondeterministic_ops": True,
         "xla_gpu_autotune_level": 0,
-        # With this fusion a kernel gets the address of a slice in place of a copy, and refuses that address where 256
-        # does not divide it.
+        # This fusion passes the address of a slice to a kernel instead of a copy. Kernels refuse addresses that are not
+        # multiples of 256.
         "xla_gpu_enable_dynamic_slice_fusion": False,
     },
     "tpu": {
         "xla_allow_excess_precision": False,
-        # libtpu 0.0.48 accepts these as options of a program. None is documented. By their names, they would make the
-        # compiler add in another order, or compute in another precision than the program says. Collectives need no
-        # option, because no program uses one that adds (see `ops.psum`). The precision of products needs none either,
-        # because every dot states its own.
+        # libtpu 0.0.48 accepts these undocumented options of a program. By their names, they would make the compiler
+        # add in another order or compute in another precision than the program says. Collectives need no option,
+        # because no program uses one that adds (see `ops.psum`). The precision of products needs none either, because
+        # every dot states its own.
         "xla_jf_accumulation_reassociation": False,
         "xla_tpu_force_excess_precision_bf16": False,
         "xla_tpu_auto_reduce_precision": False,
         "xla_tpu_enable_mixed_precision_add_transform": False,
     },
 }
-"""The options that every program of a platform is compiled with. A program's options override environment variables."""
+"""Options of all programs, by platform. A program's options override environment variables."""
 
 CHAIN_OPTIONS: Final[Mapping[str, Mapping[str, str]]] = {
     "cpu": {},
-    # XLA runs a program as a CUDA graph. By default the graph says which kernels could run side by side. One that is a
-    # chain takes less time to update and to start: `python -m benchmarks invariant` measures it. The engine's programs
-    # are faster without, because few of their kernels fill the device.
+    # XLA runs a program as a CUDA graph. By default the graph lets independent kernels run concurrently. A serial graph
+    # takes less time to update and to start: `python -m benchmarks invariant` measures it. The engine's programs are
+    # faster with concurrency, because few of their kernels fill the device.
     "gpu": {"xla_gpu_command_buffer_scheduling_mode": "SERIALIZE"},
     "tpu": {},
 }
-"""Further options of the programs that `chain` marks. No bit depends on them, so the fingerprint leaves them out."""
+"""Additional options of programs marked by `chain`. No bit depends on them, so the fingerprint leaves them out."""
 
 
 def compiler_options(device_platform: str | None = None) -> dict[str, bool | int]:
@@ -73,17 +73,17 @@ def compiler_options(device_platform: str | None = None) -> dict[str, bool | int
 
 
 def options_of(backend: str, device_platform: str) -> dict[str, bool | int]:
-    """Returns the options that a backend's programs are compiled with; stock programs get none."""
+    """Returns the compiler options of a backend's programs; stock programs have none."""
     return {} if backend == backends.STOCK else compiler_options(device_platform)
 
 
 def check_environment() -> None:
-    """Returns if nothing in the process environment contradicts the contracts.
+    """Raises if the process environment contradicts the contracts.
 
     Raises:
         EnvironmentContradiction: a flag in `XLA_FLAGS`, in the file that it names, or in `LIBTPU_INIT_ARGS` sets a
-            pinned option to another value, a library's variable changes its rounding, or a JAX option takes
-            compilation, random bits or the device out of contract.
+            pinned option to another value, a variable changes a library's rounding, or a JAX option changes
+            compilation, random bits or the device in a way that contracts forbid.
     """
     problems = (environment.contradictions(compiler_options()), jax_options.refusals(), _other_platforms())
     for problem in itertools.chain.from_iterable(problems):
@@ -91,7 +91,7 @@ def check_environment() -> None:
 
 
 def _other_platforms() -> Iterator[str]:
-    """Yields what is wrong with JAX's default device if programs would be compiled for another platform."""
+    """Yields an error if JAX's default device is on another platform than programs are compiled for."""
     device = jax.config.jax_default_device
     if device is None:
         return
@@ -104,7 +104,7 @@ def _other_platforms() -> Iterator[str]:
 
 
 _COMPILED: Final = "_detjax_compiled"
-"""The attribute in which a function of `jit` keeps its compile function, which `compiled` calls."""
+"""The attribute of functions of `jit` with their compile function, which `compiled` calls."""
 
 
 _CHAIN: Final = "_detjax_chain"
@@ -115,20 +115,20 @@ _chained = jax.make_user_context(False)
 
 
 def is_chained() -> bool:
-    """Returns whether programs that are traced here run their kernels one after the other; see `chained`."""
+    """Returns whether programs traced here run their kernels sequentially; see `chained`."""
     return _chained.value
 
 
 def chained(value: bool) -> contextlib.AbstractContextManager[None]:
-    """Programs that are traced and compiled within the context run their kernels one after the other, if `value`.
+    """Returns a context in which, if `value`, traced and compiled programs run their kernels sequentially.
 
-    Kernels by which devices exchange rely on it: they must run in the same order on all devices.
+    Kernels that exchange data between devices require it: they must run in the same order on all devices.
     """
     return _chained(value)
 
 
 def chain[F: Callable[..., Any]](fn: F) -> F:
-    """Marks a function whose programs run their kernels one after the other, which is faster if there are many."""
+    """Marks a function whose programs run their kernels sequentially, which is faster if there are many."""
     setattr(fn, _CHAIN, True)
     return fn
 
@@ -138,18 +138,18 @@ def jit[**P, R](fn: Callable[P, R], /, **jit_arguments: Any) -> Callable[P, R]: 
 @overload
 def jit[**P, R](**jit_arguments: Any) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 def jit(fn: Callable[..., Any] | None = None, /, **jit_arguments: Any) -> Any:
-    """Returns `jax.jit(fn)` with the pinned compiler options, which every program under contract is compiled with.
+    """Returns `jax.jit(fn)` with the pinned compiler options of programs under contract.
 
-    Stock programs are compiled with XLA's own options, as any other JAX program is. The keyword arguments are those of
-    `jax.jit`. A function that is called inside another program's trace becomes part of that program, whose options then
-    hold. Every call checks the environment.
+    It takes the keyword arguments of `jax.jit`. Stock programs are compiled with XLA's own options, like any other JAX
+    program. A function called inside another program's trace becomes part of that program and uses its options. Every
+    call checks the environment.
 
-    What a function closes over stays as it is when the function is traced, as under `jax.jit`. The weights of an NNX
-    module that `batch_invariant` wraps are an argument of the program: each call computes with those it has then.
+    As under `jax.jit`, closures are captured when the function is traced. The weights of an NNX module wrapped by
+    `batch_invariant` are an argument of the program: each call uses the current weights.
 
     Raises:
-        EnvironmentContradiction: see `check_environment`; when called.
-        RuntimeError: the backend that was chosen has no kernels for this device; when called.
+        EnvironmentContradiction: when called; see `check_environment`.
+        RuntimeError: when called, if the chosen backend has no kernels for this device.
 
     Example:
         >>> detjax.jit(lambda x: 2 * x)(jnp.arange(3))
@@ -175,7 +175,7 @@ def jit(fn: Callable[..., Any] | None = None, /, **jit_arguments: Any) -> Any:
 
     @functools.wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:
-        # JAX takes compiler options at the outermost program alone, and refuses them below it.
+        # JAX accepts compiler options only for the outermost program.
         if not trace_state_clean():
             return nested(*args, **kwargs)
         with under_contract():
@@ -190,7 +190,7 @@ def jit(fn: Callable[..., Any] | None = None, /, **jit_arguments: Any) -> Any:
 
 
 def _jit_of_method(method: types.MethodType, jit_arguments: dict[str, Any]) -> Callable[..., Any]:
-    """Returns what `jit` does for a method whose object is an argument of the program."""
+    """Returns the result of `jit` for a method whose object is an argument of the program."""
 
     @functools.wraps(method.__func__)
     def call(argument: bound_methods.Argument, *args: Any, **kwargs: Any) -> Any:
@@ -219,49 +219,49 @@ def _jit_of_method(method: types.MethodType, jit_arguments: dict[str, Any]) -> C
 
 
 def compiled(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Callable[..., Any]:
-    """Returns the program that a function of `jit` runs on such arguments; a call of it omits the static arguments.
+    """Returns the program of a function of `jit` for such arguments. Calls of the program omit static arguments.
 
-    The calling thread compiles the program at once, for the backend that is chosen here, so several threads can compile
-    several programs. The function's own cache of programs does not change.
+    It is compiled in the calling thread, for the backend chosen there, so several threads can compile in parallel. The
+    function's own cache of programs does not change.
 
     Args:
-        fn: a function that `jit` returned.
+        fn: a result of `jit`.
         args: arrays, or `jax.ShapeDtypeStruct`.
         kwargs: arrays, or `jax.ShapeDtypeStruct`, and static arguments.
 
     Raises:
         EnvironmentContradiction: see `check_environment`.
-        RuntimeError: the backend that was chosen has no kernels for this device.
+        RuntimeError: the chosen backend has no kernels for this device.
     """
     return getattr(fn, _COMPILED)(*args, **kwargs)
 
 
 def serialized(program: Any) -> bytes:
-    """Returns what `compiled` returned as bytes, which `loaded` takes in any process of an equal fingerprint."""
+    """Serializes a result of `compiled`. `loaded` accepts the bytes in any process with an equal fingerprint."""
     return pickle.dumps(serialize_executable.serialize(program))
 
 
 def loaded(content: bytes, devices: Sequence[Any] | None = None) -> Callable[..., Any]:
-    """Returns a program from its bytes. They can run any code here, so they must come from somebody trusted.
+    """Loads a program from its bytes. They can run any code, so they must come from a trusted source.
 
     Args:
-        content: what `serialized` returned.
-        devices: the devices of the mesh that the program is for. Default: JAX's default device, as for `compiled`.
+        content: a result of `serialized`.
+        devices: the devices of the program's mesh. Default: JAX's default device, as for `compiled`.
     """
     if backends.target() == "gpu":
-        importlib.import_module("jax.experimental.mosaic.gpu")  # it says where the library is that kernels call
+        importlib.import_module("jax.experimental.mosaic.gpu")  # sets the path of the library that kernels call
     devices = [next(iter(jnp.zeros(()).devices()))] if devices is None else list(devices)
     return serialize_executable.deserialize_and_load(*pickle.loads(content), execution_devices=devices)
 
 
 @dataclasses.dataclass(frozen=True)
 class Choices:
-    """What a thread has chosen, for another thread or process to have chosen, too.
+    """A thread's choices, which another thread or process can apply.
 
     Attributes:
-        backend: the backend that serves.
-        separated: the fusions that are switched off, by name.
-        is_chain: whether programs run their kernels one after the other; see `chained`.
+        backend: the backend.
+        separated: the names of the fusions that are switched off.
+        is_chain: whether programs run their kernels sequentially; see `chained`.
     """
 
     backend: str
@@ -275,23 +275,23 @@ class Choices:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Makes these the choices within the context."""
+        """Applies these choices within the context."""
         with backends.chosen_backend(self.backend), fusions.chosen_fusions(self.separated), chained(self.is_chain):
             yield
 
 
 @contextlib.contextmanager
 def under_contract() -> Iterator[None]:
-    """Holds the conditions under which an outermost program is traced, compiled and called."""
+    """Returns the context in which outermost programs are traced, compiled and called."""
     check_environment()
-    # The choices are read here, so that environment variables are part of the compilation cache's key as well.
+    # Reading the choices here makes environment variables part of the compilation cache's key.
     with Choices.here().held(), _pinned(True), _explaining_missing_devices():
         yield
 
 
 @contextlib.contextmanager
 def _explaining_missing_devices() -> Iterator[None]:
-    """Replaces Pallas' error about a kernel that cannot run here by one that names the chosen backend."""
+    """Replaces Pallas' error about a kernel that cannot run here by an error that names the chosen backend."""
     try:
         yield
     except ValueError as error:
@@ -300,23 +300,23 @@ def _explaining_missing_devices() -> Iterator[None]:
             raise
         raise RuntimeError(
             f"backend {name!r} is chosen on {backends.device_name()}; accepted: {backends.DEVICES[name]}. Choose "
-            f"'portable' with detjax.use_backend or {backends.BACKEND_VARIABLE}, or choose none: then the best backend "
-            "of this device serves."
+            f"'portable' with detjax.use_backend or {backends.BACKEND_VARIABLE}, or choose none to get this device's "
+            "best backend."
         ) from error
 
 
 def require_pinned_program(operation: str) -> None:
-    """Returns if the program being traced has the pinned options, or does not need them.
+    """Raises unless the program being traced has the pinned options, or does not need them.
 
     XLA's GPU compiler picks library algorithms by timing them. Without the pinned options, another process could pick
-    other algorithms for the portable backend's dots. On a CPU the portable tiles leave the compiler nothing to choose.
+    other algorithms for the portable backend's dots. On a CPU the portable tiles leave the compiler no choice.
 
     Raises:
-        RuntimeError: `operation` is traced for a GPU outside of `detjax.jit`.
+        RuntimeError: `operation` is traced for a GPU outside `detjax.jit`.
     """
     if backends.target() == "gpu" and not _pinned.value:
         raise RuntimeError(
             f"{operation}: traced for the portable backend on {jax.devices()[0].device_kind} by a program without the "
-            "pinned compiler options; accepted: programs compiled with detjax.jit. Put detjax.jit around the outermost "
-            "function in place of jax.jit (and around eager grad or vmap)."
+            "pinned compiler options; accepted: programs compiled with detjax.jit. Use detjax.jit instead of jax.jit "
+            "for the outermost function (and around eager grad or vmap)."
         )

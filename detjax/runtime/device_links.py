@@ -1,8 +1,8 @@
-"""Buffers by which the GPUs of one process send to one another, and where they lie.
+"""Buffers through which the GPUs of one process exchange data, and their addresses.
 
-XLA's collectives start a kernel from the host, so a program is as many pieces as it has exchanges. A kernel of ours
-that writes to another GPU's memory is a kernel as any other, and a whole step is one graph. It needs to know where the
-others' buffers are. They are allocated once, so their addresses are an argument of programs.
+XLA's collectives are started by the host, so they split a program into several graphs. A kernel of ours that writes to
+another GPU's memory is a kernel like any other, so a whole step is one graph. The kernel needs the addresses of the
+other GPUs' buffers. The buffers are allocated once, and their addresses are an argument of programs.
 """
 
 import ctypes
@@ -27,14 +27,14 @@ CTA_BYTES: Final = 4096
 """Bytes that a CTA sends to each other device."""
 
 MAX_CTAS: Final = 4096
-"""CTAs that have counters and buffers. Larger arrays are exchanged by XLA."""
+"""CTAs that have counters and buffers. XLA exchanges larger arrays."""
 
 TURNS: Final = 2
-"""Buffers of a CTA, which take turns."""
+"""Alternating buffers of a CTA."""
 
 
 class DeviceLinks(NamedTuple):
-    """What a program needs to know to send to other devices.
+    """The addresses that a program needs to send to other devices.
 
     Attributes:
         addresses: the address of each device's buffers, in the order of the mesh, the lower half first.
@@ -47,9 +47,9 @@ class Buffers(NamedTuple):
     """The buffers of a mesh's devices.
 
     Attributes:
-        arrays: the memory, which lives as long as this does. No program of XLA's ever sees it.
-        links: where it lies; every device has this.
-        nowhere: links by which nothing is sent, and nothing waited for: each device takes its own part for all parts.
+        arrays: the memory, which lives as long as this object. No XLA program accesses it.
+        links: its addresses, replicated on all devices.
+        nowhere: null links: kernels send nothing and wait for nothing, and use their own shard in place of all shards.
     """
 
     arrays: Array
@@ -58,7 +58,7 @@ class Buffers(NamedTuple):
 
     @classmethod
     def for_mesh(cls, mesh: Mesh) -> "Buffers":
-        """Allocates buffers on the devices of a mesh, all of them GPUs of this process that reach one another."""
+        """Allocates buffers on a mesh of GPUs of this process with peer access."""
         sharding = NamedSharding(mesh, P(mesh.axis_names))
         size = sum(region_bytes(mesh.shape, axes) for axes in regions(mesh.shape))
         empty = jax.jit(lambda: jnp.zeros(mesh.size * size // 4, jnp.int32), out_shardings=sharding)
@@ -71,30 +71,31 @@ class Buffers(NamedTuple):
 
 
 def regions(shape: Mapping[str, int]) -> list[tuple[str, ...]]:
-    """Returns the groups of axes that devices of a mesh of this shape exchange over: each has a part of the buffers."""
+    """Returns the groups of axes that devices of a mesh of this shape exchange over. Each has a region of the
+    buffers."""
     every = used_axes(shape, tuple(shape))
     return list(dict.fromkeys([every, *((axis,) for axis in every)]))
 
 
 def used_axes(shape: Mapping[str, int], axes: Sequence[str]) -> tuple[str, ...]:
-    """Returns the axes that have several devices."""
+    """Returns the axes with several devices."""
     return tuple(axis for axis in axes if shape[axis] > 1)
 
 
 def region_bytes(shape: Mapping[str, int], axes: Sequence[str]) -> int:
-    """Returns the bytes of a group's part: counters of its CTAs, and their buffers."""
+    """Returns the bytes of a group's region: counters of its CTAs, and their buffers."""
     devices = math.prod(shape[axis] for axis in axes)
     return MAX_CTAS * (4 + TURNS * devices * CTA_BYTES // UNIT * PAIRED_UNIT)
 
 
 def region_begin(shape: Mapping[str, int], axes: Sequence[str]) -> int:
-    """Returns where a group's part begins in a device's buffers, in bytes."""
+    """Returns the offset of a group's region in a device's buffers, in bytes."""
     all_of_them = regions(shape)
     return sum(region_bytes(shape, other) for other in all_of_them[: all_of_them.index(tuple(axes))])
 
 
 def reach_one_another(devices: Sequence[Any]) -> bool:
-    """Returns whether devices are GPUs that can write to each other's memory."""
+    """Returns whether the devices are GPUs that can write to each other's memory."""
     if any(device.platform != "gpu" for device in devices):
         return False
     try:

@@ -1,4 +1,4 @@
-"""What the environment of a process asks of compilers and libraries: flags, files of flags, environment variables."""
+"""Compiler flags and environment variables of a process that bits depend on."""
 
 import fnmatch
 import functools
@@ -12,7 +12,7 @@ import jax
 
 
 class EnvironmentContradiction(RuntimeError):
-    """The process environment asks for something that a contract forbids. The message says what to change.
+    """The process environment contradicts a contract. The message says what to change.
 
     Example:
         >>> with jax.disable_jit():
@@ -26,15 +26,15 @@ class EnvironmentContradiction(RuntimeError):
 
 
 FLAG_VARIABLES: Final = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
-"""The environment variables that hold flags of compilers."""
+"""Environment variables that hold compiler flags."""
 
 _CONTRADICTING_VARIABLES: Final[Mapping[str, tuple[str, str]]] = {
-    # variable: (value that contradicts the contract, why)
+    # variable: (value that contradicts the contract, reason)
     "NVIDIA_TF32_OVERRIDE": ("1", "it makes cuBLAS round float32 operands to TF32"),
 }
 
 _FLAGS_ELSEWHERE: Final = frozenset(("flagfile", "fromenv", "tryfromenv"))
-"""The flags with which libtpu reads further flags from files and other environment variables."""
+"""Flags that make libtpu read further flags from files and other environment variables."""
 
 HASHED_VARIABLES: Final[Mapping[str, tuple[str, ...]]] = {
     "cpu": (
@@ -74,11 +74,11 @@ HASHED_VARIABLES: Final[Mapping[str, tuple[str, ...]]] = {
     ),
     "tpu": ("LIBTPU_*", "TPU_*", "MEGASCALE_*", "MOSAIC_*"),
 }
-"""Patterns of the environment variables that enter the fingerprint: on all devices those of "cpu", and those of the
-device's platform."""
+"""Patterns of the environment variables in the fingerprint: those for "cpu" on all devices, and those for the device's
+platform."""
 
 HARMLESS_VARIABLES: Final[Mapping[str, tuple[str, ...]]] = {
-    "It decides what is logged or dumped.": (
+    "It controls logs and dumps.": (
         "JAX_TRACEBACK_FILTERING",
         "MLIR_ENABLE_DIAGNOSTICS",
         "MLIR_ENABLE_DUMP",
@@ -90,7 +90,7 @@ HARMLESS_VARIABLES: Final[Mapping[str, tuple[str, ...]]] = {
         "TPU_STDERR_LOG_LEVEL",
         "TPU_VMODULE",
     ),
-    "It decides how much memory is taken, and how files are read.": (
+    "It controls memory allocation and file access.": (
         "CUDA_CACHE_DISABLE",
         "CUDA_CACHE_MAXSIZE",
         "CUDA_CACHE_PATH",
@@ -98,13 +98,13 @@ HARMLESS_VARIABLES: Final[Mapping[str, tuple[str, ...]]] = {
         "XLA_CLIENT_MEM_FRACTION",
         "XLA_PYTHON_CLIENT_*",
     ),
-    "It decides how many threads compute. Contracts hold with any number.": ("PJRT_NPROC",),
-    "It decides when kernels are loaded and how long the host waits for them.": (
+    "It sets the number of threads. Contracts hold with any number.": ("PJRT_NPROC",),
+    "It controls when kernels are loaded and how the host waits for them.": (
         "CUDA_DEVICE_MAX_CONNECTIONS",
         "CUDA_LAUNCH_BLOCKING",
         "CUDA_MODULE_LOADING",
     ),
-    "It chooses devices, or says how hosts meet. The fingerprint names the kind of device that serves.": (
+    "It chooses devices, or connects hosts. The fingerprint names the kind of device.": (
         "CUDA_DEVICE_ORDER",
         "CUDA_VISIBLE_DEVICES",
         "JAX_COORDINATOR_*",
@@ -124,28 +124,28 @@ HARMLESS_VARIABLES: Final[Mapping[str, tuple[str, ...]]] = {
         "TPU_WORKER_*",
         "XLA_DISTRIBUTED_TOPOLOGY_NETWORK_NODES",
     ),
-    "It describes a container or a package. The fingerprint names the versions that run.": (
+    "It describes a container or a package. The fingerprint names the versions in use.": (
         "CUDA_VERSION",
         "NVIDIA_DRIVER_CAPABILITIES",
         "NVIDIA_PRODUCT_NAME",
         "NVIDIA_REQUIRE_*",
         "TPU_ML_PLATFORM*",
     ),
-    "JAX sets it itself when its Mosaic modules are imported.": (
+    "JAX sets it when its Mosaic modules are imported.": (
         "MOSAIC_GPU_CUDA_ROOT",
         "MOSAIC_GPU_NVSHMEM_*",
         "MOSAIC_GPU_RUNTIME_LIB_PATH",
     ),
 }
-"""Patterns of the environment variables that change no bit, by the reason."""
+"""Patterns of environment variables that change no bit, by reason."""
 
 _HARMLESS_PATTERNS: Final = tuple(pattern for patterns in HARMLESS_VARIABLES.values() for pattern in patterns)
 
 
 def variables(device_platform: str) -> dict[str, str]:
-    """Returns the environment variables that enter the fingerprint on "cpu", "gpu" or "tpu", with their values.
+    """Returns the environment variables in the fingerprint for "cpu", "gpu" or "tpu", with their values.
 
-    The contents of a file of flags stand in place of its path. Variables of JAX's options are left out, because the
+    The path of a file of flags is replaced by its contents. Variables of JAX options are left out, because the
     fingerprint has the options themselves.
 
     Raises:
@@ -166,10 +166,10 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
 
 
 def contradictions(pinned: Mapping[str, bool | int]) -> Iterator[str]:
-    """Yields what the environment variables ask for against the contract, and what to do.
+    """Yields an error for each environment variable that contradicts the contract.
 
     Args:
-        pinned: the options that programs are compiled with.
+        pinned: the compiler options of programs.
 
     Raises:
         EnvironmentContradiction: a file of flags cannot be read.
@@ -182,11 +182,11 @@ def contradictions(pinned: Mapping[str, bool | int]) -> Iterator[str]:
             if name in pinned and _flag_value(value) != int(pinned[name]):
                 yield (
                     f"{variable} has --{name}={value}; the contract needs {str(pinned[name]).lower()} on "
-                    f"{jax.default_backend()}. Remove the flag: detjax gives it to each of its programs itself."
+                    f"{jax.default_backend()}. Remove the flag: detjax passes it to each of its programs."
                 )
             if name in _FLAGS_ELSEWHERE and variable == "LIBTPU_INIT_ARGS":
                 yield (
-                    f"{variable} has --{name}={value}, which reads flags from another place; accepted: the flags "
+                    f"{variable} has --{name}={value}, which reads flags from elsewhere; accepted: the flags "
                     f"themselves, because bits may depend on them. Write them into {variable}."
                 )
     for variable, (value, reason) in _CONTRADICTING_VARIABLES.items():
@@ -196,7 +196,7 @@ def contradictions(pinned: Mapping[str, bool | int]) -> Iterator[str]:
 
 @functools.lru_cache(maxsize=16)
 def flags(variable: str, text: str) -> Mapping[str, str]:
-    """Returns the flags that an environment variable with this value holds. Its caller must not change them.
+    """Returns the flags of an environment variable with this value. The caller must not change them.
 
     Raises:
         EnvironmentContradiction: the value names a file of flags that cannot be read.
@@ -208,7 +208,7 @@ _FLAG: Final = re.compile(r"""(-[-\w]*)(?:=(?:"((?:\\.|[^"\\])*)"?|'([^']*)'?)|(
 
 
 def _parsed(text: str) -> Iterator[tuple[str, str]]:
-    """Yields names and values as XLA reads them. What follows a word that is no flag is not read."""
+    """Yields names and values as XLA reads them: it stops at the first word that is not a flag."""
     position = 0
     while match := _FLAG.match(text, len(text) - len(text[position:].lstrip(" \t\r\n"))):
         name, in_double_quotes, in_quotes, rest = match.groups()
@@ -222,9 +222,9 @@ def _parsed(text: str) -> Iterator[tuple[str, str]]:
 
 @functools.lru_cache(maxsize=64)
 def flag_text(variable: str, value: str) -> str:
-    """Returns the text of flags that an environment variable stands for: its value, or what a file says.
+    """Returns the flags of an environment variable: its value, or the content of a file.
 
-    XLA takes a value of XLA_FLAGS that does not begin with a dash for the path of a file, which it reads once.
+    XLA treats a value of XLA_FLAGS that does not begin with a dash as the path of a file, which it reads once.
 
     Raises:
         EnvironmentContradiction: the file cannot be read.
@@ -235,8 +235,8 @@ def flag_text(variable: str, value: str) -> str:
         return Path(value).read_text(encoding="utf-8", errors="surrogateescape")
     except OSError as error:
         raise EnvironmentContradiction(
-            f"XLA_FLAGS is {value!r}, which XLA takes for a file of flags, because it does not begin with a dash; the "
-            f"file cannot be read ({error.strerror}), so nobody can tell which flags hold. Write the flags into "
+            f"XLA_FLAGS is {value!r}, which XLA treats as the path of a file of flags, because it does not begin with "
+            f"a dash; the file cannot be read ({error.strerror}), so its flags are unknown. Write the flags into "
             "XLA_FLAGS."
         ) from error
 

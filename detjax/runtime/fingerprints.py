@@ -1,4 +1,4 @@
-"""The fingerprint of the environment: everything that bits depend on besides the request and the weights."""
+"""The fingerprint of the environment: everything that bits depend on except the request and the weights."""
 
 import contextlib
 import dataclasses
@@ -20,40 +20,40 @@ from detjax.runtime import backends, compilation, environment, fusions, jax_opti
 from detjax.version import __version__
 
 _NOT_RECORDED: Final = "not recorded"
-"""What a fingerprint says of fields that did not exist when it was taken, as some result files do."""
+"""The value of fields that did not exist when a fingerprint was taken, as in older result files."""
 
 _LIBRARIES: Final = ("jinja2", "ml_dtypes", "numpy", "tokenizers")
-"""The libraries that turn text into tokens, or compute numbers, on any device."""
+"""Libraries that tokenize or compute on all devices."""
 
 _OPTIONAL_LIBRARIES: Final = ("llguidance",)
-"""Libraries that bits depend on only where they are installed: llguidance computes the masks of constraints."""
+"""Libraries that bits depend on if they are installed: llguidance computes the masks of constraints."""
 
 _LIBRARIES_OF_DEVICES: Final[Mapping[str, tuple[str, ...]]] = {
     "gpu": ("jax-cuda*", "nvidia-*"),
     "tpu": ("libtpu*",),
 }
-"""Patterns of further libraries by platform. cuBLAS, for one, has a version that no other field names."""
+"""Patterns of further libraries by platform. The version of cuBLAS, for example, is in no other field."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Fingerprint:
-    """Everything that bits depend on besides the request and the weights. Equal fingerprints promise equal bits.
+    """Everything that bits depend on except the request and the weights. Equal fingerprints promise equal bits.
 
     Attributes:
         contract_version: `contract.CONTRACT_VERSION`.
         detjax: this package's version.
-        backend: the backend that serves.
+        backend: the backend.
         device_kind: the kind of device; for a CPU, its processor and number of cores.
         driver: the first line of the NVIDIA driver's version, or "none".
         jax: JAX's version.
         jaxlib: jaxlib's version.
         plugin: the platform version of the device's client, such as the release of CUDA.
-        flags: the environment variables that bits may depend on, such as those that hold compiler flags, as JSON.
-        compiler_options: the options that programs are compiled with, as JSON.
-        jax_options: the options of JAX that bits may depend on and that are not JAX's defaults, as JSON.
+        flags: environment variables that bits may depend on, such as compiler flags, as JSON.
+        compiler_options: the compiler options of programs, as JSON.
+        jax_options: JAX options that bits may depend on and that differ from JAX's defaults, as JSON.
         xla_options: a digest of XLA's own options in this process, however they were set.
         libraries: the versions of Python and of further libraries that bits depend on, as JSON.
-        separated_fusions: the fusions that are switched off and whose bits may change thereby, as JSON.
+        separated_fusions: fusions that are switched off in a way that may change bits, as JSON.
     """
 
     contract_version: int
@@ -73,16 +73,16 @@ class Fingerprint:
 
     @property
     def digest(self) -> str:
-        """Sixteen hexadecimal digits that stand for all fields."""
+        """A hash of all fields as sixteen hexadecimal digits."""
         text = json.dumps(dataclasses.asdict(self), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def fingerprint(device: Any = None) -> Fingerprint:
-    """Returns the fingerprint of a JAX device, by default of the first one, with the backend that would serve.
+    """Returns the fingerprint of a JAX device, by default of the first one, with the current backend.
 
-    It holds for programs that are called in the same place: within the same contexts of `use_backend`, of
-    `without_fusions` and of JAX's options, such as `jax.enable_x64`.
+    It holds for programs called in the same contexts of `use_backend`, `without_fusions` and JAX options, such as
+    `jax.enable_x64`.
 
     Raises:
         EnvironmentContradiction: `XLA_FLAGS` names a file that cannot be read.
@@ -104,7 +104,7 @@ def fingerprint(device: Any = None) -> Fingerprint:
         flags=json.dumps(environment.variables(device.platform), sort_keys=True),
         compiler_options=json.dumps(compilation.options_of(backends.backend(), device.platform), sort_keys=True),
         jax_options=json.dumps(jax_options.values(), sort_keys=True),
-        # Every option of XLA, as it read them when the process began.
+        # All XLA options, as read when the process began.
         xla_options=hashlib.sha256(xla_client.CompileOptions().SerializeAsString()).hexdigest()[:16],
         libraries=json.dumps(_libraries(device.platform), sort_keys=True),
         separated_fusions=json.dumps(fusions.unfused_with_other_bits()),

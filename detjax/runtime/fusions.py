@@ -1,4 +1,4 @@
-"""The fusions that can be switched off by name: operations that take several steps in one kernel."""
+"""Fusions, several steps in one kernel, that can be switched off by name."""
 
 import contextlib
 import dataclasses
@@ -11,24 +11,23 @@ import jax
 from detjax.runtime import backends
 
 FUSIONS_VARIABLE: Final = "DETJAX_WITHOUT_FUSIONS"
-"""The environment variable that switches fusions of a process off: their names, with commas between them."""
+"""The environment variable that switches fusions of a process off: their names, separated by commas."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Fusion:
-    """Several steps that one kernel takes.
+    """Several steps that one kernel computes.
 
-    A fusion that is switched off has its steps taken one after another, in one of two ways: by further operations of
-    the backend that serves, or in plain JAX, which is how the portable backend computes the operation. Where no bit of
-    the results changes, none of the gradients does.
+    When a fusion is switched off, its steps are computed separately: either by other operations of the backend, or in
+    plain JAX by the portable backend. If no bit of the results changes, no bit of the gradients does.
 
     Attributes:
-        name: what it is switched off by.
+        name: its name.
         operations: the operations that have it.
         fuses: the steps that share a kernel.
-        steps: what takes them otherwise.
+        steps: the separate steps.
         changes_bits_on: the backends on which bits may change. On all others under contract they do not.
-        in_plain_jax: whether the portable backend computes the operations instead.
+        in_plain_jax: whether the portable backend computes the separate steps.
     """
 
     name: str
@@ -40,7 +39,7 @@ class Fusion:
 
     @property
     def bits(self) -> str:
-        """What switching it off does to bits, as the table says it."""
+        """The effect on bits of switching it off, for the table."""
         if not self.changes_bits_on:
             return "do not change"
         kept = ", ".join(name for name in backends.BACKENDS if name not in self.changes_bits_on)
@@ -57,15 +56,15 @@ FUSIONS: Final[Mapping[str, Fusion]] = {
             "matmul_epilogue",
             ("matmul",),
             "a product, bias, activation, gate, soft cap and residual, in the accumulator",
-            "a product in float32 for each weight, then one pass over them for all that follows",
-            # A TPU's kernel and XLA may compute exp and tanh by other instructions.
+            "a float32 product for each weight, then one pass for the rest",
+            # A TPU kernel and XLA may compute exp and tanh with different instructions.
             changes_bits_on=("tpu",),
         ),
         Fusion(
             "grouped_matmul_epilogue",
             ("grouped_matmul",),
             "products with the weights of experts, bias, activation and gate, in the accumulator",
-            "a product in float32 for each weight, then one pass over them for all that follows",
+            "a float32 product for each weight, then one pass for the rest",
             changes_bits_on=("tpu",),
         ),
         Fusion(
@@ -77,7 +76,7 @@ FUSIONS: Final[Mapping[str, Fusion]] = {
         Fusion(
             "qk_rope",
             ("qk_rope",),
-            "the norms of queries and keys and their rotation; likewise its gradient",
+            "the norms of queries and keys and their rotation; the same for gradients",
             "rms_norm and rope, for queries and for keys",
         ),
         Fusion(
@@ -89,7 +88,7 @@ FUSIONS: Final[Mapping[str, Fusion]] = {
         Fusion(
             "attention_dequantize",
             ("attention",),
-            "quantized pages turned into numbers where attention reads them",
+            "dequantization of pages when attention reads them",
             "dequantize_kv of all pages, then attention",
         ),
         Fusion(
@@ -101,8 +100,8 @@ FUSIONS: Final[Mapping[str, Fusion]] = {
         Fusion(
             "token_logprobs",
             ("token_logprobs", "token_logprobs_and_gradients"),
-            "the head's product, log_softmax and a gather in chunks; likewise the gradients, for which logits are "
-            "computed again, or at once",
+            "the head's product, log_softmax and a gather in chunks; the same for gradients, with logits recomputed or "
+            "shared",
             "matmul, log_softmax and a gather, each for all tokens",
         ),
         Fusion(
@@ -116,7 +115,7 @@ FUSIONS: Final[Mapping[str, Fusion]] = {
         Fusion(
             "softmax",
             ("softmax", "log_softmax", "logsumexp"),
-            "largest number, exponentials and their sum, in one pass over a row",
+            "maximum, exponentials and their sum, in one pass over a row",
             _PLAIN,
             _KERNELS,
             in_plain_jax=True,
@@ -124,7 +123,7 @@ FUSIONS: Final[Mapping[str, Fusion]] = {
         Fusion(
             "attention",
             ("attention", "ragged_attention"),
-            "scores, masks, softmax and the sum of values, and the gradients of all",
+            "scores, masks, softmax and the sum of values, and their gradients",
             _PLAIN,
             _KERNELS,
             in_plain_jax=True,
@@ -139,7 +138,7 @@ FUSIONS: Final[Mapping[str, Fusion]] = {
         ),
     )
 }
-"""All fusions by name. What a kernel does in one step, such as a norm, is no fusion."""
+"""All fusions by name. A single step of a kernel, such as a norm, is not a fusion."""
 
 chosen_fusions = jax.make_user_context(None)
 
@@ -149,12 +148,10 @@ _IN_PLAIN_JAX: Final = {
 
 
 def separated() -> tuple[str, ...]:
-    """Returns the names of the fusions that are switched off, sorted.
-
-    They are those of `without_fusions`, else those of `DETJAX_WITHOUT_FUSIONS`.
+    """Returns the sorted names of switched-off fusions, from `without_fusions` or else `DETJAX_WITHOUT_FUSIONS`.
 
     Raises:
-        ValueError: `DETJAX_WITHOUT_FUSIONS` names no fusion.
+        ValueError: `DETJAX_WITHOUT_FUSIONS` has an unknown name.
     """
     chosen: tuple[str, ...] | None = chosen_fusions.value
     if chosen is not None:
@@ -167,38 +164,39 @@ def separated() -> tuple[str, ...]:
 
 
 def is_unfused(name: str) -> bool:
-    """Returns whether a fusion is switched off. On the stock backend none is, as XLA fuses there what it likes."""
+    """Returns whether a fusion is switched off. This is False on the stock backend, where XLA decides about fusions."""
     return name in separated() and backends.backend() != backends.STOCK
 
 
 def serving_backend(operation: str) -> str:
-    """Returns the backend that computes an operation: the one that serves, unless its fusion is switched off."""
+    """Returns the backend of an operation: the current one, or "portable" if its fusion is switched off in plain
+    JAX."""
     name = _IN_PLAIN_JAX.get(operation)
     return "portable" if name is not None and is_unfused(name) else backends.backend()
 
 
 def unfused_with_other_bits() -> tuple[str, ...]:
-    """Returns the names of the fusions that are switched off and whose bits may thereby change where we are."""
+    """Returns the names of switched-off fusions that may change bits on the current backend."""
     serving = backends.backend()
     return tuple(name for name in separated() if serving in FUSIONS[name].changes_bits_on)
 
 
 @contextlib.contextmanager
 def without_fusions(*names: str) -> Iterator[None]:
-    """Switches fusions off within the context, beside those that are off already; `FUSIONS` names and describes them.
+    """Switches further fusions off within the context; `FUSIONS` names and describes them.
 
-    The choice is part of JAX's compilation cache key, as the backend is.
+    The choice is part of JAX's compilation cache key, like the backend.
 
     Raises:
-        ValueError: no fusion has one of these names.
+        ValueError: a name is unknown.
 
     Example:
         >>> x = jnp.linspace(-1.0, 1.0, 8)[None]
-        >>> together = ops.softmax(x)
+        >>> fused = ops.softmax(x)
         >>> with detjax.without_fusions("softmax"):
-        ...     apart = ops.softmax(x)
+        ...     separate = ops.softmax(x)
         ...
-        >>> bool(jnp.allclose(together, apart))
+        >>> bool(jnp.allclose(fused, separate))
         True
     """
     with chosen_fusions(_sorted((*separated(), *names), "without_fusions")):
@@ -208,5 +206,5 @@ def without_fusions(*names: str) -> Iterator[None]:
 def _sorted(names: Any, source: str) -> tuple[str, ...]:
     for name in names:
         if name not in FUSIONS:
-            raise ValueError(f"{source}: {name!r} is no fusion of this release; accepted: {', '.join(FUSIONS)}")
+            raise ValueError(f"{source}: {name!r} is not a fusion; accepted: {', '.join(FUSIONS)}")
     return tuple(sorted(set(names)))

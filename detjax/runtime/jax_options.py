@@ -1,10 +1,10 @@
-"""JAX's own options (`jax.config`): which are refused, which enter the fingerprint, and which change no bit.
+"""JAX's own options (`jax.config`): refused ones, ones in the fingerprint, and ones that change no bit.
 
-An option that can change what a program computes enters the fingerprint (`HASHED`). JAX compiles a program again when
-such an option changes, so a fingerprint that is taken where a program is called names the options of that call. JAX
-does not notice changes of some other options, such as `jax_disable_most_optimizations`: a program that was compiled
-under one value would serve under another. Those are refused (`REFUSED`). An option that is in no table, such as a new
-one of a later JAX, enters the fingerprint with its value, so that equal fingerprints promise equal bits there as well.
+Options that can change the results of a program are in the fingerprint (`HASHED`). JAX recompiles a program when such
+an option changes, so a fingerprint taken next to a call has the options of the call. JAX does not notice changes of
+some other options, such as `jax_disable_most_optimizations`, and would reuse a program compiled with another value.
+These are refused (`REFUSED`). Options in no table, such as new ones of a later JAX, are in the fingerprint with their
+values, so that equal fingerprints still promise equal bits.
 """
 
 import dataclasses
@@ -18,40 +18,40 @@ import jax
 
 @dataclasses.dataclass(frozen=True)
 class Refused:
-    """An option that has to keep one value.
+    """An option with a required value.
 
     Attributes:
         accepted: the value, which is JAX's default.
-        reason: what another value does; a clause that follows the option and its value in an error.
+        reason: the effect of other values; a clause in the error.
     """
 
     accepted: bool | int | str
     reason: str
 
 
-_OTHER_CODE: Final = "programs would be compiled to other code, and JAX would not notice when it changes"
+_OTHER_CODE: Final = "programs would be compiled to other code, and JAX would not notice changes of the option"
 
 REFUSED: Final[Mapping[str, Refused]] = {
-    "jax_disable_jit": Refused(False, "operations would run uncompiled and in other bits"),
+    "jax_disable_jit": Refused(False, "operations would run uncompiled and with other bits"),
     "jax_threefry_partitionable": Refused(True, "sampled tokens would depend on the vocabulary's layout"),
     "jax_disable_most_optimizations": Refused(False, _OTHER_CODE.replace("code", "bits")),
     "jax_compiler_enable_remat_pass": Refused(True, _OTHER_CODE),
     "jax_optimization_level": Refused("UNKNOWN", _OTHER_CODE),
     "jax_memory_fitting_level": Refused("O2", _OTHER_CODE),
-    "jax_enable_pgle": Refused(False, "JAX would compile programs again after measuring them, to other code each time"),
+    "jax_enable_pgle": Refused(False, "JAX would recompile programs after profiling, to other code each time"),
     "jax_compilation_cache_expect_pgle": Refused(
-        False, "JAX would load programs that were compiled after measuring them, to other code each time"
+        False, "JAX would load programs that were recompiled after profiling, to other code each time"
     ),
-    "jax_xla_profile_version": Refused(0, "the compiler would read a profile that no fingerprint names"),
+    "jax_xla_profile_version": Refused(0, "the compiler would read a profile that is not in the fingerprint"),
     "jax_share_binary_between_hosts": Refused(False, "programs would be compiled by another host, for its processor"),
     "jax_pallas_poison_buffers": Refused(
-        False, "kernels would begin with other memory, and JAX would not notice when it changes"
+        False, "kernels would see differently initialized memory, and JAX would not notice changes of the option"
     ),
 }
-"""The options that have to keep one value. `compilation.check_environment` reads them before every call."""
+"""Options with a required value. `compilation.check_environment` reads them before every call."""
 
 HASHED: Final[Mapping[str, Any]] = {
-    # Numbers: which types, which precision, which random bits.
+    # Numbers: types, precision, random bits.
     "jax_enable_x64": False,
     "jax_explicit_x64_dtypes": "warn",
     "jax_default_matmul_precision": None,
@@ -59,7 +59,7 @@ HASHED: Final[Mapping[str, Any]] = {
     "jax_threefry_gpu_kernel_lowering": False,
     "jax_softmax_custom_jvp": False,
     "jax_use_hlo_logistic_lowering": None,
-    # How JAX turns functions into programs.
+    # Translation of functions to programs.
     "check_vma": False,
     "eager_constant_folding": False,
     "jax_auto_pcast": True,
@@ -79,19 +79,19 @@ HASHED: Final[Mapping[str, Any]] = {
     "jax_use_emit_pipeline_primitive": False,
     "jax_use_shardy_partitioner": True,
     "jax_use_simplified_jaxpr_constants": False,
-    # What devices there are. JAX reads these once, when it makes its first array.
+    # Devices. JAX reads these once, when it makes its first array.
     "jax_backend_target": "",
     "jax_mock_gpu_topology": "",
     "jax_pjrt_client_create_options": None,
     "jax_xla_backend": "",
     "mock_num_gpu_processes": 0,
 }
-"""The options that enter the fingerprint where they differ from these values, the defaults of JAX 0.11."""
+"""Options that are in the fingerprint if they differ from these values, the defaults of JAX 0.11."""
 
 HARMLESS: Final[Mapping[str, tuple[str, ...]]] = {
     reason: tuple(names.split())
     for reason, names in {
-        "It decides what is logged, shown or dumped, and what is known of a program's source.": """
+        "It controls logs, messages and dumps, and the recorded source of programs.": """
             jax_captured_constants_report_frames jax_captured_constants_warn_bytes
             jax_compiler_detailed_logging_min_ops jax_debug_log_modules jax_distributed_debug
             jax_dump_ir_modes jax_dump_ir_to jax_explain_cache_misses
@@ -101,7 +101,7 @@ HARMLESS: Final[Mapping[str, tuple[str, ...]]] = {
             jax_send_traceback_to_runtime jax_source_url_schema jax_traceback_filtering
             jax_traceback_in_locations_limit jax_tracer_error_num_traceback_frames
         """,
-        "It decides what is an error. What is computed without an error is the same.": """
+        "It decides what is an error. Results without errors are the same.": """
             jax_allow_f16_reductions jax_array_garbage_collection_guard jax_check_static_indices
             jax_check_tracer_leaks jax_debug_infs jax_debug_key_reuse
             jax_debug_leaked_clients_on_clear_backends jax_debug_nans jax_disable_bwd_checks
@@ -112,37 +112,37 @@ HARMLESS: Final[Mapping[str, tuple[str, ...]]] = {
             jax_transfer_guard_device_to_device jax_transfer_guard_device_to_host
             jax_transfer_guard_host_to_device
         """,
-        "It decides where compiled programs are kept. They are looked up by their text, options and device.": """
+        "It decides where compiled programs are cached. The cache key has their text, options and device.": """
             jax_compilation_cache_check_contents jax_compilation_cache_dir
             jax_compilation_cache_include_metadata_in_key jax_compilation_cache_max_size
             jax_enable_compilation_cache jax_persistent_cache_enable_xla_caches
             jax_persistent_cache_min_compile_time_secs jax_persistent_cache_min_entry_size_bytes
             jax_raise_persistent_cache_errors jax_remove_custom_partitioning_ptr_from_cache_key
         """,
-        "It belongs to something that no program of detjax uses.": """
+        "It belongs to a feature that no program of detjax uses.": """
             jax2tf_associative_scan_reductions jax2tf_default_native_serialization
             jax_bcoo_cusparse_lowering jax_experimental_unsafe_xla_runtime_errors
             jax_export_calling_convention_version jax_export_deserialize_expired_versions
             jax_export_ignore_forward_compatibility jax_ragged_dot_use_ragged_dot_instruction
             jax_serialization_version jax_use_magma
         """,
-        "It chooses the generator of keys that do not name theirs. All keys of detjax name it.": """
+        "It chooses the default random generator. All keys of detjax name theirs.": """
             jax_default_prng_impl jax_enable_custom_prng
         """,
-        "It chooses the range of Gumbel noise that does not name its own. All noise of detjax names it.": """
+        "It chooses the default range of Gumbel noise. All noise of detjax names its own.": """
             jax_high_dynamic_range_gumbel
         """,
         "It numbers the barriers of kernels that wait for other devices. No kernel of detjax does.": """
             jax_pallas_auto_assign_collective_ids jax_pallas_auto_assign_collective_ids_limit
         """,
-        "It sets how programs are measured to be compiled again, which is refused.": """
+        "It configures recompilation after profiling, which is refused.": """
             jax_pgle_aggregation_percentile jax_pgle_profiling_runs
         """,
-        "It chooses devices. The fingerprint names the kind of device that serves.": """
+        "It chooses devices. The fingerprint names the kind of device.": """
             jax_cuda_visible_devices jax_default_device jax_num_cpu_devices jax_oneapi_visible_devices
             jax_platform_name jax_platforms jax_rocm_visible_devices jax_sort_devices_by_process_index
         """,
-        "It decides when and how arrays travel, or how processes and hosts meet.": """
+        "It controls transfers of arrays, or connects processes and hosts.": """
             jax_check_proxy_envs jax_cpu_collectives_implementation jax_cpu_enable_async_dispatch
             jax_cpu_get_global_topology_timeout_minutes jax_cpu_get_local_topology_timeout_minutes
             jax_cross_host_transfer_socket_address jax_cross_host_transfer_timeout_seconds
@@ -152,20 +152,20 @@ HARMLESS: Final[Mapping[str, tuple[str, ...]]] = {
             jax_mtls_cert_file jax_mtls_key_file jax_mtls_peer_uri_prefix
             jax_share_binary_between_hosts_timeout_ms jax_use_cpp_shard_args jax_use_rgv3
         """,
-        "It belongs to JAX's own tests, whose modules register it when they are imported.": """
+        "It belongs to JAX's own tests, whose modules register it on import.": """
             exclude_test_targets jax_num_generated_cases jax_skip_slow_tests jax_test_dut
             jax_test_num_threads jax_test_with_persistent_compilation_cache max_cases_sampling_retries
             test_targets
         """,
     }.items()
 }
-"""The options that change no bit, by the reason. Tests change those that a process can change, and compare bits."""
+"""Options that change no bit, by reason. Tests change those that can be changed in a process, and compare bits."""
 
 _HARMLESS_NAMES: Final = frozenset(name for names in HARMLESS.values() for name in names)
 
 
 def refusals() -> Iterator[str]:
-    """Yields, for each option of `REFUSED` with another value, what it does and what to do."""
+    """Yields an error for each option of `REFUSED` with another value."""
     for name, read, accepted in _refused_options():
         value = read()
         if value != accepted:
@@ -177,22 +177,22 @@ def refusals() -> Iterator[str]:
 
 @functools.cache
 def _refused_options() -> tuple[tuple[str, Callable[[], Any], bool | int | str], ...]:
-    """The refused options that this JAX has: name, function that reads the value, accepted value."""
+    """Returns the refused options that this JAX has: name, function that reads the value, accepted value."""
     return tuple(
         (name, _reader(name), refused.accepted) for name, refused in REFUSED.items() if name in jax.config.values
     )
 
 
 def _reader(name: str) -> Callable[[], Any]:
-    """The function that reads an option. Options with a context manager are attributes, and the others are not."""
+    """Returns the function that reads an option. Only options with a context manager are attributes."""
     is_attribute = hasattr(type(jax.config), name)
     return functools.partial(getattr, jax.config, name) if is_attribute else functools.partial(jax.config.read, name)
 
 
 def values() -> dict[str, Any]:
-    """Returns the options that enter the fingerprint, with their values.
+    """Returns the options in the fingerprint with their values.
 
-    These are the options of `HASHED` that differ from the value there, and all that are in no table.
+    These are options of `HASHED` that differ from the value there, and all options that are in no table.
     """
     options = {name: _plain(value) for name, value in jax.config.values.items()}
     others = {name: value for name, value in options.items() if name not in REFUSED and name not in _HARMLESS_NAMES}
@@ -200,7 +200,7 @@ def values() -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """The value of an option as JSON can hold it."""
+    """Converts the value of an option for JSON."""
     if isinstance(value, enum.Enum):
         return value.name.lower()
     if isinstance(value, Mapping):

@@ -1,8 +1,8 @@
-"""Loops inside `jax.shard_map`, whose types say over which axes of the mesh a value varies.
+"""Loops inside `jax.shard_map`, where types name the mesh axes over which a value varies.
 
-There every value has a type that names these axes (`check_vma=True`, JAX's default), and the carry of a loop has to
-begin with the type that it ends a step with. A carry that begins as zeros varies over no axis, and becomes something
-that does. Elsewhere nothing here does anything.
+With `check_vma=True`, JAX's default, a loop's initial carry must have the type of the carry after a step. An initial
+carry of zeros varies over no axis, but later carries may. These functions cast the initial carry; outside
+`jax.shard_map` they change nothing.
 """
 
 import functools
@@ -12,33 +12,33 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax._src import config  # JAX has no public way to ask whether types name axes here
+from jax._src import config  # JAX has no public function for this
 
 
 def is_typed() -> bool:
-    """Returns whether types say here over which axes of a mesh values vary."""
+    """Returns whether types name varying axes here."""
     return config._check_vma.value
 
 
 def axes(x: Any) -> frozenset[str]:
-    """Returns the axes of the mesh over which a value varies, by its type; none outside of `jax.shard_map`."""
+    """Returns the mesh axes over which a value varies by its type; none outside `jax.shard_map`."""
     return jax.typeof(x).manual_axis_type.varying
 
 
 def join(values: Any) -> frozenset[str]:
-    """Returns the axes over which any array of a pytree varies."""
+    """Returns the axes over which at least one array of a pytree varies."""
     if not is_typed():
         return frozenset()
     return frozenset().union(*map(axes, jax.tree.leaves(values)))
 
 
 def sharded(values: Any) -> frozenset[str] | None:
-    """Returns the axes of the mesh along which devices have other values of a pytree; None if types do not say it."""
+    """Returns the mesh axes over which a pytree varies; None if types do not name them."""
     return join(values) if is_typed() else None
 
 
 def shape(like: Any, sizes: Sequence[int], weak_type: bool = False) -> jax.ShapeDtypeStruct:
-    """Returns the type of an array of these sizes, which has the dtype of another one and varies as that does."""
+    """Returns the type of an array of these sizes with the dtype and varying axes of `like`."""
     kind: Any = jax.typeof(like)
     options: dict[str, Any] = {}
     if kind.manual_axis_type.varying:
@@ -48,9 +48,9 @@ def shape(like: Any, sizes: Sequence[int], weak_type: bool = False) -> jax.Shape
 
 
 def over[T](values: T, names: frozenset[str]) -> T:
-    """Returns a pytree of arrays that vary over these axes by their types too. No number changes.
+    """Casts a pytree to types that also vary over these axes. No number changes.
 
-    In a gradient, the cotangents of a value that did not vary over an axis are added over it.
+    In a gradient, cotangents are added over the new axes.
     """
 
     def cast(x: Any) -> Any:
@@ -61,12 +61,7 @@ def over[T](values: T, names: frozenset[str]) -> T:
 
 
 def carry[T](step: Callable[[T], T], initial: T) -> T:
-    """Returns a loop's initial carry with the types that it has after a step.
-
-    Args:
-        step: gives the next carry.
-        initial: the carry before the first step.
-    """
+    """Casts a loop's initial carry to the types that it has after a step."""
     if not is_typed():
         return initial
     while True:
@@ -82,17 +77,17 @@ def carry[T](step: Callable[[T], T], initial: T) -> T:
 
 
 def fori_loop[T](lower: Any, upper: Any, body: Callable[[Any, T], T], initial: T) -> T:
-    """Returns what `jax.lax.fori_loop` does."""
+    """Like `jax.lax.fori_loop`."""
     return lax.fori_loop(lower, upper, body, carry(lambda x: body(jnp.asarray(lower), x), initial))
 
 
-def while_loop[T](goes_on: Callable[[T], Any], body: Callable[[T], T], initial: T) -> T:
-    """Returns what `jax.lax.while_loop` does."""
-    return lax.while_loop(goes_on, body, carry(body, initial))
+def while_loop[T](condition: Callable[[T], Any], body: Callable[[T], T], initial: T) -> T:
+    """Like `jax.lax.while_loop`."""
+    return lax.while_loop(condition, body, carry(body, initial))
 
 
 def scan(step: Callable[[Any, Any], tuple[Any, Any]], initial: Any, xs: Any, *options: Any) -> tuple[Any, Any]:
-    """Returns what `jax.lax.scan` does; its further arguments follow `xs`."""
+    """Like `jax.lax.scan`; `options` are its arguments after `xs`."""
     if not is_typed():
         return lax.scan(step, initial, xs, *options)
     first = jax.tree.map(lambda x: lax.index_in_dim(x, 0, 0, keepdims=False), xs)
@@ -100,7 +95,7 @@ def scan(step: Callable[[Any, Any], tuple[Any, Any]], initial: Any, xs: Any, *op
 
 
 def switch(index: Any, branches: Sequence[Callable[..., Any]], *operands: Any) -> Any:
-    """Returns what `jax.lax.switch` does."""
+    """Like `jax.lax.switch`."""
     if is_typed():
         made = [jax.tree.leaves(jax.eval_shape(branch, *operands)) for branch in branches]
         names = [frozenset().union(*(x.manual_axis_type.varying for x in leaves)) for leaves in zip(*made, strict=True)]
@@ -109,6 +104,6 @@ def switch(index: Any, branches: Sequence[Callable[..., Any]], *operands: Any) -
 
 
 def _alike(branch: Callable[..., Any], names: Sequence[frozenset[str]], *operands: Any) -> Any:
-    """A branch's results, which vary over the axes over which other branches' do."""
+    """Returns a branch's results, cast to vary over the axes of all branches."""
     leaves, tree = jax.tree.flatten(branch(*operands))
     return jax.tree.unflatten(tree, list(map(over, leaves, names)))

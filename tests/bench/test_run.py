@@ -167,7 +167,7 @@ def test_a_row_that_fails_fails_the_command(monkeypatch: pytest.MonkeyPatch) -> 
     ("arguments", "message"),
     [
         (["--only", "sort"], "--only is 'sort'; accepted: matmul, rms_norm"),
-        (["--small", "--backend", "fast"], "'fast' is no backend of this release; accepted: hopper"),
+        (["--small", "--backend", "fast"], "'fast' is not a backend; accepted: hopper"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(arguments: list[str], message: str) -> None:

@@ -168,7 +168,7 @@ def test_chat_wraps_the_prompt_in_the_template() -> None:
         (("--seed", -1), "seed is -1; accepted: "),
         (("--logprobs", -1), "top_logprobs is -1; accepted: "),
         (("--stop", ""), "stop is ('',); accepted: "),
-        (("--backend", "cuda"), "'cuda' is no backend of this release; accepted: hopper, tpu, portable, stock"),
+        (("--backend", "cuda"), "'cuda' is not a backend; accepted: hopper, tpu, portable, stock"),
         (("--dtype", "int8"), "int8"),
         (("--tensor-parallel", 1000), "tensor is 1000 and expert is 1; accepted: "),
         (("--kv-cache-dtype", "int4"), "--kv-cache-dtype is 'int4'; accepted: int8, fp8_e4m3, q4_0"),
@@ -449,7 +449,7 @@ def test_a_device_that_cannot_be_used_is_named(command: str, monkeypatch: pytest
     assert "the backend is 'hopper', which serves GPUs" in error(run(*arguments))
     monkeypatch.delenv("DETJAX_BACKEND")
     with jax.transfer_guard("disallow"):
-        assert "JAX_TRANSFER_GUARD is 'disallow', with which no weights reach the device" in error(run(*arguments))
+        assert "JAX_TRANSFER_GUARD is 'disallow', so no weights can reach the device" in error(run(*arguments))
 
 
 @pytest.mark.parametrize(

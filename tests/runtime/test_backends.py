@@ -38,7 +38,7 @@ def test_the_environment_variable_chooses_the_backend_and_a_context_beats_it(mon
 
 def test_an_unknown_backend_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
-        ValueError, match="use_backend: 'hoper' is no backend of this release; accepted: hopper, tpu, portable, stock"
+        ValueError, match="use_backend: 'hoper' is not a backend; accepted: hopper, tpu, portable, stock"
     ):
         with detjax.use_backend("hoper"):
             pass

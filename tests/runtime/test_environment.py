@@ -66,7 +66,7 @@ def test_flags_that_libtpu_would_read_from_another_place_are_refused(
     flag: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LIBTPU_INIT_ARGS", f"--xla_tpu_a=1 --{flag}")
-    with pytest.raises(detjax.EnvironmentContradiction, match=f"--{flag}, which reads flags from another place"):
+    with pytest.raises(detjax.EnvironmentContradiction, match=f"--{flag}, which reads flags from elsewhere"):
         compilation.check_environment()
 
 

@@ -37,7 +37,7 @@ def test_the_environment_variable_holds_until_a_context_adds_to_it(monkeypatch: 
 
 
 def test_an_unknown_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="without_fusions: 'rope' is no fusion of this release; accepted: matmul_ep"):
+    with pytest.raises(ValueError, match="without_fusions: 'rope' is not a fusion; accepted: matmul_ep"):
         with detjax.without_fusions("rope"):
             pass
     monkeypatch.setenv(fusions.FUSIONS_VARIABLE, "all")
