@@ -52,9 +52,9 @@ MIXING: dict[str, tuple[Callable[[Array], Array], str]] = {
     "one int8 scale": (lambda x: jnp.round(x / jnp.abs(x).max() * 127).astype("int8"), "reduce_max .*over the batch"),
     "largest": (lambda x: x - x.max(0), "reduce_max .*over the batch"),
     "smallest": (lambda x: x - x.min(0), "reduce_min .*over the batch"),
-    "first row": (lambda x: x - x[:1], "meet another one"),
+    "first row": (lambda x: x - x[:1], "with another one"),
     "rolled": (lambda x: jnp.roll(x, 1, 0), "another order than the batch's"),
-    "flipped": (lambda x: x[::-1], "out of their places"),
+    "flipped": (lambda x: x[::-1], "out of their positions"),
     "neighbours": (lambda x: x * jnp.concatenate([x[1:], x[:1]]), "another order than the batch's"),
     "two halves": (lambda x: jnp.concatenate([x[3:], x[:3]]) if len(x) > 3 else x, "another order"),
     "ranks": (lambda x: jnp.argsort(x.sum((1, 2))), "sort .*do not return"),
@@ -83,7 +83,7 @@ MIXING: dict[str, tuple[Callable[[Array], Array], str]] = {
     "sorted": (lambda x: jnp.sort(x[:, 0, 0]), "sort .*do not return"),
     "sorted and not put back": (lambda x: x[jnp.argsort(x[:, 0, 0])], "do not return"),
     "sorted twice": (lambda x: (lambda p: x[p][p])(jnp.argsort(x[:, 0, 0])), "do not return"),
-    "another row": (lambda x: jnp.stack([x[k] + x[k - 1] for k in range(len(x))]), "meet another one"),
+    "another row": (lambda x: jnp.stack([x[k] + x[k - 1] for k in range(len(x))]), "with another one"),
     "places of a loop": (lambda x: jnp.stack([row * k for k, row in enumerate(x)]), "number of rows"),
     "a row where another one belongs": (
         lambda x: lax.fori_loop(0, len(x), lambda k, y: y.at[len(x) - 1 - k].set(x[k]), jnp.zeros_like(x)),
@@ -104,7 +104,7 @@ def test_a_function_that_mixes_rows_is_refused_with_its_line(name: str) -> None:
 
 
 def test_the_reason_and_what_to_do_are_said() -> None:
-    with pytest.raises(detjax.UnsafeFunction, match=r"Use a number of the row's own axes"):
+    with pytest.raises(detjax.UnsafeFunction, match=r"Use a size of the row's own axes"):
         detjax.batch_invariant(lambda x: x / x.shape[0])(_inputs())
     with pytest.raises(detjax.UnsafeFunction, match=r"inverse of the same permutation"):
         detjax.batch_invariant(lambda x: x[::-1])(_inputs())

@@ -28,7 +28,7 @@ def experts_by_one_hot() -> Function:
 @accepted(
     ROUTING,
     "experts by sorting the batch's tokens (`argsort`, `lax.ragged_dot`, and back)",
-    "each row's tokens are sorted by themselves",
+    "each row's tokens are sorted separately",
 )
 def experts_by_sorting() -> Function:
     gates, up = weights(8, 4), weights(4, 8, 8)
@@ -46,7 +46,7 @@ def experts_by_sorting() -> Function:
 @refused(
     ROUTING,
     "experts with a capacity for the batch",
-    "tokens would drop out because of other rows: count with `cumsum` over each row",
+    "other rows would cause tokens to be dropped: count with `cumsum` over each row",
     "accumulates over the batch",
 )
 def experts_with_a_capacity() -> Function:

@@ -94,7 +94,7 @@ def dot_product_attention() -> Function:
     return attention
 
 
-@accepted(GROUP, "a mask by the length of each row", "lengths are an argument with rows", "sequences with lengths")
+@accepted(GROUP, "a mask by each row's length", "pass lengths as an argument with rows", "sequences with lengths")
 def lengths_and_mask() -> Function:
     w = weights(8, 8)
 
@@ -128,7 +128,7 @@ def kv_cache_of_a_module() -> nnx.Module:
     return layer
 
 
-@accepted(GROUP, "`nnx.BatchNorm` in evaluation", "its running averages are weights")
+@accepted(GROUP, "`nnx.BatchNorm` in evaluation", "its running averages act as weights")
 def batch_norm_in_evaluation() -> nnx.Module:
     norm = nnx.BatchNorm(8, rngs=nnx.Rngs(0))
     norm.eval()
@@ -138,7 +138,7 @@ def batch_norm_in_evaluation() -> nnx.Module:
 @refused(
     GROUP,
     "`nnx.BatchNorm` in training",
-    "it averages over the batch: `module.eval()`, or a norm of the row",
+    "it averages over the batch: call `module.eval()`, or use a norm of the row",
     "a call writes into BatchNorm",
 )
 def batch_norm_in_training() -> nnx.Module:
@@ -148,7 +148,7 @@ def batch_norm_in_training() -> nnx.Module:
 @refused(
     GROUP,
     "Linen's `BatchNorm` in training",
-    "its statistics are of the batch: `use_running_average=True`",
+    "its statistics cover the batch: use `use_running_average=True`",
     "reduces over the batch",
 )
 def linen_batch_norm_in_training() -> Function:
@@ -167,7 +167,7 @@ def dropout_in_evaluation() -> nnx.Module:
 @refused(
     GROUP,
     "`nnx.Dropout` in training",
-    "it counts its calls, and draws for the batch: draw with a key for each row, as below",
+    "it counts its calls, and draws for the batch: draw with one key per row, as below",
     "a call writes into",
 )
 def dropout_in_training() -> nnx.Module:
@@ -177,7 +177,7 @@ def dropout_in_training() -> nnx.Module:
 @accepted(
     GROUP,
     "dropout with a key for each row (`jax.vmap` of `jax.random.bernoulli`)",
-    "keys are an argument with rows",
+    "pass keys as an argument with rows",
     "sequences with keys",
 )
 def dropout_with_keys() -> Function:
@@ -191,7 +191,7 @@ def dropout_with_keys() -> Function:
 @refused(
     GROUP,
     "dropout with one key for the batch",
-    "a row's numbers would depend on its place: a key for each row",
+    "a row's values would depend on its position: use one key per row",
     "depend on its position in the batch",
 )
 def dropout_with_one_key() -> Function:
@@ -229,8 +229,8 @@ def fnet() -> Function:
 
 @accepted(
     GROUP,
-    "a deep equilibrium: a `while_loop` to a fixed point under `lax.map` over rows, with a gradient of its own",
-    "each row makes its own trips",
+    "a deep equilibrium: a `while_loop` to a fixed point under `lax.map` over rows, with a custom gradient",
+    "each row has its own trip count",
 )
 def deep_equilibrium() -> Function:
     w = weights(8, 8) / 3
@@ -256,7 +256,7 @@ def deep_equilibrium() -> Function:
 @accepted(
     GROUP,
     "a `while_loop` under `jax.vmap` over rows",
-    "each row makes its own trips; JAX has no reverse-mode gradient of it",
+    "each row has its own trip count; JAX has no reverse-mode gradient of it",
     has_gradient=False,
 )
 def while_loop_under_vmap() -> Function:

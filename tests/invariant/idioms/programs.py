@@ -14,13 +14,13 @@ from tests.invariant.idioms.registry import Function, accepted, refused
 
 DERIVATIVES = "Losses and derivatives"
 OUTSIDE = "Devices, callbacks and printing"
-BATCH = "Numbers of the whole batch"
+BATCH = "Values of the whole batch"
 ITS_SCALE = (
-    "other rows would change it: make the number from each row (`axis=-1, keepdims=True`), or pass it as an argument"
+    "other rows would change it: compute the value per row (`axis=-1, keepdims=True`), or pass it as an argument"
 )
 
 
-@accepted(DERIVATIVES, "losses of optax, one number a row", "average outside", "labelled")
+@accepted(DERIVATIVES, "optax losses, one number per row", "average outside", "labelled")
 def optax_losses() -> Function:
     def fn(logits: Array, labels: Array) -> Array:
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
@@ -32,7 +32,7 @@ def optax_losses() -> Function:
 @refused(
     DERIVATIVES,
     "the mean loss of the batch as the result",
-    "return one number a row, and average outside",
+    "return one number per row, and average outside",
     "reduces over the batch",
     "labelled",
 )
@@ -43,7 +43,7 @@ def mean_loss() -> Function:
 @accepted(
     DERIVATIVES,
     "`jax.custom_vjp`",
-    "what it closes over has no gradient, in JAX: pass weights that train as its arguments",
+    "JAX computes no gradient of values that it closes over: pass trainable weights as arguments",
 )
 def custom_vjp() -> Function:
     @jax.custom_vjp
@@ -90,8 +90,8 @@ def hessian_inside() -> Function:
 
 @accepted(
     DERIVATIVES,
-    "`lax.stop_gradient`, and a gradient that adds over the whole batch inside",
-    "rows have no part in each other's gradient",
+    "`lax.stop_gradient`, and an inner gradient that sums over the whole batch",
+    "a row's gradient does not involve other rows",
 )
 def grad_over_the_batch_inside() -> Function:
     w = weights(8, 8)
@@ -128,7 +128,7 @@ def shard_map_around() -> Function:
 @accepted(
     OUTSIDE,
     "`jax.shard_map` inside",
-    "called for one row after the other: its own promise is that it gives the same bits twice",
+    "called for each row in sequence; whether it gives the same bits twice is up to it",
     has_gradient=False,
 )
 def shard_map_inside() -> Function:
@@ -147,8 +147,8 @@ def debug_print() -> Function:
 
 @accepted(
     OUTSIDE,
-    "`jax.debug.callback` and `jax.debug.print` of a number of the whole batch",
-    "only the print reads it, and it sees each row alone",
+    "`jax.debug.callback` and `jax.debug.print` of a value over the whole batch",
+    "only the print reads it, and sees each row alone",
 )
 def debug_callback_of_the_batch() -> Function:
     def fn(x: Array) -> Array:
@@ -159,7 +159,7 @@ def debug_callback_of_the_batch() -> Function:
     return fn
 
 
-@accepted(OUTSIDE, "`jax.pure_callback`", "called for one row after the other, which is slow", has_gradient=False)
+@accepted(OUTSIDE, "`jax.pure_callback`", "called for each row in sequence, which is slow", has_gradient=False)
 def pure_callback() -> Function:
     def host(x: Any) -> np.ndarray:
         return np.sinh(np.asarray(x))
@@ -169,14 +169,14 @@ def pure_callback() -> Function:
 
 @accepted(
     BATCH,
-    "shapes of the batch: `jnp.zeros((x.shape[0], ...))`, `jnp.pad` and `jnp.tile` of what is the same for every row",
+    "shapes of the batch: `jnp.zeros((x.shape[0], ...))`, `jnp.pad` and `jnp.tile` of values that all rows share",
     "",
 )
 def padded_constants() -> Function:
     return lambda x: x + jnp.pad(jnp.zeros((x.shape[0], 5, 8)), ((0, 0), (1, 0), (0, 0)), constant_values=1.0)
 
 
-@accepted(BATCH, "`jnp.take_along_axis` in a table that is the same for every row", "")
+@accepted(BATCH, "`jnp.take_along_axis` on a table that all rows share", "")
 def repeated_tables() -> Function:
     def fn(x: Array) -> Array:
         table = jnp.tile(jnp.arange(6.0), (len(x), 1))
@@ -202,8 +202,8 @@ def scale_of_the_batch() -> Function:
 
 @refused(
     BATCH,
-    "a branch or a mask by all rows: `lax.cond(x.max() > 0, ...)`, `jnp.where(jnp.any(x > 0), ...)`",
-    "other rows would decide: ask each row, or decide outside and pass the answer as an argument",
+    "a branch or a mask that depends on all rows: `lax.cond(x.max() > 0, ...)`, `jnp.where(jnp.any(x > 0), ...)`",
+    "other rows would decide: decide per row, or decide outside and pass the result as an argument",
     "reduces over the batch",
 )
 def branch_by_all_rows() -> Function:
@@ -223,14 +223,14 @@ def first_row() -> Function:
 @refused(
     BATCH,
     "`jnp.roll(x, 1, 0)`",
-    "a row would become another one: move rows outside",
+    "rows would change places: move rows outside",
     "joins rows in another order",
 )
 def rolled() -> Function:
     return lambda x: jnp.roll(x, 1, 0)
 
 
-@refused(BATCH, "`x[::-1]`", "rows leave their places", "takes rows of the batch out of their positions")
+@refused(BATCH, "`x[::-1]`", "rows change places", "takes rows of the batch out of their positions")
 def reversed_rows() -> Function:
     return lambda x: x[::-1]
 
@@ -253,7 +253,7 @@ def ranks() -> Function:
 @refused(
     BATCH,
     "`x.sum(-1) / x.shape[0]`",
-    "a row would depend on how many there are: divide outside",
+    "a row would depend on the number of rows: divide outside",
     "computes with the number of rows",
 )
 def number_of_rows() -> Function:
@@ -263,7 +263,7 @@ def number_of_rows() -> Function:
 @refused(
     BATCH,
     "`x + jnp.arange(x.shape[0])[:, None, None]`",
-    "a row would depend on its place: pass numbers with rows",
+    "a row would depend on its position: pass values as an argument with rows",
     "depend on its position in the batch",
 )
 def place_of_a_row() -> Function:
@@ -277,8 +277,8 @@ def cumsum_over_rows() -> Function:
 
 @refused(
     BATCH,
-    "contrasts: products of every row with every other (`x @ x.T`)",
-    "no row of the result belongs to one row: compute the table outside, from rows of `batch_invariant`",
+    "contrastive losses: products of every row with every other (`x @ x.T`)",
+    "each result depends on two rows: compute the table outside, from the rows that `batch_invariant` returns",
     "combines every row with every other",
     "vectors",
 )
