@@ -101,7 +101,7 @@ class KVCache:
 
     @property
     def lost(self) -> Bool[Array, "B"] | None:
-        """Whether each request has lost the state that it needs to continue, see `oldest`; None: none has."""
+        """True if each request has lost the state that it needs to continue, see `oldest`; None: none has."""
         return None if self.oldest is None else (self.lengths < self.oldest) & (self.lengths > 0)
 
     def written(self, state: State, queries: Queries) -> "KVCache":

@@ -177,7 +177,7 @@ class Decoder(nnx.Module):
 
     @property
     def has_slots(self) -> bool:
-        """Whether some layer keeps per-request state in slots, not in pages."""
+        """True if some layer keeps per-request state in slots, not in pages."""
         return any(self.layers_in_slots)
 
     @property

@@ -347,7 +347,7 @@ def _run(
     specs = tuple(_spec(len(x.shape), sharding) for x, sharding in pairs)
 
     def on_device(weights: Weights, links: DeviceLinks | None, args: tuple[Any, ...]) -> Any:
-        # XLA's partitioner crashes on arguments without elements, such as those of batches without prefills.
+        # XLA's partitioner crashes on arguments without elements, such as batches without prefills.
         args = jax.tree.map(lambda x: x if x.size else jnp.zeros(x.shape, x.dtype), args)
         with linked(links):
             return getattr(network.with_weights(weights), call.method)(*args, **dict(call.options))

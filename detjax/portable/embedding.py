@@ -9,7 +9,7 @@ from detjax.portable.tiles import fold_rows
 
 
 def forward(tokens: Array, table: Array) -> Array:
-    """Returns copies `[*B, D]` of the table's rows. Nothing is added, so there is no order to fix."""
+    """Returns copies `[*B, D]` of the table's rows. Nothing is added, so no order needs fixing."""
     return table[tokens]
 
 

@@ -27,7 +27,7 @@ DTYPES = {
 }
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 LANGUAGE, TOWER = "model.language_model.", "model.visual."
-"""What the names of the text model's tensors and of the tower's begin with in a multimodal checkpoint."""
+"""Prefixes of the text model's and the tower's tensor names in a multimodal checkpoint."""
 
 
 def copied(name: str, folder: Path) -> Path:

@@ -85,7 +85,7 @@ def test_every_tensor_stands_where_the_decoder_has_it(name):
         return np.moveaxis(np.stack([parts[0][..., 0::2], parts[0][..., 1::2]], axis=1), -1, 2)
 
     def by_kind(*sizes: int) -> Callable:
-        """All rows of one kind before those of the next, of a tensor with so many of each for each key head."""
+        """Sorts a tensor with rows of several kinds for each key head: all rows of one kind, then all of the next."""
 
         def ordered(parts: list[np.ndarray]) -> np.ndarray:
             heads = np.split(parts[0], 2)

@@ -217,7 +217,7 @@ def test_dtype_has_precedence_over_torch_dtype():
         (QWEN2, {"use_sliding_window": True, "max_window_layers": -1}, "max_window_layers is -1"),
         (QWEN2, {"layer_types": ["full_attention"]}, "layer_types is ['full_attention']; accepted: a list with"),
         (QWEN2, {"layer_types": ["chunked_attention"] * 3}, "layer_types is ['chunked_attention'"),
-        (QWEN2, {"layer_types": ["sliding_attention"] * 3}, "accepted: full_attention for every layer, as there is no"),
+        (QWEN2, {"layer_types": ["sliding_attention"] * 3}, "accepted: full_attention for every layer, because the"),
         (LLAMA, {"layer_types": ["sliding_attention"] * 3}, "accepted: full_attention for every layer, as llama"),
         (MISTRAL, {"layer_types": ["full_attention"] * 3}, "accepted: sliding_attention for every layer, as mistral"),
         (LLAMA, {"rope_theta": 0}, "rope_theta is 0"),

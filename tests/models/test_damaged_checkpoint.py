@@ -192,7 +192,7 @@ def test_a_tensor_that_neither_index_nor_shards_have_is_named_with_the_index(tmp
     assert refusal(directory).startswith(f"{directory / INDEX}: tensor '{HEAD}' is missing")
 
 
-# --- what a directory holds besides the model -------------------------------------------------------------------------
+# --- other files in a directory ---------------------------------------------------------------------------------------
 
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32\nsize 12345\n"
 

@@ -140,7 +140,7 @@ def test_gradients_of_the_model_are_those_of_plain_jax(name: str) -> None:
     with detjax.use_backend("stock"):
         expected = detjax.jit(jax.grad(loss))(state)
     for (path, a), e in zip(jax.tree.leaves_with_path(gradients), jax.tree.leaves(expected), strict=True):
-        size = np.linalg.norm(np.asarray(e))  # 0 for what decides a choice alone
+        size = np.linalg.norm(np.asarray(e))  # 0 for parameters that only decide a choice
         error = np.linalg.norm(np.asarray(a - e)) / (size if size else 1.0)
         assert error < 1e-4, f"{jax.tree_util.keystr(path)}: relative error {error:.1e}"
 

@@ -28,7 +28,7 @@ def test_a_model_that_is_read_again_or_from_elsewhere_has_its_digest(tmp_path: P
 
 
 def test_a_stored_digest_stays_valid() -> None:
-    # Results are stored with digests. A digest follows from the files alone, whatever the device.
+    # Results are stored with digests. A digest depends only on the files, on any device.
     assert models.digest(*load()) == "8de2eab044da4c3c7213a172da2883e0022a6ef8a9280eb697617a6e3327ea4c"
 
 

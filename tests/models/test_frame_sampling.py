@@ -1,4 +1,4 @@
-"""Which frames of a video a model sees."""
+"""The frames of a video that a model sees."""
 
 import re
 

@@ -44,7 +44,7 @@ def refusal(raw: dict[str, Any], **changes: Any) -> str:
 
 
 def fixture(name: str) -> tuple[Decoder, jax.Array]:
-    """The model in float32, and three sequences, the first of which is the reference's."""
+    """The model in float32, and three sequences; the first one is the reference's."""
     model = load(FIXTURES / name, dtype="float32", progress=False)[0]
     tokens = np.load(FIXTURES / name / "reference.npz")["tokens"][:140]
     others = np.random.default_rng(0).integers(0, model.config.vocab_size, (2, 140))

@@ -1,4 +1,4 @@
-"""The text of tokens that come one after the other, against decoding all of them again."""
+"""Incremental decoding of tokens, against decoding all of them again."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -42,7 +42,7 @@ def check(tokenizer: Tokenizer, tokens: Sequence[int]) -> None:
 
 
 def runs(tokenizer: Tokenizer) -> st.SearchStrategy[list[int]]:
-    """Tokens among which there are long runs of bytes that are no text, some of them nearly characters."""
+    """Tokens with long runs of bytes that are not valid text, some of them nearly characters."""
     tokens = byte_tokens(tokenizer)
     # Where bytes have tokens of their own, a run in which U+FFFD is spelled out has a test of its own.
     alphabet = sorted(set(b"A\x80\xbf\xc3\xa9\xe6\x97\xa5\xf0\x9f\xa6\x80\xc0\xed\xff") & set(tokens))
@@ -90,7 +90,7 @@ def test_spelled_out_replacement_characters_are_kept(some_tokenizer: Tokenizer) 
 
 LONG_RUNS = {
     "words": b"as many as there are words " * 50,
-    "bytes that are no text": b"\xff" * 1000,
+    "bytes that are not text": b"\xff" * 1000,
     "continuations": b"\x80" * 1000,
     "characters that do not end": b"\xe6\x97" * 500,
     "one bad byte and text": b"\xff" + b"A" * 1000,

@@ -71,7 +71,7 @@ def test_heads_lie_with_the_heads_that_they_share(shared: int, sharing: int, dev
         first, first_shared = q.shard_of(device, devices) * q.length, k.shard_of(device, devices) * k.length
         needed = {(first + head) // sharing for head in range(q.length)}
         assert needed <= set(range(first_shared, first_shared + k.length))
-        # Attention takes its heads in order, so many for each of the heads that they share.
+        # Attention takes its heads in order, the same number for each head that they share.
         local = q.length // k.length
         assert [(first + head) // sharing - first_shared for head in range(q.length)] == [
             head // local for head in range(q.length)
@@ -222,7 +222,7 @@ def test_devices_that_are_not_there_are_refused(tensor: int, expert: int) -> Non
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """A device as far as a mesh looks at it before it is used."""
+    """A device with the attributes that a mesh reads before it is used."""
 
     id: int
     process_index: int = 0

@@ -1,4 +1,4 @@
-"""Weights apart from their network: the order that programs and seeds depend on."""
+"""Weights without their network: the order that programs and seeds depend on."""
 
 from typing import Any
 

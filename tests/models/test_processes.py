@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize("case", ["tokens", "logprobs and files", "an engine"])
 def test_devices_of_two_processes_give_the_bits_of_one_device(family: str, case: str, tmp_path: Path) -> None:
     checkpoint = ROOT / "tests" / "fixtures" / family
-    if family == "qwen3":  # one layer of it tells as much as all, and compiles faster
+    if family == "qwen3":  # one layer shows as much as all, and compiles faster
         checkpoint = tmp_path / "model"
         models.save(one_layer(ROOT / "tests" / "fixtures" / family, seed=1)[0], checkpoint)
     run_in_processes(
@@ -63,7 +63,7 @@ def compare_tokens(model: models.Decoder, shared: models.Decoder) -> None:
 
 
 def compare_logprobs(model: models.Decoder, shared: models.Decoder) -> None:
-    """What the training forward gives."""
+    """The results of the training forward."""
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, model.config.vocab_size, (2, 7)))
     for one, other in zip(scores(shared, tokens), scores(model, tokens), strict=True):
         assert_same_bits(one, other)

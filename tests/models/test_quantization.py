@@ -59,7 +59,7 @@ def block_format(config: dict[str, Any]) -> BlockFormat:
 
 
 def values(config: dict[str, Any], parts: dict[str, np.ndarray], folder: Path, dtype: Any = "float32") -> np.ndarray:
-    """What the one plain tensor that `parts` stand for is read as, from a file."""
+    """Reads the plain tensor that `parts` encode from a file."""
     safetensors.numpy.save_file({name: np.ascontiguousarray(x) for name, x in parts.items()}, folder / SINGLE)
     with contextlib.ExitStack() as files:
         plain = block_format(config).dequantized(open_weights(folder, files)[1])

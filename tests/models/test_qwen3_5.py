@@ -95,7 +95,7 @@ def test_a_multimodal_model_has_the_text_model_that_its_file_describes(raw: dict
     assert read(whole) == read(whole, architectures=None) == expected
     # What the whole model's configuration says holds where the text model's says nothing.
     assert read(multimodal(raw, tie_word_embeddings=True, torch_dtype="bfloat16")) == expected
-    # But of dtypes, the whole model's is that of its weights.
+    # The whole model's dtype is the dtype of its weights, however.
     assert read(multimodal(raw | {"dtype": "float16"}, dtype="bfloat16")).dtype == "bfloat16"
     # A text model's file that names the multimodal model's class.
     assert read(raw, architectures=whole["architectures"], tie_word_embeddings=True, dtype="bfloat16") == expected

@@ -162,7 +162,7 @@ CALLS = {
     "drafts that were refused, and a token": [110, 16, -10, 1],
     "refused drafts of one call and the call before": [120, 9, -9, 2, 7],
 }
-"""The tokens of calls; a negative number drops so many."""
+"""The tokens of calls; a negative number drops tokens."""
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -63,7 +63,7 @@ def test_a_vocabulary_of_one_block_is_not_cut() -> None:
 
 
 def check_pieces(sharding: OutputSharding, devices: int) -> None:
-    """Parts of a device, of which those of all make the whole and hold zeros otherwise."""
+    """A device's part in an array of zeros; the arrays of all devices add up to the whole."""
     x = np.arange(1, 2 * sharding.size + 1).reshape(sharding.size, 2)
     parts = [sharding.shards(x, device, devices) for device in range(devices)]
     assert {part.shape for part in parts} == {(sharding.length, 2)}
@@ -168,14 +168,14 @@ def sample_arguments(variant: SamplingVariant) -> tuple[Any, SampledRows]:
 
 
 def run_program(model: models.Decoder, hidden: Any, slots: SlotState, rows: SampledRows, **options: Any) -> Any:
-    """What a sampling program returns; it overwrites the slots' state."""
+    """Runs a sampling program, which overwrites the slots' state."""
     program = step_programs.sample_rows(rows, jnp.asarray(hidden), jax.tree.map(jnp.copy, slots), **options)
     network, weights = split(model)
     return program.fn(network, step_programs.Parameters(weights), *program.args, **program.static)
 
 
 def exchanged(model: models.Decoder, hidden: Any, slots: SlotState, rows: SampledRows, **options: Any) -> Iterator[int]:
-    """How many numbers each exchange of a compiled sampling program gives a device."""
+    """The amount of numbers that a device receives in each exchange of a compiled sampling program."""
     program = step_programs.sample_rows(rows, jnp.asarray(hidden), slots, **options)
     network, weights = split(model)
     parameters = step_programs.Parameters(weights)

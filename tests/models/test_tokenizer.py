@@ -220,7 +220,7 @@ def test_templates_are_told_the_date_that_the_tokenizer_has(tmp_path):
         assert tokenizer.apply_chat_template(HELLO) == "31 Jan 2026"
     other = dated.with_template_date(datetime.date(2026, 2, 1))
     assert other.apply_chat_template(HELLO) == "01 Feb 2026"
-    assert other.files != dated.files  # of which digests are made
+    assert other.files != dated.files  # digests are made of these
     assert made_of(tmp_path, {"chat_template": INSISTS_ON_A_DATE}).with_template_date(
         datetime.date(2026, 1, 31)
     ).apply_chat_template(HELLO) == "2026-01-31"  # fmt: skip

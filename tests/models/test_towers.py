@@ -115,7 +115,7 @@ def prompt_arrays(name: str, tokens: np.ndarray) -> tuple[np.ndarray, ImageRows]
 
 
 def logits_of(name: str, sizes: list[int]) -> np.ndarray:
-    """Logits of the reference's tokens, so many at a time."""
+    """Logits of the reference's tokens, a given number at a time."""
     tokens = reference(name)["tokens"]
     coordinates, images = prompt_arrays(name, tokens)
     graphdef, state = nnx.split(model(name))

@@ -65,7 +65,7 @@ def test_frames_are_chosen_by_their_times() -> None:
 
 def test_times_of_parts_of_a_millisecond_are_exact() -> None:
     contents = animation("PNG", frames(3), 100)
-    # The delay of each frame as a quotient, of seconds: 1 / 30. Its check sum is computed anew.
+    # The delay of each frame as a quotient in seconds: 1 / 30. Its checksum is recomputed.
     parts = []
     for piece in contents.split(b"fcTL")[1:]:
         body = piece[:20] + struct.pack(">HH", 1, 30) + piece[24:26]

@@ -67,7 +67,7 @@ def test_the_times_of_frames_are_positions_that_text_does_not_wait_for() -> None
     coordinates, excess = token_coordinates([5, *[8] * 18, 6], (9, 8), [grid])
     assert coordinates[1:8].tolist() == [[1, 1 + r, 1 + c] for r in range(2) for c in range(3)] + [[5, 1, 1]]
     assert coordinates[-1].tolist() == [4, 4, 4]
-    # What is generated comes behind the last frame.
+    # Generated tokens come after the last frame.
     assert excess == 10 + 1 - 20
 
 

@@ -1,4 +1,4 @@
-"""The program of portable attention keeps products apart from the sums that take them, as the contract rounds both."""
+"""The program of portable attention separates products from the sums that use them, as the contract rounds both."""
 
 from collections.abc import Iterator
 from typing import Any

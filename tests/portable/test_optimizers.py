@@ -128,7 +128,7 @@ def test_every_operation_of_a_step_is_rounded_by_itself() -> None:
     one, b1, b2, rate, decay, eps = map(np.float32, (1, 0.9, 0.999, 1e-2, 0.1, 1e-8))
     mean = b1 * m + np.float32(1 - 0.9) * g
     square = b2 * v + np.float32(1 - 0.999) * (g * g)
-    # The powers are those of the device; all else is correctly rounded everywhere.
+    # Powers are the device's own; everything else is correctly rounded everywhere.
     powers = [np.asarray(jax.jit(lambda b, n: b**n)(b, np.float32(4))) for b in (b1, b2)]
     mean_factor, square_factor = (one / (one - power) for power in powers)
     change = mean * mean_factor / (np.sqrt(square * square_factor) + eps)

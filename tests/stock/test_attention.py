@@ -33,7 +33,7 @@ def pool(requests: int, columns: int, more: int = 5) -> tuple[jax.Array, jax.Arr
 
 
 def ragged(backend: str, **options: Any) -> np.ndarray:
-    """The output of all requests' queries, one behind the other."""
+    """The concatenated outputs of all requests' queries."""
     first = np.cumsum([0, *(-(-count // QUERY_UNIT) * QUERY_UNIT for count in COUNTS)])
     starts, counts = np.array(STARTS, np.int32), np.array(COUNTS, np.int32)
     k, v, table = pool(len(COUNTS), 5)
@@ -56,7 +56,7 @@ def decoded(backend: str, requests: int, more: int = 5, **options: Any) -> np.nd
 def cudnn_in_plain_jax(
     q: jax.Array, kv: ops.KVPages, queries: ops.Queries, masking: Masking, *, causal: bool
 ) -> jax.Array:
-    """What cuDNN says that it does, and NaN for queries behind the last and where there is no key."""
+    """The semantics that cuDNN documents, with NaN for queries after the last and for rows without keys."""
     batch, heads, tokens, width = q.shape
     k, v = (
         jnp.repeat(

@@ -114,7 +114,7 @@ def unread_files(directory: Path, read: Collection[str], *, has_tokenizer: bool,
 
 
 def _is_weights(name: str) -> bool:
-    """Whether a file only lacks a `config.json` next to it to be read."""
+    """Returns whether a file only lacks a `config.json` next to it to be read."""
     return fnmatch(name, "model*.safetensors") or fnmatch(name, "model*.safetensors.index.json")
 
 

@@ -246,8 +246,8 @@ def _new_directory(target: Path) -> Iterator[Path]:
     if target.exists():
         target.rmdir()  # removed here and not replaced by renaming, so that a mount point fails early
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as temporary:
-        # The directory is one level down, so that it gets the permissions of any new directory, not those of a
-        # temporary one.
+        # The directory is one level down, so that it gets the permissions of any new directory, and not a
+        # temporary directory's.
         directory = Path(temporary) / target.name
         directory.mkdir()
         yield directory
@@ -387,7 +387,7 @@ def _tied_as_stored(config: DecoderConfig, stored: dict[str, StoredTensor]) -> D
 
 
 def _have_same_bytes(one: StoredTensor, other: StoredTensor) -> bool:
-    """Whether two tensors of equal size are equal, comparing a small part at a time."""
+    """Returns whether two tensors of equal size are equal, comparing a small part at a time."""
     begins = range(0, one.size, _COMPARED_AT_ONCE)
     parts = ((begin, min(_COMPARED_AT_ONCE, one.size - begin)) for begin in begins)
     return all(np.array_equal(one.read_bytes(*part), other.read_bytes(*part)) for part in parts)

@@ -162,7 +162,7 @@ class _Plain(StoredTensor):
 
     @property
     def has_parts(self) -> bool:
-        """Whether a part of the tensor can be read separately; blocks are decoded as a whole."""
+        """True if a part of the tensor can be read separately; blocks are decoded as a whole."""
         return False
 
     def read(self, dtype: np.dtype | None = None) -> np.ndarray:

@@ -80,7 +80,7 @@ class StoredTensor:
 
     @property
     def has_parts(self) -> bool:
-        """Whether a part of the tensor can be read separately."""
+        """True if a part of the tensor can be read separately."""
         return True
 
     def read(self, dtype: np.dtype | None = None) -> np.ndarray:

@@ -32,7 +32,7 @@ class GenerationDefaults:
         """Returns the defaults of a checkpoint.
 
         Args:
-            raw: the contents of `generation_config.json`; empty if there is no such file.
+            raw: the contents of `generation_config.json`; empty without such a file.
             source: the name of that file in errors.
             described: the description of the decoder in `config.json`, whose token ids serve if this file has none.
 

@@ -17,9 +17,9 @@ LONGEST_POINTER: Final = max(map(len, _POINTERS))
 LARGEST: Final = 2**31 - 1
 """The default maximum of integers."""
 MAX_LAYERS: Final = 4096
-"""The maximum number of layers of a network, each of which is a separate object."""
+"""The maximum number of layers of a network: each is a separate object."""
 MAX_EXPERTS: Final = 65536
-"""The maximum number of experts of a layer, each of which may have separate tensors."""
+"""The maximum number of experts of a layer: each may have separate tensors."""
 
 
 class CheckpointError(ValueError):

@@ -45,7 +45,7 @@ def read_windows_of_some_layers(file: JsonObject, layers: int, *, first: int = 2
     if named is not None and named != types:
         _check_types(file, named, layers)
         if window is None:
-            raise file.error("layer_types", f"{_FULL} for every layer, as there is no sliding window")
+            raise file.error("layer_types", f"{_FULL} for every layer, because the model has no sliding window")
         types = named
     return tuple(window if name == _SLIDING else None for name in types)
 

@@ -83,7 +83,7 @@ class Tensors:
 
     @property
     def keeps_order(self) -> bool:
-        """Whether tensors hold the parameter's numbers in order, so that slices of them make a slice of it."""
+        """True if tensors hold the parameter's numbers in order, so that slices of them make a slice of it."""
         return self.groups is None and not self.transposed and self.pairs is None
 
     def part(

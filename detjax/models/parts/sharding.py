@@ -118,7 +118,7 @@ class OutputSharding:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether devices hold different shards."""
+        """True if devices hold different shards."""
         groups = self.groups if self.experts is None else (self.experts, *self.groups)
         return any(group.shards > 1 for group in groups)
 

@@ -100,7 +100,7 @@ class VisionOptions:
 
     @property
     def has_learned_positions(self) -> bool:
-        """Whether the tower has Qwen3.5's design."""
+        """True if the tower has Qwen3.5's design."""
         return self.positions is not None
 
     @property
@@ -110,7 +110,7 @@ class VisionOptions:
 
     @property
     def window_patches(self) -> int:
-        """Patches of a whole window, or of a chunk of an image if there are no windows."""
+        """Patches of a whole window, or of a chunk of an image without windows."""
         side = self.window_side
         return KV_BLOCK // self.merged * self.merged if side is None else side**2 * self.merged
 
@@ -147,7 +147,7 @@ class Patches(NamedTuple):
     Attributes:
         pixels: the numbers of each patch.
         coordinates: its row and its column in its image.
-        taps: its position relative to the learned positions; None if there are none.
+        taps: its position relative to the learned positions; None without them.
         window_keys: for blocks with windows, the patches of the window.
         image_keys: for the other blocks, the patches of the image, in the order of its windows.
     """
@@ -160,7 +160,7 @@ class Patches(NamedTuple):
 
 
 class VisionTower(nnx.Module):
-    """Patches through blocks of attention, some or all of which see whole images, and a merger.
+    """Patches through blocks of attention, of which some or all see whole images, and a merger.
 
     Each image is a separate sequence, and so is each window: its keys are divided into blocks of `contract.KV_BLOCK`
     from its first patch on. So no bit of an image's rows depends on the other images.

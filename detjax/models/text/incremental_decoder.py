@@ -18,7 +18,7 @@ class TokenDecoder(Protocol):
 
     @property
     def is_byte_level(self) -> bool:
-        """Whether text consists of the bytes of its tokens."""
+        """True if text consists of the bytes of its tokens."""
         ...
 
     def byte_of(self, token: int) -> int | None:
@@ -40,7 +40,7 @@ class IncrementalDecoder:
     Attributes:
         text: the text of all tokens so far, as `Tokenizer.decode` returns it; it ends with U+FFFD if its last character
             is incomplete.
-        finished: length of the text without trailing U+FFFD, the last of which may be an incomplete character.
+        finished: length of the text without trailing U+FFFD, which may stand for an incomplete character.
     """
 
     def __init__(self, tokenizer: TokenDecoder) -> None:

@@ -164,7 +164,7 @@ class Tokenizer:
         return int(match[1], 16) if match else None
 
     def is_left_out(self, token: int) -> bool:
-        """Whether `decode` always omits a token: a special or empty one, or an unknown id."""
+        """Returns whether `decode` always omits a token: a special or empty one, or an unknown id."""
         added = self._added.get(token)
         return added.special if added else not self._tokenizer.id_to_token(token)
 
@@ -175,7 +175,7 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether the checkpoint has a chat template for messages without tools."""
+        """True if the checkpoint has a chat template for messages without tools."""
         return "default" in self._templates
 
     @property

@@ -124,7 +124,7 @@ def _channels(file: JsonObject, key: str, default: tuple[float, ...], channels: 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ImagePatches:
-    """The patches of one image: those of one token in sequence, the tokens row by row.
+    """The patches of one image: the patches of one token in sequence, the tokens row by row.
 
     Attributes:
         pixels: the numbers of each patch: by channel, frame, row and column.
@@ -391,7 +391,7 @@ def _taps(coordinates: Int32[np.ndarray, "W T 2"], sizes: Int32[np.ndarray, "W 1
 def _windows(image: ImagePatches, options: VisionOptions) -> list[Int32[np.ndarray, "n"]]:
     """Returns the patches of each window, starting at the image's corner; windows at the edges are smaller.
 
-    Without windows, these are chunks of the image, the last of which is smaller.
+    Without windows, these are chunks of the image; the last one is smaller.
     """
     side, merge, merged = options.window_side, options.merge_size, options.merged
     patches = np.arange(len(image.pixels), dtype=np.int32)

@@ -179,7 +179,7 @@ def _with_times(
 def _with_all_tokens(
     name: str, config: DecoderConfig, tokens: Sequence[int], images: Sequence[VisualInput]
 ) -> Sequence[int]:
-    """Expands the placeholders of images, videos and frames, each of which has a place in the prompt."""
+    """Expands the placeholders of images, videos and frames; each has a place in the prompt."""
     vision = config.vision
     assert vision is not None
     runs = image_runs(tokens, config.placeholders)

@@ -23,7 +23,7 @@ _MAX_FRAME_PIXELS: Final = 1 << 24
 _MAX_PIXELS: Final = 1 << 27
 """The maximum number of pixels of all frames that a model sees."""
 _MAX_DECODED: Final = 1 << 30
-"""The maximum number of pixels of all frames of a file, each of which is decoded."""
+"""The maximum number of pixels of all frames of a file: each is decoded."""
 _LIKE_BROWSERS: Final = 100
 """Milliseconds of a frame without a duration, as in browsers."""
 _ADVICE: Final = (
