@@ -77,7 +77,7 @@ The key of a token is its normalized latent `c` and its rotated columns `k_r`; t
 absorbed form. Head `h` has weights `K_h`, from latents to the unrotated columns, and `V_h`, from latents to values:
 
     q' = the matrix product of the unrotated columns and K_h, n ascending, rounded once
-    s  = q' . c + q_r . k_r in one accumulator, the columns of c before those of k_r
+    s  = q' . c + q_r . k_r in one accumulator, the columns of c before the columns of k_r
     o' = the attended latents, rounded once as by attention
     o  = the matrix product of o' and V_h, columns of the latent ascending, rounded once
 

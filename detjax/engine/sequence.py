@@ -195,7 +195,7 @@ class Sequence:
 
     @property
     def missing(self) -> int:
-        """The number of further tokens that the sequence may have, beyond those of submitted steps."""
+        """The number of further tokens that the sequence may have, in addition to the ones that submitted steps sample."""
         return self.params.max_tokens - len(self.generated) - self.unread
 
     @property

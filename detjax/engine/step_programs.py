@@ -540,7 +540,7 @@ def _sampled(logits: Logits, rows: SampledRows, seen: SeenTokens | None, *, vari
 
 
 class _Choice(NamedTuple):
-    """The sampled tokens, and those of their logprobs that were computed.
+    """The sampled tokens with the logprobs that were computed.
 
     Attributes:
         token: the tokens.

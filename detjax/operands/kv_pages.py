@@ -182,7 +182,7 @@ class Queries:
     Attributes:
         page_table: the page of each block of tokens of each request. Entries after a request's length are not read.
         start: absolute position of each request's first query, in tokens.
-        length: tokens of each request in the cache, including those of the queries.
+        length: tokens of each request in the cache, including the queries' own.
         count: queries of each request; the rest is padding on the right. None, for rectangular queries: all T.
         first_row: for packed queries, the row of the first query of each prefilling request, counted from the end of
             the decode rows: ascending multiples of `contract.QUERY_UNIT`. Rows between requests are padding. None for

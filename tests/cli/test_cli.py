@@ -245,7 +245,7 @@ def test_images_that_generate_cannot_show_are_refused(image: str | None, message
 
 def test_an_unknown_backend_in_the_environment_is_named(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DETJAX_BACKEND", "cuda")
-    assert "DETJAX_BACKEND: 'cuda' is no backend" in error(run("fingerprint"))
+    assert "DETJAX_BACKEND: 'cuda' is not a backend" in error(run("fingerprint"))
 
 
 def test_an_environment_that_contradicts_the_contract_is_refused(
@@ -606,7 +606,7 @@ def test_demo_with_several_answers_of_detjax_ends_with_code_1(
             ("--backend", "stock"),
             "the backend is 'stock', the baseline of the demo; accepted: hopper, tpu, portable",
         ),
-        (("--backend", "cuda"), "'cuda' is no backend"),
+        (("--backend", "cuda"), "'cuda' is not a backend"),
         (("--dtype", "int8"), "int8"),
     ],
 )

@@ -126,7 +126,7 @@ def block_sum(p: np.ndarray) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionOptions:
-    """Which keys a query sees, and how scores are shaped."""
+    """The keys that a query sees, and the transformation of scores."""
 
     scale: float
     causal: bool = True
@@ -138,7 +138,7 @@ class AttentionOptions:
 
 @dataclasses.dataclass(frozen=True)
 class Products:
-    """How the device multiplies and adds.
+    """The device's products and sums.
 
     Attributes:
         dot: products of two float32 matrices, from a fresh accumulator.
@@ -316,7 +316,7 @@ def uniform(seed: int, position: int, sample_index: int, size: int) -> np.ndarra
 
 @dataclasses.dataclass(frozen=True)
 class Adjustments:
-    """What a request asks for that changes its logits."""
+    """The adjustments of a request's logits."""
 
     repetition: float = 1.0
     frequency: float = 0.0
@@ -346,7 +346,7 @@ def adjusted(logits: np.ndarray, prompt: list[int], generated: dict[int, int], r
 
 
 def sampling_exponents(logits: np.ndarray, temperature: float, removed: list[int]) -> np.ndarray:
-    """What stands in the exponents of the sampling distribution of one row, whose filters remove some tokens."""
+    """Returns the exponents of one row's sampling distribution, whose filters remove some tokens."""
     logits = logits.astype(np.float32)
     result = np.maximum(logits * (np.float32(1) / np.float32(temperature)), LOWEST)
     result[np.isneginf(logits)] = -np.inf

@@ -32,7 +32,7 @@ def kept(x: np.ndarray) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class Places:
-    """Where numbers are rounded: functions of float32 arrays."""
+    """The roundings, as functions of float32 arrays."""
 
     state: Callable[[np.ndarray], np.ndarray] = rounded
     update: Callable[[np.ndarray], np.ndarray] = rounded

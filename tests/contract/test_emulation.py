@@ -98,7 +98,7 @@ def test_rms_norm(dtype: str, with_residual: bool) -> None:
 def test_the_softmax_family(dtype: str) -> None:
     for width in WIDTHS:
         x = rows(width, dtype)
-        x[0] *= x.dtype.type(4)  # blocks with maxima that are far apart
+        x[0] *= x.dtype.type(4)  # blocks with very different maxima
         m, total = emulation.softmax_statistics(x, DEVICE)
         log_total = DEVICE.log(total)
         logsumexp, log_softmax, softmax = (
@@ -281,7 +281,7 @@ def test_sampling_logprobs(temperature: float) -> None:
 
 
 SEEN = {0: 3, 2: 1, 5: 7, 8: 1000, 9: 65535, 30: 3, 31: 5}
-"""How often some tokens were generated."""
+"""Counts of generated tokens."""
 PROMPT = [0, 1, 1, 6, 40]
 
 

@@ -81,7 +81,7 @@ def expected_tokens(sequence: Sequence) -> list[int]:
 
 
 class RememberingCompiler(ConstraintCompiler):
-    """A compiler whose matchers remember the tokens that they were told. It computes masks as late as possible."""
+    """A compiler whose matchers remember the tokens they consumed. It computes masks as late as possible."""
 
     def __init__(self) -> None: ...
 
@@ -143,7 +143,7 @@ class RememberingRunner:
 
         Args:
             slots: how many.
-            run_steps: steps of a run of decodes; 1: there are no runs.
+            run_steps: steps of a run of decodes; 1: no runs.
         """
         self.run_steps, self.runs = run_steps, 0
         self.cache: dict[tuple[int, int], int] = {}
@@ -209,7 +209,7 @@ class RememberingRunner:
         return self.run_steps if has_run else 1
 
     def decode_run(self, batch: StepBatch, needed: SamplingVariant) -> SampledTokens:
-        """Computes the steps of a run one after the other, and checks what each of them writes."""
+        """Computes the steps of a run in sequence, and checks the writes of each."""
         assert self.steps_of_run(batch.shape, needed) == self.run_steps > 1
         assert batch.steps is not None
         assert max(batch.steps) in range(2, self.run_steps + 1)
@@ -275,7 +275,7 @@ class _TokensOnTheHost(SampledTokens):
 
 
 def shapes_for(slots: int, tokens: int, chunk: int | None = None, mixes: bool = True) -> BatchShapes:
-    """Returns an engine's shapes, or with `chunk` those of `generate`."""
+    """Returns an engine's shapes, or with `chunk` the shapes of `generate`."""
     return BatchShapes.for_chunks(slots, chunk, mixes=mixes) if chunk else BatchShapes.for_serving(slots, tokens)
 
 
@@ -478,7 +478,7 @@ def small_pages() -> Iterator[None]:
 
 
 def shrink(examples: int) -> None:
-    """Looks for a schedule that breaks a promise among so many, and for the shortest one."""
+    """Looks for the shortest schedule that breaks a promise among a number of schedules."""
     with small_pages():
         run_state_machine_as_test(
             Schedules,

@@ -68,7 +68,7 @@ SHAPES: Final = (
 
 
 def model_of(kind: Kind) -> Decoder:
-    """Returns the kind's model, of whose layers only those are kept that it names: each takes long to compile."""
+    """Returns the kind's model with only the layers that it names, because each takes long to compile."""
     model = load(FIXTURES / kind.checkpoint, dtype="bfloat16", progress=False)[0]
     if kind.layers is None:
         return model
@@ -144,13 +144,13 @@ class Cases:
         return self._answers[index]
 
     def loop(self, shapes: BatchShapes, num_pages: int, *, snapshots: int | None, runs_of: int = 0) -> StepLoop:
-        """Returns a step loop with an empty cache, of whose pages the scheduler has some.
+        """Returns a step loop with an empty cache; the scheduler may use some of its pages.
 
         Args:
             shapes: the shapes of its batches.
             num_pages: pages that the scheduler has.
-            snapshots: how many there may be, of models that need them for a prefix cache; None: there is no such cache.
-            runs_of: decodes that a run of steps may have at most; 0: there are no runs.
+            snapshots: maximum number of snapshots, for models that need them for a prefix cache; None: no prefix cache.
+            runs_of: maximum number of decodes of a run; 0: no runs.
         """
         slots, has_slots = shapes.limits.slots, self.model.has_slots
         cache = SnapshotCache(snapshots) if snapshots is not None and has_slots else None
@@ -173,7 +173,7 @@ def cases_of(kind: Kind) -> Cases:
 
 
 def bits(sequence: Sequence, count: int | None = None) -> list[Any]:
-    """Everything that was computed for a sample, up to so many tokens, as arrays."""
+    """Returns everything that was computed for a sample, up to a number of tokens, as arrays."""
     output = sequence.output
     lists = sequence.generated, output.logprobs, output.sampling_logprobs, output.top_logprobs
     arrays = [np.asarray(values[:count], np.float64) for values in lists]
@@ -182,7 +182,7 @@ def bits(sequence: Sequence, count: int | None = None) -> list[Any]:
 
 @dataclasses.dataclass
 class Findings:
-    """What schedules went through, so that a test can tell whether they went through everything."""
+    """Records the events of schedules, so that a test can check that all kinds occurred."""
 
     schedules: int = 0
     answers: int = 0
@@ -262,7 +262,7 @@ def play(kind: Kind, seed: int, shapes: BatchShapes, findings: Findings, actions
 
 
 def search(name: str, seeds: range, findings: Findings) -> None:
-    """Plays the schedules of seeds. Those of a block have the same shapes, so that few programs serve them."""
+    """Runs the schedules of seeds. Schedules of a block share shapes, so that few programs serve them."""
     for seed in seeds:
         play(KINDS[name], seed, SHAPES[seed // BLOCK % len(SHAPES)], findings)
 

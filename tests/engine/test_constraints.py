@@ -39,7 +39,7 @@ def masks(compiler: ConstraintCompiler, rows: int, matchers: Mapping[int, Matche
 
 
 def accept(compiler: ConstraintCompiler, matcher: Matcher, *tokens: int) -> Masks:
-    """Tells a matcher its next tokens, and returns its row of masks."""
+    """Passes the next tokens to a matcher, and returns its row of masks."""
     for token in tokens[:-1]:
         compiler.start_masks(0, {}, partial(list, [(matcher, token)])).result()
     return compiler.start_masks(1, {0: matcher}, partial(list, [(matcher, tokens[-1])])).result()
@@ -158,7 +158,7 @@ def begun(compiler: ConstraintCompiler, constraint: Constraint, count: int) -> t
 
 
 def pooled_matchers(compiler: ConstraintCompiler) -> int:
-    """The matchers that are kept for samples to come, once no more are made."""
+    """Returns the number of matchers in the pool, once it is complete."""
     deadline = time.monotonic() + 300
     while compiler._pool._is_busy and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -170,7 +170,7 @@ def test_samples_begin_with_matchers_that_were_made_in_advance() -> None:
     compiler = ConstraintCompiler(TOKENIZER, VOCABULARY, [END])
     constraint = Constraint.json_schema(SCHEMA)
     _, first = begun(compiler, constraint, 3)
-    assert pooled_matchers(compiler) == 0  # the constraint may be that of a single request
+    assert pooled_matchers(compiler) == 0  # the constraint may occur in a single request
     begun(compiler, constraint, 3)
     assert pooled_matchers(compiler) == 3
     pooled = {*map(id, *compiler._pool._matchers.values())}
@@ -250,7 +250,7 @@ def test_no_mask_depends_on_who_tokenizes_what_is_certain(
 
 
 def with_an_added_token(path: Path) -> Tokenizer:
-    """A tokenizer with a token beside its vocabulary that is not special."""
+    """A tokenizer with an added token that is not special."""
     with_byte_fallback(path)
     written = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
     written.add_tokens(["aab"])

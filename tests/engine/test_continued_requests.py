@@ -1,4 +1,4 @@
-"""Requests that go on from tokens that another engine has generated: the rest has the bits of an unbroken run."""
+"""Requests that continue another engine's tokens: the rest has the bits of an uninterrupted run."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -41,7 +41,7 @@ REQUESTS = {
 
 
 class Answer(NamedTuple):
-    """A generation, and what its stream told of each sample."""
+    """A generation, and the streamed text of each sample."""
 
     generation: Generation
     streams: list[list[Token]]
@@ -96,7 +96,7 @@ def test_the_rest_has_the_bits_of_an_unbroken_run(engine: Engine, name: str) -> 
             assert got.finish_reason == expected.finish_reason
             streamed_text = "".join(token.text or "" for token in whole.streams[index][:known])
             assert expected.text is not None and streamed_text + (got.text or "") == expected.text
-            # The stream goes on piece by piece, not only in all.
+            # The stream continues piece by piece, not only as a whole.
             assert [token.text for token in rest.streams[index]] == [
                 token.text for token in whole.streams[index][known:]
             ]
@@ -104,7 +104,7 @@ def test_the_rest_has_the_bits_of_an_unbroken_run(engine: Engine, name: str) -> 
 
 @pytest.mark.parametrize("name", ["penalties", "least tokens", "constraint"])
 def test_a_prompt_with_the_tokens_behind_it_is_another_request(engine: Engine, tokenizer: Tokenizer, name: str) -> None:
-    """The negative control: what depends on which tokens were generated does not go on from a longer prompt."""
+    """The negative control: a longer prompt is not a continuation if something depends on generated tokens."""
     request = REQUESTS[name]
     assert isinstance(request.prompt, str)
     (whole,) = answers(engine, [request])

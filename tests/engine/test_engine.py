@@ -195,8 +195,8 @@ def test_stock_xla_fails_the_test_of_requests_alone_and_together() -> None:
     some = requests()[:12]
     with detjax.use_backend("stock"), engine() as one:
         together = one.generate(some)
-        apart = [one.generate([request])[0] for request in some]
-    assert not same_bits([c[1] for c in bits_of(together)], [c[1] for c in bits_of(apart)])
+        alone = [one.generate([request])[0] for request in some]
+    assert not same_bits([c[1] for c in bits_of(together)], [c[1] for c in bits_of(alone)])
 
 
 def test_the_bits_are_those_of_generate(shared: Engine) -> None:
@@ -429,7 +429,7 @@ def test_a_failure_of_one_sample_ends_its_request_alone(
     calls = 0
 
     class Panic(BaseException):
-        """What the tokenizer's library raises when it panics is no Exception either."""
+        """The tokenizer library's panic is not an Exception either."""
 
     def failing_add(stream: TextStream, token: int) -> bool:
         nonlocal calls
@@ -506,7 +506,7 @@ def test_warming_up_compiles_every_program_side_by_side_and_nothing_is_compiled_
         names = "_forward", "_sample", "_score", "_note_seen", "_decode_run"
         assert [counts[f"jit({name})"] for name in names] == [layers, samplers, scorers, 1, runs]
         assert sys.getswitchinterval() <= 0.0005
-        # Those that the first steps would have to compile one after the other are not among them.
+        # It does not include programs that the first steps would have to compile in sequence.
         assert len(one._loop._runner._compiled) == layers + samplers + scorers + 1 + runs
         del compiled[:]
         one.generate(requests()[:5])

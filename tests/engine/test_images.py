@@ -57,7 +57,7 @@ def generated(model: Decoder, requests: list[Request], **options: Any) -> list[C
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("prefill_chunk", [1, 128, 13])
 def test_greedy_continuations_are_those_of_transformers(prefill_chunk: int, name: str, model: Decoder) -> None:
-    """Alone, and cut into chunks beside a text and the same prompt with its images in the other order."""
+    """Runs a prompt alone, and in chunks next to a text and the same prompt with its images in reverse order."""
     continuation = tuple(reference(name)["continuation"].tolist())
     params = SamplingParams(max_tokens=len(continuation), ignore_eos=True)
     request = Request(prompt(name), params, images=images(name))
@@ -147,7 +147,7 @@ def shown() -> list[Any]:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("prefill_chunk", [128, 13])
 def test_greedy_continuations_of_a_video_are_those_of_transformers(prefill_chunk: int) -> None:
-    """Alone, and cut into chunks beside a text and the same frames at another pace."""
+    """Runs a prompt alone, and in chunks next to a text and the same frames at another rate."""
     continuation = tuple(reference(VIDEO_NAME)["continuation"].tolist())
     params = SamplingParams(max_tokens=len(continuation), ignore_eos=True)
     request = Request(prompt(VIDEO_NAME), params, images=shown())
@@ -199,7 +199,7 @@ def conversation(pace: float = 1.0, is_text: bool = True, params: SamplingParams
 @pytest.mark.sampled(0)
 @pytest.mark.parametrize("prefill_chunk", [13, 128])
 def test_the_times_of_frames_are_written_as_by_transformers(prefill_chunk: int) -> None:
-    """The whole prompt and the greedy continuation, the video alone and cut into chunks beside slower ones."""
+    """The whole prompt and the greedy continuation, with the video alone and in chunks next to slower ones."""
     given, model = reference("qwen3-5-vl"), towers.model("qwen3-5-vl")
     params = SamplingParams(max_tokens=len(given["clip_continuation"]), ignore_eos=True)
     requests = [

@@ -125,7 +125,7 @@ def test_what_cannot_end_is_left_out_of_a_schema(compiler: ConstraintCompiler) -
 
 
 def takes(compiler: ConstraintCompiler, constraint: Constraint, text: str) -> bool:
-    """Whether a constraint takes the beginning of a text."""
+    """Returns whether a constraint accepts the beginning of a text."""
     assert TOKENIZER is not None
     tokens = TOKENIZER.encode(text, add_special_tokens=False)
     state = compiler.compile(constraint).start()
@@ -192,7 +192,7 @@ def random_schema(draw: random.Random, depth: int = 3) -> Any:
 
 
 def ends(schema: Any, root: Any, depth: int) -> bool:
-    """Whether a value of at most so many references in one another follows a schema. This is the definition."""
+    """Returns whether a value with at most this depth of references satisfies a schema, by definition."""
     if "$ref" in schema:
         return depth > 0 and ends(root["$defs"][schema["$ref"].removeprefix("#/$defs/")], root, depth - 1)
     if "anyOf" in schema:

@@ -146,7 +146,7 @@ def test_only_steps_that_wait_for_masks_change_threads(launcher: LauncherThread)
 
 
 def loop_and_sequence(compiler: ConstraintCompiler, tokens: int, launcher: LauncherThread) -> tuple[StepLoop, Sequence]:
-    """Returns a loop with a sequence of so many tokens, the last of which ends it, though it might have had more."""
+    """Returns a loop with a sequence whose last token ends it before `max_tokens`."""
     shapes = BatchShapes.for_serving(1, 8)
     loop = StepLoop(Scheduler(PagePool(10), shapes.limits), shapes, SlotTable(1, 10), RememberingRunner(1), launcher)
     start: Any = list

@@ -1,4 +1,4 @@
-"""Programs are compiled in threads or processes, before the first step or behind it, and no bit depends on it."""
+"""Programs are compiled in threads or processes, before the first step or in the background; no bit depends on it."""
 
 import functools
 import os

@@ -220,7 +220,7 @@ def test_a_sample_ends_in_the_middle_of_a_run_with_an_end_token_or_a_stop_string
     for sample in (in_stream, whole):
         texts = [token.text for some in played.tokens for one, token in some if one is sample]
         assert "".join(texts) == sample.text
-    # The other samples go on, in the same run and behind it.
+    # The other samples continue, in the same run and after it.
     assert len(whole.generated) == 16
 
 
@@ -288,7 +288,7 @@ def test_samples_that_need_more_between_two_steps_are_computed_step_by_step_amon
         def arrivals(options: dict[str, Any] = options) -> Arrivals:
             return {0: [request([1, 2], max_tokens=12, seed=1), request([3], max_tokens=5, seed=2, **options)]}
 
-        # The other one goes on in runs alone.
+        # The other sample continues in runs only.
         assert both(arrivals).runs == [[1, 1, 1, 1], [1, 1, 1, 0]], options
 
 

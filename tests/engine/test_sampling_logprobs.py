@@ -116,7 +116,7 @@ def adjusted(logits: np.ndarray, prompt: list[int], tokens: tuple[int, ...], par
 
 
 def trainers(logits: np.ndarray, tokens: tuple[int, ...], params: SamplingParams) -> np.ndarray:
-    """What a trainer computes from adjusted logits. Unlike the engine it knows neither seed nor positions."""
+    """Computes logprobs from adjusted logits as a trainer does, which knows neither seed nor positions."""
     rows = len(tokens)
     ids = jnp.zeros(rows, jnp.int32)
     arrays = ops.SamplingArrays(

@@ -198,7 +198,7 @@ def test_requests_share_pages_with_those_of_the_same_salt_alone() -> None:
 @pytest.mark.usefixtures("small_pages")
 def test_no_salt_gives_the_digest_of_a_page() -> None:
     page, other = tuple(range(PAGE)), tuple(range(PAGE, 2 * PAGE))
-    # A salt with the bytes of a page, in front of another page, is not the two pages one after the other.
+    # A salt with the bytes of a page, before another page, is not the sequence of the two pages.
     salt = np.asarray(page, np.int64).tobytes().decode()
     assert digests(other, root=prefix_root(salt))[0] not in digests(page + other)
 
@@ -502,11 +502,11 @@ def test_a_snapshot_is_taken_where_a_prompt_leaves_the_pages_of_another() -> Non
 
 
 @pytest.mark.usefixtures("small_pages")
-def test_no_snapshot_is_taken_that_spares_few_tokens() -> None:
+def test_no_snapshot_is_taken_that_saves_few_tokens() -> None:
     loop, prompt = loop_with_snapshots(fewest_tokens=2 * PAGE), tuple(range(5 * PAGE + 1))
     for pages in (1, 1, 2):
         assert computed_by(loop, prompt[: pages * PAGE + 1])[0] == (0, pages * PAGE + (pages == 1))
-    # The second page has a snapshot; the third would spare one page more, and the fourth two.
+    # The second page has a snapshot; the third would save one page more, and the fourth two.
     assert computed_by(loop, prompt[: 3 * PAGE + 1]) == [(2 * PAGE, PAGE + 1)]
     assert computed_by(loop, prompt[: 4 * PAGE + 1]) == [(2 * PAGE, 2 * PAGE), (4 * PAGE, 1)]
     assert computed_by(loop, prompt) == [(4 * PAGE, PAGE + 1)]

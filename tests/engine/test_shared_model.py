@@ -31,7 +31,7 @@ def shared_loop() -> StepLoop:
 
 @dataclasses.dataclass
 class Calls:
-    """What a runner runs: the key of each program, and whether devices exchange in it."""
+    """Records the programs that a runner runs: their keys, and whether devices exchange in them."""
 
     exchanges: list[tuple[Hashable, bool]] = dataclasses.field(default_factory=list)
 
@@ -44,7 +44,7 @@ _RUN = ModelRunner._run
 
 
 def check_priming() -> None:
-    """Every program that exchanges runs without links first, once, and the bits are those of one device."""
+    """Every program that exchanges first runs once without links, and has the bits of one device."""
     calls, expected = Calls(), answers(small_loop())
     buffers = Buffers(jnp.zeros(1, jnp.int32), LINKS, NOWHERE)
     model_runner.device_buffers = lambda mesh: None if mesh is None else buffers

@@ -1,4 +1,4 @@
-"""The text that streams tell, and the stop strings that end it."""
+"""The text of streams, and the stop strings that end it."""
 
 import functools
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ def stream_for(*stop: str) -> TextStream:
 
 
 def streamed(text: str, *stop: str) -> tuple[list[str], str, bool]:
-    """Returns what a stream tells at each token of a text, the whole text, and whether a stop string ended it."""
+    """Returns the text that a stream sends at each token, the whole text, and whether a stop string ended it."""
     tokens, stream, pieces = tokenizer().encode(text), stream_for(*stop), []
     for index, token in enumerate(tokens):
         is_stopped = stream.add(token)
@@ -48,7 +48,7 @@ def test_a_stream_tells_the_text_before_the_first_stop_string_and_never_more(sto
     received = ""
     for piece in pieces:
         received += piece
-        assert expected.startswith(received), "the stream told text that a stop string then took back"
+        assert expected.startswith(received), "the stream sent text that a stop string then removed"
     assert received == expected
 
 
@@ -81,7 +81,7 @@ class Bytes(Tokenizer):
 
 
 def defined_texts(tokens: bytes, stop: list[str]) -> tuple[list[str], bool]:
-    """Returns the text that may be told at each token, by definition, and whether a stop string ended it."""
+    """Returns the text that may be sent at each token, by definition, and whether a stop string ended it."""
     texts: list[str] = []
     for end in range(1, len(tokens) + 1):
         text = tokens[:end].decode(errors="replace")

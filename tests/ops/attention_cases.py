@@ -25,7 +25,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "alibi": {"alibi_slopes": (0.5, 0.25, 0.0625, 0.0)},
     "everything": {"window": 150, "soft_cap": 5.0, "sinks": True, "alibi_slopes": (0.5, 0.25, 0.125, 0.0625)},
 }
-"""What `ops.attention` is asked for; `sinks` True means some."""
+"""Options of `ops.attention`; `sinks` True means some."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -96,7 +96,7 @@ def pool(
         columns: of the page table; default: what the longest request needs.
         shuffled: pages in no order, with pages between them that are nobody's.
         rest: what stands in the pages where no request's token is.
-        beyond: entries of the page table behind a request's pages.
+        beyond: entries of the page table after a request's pages.
     """
     needed = [-(-len(request) // KV_BLOCK) for request in requests]
     columns = columns or max(needed)

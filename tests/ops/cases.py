@@ -34,9 +34,9 @@ class RowOp:
     make: Callable[[np.random.Generator, int, int], tuple[Arrays, Arrays]]
     width: int = 80
     even: bool = False
-    """Whether the width must be even."""
+    """True if the width must be even."""
     dtypes: tuple[str, ...] = DTYPES
-    """One for a variant whose arithmetic is mostly that of another operation, which runs in all."""
+    """One for a variant whose arithmetic is mostly covered by another operation, which runs in all."""
 
     def __call__(self, rows: Arrays, shared: Arrays) -> Any:
         return self.fn(*jax.tree.map(jnp.asarray, (rows, shared)))

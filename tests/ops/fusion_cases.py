@@ -40,7 +40,7 @@ def with_gradients(fn: Callable[..., Any], *arrays: jax.Array) -> Case:
 
 
 def _matmul(dtype: str, **options: Any) -> Case:
-    """Sizes that are no multiples of a vector: CPUs compute the last elements by other instructions."""
+    """Sizes that are not multiples of a vector: CPUs compute the last elements with other instructions."""
     stacked = (2,) if options.get("gated") else ()
     shape = (*stacked, 70, 96) if options.get("layout") == "nk" else (*stacked, 96, 70)
     names = [name for name in ("bias", "residual") if options.pop(name, False)]

@@ -97,7 +97,7 @@ def attention(
     q, k_pages, v_pages, sinks=None, *, page_table, q_start, kv_length,
     scale=None, causal=True, window=None, soft_cap=None, alibi_slopes=None, mask=None,
 ):  # fmt: skip
-    """All scores at once, of which a query keeps those of the keys that it sees."""
+    """Computes all scores at once, and masks the keys that a query does not see."""
     batch, tokens, heads, width = q.shape
     group = heads // k_pages.shape[1]
 

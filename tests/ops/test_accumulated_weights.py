@@ -1,4 +1,4 @@
-"""Gradients that continue a sum: microbatches and padding are schedules, and the sum is that of one call over all."""
+"""Gradients that continue a sum: microbatches and padding are schedules, and the sum equals one call over all rows."""
 
 import dataclasses
 import functools
@@ -194,7 +194,7 @@ def in_pieces(name: str, rows: Arrays, weights: Arrays, sums: Arrays, dy: Any, b
 
 
 def padded(rows: Arrays, dy: Any, place: int, count: int) -> tuple[Arrays, Any]:
-    """Both with so many rows of any numbers at a place, whose gradients are zeros."""
+    """Inserts rows of arbitrary numbers into both at a place; their gradients are zeros."""
 
     def with_rows(x: np.ndarray, new: np.ndarray) -> np.ndarray:
         return np.concatenate([x[:place], new, x[place:]])

@@ -84,7 +84,7 @@ def test_a_request_gives_the_same_bits_in_any_batch_slot_and_pages(dtype: str) -
     alone = [attend(q[[row]], plain.alone(row), [0], [n], **options)[0, :n] for row, n in enumerate(lengths)]
     assert_same_bits(alone[0], whole(requests[0], **options))
     pools = {
-        "one behind the other": plain,
+        "in order": plain,
         "shuffled, and a longer page table": pool(requests, shuffled=True, columns=7),
         "NaN in all that is nobody's": pool(requests, shuffled=True, columns=7, rest=np.nan, beyond=10**6),
         "infinity, and pages that do not exist": pool(requests, shuffled=True, columns=7, rest=np.inf, beyond=-1),
@@ -171,7 +171,7 @@ def test_blocks_that_are_skipped_change_nothing() -> None:
     request = Request.random(300)
     assert_same_bits(whole(request, window=300), whole(request))
     assert_same_bits(whole(request, window=10**6), whole(request))
-    # The last query sees every key, so that masking leaves out nothing; its tile's padding rows stand behind it.
+    # The last query sees every key, so that masking leaves out nothing; its tile's padding rows follow it.
     last = request.q[None, -1:]
     assert_same_bits(attend(last, pool([request]), [299], [300], causal=False)[0], whole(request)[-1:])
     # Entries of blocks before the window are not read either.

@@ -1,4 +1,4 @@
-"""Sums over the devices of a mesh: eight CPU devices, in a process that has so many."""
+"""Sums over the devices of a mesh, in a process with eight CPU devices."""
 
 import os
 import subprocess
@@ -41,7 +41,7 @@ def test_what_cannot_be_summed_is_refused() -> None:
 
 
 def on_devices(fn, x, out_specs=P()):  # noqa: B008
-    """What `fn` gives where each device has one `x[i]`."""
+    """Returns the result of `fn` if each device has one `x[i]`."""
     mesh = Mesh(np.array(jax.devices()), "d", axis_types=(AxisType.Auto,))
     program = detjax.jit(jax.shard_map(lambda x: fn(x[0]), mesh=mesh, in_specs=P("d"), out_specs=out_specs))
     return np.asarray(program(jnp.asarray(x)))
@@ -71,14 +71,14 @@ def main() -> None:
     joined = np.stack([a, b], axis=1)
     assert on_devices(lambda ab: ops.psum(ab[0] * ab[1], "d"), joined).tobytes() == as_tree(a * b).tobytes()
 
-    # The leaves of a tree are added over two axes of a mesh, the first of which varies slowest.
+    # The leaves of a tree are added over two axes of a mesh in row-major order.
     mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
     sum_over_both = jax.shard_map(
         lambda x: ops.psum({"x": x[0]}, ("a", "b")), mesh=mesh, in_specs=P(("a", "b")), out_specs={"x": P()}
     )
     assert np.asarray(detjax.jit(sum_over_both)(jnp.asarray(a))["x"]).tobytes() == as_tree(a).tobytes()
 
-    # Gradients are moved, not added: the gradient of each term is that of the sum.
+    # Gradients are moved, not added: each term has the gradient of the sum.
     def loss(x):
         return jnp.vdot(ops.psum(jnp.sin(x), "d"), jnp.asarray(b[0]))
 

@@ -21,7 +21,7 @@ from tests.support.unchecked import unchecked, without_checks
 LENGTH = 300
 DTYPES = ("float32", "bfloat16")
 ROOM = 160
-"""The rows of a call, most of which may be padding: one program serves calls of all lengths."""
+"""The rows of a call, mostly padding: one program serves calls of all lengths."""
 
 
 @pytest.fixture(autouse=True)
@@ -186,7 +186,7 @@ def test_packed_requests_have_the_bits_of_rectangular_ones() -> None:
     o, state = ops.gated_delta_rule(*map(jnp.asarray, arrays), state, queries)
     given = [np.asarray(o[first : first + count]) for first, count in zip(firsts, counts, strict=True)]
     assert_same_bits(given, expected)
-    # The request without tokens goes on as if nothing had been.
+    # The request without tokens continues unchanged.
     rest = cases.tokens(9, 8)
     more = cases.Tokens(*(np.concatenate([x, y]) for x, y in zip(requests[3], rest, strict=True)))
     some = [jnp.asarray(x)[None] for x in rest]

@@ -93,7 +93,7 @@ def test_a_token_depends_on_itself_alone() -> None:
     expected = program(x, w, logits, residual=None)
     for chosen in (slice(7, 8), slice(0, 33), slice(3, 70, 2)):
         assert_same_bits(program(x[chosen], w, logits[chosen]), expected[chosen])
-    # Absent tokens are no work for anybody, and neighbours of NaN do not show.
+    # Absent tokens cause no work, and NaN in neighbours has no effect.
     present = np.arange(70) % 3 > 0
     poisoned = jnp.where(jnp.asarray(present)[:, None], x, jnp.nan)
     assert_same_bits(program(poisoned, w, logits, jnp.asarray(present))[present], expected[present])
@@ -194,7 +194,7 @@ def test_ids_ascend_whatever_the_order_of_the_ranks(count: int) -> None:
 
 
 def test_nothing_sorts_or_searches_in_loops_but_the_choice() -> None:
-    """XLA's GPU compiler compiles every sort anew, so those of each layer took most of an engine's start."""
+    """XLA's GPU compiler compiles each sort separately, so the sorts of all layers took most of an engine's start."""
     scores, ids = jnp.ones((16, EXPERTS)), jnp.zeros((16, COUNT), jnp.int32)
     with backends.tracing_for("gpu"):
         rows = str(jax.make_jaxpr(lambda ids: ops.expert_rows(ids, EXPERTS))(ids))

@@ -111,7 +111,7 @@ def test_gradients_are_those_of_float64(gated: bool) -> None:
 
 
 def test_the_sequences_of_a_microbatch_are_a_schedule() -> None:
-    """Two sequences at once, and one after the other with carried sums, give one set of bits."""
+    """Two sequences at once, and in sequence with carried sums, give the same bits."""
     x, w, bias = operands("nk", True, "bfloat16")
     dy, sums = drawn(ROWS, N, dtype="bfloat16", seed=1), (drawn(*w.shape, seed=2), drawn(*bias.shape, seed=2))
     random = np.random.default_rng(0)

@@ -39,9 +39,9 @@ def test_they_have_the_bits_of_pages_of_such_values(name: str, dtype: str) -> No
     requests, cached = pages(dtype)
     q = np.stack([np.resize(request.q, (200, HEADS, WIDTH)) for request in requests])
     stand = cached.queries(STARTS, LENGTHS)
-    columns, apart = (ops.attention(jnp.asarray(q), kv, stand, **options) for kv in both(jnp.asarray(cached.k_pages)))
+    columns, paged = (ops.attention(jnp.asarray(q), kv, stand, **options) for kv in both(jnp.asarray(cached.k_pages)))
     assert columns.shape == (3, 200, HEADS, VALUES)
-    assert_same_bits(columns, apart)
+    assert_same_bits(columns, paged)
 
 
 @pytest.mark.sampled(1)
@@ -92,13 +92,13 @@ def test_the_gradient_of_a_column_is_that_of_the_key_plus_that_of_the_value() ->
     requests, cached = pages("float32")
     q = jnp.asarray(np.stack([np.resize(request.q, (200, HEADS, WIDTH)) for request in requests]))
     stand, dy = cached.queries(STARTS, LENGTHS), jnp.asarray(Request.random(600, width=VALUES, heads=(HEADS, 1)).q)
-    columns, apart = (
+    columns, paged = (
         gradients(kv, q, stand, dy.reshape(3, 200, HEADS, VALUES)) for kv in both(jnp.asarray(cached.k_pages))
     )
     assert columns[1].v == ops.KeyColumns(VALUES)
-    dk, dv = (np.array(x) for x in apart[1].numbers)
+    dk, dv = (np.array(x) for x in paged[1].numbers)
     dk[..., :VALUES] += dv
-    assert_same_bits((columns[0], columns[1].k), (apart[0], dk))
+    assert_same_bits((columns[0], columns[1].k), (paged[0], dk))
 
 
 @pytest.mark.sampled(0)
@@ -108,11 +108,11 @@ def test_the_gradient_of_a_column_is_rounded_once() -> None:
     arrays = jnp.asarray(request.q[None]), jnp.asarray(cached.k_pages), jnp.asarray(dy[None])
     stand = cached.queries([0], [128])
     dk = gradients(both(arrays[1])[0], arrays[0], stand, arrays[2])[1].k
-    apart = gradients(both(arrays[1])[1], arrays[0], stand, arrays[2])[1].numbers
+    paged = gradients(both(arrays[1])[1], arrays[0], stand, arrays[2])[1].numbers
     wide = [x.astype(jnp.float32) for x in arrays]
     exact = np.asarray(gradients(both(wide[1])[0], wide[0], stand, wide[2])[1].k)
-    summed = np.array(apart[0].astype(jnp.float32))
-    summed[..., :VALUES] += np.asarray(apart[1].astype(jnp.float32))
+    summed = np.array(paged[0].astype(jnp.float32))
+    summed[..., :VALUES] += np.asarray(paged[1].astype(jnp.float32))
     twice = summed.astype(jnp.bfloat16)
     # The probabilities and their gradients are rounded to bfloat16 before the sums, which both have.
     error, error_of_two = (np.linalg.norm(np.asarray(x, np.float32) - exact) for x in (dk, twice))
@@ -127,19 +127,19 @@ def test_packed_queries_have_the_gradients_of_rectangular_ones() -> None:
     kv = both(jnp.where(jnp.isnan(jnp.asarray(cached.k_pages)), 0, jnp.asarray(cached.k_pages)))[0]
     first_rows, rows = (0, 16, 64), 208
     q, dy = np.zeros((rows, HEADS, WIDTH), np.float32), np.zeros((rows, HEADS, VALUES), np.float32)
-    q_apart, dy_apart = np.zeros((3, 144, HEADS, WIDTH), np.float32), np.zeros((3, 144, HEADS, VALUES), np.float32)
+    q_padded, dy_padded = np.zeros((3, 144, HEADS, WIDTH), np.float32), np.zeros((3, 144, HEADS, VALUES), np.float32)
     for index, (request, row) in enumerate(zip(requests, first_rows, strict=True)):
         length = len(request)
         gradient = Request.random(length, "float32", 9, (HEADS, 1), VALUES).q
         q[row : row + length], dy[row : row + length] = request.q, gradient
-        q_apart[index, :length], dy_apart[index, :length] = request.q, gradient
+        q_padded[index, :length], dy_padded[index, :length] = request.q, gradient
     packed = cached.queries(STARTS, lengths, count=lengths, first_row=first_rows)
     dq, dkv = gradients(kv, jnp.asarray(q), packed, jnp.asarray(dy))
     rectangular = cached.queries(STARTS, lengths, count=lengths)
-    dq_apart, dkv_apart = gradients(kv, jnp.asarray(q_apart), rectangular, jnp.asarray(dy_apart))
-    assert_same_bits(dkv, dkv_apart)
+    dq_padded, dkv_padded = gradients(kv, jnp.asarray(q_padded), rectangular, jnp.asarray(dy_padded))
+    assert_same_bits(dkv, dkv_padded)
     for index, (length, row) in enumerate(zip(lengths, first_rows, strict=True)):
-        assert_same_bits(dq[row : row + length], dq_apart[index, :length])
+        assert_same_bits(dq[row : row + length], dq_padded[index, :length])
 
 
 # --- append_keys ------------------------------------------------------------------------------------------------------

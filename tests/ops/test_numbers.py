@@ -23,7 +23,7 @@ GRADIENT_TOLERANCE = {"float32": 1e-5, "bfloat16": 3e-2, "float16": 4e-3}
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Case:
-    """An operation and its reference: functions of the same float arrays, all of which have gradients."""
+    """An operation and its reference: functions of the same float arrays, all with gradients."""
 
     name: str
     fn: Callable[..., Any]

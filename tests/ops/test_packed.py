@@ -16,7 +16,7 @@ EMBEDDING = ops.RotaryEmbedding(WIDTH, 10_000.0)
 STARTS = np.array([140, 0, 5, 120, 0, 0, 30], np.int32)
 COUNTS = np.array([1, 0, 1, 20, 3, 0, 9], np.int32)
 DECODES, ROWS = 3, 48
-"""Three requests decode, one of which is absent; four prefill, one of which has no query."""
+"""Three requests decode, one of them absent; four prefill, one of them without queries."""
 
 
 def drawn(seed: int, *shape: int) -> np.ndarray:

@@ -58,7 +58,7 @@ def page_table() -> np.ndarray:
 
 
 def rectangular(x: np.ndarray, first: Sequence[int], counts: Sequence[int]) -> jax.Array:
-    """Packed rows as `[B, T, ...]`, with zeros behind the tokens of each request."""
+    """Reshapes packed rows to `[B, T, ...]`, with zeros after the tokens of each request."""
     out = np.zeros((len(counts), TOKENS, *x.shape[1:]), x.dtype)
     for request, (row, count) in enumerate(zip(first, counts, strict=True)):
         out[request, :count] = x[row : row + count]

@@ -1,4 +1,4 @@
-"""Quantized pages: codes and scales are the contract's, and attention's bits those of what they are read as."""
+"""Quantized pages have the contract's codes and scales, and attention has the bits of the dequantized numbers."""
 
 import re
 from collections.abc import Callable

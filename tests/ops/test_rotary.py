@@ -100,7 +100,7 @@ def test_a_base_that_has_no_powers_is_refused(theta: float) -> None:
 
 
 def test_frequencies_do_not_depend_on_the_hosts_powers_and_logarithms(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their last bits differ from processor to processor, of which a GPU's fingerprint says nothing."""
+    """Their last bits differ between processors, and a GPU's fingerprint does not name the processor."""
     options = {"truncate": False, "mscale": 0.7, "mscale_all_dim": 1.1}
     expected = embedding(**options)
     frequencies, scale = expected.inverse_frequencies, expected.embedding_scale

@@ -1,4 +1,4 @@
-"""Which token is chosen, held against a sampler written out in NumPy: what is kept, how often it is drawn, by what."""
+"""Sampling compared with a sampler written in NumPy: kept tokens, frequencies, and dependence on the seed."""
 
 import functools
 from typing import Any
@@ -26,7 +26,7 @@ def sampling_logprobs(logits: Any, tokens: Any, *, filtered: bool = True, **fiel
 
 
 def arrays_of(rows: int, **fields: Any) -> ops.SamplingArrays:
-    """How rows are sampled; fields are per row or for all."""
+    """Sampling parameters; fields are per row or for all rows."""
 
     def per_row(name: str, default: float, dtype: Any) -> jax.Array:
         return jnp.asarray(np.broadcast_to(fields.pop(name, default), rows).astype(dtype))
@@ -46,7 +46,8 @@ def arrays_of(rows: int, **fields: Any) -> ops.SamplingArrays:
 
 
 def kept(logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float) -> np.ndarray:
-    """Which entries of a row may be chosen, in float64, one filter after the other over ids from the likeliest on."""
+    """Returns the entries of a row that may be chosen, in float64: filters in sequence over ids, the likeliest
+    first."""
     p = np.exp((logits - logits.max()).astype(np.float64) / temperature)
     ids = sorted(range(len(p)), key=lambda i: (-p[i], i))
     if top_k:

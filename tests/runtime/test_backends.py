@@ -43,12 +43,12 @@ def test_an_unknown_backend_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         with detjax.use_backend("hoper"):
             pass
     monkeypatch.setenv("DETJAX_BACKEND", "hoper")
-    with pytest.raises(ValueError, match="environment variable DETJAX_BACKEND: 'hoper' is no backend"):
+    with pytest.raises(ValueError, match="environment variable DETJAX_BACKEND: 'hoper' is not a backend"):
         detjax.backend()
 
 
 def _is_portable(text: str) -> bool:
-    """Whether this is a program of the portable backend: its loops distinguish it from XLA's own."""
+    """Returns whether this is a program of the portable backend, which has loops that XLA's own do not have."""
     return "while" in text
 
 

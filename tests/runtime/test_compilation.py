@@ -50,7 +50,7 @@ def test_the_pinned_options_are_exactly_these(device_platform: str) -> None:
 
 @pytest.mark.parametrize("device_platform", ["cpu", "gpu"])
 def test_the_pinned_options_are_known_to_this_release_of_xla(device_platform: str) -> None:
-    # The compiler for CPUs knows the names of both; those of TPUs are libtpu's own.
+    # The CPU compiler knows the names of both; only libtpu knows the TPU names.
     options = compilation.compiler_options(device_platform)
     assert jax.jit(lambda x: x + 1, compiler_options=options)(jnp.ones(3))[0] == 2
 

@@ -112,7 +112,7 @@ def test_variables_that_bits_may_depend_on_are_hashed(
 
 
 def test_flags_that_were_removed_after_xla_read_them_are_in_the_fingerprint() -> None:
-    """XLA reads its flags once. Its own options tell which, whatever the environment says by then."""
+    """XLA reads its flags once. Its options have their values, even if the environment has changed since."""
     from tests.support.answer import digest_after_flags_were_removed
 
     assert digest_after_flags_were_removed("--xla_cpu_max_isa=AVX2") != digest_after_flags_were_removed("")

@@ -41,7 +41,7 @@ def test_an_unknown_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         with detjax.without_fusions("rope"):
             pass
     monkeypatch.setenv(fusions.FUSIONS_VARIABLE, "all")
-    with pytest.raises(ValueError, match="environment variable DETJAX_WITHOUT_FUSIONS: 'all' is no fusion"):
+    with pytest.raises(ValueError, match="environment variable DETJAX_WITHOUT_FUSIONS: 'all' is not a fusion"):
         fusions.separated()
 
 

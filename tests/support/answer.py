@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What a process says of itself and answers.
+    """A process's description of itself, and its answer.
 
     Attributes:
         digest: the fingerprint's digest; None if the environment was refused.

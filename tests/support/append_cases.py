@@ -103,7 +103,7 @@ CASES = {
     "a chunk": Append.random((0, 30, 100), (40, 40, 40), 40),
     "ragged": Append.random((0, 120, 251, 128), (0, 20, 3, 11), 20),
     "at capacity": Append.random((255, 256, 254, 120), (1, 4, 4, 4), 4),
-    "behind the capacity": Append.random((256, 300), (1, 1), 1),
+    "beyond the capacity": Append.random((256, 300), (1, 1), 1),
     "one page": Append.random((126, 0), (3, 3), 3, columns=1),
     "no norms": Append.random((120, 7), (20, 9), 20, norms=False),
     "norms with an offset": Append.random((120, 7), (20, 9), 20, offset=1.0),

@@ -41,7 +41,7 @@ class Requests:
     values of the other sign: what a late query sees cancels but for roundings, so that 16 bits show whether two kernels
     add in the same order.
 
-    Queries are `[B, T, H, K]`, a token for each key, and garbage behind a request's last; keys and values
+    Queries are `[B, T, H, K]`, a token for each key, and garbage after a request's last; keys and values
     `[B, T, h, K]`.
     """
 
@@ -113,7 +113,7 @@ class Requests:
         return with_pages(k_pages=pages[0], v_pages=pages[1]), with_pages(k_pages=k, v_pages=v)
 
     def with_latents(self, width: int) -> "Requests":
-        """The requests with so many of the keys' first columns as values."""
+        """Returns the requests with the keys' first `width` columns as values."""
         return dataclasses.replace(self, v=self.k[..., :width], v_pages=ops.KeyColumns(width))
 
     def last(self, tokens: int) -> np.ndarray:
@@ -126,13 +126,12 @@ class Requests:
         return KVPages(self.k_pages, self.v_pages)
 
     def queries(self, start: np.ndarray, tokens: int) -> Queries:
-        """Where so many tokens of each request from position `start` on stand. Later keys are not there yet if no query
-        sees them."""
+        """Returns the queries of tokens from `start` on. Later keys are not in the cache yet if no query sees them."""
         length = np.minimum(self.lengths, start + tokens) if self.masking.causal else np.array(self.lengths)
         return Queries(self.page_table, *(jnp.asarray(x, jnp.int32) for x in (start, length)))
 
     def operands(self, start: np.ndarray, tokens: int) -> AttentionOperands:
-        """What a kernel's `forward` takes, for so many tokens of each request from position `start` on."""
+        """Returns the arguments of a kernel's `forward` for a number of tokens of each request from `start` on."""
         padded = np.pad(self.q, [(0, 0), (0, tokens), (0, 0), (0, 0)])
         q = np.stack([x[first : first + tokens] for x, first in zip(padded, start, strict=True)])
         return AttentionOperands(jnp.asarray(q), self.kv, self.queries(start, tokens), self.sinks)
@@ -153,7 +152,7 @@ class Requests:
         return self.prefill(np.zeros(len(self.lengths), int), max(self.lengths))
 
     def in_chunks(self, size: int, with_normalizers: bool) -> list[np.ndarray]:
-        """Every query, so many tokens at a time: without the normalizers few tokens are served by decode."""
+        """Computes all queries in chunks: without normalizers, small chunks are served by decode."""
         options = {"masking": self.masking, "with_normalizers": with_normalizers}
         forward = detjax.jit(functools.partial(attention.forward, **options))
         starts = [np.full(len(self.lengths), start) for start in range(0, max(self.lengths), size)]

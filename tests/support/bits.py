@@ -22,7 +22,7 @@ def assert_same_bits(actual: Any, expected: Any) -> None:
 
 
 def same_bits(a: Any, b: Any) -> bool:
-    """Whether `assert_same_bits` would pass. Negative controls, which must differ, use it."""
+    """Returns whether `assert_same_bits` would pass. Negative controls, which must differ, use it."""
     try:
         assert_same_bits(a, b)
     except AssertionError:

@@ -1,4 +1,4 @@
-"""Which programs XLA compiles meanwhile."""
+"""Records the programs that XLA compiles meanwhile."""
 
 import contextlib
 from collections.abc import Iterator

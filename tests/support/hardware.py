@@ -1,10 +1,10 @@
-"""Tests that need a device of a certain kind are skipped where there is none."""
+"""Skips tests that need a device of a certain kind if it is not there."""
 
 import pytest
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "hopper: runs kernels on a Hopper GPU; skipped where there is none")
+    config.addinivalue_line("markers", "hopper: runs kernels on a Hopper GPU; skipped without one")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -1,4 +1,4 @@
-"""How much memory Python allocates."""
+"""Measures the memory that Python allocates."""
 
 import contextlib
 import gc

@@ -6,7 +6,7 @@ Blocks of Python share one namespace, and blocks of bash run in the working dire
 of `text` right after one is its output. Blocks without a language are output or forms to fill in, and are not run.
 
 A block is not run if its first line ends in `test="skip: REASON"`, or if the comment `<!-- not run: REASON -->` stands
-before it. `<!-- runs until: URL -->` is for a server: it runs beside those that follow, which wait for it.
+before it. `<!-- runs until: URL -->` is for a server: it runs while the following blocks run, which wait for it.
 """
 
 import contextlib
@@ -42,10 +42,10 @@ class Block:
 
     Attributes:
         line: the line of its first line of code.
-        language: what stands behind the fence.
+        language: the word after the fence.
         code: its text.
         skipped: why it is not run; None: it is.
-        ready: the address that answers once the block, a server, is ready; None: it is no server.
+        ready: the address that answers once the block, a server, is ready; None: it is not a server.
         output: what the page says that it prints; None: it does not say.
     """
 

@@ -10,7 +10,7 @@ from tests.support.waits import HANGS_AFTER
 
 ROOT: Final = Path(__file__).parents[2]
 ALL_HOLD: Final = "all hold"
-"""What a module prints last, when all that it compares is equal."""
+"""The last line that a module prints when everything it compares is equal."""
 
 
 def run_on_devices(module: str, *arguments: str, devices: int = 8) -> str:

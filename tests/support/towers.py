@@ -16,7 +16,7 @@ FIXTURES: Final = Path(__file__).parents[1] / "fixtures"
 NAMES: Final = ("qwen2_5_vl-tiny", "qwen3-5-vl", "qwen3-5-moe-vl")
 """The fixtures with a tower."""
 VIDEO_NAME: Final = "qwen2_5_vl-video"
-"""The fixture with a video behind an image."""
+"""The fixture with a video after an image."""
 IMAGE, VIDEO_TOKEN = 100, 101
 """The tokens of images and of videos of these."""
 CHARACTERS: Final = (*map(chr, range(32, 127)), "\n", "\t", "é", "ü", "<unk>")
@@ -70,7 +70,7 @@ def model(name: str, dtype: str = "float32") -> Decoder:
 
 @functools.cache
 def reference(name: str) -> dict[str, np.ndarray]:
-    """What transformers computed."""
+    """The results of transformers."""
     return dict(np.load(FIXTURES / name / "reference.npz"))
 
 
@@ -119,7 +119,7 @@ def with_one_token_each(tokens: list[int]) -> list[int]:
 
 
 def character_tokenizer() -> Tokenizer:
-    """A token for each character, and those of images."""
+    """A token for each character, and image tokens."""
     made = tokenizers.Tokenizer(
         tokenizers.models.WordLevel({token: index for index, token in enumerate(CHARACTERS)}, unk_token="<unk>")
     )

@@ -1,4 +1,4 @@
-"""How long tests wait for what has to happen."""
+"""Timeouts of tests."""
 
 from typing import Final
 
