@@ -1,5 +1,5 @@
-"""Reinforcement learning whose trainer sees the bits that its sampler saw.
+"""Reinforcement learning whose trainer computes the same bits as its sampler.
 
-Read `trainer` first, then `rollouts` and `policy_gradients`; `runs` puts them together for `tasks`. `functional` has
-the same steps as pure functions, and `tunix` the adapter to Tunix.
+Read `trainer` first, then `rollouts` and `policy_gradients`; `runs` combines them to train on `tasks`. `functional`
+offers the same steps as pure functions, and `tunix` adapts them to Tunix.
 """

@@ -1,8 +1,7 @@
 """Training as pure functions of pytrees, for loops of any kind: rollouts, gradients and updates.
 
-`params` are a model's weights as `nnx.state(model)` has them. No function changes what it is given, and what it returns
-is a function of its arguments, whatever microbatches and devices compute it. `detjax.rl.runs.run` trains by the same
-steps.
+`params` are a model's weights as `nnx.state(model)` returns them. No function changes its arguments, and results do not
+depend on microbatches or devices. `detjax.rl.runs.run` trains with the same steps.
 """
 
 import dataclasses
@@ -31,7 +30,7 @@ from detjax.rl.trainer.train_state import TrainState, initial_state, update, wei
 from detjax.runtime import compilation
 
 type Params = PyTree[Array]
-"""A model's weights, as `nnx.state(model)` has them and `Engine.update_weights` takes them."""
+"""A model's weights, as `nnx.state(model)` returns them and `Engine.update_weights` takes them."""
 
 
 class Rollouts(NamedTuple):
@@ -39,7 +38,7 @@ class Rollouts(NamedTuple):
 
     Attributes:
         tokens: for each prompt and sample, the tokens of the completion, its end token included.
-        logprobs: their logprobs under the distribution that they were drawn from.
+        logprobs: their logprobs under the distribution that they were sampled from.
     """
 
     tokens: list[list[Int32[np.ndarray, "C"]]]
@@ -47,12 +46,12 @@ class Rollouts(NamedTuple):
 
 
 class LossAndGradients(NamedTuple):
-    """What a batch gives.
+    """The loss, gradients and logprobs of a batch.
 
     Attributes:
-        loss: the value of the loss, in float64 from the logprobs.
-        gradients: float32, a pytree like the params; zeros for weights that are not trained.
-        logprobs: for each sample the logprobs of its completion.
+        loss: computed in float64 from the logprobs.
+        gradients: float32, a pytree like the params; zeros for frozen weights.
+        logprobs: the logprobs of each sample's completion.
     """
 
     loss: float
@@ -61,11 +60,11 @@ class LossAndGradients(NamedTuple):
 
 
 class State(NamedTuple):
-    """What training needs to go on.
+    """The state between two training steps.
 
     Attributes:
         params: the weights.
-        training: the float32 masters that they are rounded from, and the optimizer's state.
+        training: the float32 masters from which the weights are rounded, and the optimizer state.
     """
 
     params: Params
@@ -89,15 +88,16 @@ class Training:
         shards: int = GRADIENT_SHARDS,
         distribution: Distribution = MODEL_DISTRIBUTION,
     ) -> None:
-        """The functions for a model, whose weights are not used, and may be shapes and dtypes.
+        """Binds the functions to a model.
 
         Args:
-            model: the decoder.
+            model: the decoder. Its weights are not used; they may be `jax.ShapeDtypeStruct`.
             optimizer: such as `detjax.rl.trainer.optimizers.adamw`. It sees one leaf at a time.
             loss: see `detjax.rl.trainer.losses`.
-            max_norm: gradients with a larger norm are scaled down to it; None: they are not.
-            shards: the parts of a batch whose sums are added as a tree. It belongs to a run, as a seed does.
-            distribution: the distribution that samples are drawn from, whose logprobs the loss takes.
+            max_norm: gradients with a larger norm are scaled down to it; None: no clipping.
+            shards: the number of shards of a batch, whose sums are added as a tree. Part of a run's configuration, like
+                its seed.
+            distribution: the distribution that samples are drawn from; the loss takes logprobs under it.
         """
         self.network, self._like = split(model)
         self._optimizer, self._loss, self._max_norm = optimizer, loss, max_norm
@@ -106,15 +106,15 @@ class Training:
     def rollout_function(
         self, engine: Engine, *, max_tokens: int, samples: int = 1
     ) -> Callable[[Params, Sequence[str | Sequence[int]], int], Rollouts]:
-        """Returns `rollout(params, prompts, seed)`, which draws completions of prompts from the distribution.
+        """Returns `rollout(params, prompts, seed)`, which samples completions from the distribution.
 
         Args:
-            engine: what computes them. Its weights are those of the last call.
-            max_tokens: the most tokens of a completion.
-            samples: how many completions there are of each prompt.
+            engine: computes the completions. Each call of `rollout` replaces its weights.
+            max_tokens: maximum number of tokens of a completion.
+            samples: completions of each prompt.
         """
-        drawn = dataclasses.asdict(self._distribution)
-        sampling = SamplingParams(max_tokens, n=samples, sampling_logprobs=True, **drawn)
+        distribution = dataclasses.asdict(self._distribution)
+        sampling = SamplingParams(max_tokens, n=samples, sampling_logprobs=True, **distribution)
 
         def rollout(params: Params, prompts: Sequence[str | Sequence[int]], seed: int) -> Rollouts:
             engine.update_weights(params)
@@ -127,7 +127,7 @@ class Training:
         return rollout
 
     def init(self, params: Params) -> State:
-        """Returns the state before the first step of training the params."""
+        """Returns the state before the first step."""
         weights = self.network.weights(params)
         placement = Placement(self._shards)
         return State(params, initial_state(weights, self._optimizer, placement, trained=self.network.trained))
@@ -135,18 +135,18 @@ class Training:
     def loss_and_gradients(
         self, params: Params, batch: Sequence[Sample], *, microbatch: Layout, mesh: Mesh | None = None
     ) -> LossAndGradients:
-        """Returns the loss of a batch and its gradients. Neither microbatches nor devices change a bit of them.
+        """Returns the loss of a batch and its gradients. No bit depends on microbatches or devices.
 
         Args:
             params: the weights.
-            batch: the sequences, whose order is part of the result.
-            microbatch: how many sequences are computed at a time, and how they are laid out.
-            mesh: the devices that share the batch, a power of two up to the number of shards, and that all get the
-                gradients; the names of its axes do not matter. Default: one device.
+            batch: the sequences. Their order affects the bits.
+            microbatch: the layout of microbatches.
+            mesh: the devices that share the batch, a power of two up to the number of shards. Gradients are replicated
+                on them; axis names do not matter. Default: one device.
 
         Raises:
-            ValueError: there is no sample, one is longer than a row, was drawn from another distribution, or lacks the
-                logprobs that the loss compares with; or the mesh has another number of devices.
+            ValueError: the batch is empty; a sample is longer than a row, was drawn from another distribution, or lacks
+                old logprobs that the loss needs; or the mesh has an unsupported number of devices.
         """
         plan = Plan(microbatch, self._shards, 1 if mesh is None else tuple(mesh.devices.flat))
         weights = plan.placement.everywhere(self.network.weights(params))
@@ -157,13 +157,12 @@ class Training:
         return LossAndGradients(loss, self.network.state(tuple(leaves)), result.logprobs)
 
     def update(self, state: State, gradients: Params, *, donated: bool = False) -> tuple[State, Float32[Array, ""]]:
-        """Returns the next state, on the devices that have the gradients, and the norm of the gradients.
+        """Returns the next state, on the devices that hold the gradients, and the norm of the gradients.
 
         Args:
             state: the state.
             gradients: float32, a pytree like the params.
-            donated: whether the next state takes the memory of this one's masters and moments, which must then not be
-                used any more.
+            donated: donates the buffers of `state.training`, which must not be used afterwards.
 
         Raises:
             ValueError: the gradients have other shapes or dtypes.
@@ -199,7 +198,7 @@ def _flat(x: Array, placement: Placement) -> Flat:
 
 
 def _devices(leaf: Any) -> tuple[Any, ...]:
-    """The devices that have an array, in the order of its mesh."""
+    """The devices that hold an array, in mesh order."""
     sharding = jax.numpy.asarray(leaf).sharding
     if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
         return tuple(sharding.mesh.devices.flat)

@@ -1,7 +1,7 @@
-"""Rollouts: what a policy answers, computed by an engine from the trainer's own weights.
+"""Rollouts: completions that an engine samples with the trainer's weights.
 
-A rollout is a function of weights, prompt, seed and sampling parameters. So nothing of it need be saved: one that is
-lost is computed again, to the same bits.
+A rollout is a function of weights, prompt, seed and sampling parameters. It need not be saved, since it can be computed
+again to the same bits.
 """
 
 import dataclasses
@@ -24,9 +24,9 @@ class Rollout:
         completion: the sampled tokens, the end token included if the sample has one.
         text: the completion's text without the end token.
         logprobs: the logprob of each token of the completion under the model.
-        sampling_logprobs: its logprob under the distribution that it was drawn from, after temperature and filters;
-            empty unless the sampling parameters ask for them.
-        sampling: how it was drawn; None: it is not known.
+        sampling_logprobs: its logprob under the distribution that it was sampled from, after temperature and filters;
+            empty unless the sampling parameters request it.
+        sampling: the sampling parameters; None: unknown.
     """
 
     prompt: Int32[np.ndarray, "P"]
@@ -42,11 +42,11 @@ class Rollout:
         return np.concatenate([self.prompt, self.completion])
 
     def sample(self, weights: Float32[np.ndarray, "C"], old_logprobs: Float32[np.ndarray, "C"] | None = None) -> Sample:
-        """Returns the rollout as a sample of a training step, which the trainer of another distribution refuses.
+        """Returns the rollout as a sample of a training step. Trainers refuse samples of another distribution.
 
         Args:
             weights: see `Sample`.
-            old_logprobs: what the loss compares with. Default: the sampling logprobs, if there are any.
+            old_logprobs: the logprobs that the loss compares with. Default: the sampling logprobs, if any.
         """
         if old_logprobs is None and len(self.sampling_logprobs):
             old_logprobs = self.sampling_logprobs
@@ -61,7 +61,7 @@ def rollouts(
     Args:
         engine: an engine with the policy's weights; see `Engine.update_weights`.
         prompts: texts or tokens.
-        sampling: how completions are sampled. Its seed is not used.
+        sampling: the sampling parameters. Their seed is ignored.
         seeds: a seed for each prompt; see `prompt_seeds`.
     """
     pairs = zip(prompts, seeds, strict=True)
@@ -83,11 +83,11 @@ def rollouts(
 
 
 def prompt_seeds(seed: int, prompts: int) -> list[int]:
-    """Returns the seed of each of so many prompts that are sampled together."""
+    """Returns a seed for each of `prompts` prompts that are sampled together."""
     return [seed_of(seed, index) for index in range(prompts)]
 
 
 def seed_of(run_seed: int, *place: int) -> int:
-    """Returns the seed of a place in a run, such as a step: 64 bits of a hash."""
+    """Returns the seed of a place in a run, such as a step: a 64-bit hash."""
     digest = hashlib.sha256("/".join(map(str, (run_seed, *place))).encode()).digest()
     return int.from_bytes(digest[:8], "little")

@@ -1,12 +1,11 @@
 """An adapter to Tunix: detjax's decoder as the model of its learners, and detjax's engine as its rollout.
 
-With both, the logprobs that Tunix trains on are the ones that the engine sampled by, bit for bit, in GRPO, PPO and
-agentic GRPO, as long as one update follows each batch of rollouts, and as long as the chat template gives back the
-tokens of earlier turns. That holds at temperature 1 without filters, in the learners' padded mode, and has been seen on
-CPUs. It does not make gradients independent of `train_micro_batch_size`: Tunix averages microbatches in an order of its
-own.
+With both, the logprobs that Tunix trains on equal the sampler's bit for bit in GRPO, PPO and agentic GRPO, if one
+update follows each batch of rollouts and the chat template reproduces the tokens of earlier turns. This holds at
+temperature 1 without filters, in the learners' padded mode, and was observed on CPUs. Gradients still depend on
+`train_micro_batch_size`, because Tunix averages microbatches in its own order.
 
-It needs the extra `tunix`, which is `google-tunix` 0.1.7, and meshes whose axes are of the type `Auto`.
+It needs the extra `tunix` (`google-tunix` 0.1.7) and meshes with axes of type `Auto`.
 """
 
 import threading
@@ -33,11 +32,7 @@ class TunixModel(nnx.Module):
     """A decoder with the signature that Tunix' learners call."""
 
     def __init__(self, decoder: Decoder) -> None:
-        """A wrapper whose parameters are the decoder's.
-
-        Args:
-            decoder: the decoder, which is not copied.
-        """
+        """Wraps a decoder and shares its parameters."""
         self.decoder = decoder
 
     def __call__(
@@ -49,18 +44,18 @@ class TunixModel(nnx.Module):
         segment_ids: Int32[Array, "B L"] | None = None,
         skip_lm_head: bool = False,
     ) -> tuple[Float[Array, "B L V"], None]:
-        """Returns the logits of rows with padding on the left and on the right, and no cache.
+        """Returns the logits of rows that are padded on the left and right, and None for the cache.
 
         Args:
-            input_tokens: ids; those of padding may lie outside of the vocabulary.
-            positions: not used, as they follow from the padding.
+            input_tokens: token ids; padding ids may lie outside of the vocabulary.
+            positions: ignored, since they follow from the padding.
             cache: None.
-            attention_mask: Tunix' causal mask, whose diagonal says which columns are tokens.
-            segment_ids: not used.
-            skip_lm_head: whether to return hidden states in place of logits; see `compute_final_logits`.
+            attention_mask: Tunix' causal mask, whose diagonal marks the columns with tokens.
+            segment_ids: ignored.
+            skip_lm_head: whether to return hidden states instead of logits; see `compute_final_logits`.
 
         Raises:
-            NotImplementedError: there is a cache, or sequences are packed, which Tunix says by a missing mask.
+            NotImplementedError: a cache is given, or sequences are packed, that is, the mask is None.
         """
         del positions, segment_ids
         decoder = self.decoder
@@ -72,19 +67,15 @@ class TunixModel(nnx.Module):
         return _padded_rows("TunixModel", outputs, input_tokens, cache, attention_mask), None
 
     def compute_final_logits(self, hidden: Float[Array, "*B D"]) -> Float32[Array, "*B V"]:
-        """Returns the logits of hidden states, which Tunix asks for in chunks with `compute_logps_chunk_size`."""
+        """Returns the logits of hidden states, which Tunix requests in chunks of `compute_logps_chunk_size`."""
         return self.decoder.logits(hidden)
 
 
 class TunixCritic(nnx.Module):
-    """A decoder that gives each token a value, for Tunix' PPO learner. Its values begin at 0."""
+    """A decoder with a value head, for Tunix' PPO learner. Its initial values are 0."""
 
     def __init__(self, decoder: Decoder) -> None:
-        """A critic with weights of its own.
-
-        Args:
-            decoder: the decoder whose weights are copied.
-        """
+        """Copies a decoder's weights."""
         graph, state = nnx.split(decoder)
         self.decoder = nnx.merge(graph, jax.tree.map(jnp.copy, state))
         self.value = nnx.Param(jnp.zeros((decoder.config.hidden_size, 1), decoder.dtype))
@@ -97,7 +88,7 @@ class TunixCritic(nnx.Module):
         attention_mask: Bool[Array, "B L L"] | None = None,
         segment_ids: Int32[Array, "B L"] | None = None,
     ) -> tuple[Float32[Array, "B L 1"], None]:
-        """Returns the values of a row's tokens, and no cache; see `TunixModel` for arguments and errors."""
+        """Returns the values of a row's tokens, and None for the cache; see `TunixModel` for arguments and errors."""
         del positions, segment_ids
 
         def outputs(tokens: Array, counts: Array) -> Array:
@@ -110,12 +101,12 @@ class TunixCritic(nnx.Module):
 def _padded_rows(
     name: str, outputs: Callable[[Array, Array], Array], input_tokens: Array, cache: Any, attention_mask: Array | None
 ) -> Array:
-    """Returns what a function of rows without padding on the left and of their lengths gives for Tunix' rows."""
+    """Applies a function of left-aligned rows and their lengths to Tunix' rows."""
     if cache is not None or attention_mask is None:
-        given = "a cache" if cache is not None else "packed sequences"
-        raise NotImplementedError(f"{name}: {given}; accepted: padded rows without a cache")
+        unsupported = "a cache" if cache is not None else "packed sequences"
+        raise NotImplementedError(f"{name}: {unsupported}; accepted: padded rows without a cache")
     is_token = jnp.diagonal(attention_mask, axis1=1, axis2=2)
-    # The decoder's rows begin with their first token. A row's tokens are moved there, and what comes out back.
+    # The decoder expects rows without padding on the left: rotate the tokens there, and the outputs back.
     columns = jnp.arange(input_tokens.shape[1])[None]
     first = jnp.argmax(is_token, axis=1)[:, None]
     moved, back = ((columns + shift) % input_tokens.shape[1] for shift in (first, -first))
@@ -125,17 +116,13 @@ def _padded_rows(
 
 
 class TunixTokenizer:
-    """A tokenizer as Tunix calls it, with an id for padding that no token has.
+    """A tokenizer with the methods that Tunix calls. Its padding id is outside of the vocabulary.
 
-    Tunix takes every id that equals the one of padding for padding, wherever it is. So no sampled token may have it.
+    Tunix treats the padding id as padding at any position, so no sampled token may have it.
     """
 
     def __init__(self, tokenizer: Tokenizer, decoder: Decoder) -> None:
-        """A tokenizer for a decoder's vocabulary.
-
-        Args:
-            tokenizer: the model's tokenizer.
-            decoder: the decoder.
+        """Wraps a tokenizer for a decoder's vocabulary.
 
         Raises:
             ValueError: the decoder has no end-of-sequence token.
@@ -150,11 +137,11 @@ class TunixTokenizer:
         return list(self._tokenizer.encode(text))
 
     def decode(self, ids: Sequence[int], **_: Any) -> str:
-        """Returns the text of ids, of which those of padding are left out."""
+        """Returns the text of ids, ignoring padding."""
         return self._tokenizer.decode([int(token) for token in ids if token != self._vocabulary])
 
     def bos_id(self) -> int:
-        """Returns the id that texts begin with: that of the end, which separates texts."""
+        """Returns the id that texts begin with: the end token, which separates texts."""
         return self._end
 
     def eos_id(self) -> int:
@@ -162,31 +149,30 @@ class TunixTokenizer:
         return self._end
 
     def pad_id(self) -> int:
-        """Returns the id of padding, the first one behind the vocabulary."""
+        """Returns the padding id, the first id after the vocabulary."""
         return self._vocabulary
 
 
 class TunixRollout(base_rollout.BaseRollout):
     """Rollouts by an engine, for `ClusterConfig(rollout_engine=TunixRollout)`, with a `TunixModel` as actor.
 
-    Rollouts are by the weights of the last synchronization, which follows each global step of a learner. A rollout's
-    seed depends on the number of synchronizations, on the prompt, and on how often the prompt was there since the last
-    one: neither on the order of the calls nor on `rollout_micro_batch_size`.
+    Rollouts use the weights of the last synchronization, which follows each global step of a learner. A rollout's seed
+    depends on the number of synchronizations, the prompt, and the prompt's previous occurrences since the last
+    synchronization, but not on the order of calls or on `rollout_micro_batch_size`.
 
-    To construct one replaces the formula by which Tunix computes logprobs, `tunix.rl.common.selective_log_softmax`,
-    by the engine's, in the whole process.
+    Constructing one monkey-patches `tunix.rl.common.selective_log_softmax` with the engine's, in the whole process.
     """
 
     def __init__(
         self, rollout_actor: TunixModel, tokenizer: Any, mesh: Any, rollout_config: Any, *, seed: int = 0, **engine: Any
     ) -> None:
-        """An engine with the actor's weights. Tunix gives all but the last arguments.
+        """Starts an engine with the actor's weights. Tunix passes the positional arguments.
 
         Args:
             rollout_actor: the model.
-            tokenizer: a `TunixTokenizer`, which Tunix may have wrapped.
-            mesh: not used: the engine is where the weights are.
-            rollout_config: says how long prompts and completions are.
+            tokenizer: a `TunixTokenizer`, possibly wrapped by Tunix.
+            mesh: ignored; the engine runs on the devices of the weights.
+            rollout_config: the maximum lengths of prompts and completions.
             seed: the seed of all rollouts.
             engine: options of the engine; see `EngineConfig`.
         """
@@ -199,14 +185,14 @@ class TunixRollout(base_rollout.BaseRollout):
         common.selective_log_softmax = selective_log_softmax
 
     def generate(self, prompts: list[str] | str, rollout_config: Any, **_: Any) -> base_rollout.RolloutOutput:
-        """Returns a completion of each prompt. Threads may call it at the same time.
+        """Returns a completion of each prompt. Thread-safe.
 
         Args:
-            prompts: texts, or the one text that an agentic learner gives.
-            rollout_config: says how long completions are.
+            prompts: texts, or a single text from an agentic learner.
+            rollout_config: the sampling parameters.
 
         Raises:
-            ValueError: the temperature is not 1, there are filters, or a prompt is too long.
+            ValueError: the temperature is not 1, filters are set, or a prompt is too long.
         """
         config = rollout_config
         if config.temperature != 1 or config.top_p not in (None, 1) or config.top_k not in (None, -1, 0):
@@ -219,8 +205,8 @@ class TunixRollout(base_rollout.BaseRollout):
         longest = max(map(len, ids))
         if longest + tokens > self._engine.max_length:
             raise ValueError(
-                f"TunixRollout: a prompt has {longest} tokens; accepted: {self._engine.max_length - tokens}, as the "
-                f"engine's max_length is {self._engine.max_length} and {tokens} tokens may follow"
+                f"TunixRollout: a prompt has {longest} tokens; accepted: at most {self._engine.max_length - tokens}, "
+                f"since the engine's max_length is {self._engine.max_length} and {tokens} tokens may follow"
             )
         self._synchronized()
         sampling = SamplingParams(tokens, 1.0, stop_token_ids=tuple(config.eos_tokens or (self.eos_id(),)))
@@ -236,7 +222,6 @@ class TunixRollout(base_rollout.BaseRollout):
         )
 
     def _seeds(self, prompts: list[list[int]]) -> list[int]:
-        """Returns the seed of each prompt's rollout."""
         seeds = []
         with self._lock:
             for prompt in map(tuple, prompts):
@@ -245,15 +230,15 @@ class TunixRollout(base_rollout.BaseRollout):
         return seeds
 
     def _synchronized(self) -> PyTree:
-        """Returns the weights of rollouts: the actor's until Tunix announces others."""
+        """Returns the weights of rollouts: the actor's until Tunix updates them."""
         with self._lock:
             if self._state is None:
-                # Tunix may have restored them from a checkpoint after it made this rollout.
+                # Tunix may have restored the actor from a checkpoint after constructing this rollout.
                 self._synchronize(nnx.state(self._actor))
             return self._state
 
     def _synchronize(self, state: PyTree) -> None:
-        # An update changes a module's variables in place, so only their arrays are kept.
+        # Updates change a module's variables in place, so hold on to their arrays only.
         state = jax.tree.map(lambda array: array, state)
         self._engine.update_weights(state["decoder"])
         self._state = state
@@ -266,9 +251,9 @@ class TunixRollout(base_rollout.BaseRollout):
         )
 
     def update_params(self, params: Any, filter_types: Any = None) -> None:
-        """Gives the engine other weights, of which nothing is copied: all parameters of a `TunixModel`.
+        """Updates the engine's weights with all parameters of a `TunixModel`, without a copy.
 
-        Weights that are not trained are no parameters, and stay the actor's.
+        Frozen weights are not parameters, and stay the actor's.
 
         Raises:
             RuntimeError: rollouts are in flight.
@@ -280,7 +265,7 @@ class TunixRollout(base_rollout.BaseRollout):
             self._occurrences.clear()
 
     def pad_id(self) -> int:
-        """Returns the id of padding."""
+        """Returns the padding id."""
         return self._tokenizer.pad_id()
 
     def eos_id(self) -> int:
@@ -288,15 +273,15 @@ class TunixRollout(base_rollout.BaseRollout):
         return self._tokenizer.eos_id()
 
     def model(self) -> None:
-        """Returns None: no module, as the weights are the engine's. So Tunix announces each update of the trainer's."""
+        """Returns None, since the engine holds the weights. Tunix then calls `update_params` after each update."""
 
     def close(self) -> None:
-        """Ends the engine."""
+        """Closes the engine."""
         self._engine.close()
 
 
 def selective_log_softmax(logits: Array, input_ids: Array) -> Array:
-    """Returns the logprobs of ids given logits `[..., V]`, in the engine's bits; 0 where an id is that of padding."""
+    """Returns the logprobs of ids for logits `[..., V]`, with the engine's bits; 0 for padding ids."""
     vocabulary = logits.shape[-1]
     ids = jnp.where(input_ids < vocabulary, input_ids, 0)
     logprobs = jnp.take_along_axis(ops.log_softmax(logits.astype(jnp.float32)), ids[..., None], axis=-1)[..., 0]

@@ -179,7 +179,7 @@ def test_an_unknown_loss_needs_logprobs_unless_it_says_that_it_does_not() -> Non
 def test_arrays_that_the_sampler_was_not_asked_for_are_named(engine: Engine) -> None:
     (one, *_) = drawn(engine, temperature=1.0, sampling_logprobs=False)
     with pytest.raises(
-        ValueError, match=r"0 old logprobs; .* SamplingParams\(sampling_logprobs=True\) has the sampler"
+        ValueError, match=r"0 old logprobs; .* SamplingParams\(sampling_logprobs=True\) makes the sampler"
     ):
         Sample(one.tokens, np.ones(len(one.completion), np.float32), one.sampling_logprobs)
 
@@ -190,7 +190,7 @@ def test_samples_by_hand_that_were_drawn_at_temperature_0_are_refused(engine: En
     assert not any(np.any(one.old_logprobs) for one in batch)
     one = trainer(ClippedRatio(), MODEL)
     before = [np.asarray(weight).copy() for weight in one.weights]
-    says = "old_logprobs of all 4 samples are 0, as those of tokens drawn with temperature 0, and the trainer's "
+    says = "old_logprobs of all 4 samples are 0, as for tokens drawn with temperature 0, and the trainer's "
     for use in (one.step, ways(ClippedRatio(), MODEL)["functional"]):
         with pytest.raises(ValueError, match=says + "distribution has temperature 1, whose logprobs add up to"):
             use(batch)

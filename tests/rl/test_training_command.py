@@ -69,14 +69,14 @@ def test_samplers_of_other_numerics_are_seen_by_the_trainer(
 def test_a_run_that_has_ended_is_not_written_over(ended: Path) -> None:
     result = run(str(ended), *SMALL, "--steps", "2")
     assert result.exit_code == 2
-    assert "the run has ended. Give another directory." in result.output
+    assert "the run has already finished. Choose another directory." in result.output
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("--task", "plus:1"), "name is 'plus'; accepted: 'addition'"),
-        (("--task", "addition"), "--task is 'addition'; accepted: a name and a difficulty from 1 on"),
+        (("--task", "addition"), "--task is 'addition'; accepted: a name and a difficulty of at least 1"),
         (("--task", "addition:0"), "--task is 'addition:0'; accepted"),
         (("--task", "addition:1", "--kind", "both"), "--kind is 'both'; accepted: supervised, reinforcement"),
         (("--task", "addition:1", "--estimator", "ppo"), "--estimator is 'ppo'; accepted: grpo, rloo, reinforce"),
@@ -88,7 +88,7 @@ def test_a_run_that_has_ended_is_not_written_over(ended: Path) -> None:
         (("--task", "addition:1", "--steps", "0"), "--steps is 0; accepted: at least 1"),
         (("--task", "addition:1", "--save-every", "0"), "--save-every is 0; accepted: at least 1"),
         (("--task", "addition:1", "--microbatch-tokens", "20"), "tokens is 20; accepted: positive multiples of 16"),
-        (("--task", "addition:1", "--width", "33"), "accepted: at least one layer, and a multiple of 32"),
+        (("--task", "addition:1", "--width", "33"), "and a width that is a multiple of 32"),
         (("--task", "addition:1", "--devices", "3"), "devices is 3; accepted: powers of two up to shards"),
         (("--task", "addition:1", "--model", "/nowhere"), "/nowhere"),
     ],

@@ -2,7 +2,7 @@
 
 import pytest
 
-from detjax.rl.tasks import LONGEST_TEXT, MAX_DIFFICULT, TASKS, Example, Task
+from detjax.rl.tasks import LONGEST_TEXT, MAX_DIFFICULTY, TASKS, Example, Task
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ HOSTILE = [
 @pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
 @pytest.mark.parametrize("text", HOSTILE, ids=lambda text: f"{len(text)} of {text[:1]!r}")
 def test_hostile_texts_are_not_rewarded(task: Task, text: str) -> None:
-    for difficulty in (1, 4, MAX_DIFFICULT):
+    for difficulty in (1, 4, MAX_DIFFICULTY):
         assert task.reward(task.example(0, 0, difficulty), text) == 0.0
 
 
@@ -103,5 +103,5 @@ def test_no_verifier_sees_a_text_that_is_too_long() -> None:
 def test_prompts_that_are_not_of_the_task_and_unknown_answers_are_refused() -> None:
     with pytest.raises(ValueError, match="countdown: the prompt is '1\\+1='; accepted: such as"):
         TASKS["countdown"].reward(Example("1+1=", None), "2")
-    with pytest.raises(ValueError, match="addition: no answer is known to the prompt '1\\+1='"):
+    with pytest.raises(ValueError, match="addition: no answer is known for the prompt '1\\+1='"):
         TASKS["addition"].solution(Example("1+1=", None))

@@ -1,4 +1,4 @@
-"""From rewards to a loss: advantages, corrections for another sampler, and the policy gradient.
+"""Policy gradients: advantages from rewards, corrections for a different sampler, and the samples of a step.
 
 Read `policy_gradient` first.
 """

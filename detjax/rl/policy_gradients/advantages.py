@@ -1,7 +1,7 @@
-"""Advantages of samples from their rewards, and the weights of tokens in a loss, in float64 on the host.
+"""Advantages and per-token loss weights, computed in float64 on the host.
 
-Sums are exact and rounded once (`math.fsum`), so no bit depends on the order of the samples. A baseline of equal
-rewards is exactly this reward, so their advantages are exactly 0.0.
+Sums are exact and rounded once (`math.fsum`), so no bit depends on the order of the samples. The baseline of equal
+rewards is exactly that reward, so their advantages are exactly 0.0.
 """
 
 import math
@@ -18,19 +18,18 @@ _EPSILON: Final = 1e-6
 
 
 def grpo(rewards: Float64[np.ndarray, "P G"], epsilon: float = _EPSILON) -> Float64[np.ndarray, "P G"]:
-    """Returns the advantages of GRPO: `(r - mean) / (std + epsilon)`, with mean and std of the prompt's samples.
+    """Returns the advantages of GRPO: `(r - mean) / (std + epsilon)`, with mean and std over a prompt's samples.
 
-    `std` is the root of the mean squared deviation (divided by G, not by G - 1). Shao et al. 2024, "DeepSeekMath"
-    (arXiv:2402.03300), section 4.1.2.
+    `std` divides by G, not by G - 1. Shao et al. 2024, "DeepSeekMath" (arXiv:2402.03300), section 4.1.2.
 
     Args:
         rewards: finite rewards of G samples for each of P prompts.
-        epsilon: what keeps the quotient finite, above 0.
+        epsilon: keeps the quotient finite, above 0.
 
     Raises:
-        ValueError: a reward is not finite, there are fewer than two samples a prompt, or epsilon is not above 0.
+        ValueError: a reward is not finite, a prompt has fewer than two samples, or epsilon is not above 0.
     """
-    _check("grpo", rewards, least_samples=2)
+    _check("grpo", rewards, min_samples=2)
     if not 0 < epsilon < math.inf:
         raise ValueError(f"grpo: epsilon is {epsilon!r}; accepted: above 0, finite")
     advantages = _centred(rewards)
@@ -50,9 +49,9 @@ def rloo(rewards: Float64[np.ndarray, "P G"]) -> Float64[np.ndarray, "P G"]:
         rewards: finite rewards of G samples for each of P prompts.
 
     Raises:
-        ValueError: a reward is not finite, or there are fewer than two samples a prompt.
+        ValueError: a reward is not finite, or a prompt has fewer than two samples.
     """
-    _check("rloo", rewards, least_samples=2)
+    _check("rloo", rewards, min_samples=2)
     groups = [
         [reward - _mean(group[:sample] + group[sample + 1 :]) for sample, reward in enumerate(group)]
         for group in rewards.tolist()
@@ -69,10 +68,10 @@ def reinforce(rewards: Float64[np.ndarray, "P G"], baseline: Baseline = "none") 
             as in Dr. GRPO (Liu et al. 2025, "Understanding R1-Zero-Like Training", arXiv:2503.20783).
 
     Raises:
-        ValueError: a reward is not finite, there is none, there are fewer than two samples a prompt under "group", or
-            there is no such baseline.
+        ValueError: a reward is not finite, rewards are empty, a prompt has fewer than two samples under "group", or the
+            baseline is unknown.
     """
-    _check("reinforce", rewards, least_samples=2 if baseline == "group" else 1)
+    _check("reinforce", rewards, min_samples=2 if baseline == "group" else 1)
     match baseline:
         case "none":
             return rewards.copy()
@@ -86,7 +85,7 @@ def reinforce(rewards: Float64[np.ndarray, "P G"], baseline: Baseline = "none") 
 def normalization(
     lengths: Sequence[int], kind: Normalization = "token", constant: int | None = None
 ) -> list[Float64[np.ndarray, "_"]]:
-    """Returns the weights of a batch's tokens in the loss `-sum(weight * advantage * logprob)`, an array a sequence.
+    """Returns each token's weight in the loss `-sum(weight * advantage * logprob)`, one array per sequence.
 
     With B sequences of n_1 to n_B generated tokens, a token of sequence i has the weight
 
@@ -99,10 +98,10 @@ def normalization(
     Args:
         lengths: the number of generated tokens of every sequence of the batch, not of a microbatch.
         kind: one of the three.
-        constant: tokens, such as the most that are generated; for "constant" alone.
+        constant: a number of tokens, such as `max_tokens`; only with "constant".
 
     Raises:
-        ValueError: a length is negative, there is no such kind, or a constant is missing, superfluous or less than 1.
+        ValueError: a length is negative, the kind is unknown, or the constant is missing, superfluous or less than 1.
     """
     if any(length < 0 for length in lengths):
         raise ValueError(f"normalization: a length is {min(lengths)}; accepted: at least 0")
@@ -124,11 +123,11 @@ def normalization(
     return [np.full(length, 1 / divisor if length else 0.0) for length, divisor in zip(lengths, divisors, strict=True)]
 
 
-def _check(function: str, rewards: np.ndarray, least_samples: int) -> None:
-    if rewards.ndim != 2 or rewards.dtype != np.float64 or not rewards.size or rewards.shape[1] < least_samples:
+def _check(function: str, rewards: np.ndarray, min_samples: int) -> None:
+    if rewards.ndim != 2 or rewards.dtype != np.float64 or not rewards.size or rewards.shape[1] < min_samples:
         raise ValueError(
             f"{function}: rewards is {rewards.dtype}{list(rewards.shape)}; accepted: float64[P, G] with at "
-            f"least 1 prompt and {least_samples} samples a prompt"
+            f"least 1 prompt and {min_samples} samples per prompt"
         )
     if not np.isfinite(rewards).all():
         prompt, sample = np.argwhere(~np.isfinite(rewards))[0]
@@ -138,7 +137,7 @@ def _check(function: str, rewards: np.ndarray, least_samples: int) -> None:
 
 
 def _mean(values: list[float]) -> float:
-    # The quotient may miss the only value there is by a rounding, and advantages of equal rewards must be zero.
+    # Rounding may move the mean of equal values off that value, and advantages of equal rewards must be zero.
     return min(max(math.fsum(values) / len(values), min(values)), max(values))
 
 

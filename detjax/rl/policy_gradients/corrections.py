@@ -1,11 +1,11 @@
 """Importance weights that correct for a sampler whose logprobs differ from the trainer's, in float64 on the host.
 
-A correction takes the sampler's and the trainer's logprobs of the sampled tokens, a float32 array a sequence. It
-returns what the policy gradient's terms are multiplied by, a float64 array a sequence. The ratio r = exp(trainer -
-sampler) is exactly 1.0 where the logprobs are equal, and 0.0 where the trainer's is -inf.
+A correction takes the logprobs of the sampled tokens from sampler and trainer, one float32 array per sequence. It
+returns factors of the policy gradient's terms, one float64 array per sequence. The ratio r = exp(trainer - sampler) is
+exactly 1.0 where the logprobs are equal, and 0.0 where the trainer's is -inf.
 
-All corrections raise a `ValueError` for arrays of other dtypes or shapes, for a sampler's logprob that is not finite,
-and for a trainer's that is NaN or +inf: no weight is right for them.
+All corrections raise `ValueError` for other dtypes or shapes, for sampler logprobs that are not finite, and for trainer
+logprobs that are NaN or +inf.
 """
 
 import math
@@ -16,16 +16,16 @@ from jaxtyping import Float64
 from detjax.audit.comparison.logprobs import Logprobs, check_pairs
 
 type Weights = list[Float64[np.ndarray, "_"]]
-"""Factors of the generated tokens' terms, an array a sequence."""
+"""Factors of the generated tokens' terms, one array per sequence."""
 
 
 def none(sampler: Logprobs, trainer: Logprobs) -> Weights:
-    """Returns weights of 1.0: no correction, which is right if the bits of sampler and trainer are equal."""
+    """Returns weights of 1.0: no correction, which is correct if sampler and trainer compute the same bits."""
     return [np.ones(len(differences)) for differences in _log_ratios("none", sampler, trainer)]
 
 
 def token_truncated(sampler: Logprobs, trainer: Logprobs, cap: float) -> Weights:
-    """Returns `min(r, cap)` for every token: truncated importance sampling, TIS.
+    """Returns `min(r, cap)` for every token: truncated importance sampling (TIS).
 
     Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"; the truncation is from
     Ionides 2008, "Truncated Importance Sampling". A cap of 2.0 is common.
@@ -76,8 +76,8 @@ def sequence_masked(sampler: Logprobs, trainer: Logprobs, low: float, high: floa
     Args:
         sampler: logprobs of the sampler.
         trainer: logprobs of the trainer.
-        low: the least product that is kept, at least 0.
-        high: the largest product that is kept, finite.
+        low: the smallest R that is not masked, at least 0.
+        high: the largest R that is not masked, finite.
 
     Raises:
         ValueError: the bounds or a logprob are not accepted.
@@ -97,7 +97,7 @@ def _check_cap(function: str, cap: float) -> None:
 
 
 def _ratio(log_ratio: float) -> float:
-    # NumPy's vectorized exp may have other bits for the last elements of an array; libm's has not.
+    # NumPy's vectorized exp may round the last elements of an array differently; libm's does not.
     try:
         return math.exp(log_ratio)
     except OverflowError:
@@ -112,8 +112,8 @@ def _log_ratios(function: str, sampler: Logprobs, trainer: Logprobs) -> list[lis
         if refused.any():
             token = int(refused.argmax())
             raise ValueError(
-                f"{function}: token {token} of sequence {index} has the logprobs {sampled[token]} of the sampler and "
-                f"{trained[token]} of the trainer; accepted: finite ones, or -inf of the trainer"
+                f"{function}: token {token} of sequence {index} has logprob {sampled[token]} from the sampler and "
+                f"{trained[token]} from the trainer; accepted: finite logprobs, or -inf from the trainer"
             )
         differences.append((trained.astype(np.float64) - sampled.astype(np.float64)).tolist())
     return differences

@@ -1,4 +1,4 @@
-"""Policy gradients: from rollouts and their rewards to the samples of a training step."""
+"""Policy gradients: turn rollouts and rewards into the samples of a training step."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -27,15 +27,15 @@ _ESTIMATORS: Final[Mapping[str, Callable[..., Float64[np.ndarray, "P G"]]]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PolicyGradient:
-    """How rollouts become a gradient.
+    """Settings of the policy gradient.
 
     Attributes:
-        estimator: how rewards become advantages; see `detjax.rl.policy_gradients.advantages`.
-        normalization: how the terms of tokens are weighed against each other.
+        estimator: computes advantages from rewards; see `detjax.rl.policy_gradients.advantages`.
+        normalization: weighs tokens against each other; see `advantages.normalization`.
         constant: the length that "constant" divides by.
-        correction: how terms are corrected for a sampler whose logprobs are not the trainer's.
-        cap: the largest weight of the truncated corrections, and the largest product that "sequence_masked" keeps; it
-            keeps no product below `1 / cap`.
+        correction: corrects for a sampler whose logprobs differ from the trainer's; see `corrections`.
+        cap: the largest weight of the truncated corrections. "sequence_masked" masks products outside of `1 / cap` to
+            `cap`.
         loss: the loss; `ClippedRatio` where rollouts train more than one step.
     """
 
@@ -58,17 +58,17 @@ class PolicyGradient:
         Args:
             groups: the rollouts of each prompt.
             rewards: their rewards.
-            trainer: the trainer's logprobs of each rollout's tokens before the step, under the distribution that they
-                were drawn from, as the rollouts' sampling logprobs are.
+            trainer: the trainer's logprobs of each rollout's tokens before the step, under the distribution that the
+                tokens were sampled from.
 
         Raises:
             ValueError: rollouts have no sampling logprobs, or logprobs are not accepted; see `corrections`.
         """
         flat = [rollout for group in groups for rollout in group]
-        if lacking := sum(not len(rollout.sampling_logprobs) for rollout in flat):
+        if missing := sum(not len(rollout.sampling_logprobs) for rollout in flat):
             raise ValueError(
-                f"PolicyGradient: {lacking} of {len(flat)} rollouts have no sampling logprobs; accepted: rollouts of "
-                "SamplingParams(sampling_logprobs=True)"
+                f"PolicyGradient: {missing} of {len(flat)} rollouts have no sampling logprobs; accepted: rollouts "
+                "sampled with SamplingParams(sampling_logprobs=True)"
             )
         factors = self._corrections([rollout.sampling_logprobs for rollout in flat], trainer)
         shares = advantages.normalization(
@@ -76,7 +76,7 @@ class PolicyGradient:
         )
         terms = zip(flat, self.advantages(rewards).reshape(-1), factors, shares, trainer, strict=True)
         return [
-            # Rounded once, from float64.
+            # The only rounding from float64.
             rollout.sample((advantage * factor * share).astype(np.float32), old)
             for rollout, advantage, factor, share, old in terms
         ]
@@ -94,7 +94,7 @@ class PolicyGradient:
 
 
 def supervised_samples(pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Sample]:
-    """Returns the samples of a step of supervised training: the mean cross entropy of all completions' tokens.
+    """Returns samples whose loss is the mean cross entropy over all tokens of the completions.
 
     Args:
         pairs: prompts and completions, as tokens.

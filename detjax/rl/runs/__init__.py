@@ -1,4 +1,4 @@
-"""Whole runs: their recipe, their state on disk, their log, and the command that starts them.
+"""Whole runs: recipe, state on disk, log, and the command that starts a run.
 
 Read `run`, then `run_state`.
 """

@@ -1,4 +1,4 @@
-"""What `detjax train` does: a run from its options, with its states, its log and its model in one directory."""
+"""The command `detjax train`: a run from its options, with states, log and model in one directory."""
 
 import contextlib
 import dataclasses
@@ -23,7 +23,7 @@ _COLUMNS: Final = {
     "reinforcement": ("reward", "unequal_tokens", "k3", "entropy", "gradient_norm", "seconds"),
 }
 _ENGINE_SAMPLES: Final = 64
-"""Rollouts that are computed at the same time; no bit depends on it."""
+"""Rollouts that the engine computes concurrently; no bit depends on it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,23 +33,23 @@ class TrainingOptions:
     Attributes:
         directory: directory of the run: its states, its log and, at the end, its model.
         tasks: a task with its difficulty, such as addition:2.
-        kind: supervised: train right answers; reinforcement: train the policy's own rollouts.
-        model: begin with this checkpoint. Default: random weights.
+        kind: supervised: train on correct answers; reinforcement: train on the policy's own rollouts.
+        model: start from this checkpoint. Default: random weights.
         layers: layers of a model with random weights.
         width: width of a model with random weights, a multiple of 32.
         dtype: compute in float32, bfloat16 or float16.
-        steps: steps of the run.
-        prompts: prompts of a step.
-        samples: rollouts of a prompt.
-        max_tokens: tokens to generate at most.
+        steps: number of training steps.
+        prompts: prompts per step.
+        samples: rollouts per prompt.
+        max_tokens: maximum number of tokens to generate.
         temperature: temperature of rollouts.
         learning_rate: step size of AdamW.
-        estimator: how rewards become advantages.
+        estimator: estimator of advantages from rewards.
         correction: the importance weights.
-        kv_cache_dtype: quantize the KV cache of rollouts alone. Default: the model's dtype.
-        seed: seed of the random choices, 0 to 2^64 - 1.
-        microbatch_tokens: tokens of a packed microbatch, a multiple of 16; no bit depends on it.
-        devices: devices that share a batch.
+        kv_cache_dtype: quantize the KV cache of rollouts only. Default: the model's dtype.
+        seed: random seed, 0 to 2^64 - 1.
+        microbatch_tokens: tokens per packed microbatch, a multiple of 16; no bit depends on it.
+        devices: number of devices that share a batch.
         save_every: steps between two saved states.
     """
 
@@ -102,25 +102,25 @@ def _task(text: str) -> tuple[str, int]:
     name, _, difficulty = text.partition(":")
     task_named(name)
     if not difficulty.isdecimal() or int(difficulty) < 1:
-        raise ValueError(f"--task is {text!r}; accepted: a name and a difficulty from 1 on, such as {name}:2")
+        raise ValueError(f"--task is {text!r}; accepted: a name and a difficulty of at least 1, such as {name}:2")
     return name, int(difficulty)
 
 
 def train(options: TrainingOptions) -> str:
-    """Trains a model, and writes it to the directory `model` of the run's.
+    """Trains a model and writes it to the subdirectory `model` of the run's directory.
 
     Returns:
         The digest of the model's weights, configuration and tokenizer; see `detjax.models.digest`.
 
     Raises:
-        FileExistsError: the run has ended already.
+        FileExistsError: the run has already finished.
         ValueError: an option is not accepted, or the directory has the states of another run.
     """
     config = options.config()
     plan = Plan(Packed(options.microbatch_tokens), devices=options.devices)
     target = options.directory / "model"
     if target.exists():
-        raise FileExistsError(f"{target} exists: the run has ended. Give another directory.")
+        raise FileExistsError(f"{target} exists: the run has already finished. Choose another directory.")
     options.directory.mkdir(parents=True, exist_ok=True)
     decoder, tokenizer = _model(options)
     trainer = trainer_for(config, decoder, plan)
@@ -149,10 +149,9 @@ def train(options: TrainingOptions) -> str:
 
 
 def _end_token(decoder: Decoder) -> int:
-    """The token that ends answers: the first of those that end a text."""
     defaults = decoder.generation_defaults
     if defaults is None or not defaults.eos_token_ids:
-        raise ValueError("the model has no end-of-sequence token; accepted: a model with one, which ends its answers")
+        raise ValueError("the model has no end-of-sequence token; accepted: a model with one, to end its answers")
     return min(defaults.eos_token_ids)
 
 
@@ -161,5 +160,5 @@ def _model(options: TrainingOptions) -> tuple[Decoder, Tokenizer]:
         return small_policy(options.layers, options.width, seed=options.seed, dtype=options.dtype)
     decoder, tokenizer = models.load(options.model, dtype=options.dtype)
     if tokenizer is None:
-        raise ValueError(f"{options.model} has no tokenizer; accepted: a checkpoint with one, since tasks are texts")
+        raise ValueError(f"{options.model} has no tokenizer; accepted: a checkpoint with one, since tasks are text")
     return decoder, tokenizer

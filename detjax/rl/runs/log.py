@@ -1,4 +1,4 @@
-"""The log of a run: a line of JSON for every step, and a table of the newest steps on the console."""
+"""The log of a run: one JSON line per step, and a table of the latest steps on the console."""
 
 import json
 import math
@@ -14,15 +14,15 @@ from rich.live import Live
 from rich.table import Table
 
 _SHOWN_STEPS: Final = 12
-"""Steps that the table on a terminal shows, the newest ones."""
+"""Number of latest steps in the terminal's table."""
 
 
 class RunLog:
-    """Writes the metrics of a run's steps to a file, a JSON object a line, and shows them on the console.
+    """Writes the metrics of a run's steps to a file, one JSON object per line, and shows them on the console.
 
-    A line is in the file when `write` returns, so a process that is killed loses no step that it wrote. JSON has no
-    numbers that are not finite: they are written as the strings "nan", "inf" and "-inf", which `float` reads. On a
-    terminal, within a `with` block, the console shows a table; otherwise it shows a line for every step.
+    `write` returns after the line is in the file, so a killed process loses no step. Since JSON has no NaN or infinity,
+    they are written as the strings "nan", "inf" and "-inf", which `float` parses. On a terminal, within a `with` block,
+    the console shows a table; otherwise one line per step.
 
     Example:
         >>> from pathlib import Path
@@ -38,28 +38,28 @@ class RunLog:
     def __init__(
         self, path: Path, columns: Sequence[str], console: Console | None = None, resumed_step: int | None = None
     ) -> None:
-        """Opens the log of a new run, or of one that is resumed.
+        """Opens the log of a new or resumed run.
 
         Args:
-            path: the file. Its folder exists.
-            columns: names of the metrics that the console shows; the file has all of them.
-            console: where to show them; by default the standard output.
-            resumed_step: the step that a resumed run computes first. The file keeps the lines of the steps before it,
-                and loses a last line that was not written to its end. None: the run is new.
+            path: the file, in an existing folder.
+            columns: names of the metrics that the console shows; the file has all metrics.
+            console: the console. Default: standard output.
+            resumed_step: the first step that a resumed run computes. The lines of earlier steps stay in the file; later
+                lines and an incomplete last line are removed. None: the run is new.
 
         Raises:
             FileExistsError: the run is new, and the file has lines.
-            ValueError: a line of the file that is not the last is damaged.
+            ValueError: a line other than the last is damaged.
         """
-        kept, self._last_step = b"", -1
+        data, self._last_step = b"", -1
         if path.exists() and path.stat().st_size:
             if resumed_step is None:
                 raise FileExistsError(f"RunLog: {path} has lines; accepted: another path, or the step to resume from")
-            kept, self._last_step = _kept(path, resumed_step)
+            data, self._last_step = _lines_before(path, resumed_step)
         self._file = path.open("r+b" if path.exists() else "w+b")
-        self._file.truncate(len(kept))
-        self._file.seek(len(kept))
-        if kept and not kept.endswith(b"\n"):
+        self._file.truncate(len(data))
+        self._file.seek(len(data))
+        if data and not data.endswith(b"\n"):
             self._file.write(b"\n")
         self._columns = tuple(columns)
         self._console = Console() if console is None else console
@@ -67,7 +67,7 @@ class RunLog:
         self._live: Live | None = None
 
     def __enter__(self) -> Self:
-        """Begins to show the table, if the console is a terminal."""
+        """Shows the table if the console is a terminal."""
         if self._console.is_terminal:
             self._live = Live(self._table(), console=self._console, auto_refresh=False)
             self._live.start()
@@ -76,7 +76,7 @@ class RunLog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Leaves the table as it is and closes the file."""
+        """Stops updating the table and closes the file."""
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -87,11 +87,11 @@ class RunLog:
         self._file.close()
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Writes the line of a step, and shows it.
+        """Writes the line of a step and shows it.
 
         Args:
-            step: the step's number, above that of the line before.
-            metrics: values that JSON has, and NumPy's, by name.
+            step: the step's number, above the previous one.
+            metrics: JSON or NumPy values by name.
 
         Raises:
             ValueError: the step is not above the last one, or a metric is named "step".
@@ -100,7 +100,7 @@ class RunLog:
             raise ValueError(f"RunLog: step is {step} after {self._last_step}; accepted: above {self._last_step}")
         if "step" in metrics:
             raise ValueError(
-                "RunLog: a metric is named 'step'; accepted: other names, because lines have the step's number"
+                "RunLog: a metric is named 'step'; accepted: other names, because 'step' is the step's number"
             )
         line = json.dumps({"step": step} | _as_json(metrics), allow_nan=False)
         self._file.write(line.encode() + b"\n")
@@ -123,8 +123,8 @@ class RunLog:
         return table
 
 
-def _kept(path: Path, resumed_step: int) -> tuple[bytes, int]:
-    """Returns the file's beginning up to the lines before a step, and the last of their steps, -1 if there is none."""
+def _lines_before(path: Path, resumed_step: int) -> tuple[bytes, int]:
+    """Returns the file's lines before a step, and the number of the last of them, -1 without lines."""
     size, last_step = 0, -1
     data = path.read_bytes()
     lines = data.split(b"\n")
@@ -133,7 +133,7 @@ def _kept(path: Path, resumed_step: int) -> tuple[bytes, int]:
     for number, line in enumerate(lines, start=1):
         try:
             step = json.loads(line)["step"]
-            is_kept = step < resumed_step
+            is_earlier = step < resumed_step
         except (ValueError, KeyError, TypeError):
             if number == len(lines):
                 break
@@ -141,7 +141,7 @@ def _kept(path: Path, resumed_step: int) -> tuple[bytes, int]:
                 f"RunLog: line {number} of {path} is {line[:80]!r}; accepted: a JSON object with a step. Only the last "
                 "line may be damaged."
             ) from None
-        if not is_kept:
+        if not is_earlier:
             break
         size, last_step = size + len(line) + 1, step
     return data[:size], last_step

@@ -1,4 +1,4 @@
-"""Small policies for the tasks: decoders with a token for each character, made from nothing."""
+"""Small policies for the tasks: decoders with one token per character and random weights."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,10 +16,10 @@ HEAD_DIM = 32
 """The width of a head."""
 
 CHECKPOINT: Final = Path(__file__).parents[1] / "checkpoint"
-"""A policy of 0.4 million parameters that comes with detjax, trained by `detjax.rl.runs.recipe`.
+"""A policy of 0.4 million parameters, included in detjax and trained by `detjax.rl.runs.recipe`.
 
-It solves about half of the examples of each task, at the difficulties of `DIFFICULTIES`: where learning from rollouts
-can begin.
+It solves about half of each task's examples at the difficulties of `DIFFICULTIES`, a good start for reinforcement
+learning.
 """
 
 DIFFICULTIES: Final[Mapping[str, int]] = {
@@ -42,15 +42,15 @@ def small_policy(
         width: the width of the hidden states, a multiple of `HEAD_DIM`.
         seed: the seed of the weights.
         dtype: the dtype of the weights.
-        max_positions: the most tokens of a sequence.
+        max_positions: maximum length of a sequence, in tokens.
 
     Raises:
         ValueError: a number is out of range.
     """
     if layers < 1 or width < HEAD_DIM or width % HEAD_DIM:
         raise ValueError(
-            f"small_policy: {layers} layers of width {width}; accepted: at least one layer, and a multiple of "
-            f"{HEAD_DIM} for the width"
+            f"small_policy: {layers} layers of width {width}; accepted: at least one layer, and a width that is a "
+            f"multiple of {HEAD_DIM}"
         )
     tokenizer, heads = character_tokenizer(), width // HEAD_DIM
     config = DecoderConfig(

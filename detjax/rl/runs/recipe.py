@@ -1,7 +1,7 @@
-"""The recipe of the small policy that comes with detjax: supervised training from nothing, on examples of all tasks.
+"""The recipe of the small policy included in detjax: supervised training from random weights on all tasks.
 
-A few minutes of two CPU cores are enough. The result is a function of the recipe and of the environment's fingerprint,
-so its digest is kept for each fingerprint that it was trained under.
+It takes a few minutes on two CPU cores. The result is a function of the recipe and of the environment's fingerprint, so
+`DIGESTS` records a digest for each fingerprint.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from detjax.rl.runs.run import Run, RunConfig, trainer_for
 from detjax.rl.tasks import TASKS
 from detjax.rl.trainer.step import Plan
 
-# Tasks learn at different speeds: an easy one needs fewer examples until half of it is solved.
+# Easy tasks need fewer examples until half of them are solved.
 _ROUND: Final = (
     *("addition", "addition", "sorting", "addition", "countdown", "addition", "brackets"),
     *("addition", "countdown", "brackets", "addition", "addition", "addition"),
@@ -44,20 +44,20 @@ DIGESTS: Final[Mapping[str, str]] = {
 """The SHA-256 of the trained `model.safetensors` by fingerprint."""
 
 HELD_OUT_SEED: Final = 1
-"""The seed of examples that the policy is measured on."""
+"""The seed of the examples that evaluate the policy."""
 
 
 def train(
     plan: Plan, *, steps: int | None = None, layers: int = 2, width: int = 128, report: Callable[..., Any] = print
 ) -> tuple[Decoder, Tokenizer]:
-    """Returns the policy after the recipe, and its tokenizer.
+    """Trains by the recipe, and returns the policy and its tokenizer.
 
     Args:
-        plan: how gradients are computed; no bit depends on it but by the number of shards.
-        steps: fewer steps than the recipe has, for tests.
+        plan: the training plan. Only its number of shards affects bits.
+        steps: the number of steps, to run fewer than the recipe in tests.
         layers: the layers of the policy.
         width: its width.
-        report: called with a line of text now and then.
+        report: called with a line of text every 25 steps.
     """
     config = RECIPE if steps is None else dataclasses.replace(RECIPE, steps=steps)
     policy, tokenizer = small_policy(layers, width)
@@ -71,14 +71,14 @@ def train(
 def solved_shares(
     model: Decoder, tokenizer: Tokenizer, *, prompts: int = 128, samples: int = 4, temperature: float = 1.0
 ) -> dict[str, float]:
-    """Returns the share of right answers to held-out examples of each task.
+    """Returns the share of correct answers to held-out examples of each task.
 
     Args:
         model: the policy.
         tokenizer: its tokenizer.
         prompts: examples of each task.
-        samples: answers to each of them.
-        temperature: of the answers; 0 takes the likeliest tokens.
+        samples: answers per example.
+        temperature: the sampling temperature; 0: greedy.
     """
     with Engine(model, tokenizer, max_samples=64, token_budget=256, max_length=64) as engine:
         return {
@@ -88,7 +88,7 @@ def solved_shares(
 
 
 def solved_share(engine: Engine, name: str, difficulty: int, prompts: int, sampling: SamplingParams) -> float:
-    """Returns the share of right answers to held-out examples of a task."""
+    """Returns the share of correct answers to held-out examples of a task."""
     task = TASKS[name]
     examples = [task.example(HELD_OUT_SEED, number, difficulty) for number in range(prompts)]
     texts = [example.prompt for example in examples]
@@ -98,11 +98,11 @@ def solved_share(engine: Engine, name: str, difficulty: int, prompts: int, sampl
 
 
 def save(model: Decoder, tokenizer: Tokenizer, folder: Path) -> str:
-    """Writes a policy to a folder, and returns the SHA-256 of its weights' file."""
+    """Saves a policy to a folder and returns the SHA-256 of its weight file."""
     models.save(model, folder, tokenizer=tokenizer)
     return digest(folder)
 
 
 def digest(folder: Path) -> str:
-    """Returns the SHA-256 of the weights' file of a policy."""
+    """Returns the SHA-256 of a policy's weight file."""
     return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()

@@ -1,7 +1,7 @@
 """Whole runs: supervised training and reinforcement learning on verifiable tasks, reproducible to the byte.
 
-The examples and the seeds of a step are functions of the run's seed and of the step. So a run is a function of its
-configuration and of the model that it begins with, and a run that was killed and resumed ends with the same weights.
+The examples and seeds of a step are functions of the run's seed and the step. A run is therefore a function of its
+configuration and its initial model, and a run that was killed and resumed ends with the same weights.
 """
 
 import dataclasses
@@ -33,23 +33,23 @@ Kind = Literal["supervised", "reinforcement"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """What the bits of a run depend on, besides the model and the environment.
+    """All settings that affect the bits of a run. The model and the environment affect them too.
 
     Attributes:
-        kind: "supervised" trains right answers; "reinforcement" trains the policy's own rollouts.
-        tasks: names of tasks with their difficulties. Examples take them in turn.
-        steps: steps of the run.
+        kind: "supervised" trains on correct answers; "reinforcement" trains on the policy's own rollouts.
+        tasks: names of tasks with their difficulties. Examples cycle through them.
+        steps: number of steps.
         seed: the seed of examples and of sampling.
-        prompts: examples of a step.
-        samples: rollouts of each prompt.
-        max_tokens: the most tokens of a rollout.
-        distribution: the distribution that rollouts are drawn from. The loss takes its logprobs.
-        kv_cache_dtype: how the sampler alone quantizes keys and values; see `EngineConfig`. The trainer does not see
-            the sampler's bits then.
-        policy_gradient: how rollouts become a gradient.
-        learning_rate: the step size of AdamW.
-        warmup: steps over which the step size rises to it.
-        final_share: the share of it that remains at the last step; the step size falls evenly.
+        prompts: examples per step.
+        samples: rollouts per prompt.
+        max_tokens: maximum number of tokens of a rollout.
+        distribution: the distribution that rollouts are drawn from. The loss takes logprobs under it.
+        kv_cache_dtype: the sampler's KV cache quantization; see `EngineConfig`. The trainer does not quantize, so its
+            bits then differ from the sampler's.
+        policy_gradient: the policy gradient's settings.
+        learning_rate: the peak step size of AdamW.
+        warmup: number of steps of linear warm-up.
+        final_share: the share of `learning_rate` that remains at the last step, after linear decay.
         max_norm: gradients with a larger norm are scaled down to it.
         shards: see `detjax.rl.trainer.step.Plan`.
     """
@@ -71,19 +71,19 @@ class RunConfig:
     shards: int = GRADIENT_SHARDS
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the configuration as JSON has it. The loss has the name of its class."""
+        """Returns the configuration as JSON values, with the loss as its `repr`."""
         fields = dataclasses.asdict(self)
         fields["policy_gradient"]["loss"] = repr(self.policy_gradient.loss)
         return json.loads(json.dumps(fields))
 
 
 def trainer_for(config: RunConfig, model: Decoder, plan: Plan) -> Trainer:
-    """Returns the trainer of a run that begins with a model.
+    """Returns the trainer of a run.
 
     Args:
         config: the run's configuration.
-        model: the decoder; its own arrays stay as they are.
-        plan: how gradients are computed, with the run's number of shards.
+        model: the initial decoder, which is not modified.
+        plan: the training plan, with the run's number of shards.
     """
     optimizer = _optimizer(config.learning_rate, config.warmup, config.final_share, config.steps)
     loss, distribution = config.policy_gradient.loss, config.distribution
@@ -92,10 +92,10 @@ def trainer_for(config: RunConfig, model: Decoder, plan: Plan) -> Trainer:
 
 @functools.cache
 def _optimizer(learning_rate: float, warmup: int, final_share: float, steps: int) -> optax.GradientTransformation:
-    """The same object for equal runs, so that they share programs."""
+    """Returns the same object for equal runs, so that they share programs."""
     if not warmup and final_share == 1:
         return adamw(learning_rate)
-    # A table, since programs could compute a formula in different roundings.
+    # A table, since different programs may round a formula differently.
     step = np.arange(steps, dtype=np.float64)
     falling = 1 - (1 - final_share) * step / max(1, steps - 1)
     rates = (learning_rate * falling * np.minimum(1, (step + 1) / max(1, warmup))).astype(np.float32)
@@ -108,21 +108,21 @@ class Run:
     def __init__(
         self, config: RunConfig, trainer: Trainer, tokenizer: Tokenizer, end_token: int, engine: Engine | None = None
     ) -> None:
-        """A run that begins with the trainer's weights.
+        """Prepares a run that starts from the trainer's weights.
 
         Args:
-            config: what bits depend on.
+            config: the run's configuration.
             trainer: trains the model.
             tokenizer: the model's tokenizer.
             end_token: the token that ends an answer.
-            engine: computes rollouts; needed for reinforcement learning. Its model has the trainer's shapes.
+            engine: computes rollouts; required for reinforcement learning. Its model has the trainer's shapes.
 
         Raises:
-            ValueError: a task is unknown, there is no engine to learn from, or the trainer or the engine have another
-                configuration.
+            ValueError: a task is unknown, a required engine is missing, or the trainer's or engine's configuration does
+                not match.
         """
         if config.kind == "reinforcement" and engine is None:
-            raise ValueError("Run: engine is None; accepted: an engine, as the run trains on rollouts")
+            raise ValueError("Run: engine is None; accepted: an engine, since the run trains on rollouts")
         if config.shards != trainer.plan.shards:
             raise ValueError(f"Run: the trainer's plan has {trainer.plan.shards} shards; accepted: {config.shards}")
         if config.distribution != trainer.distribution:
@@ -138,10 +138,10 @@ class Run:
         self._tasks = [(task_named(name), difficulty) for name, difficulty in config.tasks]
 
     def steps(self, state: RunState | None = None, *, save_every: int = 50) -> Iterator[tuple[int, Mapping[str, Any]]]:
-        """Yields each step's number and metrics, from the newest saved step on.
+        """Yields each step's number and metrics, starting from the latest saved step.
 
         Args:
-            state: where states are saved and looked for; None: nothing is saved.
+            state: saves and restores states; None: nothing is saved.
             save_every: steps between two saves. The last step is always saved.
 
         Raises:
@@ -181,8 +181,8 @@ class Run:
         config, engine, examples = self.config, self.engine, self.examples(step)
         assert engine is not None
         engine.update_weights(self.trainer.params)
-        drawn = dataclasses.asdict(config.distribution)
-        sampling = SamplingParams(config.max_tokens, n=config.samples, sampling_logprobs=True, **drawn)
+        distribution = dataclasses.asdict(config.distribution)
+        sampling = SamplingParams(config.max_tokens, n=config.samples, sampling_logprobs=True, **distribution)
         seeds = prompt_seeds(seed_of(config.seed, step), len(examples))
         groups = rollouts(engine, [example.prompt for _, example in examples], sampling, seeds)
         pairs = zip(examples, groups, strict=True)

@@ -1,4 +1,4 @@
-"""The state of a run on a disk: it is saved while the run goes on, and read only by a run that it belongs to."""
+"""The state of a run on disk, saved in the background and restored only by the same run."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -13,31 +13,30 @@ import numpy as np
 from detjax.rl.trainer.train_state import TrainState
 from detjax.runtime import fingerprints
 
-_KEPT: Final = 2
-"""Saved steps that are kept: the newest, and the one before."""
+_MAX_SAVED: Final = 2
+"""Number of latest saved steps that stay on disk."""
 
 
 class RunState:
-    """Saves the state of a run after some of its steps, and finds the newest one that was saved as a whole.
+    """Saves the state of a run after some steps, and restores the latest one that was saved completely.
 
-    A run is a function of its configuration, and batches and seeds are functions of its seed and of the step. So
-    masters, moments and the step are all there is to save.
+    Batches and seeds are functions of the run's seed and the step, so masters, moments and the step suffice.
     """
 
     def __init__(self, directory: Path, configuration: Mapping[str, Any]) -> None:
-        """Opens the folder of a run's states, which is made if it does not exist.
+        """Opens the folder of a run's states, and creates it if needed.
 
         Args:
             directory: the folder.
-            configuration: what bits depend on besides the environment, as JSON has it.
+            configuration: the settings that affect bits, as JSON values.
 
         Raises:
-            ValueError: orbax-checkpoint is not installed, or there are several processes.
+            ValueError: orbax-checkpoint is not installed, or the run has several processes.
         """
         if jax.process_count() > 1:
             raise ValueError(
                 f"RunState: this is one of {jax.process_count()} processes; accepted: runs of one process. Loops over "
-                "several processes save what `detjax.rl.trainer.placement.on_host` returns of each array."
+                "several processes save what `detjax.rl.trainer.placement.on_host` returns for each array."
             )
         try:
             import orbax.checkpoint as orbax
@@ -50,7 +49,7 @@ class RunState:
             "configuration": dict(configuration),
             "fingerprint": dataclasses.asdict(fingerprints.fingerprint()),
         }
-        options = orbax.CheckpointManagerOptions(max_to_keep=_KEPT, enable_async_checkpointing=True)
+        options = orbax.CheckpointManagerOptions(max_to_keep=_MAX_SAVED, enable_async_checkpointing=True)
         self._manager = orbax.CheckpointManager(directory.absolute(), options=options)
 
     def __enter__(self) -> Self:
@@ -62,14 +61,14 @@ class RunState:
         self.close()
 
     def close(self) -> None:
-        """Waits until everything is saved."""
+        """Waits until all saves are complete."""
         self._manager.wait_until_finished()
         self._manager.close()
 
     def save(self, step: int, state: TrainState) -> None:
-        """Begins to save the state after so many steps.
+        """Starts saving the state after `step` steps.
 
-        The arrays are copied before this returns, so the next step may write over them.
+        The arrays are copied before this returns, so the next step may overwrite them.
         """
         host = jax.tree.map(lambda x: np.array(x), _named(state))
         arguments = self._orbax.args
@@ -82,14 +81,13 @@ class RunState:
         )
 
     def newest(self, like: TrainState) -> tuple[int, TrainState] | None:
-        """Returns the newest saved step and its state; None if nothing was saved.
+        """Returns the latest saved step and its state; None if nothing was saved.
 
         Args:
             like: a state of the same structure, shapes and dtypes.
 
         Raises:
-            ValueError: the state belongs to another configuration or environment, or has other shapes or dtypes. The
-                error names what differs.
+            ValueError: the saved configuration, environment, shapes or dtypes differ. The error names the difference.
         """
         step = self._manager.latest_step()
         if step is None:
@@ -105,7 +103,7 @@ class RunState:
 
 
 def _named(state: TrainState) -> dict[str, Any]:
-    """The arrays of a state by names that sort in the state's order."""
+    """The arrays of a state, by names that sort in the state's order."""
     return {f"{index:05d}": leaf for index, leaf in enumerate(jax.tree.leaves(state))}
 
 
@@ -117,6 +115,6 @@ def _check_equal(place: str, part: str, saved: Mapping[str, Any], expected: Mapp
     for name in sorted({*saved, *expected}):
         if saved.get(name) != expected.get(name):
             raise ValueError(
-                f"{place}: {part} has {name} {saved.get(name)!r}; accepted: {expected.get(name)!r}, what this run has. "
-                "Resume it as it was started, or start a new run in another folder."
+                f"{place}: {part} has {name} {saved.get(name)!r}; accepted: {expected.get(name)!r}, as in this run. "
+                "Resume the run with its original settings, or start a new run in another folder."
             )

@@ -1,7 +1,7 @@
-"""Verifiable tasks for reinforcement learning that need no download: generators, verifiers and right answers.
+"""Verifiable tasks for reinforcement learning without downloads: generators, verifiers and correct answers.
 
-`TASKS` has them by name. All prompts end with `=`, and an answer ends where the sample ends. An example is a function
-of the task's name, the seed, the index and the difficulty, on every platform and with every version of Python.
+`TASKS` lists them by name. A prompt ends with `=`; the whole completion is the answer. An example is a function of the
+task's name, the seed, the index and the difficulty, on every platform and Python version.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from detjax.rl.tasks.brackets import BRACKETS
 from detjax.rl.tasks.countdown import COUNTDOWN
 from detjax.rl.tasks.sorting import SORTING
 from detjax.rl.tasks.task import LONGEST_TEXT as LONGEST_TEXT
-from detjax.rl.tasks.task import MAX_DIFFICULT as MAX_DIFFICULT
+from detjax.rl.tasks.task import MAX_DIFFICULTY as MAX_DIFFICULTY
 from detjax.rl.tasks.task import Example as Example
 from detjax.rl.tasks.task import Task as Task
 
@@ -27,7 +27,7 @@ def task_named(name: str) -> Task:
     """Returns the task with a name.
 
     Raises:
-        ValueError: there is no such task; the error lists the names of `TASKS`.
+        ValueError: the name is unknown; the error lists the names of `TASKS`.
     """
     if name not in TASKS:
         raise ValueError(f"task_named: name is {name!r}; accepted: {', '.join(map(repr, TASKS))}")

@@ -1,4 +1,4 @@
-"""Sums and products of two numbers: `47+85=` is answered by `132`, and `12*34=` by `408`."""
+"""Sums and products of two numbers: the answer to `47+85=` is `132`, to `12*34=` `408`."""
 
 import operator
 from collections.abc import Callable
@@ -21,13 +21,13 @@ def _generator(sign: str, result: Callable[[int, int], int]) -> Callable[[Draw, 
 
 
 ADDITION: Final = Task("addition", _generator("+", operator.add), accepts_answer_only)
-"""Adds two numbers. The difficulty is the number of digits that both of them have; one digit may be 0.
+"""Adds two numbers. The difficulty is the number of digits of each; a one-digit number may be 0.
 
-The right answer is the sum in decimal digits without leading zeros.
+The correct answer is the sum in decimal digits without leading zeros.
 """
 
 MULTIPLICATION: Final = Task("multiplication", _generator("*", operator.mul), accepts_answer_only)
-"""Multiplies two numbers. The difficulty is the number of digits that both of them have; one digit may be 0.
+"""Multiplies two numbers. The difficulty is the number of digits of each; a one-digit number may be 0.
 
-The right answer is the product in decimal digits without leading zeros.
+The correct answer is the product in decimal digits without leading zeros.
 """

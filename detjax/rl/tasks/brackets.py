@@ -1,4 +1,4 @@
-"""Repair of a string of brackets with gaps: `?[]?=` is answered by `([])`, among others."""
+"""Repair of a string of brackets with gaps: `([])` is one of the answers to `?[]?=`."""
 
 from typing import Final
 
@@ -11,7 +11,7 @@ _END: Final = "="
 
 
 def _balanced(draw: Draw, pairs: int) -> str:
-    """Returns a random balanced string of so many pairs."""
+    """Returns a random balanced string of `pairs` pairs."""
     written, closing = "", ""
     for remaining in range(2 * pairs, 0, -1):
         if not closing or (len(closing) < remaining and draw.below(2)):
@@ -49,5 +49,5 @@ def _accepts(example: Example, text: str) -> bool:
 BRACKETS: Final = Task("brackets", _generate, _accepts)
 """Fills the gaps `?` in a string of brackets `()[]{}`. The difficulty is the number of pairs, and the number of gaps.
 
-A right answer is any balanced string of the prompt's length that has the prompt's brackets outside of the gaps.
+Any balanced string of the prompt's length that keeps the prompt's brackets outside of the gaps is correct.
 """

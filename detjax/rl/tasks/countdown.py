@@ -1,4 +1,4 @@
-"""The numbers round of the game show Countdown: `2,3,7,12:75=` is answered by `(12+3)*(7-2)`, among others.
+"""The numbers round of the game show Countdown: `(12+3)*(7-2)` is one of the answers to `2,3,7,12:75=`.
 
 Gandhi et al. 2024 ("Stream of Search") introduced the game as a task for language models.
 """
@@ -51,7 +51,7 @@ def _joined(draw: Draw, left: _Part, right: _Part) -> _Part:
         "*": left.value * right.value if smaller.value > 1 else 0,
         "/": larger.value // smaller.value if smaller.value > 1 and larger.value % smaller.value == 0 else 0,
     }
-    # There is one always: the difference of two numbers, the quotient of two equal ones, or 1 + 1.
+    # At least one remains: the difference of two numbers, the quotient of two equal ones, or 1 + 1.
     operator = draw.choice([sign for sign, value in candidates.items() if 1 <= value <= _LARGEST_VALUE])
     if operator in "-/":
         left, right = larger, smaller
@@ -63,14 +63,14 @@ def _joined(draw: Draw, left: _Part, right: _Part) -> _Part:
 def _accepts(example: Example, text: str) -> bool:
     prompt = _PROMPT.fullmatch(example.prompt)
     if prompt is None:
-        raise ValueError(f"countdown: the prompt is {example.prompt!r}; accepted: such as '3,7,12:75='")
+        raise ValueError(f"countdown: the prompt is {example.prompt!r}; accepted: prompts such as '3,7,12:75='")
     return evaluate(text, prompt[1].split(",")) == int(prompt[2])
 
 
 COUNTDOWN: Final = Task("countdown", _generate, _accepts)
-"""Reaches a target with given numbers from 1 to 20. There is one number more than the difficulty.
+"""Reaches a target with `difficulty + 1` given numbers from 1 to 20.
 
-A right answer is any expression of numbers, `+ - * /` and parentheses that uses every given number at most once and
-whose exact value, by rational arithmetic, is the target. It has no spaces, signs or leading zeros. A prompt is made
-from an expression that uses all numbers, so it can be solved, and the target is none of the numbers.
+A correct answer is any expression of numbers, `+ - * /` and parentheses that uses each given number at most once and
+whose exact rational value is the target, without spaces, signs or leading zeros. Every prompt is solvable with all
+numbers, and its target is not one of them.
 """

@@ -1,15 +1,15 @@
-"""Random integers that are the same on every platform and with every version of Python and NumPy."""
+"""Random integers that are the same on every platform and with all versions of Python and NumPy."""
 
 import hashlib
 from collections.abc import Sequence
 
 
 class Draw:
-    """A stream of random integers that is a function of a label alone.
+    """A stream of random integers determined by a label.
 
     `random.Random` and `numpy.random.Generator` promise the same random bits in all releases, but not the same integers
-    below a limit, nor the same permutations. Here integer number `n` of a stream is SHAKE-256 (FIPS 202) of the label
-    and of `n`, modulo the limit.
+    below a limit or the same permutations. Here the `n`-th integer is SHAKE-256 (FIPS 202) of the label and `n`, modulo
+    the limit.
 
     Example:
         >>> from detjax.rl.tasks.draw import Draw
@@ -18,7 +18,7 @@ class Draw:
     """
 
     def __init__(self, label: str) -> None:
-        """Makes the stream of a label."""
+        """Starts the stream of a label."""
         self._label = label
         self._count = 0
 
@@ -30,7 +30,7 @@ class Draw:
         """
         if limit < 1:
             raise ValueError(f"Draw: limit is {limit}; accepted: at least 1")
-        # 128 bits more than the limit has make the remainder's bias too small to matter.
+        # 128 bits more than the limit make the bias of the remainder negligible.
         size = limit.bit_length() // 8 + 17
         digest = hashlib.shake_256(f"{self._label}/{self._count}".encode()).digest(size)
         self._count += 1
@@ -41,10 +41,10 @@ class Draw:
         return low + self.below(high - low + 1)
 
     def choice[Value](self, values: Sequence[Value]) -> Value:
-        """Returns one of the values, which are equally likely."""
+        """Returns one of the values with equal probability."""
         return values[self.below(len(values))]
 
     def positions(self, count: int, size: int) -> frozenset[int]:
-        """Returns `count` different integers from 0 to `size - 1`. All such sets are equally likely."""
+        """Returns `count` different integers from 0 to `size - 1`; all sets are equally likely."""
         remaining = list(range(size))
         return frozenset(remaining.pop(self.below(len(remaining))) for _ in range(count))

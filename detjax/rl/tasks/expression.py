@@ -7,22 +7,22 @@ from fractions import Fraction
 from typing import Final
 
 PRECEDENCE: Final = {"+": 1, "-": 1, "*": 2, "/": 2}
-"""The binary operators. Those of a higher precedence bind tighter, and equal ones are applied from left to right."""
+"""The binary operators. A higher precedence binds tighter; equal ones associate to the left."""
 
 _EXPRESSION: Final = re.compile(r"[-+*/()0-9]*")
 _TOKEN: Final = re.compile(r"[-+*/()]|[0-9]+")
 
 
 def evaluate(text: str, numbers: Iterable[str]) -> Fraction | None:
-    """Returns the exact value of an expression, None if the text is no expression over the numbers or has no value.
+    """Returns the exact value of an expression; None if the text is not a valid expression over the numbers.
 
-    An expression consists of numbers, binary operators and parentheses, without spaces and signs. The cost is
-    proportional to the text's length, however deep its parentheses are, because it keeps a stack of operators (Dijkstra
-    1961, "Algol 60 translation", the shunting-yard algorithm), and no number is read that is not one of those given.
+    An expression consists of numbers, binary operators and parentheses, without spaces or signs. The cost is linear in
+    the text's length at any depth of parentheses (the shunting-yard algorithm, Dijkstra 1961, "Algol 60 translation").
+    Numbers other than the given ones are never parsed.
 
     Args:
         text: any text.
-        numbers: the numbers as they have to be written. The expression may use a number as often as it is given.
+        numbers: the numbers as written. The expression may use a number as often as it is given.
     """
     if not _EXPRESSION.fullmatch(text):
         return None
@@ -61,7 +61,7 @@ def evaluate(text: str, numbers: Iterable[str]) -> Fraction | None:
 
 
 def _apply(waiting: list[str], values: list[Fraction], least: int) -> None:
-    """Applies the last operators, down to a parenthesis or to an operator of less than a precedence."""
+    """Applies the last operators, down to a parenthesis or an operator of lower precedence than `least`."""
     while waiting and PRECEDENCE.get(waiting[-1], 0) >= least:
         operator, right, left = waiting.pop(), values.pop(), values.pop()
         match operator:

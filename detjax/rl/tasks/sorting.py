@@ -1,4 +1,4 @@
-"""Sorting of digits: `5283=` is answered by `2358`."""
+"""Sorting of digits: the answer to `5283=` is `2358`."""
 
 from typing import Final
 
@@ -12,4 +12,4 @@ def _generate(draw: Draw, difficulty: int) -> Example:
 
 
 SORTING: Final = Task("sorting", _generate, accepts_answer_only)
-"""Sorts digits in ascending order, repetitions included. There is one digit more than the difficulty."""
+"""Sorts `difficulty + 1` digits in ascending order, including repetitions."""

@@ -6,10 +6,10 @@ from typing import Final
 
 from detjax.rl.tasks.draw import Draw
 
-MAX_DIFFICULT: Final = 100
+MAX_DIFFICULTY: Final = 100
 """The largest difficulty of a task."""
 LONGEST_TEXT: Final = 1000
-"""Characters of an answer at most. Longer texts are wrong, so a verifier's cost is bounded."""
+"""Maximum length of an answer, in characters. Longer texts are wrong, which bounds a verifier's cost."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Example:
 
     Attributes:
         prompt: the prompt's text, which ends with `=`.
-        answer: a right answer, without end token; None if none is known. Other texts may be right too.
+        answer: a correct answer without end token; None if unknown. Other texts may be correct too.
     """
 
     prompt: str
@@ -30,9 +30,9 @@ class Task:
     """A source of prompts with a verifier.
 
     Attributes:
-        name: the task's name, which is part of what examples are drawn from.
+        name: the task's name, which also seeds its examples.
         generate: returns an example for a stream of random integers and a difficulty.
-        accepts: whether a text of at most `LONGEST_TEXT` characters is a right answer to an example.
+        accepts: whether a text of at most `LONGEST_TEXT` characters is a correct answer to an example.
 
     Example:
         >>> from detjax.rl.tasks import TASKS
@@ -46,42 +46,42 @@ class Task:
     accepts: Callable[[Example, str], bool]
 
     def example(self, seed: int, index: int, difficulty: int) -> Example:
-        """Returns the example that is a pure function of the task's name and of the arguments.
+        """Returns an example, a pure function of the task's name and the arguments.
 
         Args:
-            seed: any integer; another one gives another series of examples.
+            seed: any integer; it selects a series of examples.
             index: the example's number in the series, at least 0.
-            difficulty: 1 to `MAX_DIFFICULT`. What it counts is said where the task is defined.
+            difficulty: 1 to `MAX_DIFFICULTY`; see the task for its meaning.
 
         Raises:
             ValueError: the index or the difficulty is not accepted.
         """
         if index < 0:
             raise ValueError(f"{self.name}: index is {index}; accepted: at least 0")
-        if not 1 <= difficulty <= MAX_DIFFICULT:
-            raise ValueError(f"{self.name}: difficulty is {difficulty}; accepted: 1 to {MAX_DIFFICULT}")
+        if not 1 <= difficulty <= MAX_DIFFICULTY:
+            raise ValueError(f"{self.name}: difficulty is {difficulty}; accepted: 1 to {MAX_DIFFICULTY}")
         return self.generate(Draw(f"{self.name}/{seed}/{index}/{difficulty}"), difficulty)
 
     def reward(self, example: Example, text: str) -> float:
-        """Returns 1.0 if a text is a right answer to an example of this task, and 0.0 otherwise.
+        """Returns 1.0 if a text is a correct answer to an example of this task, otherwise 0.0.
 
         Args:
             example: an example of this task.
-            text: any text that was sampled after the prompt, without end token. Nothing is stripped from it.
+            text: the completion without end token. Nothing is stripped from it.
         """
         return float(len(text) <= LONGEST_TEXT and self.accepts(example, text))
 
     def solution(self, example: Example) -> str:
-        """Returns one right answer to an example, for a supervised warm-up.
+        """Returns one correct answer to an example, for supervised training.
 
         Raises:
-            ValueError: none is known.
+            ValueError: no answer is known.
         """
         if example.answer is None:
-            raise ValueError(f"{self.name}: no answer is known to the prompt {example.prompt!r}")
+            raise ValueError(f"{self.name}: no answer is known for the prompt {example.prompt!r}")
         return example.answer
 
 
 def accepts_answer_only(example: Example, text: str) -> bool:
-    """Returns whether a text is the example's answer, for tasks where no other text is right."""
+    """Returns whether a text is the example's answer, for tasks with a single correct answer."""
     return text == example.answer

@@ -1,4 +1,4 @@
-"""The entropy of the distributions that tokens are drawn from, computed from all logits."""
+"""The entropy of next-token distributions, computed from all logits."""
 
 from typing import Any
 
@@ -15,14 +15,14 @@ from detjax.runtime import backends
 
 
 def entropies(model: Decoder, hidden: Float[Array, "*B D"], distribution: Distribution) -> Float32[Array, "*B"]:
-    """Returns the entropy, in nats, of the distribution that the token after each hidden state is drawn from.
+    """Returns the entropy, in nats, of the next-token distribution after each hidden state.
 
-    Logits exist for a chunk of tokens only. On a CPU no bit depends on the number of tokens.
+    Logits are computed for a chunk of tokens at a time. On CPUs no bit depends on the number of tokens.
 
     Args:
         model: the decoder.
         hidden: its normalized last hidden states.
-        distribution: how tokens are drawn, given logits.
+        distribution: the sampling distribution, given logits.
     """
     flat = hidden.reshape(-1, hidden.shape[-1])
     if distribution.temperature == 0:

@@ -1,4 +1,4 @@
-"""Gradients of a batch: sums that are carried through microbatches, and shards that are added as a tree."""
+"""Gradients of a batch: sums accumulated over microbatches, and shards added as a tree."""
 
 import dataclasses
 import functools
@@ -23,23 +23,23 @@ from detjax.runtime import compilation
 
 @runtime_checkable
 class Loss(Protocol):
-    """A loss, as its gradient with regard to logprobs and as its value; see `detjax.rl.trainer.losses`.
+    """A loss: its gradient with respect to logprobs, and its value; see `detjax.rl.trainer.losses`.
 
-    One that compares with nothing may say so by an attribute `needs_old_logprobs` that is False.
+    A loss that ignores old logprobs may set its attribute `needs_old_logprobs` to False.
     """
 
     def __call__(self, logprobs: Float32[Array, "*N"], microbatch: Microbatch) -> Float32[Array, "*N"]:
-        """Returns the gradient, given the logprob of each target of a microbatch."""
+        """Returns the gradient for the logprob of each target of a microbatch."""
         ...
 
     def value(self, samples: Sequence[Sample], logprobs: Sequence[Float32[np.ndarray, "_"]]) -> float:
-        """Returns the value of the loss, given the logprobs of each sample's completion."""
+        """Returns the value of the loss for the logprobs of each sample's completion."""
         ...
 
 
 _TABLE: Final = "embedding", "weight"
 _HEAD: Final = "lm_head", "weight"
-"""Paths of a decoder's weights. Where it has no head of its own, its embedding is the head."""
+"""Paths of a decoder's weights. With tied embeddings, the embedding is the head."""
 
 
 class WeightSums(NamedTuple):
@@ -54,7 +54,7 @@ type Sums = tuple[WeightSums, ...]
 
 
 def empty_sums(network: Network[Decoder], weights: Weights) -> Sums:
-    """Returns sums of zeros for each weight of a decoder. Those of weights that are not trained stay zeros."""
+    """Returns zero sums for each weight of a decoder. The sums of frozen weights stay zero."""
 
     def empty(path: tuple[object, ...], weight: Array) -> WeightSums:
         zeros = functools.partial(jnp.zeros, weight.shape, ACCUMULATOR)
@@ -92,17 +92,16 @@ def next_sums(
     *,
     rematerialized: bool = False,
 ) -> tuple[Sums, Float32[Array, "*N"]]:
-    """Returns the sums with a microbatch's gradients, and the logprob of each of its targets.
+    """Adds a microbatch's gradients to the sums, and returns them with the logprob of each target.
 
     Args:
         network: the decoder without its weights.
         weights: its weights.
-        sums: the sums of the microbatches before.
+        sums: the sums over previous microbatches.
         microbatch: the sequences.
-        loss: what gives the gradient with regard to the logprobs.
-        distribution: the distribution whose logprobs these are.
-        rematerialized: whether the backward pass computes each layer again in place of keeping its activations. No bit
-            depends on it.
+        loss: computes the gradient with respect to the logprobs.
+        distribution: the distribution of the logprobs.
+        rematerialized: recompute each layer in the backward pass instead of storing activations. No bit depends on it.
     """
 
     head = _head_index(network)
@@ -115,9 +114,9 @@ def next_sums(
         )
         return last_hidden_states(model, microbatch, rematerialized=rematerialized)
 
-    # The head's part of both passes comes in between, so that logits are computed once.
-    without = (*sums[:head], sums[head]._replace(products=None), *sums[head + 1 :])
-    hidden, pullback = jax.vjp(hidden_states, without)
+    # The head's forward and backward pass run together between the passes of the layers, so logits are computed once.
+    layer_sums = (*sums[:head], sums[head]._replace(products=None), *sums[head + 1 :])
+    hidden, pullback = jax.vjp(hidden_states, layer_sums)
     rows = map(jnp.asarray, microbatch[:4])
     logprobs, dhidden, products = ops.token_logprobs_and_gradients(
         hidden,
@@ -139,23 +138,23 @@ def _head_index(network: Network[Decoder]) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class _Derivative:
-    """A loss as a function of arrays alone."""
+    """A loss as a function of arrays only."""
 
     loss: Loss
 
     def __call__(self, logprobs: Array, *rows: Array) -> Array:
-        # A derivative depends on single tokens, so it has no use for their places in sequences.
+        # The derivative at a token does not depend on its position in a sequence.
         return self.loss(logprobs, Microbatch(*rows, queries=None))  # pyright: ignore[reportArgumentType]
 
 
 class ShardTree:
-    """Adds the sums of shards as a balanced binary tree, while it holds one partial result for each of its levels."""
+    """Adds the sums of shards as a balanced binary tree, and holds one partial result per level."""
 
     def __init__(self) -> None:
         self._levels: list[tuple[int, Sums]] = []
 
     def add(self, sums: Sums) -> None:
-        """Appends the next shard's sums. They must not be used any more."""
+        """Appends the next shard's sums. Their buffers are donated."""
         level = 0
         while self._levels and self._levels[-1][0] == level:
             _, left = self._levels.pop()
@@ -163,10 +162,10 @@ class ShardTree:
         self._levels.append((level, sums))
 
     def total(self) -> Sums:
-        """Returns the sum of all shards, which the tree then forgets.
+        """Returns the sum of all shards and clears the tree.
 
         Raises:
-            ValueError: the number of shards is no power of two.
+            ValueError: the number of shards is not a power of two.
         """
         if len(self._levels) != 1:
             shards = sum(2**level for level, _ in self._levels)
@@ -180,6 +179,6 @@ def _added(left: Sums, right: Sums) -> Sums:
 
 
 def shard_bounds(sequences: int, shards: int) -> list[tuple[int, int]]:
-    """Returns the first sequence of each shard, and the one after its last."""
+    """Returns the first sequence of each shard, and the sequence after its last."""
     bounds = [shard * sequences // shards for shard in range(shards + 1)]
     return list(itertools.pairwise(bounds))

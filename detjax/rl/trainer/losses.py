@@ -1,9 +1,8 @@
-"""Losses as what gradients need of them: the derivative with regard to the logprob of each token.
+"""Losses, given by their derivative with respect to the logprob of each token.
 
-A loss is a sum of terms, one for each token of a completion, so its derivative at a token depends on this token alone.
-Weights (advantages, corrections, and the normalization by the tokens of the batch) come from the host, which computes
-them in float64 before the step. So nothing is added over tokens here, and the value of a loss, which no gradient needs,
-is computed on the host from the logprobs.
+A loss is a sum of terms, one per token of a completion, so its derivative at a token depends on this token only. The
+host computes weights (advantages, corrections and normalization) in float64 before the step. Hence nothing is summed
+over tokens on the device, and the value of a loss, which no gradient needs, is computed on the host from the logprobs.
 """
 
 import dataclasses
@@ -24,20 +23,20 @@ from detjax.rl.trainer.microbatches import Microbatch, Sample
 class LogLikelihood:
     """The loss `-sum(weight * logprob)`.
 
-    With weights of one over the number of tokens it is the cross entropy of supervised training; with advantages it is
-    that of REINFORCE (Williams 1992), and of GRPO (Shao et al. 2024) and RLOO (Ahmadian et al. 2024) where each rollout
-    trains one step of the policy that made it.
+    With weights of one over the number of tokens it is the cross entropy of supervised training; with advantages, the
+    loss of REINFORCE (Williams 1992), and of GRPO (Shao et al. 2024) and RLOO (Ahmadian et al. 2024) if each rollout
+    trains a single step of the policy that sampled it.
     """
 
     needs_old_logprobs: ClassVar[bool] = False
 
     def __call__(self, logprobs: Float32[Array, "*N"], microbatch: Microbatch) -> Float32[Array, "*N"]:
-        """Returns the derivatives with regard to the logprobs: the negated weights."""
+        """Returns the derivatives with respect to the logprobs: the negated weights."""
         del logprobs
         return -jnp.asarray(microbatch.weights)
 
     def value(self, samples: Sequence[Sample], logprobs: Sequence[Float32[np.ndarray, "_"]]) -> float:
-        """Returns the value of the loss, given the logprobs of each sample's completion; summed exactly."""
+        """Returns the value of the loss for the logprobs of each sample's completion, summed exactly."""
         pairs = zip(samples, logprobs, strict=True)
         return -_sum(sample.weights.astype(np.float64) * logprob for sample, logprob in pairs)
 
@@ -49,8 +48,8 @@ class ClippedRatio:
     The loss is `-sum(min(r * weight, clip(r, 1 - low, 1 + high) * weight))`, with `r = exp(logprob - old_logprob)`.
 
     Attributes:
-        low: how far a ratio may fall below 1.
-        high: how far it may rise above 1; larger than `low` in DAPO (Yu et al. 2025).
+        low: the clipping range below 1.
+        high: the clipping range above 1; larger than `low` in DAPO (Yu et al. 2025).
     """
 
     needs_old_logprobs: ClassVar[bool] = True
@@ -58,7 +57,7 @@ class ClippedRatio:
     high: float = 0.2
 
     def __call__(self, logprobs: Float32[Array, "*N"], microbatch: Microbatch) -> Float32[Array, "*N"]:
-        """Returns the derivatives with regard to the logprobs: `-r * weight`, and zero where the ratio is clipped."""
+        """Returns the derivatives with respect to the logprobs: `-r * weight`, and zero where the ratio is clipped."""
 
         def derivative(logprob: Array, old: Array, weight: Array) -> Array:
             ratio = jnp.exp(logprob - old)
@@ -69,7 +68,7 @@ class ClippedRatio:
         return map_elements(derivative, logprobs, old, weights)
 
     def value(self, samples: Sequence[Sample], logprobs: Sequence[Float32[np.ndarray, "_"]]) -> float:
-        """Returns the value of the loss, given the logprobs of each sample's completion; summed exactly."""
+        """Returns the value of the loss for the logprobs of each sample's completion, summed exactly."""
 
         def terms(sample: Sample, logprob: np.ndarray) -> np.ndarray:
             assert sample.old_logprobs is not None

@@ -1,7 +1,7 @@
-"""How the sequences of a batch are laid out for the device: in rows of one length, or packed one after another.
+"""Layouts of a batch's sequences on the device: in rows of one length, or packed.
 
-A layout is a schedule: the bits of logprobs and of gradients do not depend on it. Every sequence begins at a multiple
-of `contract.WEIGHT_GRADIENT_TOKENS`, and what fills up has gradients of exact zeros.
+A layout is a schedule: no bit of logprobs or gradients depends on it. Every sequence begins at a multiple of
+`contract.WEIGHT_GRADIENT_TOKENS`, and the gradients of padding are exact zeros.
 """
 
 import dataclasses
@@ -21,11 +21,11 @@ from detjax.operands.sampling_arrays import Arrays
 
 
 class SampleImages(NamedTuple):
-    """What a model makes of a sample's images.
+    """A model's rows for a sample's images.
 
     Attributes:
         coordinates: the coordinates of each token.
-        images: the rows of images among them.
+        images: the image rows among the tokens.
     """
 
     coordinates: Int32[np.ndarray, "T A"]
@@ -34,18 +34,18 @@ class SampleImages(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Sample:
-    """A sequence of a batch, and what its completion contributes to the loss.
+    """A sequence of a batch, with its completion's weights in the loss.
 
     Attributes:
         tokens: the prompt's tokens, at least one, and the completion's.
-        weights: for each token of the completion the factor of its term of the loss, such as an advantage over the
-            number of tokens of the batch; computed in float64 and rounded once.
-        old_logprobs: for each token of the completion the logprob that the loss compares with, such as the sampler's.
-            None where the loss compares with nothing.
-        images: the patches of the prompt's images and videos, such as `Engine.image_patches` returns.
-        shown: what a model makes of them; trainers fill it in.
-        sampling: how the completion was drawn; None: it is not known. Trainers refuse a sample whose completion was
-            drawn from another distribution than theirs. `Rollout.sample` fills it in.
+        weights: the factor of each completion token's term in the loss, such as its advantage divided by the number of
+            tokens of the batch; computed in float64 and rounded once.
+        old_logprobs: the logprob of each completion token that the loss compares with, such as the sampler's. None if
+            the loss needs none.
+        images: the patches of the prompt's images and videos, as `Engine.image_patches` returns them.
+        shown: the model's rows for the images; set by trainers.
+        sampling: the sampling parameters of the completion; None: unknown. Trainers refuse samples drawn from another
+            distribution. `Rollout.sample` sets it.
     """
 
     tokens: Int32[np.ndarray, "T"]
@@ -64,10 +64,10 @@ class Sample:
         tokens, weights = len(self.tokens), len(self.weights)
         old = weights if self.old_logprobs is None else len(self.old_logprobs)
         if not 0 < weights < tokens or weights != old:
-            asked = "" if old else ". SamplingParams(sampling_logprobs=True) has the sampler report them"
+            hint = "" if old else ". SamplingParams(sampling_logprobs=True) makes the sampler report them"
             raise ValueError(
                 f"Sample: {tokens} tokens, {weights} weights and {old} old logprobs; accepted: one weight and one old "
-                f"logprob for each token of the completion, and at least one token before it{asked}"
+                f"logprob for each token of the completion, and at least one token before it{hint}"
             )
 
     @property
@@ -80,12 +80,12 @@ class Microbatch(NamedTuple):
     """Sequences on the device, in rows `[B, T]` or packed, `[N]`.
 
     Attributes:
-        tokens: ids.
-        targets: the token after each token; zeros where there is none or where it is not part of a completion.
-        weights: the weight of each target; zeros where there is none.
+        tokens: token ids.
+        targets: the token after each token; zero at padding and outside of completions.
+        weights: the weight of each target; zero without a target.
         old_logprobs: the old logprob of each target.
-        queries: where the tokens stand in their sequences.
-        images: the rows of images among the tokens; None if no sequence of the batch has any.
+        queries: the positions of the tokens in their sequences.
+        images: the image rows among the tokens; None if no sequence has images.
     """
 
     tokens: Int32[Arrays, "*N"]
@@ -97,7 +97,7 @@ class Microbatch(NamedTuple):
 
     @property
     def num_pages(self) -> int:
-        """The pages that keys and values take at most."""
+        """The maximum number of pages of keys and values."""
         requests, pages = self.queries.page_table.shape
         return requests * pages if self.queries.first_row is None else self.tokens.size // KV_BLOCK + requests
 
@@ -108,9 +108,9 @@ class PlacedMicrobatch:
 
     Attributes:
         arrays: the microbatch on the host.
-        first: the number of its first sequence in the batch.
-        targets: for each sequence, the flat index of its first target; the others follow.
-        counts: for each sequence, how many targets it has.
+        first: the index of its first sequence in the batch.
+        targets: the flat index of each sequence's first target; its other targets follow.
+        counts: the number of each sequence's targets.
     """
 
     arrays: Microbatch
@@ -119,7 +119,7 @@ class PlacedMicrobatch:
     counts: tuple[int, ...]
 
     def by_sequence(self, values: np.ndarray) -> list[np.ndarray]:
-        """Returns the values of each sequence's targets, given a value for each token of the microbatch."""
+        """Splits values of the microbatch's tokens into the values of each sequence's targets."""
         flat = values.reshape(-1)
         return [flat[first : first + count] for first, count in zip(self.targets, self.counts, strict=True)]
 
@@ -133,8 +133,8 @@ class Layout(Protocol):
         A microbatch of zeros has no sequence.
 
         Args:
-            samples: the sequences, or some of a batch's that follow one another.
-            first: the number of the first of them in the batch.
+            samples: consecutive sequences of a batch.
+            first: the index of the first of them in the batch.
 
         Raises:
             ValueError: a sequence is too long.
@@ -144,11 +144,11 @@ class Layout(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Each sequence has a row of its own.
+    """One sequence per row.
 
     Attributes:
         sequences: rows of a microbatch.
-        length: tokens of a row, a multiple of `contract.WEIGHT_GRADIENT_TOKENS`.
+        length: tokens per row, a multiple of `contract.WEIGHT_GRADIENT_TOKENS`.
     """
 
     sequences: int
@@ -158,7 +158,7 @@ class Rows:
         """Checks the numbers.
 
         Raises:
-            ValueError: a number is not positive, or the length is no multiple of the unit.
+            ValueError: a number is not positive, or the length is not a multiple of `WEIGHT_GRADIENT_TOKENS`.
         """
         if self.sequences < 1:
             raise ValueError(f"Rows: sequences is {self.sequences}; accepted: at least 1")
@@ -184,10 +184,10 @@ class Rows:
 
 @dataclasses.dataclass(frozen=True)
 class Packed:
-    """Sequences follow one another in one row.
+    """Sequences packed into a single row.
 
     Attributes:
-        tokens: tokens of the row, a multiple of `contract.WEIGHT_GRADIENT_TOKENS`. A longer sequence is refused.
+        tokens: tokens of the row, a multiple of `contract.WEIGHT_GRADIENT_TOKENS`. Longer sequences are refused.
     """
 
     tokens: int
@@ -196,7 +196,7 @@ class Packed:
         """Checks the number.
 
         Raises:
-            ValueError: the number is no positive multiple of the unit.
+            ValueError: the number is not a positive multiple of `WEIGHT_GRADIENT_TOKENS`.
         """
         _check_length("Packed: tokens", self.tokens)
 
@@ -205,7 +205,7 @@ class Packed:
         _check_fit(samples, first, self.tokens)
         place = 0
         while place < len(samples):
-            ends = np.cumsum([_padded(sample) for sample in samples[place : place + self._most]])
+            ends = np.cumsum([_padded(sample) for sample in samples[place : place + self._max_sequences]])
             count = int(np.searchsorted(ends, self.tokens, side="right"))
             some = samples[place : place + count]
             arrays = self._arrays([_padded(sample) for sample in some])
@@ -215,29 +215,28 @@ class Packed:
             place += count
 
     @property
-    def _most(self) -> int:
-        """The most sequences of a microbatch."""
+    def _max_sequences(self) -> int:
         return self.tokens // WEIGHT_GRADIENT_TOKENS
 
     def _arrays(self, counts: list[int]) -> Microbatch:
-        count = np.array(counts + [0] * (self._most - len(counts)), np.int32)
+        count = np.array(counts + [0] * (self._max_sequences - len(counts)), np.int32)
         pages = -(-count // KV_BLOCK)
-        # A sequence of a microbatch has at most all of its pages, and all sequences together have no more than this.
-        width, most = ceil_div(self.tokens, KV_BLOCK), self.tokens // KV_BLOCK + self._most
+        # The bounds on the pages of one sequence, and of all sequences together.
+        width, pool = ceil_div(self.tokens, KV_BLOCK), self.tokens // KV_BLOCK + self._max_sequences
         ends = np.cumsum(pages)
-        table = np.minimum((ends - pages)[:, None] + np.arange(width)[None], most - 1).astype(np.int32)
+        table = np.minimum((ends - pages)[:, None] + np.arange(width)[None], pool - 1).astype(np.int32)
         queries = Queries.packed(table, np.zeros_like(count), count, decodes=0, rows=self.tokens)
         return _zeros((self.tokens,), queries)
 
 
 def by_sequence(placed: Sequence[PlacedMicrobatch], values: Sequence[Any]) -> list[np.ndarray]:
-    """Returns the values of each sequence's completion, such as logprobs, given those of all microbatches."""
+    """Splits the values of all microbatches' tokens into the values of each sequence's completion."""
     pairs = zip(placed, values, strict=True)
     return [one for microbatch, array in pairs for one in microbatch.by_sequence(np.asarray(array))]
 
 
 def _placed(arrays: Microbatch, samples: Sequence[Sample], rows: Sequence[int], first: int) -> PlacedMicrobatch:
-    """Writes sequences to the rows at which they begin."""
+    """Writes sequences to the rows where they begin."""
     tokens, targets, weights, old = (x.reshape(-1) for x in arrays[:4])
     places = []
     for sample, row in zip(samples, rows, strict=True):
@@ -253,14 +252,14 @@ def _placed(arrays: Microbatch, samples: Sequence[Sample], rows: Sequence[int], 
 
 
 def _with_images(arrays: Microbatch, samples: Sequence[Sample], rows: Sequence[int]) -> Microbatch:
-    """The microbatch with coordinates and rows of images, if its sequences have them."""
-    given = [(sample.shown, row) for sample, row in zip(samples, rows, strict=True) if sample.shown is not None]
-    if not given:
+    """Adds coordinates and image rows to a microbatch if its sequences have them."""
+    visual = [(sample.shown, row) for sample, row in zip(samples, rows, strict=True) if sample.shown is not None]
+    if not visual:
         return arrays
-    size, shape, like = arrays.tokens.size, arrays.tokens.shape, given[0][0]
+    size, shape, like = arrays.tokens.size, arrays.tokens.shape, visual[0][0]
     coordinates = np.zeros((size, like.coordinates.shape[1]), np.int32)
     images = ImageRows(np.zeros(size, bool), np.zeros((size, like.images.rows.shape[1]), like.images.rows.dtype))
-    for shown, row in given:
+    for shown, row in visual:
         part = slice(row, row + len(shown.coordinates))
         coordinates[part], images.present[part], images.rows[part] = shown.coordinates, *shown.images
     queries = dataclasses.replace(arrays.queries, coordinates=coordinates.reshape(*shape, -1))
@@ -286,6 +285,6 @@ def _check_fit(samples: Sequence[Sample], first: int, length: int) -> None:
     for number, sample in enumerate(samples, first):
         if len(sample.tokens) > length:
             raise ValueError(
-                f"sequence {number} has {len(sample.tokens)} tokens; accepted: {length}, the tokens of a row. Take "
-                "longer rows, or shorter sequences."
+                f"sequence {number} has {len(sample.tokens)} tokens; accepted: at most {length}, the length of a row. "
+                "Use longer rows or shorter sequences."
             )

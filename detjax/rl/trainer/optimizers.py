@@ -1,4 +1,4 @@
-"""AdamW and the norm of gradients, with bits that depend on neither shapes nor programs nor devices."""
+"""AdamW and the norm of gradients, with bits that do not depend on shapes, programs or devices."""
 
 import functools
 from collections.abc import Callable
@@ -38,15 +38,15 @@ def adamw(
 ) -> optax.GradientTransformation:
     """Returns AdamW (Loshchilov & Hutter 2019), for float32 gradients and parameters.
 
-    `optax.adamw` has the same formula. Its bits depend on the shapes of the arrays, and on the program that it is part
-    of, because a CPU's compiler treats the last elements of an array differently and folds what it knows.
+    `optax.adamw` has the same formula, but its bits depend on array shapes and on the surrounding program, because a
+    CPU's compiler vectorizes the last elements of an array differently and folds constants.
 
     Args:
-        learning_rate: the step size, or a function of the number of updates before this one, as optax has them.
+        learning_rate: the step size, or an optax schedule: a function of the number of previous updates.
         b1: the decay of the gradients' averages.
         b2: the decay of the squares' averages.
-        eps: what is added to the root of the squares' average.
-        weight_decay: the factor of the parameters that is subtracted, times the step size.
+        eps: added to the root of the squares' average.
+        weight_decay: the decoupled weight decay, multiplied by the step size.
     """
 
     def init(params: PyTree[Array]) -> AdamState:
@@ -54,33 +54,32 @@ def adamw(
             if leaf.dtype != ACCUMULATOR:
                 raise TypeError(
                     f"adamw: {jax.tree_util.keystr(path)} has dtype {leaf.dtype}; accepted: float32. Train float32 "
-                    "masters, and round them to the weights."
+                    "masters and round them to the weights."
                 )
         return AdamState(jnp.int32(0), jax.tree.map(jnp.zeros_like, params), jax.tree.map(jnp.zeros_like, params))
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, AdamState]:
         if params is None:
-            raise ValueError("adamw: params is None; accepted: the parameters, whose decay is part of the update")
+            raise ValueError("adamw: params is None; accepted: the parameters, which weight decay needs")
         count = lax.optimization_barrier(optax.safe_increment(state.updates))
         step = count.astype(ACCUMULATOR)
         rate = learning_rate(count - 1) if callable(learning_rate) else learning_rate
-        # What depends on the number of updates is computed once and sealed: as a constant it would be folded, and a
-        # compiler may turn a division by it into a product with its reciprocal.
-        corrections = [_sealed(1 - _sealed(jnp.float32(b) ** step)) for b in (b1, b2)]
-        scalars = _sealed((jnp.asarray(rate, ACCUMULATOR), *(1 / correction for correction in corrections)))
+        # Barriers keep the compiler from folding scalars that depend on the number of updates, and from replacing a
+        # division by them with a product with the reciprocal.
+        corrections = [_with_barrier(1 - _with_barrier(jnp.float32(b) ** step)) for b in (b1, b2)]
+        scalars = _with_barrier((jnp.asarray(rate, ACCUMULATOR), *(1 / correction for correction in corrections)))
 
         def next_leaf(gradient: Array, mean: Array, square: Array, param: Array) -> tuple[Array, Array, Array]:
             def element(g: Array, m: Array, v: Array, p: Array, *scalars: Array) -> tuple[Array, Array, Array]:
                 rate, mean_factor, square_factor = scalars
-                # Every product is rounded before it is added, and the averages before they are used: a compiler that
-                # computes them twice may otherwise fuse a product with a sum in one place and not in the other.
-                m = _sealed(_sealed(b1 * m) + _sealed((1 - b1) * g))
-                v = _sealed(_sealed(b2 * v) + _sealed((1 - b2) * _sealed(g * g)))
-                change = _sealed(m * mean_factor) / (jnp.sqrt(_sealed(v * square_factor)) + eps)
-                return -rate * (change + _sealed(weight_decay * p)), m, v
+                # Products are rounded before they are added, and averages before they are used. Otherwise a compiler
+                # that computes one twice may contract product and sum to an FMA in one place and not in the other.
+                m = _with_barrier(_with_barrier(b1 * m) + _with_barrier((1 - b1) * g))
+                v = _with_barrier(_with_barrier(b2 * v) + _with_barrier((1 - b2) * _with_barrier(g * g)))
+                change = _with_barrier(m * mean_factor) / (jnp.sqrt(_with_barrier(v * square_factor)) + eps)
+                return -rate * (change + _with_barrier(weight_decay * p)), m, v
 
-            averages = {1: 1, 2: 2}
-            return map_elements(element, gradient, mean, square, param, scalars=scalars, overwritten=averages)
+            return map_elements(element, gradient, mean, square, param, scalars=scalars, overwritten={1: 1, 2: 2})
 
         results = jax.tree.map(next_leaf, updates, state.mean, state.square, params)
         updates, mean, square = jax.tree.transpose(jax.tree.structure(updates), None, results)
@@ -89,24 +88,24 @@ def adamw(
     return optax.GradientTransformation(init, update)
 
 
-def _sealed[T](x: T) -> T:
+def _with_barrier[T](x: T) -> T:
     return lax.optimization_barrier(x)
 
 
 def global_norm(gradients: PyTree[Float32[Array, "..."]], slices: int) -> Float32[Array, ""]:
-    """Returns the root of the sum of all squares, in an order that depends on the leaves' sizes and on `slices`.
+    """Returns the root of the sum of all squares. The order of addition depends on the leaves' sizes and on `slices`.
 
-    Each leaf is cut into so many slices of rows of `contract.LANES` elements. A row is added as the contract adds rows,
-    rows ascending within a slice, then slices and leaves in order.
+    Each leaf is split into `slices` slices of rows of `contract.LANES` elements. Each row is summed by the contract's
+    tree; rows are added in ascending order within a slice, then slices, then leaves.
 
     Args:
         gradients: float32 arrays.
-        slices: the run's shards, so that as many devices can add slices of their own.
+        slices: the run's number of shards, so that up to as many devices can each sum their own slices.
     """
     return norm_of_slices(jnp.stack([slice_squares(leaf, slices) for leaf in jax.tree.leaves(gradients)]))
 
 
 def norm_of_slices(squares: Float32[Array, "leaves slices"]) -> Float32[Array, ""]:
-    """Returns the root of the sum of all slices' squares: each leaf's slices in order, then the leaves in order."""
+    """Returns the root of the sum of all slices' squares, added over each leaf's slices, then over the leaves."""
     leaves = functools.reduce(jnp.add, list(squares.T))
     return jnp.sqrt(lax.optimization_barrier(functools.reduce(jnp.add, list(leaves))))

@@ -1,4 +1,4 @@
-"""Checks that samples were drawn from the distribution that is trained, and have what the loss compares with."""
+"""Checks that samples come from the trained distribution and have the old logprobs that the loss needs."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -14,16 +14,16 @@ from detjax.rl.trainer.microbatches import Sample
 
 _FIELDS: Final = tuple(field.name for field in dataclasses.fields(Distribution))
 _CERTAIN: Final = -0.5
-"""What logprobs of a whole batch add up to at least if all of its tokens are as good as certain."""
+"""Minimum sum of a batch's logprobs at which all of its tokens count as certain."""
 
 
 def check_drawn(samples: Sequence[Sample], distribution: Distribution) -> None:
-    """Checks that samples that say how they were drawn were drawn from a distribution.
+    """Checks that samples with known sampling parameters were drawn from the distribution.
 
     Raises:
-        ValueError: a sample was drawn from another one; the message names both.
+        ValueError: a sample was drawn from another distribution; the message names both.
     """
-    checked: dict[int, SamplingParams] = {}  # the samples of a batch share few parameters
+    checked: dict[int, SamplingParams] = {}  # most samples of a batch share one object
     for number, sample in enumerate(samples):
         params = sample.sampling
         if params is not None and id(params) not in checked:
@@ -32,12 +32,12 @@ def check_drawn(samples: Sequence[Sample], distribution: Distribution) -> None:
 
 
 def _check_params(number: int, params: SamplingParams, distribution: Distribution) -> None:
-    drawn = Distribution(**{name: getattr(params, name) for name in _FIELDS})
-    if _canonical(drawn) != _canonical(distribution):
+    sampled = Distribution(**{name: getattr(params, name) for name in _FIELDS})
+    if _canonical(sampled) != _canonical(distribution):
         raise ValueError(
-            f"sample {number} was drawn with {_described(drawn)}, and the trainer's distribution has "
-            f"{_described(distribution)}; accepted: the same for both. Give SamplingParams what the trainer's "
-            "distribution has, or the trainer distribution=Distribution(...) of the samples"
+            f"sample {number} was drawn with {_described(sampled)}, and the trainer's distribution has "
+            f"{_described(distribution)}; accepted: the same for both. Sample with the trainer's distribution, or "
+            "construct the trainer with distribution=Distribution(...) of the samples"
         )
     changes = {
         "presence_penalty": params.presence_penalty,
@@ -47,32 +47,32 @@ def _check_params(number: int, params: SamplingParams, distribution: Distributio
         "min_tokens": params.min_tokens,
         "constraint": params.constraint,
     }
-    if given := {name: value for name, value in changes.items() if value}:
-        name, value = next(iter(given.items()))
-        raise ValueError(
-            f"sample {number} was drawn with {name} {str(value)[:80]!s}, and the trainer's distribution has "
-            f"{_described(distribution)} alone; accepted: samples without penalties, biases, min_tokens and "
-            "constraints, which no trainer computes"
-        )
+    for name, value in changes.items():
+        if value:
+            raise ValueError(
+                f"sample {number} was drawn with {name} {str(value)[:80]!s}, and the trainer's distribution has only "
+                f"{_described(distribution)}; accepted: samples without penalties, biases, min_tokens and "
+                "constraints, which trainers do not support"
+            )
 
 
 def _canonical(distribution: Distribution) -> Distribution:
-    """A distribution without filters where they change nothing."""
+    """Drops filters at temperature 0, where they have no effect."""
     return distribution if distribution.temperature else Distribution(0.0)
 
 
 def _described(distribution: Distribution) -> str:
-    """A distribution as its temperature and the filters that it has."""
+    """The temperature and the active filters as text."""
     default = Distribution()
     names = (name for name in _FIELDS if name == "temperature" or getattr(distribution, name) != getattr(default, name))
     return ", ".join(f"{name} {getattr(distribution, name):g}" for name in names)
 
 
 def check_old_logprobs(samples: Sequence[Sample], loss: Loss) -> None:
-    """Checks that samples have the logprobs that a loss compares with.
+    """Checks that samples have old logprobs if the loss needs them.
 
     Raises:
-        ValueError: one has none, and the loss does not say that it needs none.
+        ValueError: a sample has none.
     """
     if not getattr(loss, "needs_old_logprobs", True):
         return
@@ -87,29 +87,29 @@ def check_old_logprobs(samples: Sequence[Sample], loss: Loss) -> None:
 def check_certain(
     samples: Sequence[Sample], loss: Loss, distribution: Distribution, logprobs: Sequence[Float32[np.ndarray, "_"]]
 ) -> None:
-    """Checks that old logprobs which are all 0, as those of tokens drawn at temperature 0 are, fit to the trainer's.
+    """Refuses old logprobs that are all 0, as at temperature 0, if the trainer's logprobs are not near 0.
 
     Args:
         samples: the samples of a batch.
-        loss: what compares.
-        distribution: the trainer's.
-        logprobs: what the trainer computed.
+        loss: the loss.
+        distribution: the trainer's distribution.
+        logprobs: the trainer's logprobs of each completion.
 
     Raises:
-        ValueError: the loss compares with them, and the tokens are not certain under the distribution.
+        ValueError: the loss uses the old logprobs, and the tokens are not certain under the distribution.
     """
     total = sum(float(one.astype(np.float64).sum()) for one in logprobs)
     if distribution.temperature and are_all_certain(samples, loss) and total < _CERTAIN:
         raise ValueError(
-            f"old_logprobs of all {len(samples)} samples are 0, as those of tokens drawn with temperature 0, and the "
+            f"old_logprobs of all {len(samples)} samples are 0, as for tokens drawn with temperature 0, and the "
             f"trainer's distribution has {_described(distribution)}, whose logprobs add up to {total:.3g}; accepted: "
-            "logprobs under the trainer's distribution. Draw samples with its temperature (SamplingParams has 0 by "
-            "default), and ask for sampling_logprobs"
+            "logprobs under the trainer's distribution. Sample with its temperature (SamplingParams' default is 0) and "
+            "with sampling_logprobs=True"
         )
 
 
 def are_all_certain(samples: Sequence[Sample], loss: Loss) -> bool:
-    """Whether a loss compares with old logprobs that are all 0, the logprob of a certain token."""
+    """Returns whether the loss needs old logprobs and all of them are 0, the logprob of a certain token."""
     if not getattr(loss, "needs_old_logprobs", True):
         return False
     return not any(sample.old_logprobs is not None and np.any(sample.old_logprobs) for sample in samples)

@@ -1,4 +1,4 @@
-"""Images of samples: the rows that a model's tower makes of them, which training does not change."""
+"""Images of samples: the rows that a model's frozen vision tower computes from them."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from detjax.rl.trainer.microbatches import Sample, SampleImages
 
 
 def with_rows(network: Network[Decoder], weights: Weights, samples: Sequence[Sample]) -> list[Sample]:
-    """Returns samples with what the model makes of their images, if any of them has images: the bits of an engine.
+    """Returns samples with the image rows that an engine would compute, bit for bit.
 
     Args:
         network: the decoder without its weights.
@@ -22,14 +22,14 @@ def with_rows(network: Network[Decoder], weights: Weights, samples: Sequence[Sam
         samples: the samples of a batch.
 
     Raises:
-        ValueError: the model takes no images, or those of a sample are not those of its prompt's tokens.
+        ValueError: the model takes no images, or a sample's images do not match its prompt's tokens.
     """
     if not any(len(sample.images) for sample in samples):
         return list(samples)
     model = network.with_weights(weights)
     if model.vision is None:
         raise ValueError(
-            f"samples have images, and {model.config.architecture} reads text alone; accepted: no images, or a model "
+            f"samples have images, and {model.config.architecture} reads only text; accepted: no images, or a model "
             "with a vision tower"
         )
     prompts = [_prompt_images(number, model, sample) for number, sample in enumerate(samples)]
@@ -41,18 +41,17 @@ def with_rows(network: Network[Decoder], weights: Weights, samples: Sequence[Sam
 
 
 def _prompt_images(number: int, model: Decoder, sample: Sample) -> PromptImages:
-    """The images of a sample's prompt."""
     tokens = sample.tokens[: sample.prompt_tokens].tolist()
     if len(with_image_tokens(f"sample {number}", model.config, tokens, sample.images)) != len(tokens):
         raise ValueError(
-            f"sample {number} has one token for an image; accepted: all of its tokens, as in "
-            "`Generation.prompt_tokens` or what `Engine.with_image_tokens` returns"
+            f"sample {number} has one token for an image; accepted: all tokens of the image, as in "
+            "`Generation.prompt_tokens` or as `Engine.with_image_tokens` returns them"
         )
     return PromptImages(sample.images, tokens, model.config)
 
 
 def _shown(model: Decoder, tokens: int, prompt: PromptImages) -> SampleImages:
-    """What the model makes of a sample's images."""
+    """The model's rows for a sample's images."""
     images = ImageRows(np.zeros(tokens, bool), np.zeros((tokens, model.config.hidden_size), model.dtype))
     prompt.put_rows(0, tokens, *images)
     return SampleImages(prompt.coordinates(0, tokens), images)

@@ -1,6 +1,6 @@
-"""The gradients of a batch, whose bits depend on its samples, in their order, and on the number of shards.
+"""The gradients of a batch. Their bits depend only on the samples, in order, and on the number of shards.
 
-Layout, rematerialization, and the devices that share the batch are schedules.
+Layout, rematerialization and the devices that share the batch are schedules.
 """
 
 import dataclasses
@@ -29,15 +29,15 @@ from detjax.runtime import compilation
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """How a batch's gradients are computed. Bits depend on `shards` alone.
+    """The plan by which a batch's gradients are computed. Only `shards` affects bits.
 
     Attributes:
-        layout: how sequences are laid out.
-        shards: the contiguous parts of the batch whose sums are added as a tree; a power of two. It belongs to a run's
-            configuration, as a seed does.
+        layout: the layout of sequences in microbatches.
+        shards: the number of contiguous parts of the batch whose sums are added as a tree; a power of two. Part of a
+            run's configuration, like its seed.
         devices: the devices that share the batch; see `Placement`.
-        is_sharded: whether these devices also share masters and moments, each having a part of every leaf.
-        rematerialized: whether backward passes compute layers again in place of keeping their activations.
+        is_sharded: whether masters and moments are sharded over these devices.
+        rematerialized: whether backward passes recompute layers instead of storing activations.
     """
 
     layout: Layout
@@ -50,23 +50,23 @@ class Plan:
         """Checks the numbers.
 
         Raises:
-            ValueError: the shards are no power of two, or the devices do not divide them.
+            ValueError: the number of shards is not a power of two, or not a multiple of the number of devices.
         """
         assert self.placement
 
     @property
     def placement(self) -> Placement:
-        """The devices, and what each of them has."""
+        """The placement of batch and state on the devices."""
         return Placement(self.shards, self.devices, self.is_sharded)
 
 
 @dataclasses.dataclass(frozen=True)
 class BatchGradients:
-    """The gradients of a batch, and what the forward passes gave. Devices may still be computing them.
+    """The gradients of a batch, and the results of its forward passes. Devices may still be computing them.
 
     Attributes:
         leaves: the gradient of each weight, float32.
-        forward: each microbatch, the logprobs of its targets on all devices, and the index of its own device.
+        forward: each microbatch, with the logprobs on all devices, and its device's index in them.
     """
 
     leaves: tuple[Flat, ...]
@@ -74,7 +74,7 @@ class BatchGradients:
 
     @functools.cached_property
     def logprobs(self) -> list[Float32[np.ndarray, "C"]]:
-        """For each sample the logprobs of its completion. To read them waits for the devices."""
+        """The logprobs of each sample's completion. Reading them blocks until the devices are done."""
         ordered = sorted(self.forward, key=lambda one: one[0].first)
         host = {id(values): on_host(values) for _, values, _ in ordered}
         return by_sequence(
@@ -90,19 +90,19 @@ def batch_gradients(
     plan: Plan,
     distribution: Distribution = MODEL_DISTRIBUTION,
 ) -> BatchGradients:
-    """Returns the gradients of a batch's loss with regard to the weights.
+    """Returns the gradients of a batch's loss with respect to the weights.
 
     Args:
         network: the decoder without its weights.
         weights: its weights, on every device.
-        samples: the sequences, whose order is part of the result.
-        loss: the derivative with regard to the logprobs; hashable, as it is part of the programs.
-        plan: how they are computed.
-        distribution: the distribution whose logprobs the loss takes: the one that samples were drawn from.
+        samples: the sequences. Their order affects the bits.
+        loss: the loss; hashable, since programs are cached by it.
+        plan: the training plan.
+        distribution: the distribution that samples were drawn from; the loss takes logprobs under it.
 
     Raises:
-        ValueError: there is no sample, one is longer than a row, has images that are not its prompt's, was drawn from
-            another distribution, or lacks the logprobs that the loss compares with.
+        ValueError: the batch is empty; or a sample is longer than a row, has images that do not match its prompt, was
+            drawn from another distribution, or lacks old logprobs that the loss needs.
     """
     if not samples:
         raise ValueError("batch_gradients: no samples; accepted: at least one")
@@ -115,14 +115,14 @@ def batch_gradients(
     add, empty = _programs(network, loss, placement, plan.rematerialized, distribution)
     by_device, tree, forward = plan.shards // placement.count, ShardTree(), []
     for index in range(by_device):
-        # Each device has the same number of consecutive shards, and works on one of them at a time.
+        # Each device has the same number of consecutive shards, and computes one of them at a time.
         shards = [placed[device * by_device + index] for device in range(placement.count)]
         sums = empty(weights)
         for step in range(max(map(len, shards))):
             row = [shard[step] if step < len(shard) else None for shard in shards]
-            # A device that has no microbatch left computes one without sequences, whose gradients are exact zeros.
-            nothing = jax.tree.map(np.zeros_like, next(one.arrays for one in row if one is not None))
-            stacked = jax.tree.map(lambda *x: np.stack(x), *(nothing if one is None else one.arrays for one in row))
+            # A device without a remaining microbatch computes an empty one, whose gradients are exact zeros.
+            empty_one = jax.tree.map(np.zeros_like, next(one.arrays for one in row if one is not None))
+            stacked = jax.tree.map(lambda *x: np.stack(x), *(empty_one if one is None else one.arrays for one in row))
             sums, logprobs = add(weights, sums, placement.shared(stacked))
             forward += [(one, logprobs, device) for device, one in enumerate(row) if one is not None]
         tree.add(sums)
@@ -133,7 +133,7 @@ def batch_gradients(
 def _programs(
     network: Network[Decoder], loss: Loss, placement: Placement, rematerialized: bool, distribution: Distribution
 ) -> tuple[Callable[[Weights, Sums, Microbatch], tuple[Sums, Array]], Callable[[Weights], Sums]]:
-    """The program that adds a microbatch of every device, and the one that makes sums of zeros."""
+    """The program that adds a microbatch of every device, and the program that creates zero sums."""
 
     def add(weights: Weights, sums: Sums, microbatch: Microbatch) -> tuple[Sums, Array]:
         sums, microbatch = jax.tree.map(lambda x: x[0], (sums, microbatch))
@@ -152,12 +152,12 @@ def _programs(
 
 
 def _reduced(sums: Sums, placement: Placement) -> tuple[Flat, ...]:
-    """Returns the sums of all devices, and of the two sums of a table that is also a head."""
+    """Adds the sums over devices, and the two sums of an embedding that is also the head."""
     program, rest = _reduced_program(placement), dict(enumerate(sums))
     del sums
     leaves: dict[int, Flat] = {}
     for indices in update_groups(list(rest.values())):
-        # Sums are given up round by round, so that they and the gradients never take the memory of both.
+        # Sums are freed group by group, so that sums and gradients never exist as a whole at the same time.
         results = program(tuple(rest.pop(index) for index in indices))
         leaves |= zip(indices, results, strict=True)
     return tuple(leaves[index] for index in range(len(leaves)))

@@ -1,7 +1,7 @@
-"""The state of a training run: float32 masters that weights are rounded from, and what an optimizer keeps for each.
+"""The state of a training run: float32 masters, from which weights are rounded, and their optimizer states.
 
-The update of an element depends on this element, on the number of updates and on the norm of all gradients alone. So
-leaves are updated one by one, by programs that leaves of one shape share, and devices may share the state.
+The update of an element depends only on that element, the number of updates and the norm of all gradients. Hence leaves
+are updated in groups by programs that groups of equal shapes share, and devices may share the state.
 """
 
 import functools
@@ -25,11 +25,11 @@ from detjax.runtime import compilation
 
 
 class TrainState(NamedTuple):
-    """What a run needs to go on, beside its configuration.
+    """The state from which a run of the same configuration continues.
 
     Attributes:
         masters: the weights in float32.
-        optimizer: the optimizer's state of each of them; None for those that are not trained, which stay as they are.
+        optimizer: each master's optimizer state; None for frozen weights.
     """
 
     masters: tuple[Flat, ...]
@@ -43,18 +43,18 @@ def initial_state(
     *,
     trained: Sequence[bool] | None = None,
 ) -> TrainState:
-    """Returns the state before the first step of training the weights.
+    """Returns the state before the first step.
 
     Args:
         weights: the weights.
         optimizer: such as `detjax.rl.trainer.optimizers.adamw`.
-        placement: of the state.
-        trained: for each weight whether it is trained, as `Network.trained` says; None: all are.
+        placement: the placement of the state.
+        trained: whether each weight is trained, such as `Network.trained`; None: all are.
     """
 
     def leaf(weight: Array, is_trained: bool) -> tuple[Flat, Any]:
         master = placement.flat(jnp.asarray(weight, ACCUMULATOR))
-        # Each leaf is placed before the next one is made: the default device never holds the state of all.
+        # Each leaf is placed before the next one is created, so the default device never holds the whole state.
         return placement.placed((master, optimizer.init(master) if is_trained else None))
 
     pairs = zip(weights, (True,) * len(weights) if trained is None else trained, strict=True)
@@ -75,22 +75,22 @@ def update(
 
     Args:
         state: the state.
-        gradients: of each weight, as `detjax.rl.trainer.step.batch_gradients` returns them.
+        gradients: each weight's gradient, as `detjax.rl.trainer.step.batch_gradients` returns them.
         optimizer: such as `detjax.rl.trainer.optimizers.adamw`. It sees one leaf at a time.
-        placement: of the state and of the gradients.
-        max_norm: larger gradients are scaled down to this norm; None: they are not.
-        donated: whether the next state takes the memory of this one, whose arrays must then not be used any more.
+        placement: the placement of state and gradients.
+        max_norm: gradients with a larger norm are scaled down to it; None: no clipping.
+        donated: donates the state's buffers, which must not be used afterwards.
     """
     trained = [index for index, one in enumerate(state.optimizer) if one is not None]
-    rounds = [tuple(trained[i] for i in one) for one in update_groups([gradients[index] for index in trained])]
+    groups = [tuple(trained[i] for i in group) for group in update_groups([gradients[index] for index in trained])]
     squares: dict[int, Array] = {}
-    for indices in rounds:
+    for indices in groups:
         squares |= zip(indices, _squares_program(placement)(tuple(gradients[i] for i in indices)), strict=True)
     norm, scale = _norm_program(max_norm)(tuple(squares[index] for index in trained))
     program = _update_program(optimizer, placement, donated)
     masters, optimizer_states = list(state.masters), list(state.optimizer)
     del state
-    for indices in rounds:
+    for indices in groups:
         leaves = [tuple(values[i] for i in indices) for values in (masters, optimizer_states, gradients)]
         for index, master, one in zip(indices, *program(*leaves, scale), strict=True):
             masters[index], optimizer_states[index] = master, one
@@ -125,8 +125,8 @@ def _update_program(
             results = [next_leaf(optimizer, *leaf, scale) for leaf in zip(masters, states, gradients, strict=True)]
             return tuple(zip(*results, strict=True))
 
-        given = placement.specs((masters, states, gradients))
-        return placement.on_devices(on_device, (*given, P()), given[:2])(masters, states, gradients, scale)
+        specs = placement.specs((masters, states, gradients))
+        return placement.on_devices(on_device, (*specs, P()), specs[:2])(masters, states, gradients, scale)
 
     return compilation.jit(step, donate_argnums=(0, 1) if donated else ())
 
@@ -134,7 +134,7 @@ def _update_program(
 def next_leaf(
     optimizer: optax.GradientTransformation, master: Flat, state: Any, gradient: Flat, scale: Array | None
 ) -> tuple[Flat, Any]:
-    """Returns a leaf's next master and optimizer state, which take the memory of these if the program may do so."""
+    """Returns a leaf's next master and optimizer state, in place if the buffers are donated."""
     if scale is not None:
         gradient = map_elements(lambda g, s: g * s, gradient, scalars=(scale,))
     change, state = optimizer.update(gradient, state, master)
@@ -142,7 +142,7 @@ def next_leaf(
 
 
 def weights_of(state: TrainState, like: Weights, placement: Placement) -> Weights:
-    """Returns the masters rounded to weights, in the shapes and dtypes of `like`, on every device."""
+    """Rounds the masters to weights with the shapes and dtypes of `like`, on every device."""
     shapes = tuple(jax.ShapeDtypeStruct(weight.shape, weight.dtype) for weight in like)
     weights: dict[int, Array] = {}
     for indices in update_groups(shapes):

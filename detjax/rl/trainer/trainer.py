@@ -1,4 +1,4 @@
-"""A decoder in training: masters, weights and the step that goes from one to the next."""
+"""A decoder in training: masters, weights, and the step that updates them."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -23,10 +23,10 @@ from detjax.runtime import compilation
 
 
 class StepReport(NamedTuple):
-    """What a training step saw.
+    """The report of a training step.
 
     Attributes:
-        logprobs: for each sample the logprobs of its completion before the step.
+        logprobs: the logprobs of each sample's completion before the step.
         gradient_norm: the norm of all gradients together.
     """
 
@@ -35,12 +35,11 @@ class StepReport(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """What a policy says of completions.
+    """A policy's scores of completions.
 
     Attributes:
-        logprobs: for each sample the logprobs of its completion.
-        entropies: for each sample and token of its completion the entropy of the distribution that the token is drawn
-            from, in nats.
+        logprobs: the logprobs of each sample's completion.
+        entropies: the entropy of the distribution at each token of each completion, in nats.
     """
 
     logprobs: list[Float32[np.ndarray, "C"]]
@@ -48,7 +47,7 @@ class Scores(NamedTuple):
 
 
 class Trainer:
-    """Trains a decoder, on as many devices as its plan says, in bits that depend on the samples alone.
+    """Trains a decoder on the devices of its plan, with bits that depend only on samples and configuration.
 
     Example:
         >>> import jax.numpy as jnp, numpy as np
@@ -82,15 +81,15 @@ class Trainer:
         max_norm: float | None = 1.0,
         distribution: Distribution = MODEL_DISTRIBUTION,
     ) -> None:
-        """A trainer that begins with a model's weights.
+        """Starts training from a model's weights.
 
         Args:
-            model: the decoder; its own arrays stay as they are.
+            model: the decoder, which is not modified.
             optimizer: such as `detjax.rl.trainer.optimizers.adamw`.
             loss: see `detjax.rl.trainer.losses`.
-            plan: how gradients are computed.
-            max_norm: gradients with a larger norm are scaled down to it; None: they are not.
-            distribution: the distribution that samples are drawn from, whose logprobs the loss takes.
+            plan: the training plan.
+            max_norm: gradients with a larger norm are scaled down to it; None: no clipping.
+            distribution: the distribution that samples are drawn from; the loss takes logprobs under it.
         """
         self.network, weights = split(model)
         self.optimizer, self.loss, self.plan, self.max_norm = optimizer, loss, plan, max_norm
@@ -100,7 +99,7 @@ class Trainer:
 
     @property
     def state(self) -> TrainState:
-        """What a run needs to go on. A state that is set may come from a trainer with another plan."""
+        """Masters and optimizer state. A state that is set may come from a trainer with another plan."""
         return self._state
 
     @state.setter
@@ -110,7 +109,7 @@ class Trainer:
 
     @property
     def params(self) -> PyTree[Array]:
-        """The weights, without a copy, as `nnx.state` of the model has them and `Engine.update_weights` takes them."""
+        """The weights as in `nnx.state(model)`, without a copy; `Engine.update_weights` takes them."""
         return self.network.state(self.weights)
 
     @property
@@ -119,7 +118,7 @@ class Trainer:
         return self.network.with_weights(self.weights)
 
     def logprobs(self, samples: Sequence[Sample]) -> list[Float32[np.ndarray, "C"]]:
-        """Returns the logprobs of each sample's completion: the bits that an engine reports for these weights."""
+        """Returns the logprobs of each sample's completion, with the bits that an engine reports for these weights."""
         check_drawn(samples, self.distribution)
         program = _logprobs_program(self.network, self.distribution)
         placed = list(self.plan.layout.microbatches(with_rows(self.network, self.weights, samples)))
@@ -137,8 +136,8 @@ class Trainer:
         """Trains one step.
 
         Raises:
-            ValueError: there is no sample, one is longer than a row of the plan's layout, was drawn from another
-                distribution than the trainer's, or lacks the logprobs that the loss compares with.
+            ValueError: the batch is empty; or a sample is longer than a row of the plan's layout, was drawn from
+                another distribution, or lacks old logprobs that the loss needs.
         """
         gradients = batch_gradients(self.network, self.weights, samples, self.loss, self.plan, self.distribution)
         if are_all_certain(samples, self.loss):

@@ -1,4 +1,4 @@
-"""Rounds in which the leaves of a model are updated, so that one program serves many of them."""
+"""Groups of a model's leaves that are updated together, so that one program serves many groups."""
 
 import statistics
 from collections import defaultdict
@@ -9,11 +9,11 @@ import jax
 
 
 def update_groups(leaves: Sequence[Any]) -> list[tuple[int, ...]]:
-    """Returns the indices of a model's leaves by rounds, each of which has about as many leaves of every shape.
+    """Splits a model's leaves into groups with about the same shapes, and returns the leaves' indices by group.
 
-    There are as many rounds as most shapes have leaves, so a round is about a layer. As layers have the same shapes, a
-    program that takes the leaves of a round serves nearly all rounds, and the time of compilation does not grow with
-    the number of layers. What a program needs memory for is a round, not the model.
+    The number of groups is the number of leaves that most shapes have, so a group is about a layer. Layers have equal
+    shapes, so one program serves nearly all groups: compile time does not grow with the number of layers, and a program
+    needs memory for a group, not for the model.
 
     Args:
         leaves: pytrees of arrays, or of shapes and dtypes.
@@ -22,12 +22,12 @@ def update_groups(leaves: Sequence[Any]) -> list[tuple[int, ...]]:
     for index, leaf in enumerate(leaves):
         arrays, structure = jax.tree.flatten(leaf)
         kinds[structure, tuple((x.shape, x.dtype) for x in arrays)].append(index)
-    rounds = max(statistics.multimode(map(len, kinds.values())), default=0)
+    groups = max(statistics.multimode(map(len, kinds.values())), default=0)
     return [
         tuple(
             index
             for indices in kinds.values()
-            for index in indices[number * len(indices) // rounds : (number + 1) * len(indices) // rounds]
+            for index in indices[number * len(indices) // groups : (number + 1) * len(indices) // groups]
         )
-        for number in range(rounds)
+        for number in range(groups)
     ]
