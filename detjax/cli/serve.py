@@ -82,8 +82,8 @@ class Replicas:
     Attributes:
         data_parallel: number of replicas of the engine, each a process with the whole model and its own devices; it
             does not change any bits.
-        replica_seconds: restart a replica that sends no heartbeat, or whose engine does not finish a step, for this
-            many seconds.
+        replica_seconds: restart a replica after this many seconds without a heartbeat, or within one step of its
+            engine.
     """
 
     data_parallel: int = 1

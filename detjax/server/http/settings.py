@@ -39,10 +39,10 @@ class Settings:
             most pending bytes is aborted.
         allowed_hosts: accept requests for this host, without a port; *.example.com accepts all subdomains, * every
             host. None accepts every host.
-        image_directory: directory of images and videos that requests may refer to by name. Default: requests contain
-            their images.
-        unseeded: seed of requests that sample without giving one: random draws a seed per prompt; fixed uses 0, so
-            that repeated requests have the same answer. Answers report the seed.
+        image_directory: directory of images and videos that requests may refer to by name. Default: none; requests
+            contain their images.
+        unseeded: seed for requests that sample without a seed: random draws one per prompt; fixed uses 0, so that
+            repeated requests have the same answer. Answers report the seed.
         allowed_origins: let web pages of this origin, such as https://example.com, use the server from browsers; *
             allows every origin. Default: none.
     """
@@ -110,7 +110,7 @@ class ConnectionSettings:
     """Limits, timeouts and TLS of connections.
 
     Attributes:
-        grace: time in seconds for requests in flight to finish after a signal to stop; a second signal cancels them.
+        grace: seconds that requests in flight have to finish after a stop signal; a second signal cancels them.
         max_connections: maximum number of open connections. At the limit, a new connection replaces the one that has
             waited longest without a request in progress; if all have one, the client gets status 503.
         header_seconds: timeout for receiving a request's headers.
