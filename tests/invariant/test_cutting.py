@@ -209,6 +209,18 @@ def test_what_mixes_rows_stays_refused(fn: Callable[..., Array], message: str) -
         detjax.batch_invariant(_refusing_one(fn), (None, 0))(W, inputs(6))
 
 
+def _sorted_and_back(w: Array, x: Array) -> Array:
+    order = jnp.argsort(x[:, 0, 0])
+    return (x[order] @ w)[jnp.argsort(order)]
+
+
+def test_rows_that_return_are_not_cut_out() -> None:
+    """They are accepted as a batch; no single row's program can be cut out of one that sorts them."""
+    detjax.batch_invariant(_sorted_and_back, (None, 0))(W, inputs(6))
+    with pytest.raises(detjax.UnsafeFunction, match=r"(?s)mixes rows in a batch of .*sort .*test_cutting\.py:"):
+        detjax.batch_invariant(_refusing_one(_sorted_and_back), (None, 0))(W, inputs(6))
+
+
 def test_a_choice_is_kept() -> None:
     with pytest.raises(ValueError, match="one row is not a batch"):
         detjax.batch_invariant(_refusing_one(functions.moves), (None, 0), traced_for="row")(W, inputs(4))
