@@ -69,14 +69,13 @@ _TEXT: Final = """<!-- tools/field_table.py writes this file. -->
 
 # Fields of requests
 
-Clients send many fields whose value asks for what the server does anyway. The server accepts them. A field that would
-change the answer, and that the server does not serve, is refused with status 400: the message names the field, the
-value that was given and the values that are accepted. No field is silently ignored whose value would have made a
-difference. Every field that is not required may be null, which is as if it were not given. A field that no table lists
-is refused.
+Clients send many fields whose value asks for what the server does anyway; the server accepts these. A field that would
+change the answer but is not supported is refused with status 400; the message names the field, its value and the
+accepted values. A field is never silently ignored if its value would have made a difference. Every field that is not
+required may be null, which means the same as leaving it out. A field that is in no table is refused.
 
-"chat" is the body of `/v1/chat/completions`, "completions" that of `/v1/completions`, "responses" that of
-`/v1/responses`; the other names are those of the objects within them.
+"chat" is the body of `/v1/chat/completions`, "completions" the body of `/v1/completions`, and "responses" the body of
+`/v1/responses`; the other names are objects within them.
 
 ## Served
 
@@ -84,7 +83,7 @@ is refused.
 |---|---|---|
 {served}
 
-## Accepted where they change nothing
+## Accepted if they change nothing
 
 | field | in | accepted | why |
 |---|---|---|---|
@@ -103,10 +102,10 @@ is refused.
 {limits}
 
 A body of more than {long} bytes may have {most_items} strings, lists, objects and fields together. Checking a body
-takes memory and time in proportion to its bytes. Eight megabytes, the default limit of `detjax serve`, took 0.01 s (one
-long text) to 0.5 s (four million numbers) on one busy core, and up to 8 times their size while they were checked. Long
-bodies are checked one after the other in a thread, but the parser holds Python's lock: other requests wait meanwhile,
-for 0.2 s at a time at most.
+takes memory and time in proportion to its bytes. Eight megabytes, the default limit of `detjax serve`, took from 0.01 s
+(one long text) to 0.5 s (four million numbers) on one busy core, and up to 8 times their size during the check. A
+thread checks long bodies in sequence, but the parser holds Python's lock: other requests wait meanwhile, at most 0.2 s
+at a time.
 """
 
 

@@ -1,4 +1,4 @@
-"""Writes `docs/idioms.md`: which ways of writing a model `batch_invariant` accepts.
+"""Writes `docs/idioms.md`: the ways of writing a model that `batch_invariant` accepts.
 
 Run it as `python -m tools.idiom_table` after a change of `tests/invariant/idioms`. A test compares the file with what
 this would write, and others run each row.
@@ -17,19 +17,19 @@ _TEXT: Final = """<!-- tools/idiom_table.py writes this file. -->
 
 # What works, what is refused
 
-[`detjax.batch_invariant`](your-model.md) takes models that know nothing of detjax. This page lists ways in which people
-write them, and what it makes of each. Every row is a test (`tests/invariant/idioms/`):
+[`detjax.batch_invariant`](your-model.md) takes models that know nothing of detjax. This page lists common ways to write
+them, and the outcome of each. Every row is a test (`tests/invariant/idioms/`):
 
-- **accepted**: on a CPU, the first row has the bits that it has alone in batches of 2, 3, 7 and 33, at three places,
-  and so has the gradient of its inputs where there is one. Numbers and gradients are close to plain JAX.
-- **refused**: `detjax.UnsafeFunction` says which operation is the reason, with its line, before anything is computed.
+- **accepted**: on a CPU, the first row has the bits that it has alone in batches of 2, 3, 7 and 33, at three positions,
+  and so has the gradient of its inputs, if there is one. Values and gradients are close to plain JAX.
+- **refused**: `detjax.UnsafeFunction` names the operation and its line, before anything is computed.
 
-What is not listed is not refused for that: `batch_invariant` follows the batch through whatever JAX traces. If your
-model is refused, the message says why; [what is refused](your-model.md#what-is-refused) has the rules.
+An idiom that is not listed may well be accepted: `batch_invariant` follows the batch through whatever JAX traces. If
+your model is refused, the message says why; [what is refused](your-model.md#what-is-refused) has the rules.
 
 {tables}
 
-## Around it
+## Transformations around it
 
 | | |
 |---|---|
@@ -45,7 +45,7 @@ _AROUND: Final = {
     ),
     "`jax.vmap`, `jax.lax.scan`": "works",
     "`jax.jvp`, `jax.linearize`, `jax.hessian`, a gradient of a gradient": (
-        "raises: gradients are computed in reverse mode, once. Inside of the function all of them work"
+        "raises: only first-order reverse mode is supported. Inside of the function all of them work"
     ),
 }
 
