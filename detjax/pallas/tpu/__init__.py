@@ -1,1 +1,1 @@
-"""Mosaic TPU kernels: a file or a folder for each operation, with the file names of `detjax.pallas.hopper`."""
+"""Mosaic TPU kernels, a file or a folder for each operation, named as in `detjax.pallas.hopper`."""

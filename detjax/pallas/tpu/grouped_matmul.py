@@ -1,8 +1,8 @@
 """Matmul of rows sorted by expert on TPUs, for mixture-of-experts models.
 
-Each row gets the bits that `matmul.forward` gives it with its expert's weight. A tile of rows is visited once for each
-expert that has rows in it, and each visit writes the rows of its expert. So rows stay where they are, and the number of
-rows of an expert decides how often a tile is visited, and nothing else.
+Each row has the bits of `matmul.forward` with its expert's weight. A tile of rows is visited once for each expert with
+rows in it, and each visit writes only its expert's rows. So no row is moved, and the sizes of groups affect only how
+often a tile is visited.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ ROWS: Final = TOKEN_STEP.rows
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """How much of a weight is in VMEM at once.
+    """The part of a weight that is in VMEM at once.
 
     Attributes:
         outputs: columns of a tile of the result, a multiple of 128.
@@ -40,7 +40,7 @@ class Schedule:
     outputs: int
 
     def check(self, problem: Problem) -> None:
-        """Returns if the schedule serves the problem.
+        """Checks that the schedule fits the problem.
 
         Raises:
             ValueError: the outputs are not whole registers.
@@ -53,7 +53,7 @@ class Schedule:
 
 
 def default_schedule(problem: Problem) -> Schedule:
-    """The schedule of a product with one expert's weight.
+    """Returns the schedule of a product with one expert's weight.
 
     Raises:
         NotImplementedError: blocks with all of K don't fit into VMEM.
@@ -76,10 +76,10 @@ def forward(
     unit: int = 1,
     schedule: Schedule | None = None,
 ) -> Float[Array, "M N"]:
-    """The epilogue of `x[m] @ w[e] + bias[e]`, e being the expert of row m; zeros in rows after the last group.
+    """Returns the epilogue of `x[m] @ w[e] + bias[e]` for the expert e of row m; zeros in rows after the last group.
 
     Args:
-        operands: see `GroupedOperands`; the sum of the groups' sizes is at most M.
+        operands: see `GroupedOperands`; group sizes add up to at most M.
         layout: the layout of each weight.
         epilogue: applied to the biased float32 sums.
         out_dtype: dtype of the result.
@@ -87,8 +87,8 @@ def forward(
         schedule: default: `default_schedule`'s.
 
     Raises:
-        NotImplementedError: a dtype is not one of `device.DTYPES`, or all of K does not fit into memory at once.
-        ValueError: the schedule does not serve the problem.
+        NotImplementedError: a dtype is not one of `device.DTYPES`, or all of K does not fit into VMEM at once.
+        ValueError: the schedule does not fit the problem.
     """
     del unit
     x, w, bias, group_sizes, _ = operands
@@ -120,7 +120,7 @@ def forward(
     )(visits, x, w, bias)[:m]
 
 
-# Groups may begin at any row. The gradients are the portable backend's program.
+# Groups may start at any row. The gradients are the portable backend's program.
 group_unit: Final = portable_grouped_matmul.group_unit
 backward: Final = portable_grouped_matmul.backward
 
@@ -130,7 +130,7 @@ class _Visits(NamedTuple):
 
     Attributes:
         tile: the tile.
-        expert: the expert whose weight the tile meets.
+        expert: the expert whose weight multiplies the tile.
         first: the first row of that expert.
         end: the end of its rows. A visit without rows has `first == end`.
     """
@@ -142,10 +142,10 @@ class _Visits(NamedTuple):
 
     @classmethod
     def from_sizes(cls, group_sizes: Array, rows: int) -> "_Visits":
-        """The visits for experts with so many rows each.
+        """Returns the visits for experts with these numbers of rows.
 
-        Rows after the last group are treated as one more group. Its visits have no rows, and neither do the visits that
-        fill up the arrays, whose length depends on the shapes alone.
+        Rows after the last group are treated as one more group. Its visits have no rows, and neither have the padding
+        visits at the end of the arrays, whose length depends only on the shapes.
         """
         experts = group_sizes.shape[0]
         sizes = jnp.append(group_sizes.astype(jnp.int32), rows - jnp.sum(group_sizes, dtype=jnp.int32))
@@ -167,7 +167,10 @@ class _Visits(NamedTuple):
 def _grid_spec(
     problem: Problem, schedule: Schedule, visits: _Visits, *, has_bias: bool
 ) -> pltpu.PrefetchScalarGridSpec:
-    """A grid of tiles of outputs and of visits: all visits pass by while a column of weights stays."""
+    """Returns a grid of tiles of outputs, then visits, so that successive visits of one expert reuse its weights.
+
+    Pallas copies a block only if its index differs from the previous step's.
+    """
     k, outputs, parts = problem.k, schedule.outputs, problem.parts
     if problem.contraction.w_layout == "kn":
         w = pl.BlockSpec((None, parts, k, outputs), lambda n, v, visits: (visits.expert[v], 0, 0, n))
@@ -208,7 +211,7 @@ class _Kernel:
             lax.fori_loop(0, ROWS // EPILOGUE_ROWS, lambda chunk, _: self.store_rows(chunk, first, end), None)
 
     def clear_rows(self) -> None:
-        """Zeros the tile on its first visit: rows without an expert stay zero."""
+        """Zeros the tile on its first visit, for rows without an expert."""
         self.out[...] = jnp.zeros(self.out.shape, self.out.dtype)
 
     def add_steps(self) -> None:
@@ -224,7 +227,7 @@ class _Kernel:
             contraction.add_step(self.accumulators, self.x, self.w, k // step * step, k % step)
 
     def store_rows(self, chunk: Array, first: Array, end: Array) -> None:
-        """Writes those of a chunk's rows that belong to the visit's expert."""
+        """Writes the rows of a chunk that belong to the visit's expert."""
         start = pl.multiple_of(chunk * EPILOGUE_ROWS, EPILOGUE_ROWS)
         place = pl.ds(start, EPILOGUE_ROWS), slice(None)
         sums = [self.accumulators[part, *place] for part in range(self.problem.parts)]
@@ -232,6 +235,6 @@ class _Kernel:
             sums = [z + self.bias[part : part + 1, :].astype(ACCUMULATOR) for part, z in enumerate(sums)]
         y = activated(sums, self.epilogue, ACTIVATIONS)
         row = self.visits.tile[pl.program_id(1)] * ROWS + start + lax.broadcasted_iota(jnp.int32, y.shape, 0)
-        # Other experts' rows are kept by a selection. A product with zero would turn a neighbour's NaN into NaN.
+        # Other experts' rows are kept by a selection: after a product with a mask of zeros, a NaN would remain a NaN.
         kept = self.out[place].astype(ACCUMULATOR)
         self.out[place] = jnp.where((row >= first) & (row < end), y, kept).astype(self.out.dtype)

@@ -1,12 +1,12 @@
-"""Matmul on a TPU's matrix unit: one kernel, whose tiles are the same for every number of tokens.
+"""Matmul on a TPU's matrix unit: one kernel, with the same tiles for any number of tokens.
 
-A block of weights stays in VMEM while all tiles of tokens pass by. So each weight is read once for any number of
-tokens, and a decode step takes the time in which its weights arrive. Inside, K is visited in steps of `TPU_K_STEP`,
-which are added to one float32 accumulator in VMEM.
+A block of weights stays in VMEM while all tiles of tokens pass. So each weight is read once for any number of tokens,
+and a decode step is bound by the arrival of its weights. Within a block, K is visited in steps of `TPU_K_STEP`, which
+are added to one float32 accumulator in VMEM.
 
-Only the length of the grid depends on the number of tokens. On Hopper every schedule has the same bits, as its
-accumulator meets K in hardware steps. What a TPU does inside one step is the compiler's choice for the step's shape, so
-the shape of the step is part of what the bits are (`StepShape`). Schedules that depend on the number of tokens could be
+Only the length of the grid depends on the number of tokens. On Hopper all schedules have the same bits, because the
+accumulator takes K in hardware steps. On a TPU the compiler chooses by the shape of a step what the matrix unit does
+within it, so that shape is part of the contract (`StepShape`). Schedules that depend on the number of tokens could be
 added once a device has shown that they change no bit.
 """
 
@@ -31,21 +31,21 @@ from detjax.pallas.tpu.device import LANES, SUBLANES, VMEM_LIMIT, check_dtypes
 from detjax.portable.matmul import apply_epilogue as apply_epilogue
 
 EPILOGUE_ROWS: Final = 32
-"""Rows that the epilogue handles at once, so that its intermediate results stay in registers."""
+"""Rows that pass the epilogue at once: with 512 outputs, 16 registers of 8 x 128 for each intermediate result."""
 
 OPERAND_BYTES: Final = 44 * 2**20
-"""Bytes of VMEM for the blocks of x and w, two of each because the next ones are loaded meanwhile. The rest of
-`VMEM_LIMIT` is for sums and temporaries."""
+"""Bytes of VMEM for the blocks of x and w, two of each because the next ones are loaded during the computation. The
+rest of `VMEM_LIMIT` is for sums and temporaries."""
 
 
-# --- what the bits are ------------------------------------------------------------------------------------------------
+# --- what the bits depend on ------------------------------------------------------------------------------------------
 
 XLayout = Literal["mk", "km"]
 
 
 @dataclasses.dataclass(frozen=True)
 class StepShape:
-    """The shape of one product of the matrix unit, which belongs to the contract; see `contract.TPU_K_STEP`.
+    """The shape of one product of the matrix unit. It belongs to the contract; see `contract.TPU_K_STEP`.
 
     Attributes:
         rows: rows of x.
@@ -57,16 +57,16 @@ class StepShape:
 
 
 TOKEN_STEP: Final = StepShape(TPU_ROW_TILE, TPU_K_STEP)
-"""The step of products whose rows are tokens."""
+"""Step of products whose rows are tokens."""
 WEIGHT_GRADIENT_STEP: Final = StepShape(256, WEIGHT_GRADIENT_TOKENS)
-"""The step of weight gradients, whose K is tokens."""
+"""Step of weight gradients, whose K is tokens."""
 BIAS_GRADIENT_STEP: Final = StepShape(LANES, WEIGHT_GRADIENT_TOKENS)
-"""The step of bias gradients, which are products of a tile of ones."""
+"""Step of bias gradients, which are products with a tile of ones."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Contraction:
-    """How two operands are multiplied.
+    """The layouts and the step of a product.
 
     Attributes:
         x_layout: "mk" if x is `[M, K]`, "km" if it is `[K, M]`.
@@ -85,7 +85,7 @@ class Contraction:
 
     @property
     def w_axis(self) -> int:
-        """The axis of K in the stack of weights `[parts, ..., ...]`."""
+        """The axis of K in stacked weights `[parts, ..., ...]`."""
         return 1 if self.w_layout == "kn" else 2
 
     def add_step(self, accumulators: Any, x: Any, w: Any, first: Array | int, size: int) -> None:
@@ -94,14 +94,14 @@ class Contraction:
         Args:
             accumulators: a reference to `[parts, rows, outputs]` float32.
             x: a reference to a block of x.
-            w: a reference to a block of the stack of weights.
-            first: where in the blocks the step begins.
+            w: a reference to a block of the stacked weights.
+            first: the first element of K in the blocks.
             size: elements of K in the step.
         """
         span = pl.ds(first, size)
         a = x[:, span] if self.x_layout == "mk" else x[span, :]
         contracted = (self.x_axis,), (self.w_axis - 1,)
-        # By default the matrix unit would round float32 operands to bfloat16.
+        # With the default precision the matrix unit rounds float32 operands to bfloat16.
         precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
         for part in range(w.shape[0]):
             b = w[part, span, :] if self.w_layout == "kn" else w[part, :, span]
@@ -118,8 +118,8 @@ ACTIVATIONS: Final[dict[Activation, Callable[[Array], Array]]] = {
 }
 
 Finish = Callable[[Sequence[Array], Array | None], list[Array]]
-"""Makes the results of some rows from their biased float32 sums, one for each weight of the stack, and from the same
-rows of `Operands.elementwise`."""
+"""Computes the results of some rows from their biased float32 sums, one for each stacked weight, and from the same rows
+of `Operands.elementwise`."""
 
 
 def _finish_forward(epilogue: Epilogue, sums: Sequence[Array], residual: Array | None) -> list[Array]:
@@ -128,7 +128,7 @@ def _finish_forward(epilogue: Epilogue, sums: Sequence[Array], residual: Array |
 
 
 def _finish_backward(epilogue: Epilogue, dtype: DTypeLike, sums: Sequence[Array], dy: Array | None) -> list[Array]:
-    """The gradients of the sums, at the sums rounded to a dtype."""
+    """Returns the gradients of the sums, at the sums rounded to a dtype."""
     assert dy is not None
     sums = [total.astype(dtype).astype(ACCUMULATOR) for total in sums]
     return list(jax.vjp(lambda *sums: activated(sums, epilogue, ACTIVATIONS), *sums)[1](dy.astype(ACCUMULATOR)))
@@ -139,11 +139,11 @@ def _finish_backward(epilogue: Epilogue, dtype: DTypeLike, sums: Sequence[Array]
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """A product, except the number of tokens, on which no schedule depends.
+    """A product, without the number of tokens, on which no schedule depends.
 
     Attributes:
-        contraction: how x and w are multiplied.
-        parts: weights in the stack: 1, or 2 if gated.
+        contraction: the layouts and the step.
+        parts: stacked weights: 1, or 2 if gated.
         n: columns of the result.
         k: elements of K, a multiple of 128; None if K is tokens.
         dtype: the dtype of x and w.
@@ -158,11 +158,11 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """How much of x and w is in VMEM at once.
+    """The parts of x and w that are in VMEM at once.
 
     Attributes:
         outputs: columns of a tile of the result, a multiple of 128.
-        slab: the length of K that is loaded at once: all of K, or a multiple of the step and of 128.
+        slab: elements of K that are loaded at once: all of K, or a multiple of the step and of 128.
     """
 
     outputs: int
@@ -176,7 +176,7 @@ class Schedule:
             )
 
     def check(self, problem: Problem) -> None:
-        """Returns if the schedule serves the problem.
+        """Checks that the schedule fits the problem.
 
         Raises:
             ValueError: a slab is neither all of K nor a multiple of the step and of a register.
@@ -190,10 +190,11 @@ class Schedule:
 
 
 def default_schedule(problem: Problem) -> Schedule:
-    """The schedule of a product.
+    """Returns the schedule of a product.
 
-    Tokens are read once for every tile of outputs, and a tile of 512 outputs is enough work for what is read. If whole
-    columns of such a tile don't fit into VMEM, the tile gets narrower; if that is not enough, K is cut into slabs.
+    Tokens are read once for every tile of outputs, and a tile of 512 outputs is enough work per token read. If all of K
+    of such a tile does not fit into VMEM, the tile has 256 outputs; if that does not fit either, K is loaded in slabs.
+    In bfloat16, 512 outputs fit up to a K of about 18,000 and 256 up to 30,000; a slab of 4096 takes 10 MiB.
     """
     if problem.k is None:
         return Schedule(outputs=512, slab=256)
@@ -208,10 +209,10 @@ def default_schedule(problem: Problem) -> Schedule:
 
 
 def forward(operands: MatmulOperands, *, layout: WeightLayout, epilogue: Epilogue, out_dtype: DTypeLike) -> Array:
-    """`[*B, N]` of rows `[*B, K]`; see `detjax.ops.matmul` for the arguments.
+    """Returns `[*B, N]` for rows `[*B, K]`; see `detjax.ops.matmul` for the arguments.
 
     Raises:
-        NotImplementedError: a dtype, among them the result's, is not one of `device.DTYPES`.
+        NotImplementedError: a dtype, including the result's, is not one of `device.DTYPES`.
     """
     x, w, bias, residual = operands
     flat = Operands(flat_rows(x), w, bias, None if residual is None else flat_rows(residual))
@@ -224,10 +225,10 @@ def forward(operands: MatmulOperands, *, layout: WeightLayout, epilogue: Epilogu
 def backward(
     operands: MatmulOperands, dy: Array, sums: WeightSums = NO_SUMS, *, layout: WeightLayout, epilogue: Epilogue
 ) -> Gradients:
-    """Gradients of x, w and bias: `dx` adds N in ascending order, gate's before up's; `dw` and `dbias` add tokens in
-    ascending order. Instead of the gradients of w and bias, their next sums if they have sums.
+    """Returns the gradients of x, w and bias; for a w or bias with a running sum, the next sum instead.
 
-    The gradient of the sums before the epilogue is rounded to x's dtype before it is multiplied.
+    `dx` adds N in ascending order, gate's before up's; `dw` and `dbias` add tokens in ascending order. The gradient of
+    the sums before the epilogue is rounded to x's dtype before it is multiplied.
 
     Raises:
         NotImplementedError: a dtype is not one of `device.DTYPES`.
@@ -239,11 +240,12 @@ def backward(
     if epilogue == Epilogue():
         dz = [rounded(flat_dy, x.dtype)]
     else:
-        # The sums are computed again.
-        given, finish = Operands(flat_x, w, bias, flat_dy), functools.partial(_finish_backward, epilogue, x.dtype)
-        dz = multiply(given, Contraction("mk", layout, TOKEN_STEP), [x.dtype] * len(weights), finish)
+        # The sums are recomputed.
+        forward_operands = Operands(flat_x, w, bias, flat_dy)
+        finish = functools.partial(_finish_backward, epilogue, x.dtype)
+        dz = multiply(forward_operands, Contraction("mk", layout, TOKEN_STEP), [x.dtype] * len(weights), finish)
     joined_dz = jnp.concatenate(dz, axis=1)
-    # Both weights of a "kn" stack have to be copied to be contracted at once; "nk" weights follow each other already.
+    # Stacked "nk" weights are already contiguous along N; contracting both "kn" weights at once takes a copy.
     joined_w = w.reshape(-1, w.shape[-1]) if layout == "nk" else jnp.concatenate(weights, axis=1)
     dx = product(joined_dz, joined_w, Contraction("mk", "kn" if layout == "nk" else "nk", TOKEN_STEP), x.dtype)
 
@@ -260,7 +262,7 @@ def backward(
         dw = jnp.stack([over_tokens(flat_x, part, start, w.dtype, WEIGHT_GRADIENT_STEP) for part, start in pairs])
     dbias = None
     if bias is not None:
-        # The product has a tile of rows, all of which are the gradient.
+        # All rows of this product are the gradient; the matrix unit needs a whole tile of them.
         ones = jnp.ones((flat_x.shape[0], LANES), x.dtype)
         start = None if bias_sum is None else jnp.broadcast_to(bias_sum.reshape(1, -1), (LANES, bias.size))
         dbias = over_tokens(ones, joined_dz, start, bias.dtype, BIAS_GRADIENT_STEP)[0].reshape(bias.shape)
@@ -275,22 +277,22 @@ def product(
     schedule: Schedule | None = None,
     start: Array | None = None,
 ) -> Array:
-    """`x @ w`, `[M, N]`, without an epilogue; see `multiply`."""
+    """Returns `x @ w`, `[M, N]`, without an epilogue; see `multiply`."""
     finish = functools.partial(_finish_forward, Epilogue())
     (y,) = multiply(Operands(x, w, start=start), contraction, [out_dtype], finish, schedule)
     return y
 
 
 class Operands(NamedTuple):
-    """Arrays that a product takes, or references to their blocks in VMEM.
+    """The operands of a product, or references to their blocks in VMEM.
 
     Attributes:
         x: `[M, K]` or `[K, M]`.
         w: `[K, N]` or `[N, K]`; two of them, stacked, if gated.
-        bias: `[N]`, or `[2, N]` if gated; None if there is none.
-        elementwise: `[M, N]`, which the epilogue takes element by element: the residual, or the result's gradient.
-        start: `[M, N]` float32, what the accumulators begin with; None: zeros. Where the program may overwrite it,
-            because it was donated, the only result takes its memory if blocks divide it evenly.
+        bias: `[N]`, or `[2, N]` if gated; None: no bias.
+        elementwise: `[M, N]`, an elementwise operand of the epilogue: the residual, or the result's gradient.
+        start: `[M, N]` float32: initial values of the accumulators; None: zeros. If it was donated and blocks divide it
+            evenly, the only result overwrites it.
     """
 
     x: Any
@@ -307,18 +309,18 @@ def multiply(
     finish: Finish,
     schedule: Schedule | None = None,
 ) -> list[Array]:
-    """Results `[M, N]` of the dtypes given, which `finish` makes from the biased sums of `x @ w`.
+    """Returns results `[M, N]` of the given dtypes, which `finish` computes from the biased sums of `x @ w`.
 
     Args:
         operands: the arrays.
-        contraction: how x and w are multiplied.
+        contraction: the layouts and the step.
         out_dtypes: dtypes of the results.
-        finish: makes the results of some rows.
+        finish: computes the results of some rows.
         schedule: default: `default_schedule`'s.
 
     Raises:
         NotImplementedError: a dtype is not one of `device.DTYPES`.
-        ValueError: the schedule does not serve the problem.
+        ValueError: the schedule does not fit the problem.
     """
     check_dtypes("matmul", *operands, *(jax.ShapeDtypeStruct((), dtype) for dtype in out_dtypes))
     m = operands.x.shape[1 - contraction.x_axis]
@@ -326,8 +328,8 @@ def multiply(
     padded_m, k = (operands.x.shape[axis] for axis in (1 - contraction.x_axis, contraction.x_axis))
     rows, outputs, slab = contraction.step.rows, schedule.outputs, schedule.slab
 
-    # The start is the last of the arrays, and a block of it is read before anything is written to its place. Pallas'
-    # interpreter has no results in place whose last blocks reach beyond the array.
+    # `start` is the last operand, and each of its blocks is read before the result's block is written. Pallas'
+    # interpreter does not support in-place results whose last blocks reach beyond the array.
     in_place = operands.start is not None and padded_m % rows == 0 and problem.n % outputs == 0
 
     def kernel(operands: Operands, results: Sequence[Any], accumulators: Any) -> None:
@@ -336,7 +338,8 @@ def multiply(
     (results,) = pl.pallas_call(
         kernel,
         out_shape=[[jax.ShapeDtypeStruct((padded_m, problem.n), dtype) for dtype in out_dtypes]],
-        # All tokens pass by while a block of weights stays.
+        # The order of axes decides the traffic: with all of K in one slab, a block of weights has the same index for
+        # all tiles of tokens, and Pallas copies it only once.
         grid=(ceil_div(problem.n, outputs), ceil_div(padded_m, rows), ceil_div(k, slab)),
         in_specs=[_operand_specs(operands, contraction, schedule)],
         out_specs=[[_result_spec(rows, outputs) for _ in out_dtypes]],
@@ -351,7 +354,7 @@ def multiply(
 
 
 def padded(array: Array, axis: int, multiple: int) -> Array:
-    """The array with zeros after its end along the axis, up to a multiple of `multiple`."""
+    """Returns the array with zeros appended along the axis up to a multiple of `multiple`."""
     padding = -array.shape[axis] % multiple
     if not padding:
         return array
@@ -361,7 +364,7 @@ def padded(array: Array, axis: int, multiple: int) -> Array:
 def _prepared(
     operands: Operands, contraction: Contraction, schedule: Schedule | None
 ) -> tuple[Operands, Problem, Schedule]:
-    """The operands as the kernel takes them: zeros fill up K, which add nothing, and weights and biases are stacks."""
+    """Returns the kernel's operands: K padded with zeros, which add nothing, and weights and biases stacked."""
     x, w, bias, elementwise, start = operands
     w = w.reshape(-1, *w.shape[-2:])
     parts, n = w.shape[0], w.shape[3 - contraction.w_axis]
@@ -371,11 +374,11 @@ def _prepared(
     schedule = schedule or default_schedule(problem)
     schedule.check(problem)
 
-    # If K is tokens, it is filled up to whole slabs, so that no constant of the kernel depends on the number of tokens.
+    # If K is tokens, it is padded to whole slabs, so that no constant of the kernel depends on the number of tokens.
     multiple = schedule.slab if over_tokens else LANES
     x, w = padded(x, contraction.x_axis, multiple), padded(w, contraction.w_axis, multiple)
     if not over_tokens:
-        # XLA lays out arrays of fewer than 8 rows in smaller tiles, which would be another kind of copy for few tokens.
+        # XLA lays out arrays of fewer than 8 rows in smaller tiles, so few tokens would be copied in another way.
         x = padded(x, 0, SUBLANES)
         elementwise = None if elementwise is None else padded(elementwise, 0, SUBLANES)
     bias = None if bias is None else bias.reshape(parts, n)
@@ -383,7 +386,7 @@ def _prepared(
 
 
 def _operand_specs(operands: Operands, contraction: Contraction, schedule: Schedule) -> Operands:
-    """The blocks of the operands for a step (n, m, k) of the grid; None for operands that are None."""
+    """Returns the blocks of the operands for a grid step (n, m, k); None for operands that are None."""
     parts, rows, outputs, slab = operands.w.shape[0], contraction.step.rows, schedule.outputs, schedule.slab
     if contraction.x_layout == "mk":
         x = pl.BlockSpec((rows, slab), lambda n, m, k: (m, k))
@@ -421,8 +424,8 @@ class _Kernel:
         if self.problem.k is not None:
             pl.when(slab_index == pl.num_programs(2) - 1)(self.store)
         else:
-            # The number of the last slab depends on the tokens and would be a constant of the kernel, so the result is
-            # written after every slab.
+            # The index of the last slab depends on the number of tokens and would be a constant of the kernel, so the
+            # result is written after every slab.
             self.store()
 
     def clear(self) -> None:
@@ -435,7 +438,7 @@ class _Kernel:
     def add_whole_steps(self, slab_index: Array) -> None:
         k, slab, step = self.problem.k, self.schedule.slab, self.problem.contraction.step.k
         steps = slab // step
-        # K may end within the last slab. The rest of that slab's blocks is never read.
+        # K may end within the last slab; the rest of that slab's blocks is undefined and never read.
         if k is not None and k % slab:
             steps = jnp.minimum(steps, k // step - slab_index * steps)
         lax.fori_loop(0, steps, lambda index, _: self.add_step(pl.multiple_of(index * step, step), step), None)
@@ -445,7 +448,7 @@ class _Kernel:
         self.problem.contraction.add_step(self.accumulators, x, w, first, size)
 
     def store(self) -> None:
-        """Adds the last step of K, which may be shorter, and writes the results."""
+        """Adds the shorter last step of K, if there is one, and writes the results."""
         k, slab, step = self.problem.k, self.schedule.slab, self.problem.contraction.step.k
         if k is not None and k % step:
             self.add_step((k - 1) % slab // step * step, k % step)

@@ -1,6 +1,6 @@
-"""RMS norm on TPUs (Mosaic TPU): a tile of whole rows is brought to VMEM once, summed piece by piece, and written.
+"""RMS norm on TPUs (Mosaic TPU): a tile of whole rows is loaded into VMEM once, summed piece by piece, and written.
 
-Its speed is that of memory. The gradients are the portable backend's.
+It is bound by memory. The gradients are the portable backend's.
 """
 
 import dataclasses
@@ -27,18 +27,19 @@ from detjax.pallas.tpu.rows import (
 )
 from detjax.portable import norm as portable
 
-# The portable backend's program adds rows in the same order, does the rest on single elements, and has tiles of one
-# shape, so XLA has no choice in it that could change a bit.
+# The portable program adds rows in the same order, computes everything else elementwise, and has tiles of one shape, so
+# it leaves XLA no choice that could change a bit.
 backward = portable.backward
 
 TILE_BYTES: Final = 256 * 1024
-"""Bytes of one operand's tile. A grid step then takes as long as its copies, and several tiles fit into VMEM."""
+"""Bytes of one operand's tile. A grid step is then bound by its copies, and the tiles of x, residual, y and h, two of
+each since copies overlap with computation, are 2 MiB of the 16 MiB of VMEM."""
 MAX_ROWS: Final = 256
 """Most rows of a tile: short rows fill the registers long before they fill VMEM."""
 
 
 def default_schedule(problem: Problem) -> Schedule:
-    """The schedule of RMS norm for rows of this width and dtype."""
+    """Returns the schedule for rows of this width and dtype."""
     row_bytes = problem.width * problem.dtype.itemsize
     return Schedule(rows_within(problem.dtype, row_bytes, TILE_BYTES, MAX_ROWS))
 
@@ -52,7 +53,7 @@ def forward(
     weight_offset: float,
     schedule: Schedule | None = None,
 ) -> tuple[Array, Array | None]:
-    """`(y, None)`, or `(y, h)` with `h = rn(x + residual)` if there is a residual, in which case y is the norm of h.
+    """Returns `(y, None)`, or with a residual `(y, h)`: the norm y of `h = rn(x + residual)`.
 
     Args:
         x: rows `[*B, D]`.
@@ -64,7 +65,7 @@ def forward(
 
     Raises:
         NotImplementedError: a dtype is not one of `device.DTYPES`.
-        ValueError: the schedule does not serve the problem.
+        ValueError: the schedule does not fit the problem.
     """
     check_dtypes("rms_norm", x, weight, residual)
     problem = Problem("rms_norm", x.shape[-1], x.dtype)
@@ -93,14 +94,14 @@ def forward(
 
 
 class _Inputs(NamedTuple):
-    """Rows `[M, D]` that the kernel reads, or their tile; the residual is None if there is none."""
+    """The rows `[M, D]` that the kernel reads, or their tile; residual: None without one."""
 
     x: Any
     residual: Any
 
 
 class _Outputs(NamedTuple):
-    """Rows `[M, D]` that the kernel writes, or their tile; h is None if there is no residual."""
+    """The rows `[M, D]` that the kernel writes, or their tile; h: None without a residual."""
 
     y: Any
     h: Any
@@ -128,7 +129,7 @@ class _Kernel:
 
     @property
     def normalized(self) -> Any:
-        """The rows whose norm is taken: x, or its sum with the residual after that was rounded and written."""
+        """The normalized rows: x, or the rounded sum h, read back after it was written."""
         return self.inputs.x if self.outputs.h is None else self.outputs.h
 
     def add_residual(self, piece: int) -> None:

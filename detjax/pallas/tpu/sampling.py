@@ -1,8 +1,8 @@
-"""The next token on TPUs (Mosaic TPU): logits are read once, and noise is made where it is used and never stored.
+"""Sampling of the next token on TPUs (Mosaic TPU): logits are read once, and noise is never stored.
 
-One kernel streams the blocks of a tile of rows through VMEM. It keeps the best candidate of every lane, and the maximum
-and the sum of every block. After the last block it chooses among the lanes' candidates. If requests have filters, the
-portable backend sorts the logits and decides which of them are kept.
+One kernel streams the blocks of a tile of rows through VMEM. It keeps the best candidate of every lane, and maximum and
+sum of every block. After the last block it chooses among the lanes' candidates. If requests have filters, the portable
+backend sorts the logits and decides which are kept.
 """
 
 import dataclasses
@@ -31,20 +31,20 @@ MAX_PIECES_TOGETHER: Final = 8
 
 @dataclasses.dataclass(frozen=True)
 class Schedule(tpu_rows.Schedule):
-    """How the kernel divides its work. No bit depends on it.
+    """The division of the kernel's work. No bit depends on it.
 
     Attributes:
-        rows: rows of a tile, which one step of the grid handles together.
-        pieces_together: pieces of a block whose noise is made at the same time.
+        rows: rows of a tile, which one grid step processes.
+        pieces_together: pieces of a block whose noise is computed at the same time.
     """
 
     pieces_together: int
 
     def check(self, problem: Problem) -> None:
-        """Returns if the schedule serves the problem.
+        """Checks that the schedule fits the problem.
 
         Raises:
-            ValueError: the tile's rows don't fill whole registers, or the pieces of a block are not so many groups.
+            ValueError: the tile's rows don't fill whole registers, or `pieces_together` does not divide the pieces.
         """
         super().check(problem)
         pieces = RowBlocks(problem.width).pieces
@@ -56,10 +56,11 @@ class Schedule(tpu_rows.Schedule):
 
 
 def default_schedule(problem: Problem) -> Schedule:
-    """The schedule of sampling from rows of this width and dtype.
+    """Returns the schedule for sampling from rows of this width and dtype.
 
-    Noise takes more instructions than everything else. So a tile has few rows, of which few can be beyond the batch,
-    and several pieces have their noise made together, since one alone waits for each of its instructions.
+    Noise takes more instructions than everything else. So a tile has few rows, to waste little on rows beyond the
+    batch, and the noise of several pieces is computed together, since a single piece would wait for the latency of each
+    instruction.
     """
     pieces = RowBlocks(problem.width).pieces
     return Schedule(register_rows(problem.dtype), math.gcd(pieces, MAX_PIECES_TOGETHER))
@@ -68,11 +69,11 @@ def default_schedule(problem: Problem) -> Schedule:
 def sample(
     logits: Array, arrays: SamplingArrays, *, filtered: bool, schedule: Schedule | None = None
 ) -> tuple[Array, Array]:
-    """Tokens `[B]` int32 and their logprobs `[B]` float32; see `detjax.ops.sample`.
+    """Returns tokens `[B]` int32 and their logprobs `[B]` float32; see `detjax.ops.sample`.
 
     Raises:
         NotImplementedError: the logits' dtype is not one of `device.DTYPES`.
-        ValueError: the schedule does not serve the problem.
+        ValueError: the schedule does not fit the problem.
     """
     check_dtypes("sample", logits)
     keys = jax.random.key_data(jax.vmap(sample_key)(arrays.seed, arrays.position, arrays.sample_index))
@@ -81,7 +82,7 @@ def sample(
 
 
 def sampling_logprobs(logits: Array, tokens: Array, temperature: Array) -> Array:
-    """Logprobs of tokens `[B]` float32 under the softmax of logits and temperature; see `detjax.ops`.
+    """Returns the logprobs of tokens, `[B]` float32, under the softmax of logits and temperature; see `detjax.ops`.
 
     Raises:
         NotImplementedError: the logits' dtype is not one of `device.DTYPES`.
@@ -95,17 +96,17 @@ def sampling_logprobs(logits: Array, tokens: Array, temperature: Array) -> Array
 def sample_with_keys(
     logits: Array, kept: Array | None, keys: Array, temperature: Array, schedule: Schedule | None = None
 ) -> tuple[Array, Array]:
-    """Tokens `[B]` int32 and their logprobs `[B]` float32.
+    """Returns tokens `[B]` int32 and their logprobs `[B]` float32.
 
     Args:
         logits: `[B, V]`.
-        kept: the logits with -inf for each one that a filter removed, `[B, V]`; None without filters.
+        kept: the logits, with -inf for those that a filter removed, `[B, V]`; None without filters.
         keys: the key of each row's noise, uint32 `[B, 2]`.
         temperature: `[B]`; rows of temperature 0 are greedy.
         schedule: default: `default_schedule`'s.
 
     Raises:
-        ValueError: the schedule does not serve the problem.
+        ValueError: the schedule does not fit the problem.
     """
     batch, width = logits.shape
     problem = Problem("sample", width, logits.dtype)
@@ -119,7 +120,7 @@ def sample_with_keys(
     tile = pl.BlockSpec((rows, blocks.columns), lambda i, b: (i, b))
     column = pl.BlockSpec((rows, 1), lambda i, b: (i, 0))
     key_columns = pl.BlockSpec((rows, 2), lambda i, b: (i, 0))
-    # Rows beyond the batch are greedy, so a tile without other rows makes no noise.
+    # Padding rows are greedy, so that they never cause noise to be computed.
     padded_temperature = jnp.pad(temperature, (0, -batch % rows))[:, None]
     (outputs,) = pl.pallas_call(
         kernel,
@@ -135,7 +136,7 @@ def sample_with_keys(
 
 
 class _Inputs(NamedTuple):
-    """Arrays that the kernel reads, or their parts in VMEM; see `sample_with_keys`."""
+    """The kernel's inputs, or their blocks in VMEM; see `sample_with_keys`."""
 
     logits: Any
     kept: Any
@@ -151,7 +152,7 @@ class _Outputs(NamedTuple):
 
 
 class _Candidates(NamedTuple):
-    """The best candidate of each lane so far, `[rows, 128]`: its value with noise, its id and its logit."""
+    """The best candidate of each lane so far, `[rows, 128]`: its value with noise, token id and logit."""
 
     value: Any
     token: Any
@@ -159,7 +160,7 @@ class _Candidates(NamedTuple):
 
     @classmethod
     def scratch(cls, rows: int) -> "_Candidates":
-        """The memory that the candidates take."""
+        """Returns the types of the candidates' scratch memory."""
         dtypes = ACCUMULATOR, jnp.int32, ACCUMULATOR
         return cls(*(pltpu.VMEM((rows, PIECE), dtype) for dtype in dtypes))
 
@@ -176,7 +177,7 @@ class _Candidates(NamedTuple):
 
 
 _ValueOf = Callable[[Array, Array, Array], Array]
-"""A function of logits, kept logits and ids that gives the values whose largest is taken."""
+"""A function of logits, kept logits and token ids that returns the values to maximize."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -210,14 +211,14 @@ class _Kernel:
         pl.when(block == self.blocks.count - 1)(self.store)
 
     def noisy_values(self, temperature: Array) -> _ValueOf:
-        """A function that gives the scaled logits with Gumbel noise, or the logits of greedy rows."""
+        """Returns the function of scaled logits plus Gumbel noise, or of plain logits in greedy rows."""
         greedy = in_every_lane(temperature) == 0
         inverse = in_every_lane(1 / jnp.where(temperature == 0, 1.0, temperature))
         key = in_every_lane(self.inputs.keys[:, 0:1]), in_every_lane(self.inputs.keys[:, 1:2])
 
         def values(logits: Array, kept: Array, token: Array) -> Array:
             scaled = kept * inverse
-            # A NaN stays one. A logit that a filter removed is below all others; a logit that is -inf itself is not.
+            # A NaN stays a NaN. The contract raises -inf to the lowest number, except for logits that a filter removed.
             scaled = jnp.where(scaled < LOWEST, LOWEST, scaled)
             if self.inputs.kept is not None:
                 scaled = jnp.where((kept == -jnp.inf) & (logits != -jnp.inf), -jnp.inf, scaled)
@@ -226,13 +227,7 @@ class _Kernel:
         return values
 
     def update_best(self, block: Array, end: int | Array, value_of: _ValueOf) -> None:
-        """Compares the lanes' best candidates with those of this block.
-
-        Args:
-            block: the block's index.
-            end: the column of the block in which the row ends.
-            value_of: gives the values that are compared.
-        """
+        """Updates the lanes' best candidates with this block, whose part of the row ends at column `end`."""
         together = self.schedule.pieces_together
         logits_ref = self.inputs.logits
         kept_ref = logits_ref if self.inputs.kept is None else self.inputs.kept
@@ -261,14 +256,14 @@ class _Kernel:
 
 
 def _best_of_lanes(candidates: _Candidates) -> tuple[Array, Array]:
-    """The lowest id among the lanes with the largest value, `[rows, 1]`, and its logit."""
+    """Returns the lowest id among the lanes with the largest value, `[rows, 1]`, and its logit."""
     value = candidates.value
-    # The comparisons are written so that none depends on what a maximum makes of a NaN.
+    # No comparison here depends on how a maximum treats NaN.
     not_a_number = jnp.where(value != value, 1.0, 0.0)
     top = jnp.max(jnp.where(value != value, -jnp.inf, value), axis=1, keepdims=True)
     has_largest = not_a_number == jnp.max(not_a_number, axis=1, keepdims=True)
     is_best = has_largest & ((value != value) | (value == top))
     token = jnp.min(jnp.where(is_best, candidates.token, NO_ID), axis=1, keepdims=True)
-    # A NaN makes the logprob of its whole row NaN, so the logit taken for it does not matter.
+    # A NaN makes the whole row's logprob NaN, whatever the logit.
     logit = jnp.where(candidates.token == token, candidates.logit, -jnp.inf)
     return token, jnp.max(logit, axis=1, keepdims=True)

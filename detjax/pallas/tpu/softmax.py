@@ -1,7 +1,7 @@
 """Softmax, log-softmax and logsumexp on TPUs (Mosaic TPU): the blocks of a tile of rows stream through VMEM in order.
 
 The grid visits the blocks of a tile once for their maxima and sums, which stay in VMEM, and a second time to write the
-result. Logsumexp writes no rows, so it visits them once. For gradients, only the row sums are computed by a kernel.
+result. Logsumexp writes no rows, so it visits them once. For gradients, a kernel computes only the row sums.
 """
 
 import dataclasses
@@ -32,16 +32,15 @@ from detjax.pallas.tpu.rows import (
 )
 
 STATISTICS_BYTES: Final = 4 * 1024 * 1024
-"""Bytes of VMEM for the maxima and sums of a tile's blocks. At `MAX_ROWS`, the vocabularies of language models need
-less."""
+"""Bytes of VMEM for the maxima and sums of a tile's blocks: at `MAX_ROWS`, 128 blocks, or 524288 elements of a row."""
 MAX_ROWS: Final = 32
-"""Most rows of a tile. With this many, a grid step takes longer to copy its block than to begin."""
+"""Most rows of a tile. With this many, the copy of a block takes longer than the overhead of a grid step."""
 
 Operation = Literal["softmax", "log_softmax", "logsumexp"]
 
 
 def default_schedule(problem: Problem) -> Schedule:
-    """The schedule of one of the three operations, or of "row_sums", which keeps no statistics of blocks."""
+    """Returns the schedule of one of the three operations, or of "row_sums", which keeps no statistics of blocks."""
     if problem.operation == "row_sums":
         return Schedule(MAX_ROWS)
     statistics_bytes = 2 * RowBlocks(problem.width).count * PIECE * jnp.dtype(ACCUMULATOR).itemsize
@@ -49,27 +48,27 @@ def default_schedule(problem: Problem) -> Schedule:
 
 
 def softmax(x: Array, schedule: Schedule | None = None) -> Array:
-    """Softmax of rows: float32 `[*B, V]` of `[*B, V]`."""
+    """Returns the softmax of rows `[*B, V]`: float32 `[*B, V]`."""
     return _normalized("softmax", flat_rows(x), schedule).reshape(x.shape)
 
 
 def log_softmax(x: Array, schedule: Schedule | None = None) -> Array:
-    """Log-softmax of rows: float32 `[*B, V]` of `[*B, V]`."""
+    """Returns the log-softmax of rows `[*B, V]`: float32 `[*B, V]`."""
     return _normalized("log_softmax", flat_rows(x), schedule).reshape(x.shape)
 
 
 def logsumexp(x: Array, schedule: Schedule | None = None) -> Array:
-    """Logsumexp of rows: float32 `[*B]` of `[*B, V]`."""
+    """Returns the logsumexp of rows `[*B, V]`: float32 `[*B]`."""
     return _normalized("logsumexp", flat_rows(x), schedule).reshape(x.shape[:-1])
 
 
 def softmax_backward(y: Array, dy: Array) -> Array:
-    """The gradient of softmax's input, float32, from its result."""
+    """Returns the gradient of softmax's input, float32, from its result."""
     return softmax_gradients.softmax_gradient(y, dy, row_sums)
 
 
 def log_softmax_backward(y: Array, dy: Array) -> Array:
-    """The gradient of log-softmax's input, float32, from its result."""
+    """Returns the gradient of log-softmax's input, float32, from its result."""
     return softmax_gradients.log_softmax_gradient(y, dy, row_sums)
 
 
@@ -77,7 +76,7 @@ logsumexp_backward: Final = softmax_gradients.logsumexp_gradient
 
 
 def row_sums(x: Array, schedule: Schedule | None = None) -> Array:
-    """Sums `[*B, 1]` of rows `[*B, V]`, both float32, as gradients need them: of each block, added left to right."""
+    """Returns the sums `[*B, 1]` of rows `[*B, V]`, both float32, for gradients: blocks are added left to right."""
     flat = flat_rows(x)
     schedule = _checked_schedule("row_sums", flat, schedule)
     blocks, rows = RowBlocks(flat.shape[1]), schedule.rows
@@ -113,15 +112,15 @@ def row_sums(x: Array, schedule: Schedule | None = None) -> Array:
 
 
 def exp_difference(x: Array, m: Array) -> Array:
-    """`e(x, m)` of `contract.SOFTMAX_BLOCK`: `exp(x - m)` by exp2."""
+    """Returns `e(x, m)` of `contract.SOFTMAX_BLOCK`: `exp(x - m)` by exp2."""
     return jnp.exp2((x - m) * LOG2_E)
 
 
 def block_statistics(load: Callable[[], Sequence[Array]]) -> tuple[Array, Array]:
-    """Maximum and sum of a block, `[rows, 1]` float32 each.
+    """Returns maximum and sum of a block, `[rows, 1]` float32 each.
 
     Args:
-        load: gives the block's pieces; called twice, so that they need not stay in registers.
+        load: returns the block's pieces; called twice, so that they need not stay in registers.
     """
     m = jnp.max(functools.reduce(jnp.maximum, load()), axis=1, keepdims=True)
     m = jnp.maximum(m, LOWEST)
@@ -129,12 +128,12 @@ def block_statistics(load: Callable[[], Sequence[Array]]) -> tuple[Array, Array]
 
 
 def row_constant(operation: Operation, total: Array) -> Array:
-    """The number by which every element of a row is multiplied in the end (softmax), or which is subtracted from it."""
+    """Returns the number that finally multiplies every element of a row (softmax), or is subtracted from it."""
     return 1 / total if operation == "softmax" else jnp.log(total)
 
 
 def finished(operation: Operation, x: Array, m: Array, constant: Array) -> Array:
-    """Elements of the result, from elements of the input and the maximum and constant of their row."""
+    """Returns elements of the result from elements of the input and the maximum and constant of their row."""
     return exp_difference(x, m) * constant if operation == "softmax" else (x - m) - constant
 
 
@@ -143,7 +142,7 @@ def finished(operation: Operation, x: Array, m: Array, constant: Array) -> Array
 
 @dataclasses.dataclass(frozen=True)
 class RowBlocks:
-    """How a row is cut into the contract's blocks, and these into pieces.
+    """The division of a row into the contract's blocks, and of a block into pieces.
 
     Attributes:
         width: elements of the row.
@@ -163,21 +162,21 @@ class RowBlocks:
 
     @property
     def columns(self) -> int:
-        """Columns of a block in VMEM: those of whole pieces."""
+        """Columns of a block in VMEM, which has whole pieces."""
         return self.pieces * PIECE
 
     def end_of_row(self, block: Array) -> int | Array:
-        """The column of the block in which the row ends; for blocks before the last one, a column beyond the block."""
+        """Returns the column of the block in which the row ends; for earlier blocks, a column beyond the block."""
         if self.count == 1:
             return self.width
         return SOFTMAX_BLOCK if self.width % SOFTMAX_BLOCK == 0 else self.width - block * SOFTMAX_BLOCK
 
     def first_column(self, block: Array) -> Array:
-        """The column of the row with which the block begins."""
+        """Returns the block's first column in the row."""
         return block * SOFTMAX_BLOCK
 
     def load(self, x: Any, block: Array, fill: float) -> list[Array]:
-        """The float32 pieces of a block in VMEM, with `fill` beyond the end of the row."""
+        """Returns the float32 pieces of a block in VMEM, with `fill` beyond the end of the row."""
         end = self.end_of_row(block)
         return [
             filled_from(x[:, piece_columns(piece)].astype(ACCUMULATOR), end - piece * PIECE, fill)
@@ -193,21 +192,22 @@ class BlockStatistics(NamedTuple):
 
     @classmethod
     def scratch(cls, blocks: RowBlocks, rows: int) -> "BlockStatistics":
-        """The memory that the statistics take."""
+        """Returns the types of the statistics' scratch memory."""
         return cls(*[pltpu.VMEM((blocks.count, rows, PIECE), ACCUMULATOR)] * 2)
 
     def store(self, block: Array, load: Callable[[], Sequence[Array]]) -> None:
-        """Computes and stores the statistics of a block, see `block_statistics`."""
+        """Computes and stores the statistics of a block; see `block_statistics`."""
         m, total = block_statistics(load)
         self.m[block] = in_every_lane(m)
         self.total[block] = in_every_lane(total)
 
     def merged(self) -> tuple[Array, Array]:
-        """Maximum and sum of whole rows, `[rows, 128]`: sums of blocks are added left to right."""
+        """Returns maximum and sum of whole rows, `[rows, 128]`; sums of blocks are added left to right."""
         blocks, *tile = self.m.shape
 
         def add(block: Array, total: Array) -> Array:
-            # The product is not negative. Its maximum with 0 stands between it and the addition, so they aren't fused.
+            # The product is not negative, so the maximum keeps its value; it keeps the compiler from fusing the
+            # addition.
             return total + jnp.maximum(self.total[block] * exp_difference(self.m[block], m), 0.0)
 
         m = jnp.full(tile, LOWEST, ACCUMULATOR)
@@ -223,7 +223,7 @@ class _RowStatistics(NamedTuple):
 
 
 def _checked_schedule(operation: str, x: Array, schedule: Schedule | None) -> Schedule:
-    """The given or default schedule, which serves rows `[M, V]`."""
+    """Returns the given or the default schedule, after checking that it fits rows `[M, V]`."""
     problem = Problem(operation, x.shape[1], x.dtype)
     schedule = schedule or default_schedule(problem)
     schedule.check(problem)
@@ -231,11 +231,11 @@ def _checked_schedule(operation: str, x: Array, schedule: Schedule | None) -> Sc
 
 
 def _normalized(operation: Operation, x: Array, schedule: Schedule | None) -> Array:
-    """Float32 `[M, V]` of rows `[M, V]`, or `[M, 1]` for logsumexp.
+    """Returns float32 `[M, V]` for rows `[M, V]`, or `[M, 1]` for logsumexp.
 
     Raises:
         NotImplementedError: x's dtype is not one of `device.DTYPES`.
-        ValueError: the schedule does not serve the problem.
+        ValueError: the schedule does not fit the problem.
     """
     check_dtypes(operation, x)
     (count, width), blocks = x.shape, RowBlocks(x.shape[1])
@@ -245,8 +245,8 @@ def _normalized(operation: Operation, x: Array, schedule: Schedule | None) -> Ar
     def kernel(x: Any, y: Any, block_statistics: BlockStatistics, row_statistics: _RowStatistics) -> None:
         _Kernel(operation, blocks, x, y, block_statistics, row_statistics).run()
 
-    # During the first visit the output's block stays at the tile's first, which is stored only after the second visit
-    # has written it.
+    # During the first visit the output's block index stays at 0. Pallas stores a block when its index changes, so block
+    # 0 is stored only after the second visit has written it, and nothing is stored in between.
     out_spec = pl.BlockSpec((rows, blocks.columns), lambda i, p, b: (i, p * b))
     if not writes_rows:
         out_spec = pl.BlockSpec((rows, 1), lambda i, p, b: (i, 0))
@@ -289,7 +289,7 @@ class _Kernel:
             pl.when(visit == 1)(self.store_block)
 
     def merge(self) -> tuple[Array, Array]:
-        """Maxima and constants of the rows, once the statistics of all their blocks are there."""
+        """Returns maxima and constants of the rows, once all their blocks have statistics."""
         m, total = self.block_statistics.merged()
         return m, row_constant(self.operation, total)
 

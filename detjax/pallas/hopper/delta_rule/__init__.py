@@ -84,8 +84,7 @@ class _Call:
         return o, decays
 
     def one_by_one(self, requests: slice, o: Array | None) -> Array:
-        """Returns the outputs of requests with one token each, written into the outputs `o` of others if there are
-        any."""
+        """Returns the outputs of requests with one token each; if others have outputs `o`, they are added to these."""
         problem, operands = self.selected(requests)
         v, scratch = operands.v, decode.scratch_types(problem)
         if o is None:
