@@ -1,11 +1,12 @@
 """Arguments of a function of a batch: the axis of the rows in each array, and the number of rows."""
 
 import itertools
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax import Array, tree_util
+from jax import tree_util
 
 from detjax.runtime import bound_methods
 
@@ -50,9 +51,9 @@ class Leaves(NamedTuple):
         parts, options = [jax.tree.flatten(argument) for argument in args], jax.tree.flatten(kwargs)
         tree = tree_util.treedef_tuple((tree_util.treedef_tuple(part[1] for part in parts), options[1]))
         leaves = [leaf for part in (*parts, options) for leaf in part[0]]
-        given = spread_flat(caller, "batch_axes", batch_axes, args[shared:], parts[shared:])
+        argument_axes = spread_flat(caller, "batch_axes", batch_axes, args[shared:], parts[shared:])
         fixed = sum(len(part[0]) for part in parts[:shared])
-        axes = (*[None] * fixed, *given, *[None] * len(options[0]))
+        axes = (*[None] * fixed, *argument_axes, *[None] * len(options[0]))
         is_array = bound_methods.are_arrays(leaves)
         for leaf, axis, array in zip(leaves, axes, is_array, strict=True):
             if not array and axis is not None:
@@ -110,7 +111,7 @@ def spread_flat(
         [axis] * len(leaves) if axis is None or isinstance(axis, int) else spread(caller, name, axis, value)
         for axis, value, (leaves, _) in zip(axes, values, parts, strict=True)
     ]
-    return [axis for some in by_value for axis in some]
+    return [axis for leaf_axes in by_value for axis in leaf_axes]
 
 
 class _Axis:
@@ -120,7 +121,15 @@ class _Axis:
         self.number = number
 
 
-def count_rows(caller: str, arrays: Sequence[Array], axes: Sequence[int | None]) -> int:
+def distinct_batch(sizes: Iterable[int]) -> int:
+    """Returns the smallest prime number of rows above 10 that divides none of the sizes."""
+    batch, sizes = 11, set(sizes) - {0}
+    while any(batch % k == 0 for k in range(2, math.isqrt(batch) + 1)) or any(size % batch == 0 for size in sizes):
+        batch += 1
+    return batch
+
+
+def count_rows(caller: str, arrays: Sequence[Any], axes: Sequence[int | None]) -> int:
     """Returns the number of rows of a batch.
 
     Raises:

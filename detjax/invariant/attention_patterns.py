@@ -59,12 +59,7 @@ class Axes(NamedTuple):
 
     @classmethod
     def from_queries(cls, query_axes: Mapping[int, int], paired: Collection[int]) -> "Axes":
-        """Returns the roles of axes.
-
-        Args:
-            query_axes: for each axis of the scores that queries have, the axis of the queries.
-            paired: axes of the scores that keys and values have too.
-        """
+        """Returns the roles of axes, given the queries' axis of each, and the axes that keys and values have too."""
         order = sorted(query_axes, key=query_axes.__getitem__)
         runs = [tuple(run) for _, run in itertools.groupby(order, key=lambda axis: axis in paired)]
         if order and order[0] not in paired:
@@ -125,11 +120,7 @@ class Attention:
         return True
 
     def __call__(self, values: Mapping[str, Array]) -> Array:
-        """Returns the result `[B, ...]`.
-
-        Args:
-            values: q, k and v of all examples, `[B, ...]`, and the mask, `[B or 1, ...]`, if any.
-        """
+        """Returns the result `[B, ...]` for q, k and v `[B, ...]`, and the mask `[B or 1, ...]`, if any."""
         q, k, v = (
             values[name].transpose(0, *(axis + 1 for axis in axes))
             for name, axes in (("q", self.q_axes), ("k", self.k_axes), ("v", self.v_axes))
@@ -176,8 +167,8 @@ def _spread(seen: Array, sizes: Sequence[Sequence[int]]) -> Array:
     """
     shape, axis = [], 0
     for number, group in enumerate(sizes):
-        given = seen.shape[axis : axis + len(group)]
-        shape.append(tuple(given) if number < 2 and math.prod(given) == 1 else tuple(group))
+        part = seen.shape[axis : axis + len(group)]
+        shape.append(tuple(part) if number < 2 and math.prod(part) == 1 else tuple(group))
         axis += len(group)
     seen = jnp.broadcast_to(seen, tuple(size for group in shape for size in group))
     return seen.reshape([math.prod(group) for group in shape])
@@ -239,7 +230,7 @@ class _Match:
         order = (*axes.requests, *axes.tokens, *axes.heads, *axes.shared)
 
         def page_axes(axis_of: Mapping[int, int], keys: int, columns: int) -> tuple[int, ...]:
-            requests, heads = ([axis_of[axis] for axis in some] for some in (axes.requests, axes.heads))
+            requests, heads = ([axis_of[axis] for axis in group] for group in (axes.requests, axes.heads))
             return (*requests, keys, *heads, columns)
 
         return Attention(
@@ -268,7 +259,7 @@ class _Match:
         if selection is None:
             return None, x
         self._taken.add(self._uses.makers[x])
-        return selection.mask, selection.scores
+        return selection
 
     def _product(self, x: Any) -> tuple[float, list[int], core.JaxprEqn]:
         """Returns the scale, the product's axis for each axis of the scores, and the product."""
@@ -327,8 +318,7 @@ class _Match:
         return self._uses.eqns[readers[0]]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Selection:
+class _Selection(NamedTuple):
     """`where(mask, scores, fill)`."""
 
     mask: Mask
@@ -344,16 +334,11 @@ class _Selection:
                 return None
             atoms = dict(zip(body.inputs, eqn.invars, strict=True))
             inner = Uses.from_program(body)
-            if not {one.primitive.name for one in body.eqns} <= {
-                "broadcast_in_dim",
-                "select_n",
-                "convert_element_type",
-            }:
+            names = {one.primitive.name for one in body.eqns}
+            selection = inner.maker(body.results[0])
+            if selection is None or not names <= {"broadcast_in_dim", "select_n", "convert_element_type"}:
                 return None
-            made = inner.maker(body.results[0])
-            if made is None:
-                return None
-            eqn, uses = made, inner
+            eqn, uses = selection, inner
         if eqn.primitive.name != "select_n" or len(eqn.invars) != 3:
             return None
 

@@ -21,12 +21,12 @@ from detjax.invariant.places import (
     Draft,
     Index,
     Letter,
-    Order,
     Place,
     Rows,
     Shared,
     Single,
     Vector,
+    first_rows,
     is_moved,
     single,
     whole,
@@ -96,7 +96,6 @@ def operation_places(eqn: core.JaxprEqn, places: Sequence[Place], batch: int) ->
     return [place_of(v) for v in eqn.outvars]
 
 
-_JOINING: Final = ("concatenate", "stack")
 _OF_MATRICES: Final[Mapping[str, int]] = {
     **dict.fromkeys(
         (
@@ -118,18 +117,16 @@ def _points_to_rows(eqn: core.JaxprEqn, places: Sequence[Place]) -> bool:
     """Returns whether operands of an equation select rows by index, which the index rules handle."""
     name, rows = eqn.primitive.name, places[0]
     if name == "dynamic_update_slice" or name.startswith("scatter"):
-        return any(isinstance(place, (Single, Index, Vector)) for place in places) or _is_at_rows(eqn, places)
+        if any(isinstance(place, (Single, Index, Vector)) for place in places):
+            return True
+        numbers = eqn.params.get("dimension_numbers")
+        written = next((place for place in (rows, places[-1]) if isinstance(place, Rows)), None)
+        return numbers is not None and written is not None and written.axis in numbers.scatter_dims_to_operand_dims
     if not isinstance(rows, Rows):
         return False
     if name == "gather":
         return rows.axis in eqn.params["dimension_numbers"].start_index_map
     return name == "dynamic_slice" and aval(eqn.outvars[0]).shape[rows.axis] != aval(eqn.invars[0]).shape[rows.axis]
-
-
-def _is_at_rows(eqn: core.JaxprEqn, places: Sequence[Place]) -> bool:
-    numbers = eqn.params.get("dimension_numbers")
-    rows = next((place for place in (places[0], places[-1]) if isinstance(place, Rows)), None)
-    return numbers is not None and rows is not None and rows.axis in numbers.scatter_dims_to_operand_dims
 
 
 class BatchAxisTracer(RowRules):
@@ -152,18 +149,18 @@ class BatchAxisTracer(RowRules):
         def literal(atom: core.Literal) -> Shared:
             return dataclasses.replace(whole(atom), number=self._number(atom))
 
-        def rule(eqn: core.JaxprEqn, given: list[Place]) -> list[Place]:
-            for index, (v, place) in enumerate(zip(eqn.invars, given, strict=True)):
+        def rule(eqn: core.JaxprEqn, operand_places: list[Place]) -> list[Place]:
+            for index, (v, place) in enumerate(zip(eqn.invars, operand_places, strict=True)):
                 if isinstance(v, core.Literal) and isinstance(place, Shared) and self.sizes.is_literal(eqn, index):
-                    given[index] = dataclasses.replace(place, sized=True)
+                    operand_places[index] = dataclasses.replace(place, sized=True)
             is_call = equations.is_call(eqn)
             if not is_call:
                 self.number_results(eqn)
-            made = self.equation(eqn, given)
+            results = self.equation(eqn, operand_places)
             if is_call:
                 self.number_results(eqn)
-            self._note_integers(dict(zip(eqn.outvars, made, strict=True)))
-            return made
+            self._note_integers(dict(zip(eqn.outvars, results, strict=True)))
+            return results
 
         return walk(jaxpr, [env[v] for v in jaxpr.all_invars], rule, literal)
 
@@ -181,27 +178,22 @@ class BatchAxisTracer(RowRules):
         if isinstance(place, Draft):
             self.findings.append(place.finding)
         elif isinstance(place, (Index, Rows)) and place.order:
-            self._not_returned(place.order)
+            findings = (self.sorted_at[x.sort] if isinstance(x, Letter) else self.picked_at.get(x) for x in place.order)
+            self.findings.extend(filter(None, findings))
         elif isinstance(place, Counts) and place.keys is not None:
             self.findings.append(self.counted_at[place.keys])
         elif not isinstance(place, (Index, Counts, Vector, Single)) or place == Single(0):
             return place
         return UNKNOWN
 
-    def _not_returned(self, order: Order) -> None:
-        for letter in order:
-            finding = self.sorted_at[letter.sort] if isinstance(letter, Letter) else self.picked_at.get(letter)
-            if finding is not None:
-                self.findings.append(finding)
-
     def equation(self, eqn: core.JaxprEqn, places: list[Place]) -> list[Place]:
         """Returns the places of an equation's results, given the places of its operands."""
         name = eqn.primitive.name
         if equations.kind(eqn) is Kind.CALL:
             self.calls.append(eqn)
-            made = self._call(eqn, places)
+            results = self._call(eqn, places)
             self.calls.pop()
-            return made
+            return results
         if name == "optimization_barrier":
             return places
         if (place := self.positive_index(eqn, places)) is not None and place is not UNKNOWN:
@@ -218,8 +210,8 @@ class BatchAxisTracer(RowRules):
         others = [place for place in places if not isinstance(place, Shared)]
         if not others:
             return self._shared_results(eqn, [place for place in places if isinstance(place, Shared)])
-        if (made := self._special(eqn, places, others)) is not None:
-            return made
+        if (results := self._special(eqn, places, others)) is not None:
+            return results
         if name in equations.ELEMENTWISE:
             rule = self._elements
         elif name in REDUCTIONS:
@@ -254,43 +246,38 @@ class BatchAxisTracer(RowRules):
                 return [Draft(self.finding(eqn, Mixing.SIZE, what))]
             if not (name in ("max", "min", "clamp") and isinstance(others[0], Index)):
                 return [self.mixes(eqn, Mixing.SIZE, what)] * count
+        is_write = name in ("concatenate", "stack", "dynamic_update_slice") or name.startswith("scatter")
         if isinstance(others[0], Single) and all(place == others[0] for place in others):
-            is_write = name in (*_JOINING, "dynamic_update_slice") or name.startswith("scatter")
             if not is_write:
                 return [*others[:1]] * count
-        elif any(isinstance(place, Single) for place in others) and not (
-            name in (*_JOINING, "dynamic_update_slice") or name.startswith("scatter")
-        ):
+        elif any(isinstance(place, Single) for place in others) and not is_write:
             return [self.mixes(eqn, Mixing.SLOT, "combines a row with another one")] * count
         if any(isinstance(place, (Index, Counts, Vector)) for place in others):
-            made = self.with_indices(eqn, places)
-            return [self.mixes(eqn, Mixing.MOVE, Mixing.MOVE.value)] * count if made is None else made
+            results = self.with_indices(eqn, places)
+            return [self.mixes(eqn, Mixing.MOVE, Mixing.MOVE.value)] * count if results is None else results
         return None
 
     def _call(self, eqn: core.JaxprEqn, places: list[Place]) -> list[Place]:
         name = eqn.primitive.name
         if equations.is_call(eqn):
             called = eqn.params.get("name")
-            if (
-                self.rows_may_return
-                and called in ("floor_divide", "remainder")
-                and isinstance(places[0], (Index, Shared))
-            ):
-                made = self.divided(called, places)
-                if made is not None and (isinstance(places[0], Index) or places[0].grid is not None):
+            is_division = self.rows_may_return and called in ("floor_divide", "remainder")
+            if is_division and isinstance(places[0], (Index, Shared)):
+                results = self.divided(called, places)
+                if results is not None and (isinstance(places[0], Index) or places[0].grid is not None):
                     self.set_values([v for v in equations.body(eqn).outvars if isinstance(v, core.Var)], None)
-                    return made
+                    return results
             return self.jaxpr(equations.body(eqn), places, list(map(self.value, eqn.invars)))
         rules = {"scan": self._scan, "while": self._while, "cond": self._cond, "shard_map": self._shard_map}
         return rules[name](eqn, places)
 
     def _opaque(self, eqn: core.JaxprEqn, places: list[Place]) -> list[Place]:
         """Returns the places of results of primitives that work along trailing axes, or are called for each row."""
-        name, rows = eqn.primitive.name, next(place for place in places if isinstance(place, Rows))
+        name, rows = eqn.primitive.name, first_rows(places)
         ndim = {"fft": len(eqn.params.get("fft_lengths", ()))}.get(name, _OF_MATRICES.get(name))
         if ndim is not None:
-            met = [(place, aval(v)) for place, v in zip(places, eqn.invars, strict=True) if isinstance(place, Rows)]
-            if all(place == rows and place.axis < x.ndim - ndim for place, x in met):
+            arrays = [(place, aval(v)) for place, v in zip(places, eqn.invars, strict=True) if isinstance(place, Rows)]
+            if all(place == rows and place.axis < x.ndim - ndim for place, x in arrays):
                 self._meeting(eqn, rows, places)
                 return [rows] * len(eqn.outvars)
         elif name in _CALLED or len({getattr(aval(v), "shape", ()) for v in (*eqn.invars, *eqn.outvars)}) == 1:
@@ -371,9 +358,9 @@ class BatchAxisTracer(RowRules):
             if any(name is not None and sizes[name] > 1 for name in names):
                 return [self.mixes(eqn, Mixing.OTHER, "shards the batch")] * len(eqn.outvars)
         before, self.inner_axes = self.inner_axes, self.inner_axes | eqn.params["newly_manual_axes"]
-        made = self.jaxpr(eqn.params["jaxpr"], places)
+        results = self.jaxpr(eqn.params["jaxpr"], places)
         self.inner_axes = before
-        return made
+        return results
 
     def _joined(self, places: Sequence[Place], eqn: core.JaxprEqn) -> Place:
         """Returns the place of an array that may be any of several."""
@@ -411,13 +398,12 @@ class BatchAxisTracer(RowRules):
         """Returns the places of results without rows: their uniform axes, and what is known of their integers."""
         name = eqn.primitive.name
         sized = any(place.sized for place in places) or self.sizes.is_parameter(eqn)
-        if name in REDUCTIONS or name in ALONG or name == "dot_general":
-            axes = (
-                set(parameter_axes(eqn, "axes" if "axes" in eqn.params else ALONG.get(name, "axis")))
-                if name != "dot_general"
-                else set(eqn.params["dimension_numbers"][0][0])
-            )
-            sized = sized or bool(axes & self.sizes.axes(eqn))
+        axes: Sequence[int] = ()
+        if name == "dot_general":
+            axes = eqn.params["dimension_numbers"][0][0]
+        elif name in REDUCTIONS or name in ALONG:
+            axes = parameter_axes(eqn, "axes" if "axes" in eqn.params else ALONG.get(name, "axis"))
+        sized = sized or not self.sizes.axes(eqn).isdisjoint(axes)
         if (
             name == "concatenate"
             and self.rows_may_return

@@ -91,15 +91,15 @@ class _Batch(ControlFlow):
                 result, flags[pattern.result] = self._operation(pattern, env, flags)
                 env[pattern.result] = self._sealed(eqn, [result])[0]
                 continue
-            given = [depends(v) for v in eqn.invars]
-            made = self.dependence.results(eqn, given)
-            if any(made):
+            operand_flags = [depends(v) for v in eqn.invars]
+            result_flags = self.dependence.results(eqn, operand_flags)
+            if any(result_flags):
                 with equations.at_line(eqn):
-                    results = self._equation(eqn, env.read(eqn.invars), given, made)
+                    results = self._equation(eqn, env.read(eqn.invars), operand_flags, result_flags)
             else:
                 results = self._sealed(eqn, equations.bind(eqn, env.read(eqn.invars)))
             env.update(zip(eqn.outvars, results, strict=True))
-            flags.update(zip(eqn.outvars, made, strict=True))
+            flags.update(zip(eqn.outvars, result_flags, strict=True))
         results = zip(env.read(program.results), map(depends, program.results), wanted, strict=True)
         return [self.spread(x) if want and not flag else x for x, flag, want in results]
 
@@ -115,10 +115,12 @@ class _Batch(ControlFlow):
             values["mask"] = env[mask.seen][None]  # one for all is enough
         return pattern(values), True
 
-    def _equation(self, eqn: core.JaxprEqn, values: list[Any], mapped: list[bool], made: list[bool]) -> list[Any]:
+    def _equation(
+        self, eqn: core.JaxprEqn, values: list[Any], mapped: list[bool], result_flags: list[bool]
+    ) -> list[Any]:
         name, kind = eqn.primitive.name, equations.kind(eqn)
         if equations.is_call(eqn):
-            return self.run(Program.from_jaxpr(equations.body(eqn)), values, mapped, made)
+            return self.run(Program.from_jaxpr(equations.body(eqn)), values, mapped, result_flags)
         if kind is Kind.CALL and (results := self.loop_or_branch(eqn, values, mapped)) is not None:
             return results
         if kind in (Kind.ROUNDED, Kind.APPROXIMATED):

@@ -21,7 +21,7 @@ from jax.extend import core
 from detjax.invariant import equations
 from detjax.invariant.batch_axis import BatchAxisTracer
 from detjax.invariant.equations import Kind, aval
-from detjax.invariant.places import Place, Rows, Shared
+from detjax.invariant.places import Place, Rows, Shared, first_rows, single
 from detjax.invariant.refusals import UnsafeFunction, lines
 from detjax.invariant.uniform import constant_place
 from detjax.invariant.walker import walk
@@ -63,8 +63,8 @@ def cut(jaxpr: core.Jaxpr, batch: int, places: Sequence[Place | None]) -> Callab
     Raises:
         UnsafeFunction: an equation cannot be cut; when the function is traced.
     """
-    given = [Shared() if place is None else place for place in places]
-    return lambda *values: _Cutter(batch).run(jaxpr, values, given)[0]
+    argument_places = [Shared() if place is None else place for place in places]
+    return lambda *values: _Cutter(batch).run(jaxpr, values, argument_places)[0]
 
 
 class _Cutter:
@@ -77,16 +77,16 @@ class _Cutter:
     def run(self, jaxpr: core.Jaxpr, values: Sequence[Any], places: Sequence[Place]) -> tuple[list[Any], list[Place]]:
         """Returns one row's results of a jaxpr, and their places."""
 
-        def rule(eqn: core.JaxprEqn, given: list[tuple[Any, Place]]) -> Iterator[tuple[Any, Place]]:
+        def rule(eqn: core.JaxprEqn, operands: list[tuple[Any, Place]]) -> Iterator[tuple[Any, Place]]:
             with equations.at_line(eqn):
-                results, made = self._equation(eqn, [x for x, _ in given], [place for _, place in given])
-            return zip(results, made, strict=True)
+                results, out_places = self._equation(eqn, [x for x, _ in operands], [place for _, place in operands])
+            return zip(results, out_places, strict=True)
 
         constants = [constant_place(x) or Shared() for x in jaxpr.consts]
         known = zip(jaxpr.all_invars, [*jaxpr.consts, *values], [*constants, *places], strict=True)
         inputs = [(x, _known_single(place, v)) for v, x, place in known]
-        made = walk(jaxpr, inputs, rule, lambda atom: (atom.val, _known_single(Shared(), atom)))
-        return [self._whole(x, v, p) for v, (x, p) in zip(jaxpr.outvars, made, strict=True)], [p for _, p in made]
+        outputs = walk(jaxpr, inputs, rule, lambda atom: (atom.val, _known_single(Shared(), atom)))
+        return [self._whole(x, v, p) for v, (x, p) in zip(jaxpr.outvars, outputs, strict=True)], [p for _, p in outputs]
 
     def _tracer(self) -> BatchAxisTracer:
         tracer = BatchAxisTracer(self._batch)
@@ -100,11 +100,11 @@ class _Cutter:
             UnsafeFunction: the equation mixes rows, which only equations of derivatives can do here.
         """
         tracer = self._tracer()
-        made = tracer.equation(eqn, list(places))
+        results = tracer.equation(eqn, list(places))
         if tracer.findings:
             reports = "\n".join(lines(tracer.findings))
             raise UnsafeFunction(f"batch_invariant: the function mixes rows of the batch.\n{reports}")
-        return made
+        return results
 
     def _refuse(self, eqn: core.JaxprEqn, why: str) -> UnsafeFunction:
         return UnsafeFunction(
@@ -138,42 +138,32 @@ class _Cutter:
             results = self._call(eqn, values, places)
             self._calls.pop()
             return results
-        made = self._places(eqn, places)
+        out_places = self._places(eqn, places)
         if any(isinstance(place, Rows) for place in places):
-            return self._rows(eqn, values, places, made), made
-        return self._without_rows(eqn, values, places, made), made
+            return self._rows(eqn, values, places, out_places), out_places
+        return self._without_rows(eqn, values, places, out_places), out_places
 
-    def _rows(self, eqn: core.JaxprEqn, values: list[Any], places: list[Place], made: list[Place]) -> list[Any]:
+    def _rows(self, eqn: core.JaxprEqn, values: list[Any], places: list[Place], out_places: list[Place]) -> list[Any]:
         """Returns one row's results of an equation whose operands have rows."""
         name, params = eqn.primitive.name, dict(eqn.params)
-        given = next(place for place in places if isinstance(place, Rows))
+        rows = first_rows(places)
         wanted: list[Place] = [place if isinstance(place, Rows) else Shared() for place in places]
-        result = made[0]
+        result = out_places[0]
         assert isinstance(result, Rows)
         if name == "sharding_constraint":
             return values  # it constrains the axis of the batch, which a row does not have
         if name == "optimization_barrier":
             pass
         elif name in equations.ELEMENTWISE:
-            wanted = [given] * len(values)
+            wanted = [rows] * len(values)
         elif name in _PAIRED:
             arrays = 2 if name == "dynamic_update_slice" else len(values)
-            wanted = [given] * arrays + wanted[arrays:]
+            wanted = [rows] * arrays + wanted[arrays:]
         elif name in _SIZES:
             params[_SIZES[name]] = self._one(params[_SIZES[name]], result.axis)
         elif name == "gather":
             wanted = self._gather(eqn, params, places)
-        elif name in (
-            "scatter",
-            "scatter-add",
-            "scatter_add",
-            "scatter-mul",
-            "scatter_mul",
-            "scatter_min",
-            "scatter-min",
-            "scatter_max",
-            "scatter-max",
-        ):
+        elif name.replace("_", "-") in ("scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max"):
             axes = self._tracer().scattered_rows(eqn, places)
             assert axes is not None
             wanted = [Shared() if axis is None else Rows(axis) for axis in axes]
@@ -181,8 +171,8 @@ class _Cutter:
             wanted = _paired_operands(eqn, places)
         elif name not in _ALIKE:
             raise self._refuse(eqn, "has no rule for one row")
-        operands = [self._fitted(*given) for given in zip(values, eqn.invars, places, wanted, strict=True)]
-        return _bind(eqn, operands, params)
+        operands = [self._fitted(*args) for args in zip(values, eqn.invars, places, wanted, strict=True)]
+        return equations.bound(eqn, operands, params)
 
     def _gather(self, eqn: core.JaxprEqn, params: dict[str, Any], places: list[Place]) -> list[Place]:
         """Returns the places that operands are fitted to; sets a gather's slice sizes in `params`."""
@@ -196,10 +186,12 @@ class _Cutter:
                 params["slice_sizes"] = self._one(params["slice_sizes"], operand.axis)
         return wanted
 
-    def _without_rows(self, eqn: core.JaxprEqn, values: list[Any], places: list[Place], made: list[Place]) -> list[Any]:
+    def _without_rows(
+        self, eqn: core.JaxprEqn, values: list[Any], places: list[Place], out_places: list[Place]
+    ) -> list[Any]:
         """Returns the results of an equation without rows, computed once along axes on which they are uniform."""
         name, shapes = eqn.primitive.name, list(equations.shapes(eqn))
-        uniform = [place.uniform if isinstance(place, Shared) else frozenset() for place in (*places, *made[:1])]
+        uniform = [place.uniform if isinstance(place, Shared) else frozenset() for place in (*places, *out_places[:1])]
         inexact = any(map(equations.is_inexact, eqn.outvars))
         params = dict(eqn.params)
         if name == "broadcast_in_dim":
@@ -223,20 +215,20 @@ class _Cutter:
             ]
             if repeated:
                 raise self._refuse(eqn, "computes with numbers that may be repeated for every row")
-        return _bind(eqn, [_shaped(x, shape) for x, shape in zip(values, shapes, strict=True)], params)
+        return equations.bound(eqn, [_shaped(x, shape) for x, shape in zip(values, shapes, strict=True)], params)
 
     # Calls ----------------------------------------------------------------------------------------------------------
 
     def _call(self, eqn: core.JaxprEqn, values: list[Any], places: list[Place]) -> tuple[list[Any], list[Place]]:
         name = eqn.primitive.name
         if name in ("remat2", "checkpoint"):
-            made = self._places(eqn, places)
+            out_places = self._places(eqn, places)
             body = jax.checkpoint(
                 lambda *operands: self.run(equations.body(eqn), operands, places)[0],
                 policy=eqn.params["policy"],
                 prevent_cse=eqn.params["prevent_cse"],
             )
-            return body(*values), made
+            return body(*values), out_places
         if name == "custom_jvp_call":
             return self._with_jvp(eqn, places)(*values), self._places(eqn, places)
         if name == "custom_vjp_call":
@@ -245,11 +237,11 @@ class _Cutter:
             return self.run(equations.body(eqn), values, places)
         if name == "shard_map":
             raise self._refuse(eqn, "shards the batch over devices, or contains a program of each device")
-        made = self._places(eqn, places)
+        out_places = self._places(eqn, places)
         rule = {"scan": self._scan, "while": self._while, "cond": self._cond}[name]
-        return rule(eqn, values, places, made), made
+        return rule(eqn, values, places, out_places), out_places
 
-    def _scan(self, eqn: core.JaxprEqn, values: list[Any], places: list[Place], made: list[Place]) -> list[Any]:
+    def _scan(self, eqn: core.JaxprEqn, values: list[Any], places: list[Place], out_places: list[Place]) -> list[Any]:
         params, body = eqn.params, eqn.params["jaxpr"]
         consts, carry, xs = equations.scan_arguments(eqn, values)
         const_places, _, x_places = equations.scan_arguments(eqn, places)
@@ -263,8 +255,8 @@ class _Cutter:
             inside: list[Place] = [*const_places, *[Shared()] * len(xs)]
         else:
             inside = self._tracer().scan(eqn, places)[1]
-            carried = zip(carry, carry_vars, equations.scan_arguments(eqn, places)[1], made, strict=False)
-            carry = [self._fitted(*given) for given in carried]
+            carried = zip(carry, carry_vars, equations.scan_arguments(eqn, places)[1], out_places, strict=False)
+            carry = [self._fitted(*args) for args in carried]
         wanted = inside[len(consts) : len(consts) + len(carry)]
 
         def step(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -274,24 +266,24 @@ class _Cutter:
         carry, ys = varying.scan(step, carry, xs, length, params["reverse"], params["unroll"])
         return [*carry, *ys]
 
-    def _while(self, eqn: core.JaxprEqn, values: list[Any], places: list[Place], made: list[Place]) -> list[Any]:
+    def _while(self, eqn: core.JaxprEqn, values: list[Any], places: list[Place], out_places: list[Place]) -> list[Any]:
         tests, body = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
         tested, consts, carry = equations.while_arguments(eqn, values)
         tested_places, const_places, carry_places = equations.while_arguments(eqn, places)
         variables = equations.while_arguments(eqn, eqn.invars)[2]
-        carry = [self._fitted(*given) for given in zip(carry, variables, carry_places, made, strict=True)]
+        carry = [self._fitted(*args) for args in zip(carry, variables, carry_places, out_places, strict=True)]
 
         def condition(carry: list[Any]) -> Any:
-            return self.run(tests, [*tested, *carry], [*tested_places, *made])[0][0]
+            return self.run(tests, [*tested, *carry], [*tested_places, *out_places])[0][0]
 
         def step(carry: list[Any]) -> list[Any]:
-            return self._results(body, [*consts, *carry], [*const_places, *made], made)
+            return self._results(body, [*consts, *carry], [*const_places, *out_places], out_places)
 
         return varying.while_loop(condition, step, carry)
 
-    def _cond(self, eqn: core.JaxprEqn, values: list[Any], places: list[Place], made: list[Place]) -> list[Any]:
+    def _cond(self, eqn: core.JaxprEqn, values: list[Any], places: list[Place], out_places: list[Place]) -> list[Any]:
         def branch(jaxpr: core.Jaxpr) -> Callable[..., list[Any]]:
-            return lambda *operands: self._results(jaxpr, operands, places[1:], made)
+            return lambda *operands: self._results(jaxpr, operands, places[1:], out_places)
 
         branches = list(map(branch, eqn.params["branches"]))
         return varying.switch(jnp.asarray(values[0]).astype(jnp.int32), branches, *values[1:])
@@ -300,10 +292,10 @@ class _Cutter:
         self, jaxpr: core.Jaxpr, values: Sequence[Any], places: Sequence[Place], wanted: Sequence[Place]
     ) -> list[Any]:
         """Returns one row's results of a jaxpr, the first ones fitted to the places `wanted`."""
-        results, made = self.run(jaxpr, values, places)
+        results, out_places = self.run(jaxpr, values, places)
         count = len(wanted)
-        first = zip(results[:count], jaxpr.outvars[:count], made[:count], wanted, strict=True)
-        return [jnp.asarray(x) for x in (*(self._fitted(*given) for given in first), *results[count:])]
+        first = zip(results[:count], jaxpr.outvars[:count], out_places[:count], wanted, strict=True)
+        return [jnp.asarray(x) for x in (*(self._fitted(*args) for args in first), *results[count:])]
 
     def _with_jvp(self, eqn: core.JaxprEqn, places: list[Place]) -> Callable[..., list[Any]]:
         """Returns the function of a `custom_jvp_call`, with its derivative for one row."""
@@ -319,8 +311,8 @@ class _Cutter:
             inexact = [equations.is_inexact(v) for v in eqn.invars[consts:]]
             rule, closed, zeros = eqn.params["jvp_jaxpr_fun"].call_wrapped(*(not x for x in inexact))
             rule = core.Jaxpr(rule, closed) if closed else rule
-            given = zip(tangents[consts:], places[consts:], inexact, strict=True)
-            varied = [(jnp.asarray(t), place) for t, place, has_tangent in given if has_tangent]
+            candidates = zip(tangents[consts:], places[consts:], inexact, strict=True)
+            varied = [(jnp.asarray(t), place) for t, place, has_tangent in candidates if has_tangent]
             cutter = _Cutter(self._batch)
             cutter._calls.extend(calls)
             results, _ = cutter.run(
@@ -354,17 +346,9 @@ def _zero_tangent(x: Any) -> Any:
     return jnp.zeros_like(x) if jnp.issubdtype(x.dtype, jnp.inexact) else np.zeros(jnp.shape(x), jax.dtypes.float0)
 
 
-def _bind(eqn: core.JaxprEqn, values: Sequence[Any], params: dict[str, Any]) -> list[Any]:
-    results = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(params))
-    return list(results) if eqn.primitive.multiple_results else [results]
-
-
 def _known_single(place: Place, atom: Any) -> Place:
     """Returns a place whose axes of size 1 are marked uniform."""
-    if not isinstance(place, Shared):
-        return place
-    shape = getattr(aval(atom), "shape", ())
-    return Shared(place.uniform | {axis for axis, size in enumerate(shape) if size == 1})
+    return Shared(place.uniform | single(atom)) if isinstance(place, Shared) else place
 
 
 def _ones(shape: Sequence[int], axes: frozenset[int] | set[int]) -> tuple[int, ...]:
@@ -373,10 +357,10 @@ def _ones(shape: Sequence[int], axes: frozenset[int] | set[int]) -> tuple[int, .
 
 def _shaped(x: Any, shape: Sequence[int]) -> Any:
     """Returns a value with more or fewer elements along axes on which all are equal."""
-    given = jnp.shape(x)
-    if given == tuple(shape):
+    sizes = jnp.shape(x)
+    if sizes == tuple(shape):
         return x
-    for axis, (old, new) in enumerate(zip(given, shape, strict=True)):
+    for axis, (old, new) in enumerate(zip(sizes, shape, strict=True)):
         if new < old:
             x = lax.slice_in_dim(x, 0, new, axis=axis)
     return jnp.broadcast_to(x, shape)

@@ -30,7 +30,7 @@ class Dependence:
             return self.while_carries(eqn, mapped)
         if name == "cond":
             branches = [self._jaxpr(branch, mapped[1:])[0] for branch in eqn.params["branches"]]
-            return [mapped[0] or any(made) for made in zip(*branches, strict=True)]
+            return [mapped[0] or any(flags) for flags in zip(*branches, strict=True)]
         if equations.is_call(eqn) and name not in equations.OWN_RULES:
             return self._jaxpr(equations.body(eqn), mapped)[0]
         return [True] * len(eqn.outvars)
@@ -87,9 +87,9 @@ class Dependence:
     def _walk(self, jaxpr: core.Jaxpr, mapped: Sequence[bool]) -> tuple[list[bool], bool]:
         holds = False
 
-        def rule(eqn: core.JaxprEqn, given: list[bool]) -> list[bool]:
+        def rule(eqn: core.JaxprEqn, flags: list[bool]) -> list[bool]:
             nonlocal holds
-            holds = holds or (any(given) and self.holds_shared(eqn, given))
-            return self.results(eqn, given)
+            holds = holds or (any(flags) and self.holds_shared(eqn, flags))
+            return self.results(eqn, flags)
 
         return walk(jaxpr, [*[False] * len(jaxpr.consts), *mapped], rule, lambda _: False), holds

@@ -1,5 +1,6 @@
 """Equations of a traced function: the kind of each, which decides its bits, and the line that it comes from."""
 
+import contextlib
 import dataclasses
 import enum
 import functools
@@ -150,11 +151,11 @@ def is_exact(eqn: core.JaxprEqn) -> bool:
     """Returns whether an equation has the same bits however it is computed: it moves, selects or widens numbers."""
     if eqn.primitive.name != "convert_element_type":
         return kind(eqn) is Kind.EXACT
-    given, made = (aval(v).dtype for v in (*eqn.invars, *eqn.outvars))
-    if not (jnp.issubdtype(given, jnp.floating) and jnp.issubdtype(made, jnp.floating)):
+    operand, result = (aval(v).dtype for v in (*eqn.invars, *eqn.outvars))
+    if not (jnp.issubdtype(operand, jnp.floating) and jnp.issubdtype(result, jnp.floating)):
         return False
-    given, made = jnp.finfo(given), jnp.finfo(made)
-    return given.nmant <= made.nmant and given.nexp <= made.nexp
+    operand, result = jnp.finfo(operand), jnp.finfo(result)
+    return operand.nmant <= result.nmant and operand.nexp <= result.nexp
 
 
 def aval(atom: Any) -> Any:
@@ -188,7 +189,7 @@ def operation(eqn: core.JaxprEqn) -> str | None:
         return None
     traced = body(eqn).debug_info
     defined = traced.func_filename if traced is not None else None
-    if defined is None or not _is_of_operations(defined):
+    if defined is None or not is_in_ops(defined):
         return None
     return str(eqn.params["name"]) if "name" in eqn.params else str(traced.func_name)
 
@@ -197,7 +198,8 @@ _OPERATIONS: Final = pathlib.Path(ops.__file__).parent
 
 
 @functools.cache
-def _is_of_operations(file: str) -> bool:
+def is_in_ops(file: str) -> bool:
+    """Returns whether a file belongs to `detjax.ops`."""
     return _OPERATIONS in pathlib.Path(file).parents
 
 
@@ -264,14 +266,7 @@ def layer(eqn: core.JaxprEqn) -> str:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:
-    """Equations in order, with their inputs and results.
-
-    Attributes:
-        inputs: the input variables.
-        eqns: the equations.
-        results: variables or literals.
-        constants: further variables with their values.
-    """
+    """Equations in order, with their inputs, their results, and the values of further variables."""
 
     inputs: tuple[core.Var, ...]
     eqns: tuple[core.JaxprEqn, ...]
@@ -304,11 +299,12 @@ class Values(dict[core.Var, Any]):
 def bind(eqn: core.JaxprEqn, values: Sequence[Any]) -> list[Any]:
     """Returns an equation's results for values of its operands, in the context in which it was traced."""
     with at_line(eqn):
-        return _retyped(eqn, values) if varying.is_typed() else _bound(eqn, values)
+        return _retyped(eqn, values) if varying.is_typed() else bound(eqn, values)
 
 
-def _bound(eqn: core.JaxprEqn, values: Sequence[Any]) -> list[Any]:
-    results = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
+def bound(eqn: core.JaxprEqn, values: Sequence[Any], params: dict[str, Any] | None = None) -> list[Any]:
+    """Returns an equation's results in the current context, by default with its own parameters."""
+    results = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params if params is None else params))
     return list(results) if eqn.primitive.multiple_results else [results]
 
 
@@ -320,7 +316,7 @@ def _retyped(eqn: core.JaxprEqn, values: Sequence[Any]) -> list[Any]:
     name, params = eqn.primitive.name, eqn.params
     if name in OWN_RULES or name == "shard_map":
         values = [varying.over(x, aval(v).manual_axis_type.varying) for x, v in zip(values, eqn.invars, strict=True)]
-        return _bound(eqn, values)
+        return bound(eqn, values)
     if name in ("remat2", "checkpoint"):
         program = Program.from_jaxpr(body(eqn))
         return jax.checkpoint(program, policy=params["policy"], prevent_cse=params["prevent_cse"])(*values)
@@ -343,7 +339,7 @@ def _retyped(eqn: core.JaxprEqn, values: Sequence[Any]) -> list[Any]:
     if name == "cond":
         branches = [Program.from_jaxpr(branch) for branch in params["branches"]]
         return varying.switch(jnp.asarray(values[0]).astype(jnp.int32), branches, *values[1:])
-    return _bound(eqn, varying.over(list(values), varying.join(values)))
+    return bound(eqn, varying.over(list(values), varying.join(values)))
 
 
 def without_types(jaxpr: core.Jaxpr) -> core.Jaxpr:
@@ -358,12 +354,12 @@ def without_types(jaxpr: core.Jaxpr) -> core.Jaxpr:
     read = lambda atom: atom if isinstance(atom, core.Literal) else same.get(atom, atom)  # noqa: E731
     eqns = []
     for eqn in jaxpr.eqns:
-        given = [read(v) for v in eqn.invars]
+        operands = [read(v) for v in eqn.invars]
         if eqn.primitive.name == "pvary":
-            same.update(zip(eqn.outvars, given, strict=True))
+            same.update(zip(eqn.outvars, operands, strict=True))
             continue
         params = eqn.params if eqn.primitive.name in OWN_RULES else _with_bodies(eqn, without_types)
-        eqns.append(eqn.replace(invars=given, params=params))
+        eqns.append(eqn.replace(invars=operands, params=params))
     return jaxpr.replace(eqns=eqns, outvars=[read(v) for v in jaxpr.outvars])
 
 
@@ -372,13 +368,9 @@ _PRINTS: Final = frozenset(("debug_print", "debug_callback"))
 
 def without_prints(jaxpr: core.Jaxpr) -> core.Jaxpr:
     """Returns a jaxpr without `jax.debug.print` and `jax.debug.callback`, and without values that only they read."""
-    if not any(map(_prints, jaxpr.eqns)):
+    if not any(contains(eqn, _PRINTS) for eqn in jaxpr.eqns):
         return jaxpr
     return partial_eval.dce_jaxpr_consts(_unprinted(jaxpr), [True] * len(jaxpr.outvars), True)[0]
-
-
-def _prints(eqn: core.JaxprEqn) -> bool:
-    return eqn.primitive.name in _PRINTS or any(_prints(inner) for part in bodies(eqn) for inner in part.eqns)
 
 
 def _unprinted(jaxpr: core.Jaxpr) -> core.Jaxpr:
@@ -386,7 +378,7 @@ def _unprinted(jaxpr: core.Jaxpr) -> core.Jaxpr:
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in _PRINTS:
             continue
-        if _prints(eqn):
+        if contains(eqn, _PRINTS):
             effects = frozenset(effect for effect in eqn.effects if type(effect).__name__ != "DebugEffect")
             eqn = eqn.replace(params=_with_bodies(eqn, _unprinted), effects=effects)
         eqns.append(eqn)
@@ -405,10 +397,10 @@ def _with_bodies(eqn: core.JaxprEqn, changed: Callable[[core.Jaxpr], core.Jaxpr]
     return {name: replaced(value) for name, value in eqn.params.items()}
 
 
-def holds_own_rules(eqn: core.JaxprEqn) -> bool:
-    """Returns whether an equation is, or contains, a call with its own derivative or batching rule."""
-    is_one = eqn.primitive.name in OWN_RULES
-    return is_one or any(holds_own_rules(inner) for part in bodies(eqn) for inner in part.eqns)
+def contains(eqn: core.JaxprEqn, primitives: frozenset[str]) -> bool:
+    """Returns whether an equation, or one nested in it, has one of these primitives."""
+    is_one = eqn.primitive.name in primitives
+    return is_one or any(contains(inner, primitives) for part in bodies(eqn) for inner in part.eqns)
 
 
 def closed_over(program: Any) -> set[core.Var]:
@@ -421,33 +413,17 @@ def closed_over(program: Any) -> set[core.Var]:
             continue
         for body in bodies(eqn):
             inner = closed_over(body)
-            given = eqn.invars[len(eqn.invars) - len(body.invars) :]  # the index of a branch comes first
-            closed.update(v for v, inside in zip(given, body.invars, strict=False) if inside in inner)
+            operands = eqn.invars[len(eqn.invars) - len(body.invars) :]  # the index of a branch comes first
+            closed.update(v for v, inside in zip(operands, body.invars, strict=False) if inside in inner)
     return {v for v in closed if isinstance(v, core.Var)}
 
 
-def at_line(eqn: core.JaxprEqn) -> Any:
+@contextlib.contextmanager
+def at_line(eqn: core.JaxprEqn) -> Iterator[None]:
     """Returns a context whose equations get the line of this one, for errors and profiles."""
-    return _Line(eqn)
-
-
-class _Line:
-    """See `at_line`."""
-
-    def __init__(self, eqn: core.JaxprEqn) -> None:
-        stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
-        self._contexts = (
-            source_info_util.user_context(eqn.source_info.traceback, name_stack=stack),
-            eqn.ctx.manager,
-        )
-
-    def __enter__(self) -> None:
-        for context in self._contexts:
-            context.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        for context in reversed(self._contexts):
-            context.__exit__(*error)
+    stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
+        yield
 
 
 def scan_arguments[T](eqn: core.JaxprEqn, arguments: Sequence[T]) -> tuple[list[T], list[T], list[T]]:

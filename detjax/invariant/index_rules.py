@@ -29,6 +29,7 @@ from detjax.invariant.places import (
     grid_axis,
     inverted,
 )
+from detjax.invariant.uniform import is_uniform_along
 
 _RENAMES: Final = frozenset(
     "reshape squeeze expand_dims convert_element_type copy stop_gradient broadcast_in_dim transpose".split()
@@ -92,54 +93,54 @@ class IndexRules(abc.ABC):
             body = equations.body(eqn)
             self._values.update(zip(eqn.outvars, [self.value(v) for v in body.outvars], strict=True))
             return
-        given = tuple(map(self.value, eqn.invars))
+        operands = tuple(map(self.value, eqn.invars))
         if name == "convert_element_type" and aval(eqn.invars[0]).dtype == aval(eqn.outvars[0]).dtype:
-            self._values[eqn.outvars[0]] = given[0]
+            self._values[eqn.outvars[0]] = operands[0]
             return
         try:
-            key = name, given, tuple(sorted((k, v) for k, v in eqn.params.items() if not isinstance(v, core.Jaxpr)))
+            key = name, operands, tuple(sorted((k, v) for k, v in eqn.params.items() if not isinstance(v, core.Jaxpr)))
             hash(key)
         except TypeError:
-            key = self.fresh(), given, ()
+            key = self.fresh(), operands, ()
         for index, var in enumerate(eqn.outvars):
-            made = self._known.get((key, index))
-            if made is None:
-                made = self._known[key, index] = self.fresh()
-                self._made_by[made] = name, given
-            self._values[var] = made
+            number = self._known.get((key, index))
+            if number is None:
+                number = self._known[key, index] = self.fresh()
+                self._made_by[number] = name, operands
+            self._values[var] = number
         if eqn.outvars:  # a print has no result
-            self._follow_keys(eqn, given)
+            self._follow_keys(eqn, operands)
 
-    def _follow_keys(self, eqn: core.JaxprEqn, given: tuple[Any, ...]) -> None:
-        name, made = eqn.primitive.name, self.value(eqn.outvars[0])
+    def _follow_keys(self, eqn: core.JaxprEqn, operands: tuple[Any, ...]) -> None:
+        name, result = eqn.primitive.name, self.value(eqn.outvars[0])
         if name in _NOT_NEGATIVE:
-            self._not_negative.add(made)
+            self._not_negative.add(result)
         if name in ("top_k", "approx_top_k"):
             self._not_negative.add(self.value(eqn.outvars[1]))
         if name in _RENAMES and math.prod(aval(eqn.invars[0]).shape) == math.prod(aval(eqn.outvars[0]).shape):
-            self._keys[made] = self.keys(given[0])
-            if given[0] in self._not_negative:
-                self._not_negative.add(made)
+            self._keys[result] = self.keys(operands[0])
+            if operands[0] in self._not_negative:
+                self._not_negative.add(result)
         if name in ("max", "min") and not equations.is_inexact(eqn.outvars[0]):
             for one, other in ((0, 1), (1, 0)):
                 number = self._number(eqn.invars[other])
                 if number is not None and not isinstance(eqn.invars[one], core.Literal):
-                    self._keys[made] = self.keys(given[one])  # which is monotonic in the operand
-                    if (name == "max" and number >= 0) or given[one] in self._not_negative:
-                        self._not_negative.add(made)
+                    self._keys[result] = self.keys(operands[one])  # which is monotonic in the operand
+                    if (name == "max" and number >= 0) or operands[one] in self._not_negative:
+                        self._not_negative.add(result)
         if name == "sort":
-            self._keys.update((self.value(v), self.keys(x)) for v, x in zip(eqn.outvars, given, strict=True))
+            self._keys.update((self.value(v), self.keys(x)) for v, x in zip(eqn.outvars, operands, strict=True))
         if name == "eq":
-            self._find_one_hot(eqn, made)
-        if name in ("convert_element_type",) and given[0] in self._hot:
-            self._hot[made] = self._hot[given[0]]
-        if name == "reduce_sum" and given[0] in self._hot:
-            keys, axis = self._hot[given[0]]
+            self._find_one_hot(eqn, result)
+        if name == "convert_element_type" and operands[0] in self._hot:
+            self._hot[result] = self._hot[operands[0]]
+        if name == "reduce_sum" and operands[0] in self._hot:
+            keys, axis = self._hot[operands[0]]
             axes = eqn.params["axes"]
             if axis not in axes:
-                self._hot[made] = keys, axis - sum(k < axis for k in axes)
+                self._hot[result] = keys, axis - sum(k < axis for k in axes)
 
-    def _find_one_hot(self, eqn: core.JaxprEqn, made: Any) -> None:
+    def _find_one_hot(self, eqn: core.JaxprEqn, result: Any) -> None:
         """Records keys that are compared with the numbers 0, 1, ... along an axis of their own."""
         for keys, numbers in (eqn.invars, reversed(eqn.invars)):
             grid = self._grids.get(numbers) if not isinstance(numbers, core.Literal) else None
@@ -153,16 +154,16 @@ class IndexRules(abc.ABC):
                 or math.prod(shape) not in (grid.size, math.prod(spread))
             ):
                 continue
-            self._hot[made] = self.keys(self._before_spread(keys, axis)), axis
+            self._hot[result] = self.keys(self._before_spread(keys, axis)), axis
 
     def _before_spread(self, keys: Any, axis: int) -> Any:
         """Returns the value number of keys before they were repeated along an axis."""
-        made = self.value(keys)
+        number = self.value(keys)
         shape = aval(keys).shape
         if shape[axis] == 1:
-            return made
-        name, given = self._made_by.get(made, ("", ()))
-        return given[0] if name == "broadcast_in_dim" else made
+            return number
+        name, operands = self._made_by.get(number, ("", ()))
+        return operands[0] if name == "broadcast_in_dim" else number
 
     def unspread(self, value: Any) -> Any:
         """Returns the value number of a number before it was broadcast."""
@@ -188,11 +189,11 @@ class IndexRules(abc.ABC):
         asked, index, moved = map(self.value, eqn.invars)
         if isinstance(asked, tuple) or isinstance(moved, tuple):
             return None
-        name, given = self._made_by.get(asked, ("", ()))
-        if name != "lt" or given[0] != index or not isinstance(given[1], tuple) or given[1][2] != 0:
+        name, operands = self._made_by.get(asked, ("", ()))
+        if name != "lt" or operands[0] != index or not isinstance(operands[1], tuple) or operands[1][2] != 0:
             return None
-        name, given = self._made_by.get(moved, ("", ()))
-        if name != "add" or given[0] != index:
+        name, operands = self._made_by.get(moved, ("", ()))
+        if name != "add" or operands[0] != index:
             return None
         place = places[1]
         is_known = index in self._not_negative or isinstance(place, (Index, Counts))
@@ -267,8 +268,8 @@ class IndexRules(abc.ABC):
         if not isinstance(at, Index) or parts or len(leading) != 1 or at.size != shape[axis]:
             return None
         if at.step == 1 and leading[0] == shape[axis]:
-            made = self.value(eqn.outvars[0])
-            self._keys[made] = self.keys(self.value(eqn.invars[0]))
+            number = self.value(eqn.outvars[0])
+            self._keys[number] = self.keys(self.value(eqn.invars[0]))
             return operand.on(batch_axes[0]).moved(at.order)
         if operand.order or operand.outer != 1 or leading[0] != at.step * at.size:
             return None
@@ -303,13 +304,13 @@ class IndexRules(abc.ABC):
             along = None if isinstance(at, Index) else grid_axis(Grid(pointer.step, pointer.size), tuple(leading))
             if pointer.size != shape[axis]:
                 return None
-            made: Rows | None = None
+            rows: Rows | None = None
             if along is not None:
-                made = self._put_along(eqn, places, others, axis, (along, scattered[along]))
+                rows = self._put_along(eqn, places, others, axis, (along, scattered[along]))
             elif len(leading) == 1 and not others:
-                made = self._put_back(eqn, pointer, updates, axis)
-            is_same = operand == made or (isinstance(operand, Shared) and _alike(operand, axis, eqn.invars[0]))
-            return made if is_same else None
+                rows = self._put_back(eqn, pointer, updates, axis)
+            is_same = operand == rows or is_uniform_along(operand, eqn.invars[0], axis)
+            return rows if is_same else None
         return None
 
     @staticmethod
@@ -318,17 +319,17 @@ class IndexRules(abc.ABC):
     ) -> Rows | None:
         """Returns the place of rows that are written at their own index, with other indices per row or uniform."""
         operand, _, updates = places
-        made: Rows | None = None
+        rows: Rows | None = None
         if isinstance(updates, Rows) and updates.axis == along[1]:
-            made = updates.on(axis)
-        elif isinstance(updates, Shared) and _alike(updates, along[1], eqn.invars[2]):
-            made = next((place.on(axis) for place in (*others, operand) if isinstance(place, Rows)), None)
-        if made is None:
+            rows = updates.on(axis)
+        elif is_uniform_along(updates, eqn.invars[2], along[1]):
+            rows = next((place.on(axis) for place in (*others, operand) if isinstance(place, Rows)), None)
+        if rows is None:
             return None
         is_own = [
-            place == made.on(along[0]) or (isinstance(place, Shared) and along[0] in place.uniform) for place in others
+            place == rows.on(along[0]) or (isinstance(place, Shared) and along[0] in place.uniform) for place in others
         ]
-        return made if all(is_own) else None
+        return rows if all(is_own) else None
 
     def _put_back(self, eqn: core.JaxprEqn, at: Index, updates: Place, axis: int) -> Rows | None:
         """Returns the place of moved rows that are written to, or added at, their source elements."""
@@ -464,10 +465,6 @@ class IndexRules(abc.ABC):
         if eqn.primitive.name != "reduce_sum" or known is None or axes != {known[1]}:
             return None
         return None if any(map(equations.is_inexact, eqn.outvars)) else Counts(known[0])
-
-
-def _alike(place: Shared, axis: int, atom: Any) -> bool:
-    return not aval(atom).shape or axis in place.uniform or aval(atom).shape[axis] == 1
 
 
 def is_vector(eqn: core.JaxprEqn) -> bool:

@@ -15,13 +15,9 @@ from detjax.runtime import varying
 
 
 def run(program: Program, values: Sequence[Any], mapped: Sequence[bool], count: int) -> tuple[list[Any], list[bool]]:
-    """Returns the results for all examples, and which results depend on the example.
+    """Returns the results of a program for one example, and which results depend on the example.
 
-    Args:
-        program: a function of one example.
-        values: its arguments; the mapped ones have an axis of examples in front.
-        mapped: which arguments depend on the example.
-        count: the number of examples.
+    Values that depend on the example (`mapped`) have an axis of `count` examples in front, and so do such results.
     """
     varies = varying.join([x for x, m in zip(values, mapped, strict=True) if m])
     return _Interpreter(count, Dependence(products.is_shared), varies).results(program, values, mapped)
@@ -36,8 +32,8 @@ class _Interpreter(ControlFlow):
 
     def run(self, program: Program, values: Sequence[Any], mapped: Sequence[bool], wanted: Sequence[bool]) -> list[Any]:
         """Returns the results of a program; see `ControlFlow.run`."""
-        results, made = self.results(program, values, mapped)
-        return [self.spread(x) if w and not m else x for x, m, w in zip(results, made, wanted, strict=True)]
+        results, flags = self.results(program, values, mapped)
+        return [self.spread(x) if w and not m else x for x, m, w in zip(results, flags, wanted, strict=True)]
 
     def results(self, program: Program, values: Sequence[Any], mapped: Sequence[bool]) -> tuple[list[Any], list[bool]]:
         """Returns the results of a program, and which results depend on the example."""
@@ -70,9 +66,9 @@ class _Interpreter(ControlFlow):
                     flush(index)
                 eqn = products.with_weight_as_stored(eqn, transposed)
                 with equations.at_line(eqn):
-                    results, made = self._equation(eqn, env.read(eqn.invars), flags)
+                    results, result_flags = self._equation(eqn, env.read(eqn.invars), flags)
                 env.update(zip(eqn.outvars, results, strict=True))
-                depends.update(zip(eqn.outvars, made, strict=True))
+                depends.update(zip(eqn.outvars, result_flags, strict=True))
             else:
                 waiting.append(eqn)
                 pending.update(eqn.outvars)

@@ -18,13 +18,7 @@ from detjax.invariant.equations import Program, aval
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Softmax:
-    """Softmax over the last axis of a float32 array.
-
-    Attributes:
-        x: the array.
-        result: the result.
-        equations: the indices of its equations in the program; the last one computes the result.
-    """
+    """Softmax over the last axis of a float32 array, with the indices of its equations, the result's last."""
 
     x: core.Var
     result: core.Var
@@ -36,7 +30,6 @@ class Uses:
     """Definitions and uses of the values of a program.
 
     Attributes:
-        eqns: its equations.
         makers: for each variable the index of the equation that computes it.
         readers: for each variable the indices of the equations that read it, once per read.
         count: the number of reads of each variable, by equations and as a result.
@@ -152,9 +145,9 @@ def _keeps_last_axis(reduction: core.JaxprEqn, spread: core.JaxprEqn) -> bool:
 
 def _is_softmax_of(x: core.Var, result: core.Var) -> bool:
     """Returns whether two arrays are float32, of one shape, and not empty."""
-    given, made = aval(x), aval(result)
-    is_float32 = given.dtype == made.dtype == jnp.float32
-    return is_float32 and given.shape == made.shape and len(given.shape) > 0 and 0 not in given.shape
+    operand, output = aval(x), aval(result)
+    is_float32 = operand.dtype == output.dtype == jnp.float32
+    return is_float32 and operand.shape == output.shape and len(operand.shape) > 0 and 0 not in operand.shape
 
 
 def _is_lowest(atom: Any) -> bool:

@@ -6,6 +6,7 @@ letter and its inverse cancel, so rows that have returned to their positions hav
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any, Final
 
 from detjax.invariant.equations import aval
@@ -167,6 +168,11 @@ def grid_axis(grid: Grid, shape: tuple[int, ...]) -> int | None:
         if size == grid.size and math.prod(shape[axis + 1 :]) == grid.step:
             return axis
     return None
+
+
+def first_rows(places: Sequence[Place]) -> Rows:
+    """Returns the first place with rows."""
+    return next(place for place in places if isinstance(place, Rows))
 
 
 def is_moved(place: Place) -> bool:

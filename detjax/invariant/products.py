@@ -42,24 +42,20 @@ def with_weight_as_stored(eqn: core.JaxprEqn, transposed: Mapping[core.Var, core
     """Returns an equation; a dot with a transposed weight reads the weight as it is stored.
 
     An output head that shares its weight with the embedding computes `x @ w.T`. Kernels take either layout, and a copy
-    would cost as much as a small batch's product.
-
-    Args:
-        eqn: the equation.
-        transposed: the transpositions of shared values, by their results.
+    would cost as much as a small batch's product. `transposed` has the transpositions of shared values by result.
     """
     if eqn.primitive.name != "dot_general":
         return eqn
     contracted, paired = map(list, eqn.params["dimension_numbers"])
     invars = list(eqn.invars)
     for side, atom in enumerate(eqn.invars):
-        made = None if isinstance(atom, core.Literal) else transposed.get(atom)
-        if made is None:
+        transposition = None if isinstance(atom, core.Literal) else transposed.get(atom)
+        if transposition is None:
             continue
-        order = made.params["permutation"]
+        order = transposition.params["permutation"]
         free = [order[k] for k in range(len(order)) if k not in (*contracted[side], *paired[side])]
         if free == sorted(free):  # otherwise the result's axes would change order
-            invars[side] = made.invars[0]
+            invars[side] = transposition.invars[0]
             contracted[side], paired[side] = (tuple(order[k] for k in axes[side]) for axes in (contracted, paired))
     numbers = tuple(contracted), tuple(paired)
     return eqn.replace(invars=invars, params=eqn.params | {"dimension_numbers": numbers})
@@ -83,11 +79,11 @@ def activations(x: Array, y: Array, dimensions: Any, out_dtype: Any) -> Array:
     left, shape_left = _matrices(x, [0, *(k + 1 for k in x_paired)], [k + 1 for k in x_contracted])
     right, shape_right = _matrices(y, [0, *(k + 1 for k in y_paired)], [k + 1 for k in y_contracted])
     if left.shape[2] == 1:
-        made = lax.mul(left, jnp.swapaxes(right, 1, 2)).astype(out_dtype)
+        products = lax.mul(left, jnp.swapaxes(right, 1, 2)).astype(out_dtype)
     else:
-        made = _groups(left, right, out_dtype)
+        products = _groups(left, right, out_dtype)
     pairs = [x.shape[0], *(x.shape[k + 1] for k in x_paired)]
-    return made.reshape(*pairs, *shape_left, *shape_right)
+    return products.reshape(*pairs, *shape_left, *shape_right)
 
 
 def is_under_contract(eqn: core.JaxprEqn) -> bool:
@@ -114,8 +110,8 @@ def _groups(x: Array, w: Array, out_dtype: Any) -> Array:
     unit = next(unit for unit in _UNITS if rows % unit == 0)
     flat = jnp.pad(x, ((0, 0), (0, rows - count), (0, 0))).reshape(-1, width)
     sizes = jnp.full((groups,), rows, jnp.int32)
-    made = ops.grouped_matmul(flat, w, sizes, layout="nk", unit=unit, out_dtype=out_dtype)
-    return made.reshape(groups, rows, -1)[:, :count]
+    products = ops.grouped_matmul(flat, w, sizes, layout="nk", unit=unit, out_dtype=out_dtype)
+    return products.reshape(groups, rows, -1)[:, :count]
 
 
 def _plain(x: Array, w: Array, **options: Any) -> Array:
@@ -144,21 +140,21 @@ def _dot(eqn: core.JaxprEqn, x: Array, w: Array, *, rows_first: bool) -> Array:
     w_free = [k for k in range(w.ndim) if k not in (*paired[1], *contracted[1])]
     outputs = [w.shape[k] for k in w_free]
     if x_paired:
-        made = _groups(rows, _matrices(w, paired[1], contracted[1])[0], out_dtype)
+        result = _groups(rows, _matrices(w, paired[1], contracted[1])[0], out_dtype)
     elif tuple(contracted[1]) == tuple(range(len(contracted[1]))):
-        made = _plain(rows[0], w.reshape(width, -1), out_dtype=out_dtype)
+        result = _plain(rows[0], w.reshape(width, -1), out_dtype=out_dtype)
     else:
-        made = ops.matmul(
+        result = ops.matmul(
             rows[0], w.transpose(*w_free, *contracted[1]).reshape(-1, width), layout="nk", out_dtype=out_dtype
         )
     pairs = [x.shape[k] for k in x_paired]
-    made = made.reshape(*pairs, *free, *outputs)
-    made = jnp.moveaxis(made, len(pairs), 0)  # the examples, which are the first free axis
+    result = result.reshape(*pairs, *free, *outputs)
+    result = jnp.moveaxis(result, len(pairs), 0)  # the examples, which are the first free axis
     if not rows_first:  # the weight's free axes come before the example's
         first = 1 + len(pairs)
         after = len(free) - 1
-        made = jnp.moveaxis(made, range(first, first + after), range(made.ndim - after, made.ndim))
-    return made
+        result = jnp.moveaxis(result, range(first, first + after), range(result.ndim - after, result.ndim))
+    return result
 
 
 def _is_lookup(eqn: core.JaxprEqn) -> bool:
@@ -206,7 +202,7 @@ def _grouped(x: Array, w: Array, sizes: Array, out_dtype: Any) -> Array:
     group = jnp.sum(jnp.arange(count, dtype=jnp.int32)[None, :, None] >= ends[:, None, :], axis=2, dtype=jnp.int32)
     order = jnp.argsort(group.reshape(-1), stable=True)
     all_sizes = jnp.sum(sizes, axis=0, dtype=jnp.int32)
-    made = ops.grouped_matmul(x.reshape(-1, width)[order], w, all_sizes, out_dtype=out_dtype)
-    made = made[jnp.argsort(order)].reshape(batch, count, -1)
-    known = jnp.broadcast_to((group < w.shape[0])[..., None], made.shape)
-    return jnp.where(known, made, jnp.zeros_like(made))
+    result = ops.grouped_matmul(x.reshape(-1, width)[order], w, all_sizes, out_dtype=out_dtype)
+    result = result[jnp.argsort(order)].reshape(batch, count, -1)
+    known = jnp.broadcast_to((group < w.shape[0])[..., None], result.shape)
+    return jnp.where(known, result, jnp.zeros_like(result))

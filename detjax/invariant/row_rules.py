@@ -20,6 +20,7 @@ from detjax.invariant.places import (
     Shared,
     Single,
     Vector,
+    first_rows,
     is_moved,
 )
 from detjax.invariant.sizes import Sizes
@@ -73,7 +74,7 @@ class RowRules(IndexRules):
     def _elements(self, eqn: core.JaxprEqn, places: list[Place]) -> Place:
         if self.sizes.is_parameter(eqn):
             return self.mixes(eqn, Mixing.SIZE, Mixing.SIZE.value)
-        rows = next(place for place in places if isinstance(place, Rows))
+        rows = first_rows(places)
         for place, var in zip(places, eqn.invars, strict=True):
             if isinstance(place, Rows) and place != rows:
                 is_moved = place.order != rows.order
@@ -84,8 +85,7 @@ class RowRules(IndexRules):
         return rows
 
     def _reduction(self, eqn: core.JaxprEqn, places: list[Place]) -> Place:
-        (rows,) = places
-        assert isinstance(rows, Rows)
+        rows = first_rows(places)
         axes = parameter_axes(eqn, "axes" if "axes" in eqn.params else "axis")
         if rows.axis in axes:
             counts = self.counted_one_hot(eqn) if self.rows_may_return else None
@@ -97,13 +97,10 @@ class RowRules(IndexRules):
         return rows.on(rows.axis - sum(axis < rows.axis for axis in axes))
 
     def _along(self, eqn: core.JaxprEqn, places: list[Place]) -> Any:
-        rows = next(place for place in places if isinstance(place, Rows))
+        rows = first_rows(places)
         if rows.axis in parameter_axes(eqn, ALONG[eqn.primitive.name]):
-            if (
-                eqn.primitive.name == "sort"
-                and self.rows_may_return
-                and (made := self.sorted_rows(eqn, places)) is not None
-            ):
+            may_return = eqn.primitive.name == "sort" and self.rows_may_return
+            if may_return and (made := self.sorted_rows(eqn, places)) is not None:
                 return made
             if eqn.primitive.name == "rev" and rows == Rows(rows.axis):
                 return self._picked(eqn, rows, range(self.batch)[::-1])
@@ -114,27 +111,24 @@ class RowRules(IndexRules):
     # Moves ------------------------------------------------------------------------------------------------------------
 
     def _broadcast_in_dim(self, eqn: core.JaxprEqn, places: list[Place]) -> Place:
-        rows = places[0]
-        assert isinstance(rows, Rows)
+        rows = first_rows(places)
         axis = int(eqn.params["broadcast_dimensions"][rows.axis])
         if aval(eqn.invars[0]).shape[rows.axis] != aval(eqn.outvars[0]).shape[axis]:
             return self.mixes(eqn, Mixing.MOVE, "spreads the batch")
         return rows.on(axis)
 
     def _transpose(self, eqn: core.JaxprEqn, places: list[Place]) -> Place:
-        rows = places[0]
-        assert isinstance(rows, Rows)
+        rows = first_rows(places)
         return rows.on(eqn.params["permutation"].index(rows.axis))
 
     def _reshape(self, eqn: core.JaxprEqn, places: list[Place]) -> Place:
         """Returns the place after a reshape, which keeps each element's flat index and row, `index // stride % B`."""
-        rows = places[0]
-        assert isinstance(rows, Rows)
+        rows = first_rows(places)
         old, new = aval(eqn.invars[0]).shape, aval(eqn.outvars[0]).shape
         if rows.order:
             stride = math.prod(old[rows.axis + 1 :])
-            kept = (k for k, n in enumerate(new) if n == old[rows.axis] and math.prod(new[k + 1 :]) == stride)
-            axis = next(kept, None)
+            candidates = (k for k, n in enumerate(new) if n == old[rows.axis] and math.prod(new[k + 1 :]) == stride)
+            axis = next(candidates, None)
             return self.mixes(eqn, Mixing.MOVE, "splits rows that were moved") if axis is None else rows.on(axis)
         stride, after = rows.inner * math.prod(old[rows.axis + 1 :]), 1
         for axis in reversed(range(len(new))):
@@ -146,13 +140,11 @@ class RowRules(IndexRules):
         return self.mixes(eqn, Mixing.MOVE, "splits the batch axis in two")
 
     def _squeeze(self, eqn: core.JaxprEqn, places: list[Place]) -> Place:
-        rows = places[0]
-        assert isinstance(rows, Rows)
+        rows = first_rows(places)
         return rows.on(rows.axis - sum(axis < rows.axis for axis in eqn.params["dimensions"]))
 
     def _expand_dims(self, eqn: core.JaxprEqn, places: list[Place]) -> Place:
-        rows = places[0]
-        assert isinstance(rows, Rows)
+        rows = first_rows(places)
         axis = rows.axis
         for added in sorted(eqn.params["dimensions"]):
             axis += added <= axis
@@ -195,7 +187,7 @@ class RowRules(IndexRules):
             return self.mixes(eqn, Mixing.MOVE, "writes at an index from rows")
         if isinstance(places[1], Single):
             return self._row_written(eqn, places)
-        rows = next(place for place in places if isinstance(place, Rows))
+        rows = first_rows(places)
         operand, update = eqn.invars[:2]
         if aval(operand).shape[rows.axis] != aval(update).shape[rows.axis]:
             return self.mixes(eqn, Mixing.MOVE, "writes to some rows of the batch")
@@ -211,9 +203,7 @@ class RowRules(IndexRules):
             start = eqn.invars[2 + axis]
             number = self._number(start)
             is_own = update.row == (self.value(start) if number is None else number)
-            is_free = operand == Rows(axis) or (
-                isinstance(operand, Shared) and is_uniform(operand, eqn.invars[0], axis)
-            )
+            is_free = operand == Rows(axis) or is_uniform_along(operand, eqn.invars[0], axis)
             if is_own and is_free and self.rows_may_return:
                 return Rows(axis)
         return self.mixes(eqn, Mixing.MOVE, "writes a row where another one belongs")
@@ -227,7 +217,7 @@ class RowRules(IndexRules):
         number = indices.number if isinstance(indices, Shared) else None
         is_one = not more and axis in numbers.inserted_window_dims and math.prod(aval(eqn.invars[1]).shape) == 1
         is_own = update.row == (index if number is None else number)
-        is_free = operand == Rows(axis) or (isinstance(operand, Shared) and is_uniform(operand, eqn.invars[0], axis))
+        is_free = operand == Rows(axis) or is_uniform_along(operand, eqn.invars[0], axis)
         if is_one and is_own and is_free and aval(eqn.invars[0]).shape[axis] == self.batch and self.rows_may_return:
             return Rows(axis)
         return self.mixes(eqn, Mixing.MOVE, "writes a row where another one belongs")
@@ -236,7 +226,7 @@ class RowRules(IndexRules):
         dimension = int(eqn.params["dimension"])
         if any(isinstance(place, Single) or (isinstance(place, Rows) and place.axis == dimension) for place in places):
             return self._joined_rows(eqn, places, dimension)
-        rows = next(place for place in places if isinstance(place, Rows))
+        rows = first_rows(places)
         if (
             self.rows_may_return
             and is_vector(eqn)
@@ -273,20 +263,19 @@ class RowRules(IndexRules):
         axis = eqn.params["axis"]
         if any(isinstance(place, Single) for place in places):
             return self._joined_rows(eqn, places, axis)
-        rows = next(place for place in places if isinstance(place, Rows))
+        rows = first_rows(places)
         place = self._meeting(eqn, rows, places)
         return place if not isinstance(place, Rows) else place.on(place.axis + (axis <= place.axis))
 
     def _meeting(self, eqn: core.JaxprEqn, rows: Rows, places: Sequence[Place]) -> Place:
         """Returns the place of rows that are combined with arrays of the same axes."""
         for place, var in zip(places, eqn.invars, strict=False):
-            if place != rows and not (isinstance(place, Shared) and is_uniform(place, var, rows.axis)):
+            if place != rows and not is_uniform_along(place, var, rows.axis):
                 return self.mixes(eqn, Mixing.SLOT, Mixing.SLOT.value)
         return rows
 
     def _approx_top_k(self, eqn: core.JaxprEqn, places: list[Place]) -> Place:
-        rows = places[0]
-        assert isinstance(rows, Rows)
+        rows = first_rows(places)
         is_own = eqn.params["reduction_dimension"] % aval(eqn.invars[0]).ndim != rows.axis
         return rows if is_own else self.mixes(eqn, Mixing.MOVE, "orders over the batch")
 
@@ -299,13 +288,11 @@ class RowRules(IndexRules):
         return rows
 
     def _tile(self, eqn: core.JaxprEqn, places: list[Place]) -> Place:
-        rows = places[0]
-        assert isinstance(rows, Rows)
+        rows = first_rows(places)
         return rows if eqn.params["reps"][rows.axis] == 1 else self.mixes(eqn, Mixing.MOVE, "repeats the batch")
 
     def _split(self, eqn: core.JaxprEqn, places: list[Place]) -> Any:
-        rows = places[0]
-        assert isinstance(rows, Rows)
+        rows = first_rows(places)
         if eqn.params["axis"] != rows.axis:
             return rows
         ends = np.cumsum(eqn.params["sizes"])
@@ -314,8 +301,7 @@ class RowRules(IndexRules):
         ]
 
     def _unstack(self, eqn: core.JaxprEqn, places: list[Place]) -> Any:
-        rows, axis = places[0], eqn.params["axis"]
-        assert isinstance(rows, Rows)
+        rows, axis = first_rows(places), eqn.params["axis"]
         if axis == rows.axis:
             return [self._picked(eqn, rows, range(k, k + 1)) for k in range(len(eqn.outvars))]
         return rows.on(rows.axis - (axis < rows.axis))
@@ -363,7 +349,7 @@ class RowRules(IndexRules):
         if axes is None:
             # Mixtures of experts collect their tokens like this.
             return self.mixes(eqn, Mixing.MOVE, "writes numbers of different rows into one array")
-        return next(place for place in places if isinstance(place, Rows)).on(axes[0])
+        return first_rows(places).on(axes[0])
 
     def scattered_rows(self, eqn: core.JaxprEqn, places: Sequence[Place]) -> tuple[int, int | None, int] | None:
         """Returns the axes of rows in a scatter's operand, indices and updates; None if it mixes rows."""
@@ -383,10 +369,10 @@ class RowRules(IndexRules):
             windows = zip(kept, numbers.update_window_dims, strict=True)
             pairs += [(k, None, axis) for k, axis in windows if shapes[0][k] == shapes[2][axis]]
         for axes in pairs:
-            met = list(zip(places, eqn.invars, axes, strict=True))
+            operands = list(zip(places, eqn.invars, axes, strict=True))
             is_separate = all(
                 k is None or (isinstance(place, Rows) and place.axis == k) or is_uniform_along(place, v, k)
-                for place, v, k in met
+                for place, v, k in operands
             )
             if is_separate and all(place.on(axes[0]) == rows[0].on(axes[0]) for place in rows):
                 return axes
@@ -396,8 +382,7 @@ class RowRules(IndexRules):
 
     def _random_keys(self, eqn: core.JaxprEqn, places: list[Place]) -> Place:
         """Returns the place of random numbers, each drawn from the key at its position."""
-        rows = next(place for place in places if isinstance(place, Rows))
-        return self._meeting(eqn, rows, places)
+        return self._meeting(eqn, first_rows(places), places)
 
     _random_bits = _random_split = _random_fold_in = _random_seed = _random_keys
 
@@ -409,7 +394,7 @@ class RowRules(IndexRules):
             [k for k in range(aval(v).ndim) if k not in (*c, *b)]
             for v, c, b in zip(eqn.invars, contracted, paired, strict=True)
         ]
-        made: list[Rows] = []
+        results: list[Rows] = []
         for side, place in enumerate(places):
             if not isinstance(place, Rows):
                 continue
@@ -421,41 +406,34 @@ class RowRules(IndexRules):
                 axis = paired[1 - side][index]
                 if isinstance(other, Shared) and not is_uniform(other, eqn.invars[1 - side], axis):
                     return self.mixes(eqn, Mixing.SLOT, Mixing.SLOT.value)
-                made.append(place.on(index))
+                results.append(place.on(index))
             else:
-                made.append(place.on(len(paired[0]) + side * len(free[0]) + free[side].index(place.axis)))
-        if any(place != made[0] for place in made):
+                results.append(place.on(len(paired[0]) + side * len(free[0]) + free[side].index(place.axis)))
+        if any(place != results[0] for place in results):
             return self.mixes(eqn, Mixing.MOVE, "combines every row with every other")
-        return made[0]
+        return results[0]
 
     def _conv_general_dilated(self, eqn: core.JaxprEqn, places: list[Place]) -> Place:
         numbers, rows = eqn.params["dimension_numbers"], places[0]
         grouped = [Rows(numbers.lhs_spec[1]), Rows(numbers.rhs_spec[0])]
-        if [isinstance(p, Rows) and Rows(p.axis, p.outer) for p in places] == grouped and not any(
-            map(is_moved, places)
-        ):
-            if eqn.params["feature_group_count"] % self.batch == 0:  # `jax.vmap` over a kernel per row
-                axis = numbers.out_spec[1]
-                return Rows(axis, 1, aval(eqn.outvars[0]).shape[axis] // self.batch)
-        is_batch = isinstance(rows, Rows) and rows.axis == numbers.lhs_spec[0]
-        if (
-            not isinstance(rows, Rows)
-            or not is_batch
-            or isinstance(places[1], Rows)
-            or eqn.params["batch_group_count"] > 1
-        ):
-            return self.mixes(eqn, Mixing.OTHER, "has the batch on an axis that is not the convolution's batch")
-        assert isinstance(rows, Rows)
-        return rows.on(numbers.out_spec[0])
+        is_grouped = [isinstance(p, Rows) and Rows(p.axis, p.outer) for p in places] == grouped
+        # `jax.vmap` over a kernel per row:
+        if is_grouped and not any(map(is_moved, places)) and eqn.params["feature_group_count"] % self.batch == 0:
+            axis = numbers.out_spec[1]
+            return Rows(axis, 1, aval(eqn.outvars[0]).shape[axis] // self.batch)
+        if isinstance(rows, Rows) and rows.axis == numbers.lhs_spec[0]:
+            if not isinstance(places[1], Rows) and eqn.params["batch_group_count"] == 1:
+                return rows.on(numbers.out_spec[0])
+        return self.mixes(eqn, Mixing.OTHER, "has the batch on an axis that is not the convolution's batch")
 
     # Devices ----------------------------------------------------------------------------------------------------------
 
     def _collective(self, eqn: core.JaxprEqn, places: list[Place]) -> Place:
         """Returns the place of rows that devices exchange, if all devices have the same rows."""
         name, params = eqn.primitive.name, eqn.params
-        rows = next(place for place in places if isinstance(place, Rows))
-        given = params.get("axes", params.get("axis_name"))
-        names = set(given if isinstance(given, tuple) else (given,)) - self.inner_axes
+        rows = first_rows(places)
+        axes = params.get("axes", params.get("axis_name"))
+        names = set(axes if isinstance(axes, tuple) else (axes,)) - self.inner_axes
         if names and (self.sharded is None or names & self.sharded):
             what = f"combines rows of different devices along {', '.join(map(repr, sorted(map(str, names))))}"
             return self.mixes(eqn, Mixing.DEVICES, what)
@@ -487,7 +465,6 @@ class RowRules(IndexRules):
         return rows
 
     def _select_and_scatter_add(self, eqn: core.JaxprEqn, places: list[Place]) -> Place:
-        rows = self._meeting(eqn, next(place for place in places if isinstance(place, Rows)), places)
-        return self._window(eqn, [rows])
+        return self._window(eqn, [self._meeting(eqn, first_rows(places), places)])
 
     _reduce_window_max = _reduce_window_min = _reduce_window_sum = _reduce_window = _window

@@ -29,10 +29,10 @@ def run(
     pass keeps only the operands and recomputes the rest.
 
     Args:
-        program: a function of one example's values and of shared ones, in this order.
+        program: a function of one example's values, then of shared values.
         rows: arrays `[B, ...]`, at least one.
         shared: arrays that all examples share.
-        varies: the axes of a mesh around the program along which devices have other examples.
+        varies: the axes of a surrounding mesh along which devices have different examples.
     """
     forward = with_vmap_rule(
         functools.partial(_forward, program, len(rows)), rows=(True,) * len(rows) + (False,) * len(shared)
@@ -50,10 +50,10 @@ def run(
     ) -> tuple[Array | None, ...]:
         wanted = [c for c, v in zip(cotangents, program.results, strict=True) if is_inexact(v)]
         backward = functools.partial(_backward, program, len(rows), len(operands), fixed)
-        made = iter(with_vmap_rule(backward, rows=(False,) * (len(operands) + len(wanted)))(*operands, *wanted))
+        computed = iter(with_vmap_rule(backward, rows=(False,) * (len(operands) + len(wanted)))(*operands, *wanted))
         # A gradient of zeros is typed as varying over no axis; it must get the type of its operand.
         return tuple(
-            varying.over(next(made), varying.axes(x)) if is_inexact(v) and v not in fixed else None
+            varying.over(next(computed), varying.axes(x)) if is_inexact(v) and v not in fixed else None
             for v, x in zip(program.inputs, operands, strict=True)
         )
 
@@ -78,7 +78,8 @@ def run(
     # are added outside. Functions with their own derivatives get the types that they were traced for.
     if not varies:
         return call(*rows, *shared)
-    kept = {v for eqn in program.eqns if equations.holds_own_rules(eqn) for v in eqn.invars if isinstance(v, core.Var)}
+    own = [eqn for eqn in program.eqns if equations.contains(eqn, equations.OWN_RULES)]
+    kept = {v for eqn in own for v in eqn.invars if isinstance(v, core.Var)}
     given = zip(shared, program.inputs[len(rows) :], strict=True)
     return call(*rows, *(x if v in kept else varying.over(x, varies) for x, v in given))
 
@@ -122,9 +123,9 @@ def _backward(program: Program, rows: int, inputs: int, fixed: frozenset[core.Va
     examples = [*given[:rows], *cotangents]
     shapes = [varying.shape(x, x.shape[1:]) for x in examples] + [varying.shape(x, x.shape) for x in given[rows:]]
     gradient = Program.from_jaxpr(equations.without_types(jax.make_jaxpr(pulled_back)(*shapes)))
-    made = _schedule()(gradient, examples, given[rows:], weights)
-    totals = [aval(v).dtype for v in gradient.results[len(made) - weights :]]
-    return [*made[: len(made) - weights], *map(rounded, made[len(made) - weights :], totals)]
+    outputs = _schedule()(gradient, examples, given[rows:], weights)
+    totals = [aval(v).dtype for v in gradient.results[len(outputs) - weights :]]
+    return [*outputs[: len(outputs) - weights], *map(rounded, outputs[len(outputs) - weights :], totals)]
 
 
 def _schedule() -> Any:

@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import math
 import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -124,13 +123,13 @@ def _invariant(fn: Callable[..., Any], *, batch_axes: Any, options: _Options, sh
     def call(*args: Any, **kwargs: Any) -> Any:
         if _tracing.value:
             return fn(*args, **kwargs)
-        given, arrays = Leaves.from_call("batch_invariant", batch_axes, args, kwargs, shared)
-        if given not in programs:
-            programs[given] = _program(fn, given, options)
+        signature, arrays = Leaves.from_call("batch_invariant", batch_axes, args, kwargs, shared)
+        if signature not in programs:
+            programs[signature] = _program(fn, signature, options)
         if not any(isinstance(x, Tracer) for x in arrays):
-            return programs[given](*arrays)
+            return programs[signature](*arrays)
         try:
-            return programs[given](*derivatives.reverse_only(arrays))
+            return programs[signature](*derivatives.reverse_only(arrays))
         except (TypeError, ValueError) as error:
             if any(begins in str(error) for begins in derivatives.JAX_REFUSES):
                 raise derivatives.ForwardMode from error
@@ -139,16 +138,16 @@ def _invariant(fn: Callable[..., Any], *, batch_axes: Any, options: _Options, sh
     return call
 
 
-def _program(fn: Callable[..., Any], given: Leaves, options: _Options) -> Callable[..., Any]:
+def _program(fn: Callable[..., Any], signature: Leaves, options: _Options) -> Callable[..., Any]:
     """Returns the invariant function of the arrays among the arguments."""
-    array_axes = given.array_axes
+    array_axes = signature.array_axes
     counters: dict[int, str] = {}
 
     def function(*arrays: Any) -> Any:
-        leaves = given.with_arrays(arrays)
-        args, kwargs = jax.tree.unflatten(given.tree, leaves)
+        leaves = signature.with_arrays(arrays)
+        args, kwargs = jax.tree.unflatten(signature.tree, leaves)
         results = fn(*args, **kwargs)
-        counters.update(writes.check_unchanged((args, kwargs), leaves, given.tree, given.is_array))
+        counters.update(writes.check_unchanged((args, kwargs), leaves, signature.tree, signature.is_array))
         return results
 
     @compilation.jit
@@ -231,7 +230,8 @@ class _Whole(NamedTuple):
         more, shows the numbers that come from the number of rows.
         """
         try:
-            batch = count if options.traced_for == "batch" else _telling_batch(arrays)
+            sizes = (size for x in arrays for size in x.shape)
+            batch = count if options.traced_for == "batch" else arguments.distinct_batch(sizes)
             traced = _traced(fn, arrays, axes, batch)
         except UnsafeFunction:
             raise
@@ -288,15 +288,6 @@ class _Whole(NamedTuple):
                 yield BatchAxisTracer(self.batch).finding(makers[atom], mixing, mixing.value)
 
 
-def _telling_batch(arrays: Sequence[Array]) -> int:
-    """Returns a prime number of rows that divides no axis of the arguments."""
-    sizes = {size for x in arrays for size in x.shape if size}
-    batch = 11
-    while any(batch % k == 0 for k in range(2, math.isqrt(batch) + 1)) or any(size % batch == 0 for size in sizes):
-        batch += 1
-    return batch
-
-
 def _one_row(
     fn: Callable[..., Any],
     arrays: Sequence[Array],
@@ -333,9 +324,9 @@ def _one_row(
     leaves, tree = jax.tree.flatten(whole.shapes)
     cut = cutting.cut(whole.jaxpr, whole.batch, whole.argument_places)
     with _tracing(True):
-        jaxpr, made = jax.make_jaxpr(cut, return_shape=True)(*_shapes(arrays, axes, 1))
-    assert len(made) == len(leaves)
-    return partial_eval.dce_jaxpr_consts(jaxpr, [True] * len(jaxpr.outvars), True)[0], jax.tree.unflatten(tree, made)
+        jaxpr, shapes = jax.make_jaxpr(cut, return_shape=True)(*_shapes(arrays, axes, 1))
+    assert len(shapes) == len(leaves)
+    return partial_eval.dce_jaxpr_consts(jaxpr, [True] * len(jaxpr.outvars), True)[0], jax.tree.unflatten(tree, shapes)
 
 
 def _as_batch(

@@ -95,8 +95,8 @@ def keeps_order(eqn: core.JaxprEqn, places: Sequence[Place]) -> bool:
     if name == "gather":  # each row looks up an integer, such as its request's index, which operations take
         return isinstance(places[0], Shared) and not makes_inexact
     if name in equations.ELEMENTWISE:
-        met = [(place, v) for place, v in zip(places, eqn.invars, strict=True) if isinstance(place, Shared)]
-        is_numbered = any(aval(v).shape and 0 not in place.uniform for place, v in met)
+        operands = [(place, v) for place, v in zip(places, eqn.invars, strict=True) if isinstance(place, Shared)]
+        is_numbered = any(aval(v).shape and 0 not in place.uniform for place, v in operands)
         return not is_numbered and (not makes_inexact or any(map(equations.is_inexact, eqn.invars)))
     return name in ("broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose")
 

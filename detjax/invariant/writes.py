@@ -25,8 +25,8 @@ def check_unchanged(arguments: Any, leaves: Sequence[Any], tree: Any, is_array: 
 
     Args:
         arguments: the arguments after the call.
-        leaves: their leaves before it.
-        tree: their structure before it.
+        leaves: their leaves before the call.
+        tree: their structure before the call.
         is_array: which leaves are arrays.
 
     Raises:
@@ -59,14 +59,10 @@ def check_unchanged(arguments: Any, leaves: Sequence[Any], tree: Any, is_array: 
 
 
 def check_counters(jaxpr: core.Jaxpr, counters: Mapping[int, str]) -> None:
-    """Raises if results depend on counters of random streams that a call advances.
-
-    Args:
-        jaxpr: the function after dead-code elimination.
-        counters: from `check_unchanged`.
+    """Checks that no result depends on the counters that `check_unchanged` returns.
 
     Raises:
-        UnsafeFunction: they do: rows would get the same random numbers in every call.
+        UnsafeFunction: a result does: rows would get the same random numbers in every call.
     """
     for index, path in counters.items():
         reader = next((eqn for eqn in jaxpr.eqns if any(v is jaxpr.invars[index] for v in eqn.invars)), None)

@@ -14,7 +14,7 @@ from detjax.audit.bisection import digests
 from detjax.audit.bisection.flat_programs import BACKWARD, FORWARD
 from detjax.audit.bisection.isolation import IsolatedLayer, isolated_layers
 from detjax.audit.bisection.traces import ARGUMENT, Entry, Trace
-from detjax.audit.comparison.divergence import ulp_distances
+from detjax.audit.comparison.divergence import ulp_distances, unequal_bits
 
 type Rows = tuple[int, int]
 
@@ -292,12 +292,12 @@ def _difference(first: Trace, second: Trace, i: int, j: int, at: tuple[int, ...]
         chosen = _row(trace, number, rows, side)
         chosen = row if chosen is None else chosen
         value = _values(trace, [number], [chosen])[number][tuple(iterations)]
-        kept = trace.digests[number][(*iterations, chosen)]
-        if not np.array_equal(np.asarray(digests.digest(jnp.asarray(value)[None]))[0], kept):
+        expected = trace.digests[number][(*iterations, chosen)]
+        if not np.array_equal(np.asarray(digests.digest(jnp.asarray(value)[None]))[0], expected):
             return dataclasses.replace(difference, repeats=False)
         pair.append(value)
     a, b = (value.reshape(-1) for value in pair)
-    offset = int(np.flatnonzero(_unequal(a, b))[0])
+    offset = int(np.flatnonzero(unequal_bits(a, b))[0])
     shape = pair[0].shape if (first.batch or 1) >= (second.batch or 1) else pair[1].shape
     return dataclasses.replace(
         difference,
@@ -312,8 +312,8 @@ def _values(trace: Trace, numbers: Sequence[int], rows: Sequence[int | None]) ->
     assert trace.run is not None
     count = _arguments(trace)
     steps = {n: trace.run.keys[n - count] for n in numbers if n >= count}
-    made = trace.run.values(list(steps.values()), [row for n, row in zip(numbers, rows, strict=True) if n >= count])
-    values = {n: made[key] for n, key in steps.items()}
+    results = trace.run.values(list(steps.values()), [row for n, row in zip(numbers, rows, strict=True) if n >= count])
+    values = {n: results[key] for n, key in steps.items()}
     for n, row in zip(numbers, rows, strict=True):
         if n < count:
             values[n] = trace.run.argument(n, row)
@@ -324,22 +324,16 @@ def _results_differ(first: Trace, second: Trace, rows: Rows | None) -> bool:
     """Returns whether the results differ in programs that compute nothing else."""
     if first.run is None or second.run is None:
         return False
-    made = []
-    for run, side in ((first.run, 0), (second.run, 1)):
-        row = None if rows is None else rows[side]
+    results = []
+    for run, row in zip((first.run, second.run), rows or (None, None), strict=True):
         values = run.values(run.results, [row] * len(run.results), is_sealed=False)
-        made.append([values[key].reshape(-1) for key in run.results])
-    return any(a.shape == b.shape and a.dtype == b.dtype and _unequal(a, b).any() for a, b in zip(*made, strict=False))
+        results.append([values[key].reshape(-1) for key in run.results])
+    pairs = ((a, b) for a, b in zip(*results, strict=False) if a.shape == b.shape and a.dtype == b.dtype)
+    return any(unequal_bits(a, b).any() for a, b in pairs)
 
 
 def _is_real(entry: Entry) -> bool:
     return jnp.issubdtype(jnp.dtype(entry.dtype), jnp.floating) and jnp.dtype(entry.dtype).itemsize > 1
-
-
-def _unequal(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """Returns which elements of two arrays `[n]` have different bits."""
-    one, other = (np.ascontiguousarray(x).view(np.uint8).reshape(x.size, -1) for x in (first, second))
-    return (one != other).any(axis=1)
 
 
 def _drifts(first: Trace, second: Trace, pairs: Sequence[tuple[int, int]], rows: Rows | None) -> Iterator[Drift]:
@@ -362,23 +356,23 @@ def _drifts(first: Trace, second: Trace, pairs: Sequence[tuple[int, int]], rows:
         for at in np.ndindex(*one.shape[:-2]):
             drift = Drift(entry.layer, entry.primitive, at, float((one[at] != other[at]).mean()) if one.size else 0.0)
             if values:
-                numbers = zip(*_distances(values[0][i][at].reshape(-1), values[1][j][at].reshape(-1)), strict=True)
-                drift = dataclasses.replace(drift, **dict(numbers))
+                distances = _distances(values[0][i][at].reshape(-1), values[1][j][at].reshape(-1))
+                drift = dataclasses.replace(drift, **distances)
             moments.append((_moment(entry.path, at), i, drift))
     yield from (drift for _, _, drift in sorted(moments, key=lambda one: one[:2]))
 
 
-def _distances(first: np.ndarray, second: np.ndarray) -> tuple[tuple[str, str, str], tuple[float, float, int]]:
-    """Returns the distances between two arrays `[n]`, as names and values of fields of `Drift`."""
+def _distances(first: np.ndarray, second: np.ndarray) -> dict[str, Any]:
+    """Returns the distances between two arrays `[n]`, by the names of fields of `Drift`."""
     one, other = first.astype(np.float64), second.astype(np.float64)
-    same = ~_unequal(first, second)
+    same = ~unequal_bits(first, second)
     with np.errstate(invalid="ignore", over="ignore"):
         distance = np.where(same, 0.0, np.abs(one - other))
         size = float(np.sqrt(np.mean(np.square(one)))) if one.size else 0.0
         root = float(np.sqrt(np.mean(np.square(distance)))) if one.size else 0.0
     relative = 0.0 if root == 0 else root / size if size else math.inf
     steps = int(ulp_distances(first, second).max(initial=0))
-    return ("largest", "relative", "ulps"), (float(distance.max(initial=0.0)), relative, steps)
+    return {"largest": float(distance.max(initial=0.0)), "relative": relative, "ulps": steps}
 
 
 def drift_table(bisection: Bisection) -> Table:

@@ -68,12 +68,12 @@ def digests(arrays: Sequence[Array]) -> list[Array]:
     alike: dict[tuple[int, ...], list[int]] = {}
     for number, x in enumerate(words):
         alike.setdefault(x.shape, []).append(number)
-    made: dict[int, Array] = {}
+    by_number: dict[int, Array] = {}
     for shape, numbers in alike.items():
         for group in itertools.batched(numbers, _MAX_TOGETHER if math.prod(shape) < _LARGE else 1):
             sums = lax.platform_dependent([words[k] for k in group], cpu=_one_by_one, default=_together)
-            made.update(zip(group, sums, strict=True))
-    return [made[number] for number in range(len(arrays))]
+            by_number.update(zip(group, sums, strict=True))
+    return [by_number[number] for number in range(len(arrays))]
 
 
 def _together(words: list[Array]) -> list[Array]:

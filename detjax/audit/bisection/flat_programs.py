@@ -61,14 +61,7 @@ class Step:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class FlatProgram:
-    """Steps in order.
-
-    Attributes:
-        inputs: the numbers of the arguments.
-        constants: further values by their numbers.
-        steps: the steps.
-        results: the numbers of the results, or literals.
-    """
+    """Steps in order, with the numbers of arguments, further values by number, and the results' numbers or literals."""
 
     inputs: tuple[int, ...]
     constants: dict[int, Any]
@@ -86,10 +79,6 @@ class FlatProgram:
         """Returns the values of the inputs and constants, by number."""
         return dict(zip(self.inputs, values, strict=True)) | self.constants
 
-    def end(self, env: dict[int, Any]) -> list[Any]:
-        """Returns the results."""
-        return [_read(atom, env) for atom in self.results]
-
     def run(self, values: Sequence[Any], visit: Visit, reduction: Reduction = dict) -> tuple[list[Any], dict[Key, Any]]:
         """Returns the results, and the arrays of `visit`; scans add an axis of iterations in front.
 
@@ -103,7 +92,7 @@ class FlatProgram:
             visited, inner = run_step(step, env, visit, reduction)
             seen |= visited
             reduced |= inner
-        return self.end(env), reduced | reduction(seen)
+        return [_read(atom, env) for atom in self.results], reduced | reduction(seen)
 
 
 def run_step(
@@ -141,13 +130,7 @@ def _read(atom: Any, env: dict[int, Any]) -> Any:
 
 
 def flatten(jaxpr: core.Jaxpr, batch: int | None, places: Sequence[Place]) -> FlatProgram:
-    """Returns a jaxpr as steps.
-
-    Args:
-        jaxpr: the function.
-        batch: the number of rows; None without a batch.
-        places: the place of each argument.
-    """
+    """Returns a jaxpr as steps, given the number of rows, None without a batch, and the place of each argument."""
     return _Flattening(batch).program(jaxpr, places, "", "", ())
 
 
@@ -167,8 +150,8 @@ class _Flattening:
         inputs = tuple(next(self._values) for _ in jaxpr.invars)
         constants: dict[int, Any] = {}
         steps: list[Step] = []
-        given = list(zip(inputs, places, strict=True))
-        results = self._inline(jaxpr, given, layer, line, path, steps, constants)
+        arguments = list(zip(inputs, places, strict=True))
+        results = self._inline(jaxpr, arguments, layer, line, path, steps, constants)
         return FlatProgram(inputs, constants, tuple(steps), tuple(atom for atom, _ in results))
 
     def _inline(
@@ -188,26 +171,26 @@ class _Flattening:
             constants[number] = value
             return number, Shared()
 
-        def rule(eqn: core.JaxprEqn, given: list[tuple[Any, Place]]) -> Iterable[tuple[Any, Place]]:
+        def rule(eqn: core.JaxprEqn, operands: list[tuple[Any, Place]]) -> Iterable[tuple[Any, Place]]:
             inner = "/".join(filter(None, (layer, equations.layer(eqn))))
             here = equations.source_line(eqn) or line
             if equations.is_call(eqn):
-                return self._inline(equations.body(eqn), given, inner, here, path, steps, constants)
+                return self._inline(equations.body(eqn), operands, inner, here, path, steps, constants)
             step_path = (*path, len(steps))
-            results, body_places = self._places(eqn, [place for _, place in given])
+            results, body_places = self._places(eqn, [place for _, place in operands])
             body = None
             if eqn.primitive.name == "scan":
                 direction = BACKWARD if eqn.params["reverse"] else FORWARD
                 body = self.program(eqn.params["jaxpr"], body_places, inner, here, (*step_path, direction))
             outputs = tuple(next(self._values) for _ in eqn.outvars)
-            number, inputs = next(self._steps), tuple(atom for atom, _ in given)
+            number, inputs = next(self._steps), tuple(atom for atom, _ in operands)
             steps.append(Step(number, eqn, inputs, outputs, tuple(results), inner, here, step_path, body))
             return zip(outputs, results, strict=True)
 
         known = [*map(constant, jaxpr.consts), *arguments]
         return walk(jaxpr, known, rule, lambda atom: (atom, Shared()))
 
-    def _places(self, eqn: core.JaxprEqn, given: list[Place]) -> tuple[list[Place], list[Place]]:
+    def _places(self, eqn: core.JaxprEqn, operand_places: list[Place]) -> tuple[list[Place], list[Place]]:
         """Returns the places of an equation's results, and of the arguments of a scan's body.
 
         Arrays that rows are combined with count as uniform: a defect may give rows numbers that depend on their
@@ -216,14 +199,14 @@ class _Flattening:
         if self._tracer is None:
             return [Shared()] * len(eqn.outvars), [Shared()] * len(eqn.invars)
         if equations.kind(eqn) is Kind.OPERATION:
-            return operation_places(eqn, given, self._tracer.batch), []
+            return operation_places(eqn, operand_places, self._tracer.batch), []
         alike: list[Place] = [
             place if isinstance(place, Rows) else Shared(frozenset(range(getattr(equations.aval(v), "ndim", 0))))
-            for place, v in zip(given, eqn.invars, strict=True)
+            for place, v in zip(operand_places, eqn.invars, strict=True)
         ]
         is_scan = eqn.primitive.name == "scan"
         results, body_places = self._tracer.scan(eqn, alike) if is_scan else (self._tracer.equation(eqn, alike), [])
-        if UNKNOWN in given:  # results of mixed rows alone are mixed too
+        if UNKNOWN in operand_places:  # results of mixed rows alone are mixed too
             results = [x if isinstance(x, Rows) else UNKNOWN for x in results]
             body_places = [x if isinstance(x, Rows) else UNKNOWN for x in body_places]
         return [*results], [*body_places]
@@ -250,8 +233,3 @@ def leaving(program: FlatProgram) -> set[int]:
 def is_observed(step: Step) -> bool:
     """Returns whether a step's results get digests: it does not only move elements, and is not a scan."""
     return step.body is None and step.primitive not in MOVES | {"iota", "optimization_barrier"}
-
-
-def rows_of(place: Place, batch: int | None) -> int:
-    """Returns the number of rows in an array: the batch size, or 1."""
-    return batch if batch is not None and isinstance(place, Rows) else 1

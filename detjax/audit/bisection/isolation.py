@@ -12,7 +12,7 @@ from jax import lax
 from detjax.audit.bisection import digests, flat_programs
 from detjax.audit.bisection.flat_programs import FlatProgram, Key, Step
 from detjax.audit.bisection.traces import Run, Trace
-from detjax.audit.comparison.divergence import ulp_distances
+from detjax.audit.comparison.divergence import ulp_distances, unequal_bits
 from detjax.invariant import equations
 from detjax.invariant.places import Rows
 
@@ -74,13 +74,13 @@ def isolated_layers(first: Trace, second: Trace, rows: tuple[int, int] | None) -
     row = None if rows is None else rows[0]
     expected = first.run.values(list(keys), [row] * len(keys))
     fed = {number: expected[step.number, k] for pairs in matched for number, ((step, k), _) in pairs.items()}
-    made = _isolated(second.run, other, fed, None if rows is None else rows[1])
+    results = _isolated(second.run, other, fed, None if rows is None else rows[1])
     for segment, pairs in zip(other, matched, strict=True):
         unequal, total, steps = 0, 0, 0
         for number in pairs:
-            a, b = (np.ascontiguousarray(x).reshape(-1) for x in (fed[number], made[number]))
+            a, b = fed[number].reshape(-1), results[number].reshape(-1)
             total += a.size
-            unequal += int((a.view(f"u{a.dtype.itemsize}") != b.view(f"u{b.dtype.itemsize}")).sum())
+            unequal += int(unequal_bits(a, b).sum())
             steps = max(steps, int(ulp_distances(a, b).max(initial=0)))
         yield IsolatedLayer(segment.layer, segment.steps[0].line, len(pairs), unequal / max(total, 1), steps)
 
@@ -90,7 +90,7 @@ def _segments(program: FlatProgram) -> list[_Segment]:
     segments = []
     for layer, group in itertools.groupby(program.steps, lambda step: step.layer):
         steps = tuple(group)
-        made = {number: (step, k) for step in steps for k, number in enumerate(step.outputs)}
+        keys = {number: (step, k) for step in steps for k, number in enumerate(step.outputs)}
         inside = {id(step) for step in steps}
         read = {
             atom
@@ -100,7 +100,7 @@ def _segments(program: FlatProgram) -> list[_Segment]:
             )
             if isinstance(atom, int)
         }
-        segments.append(_Segment(layer, steps, {number: key for number, key in made.items() if number in read}))
+        segments.append(_Segment(layer, steps, {number: key for number, key in keys.items() if number in read}))
     return segments
 
 
@@ -108,10 +108,10 @@ def _matched(
     first: Run, second: Run, one: _Segment, other: _Segment
 ) -> dict[int, tuple[tuple[Step, int], tuple[Step, int]]]:
     """Maps values that leave a segment of the second function to their counterparts; empty if they do not match."""
-    sides = []
-    for run, segment in ((first, one), (second, other)):
-        kept = {number: key for number, key in segment.results.items() if _is_hidden(run, *key)}
-        sides.append(kept)
+    sides = [
+        {number: key for number, key in segment.results.items() if _is_hidden(run, *key)}
+        for run, segment in ((first, one), (second, other))
+    ]
     kinds = [[_kind(run, *key) for key in side.values()] for run, side in zip((first, second), sides, strict=True)]
     if kinds[0] != kinds[1]:
         return {}
@@ -130,7 +130,8 @@ def _is_hidden(run: Run, step: Step, k: int) -> bool:
 
 def _kind(run: Run, step: Step, k: int) -> tuple[int, str]:
     aval: Any = equations.aval(step.eqn.outvars[k])
-    return aval.size // flat_programs.rows_of(step.places[k], run.batch), str(aval.dtype)
+    rows = run.batch if run.batch is not None and isinstance(step.places[k], Rows) else 1
+    return aval.size // rows, str(aval.dtype)
 
 
 def _isolated(run: Run, segments: list[_Segment], fed: dict[int, np.ndarray], row: int | None) -> dict[int, np.ndarray]:
@@ -145,7 +146,7 @@ def _isolated(run: Run, segments: list[_Segment], fed: dict[int, np.ndarray], ro
         return rows if row is None else rows[min(row, rows.shape[0] - 1)]
 
     def program(leaves: tuple[Any, ...], fed: dict[int, Any]) -> dict[int, Any]:
-        env, made = run.program.begin(leaves), {}
+        env, results = run.program.begin(leaves), {}
         for segment in segments:
             inside = dict(env)
             read = {atom for step in segment.steps for atom in step.inputs if isinstance(atom, int)}
@@ -156,8 +157,8 @@ def _isolated(run: Run, segments: list[_Segment], fed: dict[int, np.ndarray], ro
             for step in segment.steps:
                 flat_programs.run_step(step, env, visit)
                 flat_programs.run_step(step, inside, visit)
-            made |= {number: cut(inside[number], number) for number in segment.results if number in fed}
-        return made
+            results |= {number: cut(inside[number], number) for number in segment.results if number in fed}
+        return results
 
     return {number: np.asarray(x) for number, x in run.jit(program)(run.leaves, fed).items()}
 

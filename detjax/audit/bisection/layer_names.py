@@ -18,8 +18,8 @@ def named_layers(arguments: Any) -> Iterator[None]:
     """
     paths: dict[int, tuple[str, ...]] = {}
     classes: set[type] = set()
-    for module in jax.tree.leaves(arguments, is_leaf=_is_module):
-        if _is_module(module):
+    for module in jax.tree.leaves(arguments, is_leaf=lambda x: isinstance(x, nnx.Module)):
+        if isinstance(module, nnx.Module):
             for path, part in nnx.iter_modules(module):
                 paths[id(part)] = (type(module).__name__, *map(str, path))
                 classes.update(cls for cls in type(part).__mro__ if "__call__" in vars(cls))
@@ -49,7 +49,3 @@ def named_layers(arguments: Any) -> Iterator[None]:
     finally:
         for cls, call in calls.items():
             setattr(cls, "__call__", call)  # noqa: B010
-
-
-def _is_module(x: Any) -> bool:
-    return isinstance(x, nnx.Module)

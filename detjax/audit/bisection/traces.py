@@ -22,7 +22,7 @@ from jax.interpreters import partial_eval
 from detjax.audit.bisection import digests, flat_programs, targets
 from detjax.audit.bisection.flat_programs import FlatProgram, Key, Step
 from detjax.audit.bisection.layer_names import named_layers
-from detjax.invariant import equations
+from detjax.invariant import arguments, equations
 from detjax.invariant.arguments import Leaves
 from detjax.invariant.places import UNKNOWN, Place, Rows, Shared
 from detjax.runtime import fingerprints
@@ -121,8 +121,8 @@ class Trace:
                 Entry(**{**entry, "path": tuple(entry["path"]), "shape": tuple(entry["shape"])})
                 for entry in description["entries"]
             ]
-            made = tuple(part.reshape(shape) for part, shape in zip(parts, shapes, strict=True))
-            return cls(tuple(entries), made, description["batch"], description["level"], description["fingerprint"])
+            by_entry = tuple(part.reshape(shape) for part, shape in zip(parts, shapes, strict=True))
+            return cls(tuple(entries), by_entry, description["batch"], description["level"], description["fingerprint"])
         except (KeyError, TypeError, ValueError, EOFError, zipfile.BadZipFile) as error:
             raise ValueError(
                 f"{file}: not a trace ({error}); accepted: files from Trace.save or detjax trace"
@@ -150,13 +150,14 @@ class Run:
     keys: tuple[Key, ...]
 
     @functools.cached_property
-    def _seals(self) -> frozenset[Key]:
+    def seals(self) -> frozenset[Key]:
+        """The results with digests, which pass through a barrier."""
         return frozenset(self.keys)
 
     def sealed(self, step: Step, outputs: list[Any]) -> list[Any]:
         """Returns a step's results, through a barrier where the trace has digests; see `trace_digests`."""
         keys = [(step.number, k) for k in range(len(outputs))]
-        return [lax.optimization_barrier(x) if key in self._seals else x for key, x in zip(keys, outputs, strict=True)]
+        return [lax.optimization_barrier(x) if key in self.seals else x for key, x in zip(keys, outputs, strict=True)]
 
     def argument(self, number: int, row: int | None) -> np.ndarray:
         """Returns an argument, or one of its rows, as `values` does."""
@@ -166,8 +167,8 @@ class Run:
     @property
     def results(self) -> list[Key]:
         """The function's results that equations compute."""
-        made = {number: (step.number, k) for step in self.program.steps for k, number in enumerate(step.outputs)}
-        return [made[atom] for atom in self.program.results if isinstance(atom, int) and atom in made]
+        keys = {number: (step.number, k) for step in self.program.steps for k, number in enumerate(step.outputs)}
+        return [keys[atom] for atom in self.program.results if isinstance(atom, int) and atom in keys]
 
     def values(self, keys: Sequence[Key], rows: Sequence[int | None], is_sealed: bool = True) -> dict[Key, np.ndarray]:
         """Runs the function again and returns results of steps, `[*iterations, ...]`.
@@ -234,13 +235,8 @@ def trace_digests(
     if isinstance(fn, nn.Module):
         return _Traced(fn.apply, batch_axes, 1, level, jit)
     if isinstance(fn, nnx.Module):
-        return functools.partial(_Traced(_call_module, batch_axes, 1, level, jit), fn)
+        return functools.partial(_Traced(operator.call, batch_axes, 1, level, jit), fn)
     return _Traced(fn, batch_axes, 0, level, jit)
-
-
-def _call_module(module: nnx.Module, *args: Any, **kwargs: Any) -> Any:
-    called: Any = module
-    return called(*args, **kwargs)
 
 
 class _Traced:
@@ -257,20 +253,20 @@ class _Traced:
         self._compiled: list[_Compiled] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, Trace]:
-        given, arrays = Leaves.from_call("trace_digests", self._batch_axes, args, kwargs, self._shared)
-        compiled = next((one for one in self._compiled if one.serves(given, arrays)), None)
+        signature, arrays = Leaves.from_call("trace_digests", self._batch_axes, args, kwargs, self._shared)
+        compiled = next((one for one in self._compiled if one.serves(signature, arrays)), None)
         if compiled is None:
             names = [tree_util.keystr(path) for path, _ in tree_util.tree_leaves_with_path((args, kwargs))]
-            named = [name for name, array in zip(names, given.is_array, strict=True) if array]
-            kept = list(zip(named, given.array_axes, strict=True))
-            function = functools.partial(_call, self._fn, given)
-            compiled = _Compiled(function, given, arrays, kept, self._level, self._jit)
+            named = [name for name, array in zip(names, signature.is_array, strict=True) if array]
+            named_axes = list(zip(named, signature.array_axes, strict=True))
+            function = functools.partial(_call, self._fn, signature)
+            compiled = _Compiled(function, signature, arrays, named_axes, self._level, self._jit)
             self._compiled.append(compiled)
         return compiled(arrays)
 
 
-def _call(fn: Callable[..., Any], given: Leaves, *arrays: Any) -> Any:
-    args, kwargs = jax.tree.unflatten(given.tree, given.with_arrays(arrays))
+def _call(fn: Callable[..., Any], signature: Leaves, *arrays: Any) -> Any:
+    args, kwargs = jax.tree.unflatten(signature.tree, signature.with_arrays(arrays))
     with named_layers((args, kwargs)):
         return fn(*args, **kwargs)
 
@@ -281,19 +277,21 @@ class _Compiled:
     def __init__(
         self,
         fn: Callable[..., Any],
-        given: Leaves,
+        signature: Leaves,
         arrays: Sequence[Any],
-        arguments: Sequence[tuple[str, int | None]],
+        named_axes: Sequence[tuple[str, int | None]],
         level: str,
         jit: Callable[..., Any],
     ) -> None:
-        self._given = given
+        self._given = signature
         self._types = [(x.shape, x.dtype) for x in arrays]
-        self._batch = _batch(arrays, [axis for _, axis in arguments])
+        axes = [axis for _, axis in named_axes]
+        has_rows = any(axis is not None for axis in axes)
+        self._batch = arguments.count_rows("trace_digests", arrays, axes) if has_rows else None
         self._level = level
         self._jit = jit
         self._places: tuple[Place, ...] = tuple(
-            Shared() if axis is None else Rows(axis % x.ndim) for x, (_, axis) in zip(arrays, arguments, strict=True)
+            Shared() if axis is None else Rows(axis % x.ndim) for x, axis in zip(arrays, axes, strict=True)
         )
         # A new function, because JAX caches traces, and names of layers are not part of the key.
         jaxpr, shapes = jax.make_jaxpr(lambda *arrays: fn(*arrays), return_shape=True)(*arrays)
@@ -301,28 +299,31 @@ class _Compiled:
         self._tree = jax.tree.structure(shapes)
         self.program = flat_programs.flatten(jaxpr, self._batch, self._places)
         self._keys, entries = _observed(self.program, self._batch, level)
-        self._entries = (*map(self._argument, arrays, arguments, self._places), *entries)
+        self._entries = (*map(self._argument, arrays, [name for name, _ in named_axes], self._places), *entries)
         self._run = jit(self._with_digests)
         self._fingerprint = dataclasses.asdict(fingerprints.fingerprint())
         self._seen: tuple[tuple[Any, ...], list[Array | None]] = ((), [])
         self._shapes: list[tuple[int, ...]] = []
 
-    def serves(self, given: Leaves, arrays: Sequence[Any]) -> bool:
+    def serves(self, signature: Leaves, arrays: Sequence[Any]) -> bool:
         """Returns whether a call has arguments of this kind."""
         # Weights are many, and the same arrays in every call.
-        kept = self._seen[0] or [None] * len(arrays)
-        return given == self._given and all(
-            x is before or (x.shape, x.dtype) == kind for x, before, kind in zip(arrays, kept, self._types, strict=True)
+        previous = self._seen[0] or [None] * len(arrays)
+        return signature == self._given and all(
+            x is before or (x.shape, x.dtype) == kind
+            for x, before, kind in zip(arrays, previous, self._types, strict=True)
         )
 
     def __call__(self, arrays: tuple[Any, ...]) -> tuple[Any, Trace]:
-        run = Run(self.program, arrays, self._places, self._batch, self._jit, self._keys)
         shared = self._shared_digests(arrays)
         # No copy to the host starts here: JAX 0.11.2 aborts a process that exits during one on a CPU.
         results, others = self._run(arrays)
         digests = _Digests(shared, others, self._shapes)
-        trace = Trace(self._entries, digests, self._batch, self._level, self._fingerprint, run)
+        trace = Trace(self._entries, digests, self._batch, self._level, self._fingerprint, self._run_of(arrays))
         return jax.tree.unflatten(self._tree, results), trace
+
+    def _run_of(self, arrays: tuple[Any, ...]) -> Run:
+        return Run(self.program, arrays, self._places, self._batch, self._jit, self._keys)
 
     def _shared_digests(self, arrays: tuple[Any, ...]) -> list[Array | None]:
         """Returns the digests of arguments without rows, None for others; reuses them for arrays of the last call."""
@@ -331,11 +332,11 @@ class _Compiled:
             return self._seen[1]
         before = dict(zip(map(id, self._seen[0]), self._seen[1], strict=True))
 
-        def made(x: Any) -> Array:
-            kept = before.get(id(x))
-            return _digest(x, Shared(), self._batch) if kept is None else kept
+        def digest_of(x: Any) -> Array:
+            known = before.get(id(x))
+            return _digest(x, Shared(), self._batch) if known is None else known
 
-        digests = [None if x is None else made(x) for x in shared]
+        digests = [None if x is None else digest_of(x) for x in shared]
         # NumPy arrays may be modified before the next call.
         self._seen = ((), []) if any(isinstance(x, np.ndarray) for x in shared) else (shared, digests)
         return digests
@@ -348,29 +349,27 @@ class _Compiled:
             for x, place in zip(arrays, self._places, strict=True)
             if isinstance(place, Rows)
         ]
-        made = [*digests.digests(rows), *(seen[key] for key in self._keys)]
-        self._shapes = [digest.shape for digest in made]
-        return results, jnp.concatenate([jnp.empty(0, jnp.uint32), *(digest.reshape(-1) for digest in made)])
+        parts = [*digests.digests(rows), *(seen[key] for key in self._keys)]
+        self._shapes = [digest.shape for digest in parts]
+        return results, jnp.concatenate([jnp.empty(0, jnp.uint32), *(digest.reshape(-1) for digest in parts)])
 
     def _observed(self, arrays: tuple[Any, ...]) -> tuple[list[Any], dict[Key, Any]]:
-        run = Run(self.program, arrays, self._places, self._batch, self._jit, self._keys)
-
-        seals = frozenset(self._keys)
+        run = self._run_of(arrays)
 
         def visit(step: Step, outputs: list[Any]) -> tuple[list[Any], dict[Key, Any]]:
             outputs = run.sealed(step, outputs)
             keys = [(step.number, k) for k in range(len(outputs))]
             zipped = zip(keys, outputs, step.places, strict=True)
-            return outputs, {key: _rows(x, place, self._batch) for key, x, place in zipped if key in seals}
+            return outputs, {key: _rows(x, place, self._batch) for key, x, place in zipped if key in run.seals}
 
         def reduction(rows: dict[Key, Any]) -> dict[Key, Any]:
             return dict(zip(rows, digests.digests([*rows.values()]), strict=True))
 
         return self.program.run(arrays, visit, reduction)
 
-    def _argument(self, x: Any, argument: tuple[str, int | None], place: Place) -> Entry:
+    def _argument(self, x: Any, name: str, place: Place) -> Entry:
         shape = jax.eval_shape(lambda x: _rows(x, place, self._batch), x)
-        return Entry(ARGUMENT, argument[0], "", (), 0, shape.shape[1:], str(shape.dtype), False, False)
+        return Entry(ARGUMENT, name, "", (), 0, shape.shape[1:], str(shape.dtype), False, False)
 
 
 class _Digests(Sequence[np.ndarray]):
@@ -408,16 +407,6 @@ def _rows(x: Any, place: Place, batch: int | None) -> Array:
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _digest(x: Any, place: Place, batch: int | None) -> Array:
     return digests.digest(_rows(x, place, batch))
-
-
-def _batch(arrays: Sequence[Any], axes: Sequence[int | None]) -> int | None:
-    counts = {x.shape[axis] for x, axis in zip(arrays, axes, strict=True) if axis is not None}
-    if len(counts) > 1 or counts == {0}:
-        given = ", ".join(map(str, sorted(counts)))
-        raise ValueError(
-            f"trace_digests: batches have {given} rows; accepted: one number of rows, at least 1, along batch_axes"
-        )
-    return next(iter(counts), None)
 
 
 def _observed(program: FlatProgram, batch: int | None, level: str) -> tuple[tuple[Key, ...], list[Entry]]:

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from detjax.audit.certification import programs
 from detjax.audit.certification.freedoms import Exclusion, Freedoms
-from detjax.audit.certification.roles import RISKS, Risk, Role, Roles, mixed_risks, shapes_of, traced_batch
+from detjax.audit.certification.roles import RISKS, Risk, Role, Roles, mixed_risks
 from detjax.audit.certification.trials import Counterexample, Rows, Runs, trials
 from detjax.invariant import UnsafeFunction, arguments
 from detjax.invariant.places import Rows as BatchRows
@@ -194,8 +194,8 @@ class _Function:
         self._out_axes = out_axes
 
         def call(*arrays: Any) -> Any:
-            given, named = jax.tree.unflatten(leaves.tree, leaves.with_arrays(arrays))
-            return fn(*given, **named)
+            positional, named = jax.tree.unflatten(leaves.tree, leaves.with_arrays(arrays))
+            return fn(*positional, **named)
 
         # A compiled function has its own options, which JAX accepts only for the outermost program.
         self._call = call
@@ -212,7 +212,7 @@ class _Function:
 
         try:
             with compilation.under_contract():
-                closed, made = jax.make_jaxpr(self._call, return_shape=True)(*map(shape, self.arrays, self.axes))
+                closed, shapes = jax.make_jaxpr(self._call, return_shape=True)(*map(shape, self.arrays, self.axes))
         except compilation.EnvironmentContradiction:
             raise
         except Exception as error:  # the function may raise anything for shapes that it does not accept
@@ -223,7 +223,7 @@ class _Function:
                 f"certify: {self.name} cannot be traced for a batch of {batch} ({reason}); accepted: functions of any "
                 "number of rows, and batch_axes that name the axis of the rows in every argument"
             ) from error
-        return closed.jaxpr if hasattr(closed, "jaxpr") else closed, made
+        return closed.jaxpr if hasattr(closed, "jaxpr") else closed, shapes
 
     @functools.cached_property
     def out_axes(self) -> list[int | None]:
@@ -233,10 +233,10 @@ class _Function:
             ValueError: a result does not have the axis, or other axes change with the batch.
         """
         few, many = 2, 5
-        made, among = self.traced(few)[1], self.traced(many)[1]
-        axes = arguments.spread("certify", "out_axes", self._out_axes, made)
-        results = tree_util.tree_leaves_with_path(made)
-        for (path, x), y, axis in zip(results, jax.tree.leaves(among), axes, strict=True):
+        shapes, more_shapes = self.traced(few)[1], self.traced(many)[1]
+        axes = arguments.spread("certify", "out_axes", self._out_axes, shapes)
+        results = tree_util.tree_leaves_with_path(shapes)
+        for (path, x), y, axis in zip(results, jax.tree.leaves(more_shapes), axes, strict=True):
             if axis is None:
                 continue
             expected = list(x.shape)
@@ -252,7 +252,7 @@ class _Function:
 
     def read(self, sizes: Sequence[int]) -> tuple[Roles, tuple[Risk, ...], tuple[Exclusion, ...]]:
         """Returns the roles of the program's equations, its risks, and the numbers that a proof excludes."""
-        batch = traced_batch([*shapes_of(self.arrays), (self.rows,)])
+        batch = arguments.distinct_batch([self.rows, *(size for x in self.arrays for size in x.shape)])
         jaxpr = self._program(batch)
         freedoms = Freedoms(jaxpr, is_pinned=not self.is_compiled)
         roles = Roles(batch, freedoms)

@@ -6,14 +6,13 @@ from typing import Final
 from jax._src import source_info_util  # JAX has no public way from an equation to its file
 from jax.extend import core
 
-from detjax import invariant, ops
+from detjax import invariant
 from detjax.invariant import equations
 from detjax.runtime import backends
 
 PREPARED: Final = "detjax.ops"
 """The name of an operation's code outside of its kernel, such as the sort of tokens by expert."""
 
-_OPERATIONS: Final = pathlib.Path(ops.__file__).parent
 _TRANSFORM: Final = str(pathlib.Path(invariant.__file__).with_name("transform.py"))
 
 
@@ -28,4 +27,4 @@ def contract_of(eqn: core.JaxprEqn) -> str | None:
         if traced is not None and traced.func_filename == _TRANSFORM:
             return "batch_invariant"
     frame = next(iter(source_info_util.user_frames(eqn.source_info.traceback)), None)
-    return PREPARED if frame is not None and _OPERATIONS in pathlib.Path(frame.file_name).parents else None
+    return PREPARED if frame is not None and equations.is_in_ops(frame.file_name) else None

@@ -74,10 +74,6 @@ class Fact:
     def __or__(self, other: "Fact") -> "Fact":
         return Fact(self.signs | other.signs, self.marks | other.marks, self.choosers | other.choosers)
 
-    def but(self, **changes: Any) -> "Fact":
-        """Returns the fact with changed attributes."""
-        return dataclasses.replace(self, **changes)
-
 
 def _split(text: str) -> frozenset[str]:
     return frozenset(text.split())
@@ -145,8 +141,8 @@ class Freedoms:
         self.exclusions: frozenset[Exclusion] = frozenset()
         self._is_pinned = is_pinned
         self._calls: list[core.JaxprEqn] = []
-        given = [Fact(signs.atom_signs(v), _Mark.VARIES) for v in jaxpr.invars]
-        for fact, atom in zip(self._jaxpr(jaxpr, given), jaxpr.outvars, strict=True):
+        arguments = [Fact(signs.atom_signs(v), _Mark.VARIES) for v in jaxpr.invars]
+        for fact, atom in zip(self._jaxpr(jaxpr, arguments), jaxpr.outvars, strict=True):
             self._see(fact)
             self.exclusions |= {one for one in Exclusion if fact.marks & _Mark[one.name]}
             if equations.is_inexact(atom) and _has_open_nan(fact):
@@ -174,9 +170,9 @@ class Freedoms:
         kind = equations.kind(eqn)
         if kind is Kind.CALL:
             self._calls.append(eqn)
-            made = self._call(eqn, facts)
+            results = self._call(eqn, facts)
             self._calls.pop()
-            return made
+            return results
         if (why := self._choice(eqn, kind, facts)) is not None:
             self.why[self._path(eqn)] = why
         return self._results(eqn, kind, facts)
@@ -248,9 +244,9 @@ class Freedoms:
         if not eqn.outvars:
             return []
         if name in ("optimization_barrier", "sort"):  # one result per operand
-            return [fact.but(marks=fact.marks & ~_Mark.PRODUCT) for fact in facts]
-        made = Fact(self._signs(eqn, facts), self._marks(eqn, kind, facts), self._choosers(eqn, facts))
-        return [made if equations.is_inexact(v) else _exact(made, v) for v in eqn.outvars]
+            return [dataclasses.replace(fact, marks=fact.marks & ~_Mark.PRODUCT) for fact in facts]
+        fact_of_results = Fact(self._signs(eqn, facts), self._marks(eqn, kind, facts), self._choosers(eqn, facts))
+        return [fact_of_results if equations.is_inexact(v) else _exact(fact_of_results, v) for v in eqn.outvars]
 
     def _signs(self, eqn: core.JaxprEqn, facts: Sequence[Fact]) -> Signs:
         name = eqn.primitive.name
@@ -258,32 +254,39 @@ class Freedoms:
         if name in EXTREMES and floats:
             return signs.maximum(floats)
         if name in MOVES | {"select_n"} and floats:
-            made = functools.reduce(Signs.__or__, floats)
-            return made | _filling(eqn) if name == "gather" else made
+            joined = functools.reduce(Signs.__or__, floats)
+            return joined | _filling(eqn) if name == "gather" else joined
         return signs.result(eqn, [fact.signs for fact in facts])
 
     def _marks(self, eqn: core.JaxprEqn, kind: Kind, facts: Sequence[Fact]) -> _Mark:
-        name, given = eqn.primitive.name, functools.reduce(_Mark.__or__, (fact.marks for fact in facts), _NO_MARKS)
+        name, operand_marks = (
+            eqn.primitive.name,
+            functools.reduce(_Mark.__or__, (fact.marks for fact in facts), _NO_MARKS),
+        )
         reads, makes = (any(map(equations.is_inexact, atoms)) for atoms in (eqn.invars, eqn.outvars))
-        made = given & (_Mark.VARIES | _Mark.NAN | _Mark.SUBNORMAL | _Mark.NARROW)
+        marks = operand_marks & (_Mark.VARIES | _Mark.NAN | _Mark.SUBNORMAL | _Mark.NARROW)
         if name in _KEEPS_PRODUCTS:
-            made |= given & _Mark.PRODUCT
+            marks |= operand_marks & _Mark.PRODUCT
         elif name == "div" and backends.target() == "cpu":
-            made |= _Mark.PRODUCT if facts[1].marks & _Mark.REPEATED else _NO_MARKS
+            marks |= _Mark.PRODUCT if facts[1].marks & _Mark.REPEATED else _NO_MARKS
         elif kind in (Kind.ROUNDED, Kind.APPROXIMATED) and name not in _NO_PRODUCT:
-            made |= _Mark.PRODUCT
+            marks |= _Mark.PRODUCT
         if name == "broadcast_in_dim":
-            made |= _Mark.REPEATED
+            marks |= _Mark.REPEATED
         elif name in _RESHAPES:
-            made |= given & _Mark.REPEATED
+            marks |= operand_marks & _Mark.REPEATED
         if (name in _COMPARISONS and reads) or not makes:
-            made |= _Mark.COMPARED if name in _COMPARISONS and reads else given & _Mark.COMPARED
+            marks |= _Mark.COMPARED if name in _COMPARISONS and reads else operand_marks & _Mark.COMPARED
         if kind is Kind.ROUNDED and any(map(_is_narrow, eqn.outvars)):
-            made |= _Mark.NARROW
-        return made | self._marks_of_nan(eqn, facts, given, reads) | self._marks_of_subnormal(eqn, kind, facts, given)
+            marks |= _Mark.NARROW
+        return (
+            marks
+            | self._marks_of_nan(eqn, facts, operand_marks, reads)
+            | self._marks_of_subnormal(eqn, kind, facts, operand_marks)
+        )
 
     @staticmethod
-    def _marks_of_nan(eqn: core.JaxprEqn, facts: Sequence[Fact], given: _Mark, reads: bool) -> _Mark:
+    def _marks_of_nan(eqn: core.JaxprEqn, facts: Sequence[Fact], operand_marks: _Mark, reads: bool) -> _Mark:
         name = eqn.primitive.name
         may_be_nan = any(
             fact.signs & Signs.NAN for fact, v in zip(facts, eqn.invars, strict=True) if equations.is_inexact(v)
@@ -293,15 +296,15 @@ class Freedoms:
         if name == "bitcast_convert_type" and _has_open_nan(facts[0]):
             return _Mark.NAN
         if name in _KEEPS_BITS:
-            return given & _Mark.BITS_OF_NAN
+            return operand_marks & _Mark.BITS_OF_NAN
         return _Mark.BITS_OF_NAN if reads else _NO_MARKS
 
     @staticmethod
-    def _marks_of_subnormal(eqn: core.JaxprEqn, kind: Kind, facts: Sequence[Fact], given: _Mark) -> _Mark:
+    def _marks_of_subnormal(eqn: core.JaxprEqn, kind: Kind, facts: Sequence[Fact], operand_marks: _Mark) -> _Mark:
         if backends.target() != "cpu":
             return _NO_MARKS
         name = eqn.primitive.name
-        chooses = name in EXTREMES | {"max", "min", "clamp"} or (name == "select_n" and given & _Mark.COMPARED)
+        chooses = name in EXTREMES | {"max", "min", "clamp"} or (name == "select_n" and operand_marks & _Mark.COMPARED)
         may_be = any(
             fact.signs & Signs.SUBNORMAL for fact, v in zip(facts, eqn.invars, strict=True) if equations.is_inexact(v)
         )
@@ -319,10 +322,10 @@ class Freedoms:
             elif flow is _Flow.SEEN:
                 self._see(fact)
         if eqn.primitive.name in EXTREMES and equations.is_inexact(eqn.invars[0]):
-            met = functools.reduce(
+            operand_signs = functools.reduce(
                 Signs.__or__, (f.signs for f, v in zip(facts, eqn.invars, strict=True) if equations.is_inexact(v))
             )
-            if signs.has_zeros_of_both_signs(met):
+            if signs.has_zeros_of_both_signs(operand_signs):
                 kept |= {self._path(eqn)}
         return kept
 
@@ -370,7 +373,7 @@ def _has_open_nan(fact: Fact) -> bool:
 
 def _exact(fact: Fact, atom: Any) -> Fact:
     """Returns the fact of an array of integers, whose zeros have no sign."""
-    return fact.but(signs=signs.atom_signs(atom), marks=fact.marks & _OF_ANY_DTYPE, choosers=frozenset())
+    return Fact(signs.atom_signs(atom), fact.marks & _OF_ANY_DTYPE)
 
 
 def _settled(carries: list[Fact], step: Callable[[list[Fact]], list[Fact]]) -> list[Fact]:

@@ -8,14 +8,14 @@ from detjax.runtime.fusions import FUSIONS, FUSIONS_VARIABLE, separated
 def table() -> Table:
     """Returns a table with a row for each fusion."""
     columns = "name", "operations", "fuses", "switched off, computed by", "bits", "now"
-    made = Table(
+    result = Table(
         *(Column(name, overflow="fold") for name in columns),
         caption=f"Switch off with detjax.without_fusions(NAME, ...), or for a process with {FUSIONS_VARIABLE}=NAME,...",
     )
     off = separated()
     for fusion in FUSIONS.values():
         operations = ", ".join(f"ops.{name}" for name in fusion.operations if name != "ragged_attention")
-        made.add_row(
+        result.add_row(
             fusion.name, operations, fusion.fuses, fusion.steps, fusion.bits, "off" if fusion.name in off else "on"
         )
-    return made
+    return result

@@ -2,11 +2,9 @@
 
 import dataclasses
 import enum
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
-import jax
 from jax.extend import core
 
 from detjax.audit.certification.contracts import PREPARED, contract_of
@@ -173,15 +171,6 @@ _ALONG_THE_LAST: Final = (
 """Operations that work along the last axis of their first argument."""
 
 
-def traced_batch(shapes: Sequence[tuple[int, ...]]) -> int:
-    """Returns the smallest prime number above 10 that divides no other axis."""
-    sizes = {size for shape in shapes for size in shape if size}
-    batch = 11
-    while any(batch % k == 0 for k in range(2, math.isqrt(batch) + 1)) or any(size % batch == 0 for size in sizes):
-        batch += 1
-    return batch
-
-
 def flattened(jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:
     """Yields the equations of a jaxpr, including nested ones except within operations under contract."""
     for eqn in jaxpr.eqns:
@@ -223,8 +212,3 @@ def risks_of_order(jaxpr: core.Jaxpr) -> Iterator[Risk]:
             why = freedoms.reason(eqn)
             if why is not None:
                 yield Risk.from_equation(eqn, Role.CHOSEN, why)
-
-
-def shapes_of(tree: Any) -> list[tuple[int, ...]]:
-    """Returns the shapes of a tree's arrays."""
-    return [tuple(x.shape) for x in jax.tree.leaves(tree)]

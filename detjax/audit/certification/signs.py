@@ -77,8 +77,7 @@ def _dtype_signs(dtype: Any) -> Signs:
         return NUMBERS
     if jnp.issubdtype(dtype, jnp.inexact):
         return ANY
-    is_signed = jnp.issubdtype(dtype, jnp.signedinteger)
-    return NOT_NEGATIVE | Signs.NEGATIVE if is_signed else NOT_NEGATIVE
+    return NOT_NEGATIVE | (Signs.NEGATIVE if jnp.issubdtype(dtype, jnp.signedinteger) else NONE)
 
 
 def has_zeros_of_both_signs(signs: Signs) -> bool:
@@ -105,7 +104,7 @@ def _magnitude(signs: Signs) -> Signs:
     return (signs | mirrored(signs)) & ~NOT_POSITIVE
 
 
-def result(eqn: core.JaxprEqn, given: Sequence[Signs]) -> Signs:
+def result(eqn: core.JaxprEqn, operands: Sequence[Signs]) -> Signs:
     """Returns the kinds of an equation's first result, given the kinds of its operands.
 
     Equations that only move numbers are handled elsewhere: their results have the kinds of their operands.
@@ -115,29 +114,29 @@ def result(eqn: core.JaxprEqn, given: Sequence[Signs]) -> Signs:
         return atom_signs(out)
     if any(jnp.issubdtype(getattr(aval(v), "dtype", jnp.int32), jnp.complexfloating) for v in eqn.invars):
         return (NOT_NEGATIVE if name == "abs" else NUMBERS) | Signs.NAN | Signs.SUBNORMAL
-    if name in _BINARY and len(given) == 2:
+    if name in _BINARY and len(operands) == 2:
         if name == "mul" and eqn.invars[0] is eqn.invars[1]:
-            return _square(given[0])
-        return pairs(_BINARY[name], *given)
+            return _square(operands[0])
+        return pairs(_BINARY[name], *operands)
     if name == "iota":
         return NOT_NEGATIVE
     if name == "convert_element_type" and (not equations.is_inexact(eqn.invars[0]) or equations.is_exact(eqn)):
-        return given[0]
+        return operands[0]
     if name in _UNARY:
-        return _UNARY[name](given[0])
+        return _UNARY[name](operands[0])
     if name == "integer_pow":
-        return _power(given[0], eqn.params["y"])
+        return _power(operands[0], eqn.params["y"])
     if name == "clamp":
-        low, x, high = given
+        low, x, high = operands
         return pairs(_larger, low, pairs(_smaller, x, high))
-    if name == "dot_general" and not (given[0] | given[1]) & NOT_POSITIVE:
+    if name == "dot_general" and not (operands[0] | operands[1]) & NOT_POSITIVE:
         return NOT_NEGATIVE | Signs.NAN | Signs.SUBNORMAL
     return ANY
 
 
-def maximum(given: Sequence[Signs]) -> Signs:
+def maximum(operands: Sequence[Signs]) -> Signs:
     """Returns the kinds of a maximum or minimum: any kind of the operands, or the infinity of an empty reduction."""
-    return functools.reduce(Signs.__or__, given) | Signs.NEGATIVE | Signs.POSITIVE
+    return functools.reduce(Signs.__or__, operands) | Signs.NEGATIVE | Signs.POSITIVE
 
 
 # Single elements ------------------------------------------------------------------------------------------------------
@@ -145,13 +144,13 @@ def maximum(given: Sequence[Signs]) -> Signs:
 
 def pairs(rule: Callable[[Signs, Signs], Signs], first: Signs, second: Signs) -> Signs:
     """Applies a rule for two single kinds to sets of kinds. NaN of either operand gives NaN."""
-    made = (first | second) & Signs.NAN
+    kinds = (first | second) & Signs.NAN
     for x in _ORDERED:
         for y in _ORDERED:
             if x & first and y & second:
-                made |= rule(x, y)
+                kinds |= rule(x, y)
     is_chosen = rule in (_larger, _smaller) and not (first | second) & Signs.SUBNORMAL
-    return made if is_chosen or not made & (Signs.NEGATIVE | Signs.POSITIVE) else made | Signs.SUBNORMAL
+    return kinds if is_chosen or not kinds & (Signs.NEGATIVE | Signs.POSITIVE) else kinds | Signs.SUBNORMAL
 
 
 def _rounded(signs: Signs) -> Signs:
@@ -189,9 +188,7 @@ def _quotient(x: Signs, y: Signs) -> Signs:
 def _total(x: Signs, y: Signs) -> Signs:
     if _is_zero(x) and _is_zero(y):
         return x | y  # IEEE 754 gives 0.0 for both signs; XLA drops additions of 0.0
-    if _has_minus(x) == _has_minus(y):
-        return _rounded((x | y) & ~ZEROS)
-    if _is_zero(x) or _is_zero(y):
+    if _has_minus(x) == _has_minus(y) or _is_zero(x) or _is_zero(y):
         return _rounded((x | y) & ~ZEROS)
     return NUMBERS | Signs.NAN
 
@@ -212,45 +209,42 @@ def _smaller(x: Signs, y: Signs) -> Signs:
     return mirrored(_larger(mirrored(x), mirrored(y)))
 
 
-def _square(given: Signs) -> Signs:
-    return NOT_NEGATIVE | Signs.SUBNORMAL | (given & Signs.NAN)
+def _square(signs: Signs) -> Signs:
+    """Returns the kinds of a square, an exponential or another function without negative results."""
+    return NOT_NEGATIVE | Signs.SUBNORMAL | (signs & Signs.NAN)
 
 
-def _power(given: Signs, exponent: int) -> Signs:
+def _power(signs: Signs, exponent: int) -> Signs:
     if exponent % 2 == 0:
-        return _square(given)
-    inverse = _rounded(given) if exponent > 0 else pairs(_quotient, Signs.POSITIVE, given)
+        return _square(signs)
+    inverse = _rounded(signs) if exponent > 0 else pairs(_quotient, Signs.POSITIVE, signs)
     return inverse | Signs.SUBNORMAL
 
 
-def _whole(given: Signs) -> Signs:
+def _whole(signs: Signs) -> Signs:
     """Returns the kinds after rounding to a whole number, which gives a zero of either sign for small numbers."""
-    zeros = ZEROS if given & NOT_POSITIVE else Signs.PLUS_ZERO
-    return (given | zeros) & ~Signs.SUBNORMAL
+    zeros = ZEROS if signs & NOT_POSITIVE else Signs.PLUS_ZERO
+    return (signs | zeros) & ~Signs.SUBNORMAL
 
 
-def _logarithm(given: Signs) -> Signs:
+def _logarithm(signs: Signs) -> Signs:
     """Returns the kinds of a logarithm, whose only zero is 0.0, at 1.0."""
-    return NUMBERS & ~Signs.MINUS_ZERO | ((Signs.NAN) if given & (Signs.NAN | Signs.NEGATIVE) else NONE)
+    return NUMBERS & ~Signs.MINUS_ZERO | (Signs.NAN if signs & (Signs.NAN | Signs.NEGATIVE) else NONE)
 
 
-def _odd(given: Signs) -> Signs:
+def _odd(signs: Signs) -> Signs:
     """Returns the kinds of a function through zero, whose approximation may give either sign near zero."""
-    is_plus = not given & NOT_POSITIVE
-    return (NOT_NEGATIVE if is_plus else NUMBERS) | Signs.SUBNORMAL | (given & Signs.NAN)
+    is_plus = not signs & NOT_POSITIVE
+    return (NOT_NEGATIVE if is_plus else NUMBERS) | Signs.SUBNORMAL | (signs & Signs.NAN)
 
 
-def _sum(given: Signs) -> Signs:
-    is_plus = not given & NOT_POSITIVE
-    return (NOT_NEGATIVE | (given & Signs.NAN) if is_plus else ANY) | Signs.SUBNORMAL
+def _sum(signs: Signs) -> Signs:
+    is_plus = not signs & NOT_POSITIVE
+    return (NOT_NEGATIVE | (signs & Signs.NAN) if is_plus else ANY) | Signs.SUBNORMAL
 
 
-def _exponential(given: Signs) -> Signs:
-    return NOT_NEGATIVE | Signs.SUBNORMAL | (given & Signs.NAN)
-
-
-def _root(given: Signs) -> Signs:
-    return (given & ~Signs.NEGATIVE) | (Signs.NAN if given & Signs.NEGATIVE else NONE)
+def _root(signs: Signs) -> Signs:
+    return (signs & ~Signs.NEGATIVE) | (Signs.NAN if signs & Signs.NEGATIVE else NONE)
 
 
 _BINARY: Final[dict[str, Callable[[Signs, Signs], Signs]]] = {
@@ -270,7 +264,7 @@ _UNARY: Final[dict[str, Callable[[Signs], Signs]]] = {
     "log": _logarithm,
     **dict.fromkeys(("sign", "floor", "ceil", "round"), _whole),
     **dict.fromkeys(("convert_element_type", "reduce_precision"), _rounded),
-    **dict.fromkeys(("exp", "exp2", "logistic", "cosh", "erfc"), _exponential),
+    **dict.fromkeys(("exp", "exp2", "logistic", "cosh", "erfc"), _square),
     **dict.fromkeys(("tanh", "erf", "expm1", "log1p", "asinh", "sinh", "atan"), _odd),
     **dict.fromkeys(("reduce_sum", "cumsum", "reduce_window_sum"), _sum),
 }

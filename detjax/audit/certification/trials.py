@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, tree_util
 
-from detjax.audit.comparison.divergence import ulps
+from detjax.audit.comparison.divergence import ulps, unequal_bits
 
 NEIGHBOURS: Final = ("other rows", "large numbers", "the row itself")
 """The other rows of a batch: other given rows; the same with floating-point numbers times -1000; copies of the compared
@@ -125,10 +125,9 @@ class Runs:
         """Returns the first difference of a row from the same row in the smallest batch; None if all bits agree."""
         if trial.row not in self._alone:
             self._alone[trial.row] = self._row(Trial(self._smallest, trial.row, 0, NEIGHBOURS[0]))[1]
-        paths, made = self._row(trial)
-        for path, given, expected in zip(paths, made, self._alone[trial.row], strict=True):
-            unequal = np.asarray(_bits(given) != _bits(expected))
-            unequal = unequal.reshape(*given.shape, -1).any(axis=-1)
+        paths, rows = self._row(trial)
+        for path, given, expected in zip(paths, rows, self._alone[trial.row], strict=True):
+            unequal = np.asarray(unequal_bits(given, expected))
             if not unequal.any():
                 continue
             element = tuple(int(k) for k in np.unravel_index(int(unequal.argmax()), given.shape))
@@ -158,11 +157,6 @@ class Runs:
                 paths.append(tree_util.keystr(path))
                 rows.append(np.ascontiguousarray(np.take(np.asarray(x), trial.position, axis=axis)))
         return paths, rows
-
-
-def _bits(x: np.ndarray) -> np.ndarray:
-    """Returns the bytes of an array `[elements, itemsize]`."""
-    return np.frombuffer(x.tobytes(), np.uint8).reshape(x.size, x.dtype.itemsize)
 
 
 def _number(x: Any) -> float | int:

@@ -123,6 +123,12 @@ def ulp_distances(first: np.ndarray, second: np.ndarray) -> np.ndarray:
     )
 
 
+def unequal_bits(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    """Returns which elements of two arrays `[...]` of one dtype have different bits."""
+    one, other = (np.ascontiguousarray(x).reshape(-1).view(np.uint8) for x in (first, second))
+    return (one != other).reshape(*first.shape, first.dtype.itemsize).any(axis=-1)
+
+
 def _ordinals(numbers: np.ndarray) -> np.ndarray:
     """Returns the ranks of numbers in the order of all numbers of their dtype, with -0.0 before 0.0."""
     bits = numbers.view(np.dtype(f"int{8 * numbers.dtype.itemsize}")).astype(np.int64)

@@ -68,9 +68,9 @@ def _contradictions(
     response: Mapping[str, Any], answer: Mapping[str, Any], transcript: Transcript, tokenizer: Tokenizer | None
 ) -> Iterator[str]:
     """Yields the contradictions between a response and the receipt of one of its answers."""
-    environment, given = transcript.origin.environment, str(response.get("system_fingerprint", ""))
-    if given and environment is not None and environment not in given.split("-"):
-        yield f"the response's system_fingerprint is {given!r}, but the receipt's environment is {environment!r}"
+    environment, fingerprint = transcript.origin.environment, str(response.get("system_fingerprint", ""))
+    if fingerprint and environment is not None and environment not in fingerprint.split("-"):
+        yield f"the response's system_fingerprint is {fingerprint!r}, but the receipt's environment is {environment!r}"
     fields = _fields(answer)
     expected: Json = {
         "token_ids": list(transcript.tokens),
@@ -78,7 +78,7 @@ def _contradictions(
         "finish_reason": transcript.finish_reason,
         "seed": transcript.sampling.seed,
         "text": transcript.text,
-        "logprobs": None if transcript.logprobs is None else [*map(_number, transcript.logprobs)],
+        "logprobs": transcript.logprobs and [x if math.isfinite(x) else _MINUS_INFINITY for x in transcript.logprobs],
     }
     for name, value in fields.items():
         if name == "text" and value != transcript.text and value in _echoes(transcript, tokenizer):
@@ -116,7 +116,3 @@ def _echoes(transcript: Transcript, tokenizer: Tokenizer | None) -> Sequence[str
     if tokenizer is None:
         return ()
     return [tokenizer.decode(transcript.prompt, skips) + (transcript.text or "") for skips in (True, False)]
-
-
-def _number(logprob: float) -> float:
-    return logprob if math.isfinite(logprob) else _MINUS_INFINITY

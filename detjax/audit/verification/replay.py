@@ -226,9 +226,9 @@ class _Replay:
                 chunk.sequence.finish_reason = "length"
                 self._scheduler.accept_token(chunk.sequence)
         by_variant: dict[SamplingVariant, list[_Rows]] = {}
-        for some in rows:
-            if some.count:
-                by_variant.setdefault(self._variant(some.sequence.answer.params), []).append(some)
+        for one in rows:
+            if one.count:
+                by_variant.setdefault(self._variant(one.sequence.answer.params), []).append(one)
         for variant, group in by_variant.items():
             for batch_rows in _batches(group, self._sampled_rows):
                 yield self._sampled(hidden, batch_rows, variant)
@@ -304,9 +304,8 @@ def _batches(rows: list[_Rows], size: int) -> Iterator[list[_Rows]]:
         yield batch
 
 
-def _padded(values: np.ndarray, size: int, fill: int = 0) -> np.ndarray:
-    padding = np.full((size - len(values), *values.shape[1:]), fill, values.dtype)
-    return np.concatenate([values, padding])
+def _padded(values: np.ndarray, size: int) -> np.ndarray:
+    return np.concatenate([values, np.zeros((size - len(values), *values.shape[1:]), values.dtype)])
 
 
 def _sampling(rows: list[_Rows], size: int) -> SamplingArrays:

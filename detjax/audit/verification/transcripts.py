@@ -85,9 +85,11 @@ class Transcript:
             ValueError: logprobs and tokens differ in number, there are no tokens, or the index is out of range.
         """
         for name in ("logprobs", "sampling_logprobs", "top_logprobs"):
-            given = getattr(self, name)
-            if given is not None and len(given) != len(self.tokens):
-                raise ValueError(f"Transcript: {len(given)} {name}, {len(self.tokens)} tokens; accepted: one per token")
+            values = getattr(self, name)
+            if values is not None and len(values) != len(self.tokens):
+                raise ValueError(
+                    f"Transcript: {len(values)} {name}, {len(self.tokens)} tokens; accepted: one per token"
+                )
         if not self.prompt or not self.tokens:
             missing = "tokens" if self.prompt else "prompt"
             raise ValueError(f"Transcript: {missing} is empty; accepted: at least one token")
@@ -136,33 +138,33 @@ class Transcript:
         Raises:
             ValueError: a field is unknown, missing or invalid.
         """
-        given = dict(content)
+        fields = dict(content)
         try:
-            prompt = given.pop("prompt")
+            prompt = fields.pop("prompt")
             if isinstance(prompt, str):
                 if tokenizer is None:
                     raise ValueError("prompt is text but there is no tokenizer; accepted: token ids")
                 prompt = tokenizer.encode(prompt)
-            origin = Origin(given.pop("environment", None), given.pop("model", None), _cache(given))
+            origin = Origin(fields.pop("environment", None), fields.pop("model", None), _cache(fields))
             transcript = cls(
                 prompt=_tokens("prompt", prompt),
-                sampling=_sampling(given.pop("sampling", {})),
-                tokens=_tokens("tokens", given.pop("tokens")),
-                logprobs=_logprobs(given.pop("logprobs", None)),
-                index=_integer("index", given.pop("index", 0)),
-                finish_reason=_text("finish_reason", given.pop("finish_reason", None)),
-                text=_text("text", given.pop("text", None)),
-                sampling_logprobs=_logprobs(given.pop("sampling_logprobs", None)),
-                top_logprobs=_top_logprobs(given.pop("top_logprobs", None)),
+                sampling=_sampling(fields.pop("sampling", {})),
+                tokens=_tokens("tokens", fields.pop("tokens")),
+                logprobs=_logprobs(fields.pop("logprobs", None)),
+                index=_integer("index", fields.pop("index", 0)),
+                finish_reason=_text("finish_reason", fields.pop("finish_reason", None)),
+                text=_text("text", fields.pop("text", None)),
+                sampling_logprobs=_logprobs(fields.pop("sampling_logprobs", None)),
+                top_logprobs=_top_logprobs(fields.pop("top_logprobs", None)),
                 origin=origin,
-                digest=_text("digest", given.pop("digest", None)),
+                digest=_text("digest", fields.pop("digest", None)),
             )
         except KeyError as error:
             raise ValueError(f"a transcript has no {error}; accepted: {_FIELDS}") from None
         except (TypeError, AttributeError) as error:
             raise ValueError(f"a transcript has a field that cannot be read: {error}; accepted: {_FIELDS}") from None
-        if given:
-            raise ValueError(f"a transcript has {', '.join(given)}; accepted: {_FIELDS}")
+        if fields:
+            raise ValueError(f"a transcript has {', '.join(fields)}; accepted: {_FIELDS}")
         return transcript
 
 
@@ -251,8 +253,8 @@ def _sampling(content: Any) -> SamplingParams:
     return SamplingParams(**fields)
 
 
-def _cache(given: Json) -> KVQuantization | None:
-    name = given.pop("kv_cache_dtype", None)
+def _cache(fields: Json) -> KVQuantization | None:
+    name = fields.pop("kv_cache_dtype", None)
     if name not in (None, *get_args(KVQuantization)):
         raise ValueError(f"kv_cache_dtype is {name!r}; accepted: {', '.join(get_args(KVQuantization))}, or none")
     return cast(KVQuantization | None, name)

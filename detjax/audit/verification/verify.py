@@ -127,9 +127,9 @@ class Verifier:
             for cache, group in by_cache.items():
                 answers = [check.answer for check in group if check.answer is not None]
                 batch = _Batch(group)
-                for some in replayed(self._model, answers, cache):
-                    batch.compare(some)
-                    bars.advance(bar, len(some.answer))
+                for result in replayed(self._model, answers, cache):
+                    batch.compare(result)
+                    bars.advance(bar, len(result.answer))
                 assert batch.is_compared.all(), "a token was not computed again"
         return [check.verdict for check in checks]
 
@@ -232,11 +232,11 @@ class _Check:
     @property
     def verdict(self) -> Verdict:
         """The verdict after all comparisons."""
-        text, made = self.transcript.text, self.text_of_tokens
+        text, decoded = self.transcript.text, self.text_of_tokens
         if self._first is not None:
             return self._first
-        if text is not None and made is not None and text != made:
-            return Verdict("text", detail=f"the text is {text!r}; its tokens decode to {made!r}")
+        if text is not None and decoded is not None and text != decoded:
+            return Verdict("text", detail=f"the text is {text!r}; its tokens decode to {decoded!r}")
         return Verdict()
 
     def refuse(self, verdict: Verdict) -> None:
