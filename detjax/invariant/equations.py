@@ -73,8 +73,7 @@ _EXACT_ON_ELEMENTS: Final[Mapping[str, str]] = {
         "eq ne lt le gt ge eq_to lt_to le_to is_finite",
     ),
     **_with_reason(
-        "is integer logic",
-        "and or xor not shift_left shift_right_logical shift_right_arithmetic population_count clz",
+        "is integer logic", "and or xor not shift_left shift_right_logical shift_right_arithmetic population_count clz"
     ),
 }
 """Primitives whose results have the shape of their arguments, exact element by element, each with the reason."""

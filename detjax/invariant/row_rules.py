@@ -11,18 +11,7 @@ from detjax.invariant import equations
 from detjax.invariant.equations import Kind, aval
 from detjax.invariant.findings import Finding, Mixing
 from detjax.invariant.index_rules import IndexRules, is_vector
-from detjax.invariant.places import (
-    UNKNOWN,
-    Counts,
-    Picked,
-    Place,
-    Rows,
-    Shared,
-    Single,
-    Vector,
-    first_rows,
-    is_moved,
-)
+from detjax.invariant.places import UNKNOWN, Counts, Picked, Place, Rows, Shared, Single, Vector, first_rows, is_moved
 from detjax.invariant.sizes import Sizes
 from detjax.invariant.uniform import ALONG, is_uniform, is_uniform_along, parameter_axes
 

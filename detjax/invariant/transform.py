@@ -289,10 +289,7 @@ class _Whole(NamedTuple):
 
 
 def _one_row(
-    fn: Callable[..., Any],
-    arrays: Sequence[Array],
-    axes: Sequence[int | None],
-    traced_for: TracedFor | None,
+    fn: Callable[..., Any], arrays: Sequence[Array], axes: Sequence[int | None], traced_for: TracedFor | None
 ) -> tuple[core.Jaxpr, Any]:
     """Returns the jaxpr of a function for a batch of one, and the shapes of its results."""
     reason: Exception | None = None

@@ -195,11 +195,7 @@ class Run:
 
 
 def trace_digests(
-    fn: Callable[..., Any],
-    batch_axes: Any = None,
-    *,
-    level: Level = "equations",
-    jit: Callable[..., Any] = jax.jit,
+    fn: Callable[..., Any], batch_axes: Any = None, *, level: Level = "equations", jit: Callable[..., Any] = jax.jit
 ) -> Callable[..., tuple[Any, Trace]]:
     """Returns a function that returns `fn`'s results and a `Trace` of the run, for `detjax.bisect`.
 

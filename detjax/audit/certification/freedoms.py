@@ -249,20 +249,17 @@ class Freedoms:
         return [fact_of_results if equations.is_inexact(v) else _exact(fact_of_results, v) for v in eqn.outvars]
 
     def _signs(self, eqn: core.JaxprEqn, facts: Sequence[Fact]) -> Signs:
-        name = eqn.primitive.name
-        floats = [fact.signs for fact, v in zip(facts, eqn.invars, strict=True) if equations.is_inexact(v)]
-        if name in EXTREMES and floats:
-            return signs.maximum(floats)
-        if name in MOVES | {"select_n"} and floats:
-            joined = functools.reduce(Signs.__or__, floats)
-            return joined | _filling(eqn) if name == "gather" else joined
+        name, floats = eqn.primitive.name, _float_signs(eqn, facts)
+        if any(map(equations.is_inexact, eqn.invars)):
+            if name in EXTREMES:
+                return signs.maximum(floats)
+            if name in MOVES | {"select_n"}:
+                return floats | _filling(eqn) if name == "gather" else floats
         return signs.result(eqn, [fact.signs for fact in facts])
 
     def _marks(self, eqn: core.JaxprEqn, kind: Kind, facts: Sequence[Fact]) -> _Mark:
-        name, operand_marks = (
-            eqn.primitive.name,
-            functools.reduce(_Mark.__or__, (fact.marks for fact in facts), _NO_MARKS),
-        )
+        name = eqn.primitive.name
+        operand_marks = functools.reduce(_Mark.__or__, (fact.marks for fact in facts), _NO_MARKS)
         reads, makes = (any(map(equations.is_inexact, atoms)) for atoms in (eqn.invars, eqn.outvars))
         marks = operand_marks & (_Mark.VARIES | _Mark.NAN | _Mark.SUBNORMAL | _Mark.NARROW)
         if name in _KEEPS_PRODUCTS:
@@ -279,19 +276,13 @@ class Freedoms:
             marks |= _Mark.COMPARED if name in _COMPARISONS and reads else operand_marks & _Mark.COMPARED
         if kind is Kind.ROUNDED and any(map(_is_narrow, eqn.outvars)):
             marks |= _Mark.NARROW
-        return (
-            marks
-            | self._marks_of_nan(eqn, facts, operand_marks, reads)
-            | self._marks_of_subnormal(eqn, kind, facts, operand_marks)
-        )
+        marks |= self._marks_of_nan(eqn, facts, operand_marks, reads)
+        return marks | self._marks_of_subnormal(eqn, facts, operand_marks)
 
     @staticmethod
     def _marks_of_nan(eqn: core.JaxprEqn, facts: Sequence[Fact], operand_marks: _Mark, reads: bool) -> _Mark:
         name = eqn.primitive.name
-        may_be_nan = any(
-            fact.signs & Signs.NAN for fact, v in zip(facts, eqn.invars, strict=True) if equations.is_inexact(v)
-        )
-        if may_be_nan and name in EXTREMES | _CHOICES_OF_NAN:
+        if _float_signs(eqn, facts) & Signs.NAN and name in EXTREMES | _CHOICES_OF_NAN:
             return _Mark.NAN | _Mark.BITS_OF_NAN
         if name == "bitcast_convert_type" and _has_open_nan(facts[0]):
             return _Mark.NAN
@@ -300,15 +291,12 @@ class Freedoms:
         return _Mark.BITS_OF_NAN if reads else _NO_MARKS
 
     @staticmethod
-    def _marks_of_subnormal(eqn: core.JaxprEqn, kind: Kind, facts: Sequence[Fact], operand_marks: _Mark) -> _Mark:
+    def _marks_of_subnormal(eqn: core.JaxprEqn, facts: Sequence[Fact], operand_marks: _Mark) -> _Mark:
         if backends.target() != "cpu":
             return _NO_MARKS
         name = eqn.primitive.name
         chooses = name in EXTREMES | {"max", "min", "clamp"} or (name == "select_n" and operand_marks & _Mark.COMPARED)
-        may_be = any(
-            fact.signs & Signs.SUBNORMAL for fact, v in zip(facts, eqn.invars, strict=True) if equations.is_inexact(v)
-        )
-        return _Mark.SUBNORMAL if chooses and may_be else _NO_MARKS
+        return _Mark.SUBNORMAL if chooses and _float_signs(eqn, facts) & Signs.SUBNORMAL else _NO_MARKS
 
     def _choosers(self, eqn: core.JaxprEqn, facts: Sequence[Fact]) -> frozenset[Path]:
         """Returns the equations that choose the sign of the results' zeros; records choices that are visible here."""
@@ -322,12 +310,15 @@ class Freedoms:
             elif flow is _Flow.SEEN:
                 self._see(fact)
         if eqn.primitive.name in EXTREMES and equations.is_inexact(eqn.invars[0]):
-            operand_signs = functools.reduce(
-                Signs.__or__, (f.signs for f, v in zip(facts, eqn.invars, strict=True) if equations.is_inexact(v))
-            )
-            if signs.has_zeros_of_both_signs(operand_signs):
+            if signs.has_zeros_of_both_signs(_float_signs(eqn, facts)):
                 kept |= {self._path(eqn)}
         return kept
+
+
+def _float_signs(eqn: core.JaxprEqn, facts: Sequence[Fact]) -> Signs:
+    """Returns the kinds of numbers in an equation's floating-point operands."""
+    floats = (fact.signs for fact, v in zip(facts, eqn.invars, strict=True) if equations.is_inexact(v))
+    return functools.reduce(Signs.__or__, floats, signs.NONE)
 
 
 def _filling(eqn: core.JaxprEqn) -> Signs:

@@ -191,17 +191,8 @@ def mixed_risks(jaxpr: core.Jaxpr) -> list[Risk]:
         for eqn in equations.all_equations(jaxpr)
         for finding in refusals.mixed_by(str(eqn.source_info.name_stack))
     )
-    return [
-        Risk(
-            Role.MIXES,
-            one.primitive,
-            f"{one.what}: each row is computed alone instead",
-            one.line,
-            one.shapes,
-            one.dtypes,
-        )
-        for one in findings
-    ]
+    instead = "each row is computed alone instead"
+    return [Risk(Role.MIXES, x.primitive, f"{x.what}: {instead}", x.line, x.shapes, x.dtypes) for x in findings]
 
 
 def risks_of_order(jaxpr: core.Jaxpr) -> Iterator[Risk]:

@@ -134,9 +134,9 @@ def result(eqn: core.JaxprEqn, operands: Sequence[Signs]) -> Signs:
     return ANY
 
 
-def maximum(operands: Sequence[Signs]) -> Signs:
+def maximum(operands: Signs) -> Signs:
     """Returns the kinds of a maximum or minimum: any kind of the operands, or the infinity of an empty reduction."""
-    return functools.reduce(Signs.__or__, operands) | Signs.NEGATIVE | Signs.POSITIVE
+    return operands | Signs.NEGATIVE | Signs.POSITIVE
 
 
 # Single elements ------------------------------------------------------------------------------------------------------

@@ -183,10 +183,7 @@ class _Replay:
         self._scheduler = Scheduler(PagePool(num_pages, keeps_prefixes=not model.has_slots), shapes.limits)
         sections = model.config.rope.sections
         self._table = SlotTable(
-            slots,
-            longest,
-            named_in_queries=model.has_slots,
-            coordinates=None if sections is None else len(sections),
+            slots, longest, named_in_queries=model.has_slots, coordinates=None if sections is None else len(sections)
         )
         self._state = model.empty_state(num_pages, kv_cache_dtype, slots)
         self._last = jnp.zeros(slots, jnp.int32)
