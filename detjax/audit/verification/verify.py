@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float64
@@ -324,17 +324,9 @@ class _Batch:
             detail = f"it is {answered!r}, {difference}; the model gives {expected!r}"
             self._add(replayed, row, reason, detail, expected, answered, distance)
 
-    def _add(
-        self,
-        replayed: Replayed,
-        row: int,
-        reason: Reason,
-        detail: str,
-        expected: float | int | None = None,
-        given: float | int | None = None,
-        distance: int | None = None,
-    ) -> None:
-        verdict = Verdict(reason, int(replayed.position[row]), detail, expected, given, distance)
+    def _add(self, replayed: Replayed, row: int, reason: Reason, detail: str, *numbers: Any) -> None:
+        """Records a refusal at a row, with the expected and the given number and their distance."""
+        verdict = Verdict(reason, int(replayed.position[row]), detail, *numbers)
         self._checks[replayed.answer[row]].add(verdict)
 
     def _compare_top(self, replayed: Replayed, row: int) -> None:
