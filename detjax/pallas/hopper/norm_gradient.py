@@ -168,8 +168,7 @@ class Piece(NamedTuple):
 
     Attributes:
         h: the normalized rows in their stored dtype. They are widened where they are used, since registers hold twice
-        as
-            many 2-byte numbers.
+            as many 2-byte numbers.
         dy: the gradients of the result, in their stored dtype for the same reason.
         weight: returns the weight plus its offset, float32, repeated in every row.
     """

@@ -50,8 +50,7 @@ def substitute(rest: Any, weights: Any, begin: Any, end: Any, *, dtype: Any) -> 
 
     Args:
         rest: shared memory `[DELTA_CHUNK, COLUMNS]`, float32: updates up to row `begin`, then residuals. Rows from
-        `end`
-            on become zeros.
+            `end` on become zeros.
         weights: shared memory `[DELTA_CHUNK, DELTA_CHUNK]`, float32; only numbers below the diagonal are used.
         begin: the first computed row.
         end: the end of the computed rows.

@@ -1,4 +1,4 @@
-"""Attention on TPUs: one kernel for prefill, decode and everything between, and how queries are cut into its tiles."""
+"""Attention on TPUs: one kernel for prefill, decode and everything in between, and the tiling of its queries."""
 
 from typing import Final
 
@@ -17,10 +17,10 @@ from detjax.portable import attention as portable_attention
 from detjax.runtime import backends
 
 WIDTHS: Final = range(8, 257, 8)
-"""Numbers of columns of keys and of values that the kernel serves."""
+"""Widths of keys and values that the kernel serves."""
 
 LATENT_WIDTHS: Final = range(8, 577, 8)
-"""The same where values are columns of their keys."""
+"""Widths that it serves where values are columns of their keys."""
 
 # The gradients are the portable backend's program.
 backward: Final = portable_attention.backward
@@ -34,15 +34,15 @@ def forward(
     with_normalizers: bool = True,
     schedule: Schedule | None = None,
 ) -> tuple[Array, Array | None]:
-    """Returns the output `[B, T, H, V]` and, if asked for, the log2 of each row's normalizer, `[B, T, H]` float32.
+    """Returns the output `[B, T, H, V]` and, if requested, the log2 of each row's normalizer, `[B, T, H]` float32.
 
-    See `ops.attention` for the mask, `[B or 1, H or 1, T, s]`. It is copied to the rows of tiles, with a byte for each
-    key of the page table.
+    See `ops.attention` for the mask, `[B or 1, H or 1, T, s]`. It is expanded to the rows of tiles, with a byte for
+    each key of the page table.
 
     Raises:
         NotImplementedError: the pages are quantized or have a width or a dtype that the kernel does not serve, or the
             page table has too many entries.
-        ValueError: the schedule does not serve the problem.
+        ValueError: the schedule does not fit the problem.
     """
     q, kv, queries, sinks, mask = operands
     _check_served(q, kv)
@@ -79,7 +79,7 @@ def ragged(operands: AttentionOperands, *, masking: Masking, schedule: Schedule 
     Raises:
         NotImplementedError: the pages are quantized or have a width or a dtype that the kernel does not serve, or the
             page table has too many entries.
-        ValueError: the schedule does not serve the problem.
+        ValueError: the schedule does not fit the problem.
     """
     return _ragged(operands, masking, schedule, with_normalizers=False)[0]
 
@@ -104,7 +104,7 @@ def _ragged(
     rows, requests = q.shape[0], q_row.shape[0]
     problem, schedule = _schedule(q, kv, schedule)
     tile_tokens = schedule.tile_tokens(problem)
-    # There are as many tiles as any requests with so many rows can need. Surplus tiles have no query.
+    # The number of tiles is an upper bound for any division of the rows among requests. Surplus tiles have no query.
     needed = -(-q_length // tile_tokens)
     ends = jnp.cumsum(needed)
     tile = jnp.arange(ceil_div(rows, tile_tokens) + requests, dtype=jnp.int32)
@@ -123,7 +123,7 @@ def _ragged(
         schedule=schedule,
     )
     request, index = request_of_rows(rows, q_row)
-    # A row that belongs to no request gets the result of some other row.
+    # Padding rows get the result of some other row.
     place = (ends - needed)[request] * tile_tokens + jnp.maximum(index, 0)
     place = jnp.minimum(place, len(x) * tile_tokens - 1)
     o, normalizers = (None if y is None else y.reshape(-1, *y.shape[2:])[place] for y in results)
@@ -132,7 +132,7 @@ def _ragged(
 
 
 def _schedule(q: Array, kv: KVPages, schedule: Schedule | None) -> tuple[Problem, Schedule]:
-    """The kernel's problem, and the given or default schedule, which serves it."""
+    """Returns the kernel's problem, and the given or the default schedule after checking that it fits."""
     problem = problem_of(q, kv.kv_heads)
     schedule = schedule or default_schedule(problem)
     schedule.check(problem)
@@ -140,11 +140,7 @@ def _schedule(q: Array, kv: KVPages, schedule: Schedule | None) -> tuple[Problem
 
 
 def _check_served(q: Array, kv: KVPages) -> None:
-    """Returns if the kernel serves the pages.
-
-    Raises:
-        NotImplementedError: the pages are quantized or have a width or a dtype that the kernel does not serve.
-    """
+    """Raises NotImplementedError if the pages are quantized or have an unsupported width or dtype."""
     check_dtypes("attention", q)
     widths = {"q": q.shape[-1], "v_pages": kv.value_width}
     served = LATENT_WIDTHS if kv.values_are_keys else WIDTHS

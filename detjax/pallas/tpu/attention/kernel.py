@@ -1,10 +1,14 @@
-"""The attention kernel for TPUs: tiles of queries that meet their request's blocks of keys one after the other.
+"""The attention kernel for TPUs: tiles of queries that visit their request's blocks of keys in order.
 
-Prefill, chunks of it, decode and the verification of drafted tokens are one program. For each head of keys, a tile
-holds the query heads that share the keys, of each of its tokens. Its shape depends on the number of these heads alone,
-and no row's arithmetic uses another row's numbers. So neither the number of tokens nor the neighbours can affect the
-bits. A second, smaller tile for decode would be another program, whose bits nothing keeps equal. Instead, the kernel's
-inner loop skips units of `TPU_ATTENTION_ROWS` rows that have no query.
+Prefill, prefill chunks, decode and the verification of drafted tokens are one program. For each key head, a tile holds
+the query heads that share the keys, for each of its tokens. Its shape depends only on the number of these heads, and no
+row's arithmetic uses another row's numbers. So neither the number of tokens nor the neighbours can affect the bits. A
+second, smaller tile for decode would be another program, and nothing would keep its bits equal. Instead, the kernel's
+inner loop skips units of `TPU_ATTENTION_ROWS` rows without a query.
+
+VMEM. With 8 key heads of 128 columns in bfloat16, a grid step has blocks of 256 KiB each for queries, keys, values and
+outputs, two of each since copies overlap with computation, and a float32 state of 1.5 MiB: accumulator, sums and maxima
+of 8 x 128 rows x 128 lanes. That is 3.5 MiB of the 16 that a kernel has by default.
 """
 
 import dataclasses
@@ -27,19 +31,19 @@ from detjax.pallas.tpu.attention.mask import key_positions, present_values, quer
 from detjax.pallas.tpu.attention.online_softmax import State, dot, exponentials, scores
 
 TILE_ROWS: Final = 128
-"""Rows of a tile, unless a head of keys is shared by more query heads."""
+"""Rows of a tile, unless more query heads share a key head."""
 
 MAX_KV_HEADS: Final = 8
-"""Most heads of keys in a step of the grid. Their pages lie side by side, so that a step has one long copy."""
+"""Most key heads in a grid step. Their pages are adjacent in memory, so a step has one long copy."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """What a call asks for, as far as a schedule depends on it.
+    """The numbers of a call that a schedule depends on.
 
     Attributes:
-        kv_heads: heads of keys.
-        group: query heads that share a head of keys.
+        kv_heads: key heads.
+        group: query heads that share a key head.
     """
 
     kv_heads: int
@@ -48,11 +52,11 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """How the kernel divides its work. No bit depends on it.
+    """The division of the kernel's work. No bit depends on it.
 
     Attributes:
-        kv_heads: heads of keys in a step of the grid, a divisor of all of them.
-        rows: rows of a tile, which share one visit of their keys: a multiple of `TPU_ATTENTION_ROWS`.
+        kv_heads: key heads in a grid step, a divisor of their number.
+        rows: rows of a tile, for which keys are loaded once: a multiple of `TPU_ATTENTION_ROWS`.
     """
 
     kv_heads: int
@@ -61,30 +65,30 @@ class Schedule:
     def __post_init__(self) -> None:
         if self.kv_heads < 1 or self.rows < 1 or self.rows % TPU_ATTENTION_ROWS:
             raise ValueError(
-                f"attention: the schedule has {self.kv_heads} heads of keys in a step and tiles of {self.rows} rows; "
+                f"attention: the schedule has {self.kv_heads} key heads in a step and tiles of {self.rows} rows; "
                 f"accepted: 1 head or more, and positive multiples of {TPU_ATTENTION_ROWS} rows. Round them up."
             )
 
     def check(self, problem: Problem) -> None:
-        """Returns if the schedule serves the problem.
+        """Checks that the schedule fits the problem.
 
         Raises:
-            ValueError: the heads of keys are not whole steps, or a token's query heads don't fit into a tile.
+            ValueError: the key heads are not whole steps, or a token's query heads don't fit into a tile.
         """
         if problem.kv_heads % self.kv_heads or self.rows < problem.group:
             raise ValueError(
-                f"attention: the schedule has {self.kv_heads} heads of keys in a step and tiles of {self.rows} rows, "
-                f"for {problem.kv_heads} heads of keys with {problem.group} query heads each; accepted: a divisor of "
+                f"attention: the schedule has {self.kv_heads} key heads in a step and tiles of {self.rows} rows, "
+                f"for {problem.kv_heads} key heads with {problem.group} query heads each; accepted: a divisor of "
                 f"{problem.kv_heads}, and at least {problem.group} rows. Take the default schedule."
             )
 
     def tile_tokens(self, problem: Problem) -> int:
-        """Tokens of a tile."""
+        """Returns the tokens of a tile."""
         return self.rows // problem.group
 
 
 def default_schedule(problem: Problem) -> Schedule:
-    """The schedule for so many heads."""
+    """Returns the schedule for a problem."""
     heads = max(heads for heads in range(1, MAX_KV_HEADS + 1) if problem.kv_heads % heads == 0)
     return Schedule(heads, max(TILE_ROWS, round_up(problem.group, TPU_ATTENTION_ROWS)))
 
@@ -93,12 +97,12 @@ class Tiles(NamedTuple):
     """Integers `[tiles]` that describe each tile. The scalar core reads them before it starts the tile's copies.
 
     Attributes:
-        table_row: where the page numbers of its request begin in the page table.
+        table_row: the offset of its request's page ids in the page table.
         position: the position of its first token.
         kv_length: tokens of its request.
         first_block: the first block of keys that one of its queries sees.
-        blocks: the number of blocks from there on that it visits.
-        rows: the number of its rows that have a query.
+        blocks: the number of blocks that it visits, from `first_block` on.
+        rows: the number of its rows with a query.
     """
 
     table_row: Any
@@ -109,21 +113,21 @@ class Tiles(NamedTuple):
     rows: Any
 
     def block(self, tile: Array, step: Array) -> Array:
-        """The block of a step of the grid. After its last block a tile stays there, so that nothing is copied."""
+        """Returns the block of a grid step. After its last block a tile stays there, so that nothing is copied."""
         return self.first_block[tile] + jnp.minimum(step, jnp.maximum(self.blocks[tile] - 1, 0))
 
 
 class Operands(NamedTuple):
-    """Arrays that attention takes, or references to their parts in VMEM.
+    """The operands of attention, or references to their blocks in VMEM.
 
     Attributes:
         q: queries `[tiles, h, rows, K]`. Row `r` of a tile is query head `r % group` of its token `r // group`.
         k: pages of keys `[P, h, S, K]`.
-        v: pages of values `[P, h, S, V]`, or how many columns of the keys are the values.
-        sinks: sinks `[H]`, or None; in VMEM, for the rows of a tile and the heads of a step, `[1, rows, heads]`.
-        slopes: ALiBi's slopes, as the sinks.
-        mask: int8 `[n, h or 1, rows, keys]` with whole blocks of keys, 1 where a row may see one, or None. Tile `i` has
-            the mask `i % n`.
+        v: pages of values `[P, h, S, V]`, or the number of key columns that are the values.
+        sinks: sinks `[H]`, or None; in VMEM `[1, rows, heads]`, for the rows of a tile and the heads of a step.
+        slopes: ALiBi's slopes, with the sinks' shapes.
+        mask: int8 `[n, h or 1, rows, keys]` with whole blocks of keys, 1 where a key is visible, or None. Tile `i` has
+            mask `i % n`.
     """
 
     q: Any
@@ -139,18 +143,18 @@ class Operands(NamedTuple):
         return self.v.width if isinstance(self.v, KeyColumns) else self.v.shape[3]
 
     def block(self, head: int) -> tuple[Array, Array]:
-        """The keys `[S, K]` and values `[S, V]` of a head of keys in VMEM."""
+        """Returns the keys `[S, K]` and values `[S, V]` of a key head in VMEM."""
         k = self.k[0, head]
         return k, k[:, : self.v.width] if isinstance(self.v, KeyColumns) else self.v[0, head]
 
 
 class Results(NamedTuple):
-    """Results of attention, or references to their parts in VMEM. Rows without a query have any result.
+    """Results of attention, or references to their blocks in VMEM. Rows without a query are undefined.
 
     Attributes:
         o: `[tiles, h, rows, V]`.
         log2_normalizers: the log2 of each row's normalizer, float32 `[tiles, h, rows]`, in VMEM `[1, heads, 1, rows]`;
-            None if not asked for.
+            None unless requested.
     """
 
     o: Any
@@ -167,21 +171,22 @@ def attend(
     with_normalizers: bool,
     schedule: Schedule,
 ) -> Results:
-    """Attention of tiles of queries.
+    """Returns the attention of tiles of queries.
 
     Args:
-        operands: the arrays; the number of rows is the schedule's.
-        page_table: one axis; every page number in it exists.
+        operands: the arrays, with the schedule's number of rows.
+        page_table: one axis; all page ids in it exist.
         tiles: int32 arrays.
-        group: query heads that share a head of keys.
-        masking: which keys are visible and how scores are shaped.
-        with_normalizers: whether the normalizers are asked for.
-        schedule: how the work is divided.
+        group: query heads that share a key head.
+        masking: visibility of keys and shaping of scores.
+        with_normalizers: True to return normalizers.
+        schedule: the division of the work.
     """
     q, k, v, sinks, slopes, mask = operands
     kv_heads, heads = q.shape[1], schedule.kv_heads
     sinks, slopes = (None if x is None else _by_row(x, schedule, group) for x in (sinks, slopes))
-    # A surplus step costs little, but a page table may have many more columns than any request has blocks.
+    # A surplus step costs little, but a page table may have far more columns than any request has blocks, so the length
+    # of the grid is computed on the device.
     steps = jnp.maximum(jnp.max(tiles.blocks), 1)
     operands = Operands(q, k, v, sinks, slopes, mask)
     value_width = operands.value_width
@@ -216,14 +221,14 @@ def attend(
 
 
 def _by_row(values: Array, schedule: Schedule, group: int) -> Array:
-    """Values of query heads `[H]` for the rows of a tile, `[h / heads, rows, heads]`."""
+    """Returns values of query heads `[H]` for the rows of a tile, `[h / heads, rows, heads]`."""
     values = jnp.asarray(values, ACCUMULATOR)
     values = values.reshape(-1, schedule.kv_heads, group)[:, :, np.arange(schedule.rows) % group]
     return values.transpose(0, 2, 1)
 
 
 def _specs(operands: Operands, schedule: Schedule, with_normalizers: bool) -> tuple[Operands, Results]:
-    """The parts of operands and results for each step (tile, heads, step) of the grid."""
+    """Returns the blocks of operands and results for each grid step (tile, heads, step)."""
     heads, rows, mask = schedule.kv_heads, schedule.rows, operands.mask
     width, value_width = operands.k.shape[3], operands.value_width
 
@@ -262,7 +267,7 @@ def _specs(operands: Operands, schedule: Schedule, with_normalizers: bool) -> tu
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Kernel:
-    """One tile, some heads of keys, and one block of their keys, with references to the arrays in VMEM."""
+    """One tile, some key heads, and one block of their keys, with references to the arrays in VMEM."""
 
     group: int
     masking: Masking
@@ -271,7 +276,7 @@ class _Kernel:
     results: Results
     state: State
     span: State | None
-    """What is merged of the span that the block belongs to; None: blocks merge without spans."""
+    """Running results of the span that the block belongs to; None: blocks merge without spans."""
 
     def run(self) -> None:
         tile, step = pl.program_id(0), pl.program_id(2)
@@ -287,13 +292,15 @@ class _Kernel:
                 first_row = pl.multiple_of(index * TPU_ATTENTION_ROWS, TPU_ATTENTION_ROWS)
                 pl.when(first_row < self.tiles.rows[tile])(functools.partial(self.add_block, tile, block, first_row))
 
-            # The number of trips does not depend on the rows present, as a loop of unknown length is compiled twice.
+            # The trip count is static, since a loop of unknown length is compiled twice; empty units are skipped
+            # instead.
             lax.fori_loop(0, self.operands.q.shape[2] // TPU_ATTENTION_ROWS, visit_unit, None)
 
         pl.when(step == pl.num_programs(2) - 1)(self.store)
 
     def add_block(self, tile: Array, block: Array, first_row: Array) -> None:
         """Adds the block to one unit of rows."""
+        # A unit's products have one shape in every phase; the compiler's choices for the matrix unit depend on it.
         q, slopes, mask = self.operands.q, self.operands.slopes, self.operands.mask
         rows = pl.ds(first_row, TPU_ATTENTION_ROWS)
         positions = query_positions(first_row, TPU_ATTENTION_ROWS, self.tiles.position[tile], self.group)
@@ -310,7 +317,7 @@ class _Kernel:
             self.merge((head, rows), tile, block, (p, m_b, o_b))
 
     def merge(self, place: tuple[int, Any], tile: Array, block: Array, part: tuple[Array, Array, Array]) -> None:
-        """Merges a block into its span, and the span behind its last block; or the block at once, without spans."""
+        """Merges a block into its span, and after the span's last block the span; without spans, the block at once."""
         span = self.span
         if span is None:
             self.state.merge_block(place, *part)

@@ -1,4 +1,4 @@
-"""Which keys a row of queries sees by its position, and values beyond a request's length."""
+"""Visibility of keys by position, and the zeroing of values beyond a request's length."""
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -8,25 +8,25 @@ from detjax.operands.options import Masking
 
 
 def query_positions(first_row: Array, rows: int, position: Array, group: int) -> Array:
-    """Absolute positions `[rows, 1]` of the queries in rows of a tile.
+    """Returns absolute positions `[rows, 1]` of the queries in rows of a tile.
 
     Args:
-        first_row: the first of the rows.
+        first_row: the first row.
         rows: the number of rows.
         position: the position of the tile's first token.
-        group: query heads that share a head of keys. Row `r` of a tile belongs to its token `r // group`.
+        group: query heads that share a key head. Row `r` of a tile belongs to its token `r // group`.
     """
     row = first_row + lax.broadcasted_iota(jnp.int32, (rows, 1), 0)
     return position + _quotient(row, group)
 
 
 def key_positions(block: Array, rows: int) -> Array:
-    """Absolute positions `[rows, S]` of the keys of a block, the same in every row."""
+    """Returns absolute positions `[rows, S]` of the keys of a block, the same in every row."""
     return block * KV_BLOCK + lax.broadcasted_iota(jnp.int32, (rows, KV_BLOCK), 1)
 
 
 def visible_keys(keys: Array, positions: Array, kv_length: Array, masking: Masking) -> Array:
-    """Whether the query in each row sees each key, `[rows, S]`, by their positions alone."""
+    """Returns True where the query of a row sees a key, `[rows, S]`, judging by positions only."""
     visible = keys < kv_length
     if masking.causal:
         visible = visible & (keys <= positions)
@@ -36,15 +36,15 @@ def visible_keys(keys: Array, positions: Array, kv_length: Array, masking: Maski
 
 
 def present_values(v: Array, block: Array, kv_length: Array) -> Array:
-    """Values `[S, V]` of a block, with zeros after the request's last token.
+    """Returns the values `[S, V]` of a block, with zeros after the request's last token.
 
-    What a page holds there may be NaN, and a probability of zero times NaN is NaN.
+    The page's memory there may hold NaN, and a probability of zero times NaN is NaN.
     """
     keys = block * KV_BLOCK + lax.broadcasted_iota(jnp.int32, v.shape, 0)
     return jnp.where(keys < kv_length, v, jnp.zeros_like(v))
 
 
 def _quotient(x: Array, divisor: int) -> Array:
-    """`x // divisor` for row numbers of a tile: vectors of integers have no division."""
+    """Returns `x // divisor` for row numbers of a tile: there is no division of integer vectors."""
     bits = 16
     return (x * ((1 << bits) // divisor + 1)) >> bits

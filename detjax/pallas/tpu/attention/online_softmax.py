@@ -1,8 +1,8 @@
 """The arithmetic of attention on one tile of rows and one block of keys, and the merging of blocks.
 
-The formulas and their order of additions are those of the section on attention in `detjax.contract`. The compiler may
-make one instruction or two of a product and a sum, as in `s * c - m_b`, and nothing here can forbid it. It decides once
-for all rows, because it compiles each step once.
+The formulas and the order of additions follow the section on attention in `detjax.contract`. The compiler may fuse a
+product and a sum, as in `s * c - m_b`, and nothing here can forbid it. It decides once for all rows, because each step
+is compiled once.
 """
 
 import functools
@@ -21,11 +21,11 @@ from detjax.pallas.tpu.rows import lanes_ahead
 
 
 class State(NamedTuple):
-    """References to the running results of a tile, for some heads of keys.
+    """References to the running results of a tile, for some key heads.
 
     Attributes:
         accumulator: weighted sums of values, float32 `[heads, rows, V]`.
-        total: sums of probabilities, float32 `[heads, rows, S]`, of which only the first lane has a meaning.
+        total: sums of probabilities, float32 `[heads, rows, S]`, valid only in the first lane.
         maximum: maxima of the scores in the log2 domain, float32 `[heads, rows, S]`, the same in all lanes.
     """
 
@@ -35,15 +35,18 @@ class State(NamedTuple):
 
     @classmethod
     def scratch(cls, heads: int, rows: int, value_width: int) -> "State":
-        """The memory that the state takes."""
+        """Returns the types of the state's scratch memory.
+
+        Sums and maxima have a lane for each key, so that merging needs no broadcast from single columns.
+        """
         return cls(*(pltpu.VMEM((heads, rows, width), ACCUMULATOR) for width in (value_width, KV_BLOCK, KV_BLOCK)))
 
     def clear(self, sinks: Any) -> None:
-        """Sets the state before the first block.
+        """Initializes the state before the first block.
 
         Args:
             sinks: a reference to the heads' sinks, float32 `[1, rows, heads]`, or None. A sink is a key without a value
-                that comes before all other keys.
+                that precedes all other keys.
         """
         self.accumulator[...] = jnp.zeros(self.accumulator.shape, ACCUMULATOR)
         if sinks is None:
@@ -56,21 +59,21 @@ class State(NamedTuple):
             self.maximum[head] = jnp.broadcast_to(m, self.maximum.shape[1:])
 
     def clear_rows(self, place: tuple[int, Any]) -> None:
-        """Sets the rows at `place`, a head and rows, before the first block of a span."""
+        """Initializes the rows at `place`, a head and rows, before the first block of a span."""
         for part, start in zip(self, (0.0, 0.0, LOWEST_MAXIMUM), strict=True):
             part[place] = jnp.full_like(part[place], start)
 
     def merge_block(self, place: tuple[int, Any], p: Array, m_b: Array, o_b: Array) -> None:
-        """Merges one block, of which p has the probabilities `[rows, S]` relative to `m_b`; see `merge`."""
+        """Merges one block with probabilities p `[rows, S]` relative to `m_b`; see `merge`."""
         self.merge(place, block_sum(p), m_b, o_b)
 
     def merge(self, place: tuple[int, Any], total_b: Array, m_b: Array, o_b: Array) -> None:
-        """Merges one block or span into the rows at `place`, a head and rows.
+        """Merges one block or span into the rows at `place`.
 
         Args:
-            place: the head and the rows.
-            total_b: the sums of its probabilities relative to `m_b`, `[rows, S]` with a meaning in the first lane.
-            m_b: its maxima `[rows, 1]` or, in all lanes, `[rows, S]`.
+            place: a head and rows.
+            total_b: the sums of its probabilities relative to `m_b`, `[rows, S]`, valid in the first lane.
+            m_b: its maxima `[rows, 1]` or, repeated in all lanes, `[rows, S]`.
             o_b: its weighted sums of values `[rows, V]`.
         """
         m = self.maximum[place]
@@ -81,18 +84,17 @@ class State(NamedTuple):
         self.maximum[place] = m_new
 
     def store(self, head: int, o: Any, log2_normalizers: Any) -> None:
-        """Writes the results of a head.
+        """Writes the results of a head. Rows that saw no key get zeros.
 
         Args:
             head: the head's index in the state.
-            o: a reference to outputs `[1, heads, rows, V]`. Rows that saw no key are zeros.
-            log2_normalizers: a reference to the log2 of the rows' normalizers, `[1, heads, 1, rows]`, or None if they
-                are not asked for. Rows that saw no key have 0.
+            o: a reference to outputs `[1, heads, rows, V]`.
+            log2_normalizers: a reference to the log2 of the rows' normalizers, `[1, heads, 1, rows]`, or None.
         """
         empty = self.total[head, :, :1] == 0
         divisor = jnp.where(empty, 1.0, self.total[head, :, :1])
         result = jnp.where(empty, 0.0, self.accumulator[head] * (1.0 / divisor))
-        # A negative number that is rounded to zero would keep its sign.
+        # The contract writes zeros as +0, also where a negative number rounds to zero.
         result = rounded(result, o.dtype).astype(ACCUMULATOR)
         o[0, head] = jnp.where(result == 0, 0.0, result).astype(o.dtype)
         if log2_normalizers is not None:
@@ -101,13 +103,13 @@ class State(NamedTuple):
 
 
 def scores(q: Array, k: Array, slope: Array | None, distance: Array, masking: Masking) -> tuple[Array, np.float32]:
-    """Scores `[rows, S]` before masking, and `c`, so that exponents are `s * c`.
+    """Returns the scores s, `[rows, S]`, before masking, and the factor c of the exponents `s * c`.
 
     Args:
         q: queries `[rows, K]`.
         k: keys `[S, K]`.
         slope: ALiBi's slope of each row's head, `[rows, 1]`, or None.
-        distance: positions of keys less those of queries, `[rows, S]`.
+        distance: key positions minus query positions, `[rows, S]`.
         masking: scale and soft cap.
     """
     s, c = dot(q, k, 1), log2_scale(masking.scale)
@@ -121,22 +123,22 @@ def scores(q: Array, k: Array, slope: Array | None, distance: Array, masking: Ma
 
 
 def exponentials(s: Array, c: np.float32) -> tuple[Array, Array]:
-    """Probabilities `[rows, S]` relative to the block's maxima, and these maxima `[rows, 1]`."""
+    """Returns probabilities `[rows, S]` relative to the block's maxima, and these maxima `[rows, 1]`."""
     m_b = jnp.maximum(jnp.max(s, axis=-1, keepdims=True) * c, LOWEST_MAXIMUM)
     return jnp.exp2(s * c - m_b), m_b
 
 
 def dot(x: Array, y: Array, axis: int) -> Array:
-    """Float32 products of the rows of x with y, over the given axis of y."""
-    # By default the matrix unit would round float32 operands to bfloat16.
+    """Returns float32 products of the rows of x with y, over the given axis of y."""
+    # With the default precision the matrix unit rounds float32 operands to bfloat16.
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     return lax.dot_general(x, y, (((1,), (axis,)), ((), ())), precision=precision, preferred_element_type=ACCUMULATOR)
 
 
 def block_sum(p: Array) -> Array:
-    """Sums of `[rows, S]` in the order of `contract.KEY_LANES`, in the first lane; the other lanes have no meaning.
+    """Returns sums of `[rows, S]` in the order of `contract.KEY_LANES`, in the first lane; other lanes are undefined.
 
-    Each addition is one of whole registers with registers that are rotated by some lanes.
+    Each addition adds whole registers to registers rotated by some lanes.
     """
     half, group = KV_BLOCK // 2, 2 * KEY_LANES
     rotated = lanes_ahead(p, KEY_LANES), lanes_ahead(p, half), lanes_ahead(p, half + KEY_LANES)
@@ -148,5 +150,5 @@ def block_sum(p: Array) -> Array:
 
 
 def _columns(x: Array, like: Array) -> Array:
-    """`[rows, S]`, the same in all lanes, with as many columns as `like` has."""
+    """Returns `[rows, S]`, the same in all lanes, with the number of columns of `like`."""
     return x if x.shape == like.shape else jnp.broadcast_to(x[:, :1], like.shape)

@@ -1,4 +1,4 @@
-"""Queries cut into tiles for the kernel, and results put back into the order of the queries."""
+"""The tiling of queries for the kernel, and the inverse for its results."""
 
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ class QueryTiles(NamedTuple):
         position: the position of its first token.
         kv_length: tokens of its request.
         request: its request.
-        tokens: the number of its tokens that are queries.
+        tokens: the number of its tokens with queries.
     """
 
     position: Array
@@ -29,19 +29,19 @@ class QueryTiles(NamedTuple):
     tokens: Array
 
     def visits(self, columns: int, group: int, masking: Masking) -> Tiles:
-        """The tiles as the kernel takes them: with the blocks of keys that some query of the tile sees.
+        """Returns the kernel's tiles, with the blocks of keys that some query of a tile sees.
 
         Args:
             columns: columns of the page table.
-            group: query heads that share a head of keys.
-            masking: which keys are visible.
+            group: query heads that share a key head.
+            masking: visibility of keys.
         """
         first, end = jnp.zeros_like(self.position), self.kv_length
         if masking.causal:
             end = jnp.minimum(end, self.position + self.tokens)
         if masking.window is not None:
             first = jnp.clip((self.position - (masking.window - 1)) // KV_BLOCK, 0, columns - 1)
-        # Blocks that no query of the tile sees would add exact zeros.
+        # Blocks that no query of the tile sees would add exact zeros, so skipping them changes no bit.
         blocks = jnp.where(self.tokens > 0, jnp.clip(-(-end // KV_BLOCK), 0, columns) - first, 0)
         return Tiles(
             table_row=self.request * columns,
@@ -62,15 +62,15 @@ def attend(
     with_normalizers: bool,
     schedule: Schedule,
 ) -> tuple[Array, Array | None]:
-    """Outputs `[tiles, tokens, H, V]` and, if asked for, the log2 of normalizers `[tiles, tokens, H]`.
+    """Returns outputs `[tiles, tokens, H, V]` and, if requested, the log2 of normalizers `[tiles, tokens, H]`.
 
     Args:
         operands: the arrays, with queries `[tiles, tokens, H, K]`.
         page_table: `[B, p]`.
         tiles: the tokens of each tile.
-        masking: which keys are visible and how scores are shaped.
-        with_normalizers: whether the normalizers are asked for.
-        schedule: how the work is divided.
+        masking: visibility of keys and shaping of scores.
+        with_normalizers: True to return normalizers.
+        schedule: the division of the work.
 
     Raises:
         NotImplementedError: the page table and the integers of tiles don't fit into scalar memory.
@@ -79,7 +79,7 @@ def attend(
     problem, tokens = problem_of(operands.q, operands.k.shape[1]), operands.q.shape[1]
     rows = _rows_of_tokens(operands.q, problem, schedule)
     visits = tiles.visits(page_table.shape[1], problem.group, masking)
-    # Entries after a request's length may be any number, but no page is fetched that does not exist.
+    # Entries beyond a request's length are undefined; clipping keeps them from fetching pages that don't exist.
     table = jnp.clip(page_table.reshape(-1), 0, operands.k.shape[0] - 1)
     o, log2_normalizers = kernel.attend(
         operands._replace(q=rows),
@@ -97,19 +97,19 @@ def attend(
 
 
 def problem_of(q: Array, kv_heads: int) -> Problem:
-    """The kernel's problem for queries `[..., H, K]` and so many heads of keys."""
+    """Returns the kernel's problem for queries `[..., H, K]`."""
     return Problem(kv_heads, q.shape[-2] // kv_heads)
 
 
 def mask_of_tiles(mask: Array, problem: Problem, schedule: Schedule, tiles: int, blocks: int) -> Array:
-    """A mask `[b, m, T, s]` as the kernel takes it: int8 `[b * tiles, h or 1, rows, keys]`, 1 where a key is visible.
+    """Returns a mask `[b, m, T, s]` in the kernel's layout: int8 `[b * tiles, h or 1, rows, keys]`, 1 for visible keys.
 
     Args:
-        mask: boolean, m being 1 or the number of query heads. Keys from s on are hidden.
+        mask: boolean, with m either 1 or the number of query heads. Keys from s on are hidden.
         problem: the numbers of heads.
         schedule: the shape of tiles.
         tiles: tiles of each request.
-        blocks: blocks of keys for which the result has room.
+        blocks: blocks of keys in the result.
     """
     batch, masks, tokens, keys = mask.shape
     tile_tokens, group = schedule.tile_tokens(problem), problem.group
@@ -133,7 +133,7 @@ def _check_scalars(page_table: Array, tiles: QueryTiles) -> None:
 
 
 def _rows_of_tokens(q: Array, problem: Problem, schedule: Schedule) -> Array:
-    """Rows of tiles, `[tiles, h, rows, K]`, of queries `[tiles, tokens, H, K]`."""
+    """Returns rows of tiles, `[tiles, h, rows, K]`, for queries `[tiles, tokens, H, K]`."""
     tiles, tokens, _, width = q.shape
     unused = schedule.rows - tokens * problem.group
     q = q.reshape(tiles, tokens, problem.kv_heads, problem.group, width).transpose(0, 2, 1, 3, 4)
@@ -142,7 +142,7 @@ def _rows_of_tokens(q: Array, problem: Problem, schedule: Schedule) -> Array:
 
 
 def _tokens_of_rows(x: Array, tokens: int, group: int) -> Array:
-    """Results `[tiles, tokens, H, ...]` of rows `[tiles, h, rows, ...]`."""
+    """Returns results `[tiles, tokens, H, ...]` for rows `[tiles, h, rows, ...]`."""
     tiles, kv_heads, _, *rest = x.shape
     x = x[:, :, : tokens * group].reshape(tiles, kv_heads, tokens, group, *rest)
     x = x.transpose(0, 2, 1, *range(3, x.ndim))

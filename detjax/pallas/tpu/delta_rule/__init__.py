@@ -1,4 +1,4 @@
-"""The gated delta rule on TPUs: one kernel for prefill, decode and verify steps, and what it takes and gives."""
+"""The gated delta rule on TPUs: one kernel for prefill, decode and verify steps, and its operands and results."""
 
 from typing import Final
 
@@ -23,20 +23,20 @@ backward: Final = portable_delta_rule.backward
 def forward(
     tokens: DeltaTokens, state: DeltaState, rows: RequestRows, schedule: Schedule | None = None
 ) -> tuple[Array, DeltaState]:
-    """Returns the outputs `[N, H, V]`, zeros for rows that are no tokens, and the next state.
+    """Returns the outputs `[N, H, V]`, zeros for padding rows, and the next state.
 
-    The state is written in place where the program may overwrite it, because it was donated.
+    A donated state is updated in place.
 
     Args:
         tokens: all tokens.
         state: the state of all slots.
-        rows: where the tokens stand.
+        rows: the tokens' requests and positions.
         schedule: default: `default_schedule`'s.
 
     Raises:
         NotImplementedError: a dtype is not one of `device.DTYPES`, the heads don't fit into VMEM, or the call has too
             many tokens.
-        ValueError: the schedule does not serve the problem.
+        ValueError: the schedule does not fit the problem.
     """
     q, k, v, g, beta = tokens
     check_dtypes("gated_delta_rule", q, k, v)
@@ -52,7 +52,7 @@ def forward(
     schedule = schedule or default_schedule(problem)
     schedule.check(problem)
     visits, number = Visits.from_rows(rows, state.chunk[rows.slot], v.shape[0])
-    # Heads that don't fill registers are copied: zeros behind them add nothing. Those of published models fill them.
+    # Heads that don't fill registers are padded with zeros, which add nothing. Published models need no padding.
     arrays = Arrays(
         padded(q, 2, LANES),
         padded(k, 2, LANES),
@@ -75,14 +75,14 @@ def forward(
 
 
 def _gates(g: Array, beta: Array, state: DeltaState, visits: Visits) -> Array:
-    """What the kernel takes of gates, float32 `[visits, tiles, DELTA_CHUNK, LANES]`, lanes being heads.
+    """Returns the kernel's gates, float32 `[visits, tiles, DELTA_CHUNK, LANES]`, with a lane for each head.
 
-    First the lanes of all heads have the sums `G` of tokens that have them, and of other tokens what they add to them;
-    the next lanes have rates.
+    The first lanes, one per head, have the sums `G` of earlier tokens and the terms that the call's tokens add to them;
+    the lanes after them have rates.
     """
     heads = g.shape[1]
     row = jnp.clip(visits.rows, 0, g.shape[0] - 1)
-    # The products are rounded before the kernel adds them.
+    # XLA computes the products, so they are rounded before the kernel adds them.
     steps = (g * LOG2_E)[row]
     sums = state.decays.reshape(-1, heads)[visits.rows_of_slots]
     earlier, present = visits.earlier[..., None], visits.present[..., None]
@@ -96,7 +96,7 @@ def _gates(g: Array, beta: Array, state: DeltaState, visits: Visits) -> Array:
 
 
 def _with_decays(decays: Array, gates: Array, visits: Visits) -> Array:
-    """The decays of all slots with those of the kernel's gates in them."""
+    """Returns the decays of all slots, updated from the kernel's gates."""
     slots, rows, heads = decays.shape
     new = gates.swapaxes(1, 2).reshape(-1, DELTA_CHUNK, gates.shape[1] * LANES)[..., :heads].reshape(-1, heads)
     kept = (visits.present & (visits.keeps_rows > 0)[:, None]).reshape(-1)

@@ -1,7 +1,7 @@
-"""The arithmetic of one chunk of the gated delta rule in VMEM, in the formulas of `detjax.contract`.
+"""The arithmetic of one chunk of the gated delta rule in VMEM, by the formulas of `detjax.contract`.
 
-The compiler may make one instruction or two of a product and a sum, where the contract has an fma. It decides once for
-each place of a chunk, because the kernel is the same for every call.
+Where the contract has an fma, the compiler may fuse a product and a sum or not. It decides once for each place of a
+chunk, because the kernel is the same for every call.
 """
 
 import dataclasses
@@ -23,18 +23,19 @@ from detjax.pallas.tpu.device import LANES, SUBLANES
 class Chunk(NamedTuple):
     """The visit's chunk, heads first; C is `DELTA_CHUNK`.
 
-    Units of tokens are written to it, which fill registers of 32-bit numbers: those of narrower ones have more rows.
+    All arrays except `scores` are float32, so that a unit of 8 tokens fills whole registers: registers of narrower
+    dtypes have more rows.
 
     Attributes:
-        q: float32 `[h, C, K]`. What stands at places without tokens of the call is seen by no other place.
-        keys: float32 `[h, C, K]`, zeros behind the last token.
-        rest: values, then what updates are made of, then outputs, float32 `[H, C, V]`.
-        from_state: what the state gives queries, before its decay, float32 `[H, C, V]`.
-        updates: float32 `[H, C, V]`, zeros behind the last token.
-        weights: those of earlier updates in a later one, float32 `[H, C, 2 C]`, of which the first C columns are used.
-        scores: those of updates in outputs in two terms, `[H, C, 2 C]`.
-        gates: sums of decays and rates, float32 `[tiles, C, LANES]`, lanes being heads.
-        decays: the same turned, and all places twice, `[tiles, LANES, 2 C]`.
+        q: `[h, C, K]`; undefined at places without tokens of the call, which affect no other place.
+        keys: `[h, C, K]`, zeros after the last token.
+        rest: values, then residuals, then outputs, `[H, C, V]`.
+        from_state: products of queries with the state, before its decay, `[H, C, V]`.
+        updates: `[H, C, V]`, zeros after the last token.
+        weights: weights of earlier updates in a later one, `[H, C, 2 C]`, in the first C columns.
+        scores: weights of updates in outputs, in two terms, `[H, C, 2 C]`.
+        gates: sums of decays, and rates, `[tiles, C, LANES]`, with a lane for each head.
+        decays: the transpose of `gates`, with all places twice, `[tiles, LANES, 2 C]`.
     """
 
     q: Any
@@ -49,7 +50,7 @@ class Chunk(NamedTuple):
 
     @classmethod
     def scratch(cls, problem: Problem, tiles: int) -> "Chunk":
-        """The memory that a chunk takes."""
+        """Returns the types of a chunk's scratch memory."""
         keys = pltpu.VMEM((problem.key_heads, DELTA_CHUNK, problem.key_width), ACCUMULATOR)
         values = pltpu.VMEM((problem.heads, DELTA_CHUNK, problem.value_width), ACCUMULATOR)
         square = problem.heads, DELTA_CHUNK, 2 * DELTA_CHUNK
@@ -61,14 +62,7 @@ class Chunk(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Steps:
-    """The steps of a visit, in the order of their definitions, with references to VMEM.
-
-    Attributes:
-        problem: what is asked for.
-        schedule: how the work is divided.
-        buffers: what is copied from and to memory.
-        chunk: the chunk.
-    """
+    """The steps of a visit, in the order of their definitions, with references to VMEM."""
 
     problem: Problem
     schedule: Schedule
@@ -76,14 +70,14 @@ class Steps:
     chunk: Chunk
 
     def arrange(self, visit: Array, low: Array, high: Array) -> None:
-        """Puts heads first, and zeros behind the last token, where buffers may hold anything."""
+        """Moves the buffers' rows to the chunk, heads first, with zeros after the last token."""
         buffers, chunk, index = self.buffers, self.chunk, lax.rem(visit, 2)
 
         def arrange_unit(unit: Array) -> None:
             tokens, rows = tokens_of(unit), rows_of(unit)
 
             def choose(x: Array | None, earlier: Array) -> Array:
-                """Heads first, of the call's tokens and of those that have rows already."""
+                """Returns rows of earlier tokens and of the call's tokens, heads first."""
                 place = unit * SUBLANES + lax.broadcasted_iota(jnp.int32, earlier.shape, 0)
                 zeros = jnp.zeros(earlier.shape, ACCUMULATOR)
                 new = zeros if x is None else jnp.where((place >= low) & (place < high), _wide(x), zeros)
@@ -125,11 +119,11 @@ class Steps:
             chunk.decays[tile] = jnp.concatenate([total, total], axis=0).T
 
     def meet_state(self, key_head: Array, state: Any) -> None:
-        """Computes what needs no updates, for the heads of values that share a head of keys."""
+        """Computes everything that needs no updates, for the value heads that share a key head."""
         chunk, dtype = self.chunk, self.problem.dtype
         q, k = (rounded(x[key_head], dtype) for x in (chunk.q, chunk.keys))
         both = jnp.concatenate([q, k], axis=0)
-        # Keys stand there twice, so that the two terms of scores lie side by side.
+        # Keys are concatenated twice, so that the two terms of scores are adjacent.
         products = _dot(both, jnp.concatenate([k, k], axis=0), (1, 1))
         shape = DELTA_CHUNK, 2 * DELTA_CHUNK
         place, lane = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
@@ -142,7 +136,7 @@ class Steps:
             from_state = _dot(both, rounded(state[head], dtype), (1, 0))
             chunk.from_state[head] = self.problem.scale * from_state[:DELTA_CHUNK]
             faded = _across(jnp.exp2(decays), from_state) * from_state[DELTA_CHUNK:]
-            # As elsewhere, a selection stands between a product and what is subtracted, which could be fused otherwise.
+            # The selection keeps the compiler from fusing the product with the subtraction below.
             faded = jnp.where(faded == 0, 0.0, faded)
             chunk.rest[head] = _across(rates, faded) * (chunk.rest[head] - faded)
             chunk.weights[head] = jnp.where(column < place, rates * products[DELTA_CHUNK:] * between, 0.0)
@@ -151,7 +145,7 @@ class Steps:
             chunk.scores[head] = rounded(jnp.where(lane < DELTA_CHUNK, high, p - high), dtype)
 
     def substitute(self, low: Array, high: Array) -> None:
-        """Computes the updates of the call's tokens, each from those before it in ascending order."""
+        """Computes the updates of the call's tokens in ascending order, each from all earlier ones."""
         heads = self.schedule.heads
 
         def run_unit(unit: Array) -> None:
@@ -163,7 +157,7 @@ class Steps:
         for_each(UNITS, run_unit)
 
     def substitute_unit(self, unit: Array, heads: Any, low: Array, high: Array) -> None:
-        """The updates of one unit and some heads."""
+        """Computes the updates of one unit and some heads, whose sums stay in registers."""
         updates, rows = self.chunk.updates, rows_of(unit)
         weights = self.chunk.weights[heads, rows, :]
         flat = weights.reshape(-1, weights.shape[2])
@@ -185,14 +179,14 @@ class Steps:
             rest = subtract(place, u, rest)
 
     def add_updates(self, head: Array) -> None:
-        """Makes the outputs of a head."""
+        """Computes the outputs of a head."""
         u = rounded(self.chunk.updates[head], self.problem.dtype)
         within = _dot(self.chunk.scores[head], jnp.concatenate([u, u], axis=0), (1, 0))
         decay = _across(jnp.exp2(self.column(head)), within)
         self.chunk.rest[head] = decay * self.chunk.from_state[head] + within
 
     def collect(self, visit: Array, low: Array, high: Array) -> None:
-        """Puts outputs and rows into buffers, tokens first."""
+        """Moves outputs and rows to the buffers, tokens first."""
         buffers, chunk, place = self.buffers, self.chunk, lax.rem(visit, 2)
 
         def collect_unit(unit: Array) -> None:
@@ -207,7 +201,7 @@ class Steps:
         for_each(UNITS, lambda unit: pl.when(in_unit(unit, low, high))(lambda: collect_unit(unit)))
 
     def fold(self, key_head: Array, state: Any) -> None:
-        """Makes the state behind the chunk of that before it."""
+        """Advances the state from before the chunk to after it."""
         chunk, dtype = self.chunk, self.problem.dtype
         keys = rounded(chunk.keys[key_head], dtype)
         for member in range(self.problem.group):
@@ -220,32 +214,32 @@ class Steps:
             state[head] = _across(jnp.exp2(end), added) * state[head] + added
 
     def column(self, head: Array) -> Array:
-        """A lane of the gates in every lane, `[DELTA_CHUNK, LANES]`."""
+        """Returns a lane of the gates in every lane, `[DELTA_CHUNK, LANES]`."""
         return _lane(self.chunk.gates[lax.div(head, LANES)], lax.rem(head, LANES))
 
 
 def _dot(x: Array, y: Array, axes: tuple[int, int]) -> Array:
-    """Float32 products of x and y over an axis of each."""
-    # By default the matrix unit would round float32 operands to bfloat16.
+    """Returns float32 products of x and y over an axis of each."""
+    # With the default precision the matrix unit rounds float32 operands to bfloat16.
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     contracted = (axes[0],), (axes[1],)
     return lax.dot_general(x, y, (contracted, ((), ())), precision=precision, preferred_element_type=ACCUMULATOR)
 
 
 def _lane(x: Array, lane: Array) -> Array:
-    """One lane of registers `[rows, LANES]`, in every lane."""
+    """Returns one lane of registers `[rows, LANES]`, in every lane."""
     index = jnp.full(x.shape, lane, jnp.int32)
     return jnp.take_along_axis(x, index, axis=1, mode="promise_in_bounds")
 
 
 def _across(x: Array, like: Array) -> Array:
-    """Registers `[..., LANES]` that are the same in all lanes, with as many columns as `like` has."""
+    """Returns registers `[..., LANES]`, the same in all lanes, with the number of columns of `like`."""
     times = like.shape[-1] // x.shape[-1]
     return x if times == 1 else jnp.concatenate([x] * times, axis=-1)
 
 
 def _held(x: Array, dtype: Any) -> Array:
-    """Numbers rounded to a dtype, in float32."""
+    """Returns numbers rounded to a dtype, in float32."""
     return _wide(rounded(x, dtype))
 
 

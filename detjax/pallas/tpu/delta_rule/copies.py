@@ -1,4 +1,4 @@
-"""Copies between the device's memory and VMEM, which the kernel of the gated delta rule starts and waits for itself."""
+"""Copies between HBM and VMEM that the kernel of the gated delta rule starts and waits for itself."""
 
 import dataclasses
 from collections.abc import Callable
@@ -21,7 +21,7 @@ type Act = Callable[[Any], None]
 
 
 class Arrays(NamedTuple):
-    """Arrays in the device's memory that the kernel copies parts of.
+    """Arrays in HBM from which the kernel copies.
 
     Attributes:
         q: queries `[N, h, K]`.
@@ -41,9 +41,9 @@ class Arrays(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Results in the device's memory, or references to them: outputs `[N, H, V]`, and the arrays of slots.
+    """Results in HBM, or references to them: outputs `[N, H, V]`, and the arrays of slots.
 
-    They take the memory of outputs of zeros and of the arrays of slots that were given.
+    They overwrite an array of zeros and the given arrays of slots.
     """
 
     o: Any
@@ -53,18 +53,18 @@ class Results(NamedTuple):
 
 
 class Buffers(NamedTuple):
-    """What is copied from and to memory: two of each, as the next visit's are copied while one is computed.
+    """Sources and targets of copies in VMEM, two of each, so that the next visit's are loaded during computation.
 
     Attributes:
-        q: `[2, DELTA_CHUNK, h, K]`.
-        k: the same of keys.
-        v: `[2, DELTA_CHUNK, H, V]`.
-        keys: rows of keys that the slot has, then those that it gets.
-        updates: rows of updates, as `keys`.
-        s: states float32 `[2, H, K, V]`; requests take turns.
+        q: queries `[2, DELTA_CHUNK, h, K]`.
+        k: keys `[2, DELTA_CHUNK, h, K]`.
+        v: values `[2, DELTA_CHUNK, H, V]`.
+        keys: the slot's rows of keys, loaded and then stored.
+        updates: the slot's rows of updates, loaded and then stored.
+        s: states float32 `[2, H, K, V]`, alternating between requests.
         o: outputs `[DELTA_CHUNK, H, V]`.
-        loaded: semaphores `[2]` of what a visit takes.
-        stored: a semaphore of what a visit gives.
+        loaded: semaphores `[2]` of a visit's loads.
+        stored: a semaphore of a visit's stores.
     """
 
     q: Any
@@ -79,7 +79,7 @@ class Buffers(NamedTuple):
 
     @classmethod
     def scratch(cls, problem: Problem) -> "Buffers":
-        """The memory that the buffers take."""
+        """Returns the types of the buffers' scratch memory."""
         keys = DELTA_CHUNK, problem.key_heads, problem.key_width
         values = DELTA_CHUNK, problem.heads, problem.value_width
         key_rows, value_rows = (pltpu.VMEM((2, *shape), problem.dtype) for shape in (keys, values))
@@ -91,15 +91,15 @@ class Buffers(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Copies:
-    """What a visit takes and gives, with references to memory and to VMEM."""
+    """The loads and stores of a visit, with references to HBM and VMEM."""
 
     visits: Visits
     tokens: tuple[Any, ...]
     results: Results
     buffers: Buffers
 
-    def take(self, visit: Array, act: Act) -> None:
-        """Starts the copies of what a visit takes, or waits for them."""
+    def load(self, visit: Array, act: Act) -> None:
+        """Starts a visit's loads, or waits for them."""
         visits, results, buffers = self.visits, self.results, self.buffers
         place, slot = lax.rem(visit, 2), visits.slot[visit]
         arrived = buffers.loaded.at[place]
@@ -121,8 +121,8 @@ class Copies:
         def copy_state() -> None:
             act(pltpu.make_async_copy(results.s.at[slot], buffers.s.at[visits.buffer[visit]], arrived))
 
-    def give(self, visit: Array, act: Act) -> None:
-        """Starts the copies of outputs and of the rows that the slot keeps, or waits for them."""
+    def store(self, visit: Array, act: Act) -> None:
+        """Starts the stores of outputs and of the rows that the slot keeps, or waits for them."""
         visits, results, buffers = self.visits, self.results, self.buffers
         place, slot, low, high = lax.rem(visit, 2), visits.slot[visit], visits.low[visit], visits.high[visit]
 
@@ -131,8 +131,7 @@ class Copies:
             act(pltpu.make_async_copy(buffers.o.at[source], results.o.at[target], buffers.stored))
 
         def copy_rows(unit: Array) -> None:
-            # A unit may have places behind the last token. The rows of the slot there are of tokens so far back that no
-            # call needs them.
+            # A unit may reach beyond the last token. It then overwrites rows of tokens so old that no call needs them.
             source, target = pl.ds(unit * SUBLANES, SUBLANES), self.rows_of_slot(visit, unit)
             for buffer, x in ((buffers.keys, results.keys), (buffers.updates, results.updates)):
                 act(pltpu.make_async_copy(buffer.at[place, source], x.at[slot, target], buffers.stored))
@@ -143,15 +142,15 @@ class Copies:
         _for_each_span(low, high, copy_outputs)
         for_each(UNITS, copy_kept_rows)
 
-    def give_state(self, visit: Array, state: Any, act: Act) -> None:
-        """Starts the copy of the state before the chunk to its slot, or waits for it, if the slot takes it."""
+    def store_state(self, visit: Array, state: Any, act: Act) -> None:
+        """Starts the store of the state before the chunk, or waits for it, if the slot keeps that state."""
         target = self.results.s.at[self.visits.slot[visit]]
         pl.when(self.visits.keeps_state[visit] > 0)(
             lambda: act(pltpu.make_async_copy(state, target, self.buffers.stored))
         )
 
     def rows_of_slot(self, visit: Array, unit: Array) -> Any:
-        """Where a slot has the rows of a unit: units never go past the last row, which is a multiple of theirs."""
+        """Returns a unit's rows in a slot. Units never wrap around, since the ring is a multiple of their size."""
         return pl.ds(lax.rem(self.visits.chunk[visit] * DELTA_CHUNK + unit * SUBLANES, DELTA_ROWS), SUBLANES)
 
 
@@ -164,7 +163,7 @@ def wait(copy: Any) -> None:
 
 
 def _for_each_span(low: Array, high: Array, copy: Callable[[Array, int], None]) -> None:
-    """Copies places from `low` to `high`: whole units at once, and the others one by one."""
+    """Copies places from `low` to `high`: complete units at once, other places individually."""
 
     def copy_unit(unit: Array) -> None:
         first = unit * SUBLANES

@@ -1,14 +1,14 @@
-"""The kernel of the gated delta rule for TPUs: one request's chunk after the other, with its state in VMEM.
+"""The kernel of the gated delta rule for TPUs: it visits a request's chunks in order, with the state in VMEM.
 
-Prefill, decode and the verification of drafted tokens are one program. A visit has a chunk's `DELTA_CHUNK` places,
-whichever of them have tokens in the call: the matrix unit multiplies all of them in one product of one shape, in which
-a token's row stands at its own place, and every row is computed from its own numbers. So neither the number of tokens
-in a call nor the place where it begins can affect the bits. A token's row alone, on the vector unit, would be cheaper
-in decode, but it would be another order of additions than prefill's. Only updates, which need one another, are computed
-in units of `SUBLANES` tokens, and units without tokens of the call are left out.
+Prefill, decode and the verification of drafted tokens are one program. A visit computes all `DELTA_CHUNK` places of a
+chunk, whichever have tokens in the call: the matrix unit multiplies all of them in products of one shape, a token's row
+is always at its own place, and every row is computed from its own numbers. So neither the number of tokens in a call
+nor its first position can affect the bits. In decode, a single row on the vector unit would be cheaper, but its
+additions would have another order than prefill's. Only updates, which depend on one another, are computed in units of
+`SUBLANES` tokens, and units without tokens of the call are skipped.
 
-Tokens are copied by the kernel itself: arrays `[N, heads, columns]` can be cut at any token, because tiles of memory
-have heads and columns. In VMEM heads come first.
+The kernel copies tokens itself: arrays `[N, heads, columns]` can be sliced at any token, because memory is tiled along
+heads and columns. In VMEM heads come first.
 """
 
 import dataclasses
@@ -31,21 +31,21 @@ from detjax.pallas.tpu.device import VMEM_LIMIT
 from detjax.runtime import backends
 
 SCRATCH_LIMIT: Final = VMEM_LIMIT - 8 * 2**20
-"""Bytes of VMEM for a chunk and its buffers. The rest is for temporaries."""
+"""Bytes of VMEM for a chunk and its buffers; 8 MiB are left for the gates' blocks and temporaries."""
 
 
 def run(
     problem: Problem, schedule: Schedule, visits: Visits, number: Array, gates: Array, arrays: Arrays
 ) -> tuple[Results, Array]:
-    """The results, and the gates with the sums of decays of all tokens.
+    """Returns the results, and the gates with the sums of decays of all tokens.
 
     Args:
-        problem: what is asked for.
-        schedule: how the work is divided.
+        problem: the shapes of the call.
+        schedule: the division of the work.
         visits: int32 arrays.
-        number: how many visits there are.
-        gates: float32 `[visits, tiles, DELTA_CHUNK, LANES]`: for each place the sum of its head's decays, or what its
-            token adds to the sum; in the lanes behind all heads the rates.
+        number: the number of visits.
+        gates: float32 `[visits, tiles, DELTA_CHUNK, LANES]`: for each place and head the sum of decays, or the term
+            that the token adds to it; rates in the lanes after all heads.
         arrays: the other operands.
 
     Raises:
@@ -103,7 +103,7 @@ def _check_memory(problem: Problem, buffers: Buffers, chunk: Chunk) -> None:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Kernel:
-    """A visit: its copies and its steps."""
+    """One visit: its copies and its steps."""
 
     problem: Problem
     visits: Visits
@@ -114,17 +114,20 @@ class _Kernel:
         visit = pl.program_id(0)
         visits, copies, steps = self.visits, self.copies, self.steps
         low, high = visits.low[visit], visits.high[visit]
-        pl.when(visit == 0)(lambda: copies.take(visit, start))
-        # The next visit takes nothing that this one gives, but the state, which is in VMEM.
-        pl.when(visit + 1 < pl.num_programs(0))(lambda: copies.take(visit + 1, start))
-        copies.take(visit, wait)
+        pl.when(visit == 0)(lambda: copies.load(visit, start))
+        # The next visit's loads can start now: it needs nothing that this one stores except the state, which is in
+        # VMEM.
+        pl.when(visit + 1 < pl.num_programs(0))(lambda: copies.load(visit + 1, start))
+        copies.load(visit, wait)
         state = copies.buffers.s.at[visits.buffer[visit]]
 
         @pl.when(visits.clears[visit] > 0)
         def clear() -> None:
             state[...] = jnp.zeros(state.shape, state.dtype)
 
-        copies.give_state(visit, state, start)
+        # The slot keeps the state before the chunk, so its store overlaps with the steps and ends before `fold` changes
+        # it.
+        copies.store_state(visit, state, start)
         steps.arrange(visit, low, high)
         steps.add_decays(gates, sums, low, high)
 
@@ -134,8 +137,8 @@ class _Kernel:
             steps.substitute(low, high)
             for_each(self.problem.heads, steps.add_updates)
             steps.collect(visit, low, high)
-            copies.give(visit, start)
-            copies.give(visit, wait)
+            copies.store(visit, start)
+            copies.store(visit, wait)
 
-        copies.give_state(visit, state, wait)
+        copies.store_state(visit, state, wait)
         pl.when(visits.folds[visit] > 0)(lambda: for_each(self.problem.key_heads, lambda head: steps.fold(head, state)))

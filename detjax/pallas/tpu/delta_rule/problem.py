@@ -1,4 +1,4 @@
-"""What the kernel of the gated delta rule is asked for, and how it divides its work."""
+"""Problem and schedule of the gated delta rule's kernel."""
 
 import dataclasses
 from typing import Final
@@ -7,19 +7,20 @@ import jax.numpy as jnp
 import numpy as np
 
 MAX_HEADS: Final = 8
-"""Most heads whose updates are computed side by side: their sums stay in registers."""
+"""Most heads whose updates are computed together. Their sums stay in registers: one of 8 x 128 for each head and each
+128 value columns."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """What a call asks for, except the number of tokens and of requests, on which the kernel does not depend.
+    """The shapes of a call, without the numbers of tokens and requests, on which the kernel does not depend.
 
     Attributes:
-        key_heads: heads of keys.
-        heads: heads of values, a multiple of `key_heads`.
-        key_width: columns of keys, a multiple of 128.
-        value_width: columns of values, a multiple of 128.
-        scale: `K^(-1/2)`, rounded, of the columns that keys have without zeros.
+        key_heads: key heads.
+        heads: value heads, a multiple of `key_heads`.
+        key_width: key columns, padded to a multiple of 128.
+        value_width: value columns, padded to a multiple of 128.
+        scale: `K^(-1/2)`, rounded, for the K key columns without padding.
         dtype: the dtype of tokens.
     """
 
@@ -32,22 +33,22 @@ class Problem:
 
     @property
     def group(self) -> int:
-        """Heads of values that share a head of keys."""
+        """Value heads that share a key head."""
         return self.heads // self.key_heads
 
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """How the kernel divides its work. No bit depends on it.
+    """The division of the kernel's work. No bit depends on it.
 
     Attributes:
-        heads: heads whose updates are computed side by side, a divisor of all heads of values.
+        heads: heads whose updates are computed together, a divisor of the number of value heads.
     """
 
     heads: int
 
     def check(self, problem: Problem) -> None:
-        """Returns if the schedule serves the problem.
+        """Checks that the schedule fits the problem.
 
         Raises:
             ValueError: the heads are not whole steps.
@@ -60,5 +61,5 @@ class Schedule:
 
 
 def default_schedule(problem: Problem) -> Schedule:
-    """The schedule for so many heads."""
+    """Returns the schedule for a problem."""
     return Schedule(max(heads for heads in range(1, MAX_HEADS + 1) if problem.heads % heads == 0))

@@ -1,4 +1,4 @@
-"""Units of a chunk's places: as many tokens as a register of 32-bit numbers has rows."""
+"""Units of a chunk's places: the 8 tokens that are the rows of a register of 32-bit numbers."""
 
 from collections.abc import Callable
 from typing import Any, Final
@@ -14,20 +14,20 @@ UNITS: Final = DELTA_CHUNK // SUBLANES
 
 
 def for_each(count: int, step: Callable[[Array], Any]) -> None:
-    """Runs a step for every index, so that it is compiled once."""
+    """Runs a step for every index, in a loop, so that it is compiled once."""
     lax.fori_loop(0, count, lambda index, _: step(index), None)
 
 
 def in_unit(unit: Array, low: Array, high: Array) -> Array:
-    """Whether one of a unit's places is among those from `low` to `high`."""
+    """Returns True if a unit overlaps with the places from `low` to `high`."""
     return (unit * SUBLANES < high) & ((unit + 1) * SUBLANES > low)
 
 
 def tokens_of(unit: Array) -> Any:
-    """A unit's places where tokens come first."""
+    """Returns a unit's places in arrays whose first axis is tokens."""
     return pl.ds(unit * SUBLANES, SUBLANES)
 
 
 def rows_of(unit: Array) -> Any:
-    """A unit's places where heads come first, as the rows of registers."""
+    """Returns a unit's places in arrays whose first axis is heads, as rows of registers."""
     return pl.ds(pl.multiple_of(unit * SUBLANES, SUBLANES), SUBLANES)

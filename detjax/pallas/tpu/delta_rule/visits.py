@@ -1,4 +1,4 @@
-"""The visits of the kernel: for each request of a call the chunks that its tokens lie in, one after the other."""
+"""The visits of the kernel: the chunks of each request's tokens in a call, in order."""
 
 from typing import Any, NamedTuple
 
@@ -13,22 +13,22 @@ from detjax.runtime import backends
 
 
 class Visits(NamedTuple):
-    """Integers `[visits]` that describe each visit; the scalar core reads them before it starts the visit's copies.
+    """Integers `[visits]` that describe each visit. The scalar core reads them before it starts the visit's copies.
 
-    The *place* of a token is its position within its chunk. Visits without tokens fill up the arrays.
+    The *place* of a token is its position within its chunk. The arrays are padded with visits without tokens.
 
     Attributes:
         slot: the slot of the request's state.
-        row: the flat row that a token at place 0 has, which may be negative.
+        row: the flat row of place 0, which may be negative.
         chunk: the chunk.
-        low: the place of the chunk's first token in this call; the tokens before it have rows in the state.
-        high: the place behind its last token in this call.
-        loads: whether the state before the chunk is the slot's.
-        clears: whether it is zero.
-        folds: whether the next visit needs the state behind the chunk.
-        keeps_rows: whether the request's slot keeps rows of the chunk's tokens.
-        keeps_state: whether the slot takes the state before the chunk.
-        buffer: which of two buffers has the state: that of the request before may still be written.
+        low: the place of the chunk's first token in this call; earlier tokens have rows in the state.
+        high: the place after its last token in this call.
+        loads: 1 if the state before the chunk is loaded from the slot.
+        clears: 1 if that state is zero.
+        folds: 1 if the next visit needs the state after the chunk.
+        keeps_rows: 1 if the slot keeps rows of the chunk's tokens.
+        keeps_state: 1 if the slot keeps the state before the chunk.
+        buffer: the one of two buffers for the state; the previous request's may still be copied to memory.
     """
 
     slot: Any
@@ -45,12 +45,12 @@ class Visits(NamedTuple):
 
     @classmethod
     def from_rows(cls, rows: RequestRows, chunks: Array, tokens: int) -> "tuple[Visits, Array]":
-        """The visits of a call, and how many of them there are.
+        """Returns the visits of a call, and their number.
 
         Args:
-            rows: where the tokens stand.
-            chunks: for each request the chunk before which its slot's state stands.
-            tokens: rows of the call. The length of the arrays depends on it and on the number of requests alone.
+            rows: the tokens' requests and positions.
+            chunks: for each request the chunk before which its stored state stands.
+            tokens: rows of the call. The length of the arrays depends only on it and on the number of requests.
 
         Raises:
             NotImplementedError: the integers don't fit into scalar memory.
@@ -98,32 +98,32 @@ class Visits(NamedTuple):
 
     @property
     def positions(self) -> Array:
-        """The positions `[visits, DELTA_CHUNK]` of the chunks' places."""
+        """Positions `[visits, DELTA_CHUNK]` of the chunks' places."""
         return self.chunk[:, None] * DELTA_CHUNK + _places()
 
     @property
     def earlier(self) -> Array:
-        """Which places have tokens of earlier calls, `[visits, DELTA_CHUNK]`."""
+        """True at places with tokens of earlier calls, `[visits, DELTA_CHUNK]`."""
         return _places() < self.low[:, None]
 
     @property
     def present(self) -> Array:
-        """Which places have tokens of this call, `[visits, DELTA_CHUNK]`."""
+        """True at places with tokens of this call, `[visits, DELTA_CHUNK]`."""
         return (_places() >= self.low[:, None]) & (_places() < self.high[:, None])
 
     @property
     def rows(self) -> Array:
-        """The flat rows of the places' tokens, `[visits, DELTA_CHUNK]`."""
+        """Flat rows of the places' tokens, `[visits, DELTA_CHUNK]`."""
         return self.row[:, None] + _places()
 
     @property
     def rows_of_slots(self) -> Array:
-        """Where the slots have the rows of the places' tokens, in an array of all slots' rows."""
+        """Indices of the places' tokens in an array of all slots' rows, `[visits, DELTA_CHUNK]`."""
         return self.slot[:, None] * DELTA_ROWS + self.positions % DELTA_ROWS
 
 
 def kept_chunks(rows: RequestRows) -> Array:
-    """For each request the chunk before which its state stands behind a call: no token may be dropped before it."""
+    """Returns the chunk before which each request's state stands after a call: no token before it may be dropped."""
     return jnp.maximum(rows.start, rows.start + rows.tokens - DROPPABLE_TOKENS) // DELTA_CHUNK
 
 
