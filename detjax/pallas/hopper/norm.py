@@ -155,7 +155,7 @@ def forward(
 ) -> tuple[Array, Array | None]:
     """Returns `(y, None)` for rows `[*B, D]`, or with a residual `(y, h)`: the norm y of h = rn(x + residual).
 
-    With h = x if there is no residual, y = rn(h * rsqrt(mean(h^2) + eps) * (weight + weight_offset)).
+    Without a residual h is x, and y = rn(h * rsqrt(mean(h^2) + eps) * (weight + weight_offset)).
     """
     width = x.shape[-1]
     padding = padded_width(width, x.dtype) - width

@@ -205,7 +205,7 @@ class _Norm(NamedTuple):
     """The constants of the norms."""
 
     eps: float | None
-    """Added to the mean square; None: there are no norms."""
+    """Added to the mean square; None: no norms."""
     offset: float
     """Added to the weight."""
 

@@ -47,7 +47,7 @@ Operation = Literal["softmax", "log_softmax", "logsumexp"]
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """Rows that a kernel reads as those of this module do."""
+    """The rows of a kernel of this module, or of another one that streams rows."""
 
     rows: int
     """Number of rows."""
@@ -79,12 +79,11 @@ class Schedule:
     """The distribution of work over CTAs; no bit depends on it."""
 
     cluster: int
-    """CTAs that hold a row together. 0: rows are not held, but read once for their statistics and again for the
-    result."""
+    """CTAs that hold a row together. 0: rows are read once for their statistics and again for the result."""
     slots: int
     """Parts of `PART` elements that fit into a CTA's ring."""
     grid: int
-    """Clusters, each of which takes every grid-th row; without clusters, CTAs, each of which takes every grid-th
+    """Number of clusters; each takes every grid-th row. Without clusters, number of CTAs; each takes every grid-th
     block."""
     exchange: Literal["shared", "global"] = "shared"
     """Memory by which the CTAs of a cluster exchange statistics. "global", device memory, is only for Pallas'

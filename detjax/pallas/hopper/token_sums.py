@@ -27,7 +27,7 @@ CHAIN_COLUMNS: Final = WARPGROUP
 bank."""
 
 FEW_COLUMNS: Final = 32
-"""Columns of a CTA if rows are no multiple of `CHAIN_COLUMNS`. A thread then has `LANE_GROUP` columns, and all warps
+"""Columns of a CTA if `CHAIN_COLUMNS` does not divide a row. A thread then has `LANE_GROUP` columns, and all warps
 compute the same ones: on an H200 a step takes 12 ns."""
 
 CHAIN_STEPS: Final = 64

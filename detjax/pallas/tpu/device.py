@@ -18,8 +18,8 @@ VMEM_LIMIT: Final = 56 * 2**20
 Unless a kernel asks for more, the compiler's limit is 16 MiB."""
 
 SMEM_LIMIT: Final = 240_000
-"""32-bit words of scalar memory (SMEM) for a kernel's prefetched scalars. A chip has 2**18 words, some of which the
-compiler uses itself."""
+"""32-bit words of scalar memory (SMEM) for a kernel's prefetched scalars. A chip has 2**18 words, and the compiler uses
+some of them itself."""
 
 
 def check_dtypes(operation: str, *arrays: Any) -> None:

@@ -386,7 +386,7 @@ def _prepared(
 
 
 def _operand_specs(operands: Operands, contraction: Contraction, schedule: Schedule) -> Operands:
-    """Returns the blocks of the operands for a grid step (n, m, k); None for operands that are None."""
+    """Returns the blocks of the operands for a grid step (n, m, k); None for absent operands."""
     parts, rows, outputs, slab = operands.w.shape[0], contraction.step.rows, schedule.outputs, schedule.slab
     if contraction.x_layout == "mk":
         x = pl.BlockSpec((rows, slab), lambda n, m, k: (m, k))

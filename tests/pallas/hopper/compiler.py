@@ -324,7 +324,7 @@ def decode_step(batch: int, config: DecoderConfig) -> Program:
 
 
 def vision_tower(tower: VisionOptions, rows: int, columns: int) -> Program:
-    """Two blocks of a tower, one of which sees whole images, and its merger: a row for each token."""
+    """Two blocks of a tower and its merger, a row for each token; only one block sees whole images."""
     full_blocks = (1,) if tower.window_size else (0, 1)
     options = dataclasses.replace(tower, blocks=2, full_blocks=full_blocks, output_width=2048)
     graph, state = nnx.split(nnx.eval_shape(lambda: VisionTower(options, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)))
@@ -383,7 +383,7 @@ def head_gradient(tokens: int, width: int, vocabulary: int) -> Program:
 
 
 def experts(rows: int, unit: int, count: int, *, gated: bool = True) -> Program:
-    """A projection of rows sorted by expert, in units of so many rows."""
+    """A projection of rows sorted by expert, in units of `unit` rows."""
 
     def fn(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
         epilogue = Epilogue("silu", gated=True) if gated else Epilogue()
@@ -632,14 +632,14 @@ def entry(hlo: str) -> str:
 
 
 def seals(hlo: str) -> set[str]:
-    """What the scalars are by which a compiled program's kernels seal numbers: "parameter" or "constant"."""
+    """Returns the kinds of scalars by which a compiled program's kernels seal numbers: "parameter" or "constant"."""
     kinds = set()
     for kernel in hlo.split("\n}"):
         made = {name: (kind, read) for name, kind, read in re.findall(r"%(\S+) = u32\[\S* (\S+?)\(%?([^,)]*)", kernel)}
         for zero in re.findall(r" xor\(%\S+, %([^,)]+)\)", kernel):
             while zero in made and made[zero][0] in ("broadcast", "bitcast", "reshape"):
                 zero = made[zero][1]
-            if zero in made:  # otherwise these are no bits of numbers
+            if zero in made:  # otherwise these are not the bits of numbers
                 kinds.add(made[zero][0])
     return kinds
 

@@ -1,4 +1,4 @@
-"""What the tests of kernels share: a mark for those that need the GPU, and a model of its matrix unit."""
+"""Fixtures of the kernels' tests: a mark for tests that need the GPU, and a model of its matrix unit."""
 
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ from detjax.runtime import backends
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "hopper: runs kernels on a Hopper GPU; skipped where there is none")
+    config.addinivalue_line("markers", "hopper: runs kernels on a Hopper GPU; skipped without one")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -42,9 +42,9 @@ class _Product:
 def matrix_unit(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter's `wgmma` adds in the order of the hardware's contract.
 
-    Its own is a BLAS call for each stage, whose order of addition follows the tile: bits would tell schedules apart
-    that a device does not. Here each element of the accumulator adds one product after another, K ascending, so that
-    bits differ where, and only where, a schedule visits K in another order or starts a second sum.
+    Its own is a BLAS call for each stage, whose order of addition follows the tile: schedules would differ in bits that
+    are equal on a device. Here each element of the accumulator adds product by product, K ascending, so that bits
+    differ where, and only where, a schedule visits K in another order or starts a second sum.
     """
     numpy = SimpleNamespace(**vars(np) | {"matmul": lambda a, b, *, dtype: _Product(a, b, dtype)})
     monkeypatch.setattr(gpu_callbacks, "np", numpy)
@@ -52,7 +52,7 @@ def matrix_unit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def matrix_unit_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same, but the products of 16 K are added before they meet the accumulator: bits tell where steps begin."""
+    """The same, but the products of 16 K are added before they meet the accumulator: bits show where steps begin."""
 
     class Product(_Product):
         def __radd__(self, accumulator: np.ndarray) -> np.ndarray:
@@ -105,7 +105,7 @@ def _wgmma(*, token: Any, mesh_location: Any, thread: Any, source_info: Any = No
         return np.asarray(x) if x.ndim == 2 else memory.get_buffer_content(*place(name), thread, logging_info=info)[0]
 
     accumulator = content("acc")
-    # By the interpreter's own name for NumPy, of which `matrix_unit` makes another.
+    # By the interpreter's own name for NumPy, which `matrix_unit` replaces.
     result = accumulator + gpu_callbacks.np.matmul(content("a"), content("b"), dtype=accumulator.dtype)  # pyright: ignore[reportPrivateImportUsage]
     memory.store_buffer_content(*place("acc"), result, thread, logging_info=info)
     return token

@@ -22,7 +22,7 @@ from tests.support.bits import assert_same_bits
 in_the_interpreter = pytest.mark.usefixtures("hopper_in_the_interpreter")
 
 CHANNELS, TAPS, LENGTH, ROOM = 64, convolution.TAPS, 42, 24
-"""`ROOM` is the rows of a call of several tokens, most of which may be padding: one program serves all lengths."""
+"""`ROOM` is the rows of a call of several tokens, mostly padding if it has few: one program serves all lengths."""
 
 
 @pytest.fixture

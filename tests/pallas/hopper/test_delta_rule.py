@@ -24,7 +24,7 @@ in_the_interpreter = pytest.mark.usefixtures("hopper_in_the_interpreter")
 
 SHAPE = Shape(key_heads=1, heads=2, key_dim=64, value_dim=64)
 ROOM = 96
-"""The rows of a call of several tokens, most of which may be padding: one program serves calls of all lengths."""
+"""The rows of a call of several tokens, mostly padding if it has few: one program serves calls of all lengths."""
 LENGTH = 150
 
 
@@ -81,7 +81,7 @@ def test_decode_verify_steps_and_prefill_have_the_bits_of_the_contract() -> None
 @pytest.mark.sampled(0)
 @pytest.mark.parametrize("kept", [63, 79, 124])
 def test_dropped_tokens_leave_no_trace(kept: int) -> None:
-    """Drafts are refused, some of them or all, before and behind the end of a chunk."""
+    """Drafts are refused, some of them or all, before and after the end of a chunk."""
     request, drafts = (cases.tokens(LENGTH, seed, shape=SHAPE) for seed in range(2))
     whole, _ = in_calls(request, [ROOM, LENGTH])
     _, state = in_calls(request, [60, kept])
@@ -100,7 +100,7 @@ def test_dropped_tokens_leave_no_trace(kept: int) -> None:
 
 @in_the_interpreter
 def test_packed_requests_slots_and_their_old_contents_change_no_bit() -> None:
-    """Two requests decode, one of which comes to a chunk; of two others one begins, and one has no tokens."""
+    """Two requests decode, and one of them comes to a chunk; of two others one begins, and one has no tokens."""
     requests = [cases.tokens(count, seed, shape=SHAPE) for seed, count in enumerate([65, 1, 40, 20])]
     starts, counts, slots = [64, 0, 40, 0], [1, 1, 0, 20], [4, 0, 1, 5]
     state = cases.empty_state(6, shape=SHAPE)
@@ -120,7 +120,7 @@ def test_packed_requests_slots_and_their_old_contents_change_no_bit() -> None:
     queries = dataclasses.replace(queries, slots=np.array(slots, np.int32))
     o, after = ops.gated_delta_rule(*map(jnp.asarray, arrays), state, queries)
     assert_same_bits([np.asarray(o[firsts[i] : firsts[i] + counts[i]]) for i in (0, 1, 3)], expected)
-    # Slots of others, and that of the request without tokens, are as they were.
+    # The slots of others and of the request without tokens are unchanged.
     untouched = jax.tree.map(lambda x: x[jnp.array([1, 2, 3])], (state, after))
     assert_same_bits(*untouched)
     assert not np.isnan(np.asarray(after.s[jnp.array(slots)[jnp.array([0, 1, 3])]])).any()

@@ -1,4 +1,4 @@
-"""What the kernels take for granted of the chip."""
+"""Properties of the chip that the kernels rely on."""
 
 import pytest
 

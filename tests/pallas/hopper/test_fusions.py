@@ -27,7 +27,7 @@ def hopper_in_the_interpreter(matrix_unit_in_steps: None, attention_in_the_inter
 
 
 def results(name: str, case: str, *, gradients: bool = False) -> tuple[list[Any], list[Any]]:
-    """What a case gives with its fusion and without it."""
+    """Returns the results of a case with its fusion and without it."""
     fn, arrays, with_gradients = CASES[name][case]("bfloat16")
     fn = with_gradients if gradients and with_gradients is not None else fn
     fused = jax.jit(fn)(*arrays)

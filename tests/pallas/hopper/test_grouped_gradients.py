@@ -146,7 +146,7 @@ def test_microbatches_and_padding_are_schedules() -> None:
     sequence_of = (np.arange(70) >= 33).astype(np.int32)
 
     def added(chosen: np.ndarray, unit: int, sums: Any) -> tuple[np.ndarray, Any]:
-        """Gradients of chosen rows, whose groups are filled up to so many, and the next sums."""
+        """Returns gradients of chosen rows, whose groups are padded to multiples of `unit`, and the next sums."""
         members = [chosen[expert_of[chosen] == expert] for expert in range(EXPERTS)]
         sizes = [-(-len(rows) // unit) * unit for rows in members]
         filled = [np.pad(r, (0, s - len(r)), constant_values=-1) for r, s in zip(members, sizes, strict=True)]

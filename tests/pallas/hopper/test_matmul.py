@@ -59,7 +59,7 @@ def drawn(*shape: int, dtype: str = "bfloat16", seed: int = 0) -> np.ndarray:
 
 
 def name_of(value: Any) -> str:
-    """The name of a test's parameter; that of a schedule has its tile, row operand, warpgroups, cluster and lines."""
+    """The name of a test's parameter; a schedule's has its tile, row operand, warpgroups, cluster and lines."""
     if not isinstance(value, Schedule):
         return str(value)
     s = value

@@ -87,7 +87,7 @@ def spilled_by(program: str, kernel: Kernel) -> int:
 def test_gradients_continue_sums_where_they_lie(reports: dict[str, str]) -> None:
     (copies,) = re.findall(r"^copied:(.*)$", reports["gradients of a decoder"], re.MULTILINE)
     assert copies.split()
-    # Sums of norms' weights, of one axis, are small. Those of matrices are written in place.
+    # Sums of norms' weights, of one axis, are small. Sums of matrices are written in place.
     assert not {shape for shape in copies.split() if shape.startswith("f32") and "," in shape}
 
 
@@ -96,7 +96,7 @@ def test_gradients_of_experts_continue_sums_where_they_lie(reports: dict[str, st
     assert not {shape for shape in copies.split() if shape.startswith("f32")}
     (memory,) = re.findall(r"^memory: (\d+) (\d+)$", reports["gradients of experts"], re.MULTILINE)
     results, temporary = map(int, memory)
-    # The sums take 1.6 GB. Rows have 2048 numbers outside and 2 x 768 inside, those of gradients and those by steps.
+    # The sums take 1.6 GB. Rows have 2048 numbers outside and 2 x 768 inside, both for gradients and by steps.
     rows = 81792 * 2 * (2048 + 2 * 768)
     assert results < rows
     assert temporary < 1.1 * rows

@@ -115,7 +115,7 @@ def test_rows_of_nan_and_infinities_are_those_of_the_portable_program() -> None:
 
 
 def same_numbers(x: Any, y: Any) -> bool:
-    """Whether the numbers have the same bits, and NaN stand at the same places."""
+    """Returns True if the numbers have the same bits, and NaN stand at the same places."""
     leaves = zip(jax.tree.leaves(x), jax.tree.leaves(y), strict=True)
     return all(same_bits(*(np.where(np.isnan(part), 0, part) + np.isnan(part) for part in pair)) for pair in leaves)
 

@@ -10,7 +10,7 @@ import pytest
 
 import detjax
 from detjax import ops
-from detjax.models.parts.logits import Logits, cut_by_blocks
+from detjax.models.parts.logits import Logits, vocabulary_sharding
 from detjax.operands.sampling_arrays import SamplingArrays
 from detjax.ops import vocabulary_blocks
 from detjax.pallas.gumbel import gumbel, threefry
@@ -183,7 +183,7 @@ def test_engines_give_the_logprobs_of_given_tokens_that_the_sampler_gives() -> N
     logits = requests(6, 4700)["logits"].at[3, 4500].set(jnp.nan).at[4, 7].set(jnp.inf).at[5, :100].set(-jnp.inf)
     tokens = jnp.asarray([0, 4699, 4096, 1, 7, 5], jnp.int32)
     with plgpu.force_gpu_interpret_mode(), detjax.use_backend("hopper"):
-        logprobs = jax.jit(lambda x: Logits(x, cut_by_blocks(4700, 1)).logprobs(tokens))(logits)
+        logprobs = jax.jit(lambda x: Logits(x, vocabulary_sharding(4700, 1)).logprobs(tokens))(logits)
     assert_same_bits(logprobs, log_softmax(logits)[np.arange(6), tokens])
 
 

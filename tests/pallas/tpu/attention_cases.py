@@ -32,7 +32,7 @@ def forward(
     with_normalizers: bool = False,
     **options: Any,
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """`attention.forward` of requests with so many tokens each, and its arguments.
+    """Returns `attention.forward` of requests with these numbers of tokens, and its arguments.
 
     `masks` is the H of a mask. If `latent`, values are columns of their keys.
     """
@@ -53,7 +53,7 @@ def forward(
 
 
 def ragged(rows: int, requests: int, dtype: str = "bfloat16") -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """`attention.ragged` of so many rows, and its arguments."""
+    """Returns `attention.ragged` of packed rows, and its arguments."""
     ((q, kv, *_),), integers = forward(1, 1, dtype)[1], functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     q = jax.ShapeDtypeStruct((rows, *q.shape[2:]), dtype)
     fields = dict.fromkeys(("start", "length", "count", "first_row"), integers((requests,)))

@@ -20,7 +20,7 @@ SLOTS = 80
 def forward(
     rows: int, requests: int, dtype: str = "bfloat16", heads: tuple[int, int] = (KEY_HEADS, HEADS), width: int = WIDTH
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """`delta_rule.forward` of so many rows of so many requests, and its arguments; the sixth is the state."""
+    """Returns `delta_rule.forward` of rows of several requests, and its arguments; the sixth is the state."""
     shaped, integers = jax.ShapeDtypeStruct, functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     keys, values = ((rows, count, width) for count in heads)
     gates = shaped((rows, heads[1]), jnp.float32)

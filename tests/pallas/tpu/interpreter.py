@@ -74,7 +74,7 @@ def matrix_products(kernel_text: str) -> list[str]:
 
 
 def assert_products_in_float32(kernel_text: str) -> None:
-    """All products have float32 operands, and the matrix unit is told not to round these to bfloat16.
+    """All products have float32 operands, and the precision keeps the matrix unit from rounding these to bfloat16.
 
     The interpreter's products are the CPU's, which has no such rounding, so only the text shows it.
     """

@@ -124,7 +124,7 @@ class ExactScores:
     masking: Masking
     has_sinks: bool
     span: int = 0
-    """Blocks that are merged among themselves before they are merged with others; 0: there are no spans."""
+    """Blocks that are merged among themselves before they are merged with others; 0: no spans."""
 
     @property
     def scores(self) -> np.ndarray:
@@ -138,7 +138,7 @@ class ExactScores:
         return np.random.default_rng(1).integers(-7, 8, (self.length, 16)).astype(np.float32)
 
     def operands(self) -> AttentionOperands:
-        """What `attention.forward` takes. Slots after the request's length are NaN."""
+        """Returns the operands of `attention.forward`. Slots after the request's length are NaN."""
         blocks = -(-self.length // KV_BLOCK)
         k, v = np.full((2, blocks * KV_BLOCK, 16), np.nan, np.float32)
         k[: self.length], v[: self.length] = 0, self.values

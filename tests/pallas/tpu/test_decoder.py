@@ -35,7 +35,7 @@ def step(backend: str) -> Any:
 
 
 def logits(tokens: np.ndarray, chunks: tuple[int, ...], backend: str = "tpu") -> np.ndarray:
-    """The logits of all positions, computed in chunks of so many tokens of each request."""
+    """Returns the logits of all positions, computed in chunks of these numbers of tokens of each request."""
     assert sum(chunks) == tokens.shape[1]
     params = pltpu.InterpretParams(uninitialized_memory="nan")
     cache = KVCache.empty(CONFIG, len(tokens), tokens.shape[1], jnp.bfloat16)

@@ -28,7 +28,7 @@ from tests.support.bits import assert_same_bits, same_bits
 
 DTYPES = ("float32", "bfloat16")
 ROOM = 160
-"""The rows of a call, most of which may be padding: one program serves calls of all lengths."""
+"""The rows of a call, mostly padding if it has few tokens: one program serves calls of all lengths."""
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def call(request: cases.Tokens, state: DeltaState, start: int, end: int) -> tupl
     o, state = ops.gated_delta_rule(*padded, state, cases.queries([start], [count]))
     o = np.asarray(o)
     assert_no_races()
-    assert not o[0, count:].any(), "rows that are no tokens are zeros"
+    assert not o[0, count:].any(), "padding rows are zeros"
     return o[0, :count], state
 
 
@@ -196,7 +196,7 @@ def test_schedules_change_no_bit(interpreter: None) -> None:
 
 
 def test_chunks_from_the_start_of_a_call_would_have_other_bits(interpreter: None) -> None:
-    """The negative control: the same tokens at other positions, behind tokens of zeros, which change no state."""
+    """The negative control: the same tokens at other positions, after tokens of zeros, which change no state."""
     request, outputs = whole("float32")
     count = ROOM - 10
     zeros = (np.zeros((10, *x.shape[1:]), x.dtype) for x in request)

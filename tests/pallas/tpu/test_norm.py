@@ -38,7 +38,7 @@ def test_norms_have_the_values_of_float64(count: int, width: int, dtype: str, to
 
 
 def test_small_rows_show_where_eps_is_added() -> None:
-    """The squares of these rows are as small as eps, which would not show beside larger ones."""
+    """The squares of these rows are as small as eps, which would not show next to larger ones."""
     x, weight = normal(8, 256) * np.float32(3e-3), normal(256)
     exact = x.astype(np.float64)
     exact = exact / np.sqrt((exact**2).mean(axis=-1, keepdims=True) + EPS) * (weight.astype(np.float64) + 0.5)

@@ -20,7 +20,7 @@ class Problem:
     """The shapes of a call.
 
     Attributes:
-        requests: requests, some of which may have no tokens.
+        requests: requests, including those without tokens.
         key_heads: heads of queries, and of keys.
         heads: heads of values.
         width: columns of a query, and of a key.

@@ -1,4 +1,4 @@
-"""The updates of a chunk's tokens, each of which depends on all earlier ones: forward substitution (a primitive).
+"""The updates of a chunk's tokens by forward substitution: each depends on all earlier ones (a primitive).
 
 The matrix unit cannot be used: the contract adds the terms of earlier tokens one at a time, in float32. Columns are
 independent, so a thread has one column, and of each block of `_BLOCK` rows the first or the second half. It advances

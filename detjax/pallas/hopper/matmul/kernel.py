@@ -3,7 +3,7 @@
 Every output element has one float32 accumulator that takes K in ascending steps of 16, so no field of a schedule can
 change a bit. A schedule decides how many bytes each multiprocessor has to receive:
 
-- Small M streams weights. They are the matrix unit's 64 rows, tokens its columns, of which 8 suffice. A tile may fill
+- Small M streams weights. They are the matrix unit's 64 rows, tokens its columns, as few as 8. A tile may fill
   only some of its 64 rows: a CTA loads and stores the rows of its tile and ignores the rest. So one wave of CTAs covers
   any N and each weight is read once, without a split of K.
 - Medium M is bound by the bytes that a multiprocessor can receive. The CTAs of a cluster load a shared operand once, by

@@ -44,9 +44,9 @@ class Problem:
     out_dtype: jnp.dtype = _BFLOAT16
     """Dtype of the result."""
     residual_dtype: jnp.dtype | None = None
-    """Dtype of the array that is added to the result; None: there is no residual."""
+    """Dtype of the array that is added to the result; None: no residual."""
     bias_dtype: jnp.dtype | None = None
-    """Dtype of the bias; None: there is no bias."""
+    """Dtype of the bias; None: no bias."""
     token_layout: TokenLayout = "mk"
     """Axes of the tokens in memory; "km", K first, in weight gradients."""
     layout: WeightLayout = "nk"
@@ -290,8 +290,8 @@ class Plan:
         """Pipeline stages: as many as shared memory holds and a CTA's work can use, up to 16.
 
         Depth hides the latency of memory. A decode tile of 64 weights and 8 tokens has stages of 9 KiB for each line of
-        K, so 16 stages keep 144 KiB in flight on each multiprocessor. A tile of 128 x 256 has stages of 48 KiB, of
-        which 3 or 4 fit, but there each stage also takes longest to multiply.
+        K, so 16 stages keep 144 KiB in flight on each multiprocessor. A tile of 128 x 256 has stages of 48 KiB: only 3
+        or 4 fit, but each also takes longest to multiply.
         """
         staged = [self.problem.out_dtype]
         staged += [] if self.problem.residual_dtype is None else [self.problem.residual_dtype]

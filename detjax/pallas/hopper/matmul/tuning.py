@@ -29,7 +29,7 @@ _MIN_SHARED_TOKENS: Final = 128
 def default_schedule(problem: Problem, device_kind: str | None = None) -> Schedule:
     """Returns the schedule for a problem.
 
-    The table's schedule for this number of tokens comes first, then those of the same weights for the neighbouring
+    The table's schedule for this number of tokens comes first, then its schedules of the same weights for neighbouring
     numbers of tokens, from half to double. If none fits, the candidate with the lowest estimated time is taken.
 
     Args:

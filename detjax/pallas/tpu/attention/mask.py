@@ -45,6 +45,6 @@ def present_values(v: Array, block: Array, kv_length: Array) -> Array:
 
 
 def _quotient(x: Array, divisor: int) -> Array:
-    """Returns `x // divisor` for row numbers of a tile: there is no division of integer vectors."""
+    """Returns `x // divisor` for row numbers of a tile, since integer vectors have no division."""
     bits = 16
     return (x * ((1 << bits) // divisor + 1)) >> bits
