@@ -35,12 +35,7 @@ if TYPE_CHECKING:
 
 
 class ImageRows(NamedTuple):
-    """Rows of images in place of tokens' embeddings.
-
-    Attributes:
-        present: whether a token is part of an image.
-        rows: the rows of these tokens; other rows are ignored.
-    """
+    """Which tokens are part of an image, and the rows in place of their embeddings; other rows are ignored."""
 
     present: Bool[Arrays, "*N"]
     rows: Float[Arrays, "*N D"]
@@ -67,12 +62,7 @@ class Decoder(nnx.Module):
     }
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, dtype: DTypeLike = jnp.float32) -> None:
-        """Makes a decoder with random weights.
-
-        Args:
-            config: shape and options.
-            rngs: the source of random numbers.
-            dtype: the dtype of weights, activations and cache.
+        """Makes a decoder with random weights; `dtype` is the dtype of weights, activations and cache.
 
         Raises:
             ValueError: the configuration's architecture belongs to no family.
@@ -134,8 +124,8 @@ class Decoder(nnx.Module):
         tokens: Int[Array, "*N"],
         queries: Queries,
         state: State,
-        *,
         images: ImageRows | None = None,
+        *,
         rematerialized: bool = False,
     ) -> tuple[Float[Array, "*N D"], State]:
         """Returns the normalized last hidden states, and the layers' state with the tokens in it.
@@ -148,30 +138,17 @@ class Decoder(nnx.Module):
             rematerialized: whether gradients recompute the activations of each layer instead of keeping them. Bits do
                 not depend on it.
         """
-        if self.mesh is None:
-            return self._hidden_states(tokens, queries, state, images, rematerialized=rematerialized)
-        specs = specs_of(self.mesh, declarations(self.config))
-        inputs, options = (P(), P(), specs, P()), (("rematerialized", rematerialized),)
-        call = Call("_hidden_states", inputs, (P(), specs), options)
-        return run(self, call, tokens, queries, state, images)
-
-    def _hidden_states(
-        self,
-        tokens: Int[Array, "*N"],
-        queries: Queries,
-        state: State,
-        images: ImageRows | None,
-        *,
-        rematerialized: bool,
-    ) -> tuple[Float[Array, "*N D"], State]:
-        """Computes `hidden_states` with this device's weights and state."""
-        run = jax.checkpoint(_layer, static_argnums=0) if rematerialized else _layer
+        if self.mesh is not None:
+            specs = specs_of(self.mesh, declarations(self.config))
+            inputs, options = (P(), P(), specs, P()), (("rematerialized", rematerialized),)
+            return run(self, Call("hidden_states", inputs, (P(), specs), options), tokens, queries, state, images)
+        run_layer = jax.checkpoint(_layer, static_argnums=0) if rematerialized else _layer
         x = self.embedding(tokens)
         if images is not None:
             x = jnp.where(jnp.asarray(images.present)[..., None], jnp.asarray(images.rows), x)
         columns, written = None, []
         for layer, layer_state in zip(self.layers, state, strict=True):
-            x, columns, layer_state = run(*split(layer), current_links(), x, columns, queries, layer_state)
+            x, columns, layer_state = run_layer(*split(layer), current_links(), x, columns, queries, layer_state)
             written.append(layer_state)
         return self.final_norm(x), tuple(written)
 
@@ -214,10 +191,7 @@ class Decoder(nnx.Module):
 
     def logits(self, hidden: Float[Array, "*B D"]) -> Float32[Array, "*B V"]:
         """Returns the logits of hidden states."""
-        return self._logits(hidden) if self.mesh is None else run(self, Call("_logits", (P(),), P()), hidden)
-
-    def _logits(self, hidden: Float[Array, "*B D"]) -> Float32[Array, "*B V"]:
-        return self.head.logits(hidden)
+        return self.head.logits(hidden) if self.mesh is None else run(self, Call("logits", (P(),), P()), hidden)
 
     def with_logits[R](
         self, function: Callable[..., R], hidden: Float[Array, "R D"], *args: Any, **options: Hashable
@@ -232,17 +206,8 @@ class Decoder(nnx.Module):
         """
         if self.mesh is None:
             return function(self.head.shared_logits(hidden), *args, **options)
-        static = ("function", function), ("options", tuple(options.items()))
-        return run(self, Call("_with_logits", (P(),) * (1 + len(args)), P(), static), hidden, *args)
-
-    def _with_logits[R](
-        self,
-        hidden: Float[Array, "R D"],
-        *args: Any,
-        function: Callable[..., R],
-        options: tuple[tuple[str, Hashable], ...],
-    ) -> R:
-        return function(self.head.shared_logits(hidden), *args, **dict(options))
+        inputs = (P(),) * (1 + len(args))
+        return run(self, Call("with_logits", inputs, P(), tuple(options.items()), (function,)), hidden, *args)
 
     def with_state[R](
         self, function: Callable[..., tuple[State, R]], state: State, *args: Any, **options: Hashable
@@ -262,40 +227,19 @@ class Decoder(nnx.Module):
         if self.mesh is None:
             return function(self, state, *args, **options)
         specs = specs_of(self.mesh, declarations(self.config))
-        static = (("function", function), ("options", tuple(options.items())))
-        call = Call("_with_state", (specs, *(P(),) * len(args)), (specs, P()), static)
-        return run(self, call, state, *args)
-
-    def _with_state[R](
-        self,
-        state: State,
-        *args: Any,
-        function: Callable[..., tuple[State, R]],
-        options: tuple[tuple[str, Hashable], ...],
-    ) -> tuple[State, R]:
-        network, weights = split(self)
-        local = network.with_weights(weights)
-        local.mesh = None  # it has this device's weights, and its methods compute on this device
-        return function(local, state, *args, **dict(options))
+        inputs, outputs = (specs, *(P(),) * len(args)), (specs, P())
+        return run(self, Call("with_state", inputs, outputs, tuple(options.items()), (function,)), state, *args)
 
     def logprobs(
         self, hidden: Float[Array, "*B D"], tokens: Int[Array, "*B"], distribution: Distribution = MODEL_DISTRIBUTION
     ) -> Float32[Array, "*B"]:
-        """Returns the logprobs of given tokens after hidden states, with the bits that an engine reports.
+        """Returns the logprobs of given tokens after normalized hidden states, with the bits that an engine reports.
 
-        Args:
-            hidden: normalized last hidden states.
-            tokens: ids within the vocabulary.
-            distribution: the distribution that tokens are drawn from; default: the model's own.
+        By default they are the model's own; a distribution that tokens are drawn from may be given instead.
         """
         if self.mesh is None:
-            return self._logprobs(hidden, tokens, distribution)
-        return run(self, Call("_logprobs", (P(), P()), P(), (("distribution", distribution),)), hidden, tokens)
-
-    def _logprobs(
-        self, hidden: Float[Array, "*B D"], tokens: Int[Array, "*B"], distribution: Distribution
-    ) -> Float32[Array, "*B"]:
-        return self.head.logprobs(hidden, tokens, distribution)
+            return self.head.logprobs(hidden, tokens, distribution)
+        return run(self, Call("logprobs", (P(), P()), P(), (("distribution", distribution),)), hidden, tokens)
 
     @property
     def head(self) -> Embedding:

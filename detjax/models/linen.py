@@ -24,63 +24,55 @@ _BY_ROW: Final = {axis: batch_invariant(_call, (None, None, axis, 0)) for axis i
 """Calls a layer one row at a time, by the axis of the rows in its mask."""
 
 
-def _rows_of_their_own(layer: Any, base: Any, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """Calls a layer one row at a time; a mask has rows, or one that all share."""
-    if layer.is_initializing():
-        return base.__call__(layer, *inputs, **options)
+def _by_row(base: Any) -> Any:
+    """Returns the `__call__` of a layer that calls its base class one row at a time."""
     names = [field.name for field in dataclasses.fields(base) if field.init and field.name not in ("parent", "name")]
-    plain = base(**{name: getattr(layer, name) for name in names}, parent=None)
-    mask = options.pop("mask", None)
-    axis = None if mask is None or mask.shape[0] != inputs[0].shape[0] else 0
-    return _BY_ROW[axis](plain, layer.variables, mask, inputs, **options)
+
+    def __call__(self: Any, *inputs: Any, **options: Any) -> Any:
+        if self.is_initializing():
+            return base.__call__(self, *inputs, **options)
+        plain = base(**{name: getattr(self, name) for name in names}, parent=None)
+        mask = options.pop("mask", None)  # it has rows, or one that all share
+        axis = None if mask is None or mask.shape[0] != inputs[0].shape[0] else 0
+        return _BY_ROW[axis](plain, self.variables, mask, inputs, **options)
+
+    return __call__
 
 
 class Dense(nn.Dense):
     """`flax.linen.Dense` with matrix products under contract."""
 
-    def __call__(self, *inputs: Any, **options: Any) -> Any:
-        """See `flax.linen.Dense`."""
-        return _rows_of_their_own(self, nn.Dense, inputs, options)
+    __call__ = _by_row(nn.Dense)
 
 
 class DenseGeneral(nn.DenseGeneral):
     """`flax.linen.DenseGeneral` with matrix products under contract."""
 
-    def __call__(self, *inputs: Any, **options: Any) -> Any:
-        """See `flax.linen.DenseGeneral`."""
-        return _rows_of_their_own(self, nn.DenseGeneral, inputs, options)
+    __call__ = _by_row(nn.DenseGeneral)
 
 
 class Embed(nn.Embed):
     """`flax.linen.Embed`, whose gradient adds tokens in ascending order. `attend` is Flax' own."""
 
-    def __call__(self, *inputs: Any, **options: Any) -> Any:
-        """See `flax.linen.Embed`."""
-        return _rows_of_their_own(self, nn.Embed, inputs, options)
+    __call__ = _by_row(nn.Embed)
 
 
 class LayerNorm(nn.LayerNorm):
     """`flax.linen.LayerNorm`, one row at a time."""
 
-    def __call__(self, *inputs: Any, **options: Any) -> Any:
-        """See `flax.linen.LayerNorm`."""
-        return _rows_of_their_own(self, nn.LayerNorm, inputs, options)
+    __call__ = _by_row(nn.LayerNorm)
 
 
 class RMSNorm(nn.RMSNorm):
     """`flax.linen.RMSNorm`, one row at a time."""
 
-    def __call__(self, *inputs: Any, **options: Any) -> Any:
-        """See `flax.linen.RMSNorm`."""
-        return _rows_of_their_own(self, nn.RMSNorm, inputs, options)
+    __call__ = _by_row(nn.RMSNorm)
 
 
 class Conv(nn.Conv):
     """`flax.linen.Conv`, one row at a time."""
 
-    def __call__(self, *inputs: Any, **options: Any) -> Any:
-        """See `flax.linen.Conv`."""
-        return _rows_of_their_own(self, nn.Conv, inputs, options)
+    __call__ = _by_row(nn.Conv)
 
 
 class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
@@ -89,6 +81,4 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
     Caches are refused, since a call would write to them.
     """
 
-    def __call__(self, *inputs: Any, **options: Any) -> Any:
-        """See `flax.linen.MultiHeadDotProductAttention`."""
-        return _rows_of_their_own(self, nn.MultiHeadDotProductAttention, inputs, options)
+    __call__ = _by_row(nn.MultiHeadDotProductAttention)

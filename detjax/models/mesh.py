@@ -36,10 +36,6 @@ _TOWER: Final = "vision"
 def checked(operation: str, mesh: Mesh) -> Mesh:
     """Returns a mesh whose devices can share a model, with both of `AXES`, which the compiler handles automatically.
 
-    Args:
-        operation: the beginning of the error message.
-        mesh: the mesh.
-
     Raises:
         ValueError: it has an axis other than "tensor" and "expert", or no device of this process.
     """
@@ -216,12 +212,9 @@ def replicate(tree: PyTree, sharding: NamedSharding | None) -> Any:
 def put(x: Any, sharding: NamedSharding) -> Array:
     """Returns an array on the devices of a sharding, without a copy if it is there already.
 
-    If the devices belong to several processes, each process puts its parts on its own devices. `jax.device_put`
-    would first compare the copies of all processes, which takes a separate program each time.
-
-    Args:
-        x: an array that every process has, or one that lies on devices of several processes.
-        sharding: the sharding.
+    If the devices belong to several processes, each process puts its parts on its own devices: it has the whole array,
+    or the array lies on devices of several processes. `jax.device_put` would first compare the copies of all processes,
+    which takes a separate program each time.
     """
     if sharding.is_fully_addressable or (isinstance(x, Array) and not x.is_fully_addressable):
         return jax.device_put(x, sharding)
@@ -310,13 +303,15 @@ class Call(NamedTuple):
         method: the name of a method of the decoder.
         inputs: partition specs of its arguments, each a tree of specs or a prefix of one.
         outputs: partition specs of its results.
-        options: further arguments by name.
+        options: further static arguments by name.
+        static: static arguments that come before all others.
     """
 
     method: str
     inputs: tuple[Any, ...]
     outputs: Any
     options: tuple[tuple[str, Any], ...] = ()
+    static: tuple[Any, ...] = ()
 
 
 def run(model: Any, call: Call, *args: Any) -> Any:
@@ -349,8 +344,10 @@ def _run(
     def on_device(weights: Weights, links: DeviceLinks | None, args: tuple[Any, ...]) -> Any:
         # XLA's partitioner crashes on arguments without elements, such as batches without prefills.
         args = jax.tree.map(lambda x: x if x.size else jnp.zeros(x.shape, x.dtype), args)
+        local: Any = network.with_weights(weights)
+        local.mesh = None  # it has this device's weights, and its methods compute on this device
         with linked(links):
-            return getattr(network.with_weights(weights), call.method)(*args, **dict(call.options))
+            return getattr(local, call.method)(*call.static, *args, **dict(call.options))
 
     # Loops of the operations start from replicated zeros and continue with values that differ between devices.
     inputs = specs, P(), call.inputs

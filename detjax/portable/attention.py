@@ -24,7 +24,7 @@ from detjax.operands.attention import AttentionOperands
 from detjax.operands.kv_pages import KeyColumns, KVPages, Queries, rows_as_requests
 from detjax.operands.options import Masking
 from detjax.operands.rounding import log2_scale, rounded, soft_cap_exponent
-from detjax.portable.tiles import dot, fold_rows, map_rows, row_sum
+from detjax.portable.tiles import dot, final_sum, fold_rows, initial_sum, map_rows, row_sum
 from detjax.runtime import varying
 
 type Gradients = tuple[Array, KVPages, Array | None]
@@ -242,7 +242,7 @@ def backward(
     tiles = _GradientRows(*(_packed(x, 1) for x in rows)), _tiles(q, 1, queries)
     dkv, dsinks = _page_gradients(tiles, (kv, per_head(1)), sinks_sum, masking)
     dq = _query_gradients(rows, queries, (kv, per_head(q.shape[2] // kv.kv_heads)), masking)
-    return dq, dkv, _rounded_or_sum(dsinks, sinks, sinks_sum)
+    return dq, dkv, None if sinks is None else final_sum(dsinks, sinks_sum, sinks)
 
 
 def ragged_backward(
@@ -253,14 +253,9 @@ def ragged_backward(
     *,
     masking: Masking,
 ) -> Gradients:
-    """Returns the gradients of packed queries, of the pages and of the sinks: the bits of `backward`.
+    """Returns the gradients of packed queries, of the pages and of the sinks, with the bits of `backward`.
 
-    Args:
-        operands: the operands of `ragged_with_normalizers`.
-        output: the results of `ragged_with_normalizers`.
-        do: the gradient of the output.
-        sinks_sum: see `backward`.
-        masking: see `forward`.
+    `output` is the result of `ragged_with_normalizers`; see `backward` for the other arguments.
     """
     (q, kv, queries, sinks, _), (o, log2_normalizer) = operands, output
     rows = _GradientRows(q, do, o, log2_normalizer[..., None])
@@ -269,14 +264,7 @@ def ragged_backward(
     requests = rows_as_requests(q.shape[0], queries)
     shared = kv, per_head(q.shape[1] // kv.kv_heads)
     dq = _query_gradients(_GradientRows(*(x[:, None] for x in rows)), requests, shared, masking)[:, 0]
-    return dq, dkv, _rounded_or_sum(dsinks, sinks, sinks_sum)
-
-
-def _rounded_or_sum(dsinks: Array, sinks: Array | None, sinks_sum: Array | None) -> Array | None:
-    """Returns the gradient of the sinks in their dtype, or the next sum if they have one."""
-    if sinks is None:
-        return None
-    return rounded(dsinks, sinks.dtype) if sinks_sum is None else dsinks
+    return dq, dkv, None if sinks is None else final_sum(dsinks, sinks_sum, sinks)
 
 
 def _query_gradients(
@@ -285,8 +273,11 @@ def _query_gradients(
     """Returns dq `[B, T, H, K]` of rectangular queries."""
     group = rows.q.shape[2] // shared[0].kv_heads
     tiles = _GradientRows(*(_packed(x, group) for x in rows)), _tiles(rows.q, group, queries)
-    dq = map_rows(functools.partial(_query_gradient, masking=masking), tiles, shared, size=1)
-    return _unpacked(dq, rows.q.shape, group)
+
+    def gradient(tile: tuple[_GradientRows, _Tile], shared: tuple[KVPages, _PerHead]) -> Array:
+        return _TileGradients.from_rows(tile, shared, masking).query_gradient()[None]
+
+    return _unpacked(map_rows(gradient, tiles, shared, size=1), rows.q.shape, group)
 
 
 def _page_gradients(
@@ -295,8 +286,15 @@ def _page_gradients(
     """Returns dk and dv, and the gradient `[H]` of the sinks in float32, of tiles in which every head is a group."""
     kv, heads = shared[0], tiles[0].q.shape[1]
     zeros = [jnp.zeros((x.shape[0], heads, *x.shape[2:]), ACCUMULATOR) for x in kv.numbers]
-    initial = *zeros, jnp.zeros(heads, ACCUMULATOR) if sinks_sum is None else sinks_sum
-    dk, dv, dsinks = fold_rows(functools.partial(_add_tile, masking=masking), initial, tiles, shared, size=1)
+
+    def add_tile(
+        carry: tuple[Array, Array, Array], tile: tuple[_GradientRows, _Tile], shared: tuple[KVPages, _PerHead]
+    ) -> tuple[Array, Array, Array]:
+        gradients = _TileGradients.from_rows(tile, shared, masking)
+        return *gradients.add_to_pages(carry[:2]), gradients.add_to_sinks(carry[2])
+
+    initial = *zeros, initial_sum(sinks_sum, (heads,))
+    dk, dv, dsinks = fold_rows(add_tile, initial, tiles, shared, size=1)
     group, (k_pages, v_pages) = heads // kv.kv_heads, kv.numbers
     dk, dv = _sum_of_group(dk, group) * np.float32(masking.scale), _sum_of_group(dv, group)
     if isinstance(kv.v, KeyColumns):
@@ -343,24 +341,6 @@ def block_sum(p: Array) -> Array:
     while p.shape[-1] > 1:
         p = p[..., 0::2] + p[..., 1::2]
     return p
-
-
-def _query_gradient(rows: tuple[_GradientRows, _Tile], shared: tuple[KVPages, _PerHead], masking: Masking) -> Array:
-    """Returns the gradient `[1, h, rows, K]` of one tile's queries."""
-    return _TileGradients.from_rows(rows, shared, masking).query_gradient()[None]
-
-
-def _add_tile(
-    carry: tuple[Array, Array, Array],
-    rows: tuple[_GradientRows, _Tile],
-    shared: tuple[KVPages, _PerHead],
-    masking: Masking,
-) -> tuple[Array, Array, Array]:
-    """Adds one tile's shares to dk and dv, `[P, H, S, K]`, and to the gradient `[H]` of the sinks."""
-    dk, dv, dsinks = carry
-    gradients = _TileGradients.from_rows(rows, shared, masking)
-    dk, dv = gradients.add_to_pages((dk, dv))
-    return dk, dv, gradients.add_to_sinks(dsinks)
 
 
 def _delta(do: Array, o: Array) -> Array:

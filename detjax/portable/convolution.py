@@ -12,11 +12,7 @@ _FUNCTION = "causal_convolution"
 def forward(x: Array, weight: Array, inputs: Array, rows: RequestRows) -> tuple[Array, Array]:
     """Returns the activated convolution `[N, C]` and the next inputs; see `detjax.ops.causal_convolution`.
 
-    Args:
-        x: inputs `[N, C]`.
-        weight: `[C, 1, n]`.
-        inputs: the last inputs of each slot `[R, rows, C]`.
-        rows: the positions of the tokens in their requests.
+    Inputs `x` are `[N, C]`, the weight is `[C, 1, n]`, and the last inputs of each slot are `[R, rows, C]`.
     """
     taps = _taps(x, inputs, rows, weight.shape[2])
     y = row_functions.forward((taps,), (weight,), function=_FUNCTION)
@@ -26,16 +22,7 @@ def forward(x: Array, weight: Array, inputs: Array, rows: RequestRows) -> tuple[
 def backward(
     x: Array, weight: Array, inputs: Array, rows: RequestRows, weight_sum: Array | None, dy: Array
 ) -> tuple[Array, Array]:
-    """Returns the gradients of the inputs of this call and of the weight, or the weight's next sum if it has one.
-
-    Args:
-        x: see `forward`.
-        weight: see `forward`.
-        inputs: see `forward`.
-        rows: see `forward`.
-        weight_sum: the float32 sum that the weight's gradient is added to, or None.
-        dy: the gradient of the result.
-    """
+    """Returns the gradients of this call's inputs and of the weight, or the weight's next float32 sum if it has one."""
     taps = _taps(x, inputs, rows, weight.shape[2])
     (dtaps,), (dweight,) = row_functions.backward((taps,), (weight,), (weight_sum,), dy, function=_FUNCTION)
     return _gradient_of_inputs(dtaps, rows), dweight

@@ -41,13 +41,7 @@ class _Progress(NamedTuple):
 
 
 def forward(tokens: DeltaTokens, state: DeltaState, rows: RequestRows) -> tuple[Array, DeltaState]:
-    """Returns the outputs `[N, H, V]`, zeros for padding rows, and the next state.
-
-    Args:
-        tokens: all tokens.
-        state: the state of all slots.
-        rows: the positions of the tokens in their requests.
-    """
+    """Returns the outputs `[N, H, V]`, zeros for padding rows, and the next state of all slots."""
     v = tokens.v
     dtype, size = v.dtype, PORTABLE_ROWS
     tokens = jax.tree.map(_with_margins, tokens)
@@ -95,14 +89,7 @@ def forward(tokens: DeltaTokens, state: DeltaState, rows: RequestRows) -> tuple[
 
 
 def backward(tokens: DeltaTokens, state: DeltaState, rows: RequestRows, do: Array) -> DeltaTokens:
-    """Returns the gradients of the tokens; zeros for padding rows. The state is a constant.
-
-    Args:
-        tokens: see `forward`.
-        state: the state of all slots before the call.
-        rows: the positions of the tokens in their requests.
-        do: the gradient of the outputs, `[N, H, V]`.
-    """
+    """Returns the gradients of the tokens; zeros for padding rows. The state before the call is a constant."""
     v = tokens.v
     dtype, size = v.dtype, DELTA_CHUNK
     most = ceil_div(v.shape[0], size) + 1  # a request that begins inside a chunk may end inside another

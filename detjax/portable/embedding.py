@@ -1,11 +1,9 @@
 """Embedding lookup in plain JAX, and its gradient."""
 
-import jax.numpy as jnp
 from jaxtyping import Array
 
 from detjax.contract import ACCUMULATOR
-from detjax.operands.rounding import rounded
-from detjax.portable.tiles import fold_rows
+from detjax.portable.tiles import final_sum, fold_rows, initial_sum
 
 
 def forward(tokens: Array, table: Array) -> Array:
@@ -24,6 +22,5 @@ def backward(tokens: Array, table: Array, dy: Array, table_sum: Array | None = N
         return carry.at[token[0]].add(dy[0].astype(ACCUMULATOR))
 
     rows = tokens.reshape(-1), dy.reshape(-1, dy.shape[-1])
-    if table_sum is not None:
-        return fold_rows(add, table_sum, rows, None, size=1)
-    return rounded(fold_rows(add, jnp.zeros(table.shape, ACCUMULATOR), rows, None, size=1), table.dtype)
+    total = fold_rows(add, initial_sum(table_sum, table.shape), rows, None, size=1)
+    return final_sum(total, table_sum, table)

@@ -22,7 +22,8 @@ def choose(scores: Array, ranks: Array, count: int, *, normalized: bool, eps: fl
         scores, ranks = rows
         # Among equal ranks the lower id comes first.
         ids = _ascending(lax.top_k(ranks, count)[1].astype(jnp.int32))
-        return ids, _weights(jnp.take_along_axis(scores, ids, axis=1), normalized, eps)
+        chosen = jnp.take_along_axis(scores, ids, axis=1)
+        return ids, chosen * _factor(chosen, eps)[:, None] if normalized else chosen
 
     return each_row(tile, (scores, ranks), None)
 
@@ -58,10 +59,6 @@ def choose_backward(scores: Array, ids: Array, dweights: Array, *, normalized: b
         return functools.reduce(jnp.add, places)
 
     return each_row(tile, (scores, ids, dweights), None)
-
-
-def _weights(chosen: Array, normalized: bool, eps: float) -> Array:
-    return chosen * _factor(chosen, eps)[:, None] if normalized else chosen
 
 
 def _factor(chosen: Array, eps: float) -> Array:

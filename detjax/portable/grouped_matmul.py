@@ -1,7 +1,6 @@
 """Matmul of rows sorted by expert in plain JAX: tiles of one expert's rows against its weight."""
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, DTypeLike, PyTree
 
@@ -12,7 +11,7 @@ from detjax.operands.products import NO_SUMS, Gradients, GroupedOperands, Weight
 from detjax.operands.rounding import rounded
 from detjax.portable.matmul import accumulated, halves, pre_activation
 from detjax.portable.matmul import apply_epilogue as apply_epilogue
-from detjax.portable.tiles import dot, fold_groups, group_tiles, map_groups, sum_of_rows
+from detjax.portable.tiles import dot, final_sum, fold_groups, group_tiles, initial_sum, map_groups, sum_of_rows
 
 
 def group_unit(rows: int, experts: int) -> int:
@@ -71,19 +70,10 @@ def backward(
     tiles = group_tiles(group_sizes, len(x), PORTABLE_ROWS)
     dz = map_groups(accumulator_gradient, (x, dy), (w, bias), tiles)
     dx = map_groups(input_gradient, dz, w, tiles)
-    start = (
-        jnp.zeros(w.shape, ACCUMULATOR) if w_sum is None else w_sum,
-        jnp.zeros((len(w), *dz.shape[1:]), ACCUMULATOR)
-        if bias_sum is None
-        else bias_sum.reshape(len(w), *dz.shape[1:]),
-    )
+    start = initial_sum(w_sum, w.shape), initial_sum(bias_sum, (len(w), *dz.shape[1:]))
     steps = group_tiles(group_sizes, len(x), WEIGHT_GRADIENT_TOKENS, sequences)
     dw, dbias = fold_groups(weight_gradient, start, (x, dz), steps, WEIGHT_GRADIENT_TOKENS)
-    dw = rounded(dw, w.dtype) if w_sum is None else dw
-    if bias is None:
-        return dx, dw, None
-    dbias = dbias.reshape(bias.shape)
-    return dx, dw, rounded(dbias, bias.dtype) if bias_sum is None else dbias
+    return dx, final_sum(dw, w_sum, w), None if bias is None else final_sum(dbias, bias_sum, bias)
 
 
 def _expert_arrays(shared: PyTree[Array], expert: Array) -> PyTree[Array]:

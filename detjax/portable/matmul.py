@@ -11,7 +11,7 @@ from detjax.operands.numerics import activated, flat_rows, parts
 from detjax.operands.options import Epilogue, WeightLayout
 from detjax.operands.products import NO_SUMS, Gradients, MatmulOperands, WeightSums
 from detjax.operands.rounding import rounded
-from detjax.portable.tiles import dot, fold_rows, map_rows, sum_of_rows
+from detjax.portable.tiles import dot, final_sum, fold_rows, initial_sum, map_rows, sum_of_rows
 
 
 def forward(operands: MatmulOperands, *, layout: WeightLayout, epilogue: Epilogue, out_dtype: DTypeLike) -> Array:
@@ -38,14 +38,9 @@ def apply_epilogue(
     epilogue: Epilogue,
     out_dtype: DTypeLike,
 ) -> Array:
-    """Returns rows `[*B, N]` with the bits of `forward`, given its sums.
+    """Returns rows `[*B, N]` with the bits of `forward`, given float32 sums `[*B, N]`: one, or those for gate and up.
 
-    Args:
-        sums: float32 `[*B, N]`, the sums of the weight, or of gate and up.
-        biases: the bias of each sum, `[*B, N]` or `[N]`.
-        residual: see `forward`.
-        epilogue: see `forward`.
-        out_dtype: see `forward`.
+    Each of the sums may have a bias, `[*B, N]` or `[N]`.
     """
 
     def tile(rows: tuple[Array, Array | None, Array | None], _: None) -> Array:
@@ -104,26 +99,15 @@ def backward(
 
     dz = map_rows(accumulator_gradient, (flat_x, flat_rows(dy)), (w, bias))
     dx = map_rows(input_gradient, dz, w).reshape(x.shape)
-    start = (
-        jnp.zeros(w.shape, ACCUMULATOR) if w_sum is None else w_sum,
-        jnp.zeros(dz.shape[1:], ACCUMULATOR) if bias_sum is None else bias_sum.reshape(dz.shape[1:]),
-    )
+    start = initial_sum(w_sum, w.shape), initial_sum(bias_sum, dz.shape[1:])
     dw, dbias = fold_rows(weight_gradient, start, (flat_x, dz), None, size=WEIGHT_GRADIENT_TOKENS)
-    dw = rounded(dw, w.dtype) if w_sum is None else dw
-    if bias is None:
-        return dx, dw, None
-    dbias = dbias.reshape(bias.shape)
-    return dx, dw, rounded(dbias, bias.dtype) if bias_sum is None else dbias
+    return dx, final_sum(dw, w_sum, w), None if bias is None else final_sum(dbias, bias_sum, bias)
 
 
 def accumulated(total: Array, x: Array, dz: Array, layout: WeightLayout) -> Array:
-    """Returns the sum of a weight's gradients after one step of tokens.
+    """Returns the float32 sum of a weight's gradients after one more step of rows `[tokens, K]` with gradients `dz`.
 
-    Args:
-        total: the sum before it, float32, in the weight's shape.
-        x: the step's rows `[tokens, K]`.
-        dz: the gradients of their biased sums, `[tokens, parts, N]`.
-        layout: the weight's.
+    `dz` is the gradient of the biased sums, `[tokens, parts, N]`.
     """
     pairs = [(x, dz[:, part]) if layout == "kn" else (dz[:, part], x) for part in range(dz.shape[1])]
     return total + jnp.stack([dot(*pair, (0, 0)) for pair in pairs]).reshape(total.shape)

@@ -1,27 +1,18 @@
 """RMS norm in plain JAX, which adds the squares of a row in one fixed order, in float32."""
 
-import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
 from detjax.contract import ACCUMULATOR, WEIGHT_GRADIENT_TOKENS
 from detjax.operands.numerics import flat_rows
 from detjax.operands.rounding import rounded
-from detjax.portable.tiles import fold_rows, map_rows, row_sum, sum_of_rows
+from detjax.portable.tiles import final_sum, fold_rows, initial_sum, map_rows, row_sum, sum_of_rows
 
 
 def forward(
     x: Array, weight: Array, residual: Array | None, *, eps: float, weight_offset: float
 ) -> tuple[Array, Array | None]:
-    """Returns `(y, None)`, or `(y, h)` with `h = rn(x + residual)` and `y` the norm of `h` if there is a residual.
-
-    Args:
-        x: rows `[*B, D]`.
-        weight: `[D]`.
-        residual: rows like `x`, or None.
-        eps: the number added to the mean square.
-        weight_offset: the number added to the weight.
-    """
+    """Returns the norm of rows `[*B, D]`, and with a residual also `h = rn(x + residual)`, which is normalized."""
 
     def tile(rows: tuple[Array, Array | None], weight: Array) -> tuple[Array, Array | None]:
         x, residual = rows
@@ -45,23 +36,15 @@ def backward(
     eps: float,
     weight_offset: float,
 ) -> tuple[Array, Array]:
-    """Returns the gradients of the normalized rows `h` and of the weight, or the weight's next sum if it has one.
+    """Returns the gradients of the normalized rows `h` and of the weight, or its next float32 sum if it has one.
 
     With `n = h * s` and `s = 1 / sqrt(mean(h^2) + eps)`, a row has the gradient
 
         s * (g - n * mean(g * n)) + dh,  where g = dy * (weight + weight_offset)
 
     and the weight has the sum of `dy * n` over the rows in ascending order: `WEIGHT_GRADIENT_TOKENS` of them are added
-    left to right, and then to the sum. A sum continues in float32 from its previous value, and is not rounded.
-
-    Args:
-        h: the rows that were normalized, `[*B, D]`.
-        weight: `[D]`.
-        dy: the gradient of the norm's result.
-        dh: the gradient of `h` itself, as a residual; or None.
-        weight_sum: the sum that the weight's gradient is added to, float32 `[D]`; None: zeros.
-        eps: as in `forward`.
-        weight_offset: as in `forward`.
+    left to right, and then to the sum. A sum continues in float32 from its previous value, and is not rounded. `dh` is
+    the gradient of `h` as a residual, or None.
     """
 
     def tile(rows: tuple[Array, Array, Array | None], weight: Array) -> tuple[Array, Array]:
@@ -74,11 +57,11 @@ def backward(
 
     flat = flat_rows(h), flat_rows(dy), None if dh is None else flat_rows(dh)
     total, weight_terms = map_rows(tile, flat, weight)
-    start = jnp.zeros(weight.shape, ACCUMULATOR) if weight_sum is None else weight_sum
+    start = initial_sum(weight_sum, weight.shape)
     dweight = fold_rows(
         lambda carry, rows, _: carry + sum_of_rows(rows), start, weight_terms, None, size=WEIGHT_GRADIENT_TOKENS
     )
-    return total.reshape(h.shape), rounded(dweight, weight.dtype) if weight_sum is None else dweight
+    return total.reshape(h.shape), final_sum(dweight, weight_sum, weight)
 
 
 def _normalized(x: Array, eps: float) -> tuple[Array, Array]:

@@ -16,20 +16,13 @@ from jaxtyping import Array, PyTree
 
 from detjax.contract import ACCUMULATOR, PORTABLE_ROWS, WEIGHT_GRADIENT_TOKENS
 from detjax.operands.rounding import rounded
-from detjax.portable.tiles import each_row, fold_rows, map_rows, row_sum, sum_of_rows
+from detjax.portable.tiles import each_row, final_sum, fold_rows, initial_sum, map_rows, row_sum, sum_of_rows
 
 type Arrays = tuple[Array, ...]
 
 
 def forward(rows: Arrays, weights: Arrays, *, function: str, **options: Any) -> PyTree[Array]:
-    """Returns the results `[M, ...]` of a function for rows `[M, ...]`.
-
-    Args:
-        rows: the arrays of rows.
-        weights: the arrays that all rows share.
-        function: its name.
-        options: the function's keyword arguments.
-    """
+    """Returns the results `[M, ...]` of a named function of rows `[M, ...]`, shared weights and options."""
 
     def tile(rows: Arrays, weights: Arrays) -> PyTree[Array]:
         return _FUNCTIONS[function](*rows, *_for_each_row(weights, len(rows[0])), **options)
@@ -46,18 +39,10 @@ def backward(
     function: str,
     **options: Any,
 ) -> tuple[Arrays, Arrays]:
-    """Returns the gradients of the rows and of the weights, or a weight's next sum if it has one.
+    """Returns the gradients of the rows and of the weights, or a weight's next float32 sum if it has one.
 
     Rows are added in ascending order: `WEIGHT_GRADIENT_TOKENS` of them left to right, and then to the sum. A sum
     continues in float32 from its previous value, and is not rounded.
-
-    Args:
-        rows: see `forward`.
-        weights: see `forward`.
-        sums: for each weight, the float32 sum that its gradient is added to, or None.
-        gradients: the gradients of the results.
-        function: see `forward`.
-        options: see `forward`.
     """
 
     def tile(operands: tuple[Arrays, PyTree[Array]], weights: Arrays) -> tuple[Arrays, Arrays]:
@@ -74,20 +59,13 @@ def backward(
     by_row, terms = map_rows(tile, (rows, gradients), weights)
     if not weights:
         return by_row, ()
-    starts = tuple(
-        jnp.zeros(weight.shape, ACCUMULATOR) if total is None else total
-        for weight, total in zip(weights, sums, strict=True)
-    )
+    starts = tuple(initial_sum(previous, weight.shape) for previous, weight in zip(sums, weights, strict=True))
 
     def add(carry: Arrays, rows: Arrays, _: None) -> Arrays:
         return tuple(total + sum_of_rows(part) for total, part in zip(carry, rows, strict=True))
 
     totals = fold_rows(add, starts, terms, None, size=WEIGHT_GRADIENT_TOKENS)
-    rounded_or_carried = (
-        rounded(total, weight.dtype) if start is None else total
-        for total, weight, start in zip(totals, weights, sums, strict=True)
-    )
-    return by_row, tuple(rounded_or_carried)
+    return by_row, tuple(map(final_sum, totals, sums, weights))
 
 
 def _for_each_row(weights: Arrays, count: int) -> Arrays:

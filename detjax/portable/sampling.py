@@ -80,12 +80,7 @@ def sampling_logprobs(logits: Array, tokens: Array, temperature: Array) -> Array
 
 
 def sampling_exponents(logits: Array, reciprocal: Array) -> Array:
-    """Returns the scaled logits that noise is added to, float32, with `-inf` for each excluded token.
-
-    Args:
-        logits: float32 logits.
-        reciprocal: the temperature's reciprocal, see `reciprocal`.
-    """
+    """Returns the scaled logits that noise is added to, float32, with `-inf` for each excluded token."""
     return jnp.where(logits == -jnp.inf, -jnp.inf, jnp.maximum(logits * reciprocal, LOWEST))
 
 

@@ -17,6 +17,7 @@ from jaxtyping import Array, Int, PyTree
 
 from detjax.contract import ACCUMULATOR, LANE_GROUP, LANES, PORTABLE_ROWS
 from detjax.operands.numerics import ceil_div, round_up
+from detjax.operands.rounding import rounded
 from detjax.runtime import backends, varying
 
 
@@ -52,15 +53,10 @@ def fold_rows(
     shared: PyTree[Array],
     size: int = PORTABLE_ROWS,
 ) -> PyTree[Array]:
-    """Returns the carry after the last tile, in ascending order of rows.
+    """Returns the carry after the last tile, in ascending order of rows; see `map_rows`.
 
-    Args:
-        tile: a function of the carry, the rows of one tile, `[size, ...]`, and `shared`; it returns the next carry.
-            Rows of zeros must add exact zeros to it.
-        initial: the carry before the first tile.
-        rows: arrays `[M, ...]`, M >= 1. Zeros pad the last tile.
-        shared: arrays that every tile gets in full.
-        size: the rows of a tile.
+    `tile` is a function of the carry, the rows of one tile, and `shared`; it returns the next carry. Rows of zeros must
+    add exact zeros to it.
     """
     count = jax.tree.leaves(rows)[0].shape[0]
     trips, rows, shared = _behind_barrier(count, rows, shared, size)
@@ -120,13 +116,8 @@ def map_groups(
 ) -> Array:
     """Returns the results `[M, ...]` of `tile` for rows that are sorted by group; zeros for rows without a group.
 
-    Args:
-        tile: a function of the rows of one tile, `[size, ...]`, their group, and `shared`. Its result is an array
-            `[size, ...]` whose rows depend only on the same row of its argument.
-        rows: arrays `[M, ...]`. Within a tile, zeros replace the rows of other groups.
-        shared: arrays that every tile gets in full.
-        tiles: from `group_tiles`, with the same size.
-        size: the rows of a tile.
+    `tile` is a function of the rows of one tile, their group, and `shared`; see `map_rows`. Within a tile, zeros
+    replace the rows of other groups. `tiles` are from `group_tiles`, with the same size.
     """
     count, tiles, rows, shared = _groups_behind_barrier(tiles, rows, shared, size)
     out = jax.eval_shape(tile, _tile_at(rows, 0, size), tiles.group[0], shared)
@@ -149,15 +140,10 @@ def fold_groups(
     tiles: GroupTiles,
     size: int = PORTABLE_ROWS,
 ) -> PyTree[Array]:
-    """Returns arrays `[G, ...]` after `tile` has added the rows of each group, in ascending order.
+    """Returns arrays `[G, ...]` after `tile` has added the rows of each group, in ascending order; see `map_groups`.
 
-    Args:
-        tile: a function of one group's arrays and of the rows of one tile, `[size, ...]`; it returns the group's next
-            arrays. Rows of zeros must add exact zeros to them.
-        initial: the arrays before the first tile.
-        rows: arrays `[M, ...]`. Within a tile, zeros replace the rows of other groups.
-        tiles: from `group_tiles`, with the same size.
-        size: the rows of a tile.
+    `tile` is a function of one group's arrays and of the rows of one tile; it returns the group's next arrays. Rows of
+    zeros must add exact zeros to them.
     """
     _, tiles, rows, _ = _groups_behind_barrier(tiles, rows, None, size)
     initial = lax.optimization_barrier(initial)
@@ -228,6 +214,17 @@ def sum_of_rows(x: Array) -> Array:
     return functools.reduce(jnp.add, [x[row] for row in range(x.shape[0])])
 
 
+def initial_sum(previous: Array | None, shape: tuple[int, ...]) -> Array:
+    """Returns the float32 sum that gradients of a given shape are added to: the previous one, or zeros."""
+    return jnp.zeros(shape, ACCUMULATOR) if previous is None else previous.reshape(shape)
+
+
+def final_sum(total: Array, previous: Array | None, like: Array) -> Array:
+    """Returns a sum in the shape of its operand `like`, and rounded to its dtype unless there was a previous sum."""
+    total = total.reshape(like.shape)
+    return rounded(total, like.dtype) if previous is None else total
+
+
 def row_sum(x: Array) -> Array:
     """Returns the float32 sums `[..., 1]` of a tile's last axis, in the order of `contract.LANES`.
 
@@ -248,11 +245,8 @@ def row_sum(x: Array) -> Array:
 def dot(x: Array, w: Array, contracted: tuple[int, int], batched: bool = False) -> Array:
     """Returns the float32 products of a tile with `w`, on the device's matrix unit.
 
-    Args:
-        x: a tile.
-        w: the other operand.
-        contracted: the axes of `x` and of `w` that are summed over.
-        batched: whether the leading axes of both are paired, such as heads.
+    The axes `contracted`, of `x` and of `w`, are summed over. If `batched`, their leading axes, such as heads, are
+    paired.
     """
     if backends.target() == "cpu":
         # The conversion is exact, and avoids the bfloat16 instructions that only some processors have.

@@ -65,7 +65,7 @@ def compare_one_layer() -> None:
     cache = shared.empty_cache(len(tokens), tokens.shape[1])
     queries = cache.next_queries(jnp.full(len(tokens), tokens.shape[1], jnp.int32))
     specs = specs_of(mesh, declarations(config))
-    call = Call("_hidden_states", (P(), P(), specs, P()), (P(), specs), (("rematerialized", False),))
+    call = Call("hidden_states", (P(), P(), specs, P()), (P(), specs), (("rematerialized", False),))
     (network, weights), arguments = split(shared), (tokens, queries, cache.state, None)
     program: Any = compilation.compiled(_run, network, call, weights, None, arguments)
     assert_same_bits(program(weights, None, arguments)[0], expected)

@@ -141,7 +141,7 @@ def test_a_model_without_a_file_for_images_has_the_usual_options(tmp_path: Path)
     ],
 )
 def test_sizes_are_multiples_of_a_token_within_the_bounds(height: int, width: int, expected: tuple[int, int]) -> None:
-    assert resized(height, width, 28, 56 * 56, 28 * 28 * 1280) == expected
+    assert resized(height, width, 28, ImageOptions(min_pixels=56 * 56, max_pixels=28 * 28 * 1280)) == expected
 
 
 def test_an_image_far_longer_than_wide_is_refused() -> None:

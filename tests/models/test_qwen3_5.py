@@ -273,7 +273,7 @@ def test_tensors_that_do_not_fit_are_refused_by_the_names_they_have(
 def test_what_is_joined_is_cut_into_the_same(form: Tensors) -> None:
     shape = (12, 5) if form.pairs is None else (3, 2, 4, 5)
     parameter = np.arange(np.prod(shape)).reshape(shape)
-    (tensor,) = form.sharding(parameter)
+    (tensor,) = form.split(parameter)
     assert [tensor.shape] == form.shapes(shape)
     assert_same_bits(form.join([tensor]), parameter)
     assert not np.array_equal(tensor.reshape(shape), parameter) or form == Tensors(("x",), pairs="halves")

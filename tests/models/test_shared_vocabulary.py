@@ -21,7 +21,7 @@ from detjax.engine import step_programs
 from detjax.engine.constraints import all_allowed
 from detjax.engine.step_programs import SampledRows, SamplingVariant, SlotState
 from detjax.models.network import split
-from detjax.models.parts.logits import cut_by_blocks
+from detjax.models.parts.logits import vocabulary_sharding
 from detjax.models.parts.sharding import OutputSharding
 from detjax.operands.options import Distribution
 from detjax.operands.sampling_arrays import LogitAdjustments, SamplingArrays
@@ -52,18 +52,18 @@ VARIANTS: Final = {
     ],
 )
 def test_devices_have_whole_blocks_of_the_vocabulary(vocabulary: int, devices: int, shards: int, blocks: int) -> None:
-    sharding = cut_by_blocks(vocabulary, devices)
+    sharding = vocabulary_sharding(vocabulary, devices)
     (group,) = sharding.groups
     assert (group.shards, group.length) == (shards, blocks * SOFTMAX_BLOCK)
     check_pieces(sharding, devices)
 
 
 def test_a_vocabulary_of_one_block_is_not_cut() -> None:
-    assert not cut_by_blocks(SOFTMAX_BLOCK, 8).is_sharded
+    assert not vocabulary_sharding(SOFTMAX_BLOCK, 8).is_sharded
 
 
 def check_pieces(sharding: OutputSharding, devices: int) -> None:
-    """A device's part in an array of zeros; the arrays of all devices add up to the whole."""
+    """Checks that the parts of all devices make up the whole and are zeros otherwise."""
     x = np.arange(1, 2 * sharding.size + 1).reshape(sharding.size, 2)
     parts = [sharding.shards(x, device, devices) for device in range(devices)]
     assert {part.shape for part in parts} == {(sharding.length, 2)}

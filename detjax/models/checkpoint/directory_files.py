@@ -95,14 +95,7 @@ def unread_weights(directory: Path) -> str:
 
 
 def unread_files(directory: Path, read: Collection[str], *, has_tokenizer: bool, has_template: bool) -> str:
-    """Returns a warning's description of the files of a checkpoint that concern the model and are not read.
-
-    Args:
-        directory: the checkpoint.
-        read: names of the files that were read.
-        has_tokenizer: whether the checkpoint has a tokenizer.
-        has_template: whether it has a chat template.
-    """
+    """Returns a warning's description of the files of a checkpoint that concern the model and are not in `read`."""
     unread = {name: kind for name, kind in _foreign_files(directory) if name not in read}
     names = sorted(path.name for path in directory.iterdir())
     if not has_tokenizer:

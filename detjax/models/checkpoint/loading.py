@@ -112,17 +112,13 @@ def load(
         sizes = _checked_sizes(parameters, stored, listing, skips)
         with _progress_bar(f"Loading {directory.resolve().name}", sum(sizes), progress) as advance:
             weights = _read_weights(parameters, sizes, stored, advance, placement(empty, mesh))
-    _name_unread(directory, {listing.name, *(tensor.file.name for tensor in stored.values())}, tokenizer)
+    read = {listing.name, *(tensor.file.name for tensor in stored.values())}
+    has_template = tokenizer is not None and tokenizer.has_chat_template
+    if unread := unread_files(directory, read, has_tokenizer=tokenizer is not None, has_template=has_template):
+        warnings.warn(f"load: {directory} also holds {unread}, which is not read", stacklevel=2)
     model = split(empty)[0].with_weights(weights) if mesh is None else with_mesh(empty, weights, mesh)
     model.generation_defaults, model.image_options, model.video_options = defaults, image_options, video_options
     return model, tokenizer
-
-
-def _name_unread(directory: Path, read: Collection[str], tokenizer: Tokenizer | None) -> None:
-    """Warns of model-related files in a checkpoint's directory that are not read."""
-    has_template = tokenizer is not None and tokenizer.has_chat_template
-    if unread := unread_files(directory, read, has_tokenizer=tokenizer is not None, has_template=has_template):
-        warnings.warn(f"load: {directory} also holds {unread}, which is not read", stacklevel=3)
 
 
 def _read_configuration(directory: Path) -> tuple[Description, DecoderConfig, GenerationDefaults]:
@@ -300,14 +296,7 @@ def _sized_tensors(
 
 @dataclasses.dataclass(frozen=True)
 class _Parameter:
-    """A parameter of a decoder in the checkpoint.
-
-    Attributes:
-        tensors: the tensors that it is made of, as its part declares.
-        shapes: the shapes of these tensors by their names in the checkpoint, in order.
-        shape: its shape in the decoder.
-        dtype: its dtype in the decoder.
-    """
+    """A parameter of a decoder: its tensors, with their shapes by name in the checkpoint, and its shape and dtype."""
 
     tensors: Tensors
     shapes: Mapping[str, tuple[int, ...]]

@@ -145,25 +145,16 @@ class BlockFormat:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Plain(StoredTensor):
-    """A plain tensor that is decoded from stored ones.
-
-    Attributes:
-        block_format: their format.
-        parts: codes, scales and, if stored, the shape.
-    """
+    """A plain tensor in a block format that is decoded from its parts: codes, scales and, if stored, the shape."""
 
     block_format: BlockFormat
     parts: tuple[StoredTensor, ...]
+    has_parts = False
 
     @property
     def dtype(self) -> np.dtype:
         """The dtype of the products."""
         return np.dtype(np.float32)
-
-    @property
-    def has_parts(self) -> bool:
-        """True if a part of the tensor can be read separately; blocks are decoded as a whole."""
-        return False
 
     def read(self, dtype: np.dtype | None = None) -> np.ndarray:
         """Returns the values in a dtype (default: float32), rounded to nearest even.

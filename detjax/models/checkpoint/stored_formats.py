@@ -75,11 +75,6 @@ The plain tensors have inputs as rows. bfloat16 and float32 hold the values exac
 """
 
 
-def _read_mxfp4(described: JsonObject) -> BlockFormat:
-    del described
-    return _MXFP4
-
-
 # --- blocks of fp8 ----------------------------------------------------------------------------------------------------
 
 
@@ -150,7 +145,7 @@ def _read_group(groups: JsonObject, name: str) -> int:
 
 
 _READERS: Final[Mapping[str, Callable[[JsonObject], BlockFormat]]] = {
-    "mxfp4": _read_mxfp4,
+    "mxfp4": lambda _: _MXFP4,
     "fp8": _read_fp8,
     "compressed-tensors": _read_compressed_tensors,
 }

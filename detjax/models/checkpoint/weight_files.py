@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
 import safetensors
@@ -48,6 +48,8 @@ class StoredTensor:
     size: int
     _handle: Any
     _begin: int
+    has_parts: ClassVar = True
+    """Whether a part of the tensor can be read separately."""
 
     @property
     def dtype(self) -> np.dtype:
@@ -78,11 +80,6 @@ class StoredTensor:
             raise CheckpointError(f"{self.file}: tensor {self.name!r} cannot be read: the file has become shorter")
         return content
 
-    @property
-    def has_parts(self) -> bool:
-        """True if a part of the tensor can be read separately."""
-        return True
-
     def read(self, dtype: np.dtype | None = None) -> np.ndarray:
         """Returns the tensor in a dtype (default: as stored), rounded to nearest even.
 
@@ -96,16 +93,7 @@ class StoredTensor:
         return self._rounded(value, dtype)
 
     def read_part(self, axis: int, outputs: slice, dtype: np.dtype | None = None) -> np.ndarray:
-        """Returns a part of the tensor like `read`, and reads only this part.
-
-        Args:
-            axis: an axis, counted from the end.
-            outputs: the slice of the axis to read, with a start and a stop.
-            dtype: default: as stored.
-
-        Raises:
-            CheckpointError: the file has become unreadable, or a finite value would overflow.
-        """
+        """Returns a slice along an axis, counted from the end, like `read`, and reads only this part."""
         position, count = len(self.shape) + axis, outputs.stop - outputs.start
         row = math.prod(self.shape[position + 1 :]) * self.dtype.itemsize
         begins = [index * self.shape[position] + outputs.start for index in range(math.prod(self.shape[:position]))]
@@ -172,10 +160,8 @@ def write_weights(
 ) -> None:
     """Writes tensors into one file, or into shards with an index.
 
-    Args:
-        directory: the checkpoint.
-        tensors: groups of tensors to keep in one file: their size in bytes, and a function that returns them by name.
-        max_shard_bytes: the maximum size of a file that holds several groups.
+    `tensors` are groups to keep in one file: their size in bytes, and a function that returns them by name. Only a
+    file with a single group may have more than `max_shard_bytes`.
     """
     shards: list[list[Callable[[], Mapping[str, np.ndarray]]]] = [[]]
     filled = 0

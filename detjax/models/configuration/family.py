@@ -98,12 +98,7 @@ class Family:
 
 
 class Description(NamedTuple):
-    """The part of a `config.json` that describes a decoder.
-
-    Attributes:
-        family: the decoder's family.
-        file: the keys that describe the decoder: the whole file, or its `text_config` with the keys next to it.
-    """
+    """A decoder's family, and its keys in `config.json`: the whole file, or `text_config` with the keys next to it."""
 
     family: Family
     file: JsonObject
@@ -129,11 +124,7 @@ def families() -> dict[str, Family]:
 
 
 def family_named(operation: str, architecture: str) -> Family:
-    """Returns the family of an architecture.
-
-    Args:
-        operation: the beginning of the error message.
-        architecture: the name of transformers' class.
+    """Returns the family of an architecture; errors begin with `operation`.
 
     Raises:
         ValueError: no such family.
@@ -144,13 +135,9 @@ def family_named(operation: str, architecture: str) -> Family:
 
 
 def description(raw: Mapping[str, Any], source: str) -> Description:
-    """Returns the description of the decoder in a `config.json` with the contents `raw`.
+    """Returns the description of the decoder in a `config.json` with the contents `raw`, which errors call `source`.
 
     If the decoder's keys are in `text_config`, keys that are missing there are read from the object around it.
-
-    Args:
-        raw: the contents.
-        source: the name of the file in errors.
 
     Raises:
         CheckpointError: it names no supported family, or several; or `text_config` is not an object.
@@ -162,19 +149,15 @@ def description(raw: Mapping[str, Any], source: str) -> Description:
     text = file.object(_TEXT)
     if text is None:
         return Description(family, file)
-    beside = {key: value for key, value in raw.items() if key != _TEXT}
-    within = {key: value for key, value in text.raw.items() if key not in _MODEL_LEVEL_KEYS or beside.get(key) is None}
+    siblings = {key: value for key, value in raw.items() if key != _TEXT}
+    inner = {key: value for key, value in text.raw.items() if key not in _MODEL_LEVEL_KEYS or siblings.get(key) is None}
     # For some models, transformers 4 wrote that the embeddings are tied in only one of the two objects.
-    tied = {_TIED: True} if True in (beside.get(_TIED), within.get(_TIED)) else {}
-    return Description(family, JsonObject(within | tied, source, text.prefix, beside))
+    tied = {_TIED: True} if True in (siblings.get(_TIED), inner.get(_TIED)) else {}
+    return Description(family, JsonObject(inner | tied, source, text.prefix, siblings))
 
 
 def _family_of(file: JsonObject) -> Family:
-    """Returns the family that a file names.
-
-    Raises:
-        CheckpointError: it names no supported family, or several.
-    """
+    """Returns the family that a file names."""
     by_architecture = families()
     accepted = ", ".join(by_architecture)
     model_type, names = file.get("model_type"), file.get("architectures")

@@ -29,12 +29,9 @@ class GenerationDefaults:
 
     @classmethod
     def from_hugging_face(cls, raw: Mapping[str, Any], source: str, described: Description) -> "GenerationDefaults":
-        """Returns the defaults of a checkpoint.
+        """Returns the defaults of a checkpoint from the contents of `generation_config.json`, if any.
 
-        Args:
-            raw: the contents of `generation_config.json`; empty without such a file.
-            source: the name of that file in errors.
-            described: the description of the decoder in `config.json`, whose token ids serve if this file has none.
+        Missing token ids are read from `config.json`, whose decoder is `described`. Errors call the file `source`.
 
         Raises:
             CheckpointError: a value of the wrong type or out of range.

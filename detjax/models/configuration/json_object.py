@@ -50,11 +50,7 @@ def missing(path: Path) -> CheckpointError:
 
 
 def refuse_pointer(path: Path, contents: bytes) -> None:
-    """Refuses a pointer to contents that version control has not fetched.
-
-    Args:
-        path: the file.
-        contents: its contents, or their beginning.
+    """Refuses a file that is a pointer to contents that version control has not fetched, given their beginning.
 
     Raises:
         CheckpointError: the file is a pointer.
@@ -88,15 +84,15 @@ class JsonObject:
         raw: the object.
         source: the file's name in errors.
         prefix: text before keys in errors, such as "rope_scaling." for the keys of an object within the file.
-        beside: missing keys of the object that are next to it in the file; they have no prefix in errors.
+        siblings: missing keys of the object that are next to it in the file; they have no prefix in errors.
     """
 
     def __init__(
-        self, raw: Mapping[str, Any], source: str, prefix: str = "", beside: Mapping[str, Any] | None = None
+        self, raw: Mapping[str, Any], source: str, prefix: str = "", siblings: Mapping[str, Any] | None = None
     ) -> None:
-        beside = beside or {}
-        self.beside = frozenset(key for key in beside if raw.get(key) is None)
-        self.raw = {**raw, **{key: beside[key] for key in self.beside}}
+        siblings = siblings or {}
+        self.siblings = frozenset(key for key in siblings if raw.get(key) is None)
+        self.raw = {**raw, **{key: siblings[key] for key in self.siblings}}
         self.source = source
         self.prefix = prefix
         self._read: set[str] = set()
@@ -108,7 +104,7 @@ class JsonObject:
 
     def _place(self, key: str) -> str:
         """Returns the key as errors show it."""
-        return key if key in self.beside else f"{self.prefix}{key}"
+        return key if key in self.siblings else f"{self.prefix}{key}"
 
     def get(self, key: str) -> Any:
         """Returns the value of a key, or None if it is missing."""
@@ -124,11 +120,7 @@ class JsonObject:
     ) -> int:
         """Returns an integer in a range; `why` explains the maximum."""
         value = self.optional_integer(key, minimum=minimum, maximum=maximum, why=why)
-        if value is None:
-            value = default
-        if value is None:
-            raise self.error(key, f"an integer >= {minimum}")
-        return value
+        return self._required(key, default if value is None else value, f"an integer >= {minimum}")
 
     def optional_integer(self, key: str, *, minimum: int, maximum: int = LARGEST, why: str = "") -> int | None:
         """Returns an integer, or None if the key is missing."""
@@ -143,11 +135,13 @@ class JsonObject:
 
     def number(self, key: str, default: float | None = None) -> float:
         """Returns a finite number > 0."""
-        value = self.optional_number(key, minimum=math.nextafter(0, 1), accepted="a finite number > 0")
+        accepted = "a finite number > 0"
+        value = self.optional_number(key, minimum=math.nextafter(0, 1), accepted=accepted)
+        return self._required(key, default if value is None else value, accepted)
+
+    def _required[T](self, key: str, value: T | None, accepted: str) -> T:
         if value is None:
-            value = default
-        if value is None:
-            raise self.error(key, "a finite number > 0")
+            raise self.error(key, accepted)
         return value
 
     def optional_number(

@@ -45,17 +45,10 @@ def read_rope(file: JsonObject, head_dim: int, max_positions: int, *, theta: flo
 def read_rope_of_layer_types(
     file: JsonObject, head_dim: int, max_positions: int, *, theta: float, window_theta: float
 ) -> tuple[RotaryEmbedding, RotaryEmbedding]:
-    """Returns the embeddings of layers without and with a window.
+    """Returns the embeddings of layers without and with a window, whose default bases are `theta` and `window_theta`.
 
     Transformers 5 writes `rope_parameters` with an object for each type of layer. Transformers 4 writes `rope_theta`
     and `rope_scaling` for layers without a window, and `rope_local_base_freq` for the others.
-
-    Args:
-        file: the `config.json`.
-        head_dim: the width of a head.
-        max_positions: its `max_position_embeddings`.
-        theta: the default base of the frequencies in layers without a window.
-        window_theta: the default base in layers with a window.
 
     Raises:
         CheckpointError: see `read_rope`.
@@ -77,12 +70,9 @@ def read_rope_of_layer_types(
 
 
 def read_sections(file: JsonObject, default: tuple[int, ...], pairs: int) -> tuple[int, ...]:
-    """Returns the numbers of column pairs that are rotated by a token's time, row and column.
+    """Returns the numbers of column pairs that are rotated by a token's time, row and column, `pairs` in all.
 
-    Args:
-        file: the `config.json`, with an optional `mrope_section` in `rope_parameters` or `rope_scaling`.
-        default: the default sections.
-        pairs: the number of rotated column pairs.
+    The file may have them as `mrope_section` in `rope_parameters` or `rope_scaling`.
 
     Raises:
         CheckpointError: the sections are not three numbers that add up to the pairs, or the two places disagree.

@@ -12,12 +12,7 @@ _PATCHES: Final = (Key("temporal_patch_size", "temporal_patch_size", 2), Key("sp
 def read_vision(file: JsonObject, hidden_size: int, *, width: int, blocks: int, patch_size: int) -> dict[str, Any]:
     """Returns the fields of `VisionOptions` that all families read in the same way.
 
-    Args:
-        file: the `vision_config`.
-        hidden_size: the width of the decoder.
-        width: transformers' default of the tower's `hidden_size`.
-        blocks: its default of `depth`.
-        patch_size: its default of `patch_size`.
+    `width`, `blocks` and `patch_size` are transformers' defaults; `hidden_size` is the decoder's.
 
     Raises:
         CheckpointError: a value is out of range, or occurs in no published checkpoint.

@@ -12,22 +12,19 @@ type Windows = tuple[int | None, ...]
 """The sliding window of each layer, in tokens; None: all earlier tokens."""
 
 
-def read_full_attention(file: JsonObject, layers: int, model_type: str) -> Windows:
-    """Returns no windows, for a family without any.
-
-    Raises:
-        CheckpointError: `layer_types` says otherwise.
-    """
-    return _uniform(file, layers, model_type, None)
-
-
-def read_window_of_all_layers(file: JsonObject, layers: int, model_type: str) -> Windows:
-    """Returns `sliding_window` for every layer.
+def read_uniform_windows(file: JsonObject, layers: int, model_type: str, *, has_window: bool = False) -> Windows:
+    """Returns `sliding_window` for every layer, or no windows.
 
     Raises:
         CheckpointError: the window is out of range, or `layer_types` says otherwise.
     """
-    return _uniform(file, layers, model_type, _read_window(file))
+    window = _read_window(file) if has_window else None
+    types = [_FULL if window is None else _SLIDING] * layers
+    named = file.get("layer_types")
+    if named is not None and named != types:
+        _check_types(file, named, layers)
+        raise file.error("layer_types", f"{types[0]} for every layer, as {model_type} has no other layers here")
+    return (window,) * layers
 
 
 def read_windows_of_some_layers(file: JsonObject, layers: int, *, first: int = 28) -> Windows:
@@ -91,15 +88,6 @@ def write_windows_of_some_layers(windows: Windows) -> dict[str, Any]:
 def first_window(windows: Windows) -> int | None:
     """Returns the window of the first layer with a window; None if no layer has one."""
     return next((window for window in windows if window is not None), None)
-
-
-def _uniform(file: JsonObject, layers: int, model_type: str, window: int | None) -> Windows:
-    types = [_FULL if window is None else _SLIDING] * layers
-    named = file.get("layer_types")
-    if named is not None and named != types:
-        _check_types(file, named, layers)
-        raise file.error("layer_types", f"{types[0]} for every layer, as {model_type} has no other layers here")
-    return (window,) * layers
 
 
 def _alternating_types(layers: int, pattern: int) -> list[str]:

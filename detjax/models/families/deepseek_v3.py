@@ -5,22 +5,15 @@ Kimi K2's files name the same class with a different `model_type`.
 
 from typing import Any, Final
 
-from flax import nnx
-from jaxtyping import Array, DTypeLike, Float
-
 from detjax.models.configuration import experts_config
 from detjax.models.configuration.config import DecoderConfig
 from detjax.models.configuration.family import Family
 from detjax.models.configuration.json_object import MAX_EXPERTS, JsonObject
-from detjax.models.configuration.keys import Key, read_keys, write_keys
-from detjax.models.configuration.windows import read_full_attention
-from detjax.models.parts.experts import Experts
+from detjax.models.configuration.keys import ATTENTION_BIAS, Key, read_keys, write_keys
+from detjax.models.configuration.windows import read_uniform_windows
+from detjax.models.families import mixture
 from detjax.models.parts.grouped_experts import GroupedExperts, GroupedExpertsOptions
 from detjax.models.parts.latent_attention import LatentAttention, LatentAttentionOptions, LatentOptions
-from detjax.models.parts.mlp import GatedMLP, MLPOptions
-from detjax.models.parts.norm import RMSNorm
-from detjax.models.parts.state import StateDeclaration
-from detjax.operands.kv_pages import KVPages, Queries
 
 _KV_HEADS: Final = 128
 """Transformers' default of `num_key_value_heads`."""
@@ -29,43 +22,18 @@ _EXPERTS: Final = "n_routed_experts", "num_local_experts"
 """The keys of the number of experts; see `experts_config.COUNTS`."""
 
 
-class Layer(nnx.Module):
-    """Latent attention, and experts or an MLP, each after an RMS norm and added to the residual stream."""
-
-    CHECKPOINT_NAMES: Final = {
-        "attention_norm": "input_layernorm",
-        "attention": "self_attn",
-        "mlp_norm": "post_attention_layernorm",
-        "mlp": "mlp",
-    }
-
-    def __init__(self, config: DecoderConfig, index: int, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
-        width, eps, experts = config.hidden_size, config.norm_eps, config.experts
-        self.attention_norm = RMSNorm(width, eps=eps, dtype=dtype)
-        self.attention = LatentAttention(width, _attention_options(config), rngs=rngs, dtype=dtype)
-        self.mlp_norm = RMSNorm(width, eps=eps, dtype=dtype)
-        if experts is not None and experts.layers[index]:
-            assert isinstance(experts, GroupedExpertsOptions)
-            self.mlp = GroupedExperts(width, experts, config.activation, rngs=rngs, dtype=dtype)
-        else:
-            mlp = MLPOptions(inner_width=config.intermediate_size, activation=config.activation)
-            self.mlp = GatedMLP(width, mlp, rngs=rngs, dtype=dtype)
-
-    def __call__(self, x: Float[Array, "*N D"], queries: Queries, kv: KVPages) -> tuple[Float[Array, "*N D"], KVPages]:
-        """Returns the residual stream after this layer, and the layer's pages with the new keys in them."""
-        x, kv = self.attention(self.attention_norm(x), queries, kv, residual=x)
-        y = self.mlp_norm(x)
-        return self.mlp(y, queries, residual=x) if isinstance(self.mlp, Experts) else self.mlp(y, residual=x), kv
-
-    @staticmethod
-    def state(config: DecoderConfig, index: int) -> StateDeclaration:
-        """Returns the declaration of a layer's state, which is the attention's."""
-        return _attention_options(config).state
-
-
-def _attention_options(config: DecoderConfig) -> LatentAttentionOptions:
+def _attention_options(config: DecoderConfig, index: int) -> LatentAttentionOptions:
+    del index
     assert config.latent is not None
     return LatentAttentionOptions(heads=config.heads, latent=config.latent, rope=config.rope, bias=config.output_bias)
+
+
+class Layer(mixture.Layer):
+    """The layer of decoders with experts, with latent attention."""
+
+    ATTENTION = LatentAttention
+    EXPERTS = GroupedExperts
+    attention_options = staticmethod(_attention_options)
 
 
 _LATENT: Final = (
@@ -100,7 +68,7 @@ def _read_options(file: JsonObject, layers: int) -> dict[str, Any]:
         # null counts as false in transformers.
         interleaved=file.boolean("rope_interleave", "rope_interleave" not in file.raw),
     )
-    windows = read_full_attention(file, layers, "deepseek_v3")
+    windows = read_uniform_windows(file, layers, "deepseek_v3")
     return {"windows": windows, "experts": _read_experts(file, layers), "latent": latent}
 
 
@@ -160,7 +128,7 @@ FAMILY: Final = Family(
     reads=_EXPERTS,
     # Layers that predict further tokens come last.
     skips=(r"model\.layers\.{layers}\..*",),
-    keys=(Key("attention_bias", "qkv_bias", default=False), Key("attention_bias", "output_bias", default=False)),
+    keys=ATTENTION_BIAS,
     read_options=_read_options,
     write_options=_write_options,
 )

@@ -4,6 +4,7 @@ Attention and MLP each have a norm for the input, and one for the output before 
 Checkpoints store the norms' weights minus 1.
 """
 
+import dataclasses
 from typing import Any, Final
 
 from flax import nnx
@@ -15,6 +16,7 @@ from detjax.models.configuration.family import Family
 from detjax.models.configuration.json_object import JsonObject
 from detjax.models.configuration.keys import ATTENTION_BIAS, Key
 from detjax.models.configuration.windows import read_alternating_windows, write_alternating_windows
+from detjax.models.families import llama
 from detjax.models.parts.attention import Attention, AttentionOptions
 from detjax.models.parts.mlp import GatedMLP, MLPOptions
 from detjax.models.parts.norm import RMSNorm
@@ -68,16 +70,10 @@ class Layer(nnx.Module):
 
 
 def _attention_options(config: DecoderConfig, index: int) -> AttentionOptions:
-    window, scalar = config.windows[index], config.query_pre_attn_scalar
-    return AttentionOptions(
-        heads=config.heads,
-        kv_heads=config.kv_heads,
-        head_dim=config.head_dim,
-        rope=config.rope if window is None or config.window_rope is None else config.window_rope,
-        window=window,
-        qkv_bias=config.qkv_bias,
-        output_bias=config.output_bias,
-        qk_norm_eps=config.norm_eps if config.qk_norm else None,
+    options, scalar = llama.attention_options(config, index), config.query_pre_attn_scalar
+    return dataclasses.replace(
+        options,
+        rope=config.rope if options.window is None or config.window_rope is None else config.window_rope,
         qk_norm_offset=NORM_OFFSET if config.qk_norm else 0.0,
         scale=None if scalar is None else scalar**-0.5,
         soft_cap=config.attention_soft_cap,
@@ -87,11 +83,7 @@ def _attention_options(config: DecoderConfig, index: int) -> AttentionOptions:
 def read_common_options(file: JsonObject, layers: int, pattern: int, logit_soft_cap: float | None) -> dict[str, Any]:
     """Returns the options that Gemma 2 and 3 read in the same way.
 
-    Args:
-        file: the `config.json`.
-        layers: the number of layers.
-        pattern: the period of layers without a window.
-        logit_soft_cap: the default bound of logits.
+    By default every `pattern`-th layer has no window, and logits have the bound `logit_soft_cap`.
 
     Raises:
         CheckpointError: a value is out of range, or an option is not supported.

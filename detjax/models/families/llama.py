@@ -8,7 +8,7 @@ from jaxtyping import Array, DTypeLike, Float
 from detjax.models.configuration.config import DecoderConfig
 from detjax.models.configuration.family import Family
 from detjax.models.configuration.keys import ATTENTION_BIAS, Key
-from detjax.models.configuration.windows import read_full_attention
+from detjax.models.configuration.windows import read_uniform_windows
 from detjax.models.parts.attention import Attention, AttentionOptions
 from detjax.models.parts.mlp import GatedMLP, MLPOptions
 from detjax.models.parts.norm import RMSNorm
@@ -70,5 +70,5 @@ FAMILY: Final = Family(
     bos=1,
     eos=2,
     keys=(*ATTENTION_BIAS, Key("mlp_bias", "mlp_bias", default=False)),
-    read_options=lambda file, layers: {"windows": read_full_attention(file, layers, "llama")},
+    read_options=lambda file, layers: {"windows": read_uniform_windows(file, layers, "llama")},
 )

@@ -3,7 +3,7 @@
 from typing import Final
 
 from detjax.models.configuration.family import Family
-from detjax.models.configuration.windows import first_window, read_window_of_all_layers
+from detjax.models.configuration.windows import first_window, read_uniform_windows
 from detjax.models.families.llama import Layer
 
 FAMILY: Final = Family(
@@ -14,6 +14,6 @@ FAMILY: Final = Family(
     max_positions=131072,
     bos=1,
     eos=2,
-    read_options=lambda file, layers: {"windows": read_window_of_all_layers(file, layers, "mistral")},
+    read_options=lambda file, layers: {"windows": read_uniform_windows(file, layers, "mistral", has_window=True)},
     write_options=lambda config: {"sliding_window": first_window(config.windows)},
 )

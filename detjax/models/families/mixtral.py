@@ -8,7 +8,7 @@ from detjax.models.configuration.family import Family
 from detjax.models.configuration.json_object import MAX_EXPERTS, JsonObject
 from detjax.models.configuration.keys import Key, read_keys, write_keys
 from detjax.models.configuration.rope_config import read_rope
-from detjax.models.configuration.windows import first_window, read_window_of_all_layers
+from detjax.models.configuration.windows import first_window, read_uniform_windows
 from detjax.models.families import llama, mixture
 from detjax.models.parts.experts import Experts, ExpertsOptions
 
@@ -33,7 +33,7 @@ _EXPERTS: Final = (
 
 def _read_options(file: JsonObject, layers: int) -> dict[str, Any]:
     experts = ExpertsOptions(**read_keys(file, _EXPERTS), normalized=True, layers=(True,) * layers)
-    return {"windows": read_window_of_all_layers(file, layers, "mixtral"), "experts": experts}
+    return {"windows": read_uniform_windows(file, layers, "mixtral", has_window=True), "experts": experts}
 
 
 def _write_options(config: DecoderConfig) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """The layer of decoders with mixtures of experts: Llama's, with experts in place of some layers' MLPs."""
 
 from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from flax import nnx
 from jaxtyping import Array, DTypeLike, Float
@@ -16,20 +17,20 @@ from detjax.operands.kv_pages import KVPages, Queries
 
 
 class Layer(nnx.Module):
-    """Grouped-query attention, and experts or an MLP, each after an RMS norm and added to the residual stream."""
+    """Attention, and experts or an MLP, each after an RMS norm and added to the residual stream."""
 
     CHECKPOINT_NAMES: Mapping[str, str] = llama.Layer.CHECKPOINT_NAMES
-    EXPERTS: type[Experts] = Experts
+    ATTENTION: ClassVar[Any] = Attention
+    EXPERTS: ClassVar[Any] = Experts
     attention_options = staticmethod(llama.attention_options)
     """Returns the options of a layer's attention, given the configuration and the layer's index."""
 
     def __init__(self, config: DecoderConfig, index: int, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
         width, eps, experts = config.hidden_size, config.norm_eps, config.experts
-        assert experts is not None
         self.attention_norm = RMSNorm(width, eps=eps, dtype=dtype)
-        self.attention = Attention(width, self.attention_options(config, index), rngs=rngs, dtype=dtype)
+        self.attention = self.ATTENTION(width, self.attention_options(config, index), rngs=rngs, dtype=dtype)
         self.mlp_norm = RMSNorm(width, eps=eps, dtype=dtype)
-        if experts.layers[index]:
+        if experts is not None and experts.layers[index]:
             self.mlp = self.EXPERTS(width, experts, config.activation, rngs=rngs, dtype=dtype)
         else:
             mlp = MLPOptions(inner_width=config.intermediate_size, activation=config.activation, bias=config.mlp_bias)

@@ -7,7 +7,7 @@ from detjax.models.configuration.config import DecoderConfig
 from detjax.models.configuration.family import Family
 from detjax.models.configuration.json_object import MAX_EXPERTS, JsonObject
 from detjax.models.configuration.keys import ATTENTION_BIAS, Key, read_keys, write_keys
-from detjax.models.configuration.windows import read_full_attention
+from detjax.models.configuration.windows import read_uniform_windows
 from detjax.models.families.mixture import Layer
 from detjax.models.parts.experts import ExpertsOptions
 
@@ -22,7 +22,7 @@ _EXPERTS: Final = (
 def _read_options(file: JsonObject, layers: int) -> dict[str, Any]:
     bound = file.optional_number("clip_qkv", minimum=sys.float_info.min, accepted="a finite number > 0, null")
     return {
-        "windows": read_full_attention(file, layers, "olmoe"),
+        "windows": read_uniform_windows(file, layers, "olmoe"),
         "experts": ExpertsOptions(**read_keys(file, _EXPERTS), layers=(True,) * layers),
         "wide_qk_norm": True,
         "qkv_bound": bound,

@@ -70,13 +70,7 @@ def read_layers(file: JsonObject, layers: int, experts: GatedExpertsOptions | No
 
 
 def with_tower(text: Family, architecture: str, model_type: str) -> Family:
-    """Returns the family of models that add a vision tower to a family's text models.
-
-    Args:
-        text: the text models' family.
-        architecture: the name of the whole model's class.
-        model_type: the `model_type` of its configurations.
-    """
+    """Returns the family of models that add a vision tower to the text models of the family `text`."""
 
     def read_options(file: JsonObject, layers: int) -> dict[str, Any]:
         vision = file.object("vision_config") or JsonObject({}, file.source, "vision_config.")

@@ -3,15 +3,12 @@
 Published checkpoints hold one tensor for all experts of a layer. Saved ones have one per expert, as in transformers.
 """
 
+import dataclasses
 from typing import Any, Final
 
 from detjax.models.configuration import experts_config
-from detjax.models.configuration.family import Family
 from detjax.models.configuration.json_object import JsonObject
-from detjax.models.configuration.keys import ATTENTION_BIAS
 from detjax.models.families import qwen3_5, qwen3_next
-
-_SHARED_WIDTH: Final = "shared_expert_intermediate_size"
 
 
 def _read_options(file: JsonObject, layers: int) -> dict[str, Any]:
@@ -20,22 +17,14 @@ def _read_options(file: JsonObject, layers: int) -> dict[str, Any]:
     return qwen3_5.read_layers(file, layers, experts)
 
 
-FAMILY: Final = Family(
+FAMILY: Final = dataclasses.replace(
+    qwen3_5.FAMILY,
     architecture="Qwen3_5MoeForCausalLM",
     model_type="qwen3_5_moe_text",
-    layer=qwen3_5.Layer,
-    max_positions=32768,
-    head_dim=256,
     kv_heads=2,
     # No layer has a separate MLP; this is the expert that every token goes through.
-    intermediate_size=(_SHARED_WIDTH, 512),
-    norm_offset=qwen3_next.NORM_OFFSET,
+    intermediate_size=("shared_expert_intermediate_size", 512),
     reads=(qwen3_next.TURNING, *experts_config.COUNTS),
-    skips=qwen3_5.SKIPS,
-    prefixes=qwen3_5.PREFIXES,
-    read_rope=qwen3_5.read_rope,
-    keys=ATTENTION_BIAS,
     read_options=_read_options,
-    write_options=qwen3_next.write_layers,
 )
 WITH_TOWER: Final = qwen3_5.with_tower(FAMILY, "Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe")

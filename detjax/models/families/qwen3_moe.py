@@ -10,7 +10,7 @@ from detjax.models.configuration.config import DecoderConfig
 from detjax.models.configuration.family import Family
 from detjax.models.configuration.json_object import JsonObject
 from detjax.models.configuration.keys import ATTENTION_BIAS, Key, read_keys
-from detjax.models.configuration.windows import first_window, read_full_attention, read_window_of_all_layers
+from detjax.models.configuration.windows import first_window, read_uniform_windows
 from detjax.models.families.mixture import Layer
 from detjax.models.parts.experts import ExpertsOptions
 
@@ -23,13 +23,13 @@ _EXPERTS: Final = (
 
 def _read_options(file: JsonObject, layers: int) -> dict[str, Any]:
     has_window = file.boolean("use_sliding_window", False)
-    read_windows = read_window_of_all_layers if has_window else read_full_attention
+    windows = read_uniform_windows(file, layers, "qwen3_moe", has_window=has_window)
     experts = ExpertsOptions(
         experts=experts_config.read_count(file, 128),
         **read_keys(file, _EXPERTS),
         layers=experts_config.read_sparse_layers(file, layers),
     )
-    return {"windows": read_windows(file, layers, "qwen3_moe"), "qk_norm": True, "experts": experts}
+    return {"windows": windows, "qk_norm": True, "experts": experts}
 
 
 def _write_options(config: DecoderConfig) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from detjax.models.configuration.config import DecoderConfig
 from detjax.models.configuration.family import Family
 from detjax.models.configuration.json_object import JsonObject
 from detjax.models.configuration.keys import ATTENTION_BIAS, Key, read_keys, write_keys
+from detjax.models.families import llama
 from detjax.models.parts.attention import AttentionOptions
 from detjax.models.parts.delta_net import DeltaNet, DeltaNetOptions
 from detjax.models.parts.gated_attention import GatedAttention
@@ -106,28 +107,15 @@ class Layer(nnx.Module):
 
 
 def _attention_options(config: DecoderConfig) -> AttentionOptions:
-    return AttentionOptions(
-        heads=config.heads,
-        kv_heads=config.kv_heads,
-        head_dim=config.head_dim,
-        rope=config.rope,
-        qkv_bias=config.qkv_bias,
-        output_bias=config.output_bias,
-        qk_norm_eps=config.norm_eps,
-        qk_norm_offset=NORM_OFFSET,
-    )
+    return dataclasses.replace(llama.attention_options(config, 0), qk_norm_offset=NORM_OFFSET)
 
 
 def read_rope(
     file: JsonObject, head_dim: int, max_positions: int, *, passed_over: Collection[str] = ()
 ) -> RotaryEmbedding:
-    """Returns the embedding of partly rotated heads.
+    """Returns the embedding of partly rotated heads, whose rotated share the file has in one of three places.
 
-    Args:
-        file: the `config.json`, which has the rotated share in one of three places.
-        head_dim: the width of a head.
-        max_positions: its `max_position_embeddings`.
-        passed_over: keys of the rotary embedding that do not matter to text.
+    Keys of the rotary embedding in `passed_over` do not matter to text.
 
     Raises:
         CheckpointError: see `rope_config.read_rope`.
@@ -149,12 +137,7 @@ def read_rope(
 
 
 def read_layers(file: JsonObject, layers: int, experts: GatedExpertsOptions | None) -> dict[str, Any]:
-    """Returns the options of layers with gated delta nets or gated attention.
-
-    Args:
-        file: the `config.json`.
-        layers: the number of layers.
-        experts: the mixtures of experts; None: every layer has an MLP.
+    """Returns the options of layers with gated delta nets or gated attention, and experts or else MLPs.
 
     Raises:
         CheckpointError: a value is out of range.
@@ -178,14 +161,9 @@ def _read_layer_types(file: JsonObject, layers: int) -> tuple[bool, ...]:
 def read_experts(
     file: JsonObject, sparse: tuple[bool, ...], *, count: int, chosen: int, normalized: bool
 ) -> GatedExpertsOptions:
-    """Returns the shape of experts with a gated shared expert.
+    """Returns the shape of `count` experts with a gated shared one, in layers that are `sparse`.
 
-    Args:
-        file: the `config.json`.
-        sparse: for each layer, whether it has experts.
-        count: the number of experts.
-        chosen: the default number of experts that a token chooses.
-        normalized: whether the weights of the chosen experts are divided by their sum.
+    By default a token chooses `chosen` of them.
 
     Raises:
         CheckpointError: a value is out of range.

@@ -1,7 +1,7 @@
 """Grouped-query attention with rotary embeddings over a paged cache."""
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from flax import nnx
@@ -91,11 +91,14 @@ class Attention(nnx.Module):
     Weights are `[N, K]`, rows being outputs, as in checkpoints. Queries, keys and values are one weight.
     """
 
+    QUERY_PARTS: ClassVar = 1
+    """Outputs of the query projection per column of a query."""
+
     def __init__(self, width: int, options: AttentionOptions, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
-        rows, has_norms = options.q_width + 2 * options.kv_width, options.qk_norm_eps is not None
+        self.options = options
+        rows, has_norms = sum(self._rows), options.qk_norm_eps is not None
         widths = (options.q_width, options.kv_width) if options.wide_qk_norm else (options.head_dim,) * 2
         q_norm, k_norm = (jnp.full(width, 1 - options.qk_norm_offset, dtype) for width in widths)
-        self.options = options
         self.width = width
         self.qkv = random_weight(rngs, (rows, width), dtype)
         self.qkv_bias = zero_bias(options.qkv_bias, (rows,), dtype)
@@ -143,12 +146,16 @@ class Attention(nnx.Module):
         q, k = (ops.rms_norm(x, w, eps=options.qk_norm_eps, weight_offset=options.qk_norm_offset) for x, w in pairs)
         return jnp.concatenate([q, k, v], axis=-1)
 
+    @property
+    def _rows(self) -> tuple[int, int, int]:
+        """The outputs of the projections of queries, keys and values."""
+        return self.QUERY_PARTS * self.options.q_width, self.options.kv_width, self.options.kv_width
+
     def shardings(self, devices: int) -> dict[str, OutputSharding]:
         """Returns the sharding of each parameter: queries, keys and values by heads."""
         options, output = self.options, outputs(self.width, devices)
         queries, shared = options.shards(devices)
-        keys = ShardGroup(options.kv_width, shared)
-        qkv = OutputSharding((ShardGroup(options.q_width, queries), keys, keys))
+        qkv = OutputSharding(tuple(map(ShardGroup, self._rows, (queries, shared, shared))))
         return {
             "qkv": qkv,
             "qkv_bias": qkv.at(-1),
@@ -160,10 +167,9 @@ class Attention(nnx.Module):
     @property
     def tensors(self) -> dict[str, Tensors]:
         """The checkpoint's tensors of each parameter."""
-        rows = (self.options.q_width, self.options.kv_width, self.options.kv_width)
         return {
-            "qkv": Tensors(("q_proj.weight", "k_proj.weight", "v_proj.weight"), rows),
-            "qkv_bias": Tensors(("q_proj.bias", "k_proj.bias", "v_proj.bias"), rows),
+            "qkv": Tensors(("q_proj.weight", "k_proj.weight", "v_proj.weight"), self._rows),
+            "qkv_bias": Tensors(("q_proj.bias", "k_proj.bias", "v_proj.bias"), self._rows),
             "q_norm": Tensors(("q_norm.weight",)),
             "k_norm": Tensors(("k_norm.weight",)),
             "output": Tensors(("o_proj.weight",)),

@@ -77,14 +77,7 @@ class DeltaNet(nnx.Module):
     def __call__(
         self, x: Float[Array, "*N D"], queries: Queries, state: DeltaNetState, *, residual: Float[Array, "*N D"]
     ) -> tuple[Float[Array, "*N D"], DeltaNetState]:
-        """Returns the linear attention of the new tokens, added to the residual stream, and the next state.
-
-        Args:
-            x: the normalized hidden states of the new tokens.
-            queries: the positions of the new tokens in their requests.
-            state: the layer's state of each request.
-            residual: the residual stream.
-        """
+        """Returns the linear attention of the new tokens and the next state; see `Attention` for the arguments."""
         options, leading, shardings = self.options, x.shape[:-1], self.shardings(devices())
         # From here on, heads are this device's.
         key_group, _, value_group, _ = shardings["qkvz"].groups

@@ -5,7 +5,7 @@ from flax import nnx
 from jaxtyping import Array, DTypeLike, Float, Float32, Int
 
 from detjax import ops
-from detjax.models.parts.logits import Logits, cut_by_blocks
+from detjax.models.parts.logits import Logits, vocabulary_sharding
 from detjax.models.parts.parameters import Tensors, random_weight
 from detjax.models.parts.sharding import (
     OutputSharding,
@@ -99,7 +99,7 @@ class Embedding(nnx.Module):
 
     def shardings(self, devices: int) -> dict[str, OutputSharding]:
         """Returns the sharding of the table: by blocks of tokens."""
-        return {"weight": cut_by_blocks(self.vocab_size, devices)}
+        return {"weight": vocabulary_sharding(self.vocab_size, devices)}
 
     @property
     def tensors(self) -> dict[str, Tensors]:

@@ -42,10 +42,7 @@ def results_at_home(
 ) -> Float[Array, "n k D"]:
     """Returns all results of the tokens whose home is this device.
 
-    Args:
-        results: the results of this device's experts for all tokens; entries of other experts are undefined.
-        ids: the experts of all tokens.
-        experts: the sharding of the experts.
+    `results` are this device's for all tokens, undefined for experts of other devices, and `ids` all tokens' experts.
     """
     everything = refusing_gradients(_sent_home)(_with_homes(results))
     owner = at_home(ids) // experts.length * (_sharing() // experts.shards)  # the first device that has the expert

@@ -117,38 +117,28 @@ class Experts(nnx.Module):
         sequences = request.at[rows.token].get(mode="fill", fill_value=-1)
         options: dict[str, Any] = {"unit": rows.unit, "sequences": sequences}
         gate: dict[str, Any] = {"activation": self.activation, "gated": True, "clamp": self.options.clamp}
-        given, sizes = rows.gather(flat), rows.group_sizes
+        chosen_rows, sizes = rows.gather(flat), rows.group_sizes
         gate_up, down = shardings["gate_up"].output_sharding, shardings["down"].output_sharding
         inner: dict[str, Any] = {"sharding": gate_up, "bias": optional(self.gate_up_bias), **gate, **options}
         outer: dict[str, Any] = {"sharding": down, "bias": optional(self.down_bias), **options}
-        y = gathered(sharded_grouped_matmul(given, self.gate_up[...], sizes, **inner), gate_up)
+        y = gathered(sharded_grouped_matmul(chosen_rows, self.gate_up[...], sizes, **inner), gate_up)
         y = sharded_grouped_matmul(y, self.down[...], sizes, **outer)
         # A token's results are added column by column, so each device adds its own columns.
         columns = functools.partial(local_columns, sharding=down)
         shared, residual = self.shared(flat), columns(residual.reshape(flat.shape))
         shared = None if shared is None else columns(shared)
+        combine = functools.partial(ops.combine_experts, aggregation=self.options.aggregation)
         if experts.shards == 1:
-            combined = self._combined(y, weights, rows, shared, residual)
+            combined = combine(y, weights, rows, shared=shared, residual=residual)
         else:
             y = results_at_home(rows.results(y), ids, experts)
             shared = None if shared is None else at_home(shared)
-            combined = self._combined(y, at_home(weights), None, shared, at_home(residual))
+            combined = combine(y, at_home(weights), None, shared=shared, residual=at_home(residual))
             combined = from_homes(combined, len(flat))
         return gathered(combined, down).reshape(x.shape)
 
-    def _combined(
-        self, y: Array, weights: Array, rows: ops.ExpertRows | None, shared: Array | None, residual: Array
-    ) -> Array:
-        addends = {"shared": shared, "residual": residual}
-        return ops.combine_experts(y, weights, rows, **addends, aggregation=self.options.aggregation)
-
     def expert_shardings(self, tensor: int, expert: int) -> dict[str, OutputSharding]:
-        """Returns the sharding of each parameter: whole experts over one axis of a mesh, their outputs over the other.
-
-        Args:
-            tensor: the devices of the axis `TENSOR`.
-            expert: the devices of the axis `EXPERT`.
-        """
+        """Returns the sharding of each parameter: whole experts over the axis `EXPERT`, their outputs over `TENSOR`."""
         sharding = {"over": (TENSOR,), "experts": whole_experts(self.options.experts, expert)}
         inner = dataclasses.replace(outputs(self.options.inner_width, tensor), **sharding)
         outer = dataclasses.replace(outputs(self.width, tensor), **sharding)

@@ -114,14 +114,7 @@ class LatentAttention(nnx.Module):
     def __call__(
         self, x: Float[Array, "*N D"], queries: Queries, kv: KVPages, *, residual: Float[Array, "*N D"]
     ) -> tuple[Float[Array, "*N D"], KVPages]:
-        """Returns the attention of the new tokens, added to the residual, and the pages with their keys.
-
-        Args:
-            x: the normalized hidden states of the new tokens.
-            queries: the positions of the new tokens in their requests.
-            kv: the layer's pages.
-            residual: added to the attention.
-        """
+        """Returns the attention of the new tokens and the pages with their keys; see `Attention` for the arguments."""
         options, latent, shardings = self.options, self.options.latent, self.shardings(devices())
         latents = ops.matmul(x, self.latents[...], layout="nk", bias=optional(self.latents_bias))
         widths = (latent.q_rank or 0, latent.kv_rank, options.rope.head_dim)

@@ -33,7 +33,7 @@ _WORD: Final = 32
 """Tokens per word of a mask."""
 
 
-def cut_by_blocks(vocabulary: int, devices: int) -> OutputSharding:
+def vocabulary_sharding(vocabulary: int, devices: int) -> OutputSharding:
     """Returns the sharding of a vocabulary by whole blocks of `contract.SOFTMAX_BLOCK` tokens."""
     shards = indivisible_shards(ceil_div(vocabulary, SOFTMAX_BLOCK), devices)
     return OutputSharding((ShardGroup(vocabulary, shards, SOFTMAX_BLOCK if shards > 1 else 1),))
@@ -90,9 +90,7 @@ class Logits:
     def sample(self, arrays: SamplingArrays, *, filtered: bool) -> tuple[Int32[Array, "R"], Float32[Array, "R"]]:
         """Returns the result of `ops.sample`: tokens, and their logprobs under the softmax of the logits.
 
-        Args:
-            arrays: the sampling parameters of each row.
-            filtered: False if no row has a filter. With filters every device gets all logits.
+        With `filtered`, every device gets all logits. It may be False if no row has a filter.
         """
         if filtered or not self.sharding.is_sharded:
             return ops.sample(self.whole, arrays, filtered=filtered)
@@ -112,12 +110,7 @@ class Logits:
         return self._at(tokens) - first - second
 
     def sampling_logprobs(self, tokens: Int32[Array, "R"], arrays: SamplingArrays) -> Float32[Array, "R"]:
-        """Returns the result of `ops.sampling_logprobs` without filters.
-
-        Args:
-            tokens: the tokens that `sample` drew from these logits.
-            arrays: the sampling parameters of each row.
-        """
+        """Returns the result of `ops.sampling_logprobs` without filters, for tokens that `sample` returned."""
         if not self.sharding.is_sharded:
             return ops.sampling_logprobs(self.part, tokens, arrays, filtered=False)
         temperature = jnp.asarray(arrays.temperature)

@@ -12,14 +12,7 @@ class RMSNorm(nnx.Module):
     """Division by the root mean square, with a weight for each column (Zhang and Sennrich 2019)."""
 
     def __init__(self, width: int, *, eps: float, dtype: DTypeLike, offset: float = 0.0) -> None:
-        """Makes a norm whose weights are 1.
-
-        Args:
-            width: columns.
-            eps: added to the mean square.
-            dtype: the weight's dtype.
-            offset: added to the weight: 1.0 if checkpoints store `weight - 1`.
-        """
+        """Makes a norm that multiplies by 1; `offset` is added to the weight: 1.0 if checkpoints store `weight - 1`."""
         self.eps, self.offset = eps, offset
         self.weight = nnx.Param(jnp.full(width, 1 - offset, dtype))
 

@@ -94,10 +94,6 @@ class ShardPlacement(NamedTuple):
         """The outputs of the device's shard within its part."""
         return slice(self.begin_in_part, self.begin_in_part + self.group.length)
 
-    def begin_of(self, device: Any, devices: int) -> Any:
-        """Returns the first output of a device's shard in the whole parameter."""
-        return self.begin + self.group.shard_of(device, devices) * self.group.length
-
 
 @dataclasses.dataclass(frozen=True)
 class OutputSharding:
@@ -158,8 +154,8 @@ class OutputSharding:
         """Returns a device's outputs of a whole NumPy or JAX array, or of anything that is indexed like one."""
         parts = []
         for place in self.places():
-            first, end = place.begin_of(device, devices), place.begin + place.group.size
-            length = place.group.length
+            length, end = place.group.length, place.begin + place.group.size
+            first = place.begin + place.group.shard_of(device, devices) * length
             parts.append(slice_and_pad(x, first, min(first + length, end), length, x.ndim + self.axis))
         if len(parts) == 1:
             return parts[0]
@@ -180,12 +176,7 @@ class OutputSharding:
 
 
 class _Exchanges(NamedTuple):
-    """The state of exchanges while a function is traced.
-
-    Attributes:
-        links: the links by which kernels reach the other devices.
-        gathered: every gathered array, with this device's own columns and the sharding.
-    """
+    """The links of exchanges while a function is traced, and every gathered array with its own columns and sharding."""
 
     links: DeviceLinks | None
     gathered: list[tuple[Array, Array, OutputSharding]]
@@ -197,12 +188,7 @@ _exchanges: Final = contextvars.ContextVar[_Exchanges | None]("exchanges", defau
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["part"], meta_fields=["sharding"])
 @dataclasses.dataclass(frozen=True)
 class DeviceColumns:
-    """This device's columns of an array that has all of them.
-
-    Attributes:
-        part: the columns.
-        sharding: the sharding of the array.
-    """
+    """This device's columns of an array that has all of them, and the array's sharding."""
 
     part: Shaped[Array, "*N n"]
     sharding: OutputSharding
@@ -213,12 +199,8 @@ def linked(links: DeviceLinks | None, x: Array | None = None, columns: DeviceCol
     """Makes exchanges that are traced within the context use these links.
 
     A function of `jax.jit` that exchanges takes the links that `current_links` returns as an argument, and has its own
-    context, since arrays of one trace cannot be used in another.
-
-    Args:
-        links: the links by which kernels reach the other devices.
-        x: an array with all columns that was gathered in another context.
-        columns: this device's columns of it; see `device_columns`.
+    context, since arrays of one trace cannot be used in another. The context may begin with an array `x` that was
+    gathered in another one, and this device's columns of it; see `device_columns`.
     """
     gathered = [] if x is None or columns is None else [(x, columns.part, columns.sharding)]
     token = _exchanges.set(_Exchanges(links, gathered))
@@ -244,15 +226,7 @@ def device_columns(x: Shaped[Array, "*N D"]) -> DeviceColumns | None:
 
 
 def slice_and_pad(x: Any, first: int, end: int, length: int, axis: int) -> Any:
-    """Returns a slice of a NumPy or JAX array, or of anything that is indexed like one, padded with zeros to a length.
-
-    Args:
-        x: the array.
-        first: the start of the slice.
-        end: its end; the slice may be empty.
-        length: the length of the result.
-        axis: the axis of the slice.
-    """
+    """Returns a slice of an axis, padded with zeros to a length, of an array or of anything indexed like one."""
     if first >= end:
         return np.zeros((*x.shape[:axis], length, *x.shape[axis + 1 :]), x.dtype)
     return pad_to(x[(..., slice(first, end), *[slice(None)] * (x.ndim - 1 - axis))], length, axis)
@@ -301,11 +275,7 @@ def head_shards(heads: int, shared_heads: int, devices: int) -> tuple[int, int]:
 
 
 def devices(over: Sequence[str] = AXES) -> int:
-    """Returns the number of devices that share the model being traced; 1 outside of a mesh.
-
-    Args:
-        over: the mesh axes to count.
-    """
+    """Returns the number of devices along mesh axes that share the model being traced; 1 outside of a mesh."""
     mesh = jax.sharding.get_abstract_mesh()
     return math.prod(mesh.shape[axis] for axis in over) if TENSOR in mesh.manual_axes else 1
 
@@ -321,13 +291,7 @@ def sharded_matmul(
 ) -> Float[Array, "*N n"]:
     """Returns this device's outputs of `ops.matmul`; outside of a mesh, all of them.
 
-    Args:
-        x: all columns.
-        weight: this device's shard, with the layout "nk".
-        sharding: the sharding of the weight.
-        bias: this device's shard.
-        residual: all columns of an array that the product is added to.
-        options: further options of `ops.matmul`.
+    `weight` is this device's shard, with the layout "nk", and so is `bias`; `x` and `residual` have all columns.
     """
     weight, bias, is_whole = _multiplied(weight, bias, sharding)
     if residual is not None and not is_whole:
@@ -397,9 +361,9 @@ def local_columns(x: Shaped[Array, "*N D"], sharding: OutputSharding) -> Shaped[
     if devices(sharding.over) == 1 or not sharding.is_sharded:
         return x
     exchanges = _exchanges.get()
-    for whole, part, its_sharding in [] if exchanges is None else exchanges.gathered:
+    for whole, part, whole_sharding in [] if exchanges is None else exchanges.gathered:
         # These columns were gathered from this device: taking the original avoids a slicing kernel.
-        if whole is x and its_sharding.over == sharding.over and its_sharding.groups == sharding.groups:
+        if whole is x and (whole_sharding.over, whole_sharding.groups) == (sharding.over, sharding.groups):
             return part
     count, device = devices(sharding.over), lax.axis_index(sharding.over)
     parts = []
@@ -430,11 +394,9 @@ def gathered(x: Shaped[Array, "*N n"], sharding: OutputSharding) -> Shaped[Array
 def first_output(sharding: OutputSharding) -> Any:
     """Returns the index of this device's first output, for a sharding of one group."""
     (group,) = sharding.groups
-    return (
-        0
-        if not sharding.is_sharded
-        else group.shard_of(lax.axis_index(sharding.over), devices(sharding.over)) * group.length
-    )
+    if not sharding.is_sharded:
+        return 0
+    return group.shard_of(lax.axis_index(sharding.over), devices(sharding.over)) * group.length
 
 
 def all_rows(weight: Weight, sharding: OutputSharding) -> Weight:
@@ -445,12 +407,9 @@ def all_rows(weight: Weight, sharding: OutputSharding) -> Weight:
 
 
 def owned_rows(x: Shaped[Array, "*N D"], owner: Array, sharding: OutputSharding) -> Shaped[Array, "*N D"]:
-    """Returns each row from the device whose shard is `owner`.
+    """Returns each row of `x` from the device whose shard is `owner`, `[*N]`; its values on other devices are ignored.
 
-    Args:
-        x: rows; their values on other devices are ignored.
-        owner: the index of each row's shard, `[*N]`.
-        sharding: the sharding of the table that rows are read from, of one group.
+    The table that rows are read from has the sharding `sharding`, of one group.
     """
     everything = all_gathered(x, sharding.over)[..., :: devices(sharding.over) // sharding.groups[0].shards, :]
     return jnp.take_along_axis(everything, owner[..., None, None], axis=-2, mode="clip")[..., 0, :]

@@ -130,12 +130,7 @@ class Keys(NamedTuple):
 
 
 class Taps(NamedTuple):
-    """The learned positions around each patch, for interpolation.
-
-    Attributes:
-        index: four rows of the table.
-        weight: the weight of each row.
-    """
+    """Four rows of the table of learned positions around each patch, and their weights for interpolation."""
 
     index: Int32[Arrays, "W T 4"]
     weight: Float32[Arrays, "W T 4"]
@@ -273,9 +268,9 @@ class VisionAttention(nnx.Module):
         width = options.width
         self.options = options
         self.qkv = random_weight(rngs, (3 * width, width), dtype)
-        self.qkv_bias = zero_bias(True, (3 * width,), dtype)
+        self.qkv_bias = nnx.Param(jnp.zeros(3 * width, dtype))
         self.output = random_weight(rngs, (width, width), dtype)
-        self.output_bias = zero_bias(True, (width,), dtype)
+        self.output_bias = nnx.Param(jnp.zeros(width, dtype))
 
     def __call__(
         self,
@@ -287,7 +282,6 @@ class VisionAttention(nnx.Module):
     ) -> Float[Array, "W T D"]:
         """Returns the attention, added to the residual stream."""
         heads, head_dim = self.options.heads, self.options.head_dim
-        assert self.qkv_bias is not None and self.output_bias is not None
         qkv = ops.matmul(x, self.qkv[...], layout="nk", bias=self.qkv_bias[...])
         qkv = qkv.reshape(*x.shape[:-1], 3 * heads, head_dim)
         q, k = ops.qk_rope(qkv, coordinates, self.options.rope, heads=heads, kv_heads=heads)
@@ -319,13 +313,12 @@ class PatchMerger(nnx.Module):
         self.options = options
         self.norm = _norm(options, dtype)
         self.inner = random_weight(rngs, (width, width), dtype)
-        self.inner_bias = zero_bias(True, (width,), dtype)
+        self.inner_bias = nnx.Param(jnp.zeros(width, dtype))
         self.output = random_weight(rngs, (options.output_width, width), dtype)
-        self.output_bias = zero_bias(True, (options.output_width,), dtype)
+        self.output_bias = nnx.Param(jnp.zeros(options.output_width, dtype))
 
     def __call__(self, x: Float[Array, "W T D"]) -> Float[Array, "W U O"]:
         """Returns a row for each `merged` patches of a window."""
-        assert self.inner_bias is not None and self.output_bias is not None
         x = self.norm(x).reshape(len(x), -1, self.options.width * self.options.merged)
         x = ops.matmul(x, self.inner[...], layout="nk", bias=self.inner_bias[...], activation="gelu")
         return ops.matmul(x, self.output[...], layout="nk", bias=self.output_bias[...])

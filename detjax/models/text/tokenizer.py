@@ -42,11 +42,7 @@ class Tokenizer:
     """
 
     def __init__(self, files: Mapping[str, bytes], source: str) -> None:
-        """Makes a tokenizer from the contents of a checkpoint's files.
-
-        Args:
-            files: the contents by path, including `tokenizer.json`.
-            source: the directory in errors.
+        """Makes a tokenizer from a checkpoint's files by path, including `tokenizer.json`; `source` is their directory.
 
         Raises:
             CheckpointError: a file is damaged.
@@ -184,10 +180,7 @@ class Tokenizer:
         return self._templates.get("tool_use", self._templates.get("default"))
 
     def with_chat_template(self, template: str) -> "Tokenizer":
-        """Returns this tokenizer with another chat template, for conversations with and without tools.
-
-        Args:
-            template: a template in Jinja.
+        """Returns this tokenizer with another chat template in Jinja, for conversations with and without tools.
 
         Raises:
             CheckpointError: the template is damaged.

@@ -29,11 +29,7 @@ class FrameSampling:
 
     @classmethod
     def from_options(cls, options: ImageOptions, vision: VisionOptions) -> "FrameSampling":
-        """Returns the sampling that `video_preprocessor_config.json` describes.
-
-        Args:
-            options: the options of videos.
-            vision: the tower.
+        """Returns the sampling that `video_preprocessor_config.json` describes, whose keys are unread `options`.
 
         Raises:
             CheckpointError: a value is not a number in its range.
@@ -50,12 +46,7 @@ class FrameSampling:
     def changed(
         self, fps: float | None = None, min_frames: int | None = None, max_frames: int | None = None
     ) -> "FrameSampling":
-        """Returns the sampling for one video.
-
-        Args:
-            fps: see above. Default: unchanged, as for the others.
-            min_frames: see above.
-            max_frames: see above; at most the checkpoint's.
+        """Returns the sampling for one video; what is None stays the same. `max_frames` is at most the checkpoint's.
 
         Raises:
             ValueError: a number is out of its range.
@@ -74,14 +65,10 @@ class FrameSampling:
         return dataclasses.replace(self, fps=float(fps), min_frames=least, max_frames=most)
 
     def indices(self, total: int, rate: float) -> Sequence[int]:
-        """Returns the indices of the selected frames, in ascending order.
+        """Returns the indices of the frames to select, in ascending order, of `total` frames with `rate` per second.
 
         They match transformers' processors, with one exception: for Qwen2.5-VL, rounding of the step between frames
         sometimes gives transformers one frame more than the computed number. Here it is always the computed number.
-
-        Args:
-            total: the number of frames of the video.
-            rate: the video's frames per second.
         """
         if self.group is None:
             chosen = min(max(int(total / rate * self.fps), self.min_frames), self.max_frames, total)

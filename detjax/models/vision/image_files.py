@@ -15,11 +15,7 @@ _MAX_PIXELS: Final = 1 << 26
 
 
 def read_pixels(name: str, contents: bytes) -> UInt8[np.ndarray, "h w 3"]:
-    """Returns red, green and blue of each pixel of a file; transparency is dropped.
-
-    Args:
-        name: the image's name in errors.
-        contents: the file's contents.
+    """Returns red, green and blue of each pixel of a file, which errors call `name`; transparency is dropped.
 
     Raises:
         ValueError: the file has another format or is damaged, or the image has too many pixels.

@@ -51,7 +51,7 @@ class ImageOptions:
     def from_hugging_face(
         cls, raw: Mapping[str, Any], source: str, vision: VisionOptions, *, is_for_videos: bool = False
     ) -> "ImageOptions":
-        """Returns the options that a `preprocessor_config.json` with the contents `raw` describes.
+        """Returns the options that a `preprocessor_config.json` describes.
 
         Args:
             raw: the contents; empty without such a file.
@@ -191,12 +191,7 @@ type VisualInput = ImagePatches | VideoPatches
 
 
 def image_patches(image: UInt8[np.ndarray, "h w C"], options: ImageOptions, vision: VisionOptions) -> ImagePatches:
-    """Returns the patches of an image.
-
-    Args:
-        image: red, green and blue of each pixel, from 0 to 255.
-        options: how the image is resized and normalized.
-        vision: the tower.
+    """Returns the patches of an image: red, green and blue of each pixel, from 0 to 255.
 
     Raises:
         ValueError: the image is empty, has other axes, or is too long or too wide.
@@ -207,7 +202,7 @@ def image_patches(image: UInt8[np.ndarray, "h w C"], options: ImageOptions, visi
             'and blue of each pixel, such as np.asarray(PIL.Image.open(file).convert("RGB"))'
         )
     unit = vision.patch_size * vision.merge_size
-    height, width = resized(image.shape[0], image.shape[1], unit, options.min_pixels, options.max_pixels)
+    height, width = resized(image.shape[0], image.shape[1], unit, options)
     bicubic = PIL.Image.Resampling.BICUBIC
     pixels = np.asarray(PIL.Image.fromarray(np.ascontiguousarray(image)).resize((width, height), bicubic))
     pixels = (pixels.astype(np.float64) * (1 / 255)).astype(np.float32)
@@ -226,27 +221,12 @@ def patches_of_frames(pixels: Float32[np.ndarray, "t h w C"], vision: VisionOpti
     return ImagePatches(grid.reshape(rows * columns, -1), rows, columns)
 
 
-def resized(height: int, width: int, unit: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
+def resized(
+    height: int, width: int, unit: int, options: ImageOptions, *, frames: int = 1, padded_frames: int = 1
+) -> tuple[int, int]:
     """Returns the height and width to resize an image to: multiples of `unit`, close to its shape, within the bounds.
 
-    Raises:
-        ValueError: one side is more than 200 times as long as the other.
-    """
-    check_sides(height, width)
-    sides = height, width
-    # Halves are rounded to even numbers, as in the image processors.
-    rounded = [round(side / unit) * unit for side in sides]
-    if math.prod(rounded) > max_pixels:
-        factor = math.sqrt(height * width / max_pixels)
-        rounded = [max(unit, math.floor(side / factor / unit) * unit) for side in sides]
-    elif math.prod(rounded) < min_pixels:
-        factor = math.sqrt(min_pixels / (height * width))
-        rounded = [math.ceil(side * factor / unit) * unit for side in sides]
-    return rounded[0], rounded[1]
-
-
-def check_sides(height: int, width: int) -> None:
-    """Refuses images that are too long or too wide.
+    The bounds apply to `frames` images together, of which `padded_frames` are encoded.
 
     Raises:
         ValueError: one side is more than 200 times as long as the other.
@@ -256,6 +236,16 @@ def check_sides(height: int, width: int) -> None:
             f"image_patches: the image has {height} rows and {width} columns; accepted: a side at most {_MAX_RATIO} "
             "times as long as the other"
         )
+    sides, pixels = (height, width), frames * height * width
+    # Halves are rounded to even numbers, as in the image processors.
+    rounded = [round(side / unit) * unit for side in sides]
+    if padded_frames * math.prod(rounded) > options.max_pixels:
+        factor = math.sqrt(pixels / options.max_pixels)
+        rounded = [max(unit, math.floor(side / factor / unit) * unit) for side in sides]
+    elif padded_frames * math.prod(rounded) < options.min_pixels:
+        factor = math.sqrt(options.min_pixels / pixels)
+        rounded = [math.ceil(side * factor / unit) * unit for side in sides]
+    return rounded[0], rounded[1]
 
 
 # --- the tower --------------------------------------------------------------------------------------------------------
@@ -265,10 +255,6 @@ def image_rows(tower: VisionTower, shown: Sequence[VisualInput]) -> list[Float[n
     """Returns the rows for the tokens of each image and video, in row-major order of the image, on the host.
 
     The tower treats video frames as images. No bit of an image's rows depends on the other images.
-
-    Args:
-        tower: the vision tower.
-        shown: the patches of the images and videos.
     """
     network, weights = split(tower)
     return rows_by(functools.partial(_window_rows, network, weights), tower.options, shown)

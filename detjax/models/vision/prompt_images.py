@@ -69,12 +69,7 @@ class ImageReader:
     """
 
     def __init__(self, config: DecoderConfig, images: ImageOptions | None, videos: ImageOptions | None) -> None:
-        """Makes a reader for a model, which may not support images.
-
-        Args:
-            config: the model's configuration.
-            images: how images become patches; None: the defaults.
-            videos: how video frames become patches; None: as images do.
+        """Makes a reader with the checkpoint's options for images (None: defaults) and videos (None: as for images).
 
         Raises:
             CheckpointError: the checkpoint's file for videos has an unsupported selection of frames.
@@ -87,11 +82,7 @@ class ImageReader:
         self.sampling = FrameSampling() if vision is None else FrameSampling.from_options(self._videos, vision)
 
     def patches(self, name: str, given: Sequence[GivenImage]) -> list[VisualInput]:
-        """Returns the patches of a request's images and videos.
-
-        Args:
-            name: the request's name in errors.
-            given: see `Request.images`.
+        """Returns the patches of the images and videos of a request, which errors call `name`; see `Request.images`.
 
         Raises:
             ValueError: the model does not support images, or one of them is invalid.
@@ -258,12 +249,8 @@ def token_coordinates(
 
     All three coordinates of a text token are its index. A token of an image or video frame has the time, its row and
     its column; the text continues after the last row and column (Wang et al. 2024, Qwen2-VL, section 2.1), and
-    generated text after all coordinates.
-
-    Args:
-        tokens: the prompt, in which each image and video has as many consecutive placeholders as it has tokens.
-        placeholders: the tokens that stand for parts of images and videos.
-        grids: the arrangement of each image's or video's tokens.
+    generated text after all coordinates. In the prompt, each image and video has as many consecutive placeholders as
+    its grid has tokens.
 
     Raises:
         ValueError: the prompt's placeholders do not match the images and videos.

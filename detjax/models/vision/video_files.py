@@ -36,12 +36,7 @@ def read_video(name: str, contents: bytes, sampling: FrameSampling) -> Video:
     """Returns the frames of an animation that a model sees, with their times; transparency is dropped.
 
     The animation is treated as a video whose frames all have the same duration: the longest one that divides the
-    durations of the animation's frames. If those are equal, the video has the animation's frames.
-
-    Args:
-        name: the video's name in errors.
-        contents: the file's contents.
-        sampling: the selection of frames.
+    durations of the animation's frames. If those are equal, the video has the same frames. Errors call it `name`.
 
     Raises:
         ValueError: the file is not an animation in one of these formats, or it has too many frames or pixels.
@@ -53,7 +48,7 @@ def read_video(name: str, contents: bytes, sampling: FrameSampling) -> Video:
             count = getattr(image, "n_frames", 1)
             _check_sizes(name, *image.size, count)
             lengths = _lengths(image, count)
-            common = _common(lengths)
+            common = math.lcm(*(length.denominator for length in lengths))
             unit = Fraction(math.gcd(*(int(length * common) for length in lengths)), common)
             starts = list(itertools.accumulate(lengths, initial=Fraction(0)))
             total, rate = int(starts[-1] / unit), float(1000 / unit)
@@ -74,12 +69,9 @@ def read_video(name: str, contents: bytes, sampling: FrameSampling) -> Video:
 
 
 def read_frames(name: str, files: Sequence[bytes], sampling: FrameSampling) -> Video:
-    """Returns the video with these images as frames, `sampling.fps` per second; a model sees all of them.
+    """Returns the video with these image files as frames, `sampling.fps` per second; a model sees all of them.
 
-    Args:
-        name: the video's name in errors.
-        files: the contents of the images' files.
-        sampling: the number of frames per second, and the maximum number of frames.
+    Errors call it `name`.
 
     Raises:
         ValueError: a file is not an image, or the video has too many frames or pixels.
@@ -144,11 +136,6 @@ def _lengths(image: PIL.Image.Image, count: int) -> list[Fraction]:
         given = Fraction(image.info.get("duration") or 0).limit_denominator(1 << 16)
         lengths.append(given if given > 0 else Fraction(_LIKE_BROWSERS))
     return lengths
-
-
-def _common(lengths: Sequence[Fraction]) -> int:
-    """Returns the least common denominator."""
-    return math.lcm(*(length.denominator for length in lengths))
 
 
 def _frames(image: PIL.Image.Image, indices: Sequence[int]) -> Iterator[tuple[int, UInt8[np.ndarray, "h w 3"]]]:

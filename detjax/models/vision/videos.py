@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Float64, Int32, UInt8
 
 from detjax.models.parts.vision import VisionOptions
-from detjax.models.vision.images import ImageOptions, VideoPatches, check_sides, patches_of_frames, resized
+from detjax.models.vision.images import ImageOptions, VideoPatches, patches_of_frames, resized
 
 _MAX_PRECISION: Final = 22
 """The maximum number of fractional bits of resampling weights."""
@@ -37,11 +37,6 @@ class Video:
 
 def video_patches(video: Video, options: ImageOptions, vision: VisionOptions) -> VideoPatches:
     """Returns the patches of a video from all its frames; selecting frames is up to the caller.
-
-    Args:
-        video: the frames.
-        options: how each frame is resized and normalized.
-        vision: the tower.
 
     Raises:
         ValueError: the video has no frames; frames are empty, differ in size, have other axes, or are too long or too
@@ -72,7 +67,7 @@ def video_patches(video: Video, options: ImageOptions, vision: VisionOptions) ->
     if vision.tokens_per_second is None:  # the bounds apply to all frames together
         height, width = _resized_together(frames.shape, unit, vision.temporal_patch_size, options)
     else:
-        height, width = resized(shape[0], shape[1], unit, options.min_pixels, options.max_pixels)
+        height, width = resized(shape[0], shape[1], unit, options)
     pixels = _resampled(frames, height, width).astype(np.float32)
     # Images take two steps where this is one.
     mean, std = (np.array(numbers, np.float32) * np.float32(255) for numbers in (options.mean, options.std))
@@ -103,18 +98,9 @@ def _resized_together(shape: tuple[int, ...], unit: int, temporal: int, options:
     if min(height, width) < unit:
         scale = max(unit / height, unit / width)
         height, width = int(height * scale), int(width * scale)
-    check_sides(height, width)
     # The number of frames in the patches; if one is missing, the last frame is repeated.
-    counted = max(round(frames / temporal) * temporal, 1)
-    exact = frames * height * width
-    sides = [round(side / unit) * unit for side in (height, width)]
-    if counted * math.prod(sides) > options.max_pixels:
-        factor = math.sqrt(exact / options.max_pixels)
-        sides = [max(unit, math.floor(side / factor / unit) * unit) for side in (height, width)]
-    elif counted * math.prod(sides) < options.min_pixels:
-        factor = math.sqrt(options.min_pixels / exact)
-        sides = [math.ceil(side * factor / unit) * unit for side in (height, width)]
-    return sides[0], sides[1]
+    padded_frames = max(round(frames / temporal) * temporal, 1)
+    return resized(height, width, unit, options, frames=frames, padded_frames=padded_frames)
 
 
 def _resampled(frames: UInt8[np.ndarray, "F h w C"], height: int, width: int) -> UInt8[np.ndarray, "F H W C"]:
