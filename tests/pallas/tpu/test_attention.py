@@ -351,9 +351,7 @@ def test_schedules_are_checked() -> None:
     problem = Problem(kv_heads=6, group=4)
     assert attention.default_schedule(problem) == Schedule(kv_heads=6, rows=128)
     assert attention.default_schedule(Problem(kv_heads=1, group=130)) == Schedule(kv_heads=1, rows=192)
-    with pytest.raises(
-        ValueError, match=r"4 key heads in a step .* for 6 key heads .*; accepted: a divisor of 6"
-    ):
+    with pytest.raises(ValueError, match=r"4 key heads in a step .* for 6 key heads .*; accepted: a divisor of 6"):
         Schedule(kv_heads=4, rows=128).check(problem)
     with pytest.raises(ValueError, match="at least 70 rows"):
         Schedule(kv_heads=1, rows=64).check(Problem(kv_heads=1, group=70))
