@@ -65,12 +65,8 @@ class BatchShapes:
 
     @classmethod
     def for_serving(cls, slots: int, token_budget: int) -> "BatchShapes":
-        """Returns shapes for any mix of prefills and decodes, few enough to compile them all before the first request.
-
-        Args:
-            slots: sequences that are computed at the same time.
-            token_budget: maximum tokens of a step.
-        """
+        """Returns shapes for any mix of prefills and decodes, few enough to compile them all before the first
+        request."""
         decodes = _sizes(1, slots)
         prefills = {
             rows: min(slots, rows // QUERY_UNIT)
@@ -95,13 +91,9 @@ class BatchShapes:
 
     @classmethod
     def for_chunks(cls, slots: int, prefill_chunk: int, *, mixes: bool = False) -> "BatchShapes":
-        """Returns two shapes: one for decodes, and one for a prefill chunk of each sequence.
+        """Returns two shapes: one for decodes, and one for a prefill chunk of each sequence; see `StepLimits`.
 
-        Args:
-            slots: sequences that are computed at the same time.
-            prefill_chunk: maximum tokens of a prefill chunk. A chunk of one token is computed like a decode.
-            mixes: whether a step may have both prefills and decodes. Otherwise all prefills come before the first
-                decode.
+        A chunk of one token is computed like a decode.
         """
         chunk_rows = padded_rows(prefill_chunk)
         rows = max(min(slots * chunk_rows, _MAX_ROWS), chunk_rows)
@@ -192,11 +184,9 @@ class StepBatch(NamedTuple):
         return self._replace(adjustments=None, steps=np.zeros(self.held.shape, np.int32))
 
     def at_step_of_run(self, number: Any, no_slot: int) -> "StepBatch":
-        """Returns the batch of one step of a run, without the decodes that have ended. The run's program traces this.
+        """Returns the batch of a step of a run, without the decodes that have ended, for tracing in the run's program.
 
-        Args:
-            number: the index of the step in the run.
-            no_slot: the number of slots, which stands for no slot.
+        `no_slot` is the number of slots, which stands for no slot.
         """
         assert self.steps is not None
         is_active = number < self.steps
@@ -238,13 +228,7 @@ class SlotTable:
         self._bars_ends = [False] * slots
 
     def batch(self, step: ScheduledStep, shape: BatchShape, *, adjusted: bool = False) -> StepBatch:
-        """Updates the page tables and sampling parameters of a step's sequences, and returns the step's arrays.
-
-        Args:
-            step: the step.
-            shape: a shape that it fits into.
-            adjusted: include adjustments.
-        """
+        """Updates the page tables and sampling parameters of a step's sequences, and returns the step's arrays."""
         for chunk in step.chunks:
             self._refresh(chunk.sequence)
         # The queries of prefills begin after the capacity for decodes.

@@ -67,7 +67,9 @@ class CompilerProcess:
                 env=os.environ | _SHARED_MEMORY | {"PYTHONPATH": paths},
             )
         with contextlib.suppress(OSError):  # `compiled` reports that the process has ended
-            self._connection.send_bytes(_pickled(task))
+            content = io.BytesIO()
+            _TaskPickler(content).dump(task)
+            self._connection.send_bytes(content.getvalue())
 
     def compiled(self, key: Hashable) -> bytes:
         """Returns one of the task's programs in the form of `compilation.serialized`.
@@ -105,12 +107,6 @@ class _TaskPickler(pickle.Pickler):
 class _TaskUnpickler(pickle.Unpickler):
     def persistent_load(self, pid: int) -> Any:
         return next(device for device in jax.devices() if device.id == pid)
-
-
-def _pickled(task: Task) -> bytes:
-    content = io.BytesIO()
-    _TaskPickler(content).dump(task)
-    return content.getvalue()
 
 
 def _serve(connection: Connection) -> None:

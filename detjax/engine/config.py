@@ -13,6 +13,7 @@ from detjax.engine.step_loop import StepLoopConfig
 from detjax.engine.step_programs import SamplingVariant
 from detjax.models import Decoder
 from detjax.models.mesh import spans_processes
+from detjax.operands.numerics import ceil_div
 from detjax.operands.options import KVQuantization
 from detjax.runtime import backends
 
@@ -41,8 +42,8 @@ class EngineConfig:
         snapshot_bytes: maximum host memory in bytes for snapshots. Models with linear attention need them for their
             prefix cache: a snapshot is a copy of the model's state at the end of a page. The engine takes one at the
             end of a prompt and where a prompt diverges from cached pages, and a request resumes from the last one
-            that matches its prompt. 0: no prefix cache for such models. Other models need no snapshots. There are
-            none if devices of several processes share the model.
+            that matches its prompt. 0: no prefix cache for such models. Other models need no snapshots, and models
+            that devices of several processes share cannot have any.
         snapshot_tokens: minimum number of tokens that a snapshot must save over the previous one; below it,
             recomputing is faster than copying the state to the host and back.
         kv_cache_dtype: quantize the KV cache (`ops.quantize_kv`). This changes the numbers; they still depend on
@@ -101,7 +102,7 @@ class EngineConfig:
                 "this model, or 0, which turns off its prefix cache"
             )
         # The last token of a sample is not computed.
-        needed = -(-(length - 1) // KV_BLOCK)
+        needed = ceil_div(length - 1, KV_BLOCK)
         num_pages = self.num_pages
         if num_pages is None and spans_processes(model.mesh):
             raise ValueError(
@@ -132,7 +133,7 @@ class EngineConfig:
         return StepLoopConfig(
             shapes=BatchShapes.for_serving(self.max_samples, self.token_budget),
             num_pages=self.num_pages,
-            pages_per_sequence=-(-(self.max_length - 1) // KV_BLOCK),
+            pages_per_sequence=ceil_div(self.max_length - 1, KV_BLOCK),
             variants=SamplingVariant.for_serving(self.top_logprobs),
             prefix_cache=self.prefix_cache,
             snapshot_bytes=self.snapshot_bytes,

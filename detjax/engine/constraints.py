@@ -187,12 +187,7 @@ class ConstraintCompiler:
     """Compiles constraints for the tokens of one model, with a cache of recent ones. It is thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer, vocabulary: int, end_tokens: Sequence[int]) -> None:
-        """A compiler for a model.
-
-        Args:
-            tokenizer: the model's tokenizer.
-            vocabulary: the number of the model's logits, which may exceed the number of tokens.
-            end_tokens: tokens that end a text. A constraint allows them when the text is complete.
+        """A compiler for a model with `vocabulary` logits, which may exceed the number of tokens.
 
         Raises:
             ValueError: llguidance is not installed, or the model has no end token.

@@ -220,12 +220,7 @@ class Engine(RequestReader):
             return [job.future.result() for job in jobs]
 
     async def generate_async(self, requests: Iterable[Request]) -> list[Generation]:
-        """Asynchronous version of `generate`. Cancelling the task cancels its requests.
-
-        Raises:
-            ValueError: a request cannot be served. Then no request is started.
-            EngineClosed: the engine was closed meanwhile, or it failed.
-        """
+        """Asynchronous version of `generate`, with the same errors. Cancelling the task cancels its requests."""
         with self._started(requests) as jobs:
             return [await asyncio.wrap_future(job.future) for job in jobs]
 
@@ -257,24 +252,14 @@ class Engine(RequestReader):
                 yield token
 
     async def stream_all(self, requests: Sequence[Request]) -> AsyncGenerator[tuple[int, Token]]:
-        """Yields the tokens of several requests as they arrive, each with the index of its request.
-
-        Raises:
-            ValueError: a request cannot be served. Then no request is started.
-            EngineClosed: the engine was closed meanwhile, or it failed.
-        """
+        """Yields the tokens of several requests as they arrive, each with the index of its request; see `stream`."""
         async with contextlib.aclosing(self.stream_events(requests)) as events:
             async for number, event in events:
                 if isinstance(event, Token):
                     yield number, event
 
     async def stream_events(self, requests: Sequence[Request]) -> AsyncGenerator[tuple[int, Token | Generation]]:
-        """Yields the tokens of `stream_all`, and after the last token of each request its generation.
-
-        Raises:
-            ValueError: a request cannot be served. Then no request is started.
-            EngineClosed: the engine was closed meanwhile, or it failed.
-        """
+        """Yields the tokens of `stream_all`, and after the last token of each request its generation."""
         loop = asyncio.get_running_loop()
         events: asyncio.Queue[tuple[int, Token | None]] = asyncio.Queue()
 
@@ -448,7 +433,10 @@ class Engine(RequestReader):
                         if token.finish_reason is not None:
                             self._jobs.pop(sample, None)
                         if job is not None:
-                            self._deliver(job, token)
+                            try:
+                                job.deliver(token)
+                            except BaseException as error:  # of the sample or of the request's listener
+                                self._fail(job, error)
         except BaseException as error:
             _log.critical("the engine failed; %d samples were in flight", len(self._jobs), exc_info=error)
             self._end(error)
@@ -463,12 +451,6 @@ class Engine(RequestReader):
                     self._jobs[sample] = job
             job.settle_if_done()
         except BaseException as error:
-            self._fail(job, error)
-
-    def _deliver(self, job: _Job, token: Token) -> None:
-        try:
-            job.deliver(token)
-        except BaseException as error:  # of the sample or of the request's listener
             self._fail(job, error)
 
     def _fail(self, job: _Job, error: BaseException) -> None:

@@ -8,17 +8,17 @@ from rich.progress import Progress
 
 from detjax.contract import PORTABLE_ROWS
 from detjax.engine.batch import BatchShapes
-from detjax.engine.constraints import ModelConstraints
+from detjax.engine.config import EngineConfig
 from detjax.engine.model_runner import bytes_of_page
-from detjax.engine.request import Generation
+from detjax.engine.request import Generation, Request
+from detjax.engine.request_reader import RequestReader
 from detjax.engine.sampling_params import SamplingParams
 from detjax.engine.scheduler import pages_needed
-from detjax.engine.sequence import RequestContext, Sequence, samples
+from detjax.engine.sequence import Sequence
 from detjax.engine.step_loop import StepLoop, StepLoopConfig
 from detjax.engine.step_programs import SamplingVariant
-from detjax.engine.validation import encode_prompt, end_tokens
 from detjax.models import Decoder, Tokenizer
-from detjax.models.vision.prompt_images import GivenImage, ImageReader, PromptImages
+from detjax.models.vision.prompt_images import GivenImage
 from detjax.operands.options import KVQuantization
 
 PREFILL_CHUNK: Final = 128
@@ -80,10 +80,11 @@ def generate(  # noqa: PLR0913
         raise ValueError(
             f"generate: {len(prompts)} prompts and {len(images)} lists of images; accepted: a list for each prompt"
         )
-    reader = _PromptReader(model, tokenizer)
+    limits = EngineConfig(max_length=model.config.max_positions, top_logprobs=model.config.vocab_size)
+    reader = RequestReader(model, tokenizer, limits)
     requests = [
-        reader.sequences(f"generate: prompt {index}", prompt, row, shown)
-        for index, (prompt, row, shown) in enumerate(zip(prompts, params, images or [()] * len(prompts), strict=True))
+        reader.samples_of(f"generate: prompt {index}", Request(prompt, row, images=visuals), is_streamed=False)
+        for index, (prompt, row, visuals) in enumerate(zip(prompts, params, images or [()] * len(prompts), strict=True))
     ]
     _run(model, [sequence for request in requests for sequence in request], prefill_chunk, kv_cache_dtype, progress)
     return [
@@ -100,30 +101,6 @@ def _one_per_prompt(sampling: SamplingParams | Seq[SamplingParams] | None, promp
             f"generate: {prompts} prompts and {len(sampling)} sampling parameters; accepted: one, or as many as prompts"
         )
     return list(sampling)
-
-
-class _PromptReader:
-    """Validates and tokenizes the prompts of a model."""
-
-    def __init__(self, model: Decoder, tokenizer: Tokenizer | None) -> None:
-        self._model, self._tokenizer = model, tokenizer
-        self._constraints = ModelConstraints(model.config, model.generation_defaults, tokenizer)
-        self._images = ImageReader(model.config, model.image_options, model.video_options)
-
-    def sequences(
-        self, name: str, prompt: str | Seq[int], params: SamplingParams, images: Seq[GivenImage]
-    ) -> list[Sequence]:
-        """Returns the samples of a prompt; `name` is its name in error messages."""
-        config = self._model.config
-        patches = self._images.patches(name, images)
-        tokens = encode_prompt(name, config, prompt, params, self._tokenizer, patches)
-        context = RequestContext(
-            end_tokens=end_tokens(self._model.generation_defaults, params),
-            tokenizer=self._tokenizer,
-            constraint=self._constraints.compile(params.constraint),
-            images=PromptImages(patches, tokens, config) if patches else None,
-        )
-        return samples(tokens, params, context)
 
 
 def _run(

@@ -51,11 +51,7 @@ def bytes_of_slot(model: Decoder) -> int:
 
 def bytes_of_snapshot(model: Decoder) -> int:
     """Returns the bytes of a copy of a slot on the host, summed over the devices that share the model."""
-
-    def size(slots: int) -> int:
-        return _bytes(lambda: model.empty_state(1, None, slots))
-
-    return size(2) - size(1)
+    return _bytes(lambda: model.empty_state(1, None, 2)) - _bytes(lambda: model.empty_state(1, None, 1))
 
 
 def _bytes_of_state(model: Decoder, num_pages: int, slots: int, quantization: KVQuantization | None) -> int:
@@ -68,13 +64,7 @@ def _bytes(make: Callable[[], Any]) -> int:
 
 
 class StateSizes(NamedTuple):
-    """The sizes of a model's state.
-
-    Attributes:
-        num_pages: pages of the cache.
-        slots: sequences that are computed at the same time.
-        kv_cache_dtype: quantization of keys and values in the cache.
-    """
+    """The sizes of a model's state: pages of the cache, sequences computed at the same time, and quantization."""
 
     num_pages: int
     slots: int
@@ -100,7 +90,7 @@ class ModelRunner:
             model: the decoder.
             sizes: the sizes of its state.
             variants: sampling programs that steps may use, the fastest first.
-            empty_batch: returns a batch of a shape, without chunks.
+            empty_batch: returns a batch of a shape without chunks.
             image_tokens: tokens of the largest image for which a program is compiled in advance.
             runs_of: maximum number of decodes of a run; 0: no runs.
         """
@@ -112,7 +102,7 @@ class ModelRunner:
         """Keys of programs that have run without links."""
         self._everywhere = everywhere(model.mesh)
         self._spans_processes = spans_processes(model.mesh)
-        self._given = placement(model, model.mesh)
+        self._placements = placement(model, model.mesh)
         self._vocabulary = model.config.vocab_size
         self._hidden = jax.ShapeDtypeStruct((model.config.hidden_size,), model.dtype)
         self._variants = tuple(variants)
@@ -133,10 +123,7 @@ class ModelRunner:
         self._without_images: dict[int, ImageRows] = {}
 
     def update_weights(self, params: PyTree[Array]) -> None:
-        """Replaces the model's weights.
-
-        Args:
-            params: the result of `nnx.split(model)[1]`, with the same shapes and dtypes.
+        """Replaces the model's weights by a result of `nnx.split(model)[1]` with the same shapes and dtypes.
 
         Raises:
             ValueError: the weights do not fit the model.
@@ -145,17 +132,20 @@ class ModelRunner:
         expected = [jax.ShapeDtypeStruct(shape, weight.dtype) for shape, weight in pairs]
         _check_weights(self._network.state(tuple(expected)), params)
         weights = self._network.weights(params)
-        placed = tuple(put(x) for put, x in zip(self._given, weights, strict=True))
+        placed = tuple(put(x) for put, x in zip(self._placements, weights, strict=True))
         self._parameters = self._parameters._replace(weights=placed)
 
     def image_rows(self, images: Sequence[VisualInput]) -> list[np.ndarray]:
         """Returns the vision tower's rows of each image, on the host."""
         assert self._vision is not None, "the model takes no images"
         most = self._windows[-1] if self._windows else None
-        return rows_by(self._tower_rows, self._vision, images, windows=self._windows_for, most_windows=most)
-
-    def _tower_rows(self, patches: Patches) -> Array:
-        return self._run(step_programs.image_rows(patches))
+        return rows_by(
+            lambda patches: self._run(step_programs.image_rows(patches)),
+            self._vision,
+            images,
+            windows=self._windows_for,
+            most_windows=most,
+        )
 
     def _windows_for(self, needed: int) -> int:
         """Returns the smallest number of windows, at least `needed`, whose program is ready."""
@@ -165,13 +155,9 @@ class ModelRunner:
         return size
 
     def forward(self, batch: StepBatch) -> tuple[Array, Array]:
-        """Computes the hidden states of a step.
+        """Returns the hidden states of each chunk's last token, for `sample`, and of the prefill rows, for `score`.
 
-        Args:
-            batch: the step, on the device; see `copy`.
-
-        Returns:
-            The hidden state of each chunk's last token, for `sample`, and of the prefill rows, for `score`.
+        The batch must be on the device; see `copy`.
         """
         if self._needs_priming(step_programs.forward_key(batch.shape)):
             self._forward(self.copy(self._empty_batch(batch.shape)), is_linked=False)
@@ -199,9 +185,7 @@ class ModelRunner:
     def decode_run(self, batch: StepBatch, needed: SamplingVariant) -> SampledTokens:
         """Computes a run of steps, each from the tokens that the previous step sampled.
 
-        Args:
-            batch: the first step, on the device, with the `steps` of each decode.
-            needed: the capabilities needed; `steps_of_run` must have returned more than 1 for them.
+        The batch is the first step, with the `steps` of each decode. `steps_of_run` must have returned more than 1.
 
         Returns:
             The tokens of each step, `[steps, R]`; undefined in steps that a decode takes no part in.
@@ -222,14 +206,7 @@ class ModelRunner:
         return run(batch, is_linked=True)
 
     def sample(self, batch: StepBatch, hidden: Array, needed: SamplingVariant, allowed: Array | None) -> SampledTokens:
-        """Samples the tokens of a step and records them in their slots.
-
-        Args:
-            batch: the step, on the device.
-            hidden: the hidden state of each chunk's last token.
-            needed: the capabilities that the sampling program needs.
-            allowed: the masks of the step's constraints, on the device; None: all tokens are allowed.
-        """
+        """Samples the tokens of a step and records them in their slots; `allowed` has the masks of constraints."""
         variant = next(
             variant
             for variant in self._variants
@@ -340,11 +317,9 @@ class ModelRunner:
         return [] if self._vision is None else [empty_pack(self._vision, windows) for windows in self._windows]
 
     def warm_up(self, batches: Sequence[StepBatch], compiler: ProgramCompiler) -> None:
-        """Compiles the programs that steps of the given shapes may need, and runs each of them once.
+        """Compiles the programs that steps may need, given an empty batch of each shape, and runs each of them once.
 
-        Args:
-            batches: an empty batch of each shape.
-            compiler: compiles the programs. Those that it defers serve steps as soon as they are ready.
+        Programs that the compiler defers serve steps as soon as they are ready.
         """
         self.close()
         with compilation.chained(self._buffers is not None):

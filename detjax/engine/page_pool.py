@@ -62,13 +62,7 @@ class PagePool:
     """
 
     def __init__(self, num_pages: int, *, keeps_prefixes: bool = True, snapshots: SnapshotCache | None = None) -> None:
-        """A pool of free pages.
-
-        Args:
-            num_pages: number of pages.
-            keeps_prefixes: keep pages for later sequences.
-            snapshots: snapshots of prefixes, for models with state in slots.
-        """
+        """A pool of free pages, with `snapshots` of prefixes for models with state in slots."""
         if num_pages < 1:
             raise ValueError(f"PagePool: num_pages is {num_pages}; accepted: at least 1")
         self.num_pages = num_pages

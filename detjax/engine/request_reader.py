@@ -26,13 +26,8 @@ class RequestReader:
     """Validates and tokenizes an engine's requests. It needs no weights, so processes without the model can use it."""
 
     def __init__(self, model: Decoder | ModelMetadata, tokenizer: Tokenizer | None, config: EngineConfig) -> None:
-        """A reader.
-
-        Args:
-            model: the engine's model, or its metadata.
-            tokenizer: needed for texts, stop strings and constraints.
-            config: the engine's resolved settings.
-        """
+        """A reader for an engine with these resolved settings. Texts, stop strings and constraints need the
+        tokenizer."""
         self._config = config
         self._model_config, self._defaults, self._tokenizer = model.config, model.generation_defaults, tokenizer
         self._image_reader = ImageReader(model.config, model.image_options, model.video_options)
@@ -98,15 +93,10 @@ class RequestReader:
         self._constraints.compile(constraint)
 
     def samples_of(self, name: str, request: Request, *, is_streamed: bool) -> list[sequences.Sequence]:
-        """Returns the samples of a request, before they are scheduled.
-
-        Args:
-            name: the request's name in error messages.
-            request: the request.
-            is_streamed: decode the text at every token.
+        """Returns the samples of a request, before they are scheduled; `is_streamed` decodes the text at every token.
 
         Raises:
-            ValueError: the engine cannot serve it.
+            ValueError: the engine cannot serve it. The message begins with `name`.
         """
         params, top = request.sampling, self._config.top_logprobs
         images = self._image_reader.patches(name, request.images)

@@ -8,6 +8,7 @@ from detjax.engine.page_pool import Digest, PagePool
 from detjax.engine.sequence import Sequence
 from detjax.engine.snapshots import MAX_PER_STEP, SlotCopies
 from detjax.engine.waiting_queue import WaitingQueue
+from detjax.operands.numerics import ceil_div, round_up
 
 _TURN = operator.attrgetter("turn")
 
@@ -140,7 +141,9 @@ class Scheduler:
             while sequence in chunks and not self._has_pages(chunks[sequence]):
                 victim = self.running[-1]
                 chunks.pop(victim, None)
-                self._preempt(victim)
+                self._evict(victim)
+                self.preemptions += 1
+                self.waiting.put_back(victim)
         if self.preemptions == preemptions:
             self._admit(chunks)
         decodes = tuple(chunk for chunk in chunks.values() if chunk.is_decode)
@@ -159,7 +162,7 @@ class Scheduler:
             return
         for chunk in step.decodes:
             chunk.later = min(most, chunk.sequence.missing) - 1
-        needed = sum(-(-chunk.end // KV_BLOCK) - len(chunk.sequence.page_ids) for chunk in step.decodes)
+        needed = sum(ceil_div(chunk.end, KV_BLOCK) - len(chunk.sequence.page_ids) for chunk in step.decodes)
         if needed <= self.pool.available:
             taken = [self._has_pages(chunk) for chunk in step.decodes]
             assert all(taken)
@@ -213,7 +216,7 @@ class Scheduler:
             sequence.page_ids = self.pool.share(self._with_snapshot(sequence, prefix))
             sequence.named_pages = len(sequence.page_ids)
             sequence.computed = sequence.named_pages * KV_BLOCK
-            missing = -(-len(sequence.tokens) // KV_BLOCK) - len(sequence.page_ids)
+            missing = ceil_div(len(sequence.tokens), KV_BLOCK) - len(sequence.page_ids)
             restored = sum(other.restored is not None for other in chunks)
             if missing <= self.pool.available and (sequence.restored is None or restored < MAX_PER_STEP):
                 chunks.add(sequence)
@@ -308,11 +311,6 @@ class Scheduler:
                 self.pool.name(page, digest)
             sequence.named_pages = full
 
-    def _preempt(self, sequence: Sequence) -> None:
-        self._evict(sequence)
-        self.preemptions += 1
-        self.waiting.put_back(sequence)
-
     def _evict(self, sequence: Sequence) -> None:
         assert sequence.slot is not None
         self.running.remove(sequence)
@@ -351,9 +349,9 @@ class _StepChunks(dict[Sequence, ScheduledChunk]):
 
 def padded_rows(tokens: int) -> int:
     """Returns the rows of a prefill chunk, rounded up to a multiple of `QUERY_UNIT`."""
-    return -(-tokens // QUERY_UNIT) * QUERY_UNIT
+    return round_up(tokens, QUERY_UNIT)
 
 
 def pages_needed(sequence: Sequence) -> int:
     """Returns the maximum pages of a sequence. Its last token is not computed."""
-    return -(-max(len(sequence.prompt) + sequence.params.max_tokens - 1, 1) // KV_BLOCK)
+    return ceil_div(max(len(sequence.prompt) + sequence.params.max_tokens - 1, 1), KV_BLOCK)

@@ -195,7 +195,7 @@ class Sequence:
 
     @property
     def missing(self) -> int:
-        """The number of further tokens that the sequence may have, in addition to the ones that submitted steps sample."""
+        """The number of tokens that the sequence may have after those that submitted steps sample."""
         return self.params.max_tokens - len(self.generated) - self.unread
 
     @property
@@ -240,16 +240,9 @@ class Sequence:
     def add(
         self, token: int, logprob: float, top: TopLogprobs, sampling_logprob: float | None = None, *, batch: int
     ) -> Token:
-        """Appends the next generated token, and ends the sequence if it is the last one.
+        """Appends the next generated token, and ends the sequence if it is the last one; for the arguments see `Token`.
 
         An exception ends only this sequence, with the finish reason "failed".
-
-        Args:
-            token: its id.
-            logprob: its logprob.
-            top: the likeliest tokens at its position.
-            sampling_logprob: its logprob under the distribution it was drawn from, if the request asks for it.
-            batch: number of sequences in the step that sampled it.
         """
         self.generated.append(token)
         self.output.logprobs.append(logprob)
@@ -297,14 +290,8 @@ def samples(
 
     The first sample leads: the others can share its prompt pages, and only it computes the prompt's logprobs.
 
-    Args:
-        prompt: token ids.
-        params: sampling parameters.
-        context: other fields that the samples share.
-        generated: see `Request.generated`.
-
     Raises:
-        ValueError: a sample has tokens after its end.
+        ValueError: a sample has tokens of `generated` after its end.
     """
     given = [*generated, *[()] * (params.n - len(generated))]
     first = Sequence(prompt, params, context=context, generated=given[0])

@@ -54,7 +54,7 @@ class SnapshotCache:
         return digest in self._kept
 
     def newest(self, prefix: Sequence[Hashable]) -> tuple[int, Snapshot | None]:
-        """Returns the last snapshot of a prefix and the number of pages before it; 0 and None if there is none."""
+        """Returns the number of pages before the last snapshot of a prefix, and the snapshot; otherwise 0 and None."""
         for pages in range(len(prefix), 0, -1):
             if (snapshot := self._kept.get(prefix[pages - 1])) is not None:
                 self._kept.move_to_end(prefix[pages - 1])

@@ -409,12 +409,7 @@ def state_in_slots(state: State, in_slots: Sequence[bool]) -> State:
 
 
 def shapes_of[T](tree: T, everywhere: NamedSharding | None = None) -> T:
-    """Returns shapes and dtypes in place of arrays.
-
-    Args:
-        tree: arrays, or shapes and dtypes.
-        everywhere: the sharding of arrays without one, if several devices share a model.
-    """
+    """Returns shapes and dtypes of arrays, with `everywhere` as the sharding of arrays without one."""
 
     def shape_of(x: Any) -> jax.ShapeDtypeStruct:
         if everywhere is None:

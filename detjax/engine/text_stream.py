@@ -17,9 +17,7 @@ class _StopString:
     def begun(self, before: int, piece: str) -> int:
         """Returns the number of characters at the end of a text that may begin the stop string.
 
-        Args:
-            before: this number for the text without its last piece.
-            piece: the last piece.
+        `before` is this number for the text without its last piece.
         """
         if not before and self.text[0] not in piece:
             return 0
@@ -49,12 +47,7 @@ class StopStrings:
         return len(self._strings)
 
     def first(self, text: str, known: int) -> int | None:
-        """Returns the start of the first stop string in a text, or None.
-
-        Args:
-            text: the text.
-            known: length of the beginning of the text that is known to hold no stop string.
-        """
+        """Returns the start of the first stop string in a text whose first `known` characters hold none, or None."""
         # It ends in the new part, so it has few possible starts.
         new = text[known:]
         ending = (string.text for string in self._strings if string.text[-1] in new)
@@ -91,13 +84,11 @@ class TextStream:
 
         Before the last token, the text stops where a stop string or an incomplete character may begin.
         """
-        end = len(self.text) if is_last else self._safe_length()
+        end = len(self.text)
+        if not is_last:
+            finished = self._decoder.finished
+            self._begun = self._stop.begun(self._begun, self.text[self._searched : finished])
+            self._searched = finished
+            end = finished - max(self._begun, default=0)
         new, self._streamed = self.text[self._streamed : end], max(self._streamed, end)
         return new
-
-    def _safe_length(self) -> int:
-        """Returns the length of the text that later tokens cannot change."""
-        finished = self._decoder.finished
-        self._begun = self._stop.begun(self._begun, self.text[self._searched : finished])
-        self._searched = finished
-        return finished - max(self._begun, default=0)

@@ -20,13 +20,7 @@ def encode_prompt(
 ) -> tuple[int, ...]:
     """Returns the token ids of a prompt that the model can serve, including all tokens of its images.
 
-    Args:
-        name: the prompt's name in error messages.
-        config: the model's configuration.
-        prompt: text, or token ids.
-        params: the request's sampling parameters.
-        tokenizer: needed for text and for stop strings.
-        images: the prompt's images; see `with_image_tokens`.
+    `name` is the prompt's name in errors.
 
     Raises:
         ValueError: the prompt is empty, does not match its images, holds ids outside the vocabulary, is too long for
@@ -70,12 +64,8 @@ def encode_prompt(
 
 
 def check_arrays(name: str, params: SamplingParams, ends: Collection[int]) -> None:
-    """Checks that a request's parameters fit into a step's arrays. Otherwise a failing step would end all requests.
-
-    Args:
-        name: the request's name in error messages.
-        params: its sampling parameters.
-        ends: tokens that end its samples.
+    """Checks that a request's parameters and end tokens fit into a step's arrays; a failing step would end all
+    requests.
 
     Raises:
         ValueError: they do not fit, for example because too many tokens are held back, or an id has too many bits.
@@ -105,13 +95,7 @@ def end_tokens(defaults: GenerationDefaults | None, params: SamplingParams) -> f
 def given_tokens(
     name: str, config: DecoderConfig, params: SamplingParams, generated: Sequence[Sequence[int]]
 ) -> list[tuple[int, ...]]:
-    """Returns a request's given generated tokens, by sample.
-
-    Args:
-        name: the request's name in error messages.
-        config: the model's configuration.
-        params: the request's sampling parameters.
-        generated: see `Request.generated`.
+    """Validates `Request.generated`, and returns the tokens of each sample.
 
     Raises:
         ValueError: there are more lists than samples, more tokens than `max_tokens`, or ids outside the vocabulary; or

@@ -1,6 +1,7 @@
 """The queue of sequences that wait for a slot."""
 
 import bisect
+import operator
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
@@ -47,7 +48,7 @@ class WaitingQueue:
 
     def put_back(self, sequence: Sequence) -> None:
         """Adds a sequence that has been preempted."""
-        bisect.insort(self._preempted, sequence, key=_turn)
+        bisect.insort(self._preempted, sequence, key=operator.attrgetter("turn"))
         self._length += 1
 
     def first(self, is_ready: Callable[[Sequence], bool]) -> Sequence | None:
@@ -83,8 +84,3 @@ class WaitingQueue:
             del self._clients[client][leader]
         if not self._clients[client]:
             del self._clients[client]
-
-
-def _turn(sequence: Sequence) -> int:
-    assert sequence.turn is not None
-    return sequence.turn

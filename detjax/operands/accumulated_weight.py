@@ -1,6 +1,7 @@
 """Weights with the sum of their gradients, which carry gradients from one microbatch to the next."""
 
-from collections.abc import Iterable, Sequence
+import dataclasses
+from collections.abc import Sequence
 from types import EllipsisType
 from typing import Any, overload
 
@@ -9,9 +10,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
 from detjax.contract import ACCUMULATOR
+from detjax.operands.pytrees import array_dataclass
+from detjax.operands.rounding import rounded
 
 
-@jax.tree_util.register_pytree_with_keys_class
+@array_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
 class AccumulatedWeight:
     """A weight, and the float32 sums to which a backward pass adds the weight's gradient.
 
@@ -40,13 +44,9 @@ class AccumulatedWeight:
         Array([32., 32., 32.], dtype=float32)
     """
 
-    def __init__(
-        self,
-        value: Float[Array, "..."],
-        products: Float32[Array, "..."] | None = None,
-        lookups: Float32[Array, "..."] | None = None,
-    ) -> None:
-        self.value, self.products, self.lookups = value, products, lookups
+    value: Float[Array, "..."]
+    products: Float32[Array, "..."] | None = None
+    lookups: Float32[Array, "..."] | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -63,17 +63,6 @@ class AccumulatedWeight:
         if index is not Ellipsis:
             raise TypeError(f"AccumulatedWeight: index {index!r}; accepted: ..., because operations take it as a whole")
         return self
-
-    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], None]:
-        names = ("value", "products", "lookups")
-        return [(jax.tree_util.GetAttrKey(name), getattr(self, name)) for name in names], None
-
-    @classmethod
-    def tree_unflatten(cls, _: None, arrays: Iterable[Any]) -> "AccumulatedWeight":
-        # JAX rebuilds pytrees with placeholders for arrays, which a constructor's checks would refuse.
-        weight = object.__new__(cls)
-        weight.value, weight.products, weight.lookups = arrays
-        return weight
 
 
 type Weight = Float[Array, "..."] | AccumulatedWeight
@@ -101,6 +90,16 @@ def fresh_and_carried(
     pairs = list(zip(gradients, sums, strict=True))
     fresh = tuple(gradient if total is None else None for gradient, total in pairs)
     return fresh, tuple(None if total is None else gradient for gradient, total in pairs)
+
+
+def weight_cotangent(weight: Weight, total: Array) -> Weight:
+    """Returns the cotangent of a weight: `total` for its sum, or the rounded gradient of a plain weight."""
+    if not isinstance(weight, AccumulatedWeight):
+        return rounded(total, weight.dtype)
+    carried = None if weight.products is None else total
+    unread = None if weight.lookups is None else jnp.zeros_like(weight.lookups)
+    fresh = rounded(total, weight.dtype) if weight.products is None else jnp.zeros_like(weight.value)
+    return AccumulatedWeight(fresh, carried, unread)
 
 
 def with_fresh_sum(weight: Any) -> Any:

@@ -5,7 +5,6 @@ of page `page_table[b, i // KV_BLOCK]`.
 """
 
 import dataclasses
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -16,6 +15,7 @@ from jaxtyping import Array, Bool, DTypeLike, Float, Int
 from detjax.contract import KV_BLOCK, QUERY_UNIT
 from detjax.operands.numerics import unique_scatter_indices
 from detjax.operands.options import KVQuantization
+from detjax.operands.pytrees import array_dataclass
 from detjax.operands.quantized_pages import QuantizedPages as QuantizedPages
 from detjax.operands.quantized_pages import quantized_layout as quantized_layout
 
@@ -126,29 +126,7 @@ class KVPages(NamedTuple):
         return (k, v) if isinstance(k, QuantizedPages) and isinstance(v, QuantizedPages) else None
 
 
-def _as_pytree[T](noun: type[T]) -> type[T]:
-    """Registers a dataclass of arrays as a pytree that JAX rebuilds without calling its constructor.
-
-    JAX rebuilds pytrees with placeholders for arrays, which the tests' check of annotations would refuse.
-    """
-    names = [field.name for field in dataclasses.fields(noun)]  # pyright: ignore[reportArgumentType]
-
-    def flatten(x: T) -> tuple[list[Any], None]:
-        return [getattr(x, name) for name in names], None
-
-    def flatten_with_keys(x: T) -> tuple[list[Any], None]:
-        return [(jax.tree_util.GetAttrKey(name), getattr(x, name)) for name in names], None
-
-    def rebuild(_: None, leaves: Iterable[Any]) -> T:
-        x = object.__new__(noun)
-        x.__dict__.update(zip(names, leaves, strict=True))
-        return x
-
-    jax.tree_util.register_pytree_with_keys(noun, flatten_with_keys, rebuild, flatten)
-    return noun
-
-
-@_as_pytree
+@array_dataclass
 @dataclasses.dataclass(frozen=True)
 class PackedRows:
     """The rows of packed queries.
@@ -171,7 +149,7 @@ class PackedRows:
     present: Int[Arrays, "N"]
 
 
-@_as_pytree
+@array_dataclass
 @dataclasses.dataclass(frozen=True)
 class Queries:
     """The positions of a call's queries in their requests, and the pages of the requests.
@@ -318,12 +296,7 @@ def rows_as_requests(rows: int, queries: Queries) -> Queries:
 
 
 def requests_of_tokens(queries: Queries, shape: tuple[int, ...]) -> tuple[Int[Array, "N"], Bool[Array, "N"]]:
-    """Returns the flat request of each token, and False for padding tokens.
-
-    Args:
-        queries: the requests; packed ones must have `rows`.
-        shape: the tokens' shape, `[B, T]` or packed, `[N]`.
-    """
+    """Returns the request of each of the tokens `[B, T]` or packed, `[N]`, flattened, and False for padding tokens."""
     if queries.first_row is not None:
         assert queries.rows is not None
         return jnp.asarray(queries.rows.request), jnp.asarray(queries.rows.present) > 0

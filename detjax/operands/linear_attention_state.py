@@ -195,13 +195,8 @@ class RequestRows(NamedTuple):
 
 
 def with_last_inputs(inputs: Array, x: Array, rows: RequestRows) -> Float[Array, "R rows C"]:
-    """Writes a call's inputs to the last inputs: the latest of each request, as many as there are rows.
-
-    Args:
-        inputs: the last inputs before the call; see `empty_inputs`.
-        x: the call's inputs `[N, C]`.
-        rows: their positions in the requests.
-    """
+    """Writes a call's inputs `x`, `[N, C]`, to the last inputs: the latest of each request, as many as there is
+    room."""
     slots, room = inputs.shape[:2]
     request, offset, present = rows.by_row(x.shape[0])
     kept = (present > 0) & (offset >= rows.tokens[request] - room)

@@ -2,8 +2,11 @@
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float32, Int, Int32, UInt32
+
+from detjax.operands.options import Distribution
 
 if TYPE_CHECKING:
     Arrays = Any
@@ -45,6 +48,17 @@ class SamplingArrays(NamedTuple):
     top_k: Int32[Arrays, "B"]
     top_p: Float32[Arrays, "B"]
     min_p: Float32[Arrays, "B"]
+
+    @classmethod
+    def uniform(cls, rows: int, distribution: Distribution) -> "SamplingArrays":
+        """Returns rows that all sample from a distribution; seeds, positions and sample indices are zeros."""
+        zeros = jnp.zeros(rows, jnp.int32)
+        temperature, top_p, min_p = (
+            jnp.full(rows, value, jnp.float32)
+            for value in (distribution.temperature, distribution.top_p, distribution.min_p)
+        )
+        top_k = jnp.full(rows, distribution.top_k, jnp.int32)
+        return cls(jnp.zeros((rows, 2), jnp.uint32), zeros, zeros, temperature, top_k, top_p, min_p)
 
 
 class SeenTokens(NamedTuple):

@@ -15,17 +15,12 @@ from detjax.operands.kv_pages import KeyColumns, KVPages, Queries
 from detjax.operands.numerics import ceil_div
 from detjax.operands.options import Masking
 from detjax.ops.checks import check_booleans, check_dtype, check_not_empty, check_shape
-from detjax.ops.dispatch import Operation, one_by_one
+from detjax.ops.dispatch import Operation, backend_modules, one_by_one
 from detjax.ops.paged import check_kv, check_queries
 from detjax.ops.quantized_kv import dequantize_kv
 from detjax.runtime import compilation, fusions
 
-_MODULES = {
-    "portable": "detjax.portable.attention",
-    "hopper": "detjax.pallas.hopper.attention",
-    "tpu": "detjax.pallas.tpu.attention",
-    "stock": "detjax.stock.attention",
-}
+_MODULES = backend_modules("attention")
 _ATTENTION = Operation("attention", _MODULES)
 _RAGGED_ATTENTION = Operation("ragged_attention", _MODULES)
 

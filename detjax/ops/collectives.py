@@ -12,15 +12,10 @@ from jaxtyping import Array, PyTree, Shaped
 
 from detjax.operands.options import AxisName
 from detjax.ops.checks import check_dtype
-from detjax.ops.dispatch import Operation
+from detjax.ops.dispatch import Operation, backend_modules
 from detjax.runtime.device_links import DeviceLinks
 
-_MODULES = {
-    "portable": "detjax.portable.collectives",
-    "hopper": "detjax.pallas.hopper.exchange",
-    "tpu": "detjax.portable.collectives",
-    "stock": "detjax.stock.collectives",
-}
+_MODULES = backend_modules("collectives", hopper="exchange", tpu=False)
 _PSUM = Operation("psum", _MODULES)
 _PSUM_SCATTER = Operation("psum_scatter", _MODULES)
 _GATHER_COLUMNS = Operation("gather_columns", _MODULES)

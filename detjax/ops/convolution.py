@@ -10,19 +10,11 @@ from detjax.operands.accumulated_weight import Weight, fresh_and_carried, value_
 from detjax.operands.kv_pages import Queries
 from detjax.operands.linear_attention_state import DROPPABLE_TOKENS, RequestRows
 from detjax.ops.checks import check_dtype, check_not_empty
-from detjax.ops.dispatch import Operation, one_by_one
+from detjax.ops.dispatch import Operation, backend_modules, one_by_one
 from detjax.ops.paged import check_requests
 from detjax.runtime import compilation
 
-_CAUSAL_CONVOLUTION = Operation(
-    "causal_convolution",
-    {
-        "portable": "detjax.portable.convolution",
-        "hopper": "detjax.pallas.hopper.convolution",
-        "tpu": "detjax.portable.convolution",
-        "stock": "detjax.stock.convolution",
-    },
-)
+_CAUSAL_CONVOLUTION = Operation("causal_convolution", backend_modules("convolution", tpu=False))
 
 
 @compilation.jit

@@ -9,19 +9,11 @@ from jaxtyping import Array, Float, Float32
 from detjax.operands.kv_pages import Queries
 from detjax.operands.linear_attention_state import DELTA_ROWS, DeltaState, DeltaTokens, RequestRows
 from detjax.ops.checks import check_dtype, check_not_empty, check_shape
-from detjax.ops.dispatch import Operation, one_by_one
+from detjax.ops.dispatch import Operation, backend_modules, one_by_one
 from detjax.ops.paged import check_requests
 from detjax.runtime import compilation
 
-_GATED_DELTA_RULE = Operation(
-    "gated_delta_rule",
-    {
-        "portable": "detjax.portable.delta_rule",
-        "hopper": "detjax.pallas.hopper.delta_rule",
-        "tpu": "detjax.pallas.tpu.delta_rule",
-        "stock": "detjax.stock.delta_rule",
-    },
-)
+_GATED_DELTA_RULE = Operation("gated_delta_rule", backend_modules("delta_rule"))
 
 
 @compilation.jit

@@ -15,6 +15,23 @@ from detjax.operands.accumulated_weight import with_fresh_sum
 from detjax.runtime import backends, compilation, fusions
 
 
+def backend_modules(name: str, *, hopper: str | None = None, tpu: bool = True) -> dict[str, str]:
+    """Returns the module paths of an operation, by backend.
+
+    Args:
+        name: the modules' common name.
+        hopper: the name of the module for Hopper GPUs, if it differs.
+        tpu: whether there are TPU kernels; otherwise the portable module serves TPUs.
+    """
+    portable = f"detjax.portable.{name}"
+    return {
+        "portable": portable,
+        "hopper": f"detjax.pallas.hopper.{hopper or name}",
+        "tpu": f"detjax.pallas.tpu.{name}" if tpu else portable,
+        "stock": f"detjax.stock.{name}",
+    }
+
+
 @dataclasses.dataclass(frozen=True)
 class Operation:
     """An operation and its module on each backend.

@@ -8,26 +8,22 @@ from types import MappingProxyType
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float, Float32, PyTree
 
 from detjax.contract import ACCUMULATOR
 from detjax.operands.rounding import rounded
 from detjax.ops.checks import check_dtype, check_not_empty, check_shape
-from detjax.ops.dispatch import Operation, with_vmap_rule
+from detjax.ops.dispatch import Operation, backend_modules, with_vmap_rule
 from detjax.runtime import compilation
 
-_MODULES = {
-    "portable": "detjax.portable.elements",
-    "hopper": "detjax.pallas.hopper.elements",
-    "tpu": "detjax.portable.elements",
-    "stock": "detjax.portable.elements",
-}
-_MAP_ELEMENTS = Operation("map_elements", _MODULES)
-_SLICE_SQUARES = Operation("slice_squares", _MODULES)
-_WITH_STOCK = {**_MODULES, "stock": "detjax.stock.elements"}
-_ADD = Operation("add", _WITH_STOCK)
-_SCALE = Operation("scale", _WITH_STOCK)
-_SIGMOID = Operation("sigmoid", _WITH_STOCK)
+_MODULES = backend_modules("elements", tpu=False)
+_WITHOUT_STOCK = _MODULES | {"stock": "detjax.portable.elements"}
+_MAP_ELEMENTS = Operation("map_elements", _WITHOUT_STOCK)
+_SLICE_SQUARES = Operation("slice_squares", _WITHOUT_STOCK)
+_ADD = Operation("add", _MODULES)
+_SCALE = Operation("scale", _MODULES)
+_SIGMOID = Operation("sigmoid", _MODULES)
 
 
 def map_elements(
@@ -127,12 +123,14 @@ def sigmoid(x: Float32[Array, "*B"]) -> Float32[Array, "*B"]:
     return _SIGMOID.call(_sigmoid, x)
 
 
+def _mapped(operation: Operation, fn: Callable[..., Array], *arrays: Array) -> Array:
+    """Maps a function over the elements with the backend's kernel; under `vmap`, a batch is more elements."""
+    return with_vmap_rule(functools.partial(operation.kernels().map_elements, fn), rows=(True,) * len(arrays))(*arrays)
+
+
 @jax.custom_vjp
 def _sigmoid(x: Array) -> Array:
-    def logistic(x: Array) -> Array:
-        return 1 / (1 + jnp.exp(-x))
-
-    return with_vmap_rule(functools.partial(_SIGMOID.kernels().map_elements, logistic), rows=(True,))(x)
+    return _mapped(_SIGMOID, lambda x: 1 / (1 + jnp.exp(-x)), x)
 
 
 def _sigmoid_forward(x: Array) -> tuple[Array, Array]:
@@ -141,13 +139,8 @@ def _sigmoid_forward(x: Array) -> tuple[Array, Array]:
 
 
 def _sigmoid_backward(y: Array, gradient: Array) -> tuple[Array]:
-    def product(y: Array, gradient: Array) -> Array:
-        # The barrier keeps the difference from becoming part of a fused product.
-        return gradient * (y * jax.lax.optimization_barrier(1 - y))
-
-    return (
-        with_vmap_rule(functools.partial(_SIGMOID.kernels().map_elements, product), rows=(True, True))(y, gradient),
-    )
+    # The barrier keeps the difference from becoming part of a fused product.
+    return (_mapped(_SIGMOID, lambda y, gradient: gradient * (y * lax.optimization_barrier(1 - y)), y, gradient),)
 
 
 _sigmoid.defvjp(_sigmoid_forward, _sigmoid_backward)
@@ -155,37 +148,15 @@ _sigmoid.defvjp(_sigmoid_forward, _sigmoid_backward)
 
 @jax.custom_vjp
 def _add(x: Array, y: Array) -> Array:
-    def sum_of(x: Array, y: Array) -> Array:
-        return rounded(x.astype(ACCUMULATOR) + y.astype(ACCUMULATOR), x.dtype)
-
-    return with_vmap_rule(functools.partial(_ADD.kernels().map_elements, sum_of), rows=(True, True))(x, y)
+    return _mapped(_ADD, lambda x, y: rounded(x.astype(ACCUMULATOR) + y.astype(ACCUMULATOR), x.dtype), x, y)
 
 
-def _add_forward(x: Array, y: Array) -> tuple[Array, None]:
-    return _add(x, y), None
-
-
-def _add_backward(_: None, gradient: Array) -> tuple[Array, Array]:
-    return gradient, gradient
-
-
-_add.defvjp(_add_forward, _add_backward)
+_add.defvjp(lambda x, y: (_add(x, y), None), lambda _, gradient: (gradient, gradient))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _scale(x: Array, factor: float) -> Array:
-    def product(x: Array) -> Array:
-        return rounded(x.astype(ACCUMULATOR) * jnp.float32(factor), x.dtype)
-
-    return with_vmap_rule(functools.partial(_SCALE.kernels().map_elements, product), rows=(True,))(x)
+    return _mapped(_SCALE, lambda x: rounded(x.astype(ACCUMULATOR) * jnp.float32(factor), x.dtype), x)
 
 
-def _scale_forward(x: Array, factor: float) -> tuple[Array, None]:
-    return _scale(x, factor), None
-
-
-def _scale_backward(factor: float, _: None, gradient: Array) -> tuple[Array]:
-    return (_scale(gradient, factor),)
-
-
-_scale.defvjp(_scale_forward, _scale_backward)
+_scale.defvjp(lambda x, factor: (_scale(x, factor), None), lambda factor, _, gradient: (_scale(gradient, factor),))

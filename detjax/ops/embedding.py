@@ -7,18 +7,10 @@ from jaxtyping import Array, Float, Int
 
 from detjax.operands.accumulated_weight import AccumulatedWeight, Weight, fresh_and_carried, value_and_sum
 from detjax.ops.checks import check_dtype, check_integers, check_not_empty
-from detjax.ops.dispatch import Operation, with_vmap_rule
+from detjax.ops.dispatch import Operation, backend_modules, with_vmap_rule
 from detjax.runtime import compilation
 
-_EMBED = Operation(
-    "embed",
-    {
-        "portable": "detjax.portable.embedding",
-        "hopper": "detjax.pallas.hopper.embedding",
-        "tpu": "detjax.portable.embedding",
-        "stock": "detjax.stock.embedding",
-    },
-)
+_EMBED = Operation("embed", backend_modules("embedding", tpu=False))
 
 
 @compilation.jit

@@ -8,7 +8,6 @@ x = combine_experts(y, weights, rows, residual=x)
 
 import dataclasses
 import functools
-from collections.abc import Iterable
 from typing import Any, Final, get_args
 
 import jax
@@ -17,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from detjax.operands.numerics import ceil_div, round_down
 from detjax.operands.options import Aggregation
+from detjax.operands.pytrees import array_dataclass
 from detjax.ops.checks import check_dtype, check_integers, check_shape
 from detjax.ops.grouped_matmul import group_unit
 from detjax.portable import experts as portable
@@ -88,7 +88,7 @@ def _choose_backward(
 _choose.defvjp(_choose_forward, _choose_backward)
 
 
-@jax.tree_util.register_pytree_node_class
+@array_dataclass
 @dataclasses.dataclass(frozen=True)
 class ExpertRows:
     """Rows of tokens sorted by expert: a token has one row for each expert that it chose.
@@ -108,7 +108,7 @@ class ExpertRows:
     group_sizes: Int32[Array, "E"]
     token: Int32[Array, "M"]
     place: Int32[Array, "N count"]
-    unit: int
+    unit: int = dataclasses.field(metadata={"static": True})
 
     def gather(self, x: Float[Array, "N D"]) -> Float[Array, "M D"]:
         """Gathers `x` into rows; padding rows are zeros.
@@ -123,17 +123,6 @@ class ExpertRows:
         Absent tokens get zeros.
         """
         return portable.rows_at(y, self.place)
-
-    def tree_flatten(self) -> tuple[tuple[Any, ...], int]:
-        return (self.group_sizes, self.token, self.place), self.unit
-
-    @classmethod
-    def tree_unflatten(cls, unit: int, arrays: Iterable[Any]) -> "ExpertRows":
-        # JAX rebuilds pytrees with placeholders for arrays, which a constructor's checks would refuse.
-        rows = object.__new__(cls)
-        for name, value in zip(("group_sizes", "token", "place", "unit"), (*arrays, unit), strict=True):
-            object.__setattr__(rows, name, value)
-        return rows
 
 
 def expert_rows(ids: Int32[Array, "N count"], experts: int, present: Bool[Array, "N"] | None = None) -> ExpertRows:

@@ -1,7 +1,7 @@
 """Matrix products of rows sorted by expert with their experts' weights, under contract."""
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,19 +11,11 @@ from detjax.contract import ACCUMULATOR
 from detjax.operands.accumulated_weight import Weight, fresh_and_carried, value_and_sum
 from detjax.operands.options import Activation, Clamp, Epilogue, WeightLayout
 from detjax.operands.products import GroupedOperands, WeightSums
-from detjax.ops.checks import check_dtype, check_integers, check_not_empty, check_product, check_shape
-from detjax.ops.dispatch import Operation
+from detjax.ops.checks import check_dtype, check_integers, check_product, check_shape
+from detjax.ops.dispatch import Operation, backend_modules
 from detjax.runtime import compilation, fusions
 
-_GROUPED_MATMUL = Operation(
-    "grouped_matmul",
-    {
-        "portable": "detjax.portable.grouped_matmul",
-        "hopper": "detjax.pallas.hopper.grouped_matmul",
-        "tpu": "detjax.pallas.tpu.grouped_matmul",
-        "stock": "detjax.stock.grouped_matmul",
-    },
-)
+_GROUPED_MATMUL = Operation("grouped_matmul", backend_modules("grouped_matmul"))
 
 
 def group_unit(rows: int, experts: int) -> int:
@@ -86,80 +78,60 @@ def grouped_matmul(  # noqa: PLR0913
     check_dtype(name, like=x, w=w)
     check_integers(name, group_sizes=group_sizes)
     out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
-    check_product(name, layout, out_dtype, activation=activation, gated=gated, clamp=clamp)
-    experts, stacked = group_sizes.shape[0], (2,) if gated else ()
-    if w.ndim != 3 + len(stacked):
-        raise ValueError(f"{name}: w has shape {w.shape}; accepted: {3 + len(stacked)} axes if gated is {gated}")
-    outputs = w.shape[-1] if layout == "kn" else w.shape[-2]
-    shape = (x.shape[-1], outputs) if layout == "kn" else (outputs, x.shape[-1])
-    because = f"x being {x.shape}, group_sizes {group_sizes.shape} and the layout {layout!r}"
-    check_shape(name, "w", w, (experts, *stacked, *shape), because)
-    check_shape(name, "bias", bias, (experts, *stacked, outputs), f"w being {w.shape}")
-    check_shape(name, "sequences", sequences, x.shape[:1], f"x being {x.shape}")
-    check_not_empty(name, x=x, w=w)
-
     operands, epilogue = GroupedOperands(x, w, bias, group_sizes, sequences), Epilogue(activation, gated, clamp=clamp)
-    sums = w_sum, bias_sum
-    options = {"layout": layout, "epilogue": epilogue, "out_dtype": out_dtype, "unit": unit}
-    return _GROUPED_MATMUL.call(lambda *given, **options: _grouped_matmul(*given, sums, **options), operands, **options)
+    check_product(name, operands, layout, epilogue, out_dtype)
+    check_shape(name, "sequences", sequences, x.shape[:1], f"x being {x.shape}")
+    options, sums = _Options(layout, epilogue, out_dtype, unit), (w_sum, bias_sum)
+    return _GROUPED_MATMUL.call(
+        lambda operands, **options: _grouped_matmul(operands, sums, _Options(**options)), operands, **options._asdict()
+    )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5))
-def _grouped_matmul(
-    operands: GroupedOperands,
-    sums: WeightSums,
-    layout: WeightLayout,
-    epilogue: Epilogue,
-    out_dtype: jnp.dtype,
-    unit: int,
-) -> Array:
+class _Options(NamedTuple):
+    layout: WeightLayout
+    epilogue: Epilogue
+    out_dtype: jnp.dtype
+    unit: int
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _grouped_matmul(operands: GroupedOperands, sums: WeightSums, options: _Options) -> Array:
     del sums  # only the backward pass adds to them
-    forward = _GROUPED_MATMUL.kernels().forward
     if fusions.is_unfused("grouped_matmul_epilogue"):
-        forward = _in_separate_steps
-    return forward(operands, layout=layout, epilogue=epilogue, out_dtype=out_dtype, unit=unit)
+        return _in_separate_steps(operands, options)
+    return _GROUPED_MATMUL.kernels().forward(operands, **options._asdict())
 
 
-def _in_separate_steps(
-    operands: GroupedOperands, *, layout: WeightLayout, epilogue: Epilogue, out_dtype: jnp.dtype, unit: int
-) -> Array:
+def _in_separate_steps(operands: GroupedOperands, options: _Options) -> Array:
     """Computes a product for each weight of an expert, then the epilogue in a pass over the float32 sums."""
-    kernels, (x, w, bias, group_sizes, _) = _GROUPED_MATMUL.kernels(), operands
-    options: dict[str, Any] = {"layout": layout, "epilogue": Epilogue(), "out_dtype": ACCUMULATOR, "unit": unit}
-    halves = (w[:, 0], w[:, 1]) if epilogue.gated else (w,)
-    sums = [kernels.forward(GroupedOperands(x, half, None, group_sizes), **options) for half in halves]
+    kernels, (x, w, bias, group_sizes, _), gated = _GROUPED_MATMUL.kernels(), operands, options.epilogue.gated
+    plain = options._replace(epilogue=Epilogue(), out_dtype=ACCUMULATOR)._asdict()
+    halves = (w[:, 0], w[:, 1]) if gated else (w,)
+    sums = [kernels.forward(GroupedOperands(x, half, None, group_sizes), **plain) for half in halves]
     biases = None
     if bias is not None:
         ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
         expert = jnp.searchsorted(ends, jnp.arange(len(x), dtype=jnp.int32), side="right")
         rows = bias[jnp.minimum(expert, len(bias) - 1)]
-        biases = [rows[:, 0], rows[:, 1]] if epilogue.gated else [rows]
-    return kernels.apply_epilogue(sums, biases, None, epilogue=epilogue, out_dtype=out_dtype)
+        biases = [rows[:, 0], rows[:, 1]] if gated else [rows]
+    return kernels.apply_epilogue(sums, biases, None, epilogue=options.epilogue, out_dtype=options.out_dtype)
 
 
-def _forward(
-    operands: GroupedOperands,
-    sums: WeightSums,
-    layout: WeightLayout,
-    epilogue: Epilogue,
-    out_dtype: jnp.dtype,
-    unit: int,
-) -> tuple[Array, tuple[Any, ...]]:
-    kernels = _GROUPED_MATMUL.kernels()
+def _forward(operands: GroupedOperands, sums: WeightSums, options: _Options) -> tuple[Array, tuple[Any, ...]]:
+    kernels, (layout, epilogue, out_dtype, unit) = _GROUPED_MATMUL.kernels(), options
     # As in `matmul`: a backend that can return the biased sums does not compute them twice.
     fused = epilogue != Epilogue() and not fusions.is_unfused("grouped_matmul_epilogue")
     if fused and out_dtype == operands.x.dtype and hasattr(kernels, "forward_keeping_sums"):
         y, z = kernels.forward_keeping_sums(operands, layout=layout, epilogue=epilogue, unit=unit)
         return y, (operands, sums, (z,))
-    return _grouped_matmul(operands, sums, layout, epilogue, out_dtype, unit), (operands, sums, ())
+    return _grouped_matmul(operands, sums, options), (operands, sums, ())
 
 
-def _backward(
-    layout: WeightLayout, epilogue: Epilogue, out_dtype: jnp.dtype, unit: int, saved: tuple[Any, ...], dy: Array
-) -> tuple[Any, ...]:
-    operands, sums, kept = saved
-    kernels = _GROUPED_MATMUL.kernels()
-    dx, *gradients = kernels.backward(operands, dy, sums, *kept, layout=layout, epilogue=epilogue, unit=unit)
+def _backward(options: _Options, saved: tuple[Any, ...], dy: Array) -> tuple[Any, ...]:
+    operands, sums, biased_sums = saved
+    layout, epilogue, _, unit = options
+    backward = _GROUPED_MATMUL.kernels().backward
+    dx, *gradients = backward(operands, dy, sums, *biased_sums, layout=layout, epilogue=epilogue, unit=unit)
     (dw, dbias), carried = fresh_and_carried(gradients, sums)
     cotangents: Any = dx, dw, dbias, None, None
     return GroupedOperands(*cotangents), carried

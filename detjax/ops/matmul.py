@@ -12,20 +12,12 @@ from detjax.contract import ACCUMULATOR
 from detjax.operands.accumulated_weight import Weight, fresh_and_carried, value_and_sum
 from detjax.operands.options import Activation, AxisName, Clamp, Epilogue, WeightLayout
 from detjax.operands.products import MatmulOperands, WeightSums
-from detjax.ops.checks import check_dtype, check_not_empty, check_product, check_shape
-from detjax.ops.dispatch import Operation, one_by_one, with_vmap_rule
+from detjax.ops.checks import check_dtype, check_product, check_shape
+from detjax.ops.dispatch import Operation, backend_modules, one_by_one, with_vmap_rule
 from detjax.runtime import compilation, fusions
 from detjax.runtime.device_links import DeviceLinks
 
-_MATMUL = Operation(
-    "matmul",
-    {
-        "portable": "detjax.portable.matmul",
-        "hopper": "detjax.pallas.hopper.matmul",
-        "tpu": "detjax.pallas.tpu.matmul",
-        "stock": "detjax.stock.matmul",
-    },
-)
+_MATMUL = Operation("matmul", backend_modules("matmul"))
 
 
 @compilation.jit(static_argnames=("layout", "activation", "gated", "clamp", "soft_cap", "out_dtype"))
@@ -72,18 +64,11 @@ def matmul(  # noqa: PLR0913
     check_dtype("matmul", x=x, bias=bias, residual=residual)
     check_dtype("matmul", like=x, w=w)
     out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
-    check_product("matmul", layout, out_dtype, activation=activation, gated=gated, clamp=clamp, soft_cap=soft_cap)
-    stacked = (2,) if gated else ()
-    if w.ndim != 2 + len(stacked):
-        raise ValueError(f"matmul: w has shape {w.shape}; accepted: {2 + len(stacked)} axes if gated is {gated}")
-    outputs = w.shape[-1] if layout == "kn" else w.shape[-2]
-    shape = (x.shape[-1], outputs) if layout == "kn" else (outputs, x.shape[-1])
-    check_shape("matmul", "w", w, (*stacked, *shape), f"x being {x.shape} and the layout {layout!r}")
-    check_shape("matmul", "bias", bias, (*stacked, outputs), f"w being {w.shape}")
-    check_shape("matmul", "residual", residual, (*x.shape[:-1], outputs), "the result's shape")
-    check_not_empty("matmul", x=x, w=w)
-
     operands, epilogue = MatmulOperands(x, w, bias, residual), Epilogue(activation, gated, soft_cap, clamp)
+    check_product("matmul", operands, layout, epilogue, out_dtype)
+    check_shape(
+        "matmul", "residual", residual, (*x.shape[:-1], w.shape[-1 if layout == "kn" else -2]), "the result's shape"
+    )
     options = {"layout": layout, "epilogue": epilogue, "out_dtype": out_dtype}
     return _MATMUL.call(lambda *given, **options: _matmul(*given, (w_sum, bias_sum), **options), operands, **options)
 

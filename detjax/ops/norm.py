@@ -9,19 +9,11 @@ from jaxtyping import Array, Float
 
 from detjax.operands.accumulated_weight import Weight, fresh_and_carried, value_and_sum
 from detjax.ops.checks import check_dtype, check_not_empty, check_shape
-from detjax.ops.dispatch import Operation, with_vmap_rule
+from detjax.ops.dispatch import Operation, backend_modules, with_vmap_rule
 from detjax.ops.elements import add
 from detjax.runtime import compilation, fusions
 
-_RMS_NORM = Operation(
-    "rms_norm",
-    {
-        "portable": "detjax.portable.norm",
-        "hopper": "detjax.pallas.hopper.norm",
-        "tpu": "detjax.pallas.tpu.norm",
-        "stock": "detjax.stock.norm",
-    },
-)
+_RMS_NORM = Operation("rms_norm", backend_modules("norm"))
 
 
 @overload

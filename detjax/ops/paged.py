@@ -45,13 +45,8 @@ def check_kv(operation: str, like: Array, kv: KVPages) -> None:
 def check_queries(operation: str, name: str, x: Array, queries: Queries, needed: tuple[str, ...]) -> None:
     """Raises unless the integers of `queries` fit the array `x`, `[B, T, N, K]` or packed, `[N, N, K]`.
 
-    Args:
-        operation: the operation's name in errors.
-        name: the array's name in errors.
-        x: the array.
-        queries: the positions of its queries.
-        needed: the fields of `queries` that the operation reads, in addition to the page table and, for packed queries,
-            `count`.
+    `needed` names the fields of `queries` that the operation reads, in addition to the page table and, for packed
+    queries, `count`.
 
     Raises:
         TypeError: an array does not hold integers.
@@ -78,14 +73,8 @@ def check_queries(operation: str, name: str, x: Array, queries: Queries, needed:
 
 
 def check_requests(operation: str, name: str, x: Array, queries: Queries, *, axes: int) -> None:
-    """Raises unless the integers of `queries` fit tokens `x`, `[B, T, ...]` or packed, `[N, ...]`.
-
-    Args:
-        operation: the operation's name in errors.
-        name: the array's name in errors.
-        x: the array.
-        queries: the positions of its tokens.
-        axes: number of axes of one token.
+    """Raises unless the integers of `queries` fit tokens `x`, `[B, T, ...]` or packed, `[N, ...]`, with `axes` axes
+    each.
 
     Raises:
         TypeError: an array does not hold integers.

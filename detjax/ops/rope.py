@@ -11,21 +11,15 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from detjax.contract import ACCUMULATOR
-from detjax.operands.accumulated_weight import AccumulatedWeight, Weight, value_and_sum
-from detjax.operands.rounding import rounded
+from detjax.operands.accumulated_weight import Weight, value_and_sum, weight_cotangent
 from detjax.ops.checks import check_dtype, check_integers, check_not_empty, check_shape
-from detjax.ops.dispatch import Operation, with_vmap_rule
+from detjax.ops.dispatch import Operation, backend_modules, with_vmap_rule
 from detjax.ops.norm import rms_norm
 from detjax.ops.rotary import RotaryEmbedding
 from detjax.portable.tiles import map_rows
 from detjax.runtime import backends, compilation, fusions
 
-_MODULES = {
-    "portable": "detjax.portable.rope",
-    "hopper": "detjax.pallas.hopper.rope",
-    "tpu": "detjax.portable.rope",
-    "stock": "detjax.stock.rope",
-}
+_MODULES = backend_modules("rope", tpu=False)
 _ROPE = Operation("rope", _MODULES)
 _QK_ROPE = Operation("qk_rope", _MODULES)
 
@@ -264,18 +258,7 @@ def _gradients_in_one_step(rotation: Rotation, saved, gradients):
     starts = [jnp.zeros(v.shape, ACCUMULATOR) if s is None else s for v, s in zip(values, sums, strict=True)]
     operands = qkv, positions, *values, *gradients, *starts
     dqkv, *totals = with_vmap_rule(backward, rows=(False,) * len(operands))(*operands)
-    pairs = zip(weights, values, totals, strict=True)
-    return dqkv, None, tuple(_cotangent(weight, value, total) for weight, value, total in pairs)
-
-
-def _cotangent(weight: Weight, value: Array, total: Array) -> Weight:
-    """Returns the cotangent of a weight: `total` for its sum, or the rounded gradient of a plain weight."""
-    if not isinstance(weight, AccumulatedWeight):
-        return rounded(total, value.dtype)
-    carried = None if weight.products is None else total
-    unread = None if weight.lookups is None else jnp.zeros_like(weight.lookups)
-    fresh = rounded(total, value.dtype) if weight.products is None else jnp.zeros_like(value)
-    return AccumulatedWeight(fresh, carried, unread)
+    return dqkv, None, tuple(map(weight_cotangent, weights, totals))
 
 
 norm_and_rotate.defvjp(_qk_forward, _qk_backward)

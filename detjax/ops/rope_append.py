@@ -11,7 +11,7 @@ from detjax.contract import KV_BLOCK
 from detjax.operands.accumulated_weight import Weight, value_and_sum
 from detjax.operands.kv_pages import KeyColumns, KVPages, Queries, append
 from detjax.ops.checks import check_dtype, check_integers, check_not_empty, check_shape
-from detjax.ops.dispatch import Operation, one_by_one
+from detjax.ops.dispatch import Operation, backend_modules, one_by_one
 from detjax.ops.paged import check_kv, check_queries, with_counts
 from detjax.ops.rope import (
     Rotation,
@@ -24,15 +24,7 @@ from detjax.ops.rope import (
 from detjax.ops.rotary import RotaryEmbedding
 from detjax.runtime import compilation, fusions
 
-_QK_ROPE_APPEND_KV = Operation(
-    "qk_rope_append_kv",
-    {
-        "portable": "detjax.portable.rope",
-        "hopper": "detjax.pallas.hopper.rope",
-        "tpu": "detjax.portable.rope",
-        "stock": "detjax.stock.rope",
-    },
-)
+_QK_ROPE_APPEND_KV = Operation("qk_rope_append_kv", backend_modules("rope", tpu=False))
 
 
 @compilation.jit(static_argnames=("embedding", "norm_eps", "norm_offset"))

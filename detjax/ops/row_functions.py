@@ -2,7 +2,7 @@
 
 import functools
 import math
-from typing import Any, Final
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,15 +10,10 @@ from jaxtyping import Array, Float, Float32, PyTree
 
 from detjax.operands.accumulated_weight import Weight, fresh_and_carried, value_and_sum
 from detjax.ops.checks import check_dtype, check_not_empty, check_shape
-from detjax.ops.dispatch import Operation, one_by_one
+from detjax.ops.dispatch import Operation, backend_modules, one_by_one
 from detjax.runtime import compilation
 
-_MODULES: Final = {
-    "portable": "detjax.portable.row_functions",
-    "hopper": "detjax.pallas.hopper.row_functions",
-    "tpu": "detjax.portable.row_functions",  # until there is a kernel
-    "stock": "detjax.stock.row_functions",
-}
+_MODULES = backend_modules("row_functions", tpu=False)
 _L2_NORM = Operation("l2_norm", _MODULES)
 _GATED_RMS_NORM = Operation("gated_rms_norm", _MODULES)
 _SIGMOID_GATED = Operation("sigmoid_gated", _MODULES)
@@ -205,12 +200,7 @@ def rows_by_kernel(
 ) -> PyTree[Array]:
     """Returns the results `[M, ...]` of an operation whose module has `forward` and `backward` of rows and weights.
 
-    Args:
-        rows: arrays `[M, ...]`.
-        weights: weights that all rows share.
-        sums: for each weight, the sum that its gradient continues, or None.
-        operation: the operation.
-        options: the names and values of its options.
+    `sums` has for each weight the sum that its gradient continues, or None.
     """
     del sums  # only the backward pass adds to them
     return one_by_one(functools.partial(operation.kernels().forward, **dict(options)), (rows, weights))

@@ -12,18 +12,13 @@ from detjax.contract import ACCUMULATOR
 from detjax.operands.numerics import ceil_div
 from detjax.operands.sampling_arrays import LogitAdjustments, SamplingArrays, SeenTokens
 from detjax.ops.checks import check_dtype, check_integers, check_not_empty, check_shape
-from detjax.ops.dispatch import Operation, with_vmap_rule
+from detjax.ops.dispatch import Operation, backend_modules, with_vmap_rule
 from detjax.ops.elements import map_elements
 from detjax.ops.softmax import log_softmax
 from detjax.portable.sampling import adjusted, constrained, likeliest, masked, reciprocal, sampling_exponents
 from detjax.runtime import compilation, fusions
 
-_MODULES = {
-    "portable": "detjax.portable.sampling",
-    "hopper": "detjax.pallas.hopper.sampling",
-    "tpu": "detjax.pallas.tpu.sampling",
-    "stock": "detjax.stock.sampling",
-}
+_MODULES = backend_modules("sampling")
 _SAMPLE = Operation("sample", _MODULES)
 _FILTER_LOGITS = Operation("filter_logits", _MODULES)
 _SAMPLING_LOGPROBS = Operation("sampling_logprobs", _MODULES)
@@ -104,16 +99,9 @@ def sampling_logprobs(
         ValueError: shapes do not fit together.
 
     Example:
+        >>> from detjax.operands.options import Distribution
         >>> logits = jnp.array([[0.0, 2.0, 1.0]])
-        >>> arrays = ops.SamplingArrays(
-        ...     seed=jnp.array([ops.seed_words(7)], jnp.uint32),
-        ...     position=jnp.array([5]),
-        ...     sample_index=jnp.array([0]),
-        ...     temperature=jnp.array([1.0]),
-        ...     top_k=jnp.array([2]),
-        ...     top_p=jnp.array([1.0]),
-        ...     min_p=jnp.array([0.0]),
-        ... )
+        >>> arrays = ops.SamplingArrays.uniform(1, Distribution(top_k=2))
         >>> ops.sampling_logprobs(logits, jnp.array([1]), arrays).shape
         (1,)
     """
@@ -163,16 +151,9 @@ def filter_logits(logits: Float[Array, "B V"], arrays: SamplingArrays) -> Float3
         ValueError: shapes do not fit together.
 
     Example:
+        >>> from detjax.operands.options import Distribution
         >>> logits = jnp.array([[0.0, 2.0, 1.0]])
-        >>> arrays = ops.SamplingArrays(
-        ...     seed=jnp.array([ops.seed_words(7)], jnp.uint32),
-        ...     position=jnp.array([5]),
-        ...     sample_index=jnp.array([0]),
-        ...     temperature=jnp.array([1.0]),
-        ...     top_k=jnp.array([2]),
-        ...     top_p=jnp.array([1.0]),
-        ...     min_p=jnp.array([0.0]),
-        ... )
+        >>> arrays = ops.SamplingArrays.uniform(1, Distribution(top_k=2))
         >>> ops.filter_logits(logits, arrays)
         Array([[-inf,   2.,   1.]], dtype=float32)
     """

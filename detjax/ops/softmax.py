@@ -1,19 +1,16 @@
 """Softmax, log-softmax and logsumexp over the last axis, under contract."""
 
+import functools
+
 import jax
 from jaxtyping import Array, Float, Float32
 
 from detjax.operands.rounding import rounded
 from detjax.ops.checks import check_dtype, check_not_empty
-from detjax.ops.dispatch import Operation, with_vmap_rule
+from detjax.ops.dispatch import Operation, backend_modules, with_vmap_rule
 from detjax.runtime import compilation
 
-_MODULES = {
-    "portable": "detjax.portable.softmax",
-    "hopper": "detjax.pallas.hopper.softmax",
-    "tpu": "detjax.pallas.tpu.softmax",
-    "stock": "detjax.stock.softmax",
-}
+_MODULES = backend_modules("softmax")
 _SOFTMAX = Operation("softmax", _MODULES)
 _LOG_SOFTMAX = Operation("log_softmax", _MODULES)
 _LOGSUMEXP = Operation("logsumexp", _MODULES)
@@ -31,8 +28,7 @@ def softmax(x: Float[Array, "*B V"]) -> Float32[Array, "*B V"]:
         >>> ops.softmax(jnp.zeros((1, 4)))
         Array([[0.25, 0.25, 0.25, 0.25]], dtype=float32)
     """
-    _check("softmax", x)
-    return _SOFTMAX.call(_softmax, x)
+    return _checked_call(_SOFTMAX, x)
 
 
 @compilation.jit
@@ -47,8 +43,7 @@ def log_softmax(x: Float[Array, "*B V"]) -> Float32[Array, "*B V"]:
         >>> ops.log_softmax(jnp.zeros((1, 2))).round(3)
         Array([[-0.693, -0.693]], dtype=float32)
     """
-    _check("log_softmax", x)
-    return _LOG_SOFTMAX.call(_log_softmax, x)
+    return _checked_call(_LOG_SOFTMAX, x)
 
 
 def log_softmax_statistics(x: Float[Array, "*B V"]) -> tuple[Float32[Array, "*B"], Float32[Array, "*B"]] | None:
@@ -73,67 +68,30 @@ def logsumexp(x: Float[Array, "*B V"]) -> Float32[Array, "*B"]:
         >>> ops.logsumexp(jnp.zeros((2, 4))).round(3)
         Array([1.386, 1.386], dtype=float32)
     """
-    _check("logsumexp", x)
-    return _LOGSUMEXP.call(_logsumexp, x)
+    return _checked_call(_LOGSUMEXP, x)
 
 
-def _check(operation: str, x: Array) -> None:
-    check_dtype(operation, x=x)
-    check_not_empty(operation, x=x)
+def _checked_call(operation: Operation, x: Array) -> Array:
+    check_dtype(operation.name, x=x)
+    check_not_empty(operation.name, x=x)
+    return operation.call(lambda x: _by_kernel(x, operation), x)
 
 
-@jax.custom_vjp
-def _softmax(x: Array) -> Array:
-    return with_vmap_rule(_SOFTMAX.kernels().softmax, rows=(True,))(x)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _by_kernel(x: Array, operation: Operation) -> Array:
+    return with_vmap_rule(getattr(operation.kernels(), operation.name), rows=(True,))(x)
 
 
-def _softmax_forward(x: Array) -> tuple[Array, tuple[Array, Array]]:
-    y = _softmax(x)
+def _forward(x: Array, operation: Operation) -> tuple[Array, tuple[Array, Array]]:
+    y: Array = _by_kernel(x, operation)
     return y, (x, y)
 
 
-def _softmax_backward(saved: tuple[Array, Array], dy: Array) -> tuple[Array]:
+def _backward(operation: Operation, saved: tuple[Array, Array], dy: Array) -> tuple[Array]:
     x, y = saved
-    dx = with_vmap_rule(_SOFTMAX.kernels().softmax_backward, rows=(True, True))(y, dy)
-    return (rounded(dx, x.dtype),)
+    operands = (x, y, dy) if operation is _LOGSUMEXP else (y, dy)  # the others need no x
+    backward = getattr(operation.kernels(), f"{operation.name}_backward")
+    return (rounded(with_vmap_rule(backward, rows=(True,) * len(operands))(*operands), x.dtype),)
 
 
-_softmax.defvjp(_softmax_forward, _softmax_backward)
-
-
-@jax.custom_vjp
-def _log_softmax(x: Array) -> Array:
-    return with_vmap_rule(_LOG_SOFTMAX.kernels().log_softmax, rows=(True,))(x)
-
-
-def _log_softmax_forward(x: Array) -> tuple[Array, tuple[Array, Array]]:
-    y = _log_softmax(x)
-    return y, (x, y)
-
-
-def _log_softmax_backward(saved: tuple[Array, Array], dy: Array) -> tuple[Array]:
-    x, y = saved
-    dx = with_vmap_rule(_LOG_SOFTMAX.kernels().log_softmax_backward, rows=(True, True))(y, dy)
-    return (rounded(dx, x.dtype),)
-
-
-_log_softmax.defvjp(_log_softmax_forward, _log_softmax_backward)
-
-
-@jax.custom_vjp
-def _logsumexp(x: Array) -> Array:
-    return with_vmap_rule(_LOGSUMEXP.kernels().logsumexp, rows=(True,))(x)
-
-
-def _logsumexp_forward(x: Array) -> tuple[Array, tuple[Array, Array]]:
-    y = _logsumexp(x)
-    return y, (x, y)
-
-
-def _logsumexp_backward(saved: tuple[Array, Array], dy: Array) -> tuple[Array]:
-    x, y = saved
-    dx = with_vmap_rule(_LOGSUMEXP.kernels().logsumexp_backward, rows=(True, True, True))(x, y, dy)
-    return (rounded(dx, x.dtype),)
-
-
-_logsumexp.defvjp(_logsumexp_forward, _logsumexp_backward)
+_by_kernel.defvjp(_forward, _backward)

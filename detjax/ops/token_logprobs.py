@@ -10,10 +10,9 @@ from jax import lax
 from jaxtyping import Array, Float, Float32, Int
 
 from detjax.contract import ACCUMULATOR, WEIGHT_GRADIENT_TOKENS
-from detjax.operands.accumulated_weight import AccumulatedWeight, Weight, value_and_sum
+from detjax.operands.accumulated_weight import AccumulatedWeight, Weight, value_and_sum, weight_cotangent
 from detjax.operands.numerics import LOWEST, ceil_div, flat_rows, round_up
 from detjax.operands.options import MODEL_DISTRIBUTION, Distribution
-from detjax.operands.rounding import rounded
 from detjax.operands.sampling_arrays import SamplingArrays
 from detjax.ops.checks import check_dtype, check_integers, check_not_empty, check_shape
 from detjax.ops.matmul import matmul
@@ -246,7 +245,7 @@ def _at(tokens: Array, rows: Array) -> Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _drawn_logprobs(logits: Array, tokens: Array, distribution: Distribution) -> Array:
-    arrays = _arrays(len(logits), distribution)
+    arrays = SamplingArrays.uniform(len(logits), distribution)
     return sampling_logprobs(logits, tokens, arrays, filtered=distribution.filtered)
 
 
@@ -274,21 +273,14 @@ def drawn_logits(logits: Float32[Array, "N V"], distribution: Distribution) -> F
         >>> ops.drawn_logits(jnp.array([[0.0, 2.0, 1.0]]), Distribution(temperature=0.5))
         Array([[0., 4., 2.]], dtype=float32)
     """
-    kept = filter_logits(logits, _arrays(len(logits), distribution)) if distribution.filtered else logits
+    kept = logits
+    if distribution.filtered:
+        kept = filter_logits(logits, SamplingArrays.uniform(len(logits), distribution))
     scaled = jnp.maximum(logits * (1 / jnp.float32(distribution.temperature)), LOWEST)
     return jnp.where(kept > -jnp.inf, scaled, -jnp.inf)
 
 
 _drawn_logprobs.defvjp(_drawn_forward, _drawn_backward)
-
-
-def _arrays(rows: int, distribution: Distribution) -> SamplingArrays:
-    """Returns the distribution's parameters for `rows` rows, with zeros for seed, position and sample index."""
-    filters = distribution.top_k, distribution.top_p, distribution.min_p
-    zeros, dtypes = jnp.zeros(rows, jnp.int32), (jnp.int32, jnp.float32, jnp.float32)
-    columns = [jnp.full(rows, value, dtype) for value, dtype in zip(filters, dtypes, strict=True)]
-    temperature = jnp.full(rows, distribution.temperature, jnp.float32)
-    return SamplingArrays(jnp.zeros((rows, 2), jnp.uint32), zeros, zeros, temperature, *columns)
 
 
 def _forward(
@@ -325,11 +317,7 @@ def _backward(
         return total, dhidden
 
     total, dhidden = varying.scan(add, total, _chunks(size, hidden, tokens, gradients, *(statistics or ())))
-    dhidden = dhidden.reshape(hidden.shape)
-    if not isinstance(head, AccumulatedWeight):
-        return dhidden, rounded(total, value.dtype), None
-    unread = None if head.lookups is None else jnp.zeros_like(head.lookups)
-    return dhidden, AccumulatedWeight(jnp.zeros_like(value), None if start is None else total, unread), None
+    return dhidden.reshape(hidden.shape), weight_cotangent(head, total), None
 
 
 def _added(

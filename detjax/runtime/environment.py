@@ -37,105 +37,57 @@ _FLAGS_ELSEWHERE: Final = frozenset(("flagfile", "fromenv", "tryfromenv"))
 """Flags that make libtpu read further flags from files and other environment variables."""
 
 HASHED_VARIABLES: Final[Mapping[str, tuple[str, ...]]] = {
-    "cpu": (
-        "XLA_*",
-        "LIBTPU_INIT_ARGS",
-        "JAX_*",
-        "TF_CUBLAS*",
-        "TF_CUDA*",
-        "TF_CUDNN*",
-        "TF_DETERMINISTIC_OPS",
-        "TF_DISABLE_*",
-        "TF_ENABLE_*",
-        "TF_GPU_*",
-        "TF_XLA_*",
-        "PJRT_*",
-        "LLVM_*",
-        "MLIR_*",
-        "TRITON_*",
-        "DNNL_*",
-        "ONEDNN_*",
-        "MKL_*",
-        "NPY_*",
-        "GLIBC_TUNABLES",
-        "LD_PRELOAD",
-    ),
-    "gpu": (
-        "CUDA_*",
-        "CUBLAS*",
-        "CUDNN_*",
-        "NVIDIA_*",
-        "NVCC_*",
-        "NVPTX_*",
-        "MOSAIC_*",
-        "DISABLE_LLVM_OPT",
-        "DISABLE_PTXAS_OPT",
-        "LD_LIBRARY_PATH",
-    ),
-    "tpu": ("LIBTPU_*", "TPU_*", "MEGASCALE_*", "MOSAIC_*"),
+    platform: tuple(names.split())
+    for platform, names in {
+        "cpu": """
+            XLA_* LIBTPU_INIT_ARGS JAX_* TF_CUBLAS* TF_CUDA* TF_CUDNN* TF_DETERMINISTIC_OPS
+            TF_DISABLE_* TF_ENABLE_* TF_GPU_* TF_XLA_* PJRT_* LLVM_* MLIR_* TRITON_* DNNL_* ONEDNN_*
+            MKL_* NPY_* GLIBC_TUNABLES LD_PRELOAD
+        """,
+        "gpu": """
+            CUDA_* CUBLAS* CUDNN_* NVIDIA_* NVCC_* NVPTX_* MOSAIC_* DISABLE_LLVM_OPT DISABLE_PTXAS_OPT
+            LD_LIBRARY_PATH
+        """,
+        "tpu": """
+            LIBTPU_* TPU_* MEGASCALE_* MOSAIC_*
+        """,
+    }.items()
 }
 """Patterns of the environment variables in the fingerprint: those for "cpu" on all devices, and those for the device's
 platform."""
 
 HARMLESS_VARIABLES: Final[Mapping[str, tuple[str, ...]]] = {
-    "It controls logs and dumps.": (
-        "JAX_TRACEBACK_FILTERING",
-        "MLIR_ENABLE_DIAGNOSTICS",
-        "MLIR_ENABLE_DUMP",
-        "MLIR_ENABLE_TIMING",
-        "MOSAIC_GPU_DUMP_*",
-        "NVPTX_ENABLE_DUMP",
-        "TF_DISABLE_PROFILING",
-        "TPU_MIN_LOG_LEVEL",
-        "TPU_STDERR_LOG_LEVEL",
-        "TPU_VMODULE",
-    ),
-    "It controls memory allocation and file access.": (
-        "CUDA_CACHE_DISABLE",
-        "CUDA_CACHE_MAXSIZE",
-        "CUDA_CACHE_PATH",
-        "TF_GPU_ALLOCATOR",
-        "XLA_CLIENT_MEM_FRACTION",
-        "XLA_PYTHON_CLIENT_*",
-    ),
-    "It sets the number of threads. Contracts hold with any number.": ("PJRT_NPROC",),
-    "It controls when kernels are loaded and how the host waits for them.": (
-        "CUDA_DEVICE_MAX_CONNECTIONS",
-        "CUDA_LAUNCH_BLOCKING",
-        "CUDA_MODULE_LOADING",
-    ),
-    "It chooses devices, or connects hosts. The fingerprint names the kind of device.": (
-        "CUDA_DEVICE_ORDER",
-        "CUDA_VISIBLE_DEVICES",
-        "JAX_COORDINATOR_*",
-        "JAX_FORCE_TPU_INIT",
-        "JAX_LOCAL_DEVICE_IDS",
-        "JAX_PARTITION_INDEX",
-        "JAX_SLICE_INDEX",
-        "NVIDIA_VISIBLE_DEVICES",
-        "TPU_ACCELERATOR_TYPE",
-        "TPU_CHIPS_*",
-        "TPU_HOST_BOUNDS",
-        "TPU_NAME",
-        "TPU_PROCESS_*",
-        "TPU_SKIP_MDS_QUERY",
-        "TPU_TOPOLOGY*",
-        "TPU_VISIBLE_*",
-        "TPU_WORKER_*",
-        "XLA_DISTRIBUTED_TOPOLOGY_NETWORK_NODES",
-    ),
-    "It describes a container or a package. The fingerprint names the versions in use.": (
-        "CUDA_VERSION",
-        "NVIDIA_DRIVER_CAPABILITIES",
-        "NVIDIA_PRODUCT_NAME",
-        "NVIDIA_REQUIRE_*",
-        "TPU_ML_PLATFORM*",
-    ),
-    "JAX sets it when its Mosaic modules are imported.": (
-        "MOSAIC_GPU_CUDA_ROOT",
-        "MOSAIC_GPU_NVSHMEM_*",
-        "MOSAIC_GPU_RUNTIME_LIB_PATH",
-    ),
+    reason: tuple(names.split())
+    for reason, names in {
+        "It controls logs and dumps.": """
+            JAX_TRACEBACK_FILTERING MLIR_ENABLE_DIAGNOSTICS MLIR_ENABLE_DUMP MLIR_ENABLE_TIMING
+            MOSAIC_GPU_DUMP_* NVPTX_ENABLE_DUMP TF_DISABLE_PROFILING TPU_MIN_LOG_LEVEL
+            TPU_STDERR_LOG_LEVEL TPU_VMODULE
+        """,
+        "It controls memory allocation and file access.": """
+            CUDA_CACHE_DISABLE CUDA_CACHE_MAXSIZE CUDA_CACHE_PATH TF_GPU_ALLOCATOR
+            XLA_CLIENT_MEM_FRACTION XLA_PYTHON_CLIENT_*
+        """,
+        "It sets the number of threads. Contracts hold with any number.": """
+            PJRT_NPROC
+        """,
+        "It controls when kernels are loaded and how the host waits for them.": """
+            CUDA_DEVICE_MAX_CONNECTIONS CUDA_LAUNCH_BLOCKING CUDA_MODULE_LOADING
+        """,
+        "It chooses devices, or connects hosts. The fingerprint names the kind of device.": """
+            CUDA_DEVICE_ORDER CUDA_VISIBLE_DEVICES JAX_COORDINATOR_* JAX_FORCE_TPU_INIT
+            JAX_LOCAL_DEVICE_IDS JAX_PARTITION_INDEX JAX_SLICE_INDEX NVIDIA_VISIBLE_DEVICES
+            TPU_ACCELERATOR_TYPE TPU_CHIPS_* TPU_HOST_BOUNDS TPU_NAME TPU_PROCESS_* TPU_SKIP_MDS_QUERY
+            TPU_TOPOLOGY* TPU_VISIBLE_* TPU_WORKER_* XLA_DISTRIBUTED_TOPOLOGY_NETWORK_NODES
+        """,
+        "It describes a container or a package. The fingerprint names the versions in use.": """
+            CUDA_VERSION NVIDIA_DRIVER_CAPABILITIES NVIDIA_PRODUCT_NAME NVIDIA_REQUIRE_*
+            TPU_ML_PLATFORM*
+        """,
+        "JAX sets it when its Mosaic modules are imported.": """
+            MOSAIC_GPU_CUDA_ROOT MOSAIC_GPU_NVSHMEM_* MOSAIC_GPU_RUNTIME_LIB_PATH
+        """,
+    }.items()
 }
 """Patterns of environment variables that change no bit, by reason."""
 

@@ -1,7 +1,7 @@
 """A program that prints the fingerprint of its process and the bits of an answer: `python -m tests.support.answer`.
 
-It reads JSON from standard input: a list of dictionaries of JAX options. For each it sets the options, compiles every
-program anew, computes the answer, and prints a line of JSON.
+It reads JSON from standard input: a list of dictionaries of JAX options. For each it sets the options, compiles all
+programs again, computes the answer, and prints a line of JSON.
 """
 
 import dataclasses

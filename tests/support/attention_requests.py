@@ -35,11 +35,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Requests:
-    """Requests of several lengths, their keys and values in shuffled pages; whatever is nobody's is NaN.
+    """Requests of several lengths, with keys and values in shuffled pages; unused slots are NaN.
 
-    If each query sees what was before it, the second half of the keys are those of the first in another order, with
-    values of the other sign: what a late query sees cancels but for roundings, so that 16 bits show whether two kernels
-    add in the same order.
+    With causal masking, the second half of the keys repeats the first half in another order, with negated values: the
+    sum of a late query cancels except for roundings, so 16 bits show whether two kernels add in the same order.
 
     Queries are `[B, T, H, K]`, a token for each key, and garbage after a request's last; keys and values
     `[B, T, h, K]`.

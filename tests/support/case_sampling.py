@@ -1,7 +1,7 @@
 """Chooses the cases that run: all of them with `--all-cases`, otherwise a sample of each costly test's cases.
 
-`--share I/N` adds the I-th of N parts of what the sample leaves out, and a case of every tenth test of which the sample
-has none. So N runs have every case, and ten that follow each other have every test.
+`--share I/N` adds the I-th of N parts of the cases that the sample leaves out, and a case of every tenth test without a
+case in the sample. So N runs have every case, and ten consecutive runs have every test.
 """
 
 import argparse
@@ -11,13 +11,13 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 _UNSEEN = 10
-"""The tests without a case in the sample, of which each share has one: they are the most costly, and all of them take
-longer than the others."""
+"""A share has a case of one in this many tests without a case in the sample. These tests are the most costly ones, and
+together they take longer than all others."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all-cases", action="store_true", help="run every case, also of tests marked sampled")
-    text = "beside the sample, run a case of every tenth other test, and part I of N, counted from 0, of what is left"
+    text = "also run a case of every tenth other test, and part I of N, counted from 0, of the remaining cases"
     parser.addoption("--share", type=share, metavar="I/N", help=text)
 
 

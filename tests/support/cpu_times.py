@@ -1,9 +1,9 @@
-"""Writes how many seconds processors worked for each test: `--cpu-times FILE`, to which every test adds a line of JSON.
+"""Records the CPU seconds of each test: `--cpu-times FILE`, to which every test adds a line of JSON.
 
-On a busy machine a test takes as long as the others let it, but it works about as long as on a quiet one. A test's
-seconds include those of its fixtures, in the test that sets them up first, and of processes that have ended in it.
+Unlike elapsed time, CPU time hardly depends on the machine's load. A test's seconds include its fixtures, in the test
+that sets them up first, and processes that ended during the test.
 
-To add the seconds up by file, those that take longest first: python -m tests.support.cpu_times FILE
+To sum the seconds by file, the slowest first: python -m tests.support.cpu_times FILE
 """
 
 import json
