@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class ImageRows(NamedTuple):
-    """Which tokens are part of an image, and the rows in place of their embeddings; other rows are ignored."""
+    """Rows in place of embeddings, for tokens that are `present` in an image; other rows are ignored."""
 
     present: Bool[Arrays, "*N"]
     rows: Float[Arrays, "*N D"]

@@ -157,12 +157,12 @@ def place(x: Any, sharding: OutputSharding | None, mesh: Mesh) -> Array:
     parts = []
     for device, index in placed.addressable_devices_indices_map(tuple(shape)).items():
         assert index is not None
-        some = x if sharding.experts is None else _some_experts(x, sharding.experts, index[0].start or 0, mesh)
-        part = sharding.shards(some, (index[axis].start or 0) // sharding.length, devices)
+        shard_experts = x if sharding.experts is None else _some_experts(x, sharding.experts, index[0].start or 0, mesh)
+        part = sharding.shards(shard_experts, (index[axis].start or 0) // sharding.length, devices)
         part = part if isinstance(part, jax.Array) else np.asarray(part)
         parts.append(jax.block_until_ready(jax.device_put(part, device)))
         # JAX releases its copies only when garbage is collected.
-        del some, part
+        del shard_experts, part
         gc.collect(0)
     return jax.make_array_from_single_device_arrays(tuple(shape), placed, parts)
 

@@ -124,11 +124,11 @@ def map_groups(
     out = jnp.zeros((count + size, *out.shape[1:]), out.dtype)
 
     def step(index: Array, out: Array) -> Array:
-        inside, given = _group_tile(index, tiles, rows, size)
-        result = lax.optimization_barrier(tile(given, tiles.group[index], shared))
+        is_in_group, tile_rows = _group_tile(index, tiles, rows, size)
+        result = lax.optimization_barrier(tile(tile_rows, tiles.group[index], shared))
         first = tiles.first[index]
         before = lax.dynamic_slice_in_dim(out, first, size, 0)
-        return lax.dynamic_update_slice_in_dim(out, jnp.where(_column(inside, result), result, before), first, 0)
+        return lax.dynamic_update_slice_in_dim(out, jnp.where(_column(is_in_group, result), result, before), first, 0)
 
     return varying.fori_loop(0, tiles.number, step, out)[:count]
 
@@ -149,9 +149,9 @@ def fold_groups(
     initial = lax.optimization_barrier(initial)
 
     def step(index: Array, carry: PyTree[Array]) -> PyTree[Array]:
-        _, given = _group_tile(index, tiles, rows, size)
+        _, tile_rows = _group_tile(index, tiles, rows, size)
         group = tiles.group[index]
-        updated = tile(jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, group, 0, keepdims=False), carry), given)
+        updated = tile(jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, group, 0, keepdims=False), carry), tile_rows)
         return jax.tree.map(lambda x, y: lax.dynamic_update_index_in_dim(x, y, group, 0), carry, updated)
 
     return varying.fori_loop(0, tiles.number, step, initial)
@@ -168,9 +168,9 @@ def _groups_behind_barrier(
 
 def _group_tile(index: Array, tiles: GroupTiles, rows: PyTree[Array], size: int) -> tuple[Array, PyTree[Array]]:
     """Returns which rows of a tile belong to its group, and the tile with zeros in place of the others."""
-    inside = jnp.arange(size, dtype=jnp.int32) < tiles.rows[index]
-    given = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, tiles.first[index], size, 0), rows)
-    return inside, jax.tree.map(lambda x: jnp.where(_column(inside, x), x, jnp.zeros_like(x)), given)
+    is_in_group = jnp.arange(size, dtype=jnp.int32) < tiles.rows[index]
+    tile_rows = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, tiles.first[index], size, 0), rows)
+    return is_in_group, jax.tree.map(lambda x: jnp.where(_column(is_in_group, x), x, jnp.zeros_like(x)), tile_rows)
 
 
 def _column(flags: Array, like: Array) -> Array:

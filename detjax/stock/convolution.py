@@ -23,7 +23,7 @@ def causal_convolution(x: Array, weight: Array, inputs: Array, rows: RequestRows
         position = rows.start[request] + offset - back
         earlier = inputs[rows.slot[request], position % inputs.shape[1]]
         earlier = jnp.where((position >= 0)[:, None], earlier, jnp.zeros_like(earlier))
-        taken = jnp.where((offset >= back)[:, None], x[jnp.maximum(row - back, 0)], earlier)
-        total = total + taken.astype(ACCUMULATOR) * weight[:, 0, tap].astype(ACCUMULATOR)[None]
+        inputs_of_tap = jnp.where((offset >= back)[:, None], x[jnp.maximum(row - back, 0)], earlier)
+        total = total + inputs_of_tap.astype(ACCUMULATOR) * weight[:, 0, tap].astype(ACCUMULATOR)[None]
     y = jax.nn.silu(total).astype(x.dtype)
     return y, with_last_inputs(inputs, jax.lax.stop_gradient(x), rows)

@@ -14,7 +14,7 @@ DIFFERENTIATED_BY_JAX: Final = True
 def rms_norm(
     x: Array, weight: Array, residual: Array | None, *, eps: float, weight_offset: float
 ) -> tuple[Array, Array | None]:
-    """See `detjax.ops.rms_norm`; the second result is None without a residual."""
+    """See `detjax.ops.rms_norm`; only a residual gives a second result."""
     h = x if residual is None else x + residual
     wide = h.astype(ACCUMULATOR)
     y = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)

@@ -26,7 +26,7 @@ from tests.support.simulated_devices import ALL_HOLD, run_on_devices
 FIXTURES: Final = Path(__file__).parents[1] / "fixtures"
 FAMILIES: Final = ("olmoe", "qwen3-moe", "gpt-oss", "deepseek-v3", "qwen3-next")
 MESHES: Final = ((1, 2), (2, 2), (1, 8), (4, 2))
-"""How many devices each has along "tensor" and "expert"."""
+"""The devices of each along "tensor" and "expert"."""
 
 
 @pytest.mark.sampled(1)

@@ -266,8 +266,8 @@ def test_tensors_that_do_not_fit_are_refused_by_the_names_they_have(
     [
         Tensors(("x",), rows=(2, 4, 6), groups=2),
         Tensors(("x",), pairs="halves"),
-        Tensors(("x",), pairs="turns"),
-        Tensors(("x",), pairs="turns", transposed=True),
+        Tensors(("x",), pairs="interleaved"),
+        Tensors(("x",), pairs="interleaved", transposed=True),
     ],
 )
 def test_what_is_joined_is_cut_into_the_same(form: Tensors) -> None:

@@ -34,7 +34,7 @@ FORMS = {
     "stacked": (Tensors(("a", "b")), (2, 6, 4)),
     "stacked twice": (Tensors(tuple("abcdef"), stacked=(3, 2)), (3, 2, 4, 5)),
     "transposed": (Tensors(("a",), transposed=True), (6, 5)),
-    "turns": (Tensors(("a",), pairs="turns"), (3, 2, 4, 5)),
+    "turns": (Tensors(("a",), pairs="interleaved"), (3, 2, 4, 5)),
     "groups": (Tensors(("a",), (4, 8), groups=2), (12, 5)),
 }
 

@@ -169,11 +169,11 @@ def _read_weights(
     sizes: Sequence[int],
     stored: Mapping[str, StoredTensor],
     advance: Callable[[int], None],
-    placed: Sequence[Callable[[LazyParameter], Array]],
+    placements: Sequence[Callable[[LazyParameter], Array]],
 ) -> Weights:
-    """Returns the arrays that `placed` makes of parameters; `advance` gets the number of bytes that were read."""
+    """Returns the arrays that `placements` makes of parameters; `advance` gets the number of bytes that were read."""
     weights = []
-    for parameter, size, put in zip(parameters, sizes, placed, strict=True):
+    for parameter, size, put in zip(parameters, sizes, placements, strict=True):
         weights.append(put(parameter.unread(stored)))
         advance(size)
     return tuple(weights)

@@ -49,7 +49,7 @@ class StoredTensor:
     _handle: Any
     _begin: int
     has_parts: ClassVar = True
-    """Whether a part of the tensor can be read separately."""
+    """True if a part of the tensor can be read separately."""
 
     @property
     def dtype(self) -> np.dtype:

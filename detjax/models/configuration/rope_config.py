@@ -4,11 +4,8 @@ import dataclasses
 from typing import Any, Final
 
 from detjax.models.configuration.json_object import JsonObject
+from detjax.models.configuration.windows import FULL, SLIDING
 from detjax.ops.rotary import LinearScaling, Llama3Scaling, RotaryEmbedding, YarnScaling
-
-_FULL: Final = "full_attention"
-_SLIDING: Final = "sliding_attention"
-
 
 MAX_POSITIONS: Final = 2**24
 """Rotations take positions as float32 numbers, which represent all integers below this one."""
@@ -53,18 +50,18 @@ def read_rope_of_layer_types(
     Raises:
         CheckpointError: see `read_rope`.
     """
-    thetas = {_FULL: file.number("rope_theta", theta), _SLIDING: file.number("rope_local_base_freq", window_theta)}
+    thetas = {FULL: file.number("rope_theta", theta), SLIDING: file.number("rope_local_base_freq", window_theta)}
     by_type, scaling = file.object("rope_parameters"), file.object("rope_scaling")
-    described: dict[str, list[RotaryEmbedding]] = {_FULL: [], _SLIDING: []}
+    described: dict[str, list[RotaryEmbedding]] = {FULL: [], SLIDING: []}
     if by_type is not None:
         for name in thetas:
             parameters = by_type.object(name)
             if parameters is not None:
                 described[name].append(_read_parameters(file, parameters, head_dim, max_positions, thetas[name]))
         for unread in by_type.unread():
-            raise by_type.error(unread, f"{_FULL} and {_SLIDING}, each with an object")
+            raise by_type.error(unread, f"{FULL} and {SLIDING}, each with an object")
     if scaling is not None:
-        described[_FULL].append(_read_parameters(file, scaling, head_dim, max_positions, thetas[_FULL]))
+        described[FULL].append(_read_parameters(file, scaling, head_dim, max_positions, thetas[FULL]))
     full, sliding = (_one_of(file, described[name] or [RotaryEmbedding(head_dim, thetas[name])]) for name in thetas)
     return full, sliding
 
@@ -164,5 +161,5 @@ def write_rope(rope: RotaryEmbedding) -> dict[str, Any]:
 def write_rope_of_layer_types(rope: RotaryEmbedding, window_rope: RotaryEmbedding) -> dict[str, Any]:
     """Returns the keys of `config.json` that `read_rope_of_layer_types` reads, for transformers 4 and 5."""
     full, sliding = write_rope(rope), write_rope(window_rope)
-    by_type = {_FULL: full["rope_parameters"], _SLIDING: sliding["rope_parameters"]}
+    by_type = {FULL: full["rope_parameters"], SLIDING: sliding["rope_parameters"]}
     return full | {"rope_parameters": by_type, "rope_local_base_freq": window_rope.theta}

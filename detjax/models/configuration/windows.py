@@ -4,8 +4,8 @@ from typing import Any, Final
 
 from detjax.models.configuration.json_object import JsonObject
 
-_FULL: Final = "full_attention"
-_SLIDING: Final = "sliding_attention"
+FULL: Final = "full_attention"
+SLIDING: Final = "sliding_attention"
 _DEFAULT_WINDOW: Final = 4096
 
 type Windows = tuple[int | None, ...]
@@ -19,10 +19,10 @@ def read_uniform_windows(file: JsonObject, layers: int, model_type: str, *, has_
         CheckpointError: the window is out of range, or `layer_types` says otherwise.
     """
     window = _read_window(file) if has_window else None
-    types = [_FULL if window is None else _SLIDING] * layers
+    types = [FULL if window is None else SLIDING] * layers
     named = file.get("layer_types")
     if named is not None and named != types:
-        _check_types(file, named, layers)
+        check_layer_types(file, named, layers)
         raise file.error("layer_types", f"{types[0]} for every layer, as {model_type} has no other layers here")
     return (window,) * layers
 
@@ -37,14 +37,14 @@ def read_windows_of_some_layers(file: JsonObject, layers: int, *, first: int = 2
     """
     window = _read_window(file) if file.boolean("use_sliding_window", False) else None
     first = file.integer("max_window_layers", first, minimum=0)
-    types = [_SLIDING if window is not None and index >= first else _FULL for index in range(layers)]
+    types = [SLIDING if window is not None and index >= first else FULL for index in range(layers)]
     named = file.get("layer_types")
     if named is not None and named != types:
-        _check_types(file, named, layers)
+        check_layer_types(file, named, layers)
         if window is None:
-            raise file.error("layer_types", f"{_FULL} for every layer, because the model has no sliding window")
+            raise file.error("layer_types", f"{FULL} for every layer, because the model has no sliding window")
         types = named
-    return tuple(window if name == _SLIDING else None for name in types)
+    return tuple(window if name == SLIDING else None for name in types)
 
 
 def read_alternating_windows(file: JsonObject, layers: int, pattern: int, *, window: int = _DEFAULT_WINDOW) -> Windows:
@@ -59,8 +59,8 @@ def read_alternating_windows(file: JsonObject, layers: int, pattern: int, *, win
     named = file.get("layer_types")
     if named is None:
         named = _alternating_types(layers, pattern)
-    _check_types(file, named, layers)
-    return tuple(window if name == _SLIDING else None for name in named)
+    check_layer_types(file, named, layers)
+    return tuple(window if name == SLIDING else None for name in named)
 
 
 def pattern_of(windows: Windows) -> int | None:
@@ -91,11 +91,11 @@ def first_window(windows: Windows) -> int | None:
 
 
 def _alternating_types(layers: int, pattern: int) -> list[str]:
-    return [_SLIDING if (index + 1) % pattern else _FULL for index in range(layers)]
+    return [SLIDING if (index + 1) % pattern else FULL for index in range(layers)]
 
 
 def _types(windows: Windows) -> list[str]:
-    return [_FULL if window is None else _SLIDING for window in windows]
+    return [FULL if window is None else SLIDING for window in windows]
 
 
 def _read_window(file: JsonObject) -> int | None:
@@ -103,6 +103,7 @@ def _read_window(file: JsonObject) -> int | None:
     return file.optional_integer("sliding_window", minimum=1) if "sliding_window" in file.raw else _DEFAULT_WINDOW
 
 
-def _check_types(file: JsonObject, named: Any, layers: int) -> None:
-    if not isinstance(named, list) or len(named) != layers or any(name not in (_FULL, _SLIDING) for name in named):
-        raise file.error("layer_types", f"a list with {_FULL} or {_SLIDING} for each of {layers} layers")
+def check_layer_types(file: JsonObject, named: Any, layers: int, other: str = SLIDING) -> None:
+    """Raises `CheckpointError` unless `layer_types` names full attention or one other type for each layer."""
+    if not isinstance(named, list) or len(named) != layers or any(name not in (other, FULL) for name in named):
+        raise file.error("layer_types", f"a list with {other} or {FULL} for each of {layers} layers")

@@ -62,8 +62,8 @@ class _Experts(Experts):
     def tensors(self) -> dict[str, Tensors]:
         """The checkpoint's tensors of each parameter."""
         return {
-            "gate_up": Tensors(("experts.gate_up_proj",), transposed=True, pairs="turns"),
-            "gate_up_bias": Tensors(("experts.gate_up_proj_bias",), pairs="turns"),
+            "gate_up": Tensors(("experts.gate_up_proj",), transposed=True, pairs="interleaved"),
+            "gate_up_bias": Tensors(("experts.gate_up_proj_bias",), pairs="interleaved"),
             "down": Tensors(("experts.down_proj",), transposed=True),
             "down_bias": Tensors(("experts.down_proj_bias",)),
         }

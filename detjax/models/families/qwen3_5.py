@@ -32,7 +32,7 @@ _TOKENS: Final = (
     Key("vision_start_token_id", "vision_start_token", 248053, minimum=0),
     Key("vision_end_token_id", "vision_end_token", 248054, minimum=0),
 )
-_OF_THE_TEXT: Final = "text_config"
+_TEXT_CONFIG: Final = "text_config"
 _MODEL_LEVEL_KEYS: Final = (
     "architectures",
     "model_type",
@@ -49,7 +49,7 @@ class Layer(qwen3_next.Layer):
     DELTA_NET = DeltaNet
 
 
-read_rope = functools.partial(qwen3_next.read_rope, passed_over=("mrope_section", "mrope_interleaved"))
+read_rope = functools.partial(qwen3_next.read_rope, ignored=("mrope_section", "mrope_interleaved"))
 """Reads the rotary embedding, except for the positions of images."""
 
 
@@ -91,7 +91,7 @@ def with_tower(text: Family, architecture: str, model_type: str) -> Family:
     def nested(raw: dict[str, Any]) -> dict[str, Any]:
         whole = {key: raw[key] for key in (*_MODEL_LEVEL_KEYS, "tie_word_embeddings")}
         inner = {key: value for key, value in raw.items() if key not in _MODEL_LEVEL_KEYS}
-        return whole | {_OF_THE_TEXT: inner | {"model_type": text.model_type, "dtype": raw["dtype"]}}
+        return whole | {_TEXT_CONFIG: inner | {"model_type": text.model_type, "dtype": raw["dtype"]}}
 
     return dataclasses.replace(
         text,
@@ -152,7 +152,7 @@ FAMILY: Final = Family(
     head_dim=256,
     kv_heads=4,
     norm_offset=qwen3_next.NORM_OFFSET,
-    reads=(qwen3_next.TURNING,),
+    reads=(qwen3_next.ROTATED_SHARE,),
     skips=SKIPS,
     prefixes=PREFIXES,
     read_rope=read_rope,

@@ -24,7 +24,7 @@ FAMILY: Final = dataclasses.replace(
     kv_heads=2,
     # No layer has a separate MLP; this is the expert that every token goes through.
     intermediate_size=("shared_expert_intermediate_size", 512),
-    reads=(qwen3_next.TURNING, *experts_config.COUNTS),
+    reads=(qwen3_next.ROTATED_SHARE, *experts_config.COUNTS),
     read_options=_read_options,
 )
 WITH_TOWER: Final = qwen3_5.with_tower(FAMILY, "Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe")

@@ -15,6 +15,7 @@ from detjax.models.configuration.config import DecoderConfig
 from detjax.models.configuration.family import Family
 from detjax.models.configuration.json_object import JsonObject
 from detjax.models.configuration.keys import ATTENTION_BIAS, Key, read_keys, write_keys
+from detjax.models.configuration.windows import FULL, check_layer_types
 from detjax.models.families import llama
 from detjax.models.parts.attention import AttentionOptions
 from detjax.models.parts.delta_net import DeltaNet, DeltaNetOptions
@@ -28,12 +29,11 @@ from detjax.operands.kv_pages import Queries
 from detjax.ops.rotary import RotaryEmbedding
 
 _LINEAR: Final = "linear_attention"
-_FULL: Final = "full_attention"
 NORM_OFFSET: Final = 1.0
 """Added to the weights of all norms except for those after the delta rule."""
-TURNING: Final = "partial_rotary_factor"
+ROTATED_SHARE: Final = "partial_rotary_factor"
 """The key for the share of a head's columns that are rotated."""
-_TURNING_SHARE: Final = 0.25
+_DEFAULT_SHARE: Final = 0.25
 _DELTA: Final = (
     Key("linear_num_key_heads", "key_heads", 16),
     Key("linear_num_value_heads", "value_heads", 32),
@@ -103,37 +103,35 @@ class Layer(nnx.Module):
     def state(config: DecoderConfig, index: int) -> StateDeclaration:
         """Returns the declaration of a layer's state: the delta rule's in slots, or keys and values in pages."""
         assert config.delta is not None
-        return config.delta.state if config.delta.layers[index] else _attention_options(config).state
+        return config.delta if config.delta.layers[index] else _attention_options(config).state
 
 
 def _attention_options(config: DecoderConfig) -> AttentionOptions:
     return dataclasses.replace(llama.attention_options(config, 0), qk_norm_offset=NORM_OFFSET)
 
 
-def read_rope(
-    file: JsonObject, head_dim: int, max_positions: int, *, passed_over: Collection[str] = ()
-) -> RotaryEmbedding:
+def read_rope(file: JsonObject, head_dim: int, max_positions: int, *, ignored: Collection[str] = ()) -> RotaryEmbedding:
     """Returns the embedding of partly rotated heads, whose rotated share the file has in one of three places.
 
-    Keys of the rotary embedding in `passed_over` do not matter to text.
+    Keys of the rotary embedding in `ignored` do not matter to text.
 
     Raises:
         CheckpointError: see `rope_config.read_rope`.
     """
     accepted = "a number above 0 and at most 1"
-    share = file.optional_number(TURNING, minimum=0.0, maximum=1.0, accepted=accepted)
+    share = file.optional_number(ROTATED_SHARE, minimum=0.0, maximum=1.0, accepted=accepted)
     raw = dict(file.raw)
     for key in ("rope_parameters", "rope_scaling"):
         parameters = file.object(key)
         if parameters is not None:
-            inner = parameters.optional_number(TURNING, minimum=0.0, maximum=1.0, accepted=accepted)
+            inner = parameters.optional_number(ROTATED_SHARE, minimum=0.0, maximum=1.0, accepted=accepted)
             share = share if inner is None else inner
-            raw[key] = {name: x for name, x in parameters.raw.items() if name not in (TURNING, *passed_over)}
-    turning = int(head_dim * (_TURNING_SHARE if share is None else share))
-    if turning < 2 or turning % 2:
-        raise file.error(TURNING, f"a share of head_dim, which is {head_dim}, that is an even number of columns")
-    rope = rope_config.read_rope(JsonObject(raw, file.source, file.prefix), turning, max_positions)
-    return dataclasses.replace(rope, head_dim=head_dim, rotary_dim=turning if turning < head_dim else None)
+            raw[key] = {name: x for name, x in parameters.raw.items() if name not in (ROTATED_SHARE, *ignored)}
+    rotated = int(head_dim * (_DEFAULT_SHARE if share is None else share))
+    if rotated < 2 or rotated % 2:
+        raise file.error(ROTATED_SHARE, f"a share of head_dim, which is {head_dim}, that is an even number of columns")
+    rope = rope_config.read_rope(JsonObject(raw, file.source, file.prefix), rotated, max_positions)
+    return dataclasses.replace(rope, head_dim=head_dim, rotary_dim=rotated if rotated < head_dim else None)
 
 
 def read_layers(file: JsonObject, layers: int, experts: GatedExpertsOptions | None) -> dict[str, Any]:
@@ -153,8 +151,7 @@ def _read_layer_types(file: JsonObject, layers: int) -> tuple[bool, ...]:
     interval, types = file.integer("full_attention_interval", 4), file.get("layer_types")
     if types is None:
         return tuple((index + 1) % interval != 0 for index in range(layers))
-    if not isinstance(types, list) or len(types) != layers or any(name not in (_LINEAR, _FULL) for name in types):
-        raise file.error("layer_types", f"a list with {_LINEAR} or {_FULL} for each of {layers} layers")
+    check_layer_types(file, types, layers, _LINEAR)
     return tuple(name == _LINEAR for name in types)
 
 
@@ -183,12 +180,12 @@ def write_layers(config: DecoderConfig) -> dict[str, Any]:
     assert delta is not None
     share = config.rope.turning / config.head_dim
     rope = rope_config.write_rope(dataclasses.replace(config.rope, rotary_dim=None))
-    rope["rope_parameters"] |= {TURNING: share}
+    rope["rope_parameters"] |= {ROTATED_SHARE: share}
     written = {
-        "layer_types": [_LINEAR if is_linear else _FULL for is_linear in delta.layers],
+        "layer_types": [_LINEAR if is_linear else FULL for is_linear in delta.layers],
         **write_keys(delta, _DELTA),
         **rope,
-        TURNING: share,
+        ROTATED_SHARE: share,
     }
     if isinstance(experts, GatedExpertsOptions):
         return written | experts_config.write_experts(experts, (Key(_CHOSEN, "chosen"), *_WIDTHS))
@@ -218,7 +215,7 @@ FAMILY: Final = Family(
     head_dim=256,
     kv_heads=2,
     norm_offset=NORM_OFFSET,
-    reads=(TURNING, *experts_config.COUNTS),
+    reads=(ROTATED_SHARE, *experts_config.COUNTS),
     skips=(r"mtp\..*",),
     read_rope=read_rope,
     keys=ATTENTION_BIAS,

@@ -27,29 +27,14 @@ _LENGTH_EPS = 1e-6
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DeltaNetOptions:
-    """The shape and options of a decoder's linear attention layers.
+class DeltaNetOptions(DeltaNetInSlots):
+    """The shape of a decoder's linear attention layers, which also declares their state.
 
     Attributes:
-        key_heads: heads of queries, and of keys.
-        value_heads: heads of values, a multiple of `key_heads`.
-        key_dim: columns of a query, and of a key.
-        value_dim: columns of a value.
-        taps: inputs that each output of the convolution depends on.
         layers: for each layer, whether it has linear attention.
     """
 
-    key_heads: int
-    value_heads: int
-    key_dim: int
-    value_dim: int
-    taps: int
     layers: tuple[bool, ...]
-
-    @property
-    def state(self) -> DeltaNetInSlots:
-        """The state declaration."""
-        return DeltaNetInSlots(self.key_heads, self.value_heads, self.key_dim, self.value_dim, self.taps)
 
 
 class DeltaNet(nnx.Module):
@@ -67,7 +52,7 @@ class DeltaNet(nnx.Module):
         self.width = width
         self.qkvz = random_weight(rngs, (2 * keys + 2 * values, width), dtype)
         self.ba = random_weight(rngs, (2 * heads, width), dtype)
-        self.convolution = random_weight(rngs, (options.state.channels, 1, options.taps), dtype)
+        self.convolution = random_weight(rngs, (options.channels, 1, options.taps), dtype)
         # From heads that forget slowly to heads that forget fast.
         self.log_rate = nnx.Param(jnp.linspace(-4, 0, heads).astype(dtype))
         self.time_bias = nnx.Param(jnp.ones(heads, dtype))
@@ -120,7 +105,7 @@ class DeltaNet(nnx.Module):
     def tensors(self) -> dict[str, Tensors]:
         """The checkpoint's tensors of each parameter."""
         options, heads = self.options, self.options.value_heads
-        rows = options.state.channels, heads * options.value_dim
+        rows = options.channels, heads * options.value_dim
         return {
             "qkvz": Tensors(("in_proj_qkv.weight", "in_proj_z.weight"), rows),
             "ba": Tensors(("in_proj_b.weight", "in_proj_a.weight"), (heads, heads)),

@@ -142,7 +142,7 @@ class LatentAttention(nnx.Module):
     def _rotated(
         self, q: Float[Array, "*N H R"], k: Float[Array, "*N R"], queries: Queries
     ) -> tuple[Float[Array, "*N H R"], Float[Array, "*N 1 R"]]:
-        """Rotates columns of queries and of the shared key; in the result, pairs are half a row apart."""
+        """Rotates columns of queries and of the shared key; in the result, half a row separates pairs."""
         qk = jnp.concatenate([q, k[..., None, :]], axis=-2)
         if self.options.latent.interleaved:
             qk = jnp.concatenate([qk[..., 0::2], qk[..., 1::2]], axis=-1)

@@ -55,7 +55,7 @@ class Tensors:
         stacked: the sizes of the new axes; None: one axis.
         transposed: whether the last two axes of a single tensor are swapped.
         pairs: the layout of the parameter's second axis, of size 2, and its third, which a single tensor joins:
-            "halves", such as all gate rows and then all up rows, or interleaved in "turns". None: they are not joined.
+            "halves", such as all gate rows and then all up rows, or "interleaved". None: they are not joined.
         other_form: another form that checkpoints may hold, and that is never written; None: there is just one form.
     """
 
@@ -64,7 +64,7 @@ class Tensors:
     groups: int | None = None
     stacked: tuple[int, ...] | None = None
     transposed: bool = False
-    pairs: Literal["halves", "turns"] | None = None
+    pairs: Literal["halves", "interleaved"] | None = None
     other_form: "Tensors | None" = None
 
     @property
@@ -122,7 +122,7 @@ class Tensors:
         if len(self.names) == 1:
             (x,) = tensors
             x = np.swapaxes(x, -1, -2) if self.transposed else x
-            if self.pairs == "turns":
+            if self.pairs == "interleaved":
                 return x.reshape(len(x), -1, 2, *x.shape[2:]).swapaxes(1, 2)
             if self.pairs == "halves":
                 return x.reshape(len(x), 2, -1, *x.shape[2:])
@@ -142,7 +142,7 @@ class Tensors:
         if len(self.names) == 1:
             x = parameter if self.groups is None else self._by_groups(parameter, self.groups)
             if self.pairs:
-                x = (x.swapaxes(1, 2) if self.pairs == "turns" else x).reshape(len(x), -1, *x.shape[3:])
+                x = (x.swapaxes(1, 2) if self.pairs == "interleaved" else x).reshape(len(x), -1, *x.shape[3:])
             return [np.swapaxes(x, -1, -2) if self.transposed else x]
         if self.rows is not None:
             return np.split(parameter, np.cumsum(self.rows)[:-1])

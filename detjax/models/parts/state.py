@@ -138,7 +138,7 @@ class DeltaNetInSlots(InSlots):
 
     Attributes:
         key_heads: heads of queries, and of keys.
-        value_heads: heads of values.
+        value_heads: heads of values, a multiple of `key_heads`.
         key_dim: columns of a query, and of a key.
         value_dim: columns of a value.
         taps: inputs that each output of the convolution depends on.

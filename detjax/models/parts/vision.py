@@ -155,7 +155,7 @@ class Patches(NamedTuple):
 
 
 class VisionTower(nnx.Module):
-    """Patches through blocks of attention, of which some or all see whole images, and a merger.
+    """Blocks of attention among patches, and a merger. Some or all of the blocks see whole images.
 
     Each image is a separate sequence, and so is each window: its keys are divided into blocks of `contract.KV_BLOCK`
     from its first patch on. So no bit of an image's rows depends on the other images.

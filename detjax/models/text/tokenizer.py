@@ -196,7 +196,7 @@ class Tokenizer:
         """Returns the text of a conversation, ready for `encode(..., add_special_tokens=False)`.
 
         Args:
-            messages: each with a "role" and most with a "content"; keys whose value is None are omitted.
+            messages: each with a "role" and most with a "content"; keys with the value None are omitted.
             add_generation_prompt: whether the text ends with the beginning of an answer.
             kwargs: further variables of the template, such as `tools`, a list of JSON schemas. With several templates,
                 "tool_use" is for conversations with tools, and "default" for the others.

@@ -46,7 +46,7 @@ class FrameSampling:
     def changed(
         self, fps: float | None = None, min_frames: int | None = None, max_frames: int | None = None
     ) -> "FrameSampling":
-        """Returns the sampling for one video; what is None stays the same. `max_frames` is at most the checkpoint's.
+        """Returns the sampling for one video; None keeps a value. `max_frames` is at most the checkpoint's.
 
         Raises:
             ValueError: a number is out of its range.

@@ -114,8 +114,8 @@ class ImageOptions:
 
 
 def _channels(file: JsonObject, key: str, default: tuple[float, ...], channels: int) -> tuple[float, ...]:
-    given = file.get(key)
-    numbers = list(default) if given is None else given
+    raw_numbers = file.get(key)
+    numbers = list(default) if raw_numbers is None else raw_numbers
     is_list = isinstance(numbers, list) and len(numbers) == channels
     if not is_list or any(isinstance(x, bool) or not isinstance(x, int | float) for x in numbers):
         raise file.error(key, f"a list of {channels} numbers")
@@ -226,7 +226,7 @@ def resized(
 ) -> tuple[int, int]:
     """Returns the height and width to resize an image to: multiples of `unit`, close to its shape, within the bounds.
 
-    The bounds apply to `frames` images together, of which `padded_frames` are encoded.
+    The bounds apply to `frames` images together, or `padded_frames` after padding.
 
     Raises:
         ValueError: one side is more than 200 times as long as the other.
@@ -251,19 +251,19 @@ def resized(
 # --- the tower --------------------------------------------------------------------------------------------------------
 
 
-def image_rows(tower: VisionTower, shown: Sequence[VisualInput]) -> list[Float[np.ndarray, "tokens D"]]:
+def image_rows(tower: VisionTower, visuals: Sequence[VisualInput]) -> list[Float[np.ndarray, "tokens D"]]:
     """Returns the rows for the tokens of each image and video, in row-major order of the image, on the host.
 
     The tower treats video frames as images. No bit of an image's rows depends on the other images.
     """
     network, weights = split(tower)
-    return rows_by(functools.partial(_window_rows, network, weights), tower.options, shown)
+    return rows_by(functools.partial(_window_rows, network, weights), tower.options, visuals)
 
 
 def rows_by(
     run: Callable[[Patches], Array],
     options: VisionOptions,
-    shown: Sequence[VisualInput],
+    visuals: Sequence[VisualInput],
     *,
     windows: Callable[[int], int] | None = None,
     most_windows: int | None = None,
@@ -273,12 +273,12 @@ def rows_by(
     Args:
         run: returns a row for each token of each window.
         options: the tower's.
-        shown: the patches of the images and videos.
+        visuals: the patches of the images and videos.
         windows: pads the number of windows of a call. Default: to the next power of two.
         most_windows: the maximum number of windows of several images in a call. Default: a fixed number of patches.
     """
-    counts = [len(one.frames) if isinstance(one, VideoPatches) else 1 for one in shown]
-    images = [frame for one in shown for frame in (one.frames if isinstance(one, VideoPatches) else (one,))]
+    counts = [len(one.frames) if isinstance(one, VideoPatches) else 1 for one in visuals]
+    images = [frame for one in visuals for frame in (one.frames if isinstance(one, VideoPatches) else (one,))]
     rows: list[np.ndarray] = []
     for pack in _packs(images, options, most_windows or _PACK_PATCHES // options.window_patches):
         needed = sum(len(_windows(image, options)) for image in pack)

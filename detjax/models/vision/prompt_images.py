@@ -81,35 +81,35 @@ class ImageReader:
         vision = config.vision
         self.sampling = FrameSampling() if vision is None else FrameSampling.from_options(self._videos, vision)
 
-    def patches(self, name: str, given: Sequence[GivenImage]) -> list[VisualInput]:
+    def patches(self, name: str, images: Sequence[GivenImage]) -> list[VisualInput]:
         """Returns the patches of the images and videos of a request, which errors call `name`; see `Request.images`.
 
         Raises:
             ValueError: the model does not support images, or one of them is invalid.
         """
-        if not len(given):
+        if not len(images):
             return []
         if self.config.vision is None:
             raise ValueError(
-                f"{name} has {len(given)} images, and {self.config.architecture} reads only text; accepted: no "
+                f"{name} has {len(images)} images, and {self.config.architecture} reads only text; accepted: no "
                 "images, or a model with a vision tower"
             )
         patches: list[VisualInput] = []
-        for index, image in enumerate(given):
+        for index, image in enumerate(images):
             try:
                 patches.append(self._patches_of(image))
             except ValueError as error:
                 raise ValueError(f"{name}, image {index}: {error}") from error
         return patches
 
-    def _patches_of(self, given: GivenImage) -> VisualInput:
+    def _patches_of(self, image: GivenImage) -> VisualInput:
         vision = self.config.vision
         assert vision is not None
-        if isinstance(given, ImagePatches | VideoPatches):
-            return given
-        if isinstance(given, Video):
-            return video_patches(given, self._videos, vision)
-        return image_patches(np.asarray(given), self._images, vision)
+        if isinstance(image, ImagePatches | VideoPatches):
+            return image
+        if isinstance(image, Video):
+            return video_patches(image, self._videos, vision)
+        return image_patches(np.asarray(image), self._images, vision)
 
 
 def with_image_tokens(
@@ -209,9 +209,9 @@ def _with_all_tokens(
 # --- places of tokens -------------------------------------------------------------------------------------------------
 
 
-def places(shown: Iterable[VisualInput]) -> list[VisualInput]:
+def places(visuals: Iterable[VisualInput]) -> list[VisualInput]:
     """Returns the inputs with separate places in a prompt: images, videos, and frames whose times prompts state."""
-    return [part for one in shown for part in (one.places if isinstance(one, VideoPatches) else (one,))]
+    return [part for one in visuals for part in (one.places if isinstance(one, VideoPatches) else (one,))]
 
 
 class TokenGrid(NamedTuple):
@@ -233,13 +233,13 @@ class TokenGrid(NamedTuple):
         return len(self.times) * self.rows * self.columns
 
 
-def token_grid(shown: VisualInput, vision: VisionOptions) -> TokenGrid:
+def token_grid(image: VisualInput, vision: VisionOptions) -> TokenGrid:
     """Returns the arrangement of the tokens of an image or a video."""
     times = (0,)
-    if isinstance(shown, VideoPatches) and vision.tokens_per_second is not None:
-        pace = np.float32(vision.tokens_per_second) * np.float32(shown.seconds)
-        times = tuple((np.arange(len(shown.frames), dtype=np.float32) * pace).astype(np.int64).tolist())
-    return TokenGrid(times, shown.rows // vision.merge_size, shown.columns // vision.merge_size)
+    if isinstance(image, VideoPatches) and vision.tokens_per_second is not None:
+        pace = np.float32(vision.tokens_per_second) * np.float32(image.seconds)
+        times = tuple((np.arange(len(image.frames), dtype=np.float32) * pace).astype(np.int64).tolist())
+    return TokenGrid(times, image.rows // vision.merge_size, image.columns // vision.merge_size)
 
 
 def token_coordinates(

@@ -53,19 +53,19 @@ def read_video(name: str, contents: bytes, sampling: FrameSampling) -> Video:
             starts = list(itertools.accumulate(lengths, initial=Fraction(0)))
             total, rate = int(starts[-1] / unit), float(1000 / unit)
             indices = sampling.indices(total, rate)
-            shown = [bisect_right(starts, index * unit) - 1 for index in indices]
-            if len(shown) * math.prod(image.size) > _MAX_PIXELS:
+            selected = [bisect_right(starts, index * unit) - 1 for index in indices]
+            if len(selected) * math.prod(image.size) > _MAX_PIXELS:
                 raise _TooLarge(
-                    f"{name} has {image.size[0]} x {image.size[1]} pixels in {len(shown)} frames; accepted: up to "
+                    f"{name} has {image.size[0]} x {image.size[1]} pixels in {len(selected)} frames; accepted: up to "
                     f"{_MAX_PIXELS} pixels in all. Send smaller or fewer frames."
                 )
-            pixels = dict(_frames(image, sorted(set(shown))))
+            pixels = dict(_frames(image, sorted(set(selected))))
     except _TooLarge as error:
         raise ValueError(str(error)) from error
     except Exception as error:  # decoding a damaged file can fail in any way
         raise ValueError(f"{name} cannot be read as a video; accepted: {_accepted()}. {_ADVICE}") from error
     times = [index / rate for index in indices]
-    return Video([pixels[index] for index in shown], len(indices) / total * rate, times)
+    return Video([pixels[index] for index in selected], len(indices) / total * rate, times)
 
 
 def read_frames(name: str, files: Sequence[bytes], sampling: FrameSampling) -> Video:
@@ -133,8 +133,8 @@ def _lengths(image: PIL.Image.Image, count: int) -> list[Fraction]:
         image.seek(index)
         image.load()  # WEBP's durations are known only after loading
         # APNG's durations are quotients of 16-bit numbers, in seconds.
-        given = Fraction(image.info.get("duration") or 0).limit_denominator(1 << 16)
-        lengths.append(given if given > 0 else Fraction(_LIKE_BROWSERS))
+        duration = Fraction(image.info.get("duration") or 0).limit_denominator(1 << 16)
+        lengths.append(duration if duration > 0 else Fraction(_LIKE_BROWSERS))
     return lengths
 
 
