@@ -1,4 +1,4 @@
-"""Measures speed, and searches the schedules that give it: `python -m detjax.bench`.
+"""Measures speed, and searches for the fastest schedules: `python -m detjax.bench`.
 
 Read `cases` and `timing` for the operations, `serve` for the engine under load, `tune` for the search.
 """

@@ -1,4 +1,4 @@
-"""`python -m detjax.bench`: measures detjax on the device at hand, and tunes it."""
+"""`python -m detjax.bench`: measures and tunes detjax on the current device."""
 
 import dataclasses
 import functools
@@ -23,11 +23,11 @@ from detjax.pallas.hopper.matmul import tuning as schedules
 from detjax.pallas.hopper.matmul.plan import Problem
 from detjax.runtime import backends
 
-app = new_app("python -m detjax.bench", help="Measures detjax on the device at hand.")
+app = new_app("python -m detjax.bench", help="Measures detjax on the current device.")
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Runs a command, and ends the process with its exit code; see `detjax.cli.main`."""
+    """Runs a command and exits with its code; see `detjax.cli.main`."""
     run(app, arguments, (UsageError,))
 
 
@@ -45,15 +45,15 @@ def tune_command(
     log: Path | None = None,
     training: bool = False,
 ) -> None:
-    """Searches matmul schedules, accepts those with the reference schedule's bits, and writes the table.
+    """Searches for the fastest matmul schedules among those with the reference's bits, and writes the table.
 
     Args:
-        out: the table to write; products that are not searched keep their schedules. Default: the package's.
-        log: write a line of JSON for every schedule tried.
-        training: tune the products of the backward pass, too.
+        out: the table to write; other products keep their schedules. Default: the package's table.
+        log: write a line of JSON for each schedule tried.
+        training: also tune the products of the backward pass.
     """
     if backends.backend() != "hopper":
-        raise UsageError(f"tune: {backends.device_name()} is no Hopper GPU; accepted: an H100 or H200.")
+        raise UsageError(f"tune: {backends.device_name()} is not a Hopper GPU; accepted: an H100 or H200.")
     console = Console()
     problems: dict[str, Problem] = {}
     for m, name in itertools.product(tokens or shapes.TOKENS, models):
@@ -89,7 +89,7 @@ _ENGINE = Fields(
 _RUNS = Fields(
     serve.Experiment,
     without=("workload", "engine"),
-    options={"orders": Option(minimum=1), "beside": Option(minimum=0)},
+    options={"orders": Option(minimum=1), "background": Option(minimum=0)},
 )
 
 
@@ -107,17 +107,17 @@ def serve_command(
     out: command_line.Out = None,
     plot: Path | None = None,
 ) -> int:
-    """Throughput and latency of the engine. Runs in different orders must have the same answers, bit for bit.
+    """Throughput and latency of the engine. Runs in different orders must return the same answers, bit for bit.
 
     Args:
-        preset: a shape to fill with random weights.
+        preset: a model shape to fill with random weights.
         model: a checkpoint, instead of a preset.
-        layers: the number of layers of the preset. Default: the model's own.
-        tensor_parallel: share the model among N devices; no bit depends on their number.
+        layers: the preset's number of layers. Default: the model's own.
+        tensor_parallel: shard the model over N devices; no bit depends on N.
         plot: draw the times as PNG.
     """
     if (preset is None) == (model is None):
-        raise UsageError("one of --preset and --model is needed; accepted: one of them")
+        raise UsageError("serve: needs a model; accepted: exactly one of --preset and --model")
     with usage_errors():
         experiment = serve.Experiment(workload, engine, **runs)
         mesh = models.mesh_of(tensor_parallel)
@@ -145,10 +145,10 @@ _Out = Annotated[Path | None, Option("Write JSON, which compare reads.")]
 @app.command(name="run")
 @command
 def run_command(*, small: command_line.Small = False, only: _Only, backend: str | None = None, out: _Out = None) -> int:
-    """Time, share of what the chip can do, speed over XLA's own operations, error and bits of every operation.
+    """Time, share of the chip's roofline, speed over XLA's own operations, error and bits of each operation.
 
     Args:
-        backend: the backend to measure. Default: the best of this device.
+        backend: the backend to measure. Default: the device's best.
     """
     console = command_line.console()
     with usage_errors(), _Rows(console, "measuring") as report:
@@ -171,7 +171,7 @@ def run_command(*, small: command_line.Small = False, only: _Only, backend: str 
 def compile_command(
     *, chip: str, small: command_line.Small = False, only: _Only, backend: str = "tpu", out: _Out = None
 ) -> int:
-    """Compiles what `run` measures for an absent TPU. Needs libtpu; nothing is executed.
+    """Compiles the cases of `run` for a TPU without having one. Needs libtpu; nothing is executed.
 
     Args:
         chip: the TPU: v5e, v5p, v6e or tpu7x.
@@ -190,12 +190,12 @@ def compile_command(
 @app.command(name="compare")
 @command
 def compare_command(files: list[Path], /, *, html: Path | None = None, plots: Path | None = None) -> int:
-    """Results side by side. The exit code is 1 if bits differ that are promised to be equal.
+    """Compares results side by side. The exit code is 1 if bits differ that must be equal.
 
     Args:
         files: two or more results of `run` or `compile`.
-        html: write a report that needs no other file.
-        plots: write PNG files into this folder.
+        html: write a self-contained HTML report.
+        plots: write PNG files to this folder.
     """
     console = command_line.console()
     try:
@@ -214,7 +214,7 @@ def compare_command(files: list[Path], /, *, html: Path | None = None, plots: Pa
 
 
 class _Rows:
-    """Counts rows as they come, in a progress bar."""
+    """Counts rows in a progress bar."""
 
     def __init__(self, console: Console, title: str) -> None:
         self._progress = Progress(*Progress.get_default_columns()[:1], "{task.completed} cases", console=console)

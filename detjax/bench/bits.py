@@ -15,6 +15,6 @@ def words(x: Array) -> Array:
 
 @jax.jit
 def same_bits(a: Any, b: Any) -> Bool[Array, ""]:
-    """Whether two trees of arrays have the same bits in every element. NaN equals NaN of the same bits."""
+    """Returns whether two trees of arrays have the same bits in every element. NaN equals NaN of the same bits."""
     leaves = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
     return jnp.stack([(words(x) == words(y)).all() for x, y in leaves]).all()

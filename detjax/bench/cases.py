@@ -1,5 +1,6 @@
-"""The cases that `run` measures and `compile` compiles: operations at the shapes of models that people serve, and whole
-steps of models. Their inputs have the same bits on every device, see `inputs.hashed`.
+"""The cases that `run` measures and `compile` compiles: operations and whole steps of popular models.
+
+Their inputs have the same bits on every device; see `inputs.hashed`.
 """
 
 import dataclasses
@@ -25,7 +26,7 @@ from detjax.operands.kv_pages import KVPages, Queries
 from detjax.operands.rounding import rounded
 
 type Pairs = Sequence[tuple[np.ndarray, np.ndarray]]
-"""Computed numbers, each with the same numbers computed in float64."""
+"""Computed arrays, each with its float64 reference."""
 
 type Arguments = tuple[Any, ...]
 
@@ -52,25 +53,25 @@ _CHECKED_COLUMNS: Final = 256
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """The sizes of the cases, and how often each case is called.
+    """The sizes of the cases, and the number of calls.
 
     Attributes:
-        models: presets whose linear layers and steps are measured. The first one's heads and widths are also those of
+        models: presets whose linear layers and steps are measured. The first one also gives the heads and widths of
             norms, rotary embedding and attention.
         tokens: numbers of tokens (rows) of a linear layer's matmul.
-        head_tokens: numbers of tokens of the last layer's matmul, whose result is as wide as the vocabulary.
+        head_tokens: numbers of tokens of the last layer's matmul, which is as wide as the vocabulary.
         rows: numbers of rows of norms and rotary embedding.
         vocabulary: the width of softmax and sampling.
         vocabulary_rows: numbers of rows of softmax and sampling.
-        prefill: (requests, tokens of each) of the prefills of attention and of the gated delta rule.
-        decode: (requests, tokens that each has in the cache) of attention's decodes, and of the delta rule's, whose
-            cost depends on the tokens of the open chunk alone.
-        delta_heads: the delta rule's heads of keys, its heads of values, and their columns: by default those of
-            Qwen3-Next-80B-A3B and Qwen3.5-35B-A3B.
-        prefill_steps: (requests, tokens of each) of whole models' prefill steps.
-        decode_steps: (requests, tokens that each has in the cache) of whole models' decode steps.
-        calls: how many calls a round has.
-        rounds: in how many rounds the backend and stock XLA take turns.
+        prefill: (requests, tokens per request) of prefills of attention and the gated delta rule.
+        decode: (requests, cached tokens per request) of decodes of attention and the delta rule. The cost of the latter
+            depends only on the tokens of the open chunk.
+        delta_heads: key heads, value heads and head dimension of the delta rule. Default: as in Qwen3-Next-80B-A3B and
+            Qwen3.5-35B-A3B.
+        prefill_steps: (requests, tokens per request) of whole models' prefill steps.
+        decode_steps: (requests, cached tokens per request) of whole models' decode steps.
+        calls: calls per round.
+        rounds: rounds in which the backend and stock XLA alternate.
     """
 
     models: tuple[str, ...] = ("Qwen3-8B", "Qwen3-0.6B")
@@ -103,7 +104,7 @@ SMALL: Final = Sizes(
     calls=9,
     rounds=4,
 )
-"""Sizes that take a CPU seconds."""
+"""Sizes that run on a CPU in seconds."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,13 +114,13 @@ class Case:
     Attributes:
         name: unique among the cases of its operation.
         operation: one of `OPERATIONS`.
-        run: the function that is measured; its last `carried` results take the place of its first `carried` arguments.
+        run: the function to measure; its last `carried` results replace its first `carried` arguments.
         draw: returns the arguments of `run` for a seed.
-        bytes: the size of the arguments that are read and of the results that are written, each counted once.
+        bytes: the size of the arguments read and the results written, each counted once.
         flops: additions and multiplications of matrix products; other arithmetic is not counted.
-        exact: returns pairs to compare, given arguments and results; None: there is no reference in float64.
-        carried: how many arguments are donated.
-        rotated: whether calls take different arguments in turn. Not needed where no argument fits into a cache.
+        exact: returns pairs to compare, given arguments and results; None: no float64 reference.
+        carried: the number of donated arguments.
+        rotated: whether calls rotate through argument sets; unnecessary if no argument fits into a cache.
     """
 
     name: str
@@ -133,17 +134,17 @@ class Case:
     rotated: bool = True
 
     def carrying(self, program: Callable[..., Any], arguments: Arguments) -> Callable[..., Any]:
-        """The compiled `run` without its carried arguments, which every call takes from the call before.
+        """Returns the compiled `run` with its carried arguments bound: each call takes them from the previous call.
 
         Args:
             program: `run`, compiled.
-            arguments: those from which the first call takes the carried ones; they stay as they are.
+            arguments: the arguments of the first call, which are not donated.
         """
-        held = list(jax.tree.map(jnp.copy, arguments[: self.carried]))
+        carry = list(jax.tree.map(jnp.copy, arguments[: self.carried]))
 
         def call(*arguments: Any) -> Any:
-            outputs = program(*held, *arguments)
-            held[:] = outputs[len(outputs) - self.carried :]
+            outputs = program(*carry, *arguments)
+            carry[:] = outputs[len(outputs) - self.carried :]
             return outputs[: len(outputs) - self.carried]
 
         return call
@@ -155,7 +156,7 @@ class Case:
 
     @property
     def arguments(self) -> list[str]:
-        """The arguments' shapes and dtypes as text. Two results are compared only if it is equal."""
+        """The arguments' shapes and dtypes as text. Results are compared only if it is equal."""
         counts: dict[str, int] = {}
         for leaf in jax.tree.leaves(self.shapes):
             text = f"{leaf.dtype.name}[{','.join(map(str, leaf.shape))}]"
@@ -164,7 +165,7 @@ class Case:
 
 
 def cases(sizes: Sizes, only: Sequence[str] = OPERATIONS) -> Iterator[Case]:
-    """All cases of the operations named.
+    """Yields all cases of the operations in `only`.
 
     Raises:
         ValueError: an operation is unknown.
@@ -178,7 +179,7 @@ def cases(sizes: Sizes, only: Sequence[str] = OPERATIONS) -> Iterator[Case]:
 
 
 def _exponent(inputs: int) -> int:
-    """The exponent of the power of two nearest to `inputs ** -0.5`, a scale of weights that keeps the variance."""
+    """The exponent of the power of two nearest to `inputs ** -0.5`, a variance-preserving scale of weights."""
     return -round(math.log2(inputs) / 2)
 
 
@@ -251,7 +252,7 @@ def _rms_norm(model: str, config: DecoderConfig, rows: int) -> Case:
 
     def exact(arguments: Arguments, outputs: Sequence[Array]) -> Pairs:
         weight = _wide(arguments[2])
-        h = _wide(outputs[1][-_CHECKED_ROWS:])  # the norm is taken of the rounded sum
+        h = _wide(outputs[1][-_CHECKED_ROWS:])  # the norm's input is the rounded sum
         y = h / np.sqrt(np.mean(h * h, axis=-1, keepdims=True) + _EPS) * weight
         return [(_wide(outputs[0][-_CHECKED_ROWS:]), y)]
 
@@ -335,7 +336,7 @@ def _attention(operation: str, model: str, config: DecoderConfig, batch: int, co
 
 
 def _delta_rule(operation: str, heads: tuple[int, int, int], batch: int, start: int, tokens: int) -> Case:
-    """The gated delta rule for requests that have `start` tokens already, but none in the open chunk."""
+    """The gated delta rule for requests with `start` previous tokens and an empty open chunk."""
     h, H, K = heads
     start = start // DELTA_CHUNK * DELTA_CHUNK
 
@@ -347,7 +348,7 @@ def _delta_rule(operation: str, heads: tuple[int, int, int], batch: int, start: 
         state = ops.DeltaState.empty(batch, h, H, K, K, jnp.bfloat16)
         s = hashed(6 * seed, state.s.shape, "float32", _exponent(K))
         state = state._replace(s=s, chunk=jnp.full(batch, start // DELTA_CHUNK, jnp.int32))
-        # Queries and keys are as long as those of a model, 1 on average.
+        # Queries and keys have a norm of about 1, as in a model.
         q, k = (hashed(6 * seed + i, (batch, tokens, h, K), "bfloat16", _exponent(K)) for i in (1, 2))
         v = hashed(6 * seed + 3, (batch, tokens, H, K), "bfloat16")
         # Decays of a few percent, and rates between 0 and 1.
@@ -365,9 +366,9 @@ def _delta_rule(operation: str, heads: tuple[int, int, int], batch: int, start: 
             wanted[t] = q[t] @ s / math.sqrt(K)
         return [(_wide(outputs[0][-1, :, -1]), wanted)]
 
-    # A decode reads the states; a prefill from the first token on writes them.
+    # A decode reads the states; a prefill that starts at the first token writes them.
     size = batch * (4 * H * K * K + tokens * (2 * (2 * h + 2 * H) * K + 8 * H))
-    # For a token two products with the state, and for a chunk's two of keys and two of updates, and the next state.
+    # Two products with the state per token; two products of keys, two of updates, and the next state per chunk.
     flops = 2 * batch * tokens * H * K * (3 * K + 2 * DELTA_CHUNK + (2 * DELTA_CHUNK * h) // H)
     what = f"{tokens} tokens" if operation == "delta_rule_prefill" else f"token {start}"
     return Case(f"{h}/{H} heads, {batch} × {what}", operation, run, draw, size, flops, exact, carried=1)
@@ -397,28 +398,28 @@ def _sample(rows: int, vocabulary: int, temperature: float) -> Case:
 
 
 def step_case(operation: str, model: str, batch: int, context: int, layers: int | None = None) -> Case:
-    """A step of a whole model.
+    """Returns the case of a whole model's step.
 
     Args:
-        operation: "prefill_step" computes prompts of `context` tokens into an empty cache; "decode_step" decodes one
-            token of requests that have `context` tokens in the cache.
+        operation: "prefill_step" prefills prompts of `context` tokens into an empty cache; "decode_step" decodes one
+            token of requests with `context` cached tokens.
         model: a preset.
         batch: the number of requests.
-        context: tokens of each request.
-        layers: the number of layers; default: the preset's own.
+        context: tokens per request.
+        layers: the number of layers. Default: the preset's own.
 
     Raises:
-        ValueError: the model keeps more than keys and values in pages.
+        ValueError: the model has state outside of KV pages.
     """
     config = presets.config(model, layers)
     if any(layers_in_slots(config)):
         raise ValueError(
-            f"{operation}: {model} keeps a state of each request in slots; accepted: models that keep keys and values "
-            f"in pages alone. `python -m detjax.bench serve --preset {model}` measures it in an engine"
+            f"{operation}: {model} keeps a state of each request in slots; accepted: models that keep only keys and "
+            f"values in pages. `python -m detjax.bench serve --preset {model}` measures it in an engine"
         )
     network, shapes = split(abstract(lambda: presets.decoder(model, layers)))
     decoding = operation == "decode_step"
-    held, tokens = (context, 1) if decoding else (0, context)
+    cached, tokens = (context, 1) if decoding else (0, context)
 
     def run(k: Any, v: Any, weights: Sequence[Array], tokens: Array, page_table: Array, lengths: Array):
         decoder = network.with_weights(tuple(weights))
@@ -426,7 +427,7 @@ def step_case(operation: str, model: str, batch: int, context: int, layers: int 
         return decoder.logits(hidden[:, -1]), *zip(*((kv.k, kv.v) for kv in cache.state), strict=True)
 
     def draw(seed: int) -> Arguments:
-        page_table = _scattered(batch, held + tokens)
+        page_table = _scattered(batch, cached + tokens)
         pool = (page_table.size, config.kv_heads, KV_BLOCK, config.head_dim)
         seeds = iter(range(1000 * seed, 1000 * (seed + 1)))
         k, v = (tuple(hashed(next(seeds), pool, "bfloat16") for _ in range(config.layers)) for _ in range(2))
@@ -437,21 +438,21 @@ def step_case(operation: str, model: str, batch: int, context: int, layers: int 
             for leaf in shapes
         ]
         ids = hashed_integers(jnp.uint32(next(seeds)), (batch, tokens), config.vocab_size)
-        return k, v, weights, ids, page_table, jnp.full(batch, held, jnp.int32)
+        return k, v, weights, ids, page_table, jnp.full(batch, cached, jnp.int32)
 
-    size, flops = _step_traffic(config, batch, held, tokens)
+    size, flops = _step_traffic(config, batch, cached, tokens)
     name = f"{model}, {batch} × {context} tokens" + (" in the cache" if decoding else "")
     return Case(name, operation, run, draw, size, flops, carried=2, rotated=False)
 
 
-def _step_traffic(config: DecoderConfig, batch: int, held: int, tokens: int) -> tuple[int, int]:
-    """The bytes and the operations of a step of so many new tokens for requests with `held` tokens in the cache."""
+def _step_traffic(config: DecoderConfig, batch: int, cached: int, tokens: int) -> tuple[int, int]:
+    """The bytes and operations of a step of `tokens` new tokens for requests with `cached` tokens in the cache."""
     head = config.vocab_size * config.hidden_size
     shapes = Widths.from_config(config).linears.items()
     linear = config.layers * sum(n * k for name, (n, k) in shapes if name != "lm_head")
-    width, seen = config.heads * config.head_dim, sum(range(held + 1, held + tokens + 1))
-    cached = 2 * config.layers * config.kv_heads * config.head_dim * (held + tokens)
-    size = 2 * (linear + head + batch * cached) + 4 * batch * config.vocab_size
+    width, seen = config.heads * config.head_dim, sum(range(cached + 1, cached + tokens + 1))
+    cache_size = 2 * config.layers * config.kv_heads * config.head_dim * (cached + tokens)
+    size = 2 * (linear + head + batch * cache_size) + 4 * batch * config.vocab_size
     flops = 2 * batch * (tokens * linear + head) + 4 * batch * config.layers * width * seen
     return size, flops
 
@@ -466,7 +467,7 @@ def _norm_weight(seed: int, size: int) -> Array:
 
 
 def _scattered(batch: int, tokens: int) -> Array:
-    """A page table whose pages lie in reverse order."""
+    """A page table with pages in reverse order."""
     return jnp.flip(ops.contiguous_page_table(batch, tokens))
 
 

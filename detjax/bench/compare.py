@@ -1,4 +1,4 @@
-"""Puts results beside each other: speed, bits where equal ones are promised, and distances where they are not."""
+"""Compares results: speed, bits that must be equal, and distances where nothing is promised."""
 
 import dataclasses
 import itertools
@@ -21,17 +21,17 @@ _FLOATS: Final = ("bfloat16", "float16", "float32")
 
 @dataclasses.dataclass(frozen=True)
 class Bits:
-    """A comparison of one case in two results.
+    """A comparison of one case's bits in two results.
 
     Attributes:
-        first: the label of the result that the second one is compared with.
-        second: the label of the second result.
-        promised: whether equal bits are promised, by equal fingerprints under contract.
+        first: the label of the reference result.
+        second: the label of the result compared with it.
+        promised: whether bits must be equal, because fingerprints are equal and under contract.
         equal: whether all bits of all outputs are equal.
-        ulp: the largest distance among the sampled floating-point numbers, in units of the last place of their dtype;
+        ulp: the largest distance among the sampled floating-point numbers, in units in the last place of their dtype;
             None if a number is NaN in one result only.
-        others: how many sampled integers, such as tokens, differ.
-        missing: why the two cannot be compared; the other fields mean nothing then.
+        others: the number of sampled integers, such as tokens, that differ.
+        missing: the reason why the two cannot be compared; then the other fields are meaningless.
     """
 
     first: str
@@ -44,19 +44,19 @@ class Bits:
 
     @property
     def broken(self) -> bool:
-        """Whether promised bits differ."""
+        """True if promised bits differ."""
         return self.missing is None and self.promised and not self.equal
 
     @property
     def text(self) -> str:
-        """The outcome in a few words, to stand beside the second result."""
+        """The outcome in a few words, for the second result's row."""
         if self.missing is not None:
             return f"not comparable with {self.first}"
         if self.equal:
             return f"equal to {self.first}" + (", promised" if self.promised else "")
         distance = "NaN in one only" if self.ulp is None else f"{self.ulp:,} ulp"
         distance += f", {self.others} different tokens" if self.others else ""
-        distance = distance if self.ulp != 0 or self.others else "0 ulp in what is kept"
+        distance = distance if self.ulp != 0 or self.others else "0 ulp in the samples"
         return f"NOT EQUAL to {self.first}: {distance}" if self.promised else f"{distance} from {self.first}"
 
 
@@ -67,7 +67,7 @@ class Line:
     Attributes:
         operation: the operation, such as "matmul".
         name: the name of the case.
-        cells: the rows of the results that have the case, by label.
+        cells: the case's row of each result that has one, by label.
         bits: a comparison for each measured result after the first.
     """
 
@@ -82,7 +82,7 @@ class Comparison:
     """Several results side by side.
 
     Attributes:
-        results: the results, by the letters that stand for them.
+        results: the results, by label, a letter.
         lines: a line for each case.
     """
 
@@ -96,12 +96,12 @@ class Comparison:
 
     @property
     def pairs(self) -> list[tuple[Line, Bits]]:
-        """All comparisons of bits that could be made."""
+        """All possible comparisons of bits."""
         return [(line, bits) for line in self.lines for bits in line.bits if bits.missing is None]
 
     @property
     def broken(self) -> list[tuple[Line, Bits]]:
-        """The comparisons of bits that were promised to be equal and are not."""
+        """The comparisons whose promised bits differ."""
         return [(line, bits) for line, bits in self.pairs if bits.broken]
 
     @property
@@ -124,7 +124,7 @@ class Comparison:
 
     @property
     def warnings(self) -> list[str]:
-        """A line for each result whose times were disturbed."""
+        """A line for each result with disturbed times."""
         lines = (spread_warning(result.rows.values(), label) for label, result in self.measured.items())
         return [line for line in lines if line is not None]
 
@@ -135,31 +135,31 @@ class Comparison:
         if self.broken:
             return f"{len(self.broken)} of {len(promised)} results that must have equal bits differ"
         if promised:
-            return f"All {len(promised)} results that must have equal bits have them"
+            return f"All {len(promised)} results that must have equal bits are equal"
         if not self.pairs:
             return "No two results can be compared bit by bit"
         return "No two results must have equal bits: their fingerprints differ, or their backend promises nothing"
 
     @property
     def differing_fields(self) -> list[str]:
-        """The fields in which the fingerprints differ."""
+        """The names of the fingerprints' fields that differ."""
         values = [result.fingerprint for result in self.results.values()]
         return [name for name in values[0] if len({str(fields[name]) for fields in values}) > 1]
 
 
 def compare(files: Sequence[Path]) -> Comparison:
-    """The comparison of files of `run` and `compile`.
+    """Compares files of `run` and `compile`.
 
     Raises:
-        ResultError: a file is no such result, or there are too few or too many files.
+        ResultError: a file is not such a result, or the number of files is out of range.
     """
     if not 2 <= len(files) <= len(_LETTERS):
-        raise ResultError(f"files given: {len(files)}; accepted: 2 to {len(_LETTERS)}")
+        raise ResultError(f"{len(files)} files; accepted: 2 to {len(_LETTERS)}")
     return compared([read(file) for file in files])
 
 
 def compared(results: Sequence[Result]) -> Comparison:
-    """The comparison of results."""
+    """Compares results."""
     labelled = dict(zip(_LETTERS, results, strict=False))
     names = dict.fromkeys(itertools.chain.from_iterable(result.rows for result in results))
     lines = []
@@ -172,7 +172,7 @@ def compared(results: Sequence[Result]) -> Comparison:
 
 
 def _compared_bits(results: Mapping[str, Result], cells: Mapping[str, dict[str, Any]]) -> list[Bits]:
-    """Compares each measured result with the first one that has its fingerprint, or else with the first of all.
+    """Compares each measured result with the first one of equal fingerprint, or else with the first result.
 
     Equality is transitive, so this detects every broken promise.
     """
@@ -180,8 +180,8 @@ def _compared_bits(results: Mapping[str, Result], cells: Mapping[str, dict[str, 
     comparisons = []
     for index, second in enumerate(measured[1:], 1):
         result = results[second]
-        alike = (label for label in measured[:index] if results[label].fingerprint == result.fingerprint)
-        first = next(alike, None)
+        same = (label for label in measured[:index] if results[label].fingerprint == result.fingerprint)
+        first = next(same, None)
         promised = first is not None and result.under_contract
         first = first or measured[0]
         comparisons.append(_bits(first, second, cells[first], cells[second], promised))
@@ -189,12 +189,11 @@ def _compared_bits(results: Mapping[str, Result], cells: Mapping[str, dict[str, 
 
 
 def _bits(first: str, second: str, a: dict[str, Any], b: dict[str, Any], promised: bool) -> Bits:
-    """Compares two rows."""
     missing = None
     if a["arguments"] != b["arguments"]:
         missing = f"{first} and {second} have arguments of different shapes"
     elif a["inputs"] != b["inputs"]:
-        missing = f"{first} and {second} were given different numbers"
+        missing = f"{first} and {second} have different inputs"
     elif [_form(x) for x in a["outputs"]] != [_form(x) for x in b["outputs"]]:
         missing = f"{first} and {second} have results of different shapes or dtypes"
     if missing is not None:
@@ -216,10 +215,10 @@ def _form(output: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def ulps(a: Sequence[str], b: Sequence[str], dtype: str) -> int | None:
-    """The largest distance between floating-point numbers, counted in numbers of their dtype.
+    """Returns the largest distance between floating-point numbers, in representable numbers of their dtype.
 
     Args:
-        a: the bits of the numbers, in hexadecimal.
+        a: the bits of numbers, in hexadecimal.
         b: the bits of as many other numbers.
         dtype: the dtype of all numbers.
 
@@ -231,13 +230,13 @@ def ulps(a: Sequence[str], b: Sequence[str], dtype: str) -> int | None:
     nan = [(x & ((1 << bits - 1) - 1)) > exponent for x in words]
     if (nan[0] != nan[1]).any():
         return None
-    # Magnitudes are ordered like the integers of their bits; both zeros are one number.
+    # Magnitudes are ordered like their bits as integers; both zeros map to the same integer.
     ordered = [np.where(x >> (bits - 1), -(x & ((1 << bits - 1) - 1)), x) for x in words]
     return int(np.where(nan[0], 0, np.abs(ordered[0] - ordered[1])).max(initial=0))
 
 
 def report(comparison: Comparison) -> RenderableType:
-    """The list of results, the table, the cases that cannot be compared, and the verdict."""
+    """Renders the list of results, the table, the cases that cannot be compared, and the verdict."""
     files = Table("", "file", "device", "backend", "fingerprint", box=box.SIMPLE_HEAD, pad_edge=False)
     for column in files.columns:
         column.overflow = "fold"
@@ -246,7 +245,7 @@ def report(comparison: Comparison) -> RenderableType:
     differing = comparison.differing_fields
     fields = Text(f"Fingerprints differ in: {', '.join(differing)}" if differing else "All fingerprints are equal")
     older = [
-        Text(f"{label} is older: its release did not record {', '.join(result.unrecorded)}, so it promises no bits")
+        Text(f"{label} is older: its release did not record {', '.join(result.unrecorded)}, so no bits are promised")
         for label, result in comparison.results.items()
         if result.unrecorded
     ]
@@ -259,7 +258,7 @@ def report(comparison: Comparison) -> RenderableType:
 
 
 def _table(comparison: Comparison) -> Table:
-    """A row for each case and result, so that there is room for any number of results."""
+    """A row for each case and result, so that any number of results fits."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("", min_width=20)
     table.add_column("")

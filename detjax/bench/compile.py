@@ -1,4 +1,4 @@
-"""Compiles operations and whole steps for absent TPUs: whether they are accepted, and how much memory they take."""
+"""Compiles operations and whole steps for TPUs without having one, and reports their memory."""
 
 import dataclasses
 import functools
@@ -29,7 +29,7 @@ def compile_for(
     sizes: Sizes | None = None,
     report: Callable[[dict[str, Any]], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Compiles every case for a chip.
+    """Compiles each case for a chip.
 
     Args:
         chip: one of `deviceless.TPU_CHIPS`.
@@ -37,8 +37,8 @@ def compile_for(
         only: the operations to compile.
         backend: the backend whose programs are compiled.
         out: a JSON file to write.
-        sizes: the sizes to compile instead of those that `small` chooses.
-        report: is called with every row.
+        sizes: the sizes to compile. Default: chosen by `small`.
+        report: called with each row.
 
     Raises:
         ValueError: the chip, the operation or the backend is unknown.
@@ -58,7 +58,7 @@ def compile_for(
 
 
 def _compiled(chip: str, backend: str, case: Case) -> dict[str, Any]:
-    """The memory that the program takes, and its cost as the compiler estimates it."""
+    """The memory of a case's program, and the compiler's estimate of its cost."""
     start = time.perf_counter()
     donated = tuple(range(case.carried))
     program = deviceless.compiled_for(chip, case.run, *case.shapes, backend=backend, donate=donated)
@@ -67,13 +67,13 @@ def _compiled(chip: str, backend: str, case: Case) -> dict[str, Any]:
     return {
         "compile_seconds": seconds,
         "memory": {name: getattr(memory, f"{name}_size_in_bytes") for name in _MEMORY},
-        # The names are the compiler's. It counts what its fusions read, not what is read from memory.
+        # The names are the compiler's, which counts the reads of its fusions, not of memory.
         "cost": {name: cost[name] for name in ("flops", "bytes accessed") if name in cost},
     }
 
 
 def table(content: dict[str, Any]) -> FittedTable:
-    """The rows of a result."""
+    """Returns the rows of a result as a table."""
     title = f"{content['fingerprint']['backend']} for {content['device']['kind']}: compiled, not measured"
     numbers = "MB in", "MB temporary", "GFLOP", "by compiler", "seconds"
     columns = numbers, Column("compiles", overflow="fold")

@@ -1,6 +1,6 @@
-"""Programs compiled for TPUs without a TPU: libtpu compiles on any machine, but can execute nothing there.
+"""Compiles programs for TPUs without a TPU, since libtpu compiles on any machine.
 
-Compiling shows that a program is accepted and how much memory it takes, never its bits or its time.
+Compiling shows whether a program is accepted and how much memory it needs, but neither its bits nor its time.
 """
 
 import functools
@@ -17,7 +17,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 from detjax.runtime import backends, compilation
 
 TPU_CHIPS: Final = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
-"""For each chip's name, the smallest topology that libtpu knows of it."""
+"""The smallest topology that libtpu knows, by chip."""
 
 _QUIET: Final = {
     "TPU_SKIP_MDS_QUERY": "1",
@@ -26,24 +26,24 @@ _QUIET: Final = {
     "TPU_LOG_DIR": "disabled",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
-"""Environment variables that keep libtpu from searching for TPUs, and from complaining that there are none."""
+"""Environment variables that keep libtpu from searching for TPUs and warning that it found none."""
 
 
 @functools.cache
 def topology(chip: str) -> Any:
-    """The topology of one of `TPU_CHIPS`, as libtpu describes it.
+    """Returns libtpu's description of a chip's topology.
 
     Raises:
-        ValueError: no chip has this name.
+        ValueError: the chip is unknown.
         ModuleNotFoundError: libtpu is not installed.
     """
     if chip not in TPU_CHIPS:
-        raise ValueError(f"chip is {chip!r}; accepted: {', '.join(TPU_CHIPS)}. Choose one of them.")
+        raise ValueError(f"chip is {chip!r}; accepted: {', '.join(TPU_CHIPS)}")
     try:
         import libtpu  # noqa: F401  # pyright: ignore[reportMissingImports]
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            "libtpu is not installed; it is needed to compile for TPUs. Run: pip install 'detjax[tpu]'",
+            "compiling for TPUs needs libtpu, which is not installed: pip install 'detjax[tpu]'",
             name="libtpu",
         ) from error
     for name, value in _QUIET.items():
@@ -54,17 +54,17 @@ def topology(chip: str) -> Any:
 def compiled_for(
     chip: str, fn: Callable[..., Any], *args: Any, backend: str = backends.STOCK, donate: tuple[int, ...] = ()
 ) -> jax.stages.Compiled:
-    """`fn`, compiled for one chip in the way a backend's programs are compiled.
+    """Compiles `fn` for one chip with a backend's operations and compiler options.
 
     Args:
         chip: one of `TPU_CHIPS`.
         fn: a function of arrays.
         args: trees of `jax.ShapeDtypeStruct`.
-        backend: the backend that serves the operations in `fn`, and whose compiler options are used.
-        donate: indices of arguments whose memory the result may reuse.
+        backend: the backend of the operations in `fn` and of the compiler options.
+        donate: indices of donated arguments.
 
     Raises:
-        ValueError: no chip or no backend has this name.
+        ValueError: the chip or backend is unknown.
         ModuleNotFoundError: libtpu is not installed.
         jax.errors.JaxRuntimeError: the compiler refuses the program.
     """
@@ -80,19 +80,19 @@ def compiled_for(
 
 
 _GRID_SIZES: Final = re.compile(r"iteration_bounds = array<i64[^>]*>|(?<=memref<)\d+(?=xi32, #tpu.memory_space<smem>>)")
-"""The parts of a kernel's text that depend on the grid: its bounds, and the lengths of lists with an entry per step."""
+"""The parts of a kernel's text that depend on the grid: its bounds, and the lengths of per-step lists."""
 
 
 def kernel_texts(fn: Callable[..., Any], *args: Any) -> list[str]:
-    """The text of each Mosaic TPU kernel in `fn`, in order, without the size of its grid; libtpu is not needed.
+    """Returns the text of each Mosaic TPU kernel in `fn`, in order, without the size of its grid. Needs no libtpu.
 
-    If two calls have kernels with the same text, their grids have different numbers of steps, and all else is the same.
+    Kernels with the same text differ at most in the number of their grids' steps.
 
     Args:
         fn: a function of arrays.
         args: trees of `jax.ShapeDtypeStruct`.
     """
-    from jax._src import tpu_custom_call  # JAX has no public way to a kernel's text.
+    from jax._src import tpu_custom_call  # JAX has no public API for a kernel's text.
 
     texts: list[str] = []
     original = tpu_custom_call._lower_to_custom_call_config  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,11 +1,11 @@
-"""How a failure is written into a result."""
+"""The text of a failure in a result."""
 
 MAX_CHARACTERS = 400
-"""Characters of a message that are kept."""
+"""Maximum number of characters of a message."""
 
 
 def reason(failure: Exception) -> str:
-    """The kind of a failure and the first line of its message, followed by those of the failures that it groups."""
+    """Returns a failure's type and the first line of its message, followed by the failures of a group."""
     lines = str(failure).strip().splitlines() or [""]
     text = f"{type(failure).__name__}: {lines[0][:MAX_CHARACTERS]}"
     grouped = failure.exceptions if isinstance(failure, ExceptionGroup) else ()

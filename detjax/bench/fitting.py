@@ -1,4 +1,4 @@
-"""Tables that leave out columns where there is no room for all of them, rather than break names."""
+"""Tables that drop columns rather than wrap names if space is short."""
 
 import dataclasses
 from collections.abc import Callable, Collection, Sequence
@@ -14,8 +14,8 @@ class FittedTable:
     """A table with as many columns as fit.
 
     Attributes:
-        table: returns the table without the columns of these names.
-        optional: the names of columns that may be left out, the first one first.
+        table: returns the table without the named columns.
+        optional: the columns that may be dropped, in this order.
     """
 
     table: Callable[[Collection[str]], Table]
@@ -30,4 +30,4 @@ class FittedTable:
         yield table
         left_out = self.optional[:count]
         if left_out:
-            yield Text(f"No room for {', '.join(left_out)}: a wider terminal or COLUMNS=160 shows all columns")
+            yield Text(f"Not shown: {', '.join(left_out)}; a wider terminal or COLUMNS=160 shows all columns")

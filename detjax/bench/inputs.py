@@ -1,7 +1,7 @@
 """Inputs with the same bits on every device, and normal inputs drawn on the device.
 
-`hashed` numbers are hashes of their own indices, made by integer arithmetic and scaled by powers of two. `normal` ones
-are JAX's; they differ between devices and are cheap to make where only time and equality are measured.
+`hashed` numbers are integer hashes of their own indices, scaled by powers of two. `normal` numbers are JAX's: they
+differ between devices, but are cheap where only time and equality are measured.
 """
 
 import functools
@@ -17,21 +17,21 @@ from detjax.operands.rounding import rounded
 
 
 def hashed(seed: int | Array, shape: tuple[int, ...], dtype: DTypeLike, exponent: int = 0) -> Array:
-    """Numbers around 0 of standard deviation 1.15 times `2**exponent`, in the same bits on every device.
+    """Returns numbers of mean 0 and standard deviation `1.15 * 2**exponent`, with the same bits on every device.
 
     Args:
         seed: below 2^31; different seeds give different numbers.
         shape: the shape of the result, at most 2^32 numbers.
         dtype: a floating-point dtype.
-        exponent: the numbers are scaled by 2 to this power.
+        exponent: the exponent of the scale.
     """
     return _hashed_numbers(jnp.uint32(seed), shape, jnp.dtype(dtype), exponent)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _hashed_numbers(seed: Array, shape: tuple[int, ...], dtype: jnp.dtype, exponent: int) -> Array:
-    # Four uniform variables add up to something near a normal one. Eight bits each would do for that, but numbers of so
-    # few bits have exact sums, and no order of addition would show.
+    # The sum of four uniform variables is nearly normal. Eight bits each would suffice for that, but the sums of such
+    # short numbers would be exact and hide the order of addition.
     words = _hash(2 * seed, shape), _hash(2 * seed + np.uint32(1), shape)
     halves = [half for x in words for half in (x >> np.uint32(16), x & np.uint32(0xFFFF))]
     total = sum(half.astype(jnp.int32) for half in halves) - np.int32(2 * 0xFFFF)
@@ -40,12 +40,12 @@ def _hashed_numbers(seed: Array, shape: tuple[int, ...], dtype: jnp.dtype, expon
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def hashed_integers(seed: Array, shape: tuple[int, ...], below: int) -> Array:
-    """Integers from 0 to `below - 1`, the same on every device."""
+    """Returns integers from 0 to `below - 1`, the same on every device."""
     return (_hash(seed, shape) % np.uint32(below)).astype(jnp.int32)
 
 
 def _hash(seed: Array, shape: tuple[int, ...]) -> Array:
-    """The finalizer of MurmurHash3 (Appleby), applied to indices that the seed shifts."""
+    """Applies the finalizer of MurmurHash3 (Appleby) to indices shifted by the seed."""
     x = jax.lax.iota(jnp.uint32, math.prod(shape)).reshape(shape) + (seed + np.uint32(1)) * np.uint32(0x9E3779B9)
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         x = (x ^ (x >> np.uint32(shift))) * np.uint32(factor)
@@ -54,7 +54,7 @@ def _hash(seed: Array, shape: tuple[int, ...]) -> Array:
 
 @jax.jit
 def checksum(tree: Any) -> Array:
-    """A uint32 that tells arguments apart. A sum of integers that wrap around does not depend on the order."""
+    """Returns a uint32 checksum of the arguments. Sums of wrapping integers do not depend on the order."""
     total = jnp.uint32(0)
     for leaf in jax.tree.leaves(tree):
         words = jax.lax.bitcast_convert_type(leaf, f"uint{8 * leaf.dtype.itemsize}").astype(jnp.uint32).reshape(-1)
@@ -65,12 +65,12 @@ def checksum(tree: Any) -> Array:
 
 @functools.partial(jax.jit, static_argnums=(0, 2))
 def normal(shape: tuple[int, ...], seed: Any, dtype: str = "bfloat16") -> Shaped[Array, "..."]:
-    """Normal numbers of variance 1. The seed is an array or a number; one program serves all seeds of a shape."""
+    """Returns normal numbers of variance 1. One program serves all seeds, arrays or integers, of a shape."""
     return jax.random.normal(jax.random.key(seed), shape, jnp.dtype(dtype))
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def normal_weight(shape: tuple[int, ...], seed: Any) -> Shaped[Array, "..."]:
-    """Normal bfloat16 numbers of variance 1/K, K being the last axis."""
+    """Returns normal bfloat16 numbers of variance 1/K, where K is the last axis."""
     bfloat16 = jnp.dtype("bfloat16")
     return jax.random.normal(jax.random.key(seed), shape, bfloat16) * jnp.asarray(shape[-1] ** -0.5, bfloat16)

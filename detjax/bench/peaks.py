@@ -1,4 +1,4 @@
-"""The peak rates of chips by their makers' data sheets. Measured speeds are stated as shares of them."""
+"""The peak rates of chips from their makers' data sheets. Measured speeds are reported as shares of them."""
 
 import dataclasses
 from typing import Final
@@ -10,9 +10,9 @@ class Peak:
 
     Attributes:
         chip: the device's name in tables.
-        flops: dense bfloat16 operations a second of the matrix units.
-        bytes: bytes a second from and to memory.
-        source: the maker and the document that state the figures.
+        flops: dense bfloat16 operations per second of the matrix units.
+        bytes: memory bandwidth in bytes per second.
+        source: the maker and the document with the figures.
     """
 
     chip: str
@@ -20,8 +20,8 @@ class Peak:
     bytes: float
     source: str
 
-    def least_seconds(self, flops: float, size: float) -> float:
-        """The least time for so many operations and bytes of traffic: the roofline (Williams et al. 2009)."""
+    def roofline_seconds(self, flops: float, size: float) -> float:
+        """Returns the minimum time for operations and bytes of traffic (the roofline, Williams et al. 2009)."""
         return max(flops / self.flops, size / self.bytes)
 
 
@@ -39,7 +39,7 @@ PEAKS: Final = {
     "TPU v5 lite": Peak("TPU v5e", 197e12, 819e9, _GOOGLE),
     "TPU v5": Peak("TPU v5p", 459e12, 2765e9, _GOOGLE),
     "TPU v6 lite": Peak("TPU v6e", 918e12, 1638e9, _GOOGLE),
-    # A chip has two chiplets, and JAX has a device for each: half of the chip's figures.
+    # Each of a chip's two chiplets is a JAX device, with half of the chip's figures.
     "TPU7x": Peak("TPU7x", 2307e12 / 2, 7380e9 / 2, _GOOGLE),
 }
-"""Peaks by the device's kind as JAX names it. A device that is missing here has no known peak; none is guessed."""
+"""Peaks by JAX's device kind. Other devices have no known peak."""

@@ -1,4 +1,4 @@
-"""Shapes of models that people serve, to be filled with random weights, so that no benchmark needs a download."""
+"""Shapes of popular models to fill with random weights, so that benchmarks need no download."""
 
 from typing import Any, Final
 
@@ -225,18 +225,18 @@ MODELS: Final[dict[str, dict[str, Any]]] = {
 
 
 def config(name: str, layers: int | None = None) -> DecoderConfig:
-    """The configuration of a preset; arguments as in `decoder`."""
+    """Returns the configuration of a preset; arguments as in `decoder`."""
     raw = {**MODELS[name], **({} if layers is None else {"num_hidden_layers": layers})}
     return DecoderConfig.from_hugging_face(raw, name)
 
 
 def decoder(name: str, layers: int | None = None, mesh: Mesh | None = None) -> Decoder:
-    """A decoder of a preset's shape with random bfloat16 weights, made on the device.
+    """Returns a decoder of a preset's shape with random bfloat16 weights, created on the device.
 
     Args:
         name: one of `MODELS`.
-        layers: the number of layers; default: the model's own.
-        mesh: devices that share the model; the default device makes all weights, and gives up each that is shared.
+        layers: the number of layers. Default: the model's own.
+        mesh: devices that share the model. The default device creates all weights, and frees each one once sharded.
     """
     shape = config(name, layers)
 

@@ -1,4 +1,4 @@
-"""Where a result comes from: command, commit, versions and fingerprint, which every result file states."""
+"""The provenance of a result: command, commit, versions and fingerprint, which every result file records."""
 
 import dataclasses
 import datetime
@@ -16,21 +16,21 @@ import detjax
 from detjax.runtime.fingerprints import Fingerprint, fingerprint
 
 COMMIT_VARIABLE: Final = "DETJAX_COMMIT"
-"""The environment variable that names the commit where the code lies without its git history."""
+"""The environment variable that names the commit if the code has no git history."""
 
 _CODE: Final = ("detjax", "benchmarks", ":!benchmarks/results")
-"""The paths whose changes can change a result."""
+"""The paths whose changes may affect a result."""
 _VERSIONS: Final = ("detjax", "jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu", "numpy")
 
 
 def commit(checkout: Path | None = None) -> str | None:
-    """The commit of the code that runs, ending in "+changes" if tracked code differs from that commit.
+    """Returns the commit of the running code, ending in "+changes" if tracked code differs from that commit.
 
     Args:
-        checkout: the folder that holds `detjax/`; default: the one that was imported.
+        checkout: the folder that contains `detjax/`. Default: the imported package's.
 
     Returns:
-        What git says; without git's history, the value of the environment variable DETJAX_COMMIT; None without both.
+        The commit from git, else from the environment variable DETJAX_COMMIT, else None.
     """
     name = _commit_by_git(checkout or Path(detjax.__file__).resolve().parent.parent)
     return os.environ.get(COMMIT_VARIABLE) or None if name is None else name
@@ -38,8 +38,8 @@ def commit(checkout: Path | None = None) -> str | None:
 
 @functools.cache
 def _commit_by_git(checkout: Path) -> str | None:
-    """The commit when this process first asked; None without git's history of this code."""
-    # An installed package may lie within somebody else's repository, which does not track it.
+    """The commit at this process's first call; None without git history."""
+    # An installed package may be inside another repository, which does not track it.
     tracked = _git(checkout, "ls-files", "--error-unmatch", "detjax/version.py")
     name = None if tracked is None else _git(checkout, "rev-parse", "HEAD")
     if name is None:
@@ -49,7 +49,7 @@ def _commit_by_git(checkout: Path) -> str | None:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
-    """What a git command prints; None if it fails or there is no git."""
+    """The output of a git command; None if it fails or git is missing."""
     try:
         done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
@@ -58,7 +58,7 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 
 def versions() -> dict[str, str]:
-    """The versions of Python and of the installed libraries that results depend on."""
+    """Returns the versions of Python and of the installed libraries that affect results."""
     installed = {"python": host.python_version()}
     for name in _VERSIONS:
         try:
@@ -69,16 +69,16 @@ def versions() -> dict[str, str]:
 
 
 def now() -> str:
-    """The time in UTC, to the second."""
+    """Returns the UTC time, to the second."""
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 def heading(command: str, results_fingerprint: Fingerprint | None = None) -> dict[str, Any]:
-    """The fields with which every result file begins.
+    """Returns the first fields of every result file.
 
     Args:
-        command: the command that makes the file.
-        results_fingerprint: the fingerprint of the results; default: this process's, under the backend that serves now.
+        command: the command that writes the file.
+        results_fingerprint: the fingerprint of the results. Default: this process's, under the current backend.
     """
     return {
         "command": command,
@@ -90,6 +90,6 @@ def heading(command: str, results_fingerprint: Fingerprint | None = None) -> dic
 
 
 def write(file: Path, content: Mapping[str, Any]) -> None:
-    """Writes a result as JSON, and makes its folder."""
+    """Writes a result as JSON, and creates its folder."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(content, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""A comparison as pictures, and as one HTML file that needs nothing else."""
+"""A comparison as plots, and as a self-contained HTML file."""
 
 import io
 import math
@@ -21,20 +21,20 @@ from detjax.bench.results import MUCH_SPREAD, Result
 COLORS: Final = ("#2a8f9e", "#d1603d", "#8e6fc7", "#b58a12", "#5d8f3a", "#c2568b", "#5b7fc4", "#8b7355")
 _INK: Final = "#3a3f45"
 _GREY: Final = "#87909a"
-"""A grey that is readable on light and on dark ground."""
+"""A grey that is readable on light and dark backgrounds."""
 _THEMED: Final = "#010203"
-"""A colour that stands for the colour of the page's text in the pictures within the page."""
+"""A placeholder for the page's text colour in embedded plots."""
 
 
 class Quantity(NamedTuple):
-    """A quantity that a picture shows for every case.
+    """A quantity that a plot shows for each case.
 
     Attributes:
-        title: the title of the picture.
+        title: the title of the plot.
         axis: the label of the axis.
-        value: returns the quantity, given the row of a result; None if the row has none.
+        value: returns the quantity of a result's row; None if the row has none.
         logarithmic: whether the axis is logarithmic.
-        line: where a reference line is drawn.
+        line: the position of a reference line.
     """
 
     title: str
@@ -50,7 +50,7 @@ def _error(row: Mapping[str, Any]) -> float | None:
 
 QUANTITIES: Final = {
     "share": Quantity(
-        "Share of what each chip can do", "share of the roofline", lambda row: row.get("share_of_peak"), line=1.0
+        "Share of each chip's peak", "share of the roofline", lambda row: row.get("share_of_peak"), line=1.0
     ),
     "time": Quantity("Time of a call", "microseconds", lambda row: row["seconds"]["median"] * 1e6, logarithmic=True),
     "over-stock": Quantity(
@@ -72,10 +72,10 @@ def pictures(comparison: Comparison) -> list[str]:
 
 
 def plot(comparison: Comparison, folder: Path) -> list[Path]:
-    """Writes a PNG of each quantity, and returns their paths.
+    """Writes a PNG of each quantity and returns the paths.
 
     Raises:
-        OSError: the folder cannot be made, or written to.
+        OSError: the folder cannot be created or written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     files = []
@@ -90,7 +90,7 @@ def plot(comparison: Comparison, folder: Path) -> list[Path]:
 
 
 def html(comparison: Comparison) -> str:
-    """The report, as one page that needs no other file."""
+    """Returns the report as a self-contained page."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("detjax.bench", "."), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
@@ -130,10 +130,10 @@ def _result(label: str, result: Result) -> dict[str, Any]:
             "backend": result.backend,
             "fingerprint": result.digest,
             "cases": f"{len(result.rows)}" + (f", {failed} without a result" if failed else ""),
-            "sizes": "small" if result.settings.get("small") else "models that people serve",
-            "made": result.created.replace("T", " ").replace("+00:00", " UTC"),
+            "sizes": "small" if result.settings.get("small") else "popular models",
+            "created": result.created.replace("T", " ").replace("+00:00", " UTC"),
             "commit": result.commit,
-            "time is": result.settings.get("timer") if result.kind == "measured" else None,
+            "time": result.settings.get("timer") if result.kind == "measured" else None,
             "peak": _peak(result),
         },
     }
@@ -141,13 +141,13 @@ def _result(label: str, result: Result) -> dict[str, Any]:
 
 def _peak(result: Result) -> str:
     if result.peak is None:
-        return "unknown for this device, so there are no shares"
+        return "unknown for this device, so no shares"
     flops, size = result.peak["flops"] / 1e12, result.peak["bytes"] / 1e9
     return f"{flops:,.0f} TFLOP/s in bfloat16, {size:,.0f} GB/s"
 
 
 def _counts(comparison: Comparison) -> list[tuple[str, str]]:
-    """The numbers in large digits at the top, each with its meaning."""
+    """The headline numbers at the top, each with its label."""
     pairs = [bits for _, bits in comparison.pairs]
     promised = [bits for bits in pairs if bits.promised]
     counts = [(f"{sum(bits.equal for bits in promised)} of {len(promised)}", "promised bits equal")] if promised else []
@@ -180,7 +180,7 @@ def _cell(result: Result, row: Mapping[str, Any] | None) -> dict[str, Any]:
     share, stock, error = row.get("share_of_peak"), row.get("speed_over_stock"), _error(row)
     return {
         "time": _time(row["seconds"]["median"]),
-        "spread": f"rounds are {row['seconds']['spread']:.0%} apart",
+        "spread": f"spread of rounds: {row['seconds']['spread']:.0%}",
         "disturbed": row["seconds"]["spread"] > MUCH_SPREAD,
         "share": None if share is None else f"{share:.0%}",
         "width": 0 if share is None else f"{min(share, 1) * 100:.1f}",
@@ -192,13 +192,13 @@ def _cell(result: Result, row: Mapping[str, Any] | None) -> dict[str, Any]:
 
 def _chip(bits: Bits) -> dict[str, str]:
     kind = "none" if bits.missing else "bad" if bits.broken else "good" if bits.promised else "far"
-    # The pair stands before the text.
+    # The chip shows the pair before the text.
     text = "equal" if bits.equal else bits.text.removesuffix(f" from {bits.first}").replace(f" to {bits.first}:", ":")
     return {"kind": kind, "pair": f"{bits.first} {bits.second}", "text": text, "why": bits.missing or bits.text}
 
 
 def _fields(comparison: Comparison) -> dict[str, list[tuple[str, list[str]]]]:
-    """The fields of the fingerprints with their values, by whether they differ or are equal."""
+    """The fingerprints' fields with their values, split into different and equal ones."""
     fields: dict[str, list[tuple[str, list[str]]]] = {"differ": [], "equal": []}
     values = [result.fingerprint for result in comparison.results.values()]
     for name in values[0]:
@@ -225,7 +225,7 @@ def _color(label: str) -> str:
 
 
 def _points(comparison: Comparison, quantity: Quantity) -> list[tuple[str, str, float]]:
-    """The operation, the label of the result and the value of every case that has one."""
+    """The operation, result label and value of each case that has a value."""
     points = []
     for line in comparison.lines:
         for label in comparison.measured:
@@ -288,9 +288,9 @@ def _shortened(text: str) -> str:
 
 
 def _svg(comparison: Comparison, quantity: Quantity) -> Markup:
-    """The picture as an element of the page, in the colour of the page's text."""
+    """The plot as an SVG element in the page's text colour."""
     buffer = io.StringIO()
-    # Text stays text, and the same results make the same file.
+    # Keep text as text, and make the file reproducible.
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": quantity.title, "font.family": "sans-serif"}):
         _drawn(comparison, quantity, _THEMED).savefig(buffer, format="svg", metadata={"Date": None})
     svg = buffer.getvalue()

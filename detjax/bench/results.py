@@ -1,4 +1,4 @@
-"""The files that `run` and `compile` write and that `compare` reads."""
+"""The files that `run` and `compile` write and `compare` reads."""
 
 import dataclasses
 import hashlib
@@ -26,18 +26,18 @@ VERSION: Final = 1
 type Kind = Literal["measured", "compiled"]
 
 KINDS: Final[Mapping[str, str]] = {"measured": "run", "compiled": "compile"}
-"""The kinds of files, with the commands that write them."""
+"""The command that writes each kind of file."""
 ACCEPTED: Final = "files that `python -m detjax.bench run --out` and `compile --out` write"
 
 MUCH_SPREAD: Final = 0.5
-"""Rounds that are further apart than this share of their median were disturbed."""
+"""Rounds whose spread is a larger share of their median were disturbed."""
 
 SAMPLED: Final = 64
-"""How many numbers of each output are kept."""
+"""The number of sampled elements of each output."""
 
 
 class ResultError(ValueError):
-    """A file is not what `compare` takes."""
+    """A file that `compare` does not accept."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,16 +47,16 @@ class Result:
     Attributes:
         file: its path.
         kind: measured or compiled.
-        created: when, in UTC.
-        command: the command that made it.
-        commit: the commit of the code that made it, see `provenance.commit`; None: unknown.
+        created: the UTC time of creation.
+        command: the command that wrote it.
+        commit: the commit of the code, see `provenance.commit`; None: unknown.
         fingerprint: the fields of a `Fingerprint`.
         device: kind, platform, number and memory of the devices.
-        peak: the fields of the device's `Peak`, if it is known.
+        peak: the fields of the device's `Peak`, if known.
         settings: the options of the command.
         versions: the versions of libraries.
-        rows: what each case gave, by operation and name.
-        unrecorded: the fields of the fingerprint that the release that wrote the file did not record.
+        rows: the row of each case, by operation and name.
+        unrecorded: the fingerprint's fields that the writing release did not record.
     """
 
     file: str
@@ -74,7 +74,7 @@ class Result:
 
     @property
     def backend(self) -> str:
-        """The backend that served."""
+        """The name of the backend."""
         return self.fingerprint["backend"]
 
     @property
@@ -84,7 +84,7 @@ class Result:
 
     @property
     def under_contract(self) -> bool:
-        """Whether equal fingerprints promise equal bits. Unrecorded fields may differ, so nothing is promised then."""
+        """True if equal fingerprints promise equal bits. Unrecorded fields may differ, so they void the promise."""
         return self.kind == "measured" and self.backend != STOCK and not self.unrecorded
 
     @property
@@ -97,14 +97,14 @@ class Result:
 
 @dataclasses.dataclass(frozen=True)
 class Header:
-    """What a file says before its rows.
+    """The fields of a file before its rows.
 
     Attributes:
         kind: measured or compiled.
-        command: the command that makes the file.
-        fingerprint: the fingerprint of what is measured or compiled.
+        command: the command that writes the file.
+        fingerprint: the fingerprint of the measured or compiled programs.
         device: kind, platform, number and memory of the devices.
-        peak: the most that the device can do; None: unknown.
+        peak: the device's peak rates; None: unknown.
         settings: the options of the command.
     """
 
@@ -117,7 +117,7 @@ class Header:
 
 
 def write(file: Path | None, header: Header, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The content of a file as it is read back. It is also written to `file`, if one is given."""
+    """Returns a file's content as JSON values, and writes it to `file` if not None."""
     content = {
         "format": FORMAT,
         "version": VERSION,
@@ -140,14 +140,14 @@ def gather(
     measure: Callable[[Case], dict[str, Any]],
     report: Callable[[dict[str, Any]], None],
 ) -> dict[str, Any]:
-    """The content of a file with a row for every case. It is written after each, so a run cut short keeps its rows.
+    """Measures each case, and returns the file's content. Writes it after each case, so aborted runs keep their rows.
 
     Args:
         file: the JSON file to write, if any.
-        header: what the file says before its rows.
-        cases: in the order of the rows.
+        header: the fields before the rows.
+        cases: the cases, in the order of the rows.
         measure: returns the fields of a case's row, see `row`.
-        report: is called with every row.
+        report: called with each row.
     """
     rows: list[dict[str, Any]] = []
     content = write(file, header, rows)
@@ -159,7 +159,7 @@ def gather(
 
 
 def row(case: Case, measure: Callable[[Case], dict[str, Any]]) -> dict[str, Any]:
-    """The description of a case and what was measured, or why it failed; a failure does not end the run."""
+    """Returns a case's description with its measurements or the reason of its failure, which does not end the run."""
     head = {"operation": case.operation, "name": case.name, "arguments": case.arguments}
     head |= {"bytes": case.bytes, "flops": case.flops}
     try:
@@ -175,14 +175,14 @@ def table_by_operation(
     cells: Callable[[Mapping[str, Any]], list[str]],
     optional: Sequence[str] = (),
 ) -> FittedTable:
-    """A table with a section for each operation and a line for each case.
+    """Returns a table with a section per operation and a line per case.
 
     Args:
-        title: stands above the table.
+        title: the title above the table.
         rows: the rows of a result.
-        columns: the names of the columns of numbers, and the last column, which is text.
-        cells: returns the cells of a row, one for each column.
-        optional: columns of numbers that are left out where there is no room, the first one first.
+        columns: the names of the numeric columns, and the last column, which is text.
+        cells: returns the cells of a row, one per column.
+        optional: numeric columns that may be dropped if space is short, in this order.
     """
     numbers, last = columns
     lines = list(rows)
@@ -206,17 +206,17 @@ def table_by_operation(
 
 
 def spread_text(row: Mapping[str, Any]) -> str:
-    """How far apart a case's rounds are, as a share of their median, in the colour of a warning if that is much."""
+    """Returns the spread of a case's rounds as a share of their median, highlighted if it is large."""
     spread = row["seconds"]["spread"]
     return f"[bold yellow]±{spread:.0%}[/]" if spread > MUCH_SPREAD else f"±{spread:.0%}"
 
 
 def spread_warning(rows: Iterable[Mapping[str, Any]], label: str | None = None) -> str | None:
-    """A line about the cases whose rounds are far apart; None if none are.
+    """Returns a line about the cases with disturbed rounds; None without such cases.
 
     Args:
         rows: the rows of a result.
-        label: the letter of the result, where there are several.
+        label: the letter of the result, if several are compared.
     """
     spreads = {f"{row['operation']} {row['name']}": row["seconds"]["spread"] for row in rows if "seconds" in row}
     wide = {name: spread for name, spread in spreads.items() if spread > MUCH_SPREAD}
@@ -225,13 +225,13 @@ def spread_warning(rows: Iterable[Mapping[str, Any]], label: str | None = None) 
     name = max(wide, key=lambda name: wide[name])
     suffix = "" if label is None else f" ({label})"
     return (
-        f"Warning{suffix}: rounds of {len(wide)} of {len(spreads)} cases are more than {MUCH_SPREAD:.0%} of their "
-        f"median apart, {name} {wide[name]:.0%}. Times of a busy machine say little; measure again"
+        f"Warning{suffix}: rounds of {len(wide)} of {len(spreads)} cases spread over more than {MUCH_SPREAD:.0%} of "
+        f"their median, {name} over {wide[name]:.0%}. Times on a busy machine are unreliable; measure again"
     )
 
 
 def output(x: np.ndarray) -> dict[str, Any]:
-    """What is kept of an output: its digest, and the bits of some of its numbers, evenly spread, in hexadecimal."""
+    """Returns an output's record: dtype, shape, digest, and the bits of evenly spaced elements in hexadecimal."""
     x = np.ascontiguousarray(x)
     words = x.reshape(-1).view(f"u{x.dtype.itemsize}")
     chosen = words[np.linspace(0, words.size - 1, min(SAMPLED, words.size)).astype(np.int64)]
@@ -245,20 +245,20 @@ def output(x: np.ndarray) -> dict[str, Any]:
 
 
 def read(file: Path) -> Result:
-    """The content of a file of `run` or `compile`.
+    """Reads a file of `run` or `compile`.
 
     Raises:
-        ResultError: the file cannot be read, or is something else; names the file, what it is, and what is accepted.
+        ResultError: the file cannot be read, or is something else; names the file, its content, and what is accepted.
     """
     try:
         content = json.loads(file.read_text())
     except OSError as error:
         raise ResultError(f"{file}: {error.strerror or error}; accepted: {ACCEPTED}") from error
     except UnicodeDecodeError as error:
-        raise ResultError(f"{file} is no text; accepted: {ACCEPTED}") from error
+        raise ResultError(f"{file} is not text; accepted: {ACCEPTED}") from error
     except json.JSONDecodeError as error:
         size = file.stat().st_size
-        what = "is empty" if size == 0 else f"is no JSON, or was cut off ({error}; {size} bytes)"
+        what = "is empty" if size == 0 else f"is not JSON, or was truncated ({error}; {size} bytes)"
         raise ResultError(f"{file} {what}; accepted: {ACCEPTED}") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ResultError(f"{file} is {_foreign(content)}; accepted: {ACCEPTED}")
@@ -269,21 +269,21 @@ def read(file: Path) -> Result:
     try:
         return _checked(str(file), content)
     except _Damage as damage:
-        raise ResultError(f"{file} is damaged: {damage}; accepted: {ACCEPTED}, as they were written") from damage
+        raise ResultError(f"{file} is damaged: {damage}; accepted: unmodified {ACCEPTED}") from damage
 
 
 def _foreign(content: Any) -> str:
     """A description of a JSON file that `compare` does not take."""
     if not isinstance(content, dict):
-        return f"JSON of another kind, {type(content).__name__}"
+        return f"a JSON {type(content).__name__}"
     if {"workload", "runs"} <= content.keys():
         return "a result of `python -m detjax.bench serve`"
     keys = ", ".join(map(repr, list(content)[:6])) or "none"
-    return f"JSON that neither of these commands wrote, with the keys {keys}"
+    return f"another JSON file, with the keys {keys}"
 
 
 class _Damage(Exception):
-    """What is wrong with a file that claims to be a result of this package."""
+    """The defect of a file that claims to be a result of this package."""
 
 
 def _checked(file: str, content: Mapping[str, Any]) -> Result:
@@ -292,7 +292,7 @@ def _checked(file: str, content: Mapping[str, Any]) -> Result:
     later = {field.name: field.default for field in dataclasses.fields(Fingerprint) if field.name not in required}
     missing, unknown = sorted(required - fingerprint.keys()), sorted(fingerprint.keys() - required - later.keys())
     if missing or unknown:
-        raise _Damage(f"its fingerprint lacks {missing} and has {unknown} besides")
+        raise _Damage(f"its fingerprint lacks {missing} and has the unknown fields {unknown}")
     device = _field(content, "device", dict)
     _field(device, "kind", str, "device")
     peak = content.get("peak")
@@ -304,9 +304,8 @@ def _checked(file: str, content: Mapping[str, Any]) -> Result:
         kind=content["kind"],
         created=_field(content, "created", str),
         command=_field(content, "command", str),
-        # Files of earlier releases have no commit.
+        # Earlier releases recorded no commit and fewer fields.
         commit=None if content.get("commit") is None else _field(content, "commit", str),
-        # Files of earlier releases have fewer fields.
         fingerprint=later | fingerprint,
         unrecorded=tuple(name for name in later if fingerprint.get(name, later[name]) == later[name]),
         device=device,
@@ -325,7 +324,7 @@ def _checked_rows(content: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
             raise _Damage(f"{place} is {row!r}")
         name = f"{_field(row, 'operation', str, place)} | {_field(row, 'name', str, place)}"
         if name in rows:
-            raise _Damage(f"{place} is there twice: {name}")
+            raise _Damage(f"{place} repeats {name}")
         _check_row(row, name, content["kind"])
         rows[name] = row
     return rows
@@ -357,17 +356,17 @@ def _check_output(output: Any, name: str) -> None:
         raise _Damage(f"{name}: an output is {output!r}")
     digest = _field(output, "sha256", str, name)
     if len(digest) != 64 or set(digest) - set("0123456789abcdef"):
-        raise _Damage(f"{name}: the sha256 {digest!r} is no digest")
+        raise _Damage(f"{name}: the sha256 {digest!r} is not a digest")
     _field(output, "dtype", str, name)
     try:
         [int(word, 16) for word in _field(output, "sample", list, name)]
     except (TypeError, ValueError) as error:
-        raise _Damage(f"{name}: its sample is no hexadecimal") from error
+        raise _Damage(f"{name}: its sample is not hexadecimal") from error
 
 
 def _field(record: Mapping[str, Any], name: str, kind: Any, place: str | None = None) -> Any:
-    """The field of a record, which has to be of some kind."""
+    """Returns a field of a record after checking its type."""
     if not isinstance(record.get(name), kind):
-        given = repr(record[name]) if name in record else "missing"
-        raise _Damage(f"{name} {f'of {place} ' if place else ''}is {given}")
+        value = repr(record[name]) if name in record else "missing"
+        raise _Damage(f"{name} {f'of {place} ' if place else ''}is {value}")
     return record[name]

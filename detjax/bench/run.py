@@ -1,4 +1,4 @@
-"""Measures operations and whole steps on the device at hand, and records the bits that they give."""
+"""Measures operations and whole steps on the current device, and records their bits."""
 
 import dataclasses
 import functools
@@ -19,8 +19,8 @@ from detjax.bench.peaks import PEAKS, Peak
 from detjax.runtime import backends, compilation, fingerprints
 
 _TIMERS: Final = {
-    "gpu": "the kernels of a call, by CUPTI, without the time between them",
-    "tpu": "wall clock of calls that follow each other, over their number",
+    "gpu": "kernels of a call, by CUPTI, without the time between them",
+    "tpu": "wall clock of consecutive calls, divided by their number",
     "cpu": "wall clock of a call",
 }
 
@@ -36,15 +36,15 @@ def run(
     sizes: Sizes | None = None,
     report: Callable[[dict[str, Any]], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Measures every case under the backend and, taking turns with it, under XLA's own operations.
+    """Measures each case under the backend and XLA's own operations in alternating rounds.
 
     Args:
-        small: whether to measure sizes that take a CPU seconds.
+        small: whether to measure sizes that run on a CPU in seconds.
         only: the operations to measure.
-        backend: the backend to measure; default: the best one of this device.
+        backend: the backend to measure. Default: the device's best.
         out: a JSON file to write.
-        sizes: the sizes to measure instead of those that `small` chooses.
-        report: is called with every row.
+        sizes: the sizes to measure. Default: chosen by `small`.
+        report: called with each row.
 
     Raises:
         ValueError: the operation or the backend is unknown.
@@ -70,7 +70,7 @@ def run(
 
 
 def measured(case: Case, sizes: Sizes, peak: Peak | None) -> dict[str, Any]:
-    """The case's time, speed, errors and bits under the backend that serves."""
+    """Returns a case's time, speed, errors and bits under the current backend."""
     program = compilation.jit(case.run, donate_argnums=tuple(range(case.carried)))
     count = min(timing.rotations(case.bytes), sizes.calls) if case.rotated else 1
     sets = [case.draw(seed) for seed in range(count)]
@@ -78,7 +78,7 @@ def measured(case: Case, sizes: Sizes, peak: Peak | None) -> dict[str, Any]:
     first = _outputs(case, program, sets[0])
     row["outputs"] = [results.output(np.asarray(x)) for x in first]
     if case.exact is not None:
-        # Small arrays come as a whole, so that no program has to be compiled for each slice of them.
+        # Small arrays are copied to the host as a whole, so that no slice of them compiles a program.
         checked: tuple[Any, Any] = (sets[0], first) if case.bytes > _SMALL_BYTES else jax.device_get((sets[0], first))
         row["error"] = error(case.exact(*checked))
     seconds = _in_turns(case, program, sets, sizes)
@@ -89,7 +89,7 @@ def measured(case: Case, sizes: Sizes, peak: Peak | None) -> dict[str, Any]:
 
 
 def error(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> dict[str, float]:
-    """The distance from numbers in float64: the largest difference, and the norm of the differences over the norm."""
+    """Returns the distance from float64 numbers: the largest difference, and the relative error in norm."""
     computed, exact = (np.concatenate([pair[i].reshape(-1) for pair in pairs]) for i in range(2))
     difference = computed - exact
     norm = float(np.linalg.norm(exact))
@@ -101,14 +101,14 @@ def error(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> dict[str, float]:
 
 
 def _outputs(case: Case, program: Callable[..., Any], arguments: tuple[Any, ...]) -> list[jax.Array]:
-    """The results that are not carried. The arguments stay as they are."""
+    """The results without the carried ones. The arguments are not donated."""
     donated = jax.tree.map(jax.numpy.copy, arguments[: case.carried])
     outputs = program(*donated, *arguments[case.carried :])
     return list(outputs[: len(outputs) - case.carried])
 
 
 def _in_turns(case: Case, program: Callable[..., Any], sets: list[Any], sizes: Sizes) -> dict[str, Any]:
-    """Seconds of the backend that serves and of stock, or why stock has none."""
+    """Seconds of the current backend and of stock, or the reason why stock failed."""
     backend = backends.backend()
 
     def seconds_on(name: str) -> float:
@@ -127,14 +127,14 @@ def _in_turns(case: Case, program: Callable[..., Any], sets: list[Any], sizes: S
 
 
 def _seconds(program: Callable[..., Any], sets: Sequence[tuple[Any, ...]], sizes: Sizes) -> float:
-    # A call to a TPU returns before it is done, and waiting for each would measure the way to the TPU and back.
+    # Blocking on each call to a TPU would measure the round trip.
     if jax.default_backend() == "tpu":
         return timing.step_time(program, sets, steps=sizes.calls, repetitions=3)
     return timing.device_time(program, sets, calls=sizes.calls)
 
 
 def _spread(rounds: Sequence[float]) -> dict[str, Any]:
-    """The rounds, their median, and how far apart they are as a share of it."""
+    """The rounds, their median, and their spread as a share of it."""
     median = statistics.median(rounds)
     return {"median": median, "spread": (max(rounds) - min(rounds)) / median, "rounds": list(rounds)}
 
@@ -144,15 +144,15 @@ def _speeds(case: Case, seconds: dict[str, Any], peak: Peak | None) -> dict[str,
     return {
         "bytes_per_second": case.bytes / median,
         "flops_per_second": case.flops / median if case.flops else None,
-        "share_of_peak": None if peak is None else peak.least_seconds(case.flops, case.bytes) / median,
+        "share_of_peak": None if peak is None else peak.roofline_seconds(case.flops, case.bytes) / median,
         "speed_over_stock": None if stock is None else stock["median"] / median,
     }
 
 
 def table(content: dict[str, Any]) -> FittedTable:
-    """The rows of a result."""
+    """Returns the rows of a result as a table."""
     peak, kind = content["peak"], content["device"]["kind"]
-    share = f"shares are of {peak['chip']}'s roofline" if peak else "no peak is known of this device, so no share"
+    share = f"shares of {peak['chip']}'s roofline" if peak else "unknown peak of this device, so no shares"
     title = f"{content['fingerprint']['backend']} on {kind}\n{share}"
     numbers = "µs", "rounds", "GB/s", "TFLOP/s", "share", "× stock", "error"
     columns = numbers, Column("bits", no_wrap=True)

@@ -1,6 +1,6 @@
-"""Throughput and latency of the engine under a load of requests, and a digest of all their answers.
+"""Throughput and latency of the engine under load, and a digest of all answers.
 
-An `Experiment` runs a `Workload` in several orders and among other requests, in which every answer must be the same.
+An `Experiment` runs a `Workload` in several orders and among background requests. The answers must always be the same.
 """
 
 import contextlib
@@ -26,14 +26,14 @@ PERCENTILES: Final = (50, 95, 99)
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """Requests with random tokens, and when they arrive.
+    """Requests with random tokens and arrival times.
 
     Attributes:
         requests: the number of requests.
-        prompt: tokens of the shortest and of the longest prompt.
-        output: the fewest and the most tokens that a request generates; end tokens do not end it.
-        rate: requests a second, at random times. Default: all at once.
-        temperature: the temperature of all requests; 0 takes the likeliest token.
+        prompt: minimum and maximum number of tokens of a prompt.
+        output: minimum and maximum number of generated tokens; end tokens are ignored.
+        rate: requests per second, at random times. Default: all at once.
+        temperature: the temperature of all requests; 0: greedy.
         seed: the seed of lengths, tokens and times.
     """
 
@@ -45,20 +45,20 @@ class Workload:
     seed: int = 0
 
     @classmethod
-    def beside(cls, requests: int, other: "Workload") -> "Workload":
-        """Requests of many kinds, all different from those of another workload, to come among them."""
+    def background(cls, requests: int, other: "Workload") -> "Workload":
+        """Returns varied requests, all different from another workload's, to run among them."""
         return cls(requests, (1, other.prompt[1]), (1, other.output[1]), temperature=0.9, seed=other.seed + 1)
 
     def __post_init__(self) -> None:
         """Checks every field.
 
         Raises:
-            ValueError: names the field, what was given and what is accepted.
+            ValueError: a field is out of range.
         """
         accepted = {
             "requests": (self.requests >= 1, "at least 1"),
-            "prompt": (1 <= self.prompt[0] <= self.prompt[1], "two numbers from 1 on, the lower one first"),
-            "output": (1 <= self.output[0] <= self.output[1], "two numbers from 1 on, the lower one first"),
+            "prompt": (1 <= self.prompt[0] <= self.prompt[1], "two numbers of at least 1, in ascending order"),
+            "output": (1 <= self.output[0] <= self.output[1], "two numbers of at least 1, in ascending order"),
             "rate": (self.rate is None or self.rate > 0, "above 0, or none"),
         }
         for name, (holds, what) in accepted.items():
@@ -66,7 +66,7 @@ class Workload:
                 raise ValueError(f"Workload: {name} is {getattr(self, name)}; accepted: {what}")
 
     def draw(self, vocabulary: int) -> list[Request]:
-        """The requests."""
+        """Returns the requests."""
         draw = random.Random(self.seed)
         requests = []
         for index in range(self.requests):
@@ -77,7 +77,7 @@ class Workload:
         return requests
 
     def arrivals(self) -> list[float]:
-        """When each request arrives, in seconds from the beginning, ascending."""
+        """Returns each request's arrival time in seconds from the start, ascending."""
         draw, now, times = random.Random(self.seed + 1), 0.0, []
         for _ in range(self.requests):
             now += 0.0 if self.rate is None else draw.expovariate(self.rate)
@@ -87,7 +87,7 @@ class Workload:
 
 @dataclasses.dataclass
 class _Watch:
-    """The times at which a request was submitted and its tokens came."""
+    """The times of a request's submission and of its tokens."""
 
     submitted: float
     times: list[float] = dataclasses.field(default_factory=list)
@@ -97,10 +97,10 @@ class _Watch:
 
 
 class _Cancel(Exception):
-    """Ends a request from within its listener."""
+    """Cancels a request from within its listener."""
 
 
-class _Others:
+class _Background:
     """Requests that are submitted among the watched ones."""
 
     def __init__(self, engine: Engine, requests: list[Request], watched: int) -> None:
@@ -109,7 +109,7 @@ class _Others:
         self._draw, self._share = random.Random(len(requests)), len(requests) / watched
 
     def submit_some(self) -> None:
-        """Submits as many requests as there are for each watched one."""
+        """Submits the background requests for one watched request."""
         for _ in range(int(self._share + self._draw.random())):
             if self._remaining:
                 self._submit(*self._remaining.pop())
@@ -126,35 +126,35 @@ class _Others:
         self._futures.append(self._engine.submit(request, listen))
 
     def cancel(self) -> None:
-        """Cancels the requests that have not ended, and returns when they are gone."""
+        """Cancels unfinished requests, and waits until the engine has dropped them."""
         for future in self._futures:
             future.cancel()
-        self._engine.forget_prefixes()  # the engine does this after it has cancelled
+        self._engine.forget_prefixes()  # returns after the engine has cancelled them
 
 
 @dataclasses.dataclass(frozen=True)
 class Experiment:
-    """Runs of one workload, in all of which the answers must have the same bits.
+    """Runs of one workload whose answers must all have the same bits.
 
     Attributes:
         workload: the requests.
         engine: the settings of the engine.
-        orders: runs, each with the requests in another order.
-        beside: further requests, every third of which is cancelled midway, to run the workload among once more.
-        numerics: the operations: detjax's, or stock, the same engine on XLA's own operations, under no contract.
+        orders: number of runs, each with the requests in another order.
+        background: number of background requests in an additional run. Every third is cancelled midway.
+        numerics: the operations: detjax's, or stock: the same engine with XLA's own operations, under no contract.
     """
 
     workload: Workload
     engine: EngineConfig
     orders: int = 1
-    beside: int = 0
+    background: int = 0
     numerics: Literal["detjax", "stock"] = "detjax"
 
     def run(self, load: Callable[[], Decoder], name: str) -> dict[str, Any]:
-        """The content of a result: settings, runs, and whether all have the same bits.
+        """Returns the content of a result: settings, runs, and whether all have the same bits.
 
         Args:
-            load: returns the model, under the backend that serves.
+            load: returns the model; called under the experiment's backend.
             name: the model's name in the result.
 
         Raises:
@@ -186,15 +186,15 @@ class Experiment:
         for number in range(self.orders):
             order = random.Random(number).sample(range(requests), requests) if number else None
             runs[f"order {number + 1}"] = measure(engine, self.workload, vocabulary, order)
-        if self.beside:
-            others = Workload.beside(self.beside, self.workload)
-            runs[f"among {self.beside} others"] = measure(engine, self.workload, vocabulary, beside=others)
+        if self.background:
+            others = Workload.background(self.background, self.workload)
+            runs[f"among {self.background} others"] = measure(engine, self.workload, vocabulary, background=others)
         return runs
 
 
 def table(result: Mapping[str, Any]) -> Table:
-    """A line for each run of an experiment."""
-    columns = "", "seconds", "tokens a second", "first token, ms", "a token, ms"
+    """Returns a table with a line for each run of an experiment."""
+    columns = "", "seconds", "tokens per second", "first token, ms", "per token, ms"
     title = f"{result['workload']['requests']} requests, p50 / p95 / p99, {result['numerics']}"
     lines = Table(*columns, title=title)
     for label, run in result["runs"].items():
@@ -211,23 +211,22 @@ def measure(
     workload: Workload,
     vocabulary: int,
     order: Sequence[int] | None = None,
-    beside: Workload | None = None,
+    background: Workload | None = None,
 ) -> dict[str, Any]:
-    """The times of a workload in seconds: of all of it, and percentiles over requests and tokens.
+    """Returns the time of a workload in seconds, and percentiles over requests and tokens.
 
     Args:
-        engine: the engine; warmed up, or the time to compile counts.
+        engine: the engine, warmed up so that compile time does not count.
         workload: the requests.
         vocabulary: the number of tokens of the model.
-        order: the order in which requests arrive; default: ascending.
-        beside: further requests that come among them, a third of which are cancelled midway. The result says nothing
-            of them.
+        order: the order in which requests arrive. Default: ascending.
+        background: additional requests among them. Every third is cancelled midway; they do not count in the result.
     """
     requests, arrivals = workload.draw(vocabulary), workload.arrivals()
-    engine.forget_prefixes()  # a repeated workload must not find its prompts in the cache
+    engine.forget_prefixes()  # a repeated workload must not hit the prefix cache
     futures: dict[int, Future[Generation]] = {}
     watches: dict[int, _Watch] = {}
-    others = _Others(engine, beside.draw(vocabulary) if beside is not None else [], workload.requests)
+    others = _Background(engine, background.draw(vocabulary) if background is not None else [], workload.requests)
     start = time.perf_counter()
     for index, arrival in zip(range(workload.requests) if order is None else order, arrivals, strict=True):
         if (early := start + arrival - time.perf_counter()) > 0:
@@ -268,30 +267,28 @@ def _statistics(watched: Sequence[_Watch], answers: Sequence[Generation], second
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:
-    """The percentiles by name; none if there are no values."""
+    """Returns the percentiles by name; empty without values."""
     computed = np.percentile(values, PERCENTILES) if values else ()
     return {f"p{name}": float(value) for name, value in zip(PERCENTILES, computed, strict=False)}
 
 
 def plot(runs: Mapping[str, Mapping[str, Any]], file: Path) -> None:
-    """Draws the distributions over requests of the time to the first token, per token, and to the last token.
+    """Plots the distributions over requests of the time to the first token, per token, and to the last token.
 
     Args:
         runs: results of `measure`, by label.
         file: the PNG file to write.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # takes a second that measuring need not wait
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # the import takes a second
     from matplotlib.figure import Figure
 
-    panels = {"time_to_first_token": "to the first token", "time_per_token": "a token", "latency": "to the last token"}
+    panels = {"time_to_first_token": "to first token", "time_per_token": "per token", "latency": "to last token"}
     figure = Figure(figsize=(12, 3.6), layout="constrained")
     axes = figure.subplots(1, len(panels), sharey=True)
     for axis, (name, label) in zip(axes, panels.items(), strict=True):
-        for label_of_run, run in runs.items():
+        for run_label, run in runs.items():
             values = np.sort(run["requests"][name])
-            axis.step(
-                values * 1e3, np.arange(1, len(values) + 1) / max(len(values), 1), where="post", label=label_of_run
-            )
+            axis.step(values * 1e3, np.arange(1, len(values) + 1) / max(len(values), 1), where="post", label=run_label)
         axis.set_xlabel(f"milliseconds {label}")
         axis.set_xlim(left=0)
         axis.grid(alpha=0.3)
@@ -301,7 +298,7 @@ def plot(runs: Mapping[str, Mapping[str, Any]], file: Path) -> None:
 
 
 def digest(answers: Iterable[Generation]) -> str:
-    """The SHA-256 of all tokens and of all bits of logprobs, in order."""
+    """Returns the SHA-256 of all tokens and logprob bits, in order."""
     hashed = hashlib.sha256()
     for answer in answers:
         for completion in answer.completions:

@@ -1,4 +1,4 @@
-"""The linear layers of models that people serve, which are tuned and measured."""
+"""The linear layers of popular models, which are tuned and measured."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -14,12 +14,12 @@ from detjax.pallas.hopper.matmul.plan import Problem
 
 @dataclasses.dataclass(frozen=True)
 class Widths:
-    """The widths of a decoder, from which the shapes of its linear layers follow.
+    """The widths of a decoder, which determine the shapes of its linear layers.
 
     Attributes:
         hidden: the width of hidden states.
-        queries: the width of all query heads together.
-        keys: the width of all key heads together, and of all value heads.
+        queries: the total width of the query heads.
+        keys: the total width of the key heads, and of the value heads.
         mlp: the inner width of the MLP.
         vocabulary: the number of tokens.
     """
@@ -32,7 +32,7 @@ class Widths:
 
     @classmethod
     def from_config(cls, config: DecoderConfig) -> "Widths":
-        """The widths of a decoder."""
+        """Returns the widths of a decoder."""
         return cls(
             hidden=config.hidden_size,
             queries=config.heads * config.head_dim,
@@ -43,7 +43,7 @@ class Widths:
 
     @property
     def linears(self) -> dict[str, tuple[int, int]]:
-        """Outputs N and inputs K of each linear layer; gate and up are one layer with the outputs of both."""
+        """Outputs N and inputs K of each linear layer; gate and up form one layer with the outputs of both."""
         return {
             "qkv": (self.queries + 2 * self.keys, self.hidden),
             "o": (self.hidden, self.queries),
@@ -56,11 +56,11 @@ class Widths:
 MODELS: Final = {name: Widths.from_config(presets.config(name)) for name in ("Qwen3-8B", "Qwen3-32B", "Llama-3.1-8B")}
 
 TOKENS: Final = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192)
-"""Numbers of tokens in a call, from the decode step of one request to a training batch."""
+"""Tokens per call, from the decode step of one request to a training batch."""
 
 
 def products(widths: Widths, m: int) -> Iterator[Problem]:
-    """The products of m tokens with the linear layers, bare and with the epilogues that a decoder gives them."""
+    """Yields the products of m tokens with the linear layers, plain and with a decoder's epilogues."""
     for name, (n, k) in widths.linears.items():
         yield Problem(m, n, k)
         if name == "gate+up":
@@ -70,9 +70,9 @@ def products(widths: Widths, m: int) -> Iterator[Problem]:
 
 
 def gradient_products(widths: Widths, m: int) -> Iterator[Problem]:
-    """The products of the backward pass of m tokens with the linear layers: inputs' gradients and weights' sums.
+    """Yields the products of the linear layers' backward pass for m tokens: gradients of inputs, and sums of weights.
 
-    The head's tokens come in chunks, as `detjax.ops.token_logprobs` has them.
+    The head's tokens come in chunks, as in `detjax.ops.token_logprobs`.
     """
     for name, (n, k) in widths.linears.items():
         tokens = min(m, HOPPER_CHUNK) if name == "lm_head" else m

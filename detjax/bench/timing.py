@@ -1,4 +1,4 @@
-"""Device time of JAX and PyTorch functions, with inputs that come from memory rather than from a cache."""
+"""Device time of JAX and PyTorch functions, with inputs in memory rather than in a cache."""
 
 import dataclasses
 import itertools
@@ -13,46 +13,46 @@ import jax.numpy as jnp
 from detjax.bench.failures import reason
 
 CACHE_BYTES: Final = 60 << 20
-"""The L2 cache of an H200; those of the other devices that detjax serves are smaller."""
+"""The L2 cache of an H200; other supported devices have smaller ones."""
 MAX_ROTATIONS: Final = 64
 IN_FLIGHT: Final = 4
-"""Results that are kept alive while calls are made, so that memory is not reused at once and does not pile up."""
+"""Number of results held during calls, so that memory is neither reused at once nor piles up."""
 
 ROUNDS: Final = 2
-"""Rounds of a measurement in which all rivals take turns."""
+"""Rounds of a measurement, in which all rivals alternate."""
 LONG_ROUNDS: Final = 4
-"""Rounds of calls that take longer than `LONG`. They reach the power limit of the chip, and the clock that it leaves
-them changes by several percent with what ran before."""
+"""Rounds of calls longer than `LONG`. They reach the chip's power limit, where the clock varies by several percent with
+the preceding load."""
 LONG: Final = 500e-6
-"""Seconds of a call from which on `LONG_ROUNDS` are measured."""
+"""Seconds per call above which `LONG_ROUNDS` apply."""
 
-KERNELS: Final = "sum of the kernels' times by CUPTI, without the time between kernels"
-REPLAY: Final = "replay of a CUDA graph between two events, the time between kernels included"
-UNTIL_READY: Final = "time until the result is there"
+KERNELS: Final = "sum of kernel times by CUPTI, without the time between kernels"
+REPLAY: Final = "replay of a CUDA graph between two events, including the time between kernels"
+UNTIL_READY: Final = "time until the result is ready"
 
 
 def rotations(bytes_per_call: int) -> int:
-    """How many argument sets, taken in turn, keep a call from finding its arguments in the cache.
+    """Returns the number of argument sets to rotate so that no call finds its arguments in the cache.
 
-    At most 64: inputs below 2 MB stay in the cache, as the few rows of a decode step do.
+    At most 64: inputs below 2 MB stay in the cache, like the few rows of a decode step.
     """
     return min(MAX_ROTATIONS, 2 + 2 * CACHE_BYTES // max(bytes_per_call, 1))
 
 
 def calls_for(expected_seconds: float) -> int:
-    """Calls in a round: about 60 ms of calls that take so long, but at least 7 and at most 25."""
+    """Returns the calls of a round: about 60 ms, but at least 7 and at most 25 calls."""
     return min(25, max(7, int(0.06 / expected_seconds)))
 
 
 def rounds_for(expected_seconds: float) -> int:
-    """Rounds of a call that takes so long."""
+    """Returns the rounds for calls of a duration."""
     return LONG_ROUNDS if expected_seconds > LONG else ROUNDS
 
 
 def turns[Name](names: Iterable[Name], rounds: int) -> Iterator[Name]:
-    """The names in order, round after round, so that a drifting clock affects all of them equally.
+    """Yields the names in order, round after round, so that a drifting clock affects all of them equally.
 
-    Every other round goes backwards, so that no name always runs after the one that heats the chip most.
+    Every other round runs backwards, so that no name always follows the one that heats the chip most.
     """
     names = list(names)
     for index in range(rounds):
@@ -61,11 +61,11 @@ def turns[Name](names: Iterable[Name], rounds: int) -> Iterator[Name]:
 
 @dataclasses.dataclass(frozen=True)
 class Rounds[Name]:
-    """What was measured in turns.
+    """The results of alternating measurements.
 
     Attributes:
-        seconds: the result of every round, by name, without the names that failed.
-        missing: why a name has no result.
+        seconds: the result of each round, by name, without failed names.
+        missing: the reason of each failure, by name.
     """
 
     seconds: dict[Name, list[float]]
@@ -80,11 +80,11 @@ class Rounds[Name]:
 def in_turns[Name](
     runs: Mapping[Name, Callable[[], float]], rounds: int, required: Collection[Name] = ()
 ) -> Rounds[Name]:
-    """Runs all measurements in turns, round after round. One that fails is not run again.
+    """Runs all measurements alternately, round after round. A failed one is not repeated.
 
     Args:
-        runs: measurements, by name, each of which returns seconds.
-        rounds: how often each is run.
+        runs: measurements by name. Each returns seconds.
+        rounds: the number of runs of each.
         required: names whose failures are raised.
     """
     seconds: dict[Name, list[float]] = {name: [] for name in runs}
@@ -102,14 +102,14 @@ def in_turns[Name](
 
 
 def device_time(fn: Callable[..., Any], argument_sets: Sequence[tuple[Any, ...]], *, calls: int = 30) -> float:
-    """Seconds of one call of a jitted function: the median over calls of the summed time of its kernels.
+    """Returns seconds per call of a jitted function: the median over calls of the summed time of its kernels.
 
-    Time between kernels is not counted. On devices other than GPUs it is the time until the result is there.
+    The time between kernels does not count. On devices other than GPUs it is the time until the result is ready.
 
     Args:
-        fn: a function of one argument set; compiled by its first call, which is not counted.
-        argument_sets: taken in turn, see `rotations`.
-        calls: how many are measured.
+        fn: a function of one argument set; the first call, which compiles it, does not count.
+        argument_sets: argument sets to rotate, see `rotations`.
+        calls: the number of measured calls.
 
     Raises:
         RuntimeError: calls launched different numbers of kernels, or none.
@@ -123,8 +123,8 @@ def device_time(fn: Callable[..., Any], argument_sets: Sequence[tuple[Any, ...]]
     if not kernels or len(kernels) % calls:
         names = ", ".join(sorted({name for name, _ in kernels})) or "none"
         raise RuntimeError(
-            f"device_time: {calls} calls launched {len(kernels)} kernels; accepted: the same number, at least one, by "
-            f"every call. Kernels seen: {names}"
+            f"device_time: {calls} calls launched {len(kernels)} kernels; accepted: the same number, at least one, per "
+            f"call. Kernels seen: {names}"
         )
     per_call = len(kernels) // calls
     milliseconds = [sum(ms for _, ms in kernels[i : i + per_call]) for i in range(0, len(kernels), per_call)]
@@ -138,7 +138,7 @@ def _wall_time(fn: Callable[..., Any], arguments: tuple[Any, ...]) -> float:
 
 
 def _kernel_times(fn: Callable[..., Any], argument_sets: Iterable[tuple[Any, ...]]) -> list[tuple[str, float]]:
-    """Name and milliseconds of every kernel that calls with the argument sets launch, in order, by CUPTI."""
+    """Name and milliseconds of each kernel launched by calls with the argument sets, in order, by CUPTI."""
     from jax.experimental.mosaic.gpu import profiler
 
     cupti: Any = profiler.mosaic_gpu_lib._mosaic_gpu_ext  # pyright: ignore
@@ -154,7 +154,7 @@ def _kernel_times(fn: Callable[..., Any], argument_sets: Iterable[tuple[Any, ...
 
 
 def kernel_names(program: Callable[..., Any], arguments: tuple[Any, ...]) -> str:
-    """The kernels that a call launches, or their number if there are more than 12; "" on devices other than GPUs."""
+    """Returns the kernels that a call launches, or their number if more than 12; "" on devices other than GPUs."""
     if jax.default_backend() != "gpu":
         return ""
     from jax.experimental.mosaic.gpu import profiler
@@ -168,7 +168,7 @@ def kernel_names(program: Callable[..., Any], arguments: tuple[Any, ...]) -> str
 
 
 def copy_time(size: int, *, calls: int) -> float:
-    """Seconds that it takes to read half of `size` bytes and to write the other half."""
+    """Returns the seconds to read half of `size` bytes and write the other half."""
     count = max(1, size // 8)
     sets = [(jnp.full(count, i, jnp.int32),) for i in range(rotations(size // 2))]
     return device_time(jax.jit(lambda x: x + 1), sets, calls=calls)
@@ -177,17 +177,17 @@ def copy_time(size: int, *, calls: int) -> float:
 def step_time(
     program: Callable[..., Any], argument_sets: Sequence[tuple[Any, ...]], *, steps: int = 50, repetitions: int = 5
 ) -> float:
-    """Seconds of one call of a jitted program among many that follow each other: what a loop of decode steps pays.
+    """Returns seconds per call of a jitted program in a sequence of calls, as in a loop of decode steps.
 
-    The clock on the wall measures it, so the time between kernels counts; the host waits only for the last calls of a
-    repetition. A program that takes the device less time than Python takes to call it measures Python: let one program
-    hold many calls of a short operation, each made to depend on the one before, and divide.
+    This is wall-clock time, including the time between kernels; the host waits only for the last calls of a repetition.
+    If a call takes the device less time than Python, this measures Python: put many dependent calls of a short
+    operation into one program, and divide.
 
     Args:
-        program: a function of one argument set; compiled by its first call, which is not counted.
-        argument_sets: taken in turn, see `rotations`.
-        steps: calls in a repetition.
-        repetitions: the result is their median.
+        program: a function of one argument set; the first call, which compiles it, does not count.
+        argument_sets: argument sets to rotate, see `rotations`.
+        steps: calls per repetition.
+        repetitions: the number of repetitions; the result is their median.
     """
     for arguments in argument_sets[:2]:
         jax.block_until_ready(program(*arguments))

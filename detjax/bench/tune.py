@@ -1,4 +1,4 @@
-"""Searches schedules on the device at hand. A schedule is accepted only if it gives the reference schedule's bits."""
+"""Searches for schedules on the current device. An accepted schedule has the bits of the reference schedule."""
 
 import dataclasses
 import functools
@@ -22,20 +22,20 @@ from detjax.pallas.hopper.matmul.tuning import BUCKETS, bucket, candidates, key,
 from detjax.runtime import backends, compilation
 
 REFERENCES: Final = Schedule(tile_m=8, tile_n=64), Schedule(tile_m=64, tile_n=64, rows="tokens")
-"""Schedules whose bits every accepted schedule has: the first one that fits the problem."""
+"""Reference schedules, in order of preference: the first that fits a problem sets its bits."""
 
 _FINALISTS = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """One schedule of one problem.
+    """The trial of one schedule for one problem.
 
     Attributes:
         problem: the product.
-        schedule: the schedule that was tried.
+        schedule: the schedule.
         seconds: the median time of a call; None if the schedule was refused.
-        refused: why it was refused.
+        refused: the reason of a refusal.
     """
 
     problem: Problem
@@ -46,12 +46,12 @@ class Trial:
 
 @dataclasses.dataclass(frozen=True)
 class Search:
-    """The limits of a search: how many schedules are tried, and for how long.
+    """The limits of a search.
 
     Attributes:
-        tries: schedules of least estimated time to build and to time for each product.
-        processes: processes that build schedules side by side; they time them one at a time.
-        seconds: seconds after which the search ends with what it has.
+        tries: schedules to build and time per product, by least estimated time.
+        processes: processes that build schedules in parallel; timing is exclusive.
+        seconds: time limit of the search, in seconds.
     """
 
     tries: int = 12
@@ -62,15 +62,15 @@ class Search:
 def tune(
     problems: Sequence[Problem], search: Search, report: Callable[[Trial], None] = lambda _: None
 ) -> dict[str, Schedule]:
-    """The fastest schedule of each problem, by its key in a table.
+    """Returns the fastest schedule of each problem, by its key in a table.
 
     Args:
-        problems: the products to find schedules for.
+        problems: the products.
         search: the limits of the search.
-        report: is called with every trial.
+        report: called with each trial.
     """
     deadline = time.monotonic() + search.seconds
-    # Workers give memory back at once: the largest products of two of them would not fit beside the pools of all.
+    # Workers free memory at once, since memory pools of all workers would leave no room for two large products.
     os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     context = multiprocessing.get_context("spawn")
@@ -119,13 +119,13 @@ def _search(work: Any, trials: Any, device: Any, tries: int) -> None:
             problem = work.get(timeout=1)
         except queue.Empty:
             break
-        # All trials at once: a search that was cut short names no schedule.
+        # Report all trials together, so that an aborted search of a problem yields no schedule.
         trials.put(list(search(problem, tries, device)))
     trials.put(None)
 
 
 def search(problem: Problem, tries: int, device: Any) -> Iterator[Trial]:
-    """Builds and times schedules of one problem. It holds the lock `device` while it uses the device."""
+    """Builds and times schedules of one problem. Holds the lock `device` while it uses the device."""
     with device:
         argument_sets = _operands(problem)
         reference = next(schedule for schedule in REFERENCES if schedule.fits(problem))
@@ -139,14 +139,14 @@ def search(problem: Problem, tries: int, device: Any) -> Iterator[Trial]:
             continue
         with device:
             if not bool(same_bits(want, program(*argument_sets[0]))):
-                yield Trial(problem, schedule, None, "its bits are not the reference schedule's")
+                yield Trial(problem, schedule, None, "its bits differ from the reference schedule's")
                 continue
             seconds = timing.device_time(program, argument_sets, calls=8)
         built.append((seconds, schedule, program))
     built.sort(key=lambda item: item[0])
     for seconds, schedule, _ in built[_FINALISTS:]:
         yield Trial(problem, schedule, seconds)
-    # The finalists take turns, so that a drifting clock affects all of them equally.
+    # Finalists alternate, so that a drifting clock affects all of them equally.
     rounds: list[list[float]] = [[] for _ in built[:_FINALISTS]]
     for _ in range(3):
         for times, (_, _, program) in zip(rounds, built, strict=False):
@@ -157,7 +157,7 @@ def search(problem: Problem, tries: int, device: Any) -> Iterator[Trial]:
 
 
 def _pool(problem: Problem, tries: int) -> list[Schedule]:
-    """The table's schedules for this number of tokens and for somewhat more or fewer, and the best candidates."""
+    """The table's schedules for similar numbers of tokens, and the best candidates."""
     named = table(backends.device_kind())
     index = BUCKETS.index(bucket(problem.tokens))
     near = [problem.with_tokens(size) for size in BUCKETS[max(0, index - 2) : index + 3]]
@@ -168,7 +168,7 @@ def _pool(problem: Problem, tries: int) -> list[Schedule]:
 
 
 def _varied(schedules: Iterable[Schedule], count: int) -> list[Schedule]:
-    """The first `count` schedules, at most two for each tile: the estimate knows tiles better than clusters."""
+    """The first `count` schedules, at most two per tile, since the estimate ranks tiles better than clusters."""
     alike: dict[tuple[Any, ...], int] = {}
     chosen = []
     for s in schedules:
@@ -193,7 +193,7 @@ def _program(problem: Problem, schedule: Schedule) -> Any:
     )
 
     def program(x: jax.Array, w: jax.Array) -> jax.Array:
-        # Sums that begin with zeros cost the same to continue as others, and none has to be donated.
+        # Continuing a sum of zeros costs the same as any other, and needs no donation.
         start = jnp.zeros((problem.m, problem.n), problem.out_dtype) if problem.continues else None
         return multiply(Operands(x, w, start=start))
 
@@ -201,7 +201,7 @@ def _program(problem: Problem, schedule: Schedule) -> Any:
 
 
 def _operands(problem: Problem) -> list[tuple[jax.Array, jax.Array]]:
-    """So many pairs of tokens and weights that none is still in the L2 cache when its turn comes."""
+    """Enough pairs of tokens and weights that none is in the L2 cache when it is used again."""
     weights = problem.parts * problem.n * problem.k * problem.dtype.itemsize
     sets = []
     for index in range(timing.rotations(weights)):

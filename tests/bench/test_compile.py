@@ -74,7 +74,7 @@ def test_without_libtpu_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(sys.modules, "libtpu", None)
     result = commands.run(main, "compile", "--chip", "v5e", env={"COLUMNS": "250"})
     assert result.exit_code == 2
-    assert "libtpu is not installed" in result.output and "pip install 'detjax[tpu]'" in result.output
+    assert "libtpu, which is not installed" in result.output and "pip install 'detjax[tpu]'" in result.output
 
 
 @pytest.mark.parametrize(

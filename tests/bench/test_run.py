@@ -118,7 +118,7 @@ def test_two_runs_have_the_same_bits_and_speeds_that_follow_from_their_times(tmp
 def test_a_share_needs_a_peak_that_is_known() -> None:
     row = results.row(small("logsumexp"), lambda case: run.measured(case, QUICK, PEAK))
     assert row["share_of_peak"] == pytest.approx(row["bytes"] / 1e8 / row["seconds"]["median"])
-    assert PEAK.least_seconds(flops=2e9, size=1e8) == 2 and PEAK.least_seconds(flops=1e9, size=3e8) == 3
+    assert PEAK.roofline_seconds(flops=2e9, size=1e8) == 2 and PEAK.roofline_seconds(flops=1e9, size=3e8) == 3
     assert jax.devices("cpu")[0].device_kind not in PEAKS
 
 
@@ -150,7 +150,7 @@ def test_the_command_prints_what_it_measured(tmp_path: Path) -> None:
     arguments = ["run", "--small", "--only", "softmax", "--backend", "stock", "--out", str(out)]
     result = commands.run(main, *arguments, env={"COLUMNS": "160"})
     assert result.exit_code == 0, result.output
-    assert "stock on" in result.output and "no peak is known of this device" in result.output
+    assert "stock on" in result.output and "unknown peak of this device" in result.output
     content: dict[str, Any] = json.loads(out.read_text())
     assert content["kind"] == "measured" and content["settings"]["only"] == ["softmax"]
     assert content["rows"][0]["stock_seconds"] is None  # stock beside itself

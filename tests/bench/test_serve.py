@@ -14,7 +14,7 @@ from detjax.engine import Completion, Generation
 from tests.support import commands
 from tests.support.waits import HANGS_AFTER
 
-LOAD = ["--requests", "9", "--prompt", "3", "70", "--output", "2", "5", "--orders", "2", "--beside", "12"]
+LOAD = ["--requests", "9", "--prompt", "3", "70", "--output", "2", "5", "--orders", "2", "--background", "12"]
 TINY = ["--preset", "tiny", "--layers", "1", "--max-samples", "1", "--token-budget", "16", "--max-length", "64"]
 TINY += ["--requests", "1", "--prompt", "1", "2", "--output", "1", "1"]
 SMALL = ["--preset", "tiny", "--max-samples", "4", "--token-budget", "64", "--max-length", "128"]
@@ -96,11 +96,11 @@ def test_percentiles_of_nothing_are_none() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "one of --preset and --model"),
-        (["--preset", "tiny", "--model", "x"], "one of --preset and --model"),
+        ([], "exactly one of --preset and --model"),
+        (["--preset", "tiny", "--model", "x"], "exactly one of --preset and --model"),
         (["--preset", "huge"], "--preset is 'huge'; accepted: Qwen3-0.6B"),
         (["--preset", "tiny", "--numerics", "other"], "--numerics is 'other'; accepted: detjax, stock"),
-        (["--preset", "tiny", "--prompt", "9", "3"], r"prompt is (9, 3); accepted: two numbers from 1 on"),
+        (["--preset", "tiny", "--prompt", "9", "3"], r"prompt is (9, 3); accepted: two numbers of at least 1"),
         (["--preset", "tiny", "--rate", "0"], "rate is 0.0; accepted: above 0, or none"),
         ([*TINY, "--tensor-parallel", "1000"], "tensor is 1000"),
     ],

@@ -101,7 +101,7 @@ def test_no_verifier_sees_a_text_that_is_too_long() -> None:
 
 
 def test_prompts_that_are_not_of_the_task_and_unknown_answers_are_refused() -> None:
-    with pytest.raises(ValueError, match="countdown: the prompt is '1\\+1='; accepted: such as"):
+    with pytest.raises(ValueError, match="countdown: the prompt is '1\\+1='; accepted: prompts such as"):
         TASKS["countdown"].reward(Example("1+1=", None), "2")
     with pytest.raises(ValueError, match="addition: no answer is known for the prompt '1\\+1='"):
         TASKS["addition"].solution(Example("1+1=", None))
