@@ -40,13 +40,8 @@ class Task:
     """
 
     programs: StepPrograms
-    choices: compilation.Choices
+    choices: compilation.ExecutionChoices
     fingerprint: str
-
-    @classmethod
-    def for_programs(cls, programs: StepPrograms) -> "Task":
-        """Returns the task to compile programs with the choices of this thread."""
-        return cls(programs, compilation.Choices.here(), fingerprints.fingerprint().digest)
 
 
 class CompilerProcess:
@@ -112,7 +107,7 @@ class _TaskUnpickler(pickle.Unpickler):
 def _serve(connection: Connection) -> None:
     """Compiles requested programs until the client closes the connection. Answers failures with their tracebacks."""
     task: Task = _TaskUnpickler(io.BytesIO(connection.recv_bytes())).load()
-    with task.choices.held(), contextlib.suppress(EOFError):
+    with task.choices.apply(), contextlib.suppress(EOFError):
         digest = fingerprints.fingerprint().digest
         by_key = task.programs.by_key()
         while True:

@@ -39,14 +39,14 @@ class EngineConfig:
             device's free memory. If devices of several processes share the model, all processes must give the same
             number.
         prefix_cache: keep pages for prompts that begin with the same tokens.
-        snapshot_bytes: maximum host memory in bytes for snapshots. Models with linear attention need them for their
-            prefix cache: a snapshot is a copy of the model's state at the end of a page. The engine takes one at the
-            end of a prompt and where a prompt diverges from cached pages, and a request resumes from the last one
-            that matches its prompt. 0: no prefix cache for such models. Other models need no snapshots, and models
-            that devices of several processes share cannot have any.
+        snapshot_bytes: maximum host memory in bytes for snapshots, which models with linear attention need for their
+            prefix cache; 0: no prefix cache for such models. A snapshot is a copy of the model's state at the end of a
+            page. The engine takes one at the end of a prompt and where a prompt diverges from cached pages, and a
+            request resumes from the last one that matches its prompt. Models that devices of several processes share
+            cannot have snapshots.
         snapshot_tokens: minimum number of tokens that a snapshot must save over the previous one; below it,
             recomputing is faster than copying the state to the host and back.
-        kv_cache_dtype: quantize the KV cache (`ops.quantize_kv`). This changes the numbers; they still depend on
+        kv_cache_dtype: quantize the KV cache, which changes the numbers (`ops.quantize_kv`). They still depend on
             nothing but the request. Default: the model's dtype.
         top_logprobs: maximum number of likeliest tokens that a request may ask for.
         runs_of: maximum batch size for decode runs, in which the device computes four tokens per sample without

@@ -31,7 +31,7 @@ from detjax.engine.step_loop import StepLoop
 from detjax.engine.step_programs import StepProgram
 from detjax.models import Decoder, Tokenizer, sharded
 from detjax.models.mesh import spans_processes
-from detjax.runtime.compilation import Choices
+from detjax.runtime.compilation import ExecutionChoices
 
 _log: Final = logging.getLogger("detjax.engine")
 _SWITCH_INTERVAL: Final = 0.0005
@@ -158,7 +158,7 @@ class Engine(RequestReader):
         self._open = threading.Lock()
         self.closed: Future[None] = Future()
         self.closed.set_running_or_notify_cancel()
-        self._choices = Choices.here()
+        self._choices = ExecutionChoices.here()
         self._thread = threading.Thread(target=self._work, name="detjax-engine", daemon=True)
         self._thread.start()
         atexit.register(self.close)  # exiting while the device computes may crash
@@ -425,7 +425,7 @@ class Engine(RequestReader):
 
     def _work(self) -> None:
         try:
-            with self._choices.held():  # choices are per thread
+            with self._choices.apply():  # choices are per thread
                 while self._empty_inbox():
                     self._busy_since = time.monotonic()
                     for sample, token in self._loop.step():

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Protocol, runtime_checkable
 
-from detjax.runtime.compilation import Choices
+from detjax.runtime.compilation import ExecutionChoices
 
 
 @runtime_checkable
@@ -47,7 +47,7 @@ class LauncherThread:
 
     def __init__(self) -> None:
         """Starts the thread with the caller's choices of backend and fusions."""
-        self._choices = Choices.here()
+        self._choices = ExecutionChoices.here()
         self._failure: BaseException | None = None
         self._inbox: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="detjax-launcher", daemon=True)
@@ -65,7 +65,7 @@ class LauncherThread:
         self._thread.join()
 
     def _work(self) -> None:
-        with self._choices.held():  # choices are per thread
+        with self._choices.apply():  # choices are per thread
             while self._call_next():
                 pass
 

@@ -149,8 +149,8 @@ def _names(programs: StepPrograms) -> dict[Hashable, str]:
         return {}
     network, weights = programs.network, jax.tree.leaves(programs.parameters)
     # The fingerprint leaves out fusions that change no bit.
-    separated = fusions.separated()
-    common = repr((_sources(), separated, network.graph, network.tree, network.paths, network.order, weights))
+    unfused = fusions.unfused()
+    common = repr((_sources(), unfused, network.graph, network.tree, network.paths, network.order, weights))
     names = {}
     for key, program in programs.by_key().items():
         leaves, tree = jax.tree.flatten(program.args)

@@ -15,7 +15,7 @@ from detjax.engine.compiler_process import CompilerFailed, CompilerProcess, Task
 from detjax.engine.program_cache import ProgramCache
 from detjax.engine.step_programs import StepPrograms
 from detjax.models.mesh import spans_processes
-from detjax.runtime import compilation
+from detjax.runtime import compilation, fingerprints
 
 _MAX_COMPILERS: Final = 16
 """Maximum number of threads or processes that compile."""
@@ -99,7 +99,7 @@ class Compilation:
         """A compilation that has not started; arguments as in `ProgramCompiler.start`."""
         self._programs, self._by_key, self._cache, self._add = programs, programs.by_key(), cache, add
         self.pending = set(self._by_key)
-        self._choices = compilation.Choices.here()
+        self._choices = compilation.ExecutionChoices.here()
         # In the mesh's order, because a program takes its first shard from the first device.
         self._devices = None if programs.mesh is None else list(programs.mesh.devices.flat)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="detjax-compiler")
@@ -122,7 +122,7 @@ class Compilation:
         missing = [key for key in self._by_key if key in self.pending]
         self._deferred = {key for key in missing if in_background and not self._by_key[key].is_essential}
         if processes and missing:
-            task = Task.for_programs(self._programs)
+            task = Task(self._programs, self._choices, fingerprints.fingerprint().digest)
             for _ in range(min(processes, len(missing))):
                 self._processes.append(CompilerProcess(task))
                 self._idle.put(self._processes[-1])
@@ -186,7 +186,7 @@ class Compilation:
         elif key in self._deferred:
             return
         else:
-            with self._choices.held():  # choices are per thread
+            with self._choices.apply():  # choices are per thread
                 compiled = compilation.compiled(
                     program.fn, self._programs.network, self._programs.parameters, *program.args, **program.static
                 )

@@ -293,13 +293,13 @@ def samples(
     Raises:
         ValueError: a sample has tokens of `generated` after its end.
     """
-    given = [*generated, *[()] * (params.n - len(generated))]
-    first = Sequence(prompt, params, context=context, generated=given[0])
+    by_sample = [*generated, *[()] * (params.n - len(generated))]
+    first = Sequence(prompt, params, context=context, generated=by_sample[0])
     others = dataclasses.replace(params, prompt_logprobs=False)
     return [
         first,
         *(
-            Sequence(prompt, others, index=index, leader=first, context=context, generated=given[index])
+            Sequence(prompt, others, index=index, leader=first, context=context, generated=by_sample[index])
             for index in range(1, params.n)
         ),
     ]

@@ -72,19 +72,12 @@ class Runner(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepLoopConfig:
-    """The sizes of a step loop.
+    """The sizes of a step loop; the other fields are as in `EngineConfig`.
 
     Attributes:
         shapes: the shapes of its batches.
-        num_pages: pages of the cache.
         pages_per_sequence: maximum pages of a sequence.
         variants: sampling programs that steps may use, the fastest first.
-        prefix_cache: keep pages for sequences that begin with the same tokens.
-        snapshot_bytes: maximum host memory for snapshots of slots. Models with state in slots have no prefix cache
-            without snapshots.
-        snapshot_tokens: minimum number of tokens that a snapshot must save.
-        kv_cache_dtype: quantization of keys and values in the cache. Only this field changes bits.
-        runs_of: maximum number of decodes of a run; 0: no runs.
     """
 
     shapes: BatchShapes

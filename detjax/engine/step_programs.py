@@ -414,9 +414,9 @@ def shapes_of[T](tree: T, everywhere: NamedSharding | None = None) -> T:
     def shape_of(x: Any) -> jax.ShapeDtypeStruct:
         if everywhere is None:
             return jax.ShapeDtypeStruct(x.shape, x.dtype)
-        given = getattr(x, "sharding", None)
+        sharding = getattr(x, "sharding", None)
         return jax.ShapeDtypeStruct(
-            x.shape, x.dtype, sharding=given if isinstance(given, NamedSharding) else everywhere
+            x.shape, x.dtype, sharding=sharding if isinstance(sharding, NamedSharding) else everywhere
         )
 
     return jax.tree.map(shape_of, tree)

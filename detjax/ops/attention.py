@@ -89,7 +89,9 @@ def attention(  # noqa: PLR0913
     keys = queries.page_table.shape[1] * KV_BLOCK
     _check_mask("attention", mask, q, keys, f"queries.page_table being {queries.page_table.shape}")
     operands = AttentionOperands(q, kv, queries, sinks, mask)
-    return _ATTENTION.call(lambda *given, masking: _attention(*given, sinks_sum, masking), operands, masking=masking)
+    return _ATTENTION.call(
+        lambda operands, masking: _attention(operands, sinks_sum, masking), operands, masking=masking
+    )
 
 
 def _packed(operands: AttentionOperands, sinks_sum: Array | None, masking: Masking) -> Array:

@@ -9,7 +9,7 @@ from jaxtyping import Array
 
 from detjax.contract import INPUT_DTYPES
 from detjax.operands.kv_pages import QuantizedPages
-from detjax.operands.options import Activation, Epilogue, WeightLayout
+from detjax.operands.options import Activation, Clamp, WeightLayout
 from detjax.operands.products import GroupedOperands, MatmulOperands
 from detjax.runtime import backends
 
@@ -58,18 +58,20 @@ def check_not_empty(operation: str, **arrays: jax.Array) -> None:
 
 def check_product(
     operation: str,
-    operands: MatmulOperands | GroupedOperands,
     layout: str,
-    epilogue: Epilogue,
     out_dtype: jnp.dtype,
+    *,
+    activation: str | None,
+    gated: bool,
+    clamp: Clamp | None,
+    soft_cap: float | None = None,
 ) -> None:
-    """Raises unless the options of a product are in range, and the shapes of x, w and bias fit together.
+    """Raises unless the options of a product are known and in range.
 
     Raises:
         TypeError: the result's dtype is not under contract.
-        ValueError: an option is unknown or out of range, or a shape does not fit.
+        ValueError: an option is unknown or out of range.
     """
-    activation, gated, soft_cap, clamp = epilogue.activation, epilogue.gated, epilogue.soft_cap, epilogue.clamp
     if layout not in get_args(WeightLayout):
         raise ValueError(f"{operation}: layout is {layout!r}; accepted: {', '.join(get_args(WeightLayout))}")
     if activation not in (None, *get_args(Activation)):
@@ -85,10 +87,13 @@ def check_product(
         raise ValueError(f"{operation}: soft_cap is {soft_cap}; accepted: positive numbers, or None for no cap")
     if str(out_dtype) not in INPUT_DTYPES:
         raise TypeError(f"{operation}: out_dtype is {out_dtype}; accepted: {', '.join(INPUT_DTYPES)}")
-    x, w, groups, grouping = operands.x, operands.w, (), ""
-    if isinstance(operands, GroupedOperands):
-        groups = operands.group_sizes.shape
-        grouping = f", group_sizes {groups}"
+
+
+def check_weights(operation: str, operands: MatmulOperands | GroupedOperands, layout: str, gated: bool) -> None:
+    """Raises a ValueError unless the shapes of x, w and bias of a product fit together."""
+    x, w = operands.x, operands.w
+    groups = operands.group_sizes.shape if isinstance(operands, GroupedOperands) else ()
+    grouping = f", group_sizes {groups}" if groups else ""
     leading = (*groups, 2) if gated else groups
     if w.ndim != len(leading) + 2:
         raise ValueError(f"{operation}: w has shape {w.shape}; accepted: {len(leading) + 2} axes if gated is {gated}")

@@ -248,10 +248,10 @@ def combine_experts(
 def _combine(
     y: Array, weights: Array, rows: ExpertRows | None, addends: tuple[Array | None, ...], aggregation: Aggregation
 ) -> Array:
-    given = [x for x in addends if x is not None]
+    present = [x for x in addends if x is not None]
     if rows is not None and aggregation == "contract":
-        return portable.combine_placed(y, rows.place, weights, given)
-    return portable.combine(_by_token(y, rows), weights, given, aggregation)
+        return portable.combine_placed(y, rows.place, weights, present)
+    return portable.combine(_by_token(y, rows), weights, present, aggregation)
 
 
 def _by_token(y: Array, rows: ExpertRows | None) -> Array:

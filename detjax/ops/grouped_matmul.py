@@ -11,7 +11,7 @@ from detjax.contract import ACCUMULATOR
 from detjax.operands.accumulated_weight import Weight, fresh_and_carried, value_and_sum
 from detjax.operands.options import Activation, Clamp, Epilogue, WeightLayout
 from detjax.operands.products import GroupedOperands, WeightSums
-from detjax.ops.checks import check_dtype, check_integers, check_product, check_shape
+from detjax.ops.checks import check_dtype, check_integers, check_product, check_shape, check_weights
 from detjax.ops.dispatch import Operation, backend_modules
 from detjax.runtime import compilation, fusions
 
@@ -78,8 +78,9 @@ def grouped_matmul(  # noqa: PLR0913
     check_dtype(name, like=x, w=w)
     check_integers(name, group_sizes=group_sizes)
     out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
+    check_product(name, layout, out_dtype, activation=activation, gated=gated, clamp=clamp)
     operands, epilogue = GroupedOperands(x, w, bias, group_sizes, sequences), Epilogue(activation, gated, clamp=clamp)
-    check_product(name, operands, layout, epilogue, out_dtype)
+    check_weights(name, operands, layout, gated)
     check_shape(name, "sequences", sequences, x.shape[:1], f"x being {x.shape}")
     options, sums = _Options(layout, epilogue, out_dtype, unit), (w_sum, bias_sum)
     return _GROUPED_MATMUL.call(

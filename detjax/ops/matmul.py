@@ -12,7 +12,7 @@ from detjax.contract import ACCUMULATOR
 from detjax.operands.accumulated_weight import Weight, fresh_and_carried, value_and_sum
 from detjax.operands.options import Activation, AxisName, Clamp, Epilogue, WeightLayout
 from detjax.operands.products import MatmulOperands, WeightSums
-from detjax.ops.checks import check_dtype, check_product, check_shape
+from detjax.ops.checks import check_dtype, check_product, check_shape, check_weights
 from detjax.ops.dispatch import Operation, backend_modules, one_by_one, with_vmap_rule
 from detjax.runtime import compilation, fusions
 from detjax.runtime.device_links import DeviceLinks
@@ -64,13 +64,15 @@ def matmul(  # noqa: PLR0913
     check_dtype("matmul", x=x, bias=bias, residual=residual)
     check_dtype("matmul", like=x, w=w)
     out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
+    check_product("matmul", layout, out_dtype, activation=activation, gated=gated, clamp=clamp, soft_cap=soft_cap)
     operands, epilogue = MatmulOperands(x, w, bias, residual), Epilogue(activation, gated, soft_cap, clamp)
-    check_product("matmul", operands, layout, epilogue, out_dtype)
+    check_weights("matmul", operands, layout, gated)
     check_shape(
         "matmul", "residual", residual, (*x.shape[:-1], w.shape[-1 if layout == "kn" else -2]), "the result's shape"
     )
     options = {"layout": layout, "epilogue": epilogue, "out_dtype": out_dtype}
-    return _MATMUL.call(lambda *given, **options: _matmul(*given, (w_sum, bias_sum), **options), operands, **options)
+    sums = w_sum, bias_sum
+    return _MATMUL.call(lambda operands, **options: _matmul(operands, sums, **options), operands, **options)
 
 
 def shared_matmul(

@@ -255,28 +255,28 @@ def loaded(content: bytes, devices: Sequence[Any] | None = None) -> Callable[...
 
 
 @dataclasses.dataclass(frozen=True)
-class Choices:
+class ExecutionChoices:
     """A thread's choices, which another thread or process can apply.
 
     Attributes:
         backend: the backend.
-        separated: the names of the fusions that are switched off.
+        unfused: the names of the fusions that are switched off.
         is_chain: whether programs run their kernels sequentially; see `chained`.
     """
 
     backend: str
-    separated: tuple[str, ...]
+    unfused: tuple[str, ...]
     is_chain: bool
 
     @classmethod
-    def here(cls) -> "Choices":
+    def here(cls) -> "ExecutionChoices":
         """Returns the choices of this thread."""
-        return cls(backends.backend(), fusions.separated(), is_chained())
+        return cls(backends.backend(), fusions.unfused(), is_chained())
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
+    def apply(self) -> Iterator[None]:
         """Applies these choices within the context."""
-        with backends.chosen_backend(self.backend), fusions.chosen_fusions(self.separated), chained(self.is_chain):
+        with backends.chosen_backend(self.backend), fusions.chosen_fusions(self.unfused), chained(self.is_chain):
             yield
 
 
@@ -285,7 +285,7 @@ def under_contract() -> Iterator[None]:
     """Returns the context in which outermost programs are traced, compiled and called."""
     check_environment()
     # Reading the choices here makes environment variables part of the compilation cache's key.
-    with Choices.here().held(), _pinned(True), _explaining_missing_devices():
+    with ExecutionChoices.here().apply(), _pinned(True), _explaining_missing_devices():
         yield
 
 

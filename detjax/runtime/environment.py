@@ -28,11 +28,6 @@ class EnvironmentContradiction(RuntimeError):
 FLAG_VARIABLES: Final = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 """Environment variables that hold compiler flags."""
 
-_CONTRADICTING_VARIABLES: Final[Mapping[str, tuple[str, str]]] = {
-    # variable: (value that contradicts the contract, reason)
-    "NVIDIA_TF32_OVERRIDE": ("1", "it makes cuBLAS round float32 operands to TF32"),
-}
-
 _FLAGS_ELSEWHERE: Final = frozenset(("flagfile", "fromenv", "tryfromenv"))
 """Flags that make libtpu read further flags from files and other environment variables."""
 
@@ -141,9 +136,8 @@ def contradictions(pinned: Mapping[str, bool | int]) -> Iterator[str]:
                     f"{variable} has --{name}={value}, which reads flags from elsewhere; accepted: the flags "
                     f"themselves, because bits may depend on them. Write them into {variable}."
                 )
-    for variable, (value, reason) in _CONTRADICTING_VARIABLES.items():
-        if os.environ.get(variable) == value:
-            yield f"{variable}={value} is set and {reason}. Unset it."
+    if os.environ.get("NVIDIA_TF32_OVERRIDE") == "1":
+        yield "NVIDIA_TF32_OVERRIDE=1 is set and it makes cuBLAS round float32 operands to TF32. Unset it."
 
 
 @functools.lru_cache(maxsize=16)

@@ -46,8 +46,11 @@ class Fusion:
         return f"do not change on {kept}; may change on {', '.join(self.changes_bits_on)}"
 
 
-_KERNELS: Final = ("hopper", "tpu")
-_PLAIN: Final = "the contract in plain JAX, as on the portable backend"
+def _in_plain_jax(name: str, operations: tuple[str, ...], fuses: str) -> Fusion:
+    """Returns a fusion whose separate steps the portable backend computes."""
+    steps = "the contract in plain JAX, as on the portable backend"
+    return Fusion(name, operations, fuses, steps, changes_bits_on=("hopper", "tpu"), in_plain_jax=True)
+
 
 FUSIONS: Final[Mapping[str, Fusion]] = {
     fusion.name: fusion
@@ -104,37 +107,25 @@ FUSIONS: Final[Mapping[str, Fusion]] = {
             "shared",
             "matmul, log_softmax and a gather, each for all tokens",
         ),
-        Fusion(
+        _in_plain_jax(
             "sample",
             ("sample",),
             "noise, temperature, the choice of a token and its logprob, in one pass over the logits",
-            _PLAIN,
-            _KERNELS,
-            in_plain_jax=True,
         ),
-        Fusion(
+        _in_plain_jax(
             "softmax",
             ("softmax", "log_softmax", "logsumexp"),
             "maximum, exponentials and their sum, in one pass over a row",
-            _PLAIN,
-            _KERNELS,
-            in_plain_jax=True,
         ),
-        Fusion(
+        _in_plain_jax(
             "attention",
             ("attention", "ragged_attention"),
             "scores, masks, softmax and the sum of values, and their gradients",
-            _PLAIN,
-            _KERNELS,
-            in_plain_jax=True,
         ),
-        Fusion(
+        _in_plain_jax(
             "gated_delta_rule",
             ("gated_delta_rule",),
             "the products, decays and updates of a chunk, and the state",
-            _PLAIN,
-            _KERNELS,
-            in_plain_jax=True,
         ),
     )
 }
@@ -147,7 +138,7 @@ _IN_PLAIN_JAX: Final = {
 }
 
 
-def separated() -> tuple[str, ...]:
+def unfused() -> tuple[str, ...]:
     """Returns the sorted names of switched-off fusions, from `without_fusions` or else `DETJAX_WITHOUT_FUSIONS`.
 
     Raises:
@@ -165,7 +156,7 @@ def separated() -> tuple[str, ...]:
 
 def is_unfused(name: str) -> bool:
     """Returns whether a fusion is switched off. This is False on the stock backend, where XLA decides about fusions."""
-    return name in separated() and backends.backend() != backends.STOCK
+    return name in unfused() and backends.backend() != backends.STOCK
 
 
 def serving_backend(operation: str) -> str:
@@ -178,7 +169,7 @@ def serving_backend(operation: str) -> str:
 def unfused_with_other_bits() -> tuple[str, ...]:
     """Returns the names of switched-off fusions that may change bits on the current backend."""
     serving = backends.backend()
-    return tuple(name for name in separated() if serving in FUSIONS[name].changes_bits_on)
+    return tuple(name for name in unfused() if serving in FUSIONS[name].changes_bits_on)
 
 
 @contextlib.contextmanager
@@ -199,7 +190,7 @@ def without_fusions(*names: str) -> Iterator[None]:
         >>> bool(jnp.allclose(fused, separate))
         True
     """
-    with chosen_fusions(_sorted((*separated(), *names), "without_fusions")):
+    with chosen_fusions(_sorted((*unfused(), *names), "without_fusions")):
         yield
 
 

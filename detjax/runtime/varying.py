@@ -67,8 +67,8 @@ def carry[T](step: Callable[[T], T], initial: T) -> T:
     while True:
         after = jax.eval_shape(step, initial)
         names = [
-            made.manual_axis_type.varying - axes(x)
-            for x, made in zip(*map(jax.tree.leaves, (initial, after)), strict=True)
+            result.manual_axis_type.varying - axes(x)
+            for x, result in zip(*map(jax.tree.leaves, (initial, after)), strict=True)
         ]
         if not any(names):
             return initial
@@ -97,8 +97,8 @@ def scan(step: Callable[[Any, Any], tuple[Any, Any]], initial: Any, xs: Any, *op
 def switch(index: Any, branches: Sequence[Callable[..., Any]], *operands: Any) -> Any:
     """Like `jax.lax.switch`."""
     if is_typed():
-        made = [jax.tree.leaves(jax.eval_shape(branch, *operands)) for branch in branches]
-        names = [frozenset().union(*(x.manual_axis_type.varying for x in leaves)) for leaves in zip(*made, strict=True)]
+        results = [jax.tree.leaves(jax.eval_shape(branch, *operands)) for branch in branches]
+        names = [frozenset().union(*(x.manual_axis_type.varying for x in each)) for each in zip(*results, strict=True)]
         branches = [functools.partial(_alike, branch, names) for branch in branches]
     return lax.switch(index, branches, *operands)
 

@@ -151,5 +151,5 @@ def test_a_contradiction_on_a_gpu_is_noticed_there(monkeypatch: pytest.MonkeyPat
 
 def test_a_program_without_the_pinned_options_is_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    with pytest.raises(RuntimeError, match=r"softmax: traced for the portable backend .* Put detjax.jit around"):
+    with pytest.raises(RuntimeError, match=r"softmax: traced for the portable backend .* Use detjax.jit instead"):
         jax.jit(ops.softmax).trace(jnp.ones((7, 5)))  # a shape that no other test has traced

@@ -12,7 +12,7 @@ from detjax import ops
 from detjax.cli import main
 from detjax.engine.launcher import LauncherThread
 from detjax.runtime import fusions
-from detjax.runtime.compilation import Choices
+from detjax.runtime.compilation import ExecutionChoices
 from tests.support import commands
 
 
@@ -24,16 +24,16 @@ def no_choice_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_contexts_add_names_and_give_them_back() -> None:
     with detjax.without_fusions("qk_rope"):
         with detjax.without_fusions("attention", "qk_rope"):
-            assert fusions.separated() == ("attention", "qk_rope")
-        assert fusions.separated() == ("qk_rope",)
-    assert fusions.separated() == ()
+            assert fusions.unfused() == ("attention", "qk_rope")
+        assert fusions.unfused() == ("qk_rope",)
+    assert fusions.unfused() == ()
 
 
 def test_the_environment_variable_holds_until_a_context_adds_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(fusions.FUSIONS_VARIABLE, "qk_rope, softmax")
-    assert fusions.separated() == ("qk_rope", "softmax")
+    assert fusions.unfused() == ("qk_rope", "softmax")
     with detjax.without_fusions("sample"):
-        assert fusions.separated() == ("qk_rope", "sample", "softmax")
+        assert fusions.unfused() == ("qk_rope", "sample", "softmax")
 
 
 def test_an_unknown_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,7 +42,7 @@ def test_an_unknown_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
             pass
     monkeypatch.setenv(fusions.FUSIONS_VARIABLE, "all")
     with pytest.raises(ValueError, match="environment variable DETJAX_WITHOUT_FUSIONS: 'all' is not a fusion"):
-        fusions.separated()
+        fusions.unfused()
 
 
 @pytest.mark.parametrize("choose", ["context", "variable"])
@@ -51,7 +51,7 @@ def test_the_choice_is_part_of_the_compilation_caches_key(choose: str, monkeypat
 
     @detjax.jit
     def program(x: jax.Array) -> jax.Array:
-        traced.append(fusions.separated())
+        traced.append(fusions.unfused())
         return ops.rms_norm(x, jnp.ones(8), eps=1e-6, residual=x)[0]
 
     def run(*names: str) -> None:
@@ -82,15 +82,15 @@ def test_stock_operations_have_no_fusions_to_switch_off() -> None:
 def test_an_engines_threads_have_the_choices_of_the_one_that_made_them() -> None:
     with detjax.without_fusions("sample"):
         thread = LauncherThread()
-    assert thread.submit(fusions.separated).result() == ("sample",)
+    assert thread.submit(fusions.unfused).result() == ("sample",)
     thread.close()
     seen = []
     with detjax.without_fusions("sample"), detjax.use_backend("stock"):
-        choices = Choices.here()
+        choices = ExecutionChoices.here()
 
     def work() -> None:
-        with choices.held():
-            seen.append((detjax.backend(), fusions.separated()))
+        with choices.apply():
+            seen.append((detjax.backend(), fusions.unfused()))
 
     other = threading.Thread(target=work)
     other.start()

@@ -2,7 +2,7 @@
 
 from rich.table import Column, Table
 
-from detjax.runtime.fusions import FUSIONS, FUSIONS_VARIABLE, separated
+from detjax.runtime.fusions import FUSIONS, FUSIONS_VARIABLE, unfused
 
 
 def table() -> Table:
@@ -12,7 +12,7 @@ def table() -> Table:
         *(Column(name, overflow="fold") for name in columns),
         caption=f"Switch off with detjax.without_fusions(NAME, ...), or for a process with {FUSIONS_VARIABLE}=NAME,...",
     )
-    off = separated()
+    off = unfused()
     for fusion in FUSIONS.values():
         operations = ", ".join(f"ops.{name}" for name in fusion.operations if name != "ragged_attention")
         result.add_row(
