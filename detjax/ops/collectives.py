@@ -15,7 +15,7 @@ from detjax.ops.checks import check_dtype
 from detjax.ops.dispatch import Operation, backend_modules
 from detjax.runtime.device_links import DeviceLinks
 
-_MODULES = backend_modules("collectives", hopper="exchange", tpu=False)
+_MODULES = backend_modules("collectives", kernels=()) | {"hopper": "detjax.pallas.hopper.exchange"}
 _PSUM = Operation("psum", _MODULES)
 _PSUM_SCATTER = Operation("psum_scatter", _MODULES)
 _GATHER_COLUMNS = Operation("gather_columns", _MODULES)

@@ -15,21 +15,10 @@ from detjax.operands.accumulated_weight import with_fresh_sum
 from detjax.runtime import backends, compilation, fusions
 
 
-def backend_modules(name: str, *, hopper: str | None = None, tpu: bool = True) -> dict[str, str]:
-    """Returns the module paths of an operation, by backend.
-
-    Args:
-        name: the modules' common name.
-        hopper: the name of the module for Hopper GPUs, if it differs.
-        tpu: whether there are TPU kernels; otherwise the portable module serves TPUs.
-    """
-    portable = f"detjax.portable.{name}"
-    return {
-        "portable": portable,
-        "hopper": f"detjax.pallas.hopper.{hopper or name}",
-        "tpu": f"detjax.pallas.tpu.{name}" if tpu else portable,
-        "stock": f"detjax.stock.{name}",
-    }
+def backend_modules(name: str, *, kernels: Sequence[str] = ("hopper", "tpu")) -> dict[str, str]:
+    """Returns an operation's modules of a name by backend; the portable module serves chips without `kernels`."""
+    modules = dict.fromkeys(backends.BACKENDS, f"detjax.portable.{name}") | {"stock": f"detjax.stock.{name}"}
+    return modules | {chip: f"detjax.pallas.{chip}.{name}" for chip in kernels}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -98,7 +98,9 @@ def switch(index: Any, branches: Sequence[Callable[..., Any]], *operands: Any) -
     """Like `jax.lax.switch`."""
     if is_typed():
         results = [jax.tree.leaves(jax.eval_shape(branch, *operands)) for branch in branches]
-        names = [frozenset().union(*(x.manual_axis_type.varying for x in each)) for each in zip(*results, strict=True)]
+        names = [
+            frozenset().union(*(x.manual_axis_type.varying for x in group)) for group in zip(*results, strict=True)
+        ]
         branches = [functools.partial(_alike, branch, names) for branch in branches]
     return lax.switch(index, branches, *operands)
 
