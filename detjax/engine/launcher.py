@@ -4,38 +4,25 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from detjax.runtime.compilation import ExecutionChoices
 
 
-@runtime_checkable
-class Launcher(Protocol):
-    """Calls functions sequentially, in the order of submission."""
+class Launcher:
+    """Calls functions in the order of submission: immediately, under the caller's JAX settings."""
 
     def submit[T](self, fn: Callable[[], T], /) -> Future[T]:
-        """Returns a future of the result of `fn`."""
-        ...
-
-    def close(self) -> None:
-        """Waits for all submitted functions. Nothing may be submitted afterwards."""
-        ...
-
-
-class ImmediateLauncher:
-    """Calls each function in `submit`, under the caller's JAX settings."""
-
-    def submit[T](self, fn: Callable[[], T], /) -> Future[T]:
-        """Returns a completed future; exceptions of `fn` are raised here."""
+        """Returns a future of the result of `fn`. Here it is completed, and exceptions of `fn` are raised."""
         future: Future[T] = Future()
         future.set_result(fn())
         return future
 
     def close(self) -> None:
-        """Returns at once."""
+        """Waits for all submitted functions. Nothing may be submitted afterwards."""
 
 
-class LauncherThread:
+class LauncherThread(Launcher):
     """Calls the functions in a separate thread.
 
     Launching a step takes XLA half as long as the device needs to compute it, mostly without the GIL. In the meantime
@@ -54,13 +41,11 @@ class LauncherThread:
         self._thread.start()
 
     def submit[T](self, fn: Callable[[], T], /) -> Future[T]:
-        """Returns a future of the result of `fn`."""
         future: Future[T] = Future()
         self._inbox.put((fn, future))
         return future
 
     def close(self) -> None:
-        """Waits for all submitted functions, and ends the thread. Nothing may be submitted afterwards."""
         self._inbox.put(None)
         self._thread.join()
 

@@ -69,10 +69,6 @@ class SnapshotCache:
         snapshot = self._kept[digest] = Snapshot()
         return snapshot
 
-    def drop(self, digest: Hashable) -> None:
-        """Removes a snapshot."""
-        del self._kept[digest]
-
     def clear(self) -> None:
         """Removes all snapshots, as is needed after a change of weights."""
         self._kept.clear()

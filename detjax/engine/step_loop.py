@@ -6,17 +6,17 @@ import functools
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jaxtyping import Array, PyTree
 
 from detjax.contract import KV_BLOCK
-from detjax.engine.batch import BatchShape, BatchShapes, SlotTable, StepBatch
+from detjax.engine.batch import BatchShapes, SlotTable, StepBatch
 from detjax.engine.constraints import Masks, Matcher
 from detjax.engine.field_error import FieldError
-from detjax.engine.launcher import ImmediateLauncher, Launcher
+from detjax.engine.launcher import Launcher
 from detjax.engine.model_runner import ModelRunner, StateSizes, bytes_of_snapshot
 from detjax.engine.page_pool import PagePool
 from detjax.engine.program_compiler import ProgramCompiler
@@ -26,48 +26,9 @@ from detjax.engine.sequence import Sequence
 from detjax.engine.snapshots import SlotCopies, SnapshotCache
 from detjax.engine.step_programs import SCORED_ROWS, SampledTokens, SamplingVariant, StepPrograms
 from detjax.models import Decoder
-from detjax.models.vision.images import ImageOptions, VisualInput
+from detjax.models.vision.images import ImageOptions
 from detjax.operands.options import KVQuantization
 from detjax.operands.sampling_arrays import Arrays
-
-
-@runtime_checkable
-class Runner(Protocol):
-    """Computes steps: `ModelRunner`, or a test's model of it."""
-
-    def copy(self, batch: StepBatch) -> StepBatch: ...
-
-    def forward(self, batch: StepBatch) -> tuple[Any, Any]: ...
-
-    def sample(
-        self, batch: StepBatch, hidden: Any, needed: SamplingVariant, allowed: Array | None
-    ) -> SampledTokens: ...
-
-    def steps_of_run(self, shape: BatchShape, needed: SamplingVariant) -> int: ...
-
-    def decode_run(self, batch: StepBatch, needed: SamplingVariant) -> SampledTokens: ...
-
-    def note_seen(self, slot: int, prompt: Seq[int], generated: Seq[int]) -> None: ...
-
-    def score(self, rows: Any, first: int, tokens: np.ndarray) -> SampledTokens: ...
-
-    def take_slot(self, slot: int) -> PyTree: ...
-
-    def put_slot(self, slot: int, rows: PyTree) -> None: ...
-
-    def programs(self, batches: Iterable[StepBatch]) -> StepPrograms: ...
-
-    def warm_up(self, batches: Seq[StepBatch], compiler: ProgramCompiler) -> None: ...
-
-    def has_layers(self, shape: BatchShape) -> bool: ...
-
-    def wait_for_programs(self) -> None: ...
-
-    def close(self) -> None: ...
-
-    def update_weights(self, params: PyTree[Array]) -> None: ...
-
-    def image_rows(self, images: Seq[VisualInput]) -> list[np.ndarray]: ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -121,7 +82,7 @@ class _PlannedStep:
         first_rows: the first row of each prefill chunk.
         samples: the sequences that sample a token, each with its row of the sampled tokens.
         needed: the capabilities that the sampling program needs; None if no token is sampled.
-        unseen: arguments of `Runner.note_seen` for the samples whose tokens the device does not know yet.
+        unseen: arguments of `ModelRunner.note_seen` for the samples whose tokens the device does not know yet.
         copies: copies between slots and snapshots before and after the step.
     """
 
@@ -192,7 +153,7 @@ class StepLoop:
         scheduler: Scheduler,
         shapes: BatchShapes,
         slots: SlotTable,
-        runner: Runner,
+        runner: ModelRunner,
         launcher: Launcher | None = None,
     ) -> None:
         """A loop made of these parts; see `for_model`."""
@@ -200,7 +161,7 @@ class StepLoop:
         self._shapes = shapes
         self._slots = slots
         self._runner = runner
-        self._launcher = launcher or ImmediateLauncher()
+        self._launcher = launcher or Launcher()
         self._in_flight: collections.deque[_InFlightStep] = collections.deque()
         self._newest: _InFlightStep | None = None
         """The last step that was started, kept while constraints may need its tokens."""
@@ -335,7 +296,7 @@ class StepLoop:
         launcher = self._launcher
         if masks is None and (previous is None or previous.launched.done()):
             # There is nothing to wait for, so another thread would only add latency.
-            launcher = ImmediateLauncher()
+            launcher = Launcher()
             if previous is not None:
                 previous.launched.result()  # raises what the launcher raised
         self._newest = _InFlightStep(planned, launcher.submit(functools.partial(self._launch, planned, masks)))

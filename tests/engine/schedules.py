@@ -33,7 +33,8 @@ from detjax import SamplingParams
 from detjax.engine import batch, page_pool, scheduler, step_programs
 from detjax.engine.batch import BatchShape, BatchShapes, SlotTable, StepBatch
 from detjax.engine.constraints import CompiledConstraint, Constraint, ConstraintCompiler, Masks, Matcher
-from detjax.engine.launcher import ImmediateLauncher, Launcher
+from detjax.engine.launcher import Launcher
+from detjax.engine.model_runner import ModelRunner
 from detjax.engine.page_pool import PagePool, prefix_root
 from detjax.engine.scheduler import Scheduler, pages_needed
 from detjax.engine.sequence import RequestContext, Sequence, samples
@@ -135,7 +136,7 @@ class LateLauncher(Launcher):
         pass
 
 
-class RememberingRunner:
+class RememberingRunner(ModelRunner):
     """A runner whose cache holds what was written to it, and which samples from what it reads there."""
 
     def __init__(self, slots: int, run_steps: int = 1) -> None:
@@ -296,7 +297,7 @@ class Schedule:
         keeps_prefixes = keeps_prefixes and (cache is not None or not keeps_slots)
         self.pool = PagePool(num_pages, keeps_prefixes=keeps_prefixes, snapshots=cache)
         self.scheduler = Scheduler(self.pool, shapes.limits)
-        launcher = LateLauncher() if launches_late else ImmediateLauncher()
+        launcher = LateLauncher() if launches_late else Launcher()
         table = SlotTable(slots, num_pages, named_in_queries=keeps_slots)
         self.runner = RememberingRunner(slots, run_steps)
         self.loop = StepLoop(self.scheduler, shapes, table, self.runner, launcher)
@@ -349,7 +350,7 @@ class Schedule:
 
     def drop(self, index: int) -> None:
         if snapshots := self.pool.snapshots:
-            snapshots.drop([*snapshots._kept][index % len(snapshots)])
+            del snapshots._kept[[*snapshots._kept][index % len(snapshots)]]
 
     def check_pages(self) -> None:
         """Every page is accounted for."""

@@ -223,7 +223,7 @@ class Schedule:
             case "forget" if self.draw.random() < 0.3:
                 self.loop.scheduler.pool.forget_prefixes()
             case "drop" if snapshots := self.loop.scheduler.pool.snapshots:
-                snapshots.drop(self.draw.choice([*snapshots._kept]))
+                del snapshots._kept[self.draw.choice([*snapshots._kept])]
 
     def end(self, findings: Findings) -> None:
         """Every answer has the bits that it has alone, and nothing stays in use."""

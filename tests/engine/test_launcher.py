@@ -13,7 +13,7 @@ from detjax import SamplingParams
 from detjax.engine import Constraint, Engine, EngineClosed, Request
 from detjax.engine.batch import BatchShapes, SlotTable, StepBatch
 from detjax.engine.constraints import CompiledConstraint, ConstraintCompiler, Masks, Matcher
-from detjax.engine.launcher import ImmediateLauncher, LauncherThread
+from detjax.engine.launcher import Launcher, LauncherThread
 from detjax.engine.model_runner import ModelRunner
 from detjax.engine.page_pool import PagePool
 from detjax.engine.scheduler import Scheduler
@@ -80,7 +80,7 @@ def test_the_thread_has_the_backend_that_its_maker_chose() -> None:
 
 
 def test_without_a_thread_the_caller_calls_and_gets_what_is_raised() -> None:
-    launcher = ImmediateLauncher()
+    launcher = Launcher()
     assert launcher.submit(threading.get_ident).result() == threading.get_ident()
     with pytest.raises(ZeroDivisionError):
         launcher.submit(lambda: 1 // 0)
