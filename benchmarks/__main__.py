@@ -18,23 +18,23 @@ from detjax.cli.options import Option, UsageError, command, new_app, run, unwrap
 
 STUDIES: Final = Path(__file__).parent / "studies"
 
-_Plot = Annotated[Path | None, Option("Draw as PNG.", default="beside the result of --out")]
+_Plot = Annotated[Path | None, Option("Draw as PNG.", default="next to the result of --out")]
 
 
 def studies() -> dict[str, Path]:
-    """The module of each study, by name."""
+    """Returns the module of each study, by name."""
     files = {file.stem: file for file in STUDIES.glob("[!_]*.py")}
     return dict(sorted((files | {file.parent.name: file for file in STUDIES.glob("*/study.py")}).items()))
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Runs a study, or checks the goals, and ends the process with its exit code; see `detjax.cli.main`."""
+    """Runs a study or checks the goals, and exits with the exit code; see `detjax.cli.main`."""
     arguments = sys.argv[1:] if arguments is None else arguments
     app = new_app("python -m benchmarks", help="Runs a study, or checks the performance goals.")
     app.command(command(_goals), name="goals")
     for name, file in studies().items():
         text = ast.get_docstring(ast.parse(file.read_text())) or ""
-        # A study is imported when it runs.
+        # Only the study that runs is imported.
         app.command(
             _command(name, arguments[1:]) if arguments[:1] == [name] else _goals, name=name, help=unwrapped(text)
         )
@@ -56,7 +56,7 @@ def _goals(*, as_json: Annotated[bool, Option(name="--json")] = False) -> int:
 
 
 def _command(name: str, arguments: Sequence[str]) -> Callable[..., int | None]:
-    """The command of a study: its own options, and those that all studies have."""
+    """The command of a study, with its own options and the shared ones."""
     module = importlib.import_module(".".join(studies()[name].relative_to(STUDIES.parents[1]).with_suffix("").parts))
     pictures = getattr(module, "PICTURES", {})
     command_line = shlex.join(["python", "-m", "benchmarks", name, *_without_files(arguments)])

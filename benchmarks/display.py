@@ -1,4 +1,4 @@
-"""Results as text: a table for each list of records, and a line for what else they have."""
+"""Results as text: a table per list of records, and a line of the remaining fields."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
@@ -8,11 +8,11 @@ from rich.table import Table
 from rich.text import Text
 
 MAX_ROWS: Final = 300
-"""Records of a table that are printed."""
+"""Maximum number of printed rows per table."""
 
 
 def display(content: Mapping[str, Any]) -> None:
-    """Prints a result, in lines as long as they are. Lists within records are left out; the result's file has them."""
+    """Prints a result without wrapping lines. Lists within records are only in the result's file."""
     Console(width=10_000).print(*_parts("result", content), sep="\n")
 
 
@@ -42,7 +42,7 @@ def _table(title: str, records: list[dict[str, Any]]) -> Table:
 
 
 def _fields(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """The fields of a record and of the mappings within it, as text."""
+    """The fields of a record and its nested mappings, as text."""
     for name, value in record.items():
         if isinstance(value, Mapping):
             yield from _fields(value, f"{prefix}{name} ")

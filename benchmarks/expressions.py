@@ -1,22 +1,22 @@
-"""Expressions that name a number in a result file, as figures of the documentation and performance goals do.
+"""Expressions that name a number in a result file, used by figures of the documentation and performance goals.
 
 An expression within a file is one of these:
 
 | expression | value |
 |---|---|
 | `/runs/0/seconds` | the number at this JSON pointer (RFC 6901) |
-| `/rows/name=rope&tokens=8/seconds` | the same; `key=value` stands for the item of a list whose key has this value |
+| `/rows/name=rope&tokens=8/seconds` | the same; `key=value` selects the item of a list whose key has this value |
 | `/a/seconds:/b/seconds` | the first number divided by the second |
-| `median(/runs/*/seconds)` | a reduction of all numbers that match; `*` stands for all items of a list or an object |
-| `mean(/reward/0..9)` | the same; `first..last` stands for these items of a list, both included |
+| `median(/runs/*/seconds)` | a reduction of all matching numbers; `*` selects all items of a list or an object |
+| `mean(/reward/0..9)` | the same; `first..last` selects these items of a list, both included |
 | `geomean(/runs/*/a:/runs/*/b)` | a reduction of ratios |
 
 The reductions are `count`, `distinct`, `geomean`, `max`, `mean`, `median`, `min` and `sum`; `key=value` may match
-several items there. `count` and `distinct` take values of any kind, and say how many there are, and how many
-different ones.
-Spaces, parentheses, colons and percent signs within a key are percent-encoded, as in any URL.
+several items there. `count` and `distinct` take values of any kind and return the number of all or of different
+values.
+Spaces, parentheses, colons and percent signs within a key are percent-encoded, as in URLs.
 
-A number of any file is `serve-h200.json#/runs/order%201/seconds`; two of these with ` / ` between them are their ratio.
+A number in a named file is `serve-h200.json#/runs/order%201/seconds`; two of them separated by ` / ` are a ratio.
 """
 
 import json
@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, Final
 
 RESULTS: Final = Path(__file__).parent / "results"
-"""The folder of the results that the repository has."""
+"""The folder of the repository's results."""
 
 UNITS: Final[dict[str, Decimal]] = {
     "": Decimal(1),
@@ -55,7 +55,7 @@ UNITS: Final[dict[str, Decimal]] = {
     "tokens/s": Decimal(1),
     "tokens a second": Decimal(1),
 }
-"""What the value is multiplied by where a label has the unit."""
+"""Factors of values whose label has the unit."""
 
 REDUCTIONS: Final[dict[str, Callable[[list[Any]], Decimal]]] = {
     "count": lambda values: Decimal(len(values)),
@@ -70,13 +70,13 @@ REDUCTIONS: Final[dict[str, Callable[[list[Any]], Decimal]]] = {
 
 
 def select(document: Any, pointer: str) -> list[Any]:
-    """Returns the values that a JSON pointer, with `*` and `key=value`, selects.
+    """Returns the values that a JSON pointer with `*` and `key=value` selects.
 
     Raises:
-        LookupError: the pointer leads nowhere. The message names the segment and what there is in its place.
+        LookupError: nothing matches the pointer. The message names the segment and the available keys.
     """
     if not pointer.startswith("/"):
-        raise LookupError(f"{pointer!r} is no JSON pointer; accepted: a text that begins with '/'")
+        raise LookupError(f"{pointer!r} is not a JSON pointer; accepted: text that begins with '/'")
     values = [document]
     for segment in pointer[1:].split("/"):
         name = urllib.parse.unquote(segment).replace("~1", "/").replace("~0", "~")
@@ -114,10 +114,10 @@ def _children(value: Any, name: str) -> list[Any]:
 
 
 def evaluate(document: Any, expression: str) -> Decimal:
-    """Returns the number that an expression gives in a result file. The module's documentation lists them.
+    """Returns the value of an expression in a result file; see the module's documentation.
 
     Raises:
-        LookupError: the expression leads nowhere, or to several numbers, or to something that is no number.
+        LookupError: the expression matches nothing, several numbers, or something other than a number.
     """
     terms = re.split(r":(?![^()]*\))", expression)
     if len(terms) > 2:
@@ -129,13 +129,13 @@ def evaluate(document: Any, expression: str) -> Decimal:
 def _term(document: Any, term: str) -> Decimal:
     if match := re.fullmatch(r"(\w+)\((.*)\)", term):
         if match[1] not in REDUCTIONS:
-            raise LookupError(f"{match[1]!r} is no reduction; accepted: {', '.join(REDUCTIONS)}")
+            raise LookupError(f"unknown reduction {match[1]!r}; accepted: {', '.join(REDUCTIONS)}")
         if match[1] in ("count", "distinct"):
             return REDUCTIONS[match[1]](select(document, match[2]))
         columns = [[_number(value) for value in select(document, pointer)] for pointer in match[2].split(":")]
         counts = [len(column) for column in columns]
         if len(set(counts)) > 1 or not counts[0]:
-            raise LookupError(f"{term!r} selects {counts} numbers; accepted: at least one, and as many of each")
+            raise LookupError(f"{term!r} selects {counts} numbers; accepted: at least one, and the same count of each")
         return REDUCTIONS[match[1]]([row[0] / math.prod(row[1:]) for row in zip(*columns, strict=True)])
     values = select(document, term)
     if len(values) != 1:
@@ -145,17 +145,17 @@ def _term(document: Any, term: str) -> Decimal:
 
 def _number(value: Any) -> Decimal:
     if isinstance(value, bool) or not isinstance(value, int | float | Decimal):
-        raise LookupError(f"{value!r} is no number")
+        raise LookupError(f"{value!r} is not a number")
     return Decimal(value)
 
 
 def number(expression: str, results: Path = RESULTS) -> Decimal:
-    """Returns the number that an expression with the names of files gives.
+    """Returns the value of an expression with file names.
 
     Raises:
-        LookupError: the expression leads nowhere, or to something other than a number.
+        LookupError: the expression matches nothing, or something other than a number.
         OSError: a file cannot be read.
-        ValueError: a file does not hold JSON.
+        ValueError: a file is not JSON.
     """
     first, *rest = [_file_number(term, results) for term in expression.split(" / ")]
     return first / math.prod(rest)

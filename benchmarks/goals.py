@@ -1,4 +1,4 @@
-"""Performance goals: what `benchmarks/goals.toml` says of the results that the repository has."""
+"""Performance goals: compares the repository's results with `benchmarks/goals.toml`."""
 
 import dataclasses
 import tomllib
@@ -19,17 +19,17 @@ type Bound = Literal["at_most", "at_least"]
 
 @dataclasses.dataclass(frozen=True)
 class Goal:
-    """A goal, and the value that the results give.
+    """A goal, and its value in the results.
 
     Attributes:
-        name: its topic and its own name, with a dot between them.
-        meaning: what the value is, in a line.
-        expression: where the value stands: see `benchmarks.expressions`.
-        bound: whether the value has to be `bar` at most, or at least.
-        bar: the number to compare with.
+        name: the topic and the goal's name, separated by a dot.
+        meaning: a one-line description of the value.
+        expression: the value as an expression; see `benchmarks.expressions`.
+        bound: whether `bar` is an upper or a lower bound.
+        bar: the bound.
         unit: the unit of `bar` and `value`.
         value: the value; None if it cannot be read.
-        problem: why the value cannot be read.
+        problem: the reason why the value cannot be read.
     """
 
     name: str
@@ -59,10 +59,10 @@ class Goal:
 
 
 def read(file: Path = GOALS, results: Path = RESULTS) -> list[Goal]:
-    """Returns the goals of a file, with the values of a folder of results.
+    """Returns the goals of a file with their values in a folder of results.
 
     Raises:
-        ValueError: a goal has not one bound, an unknown unit, or a field too many or too few.
+        ValueError: a goal has no single bound, an unknown unit, or unknown or missing fields.
     """
     return [
         _valued(_goal(f"{topic}.{name}", fields), results)
@@ -89,12 +89,12 @@ def _valued(goal: Goal, results: Path) -> Goal:
 
 
 def as_json(goals: list[Goal]) -> list[dict[str, Any]]:
-    """Returns goals as JSON has them."""
+    """Returns goals as JSON values."""
     return [dataclasses.asdict(goal) | {"is_met": goal.is_met} for goal in goals]
 
 
 def shown(goals: list[Goal], console: Console) -> None:
-    """Prints a line for each goal, and why values cannot be read."""
+    """Prints a line for each goal, and the reasons for unreadable values."""
     table = Table("goal", "meaning", "value", "bar", "", box=None)
     for goal in goals:
         met = Text("met") if goal.is_met else Text("MISSED", style="bold red")

@@ -1,6 +1,6 @@
-"""What detjax's kernels are compared with: XLA's own dot, cuDNN, PyTorch and tokamax.
+"""Rivals of detjax's kernels: XLA's own dot, cuDNN, PyTorch and tokamax.
 
-PyTorch and tokamax need not be installed; a function that needs one of them raises `ModuleNotFoundError` then.
+PyTorch and tokamax are optional; functions that need them raise `ModuleNotFoundError`.
 """
 
 import importlib.util
@@ -20,12 +20,12 @@ TOKAMAX: Final = "tokamax"
 
 
 def xla_dot(x: jax.Array, w: jax.Array) -> jax.Array:
-    """XLA's product of tokens `[M, K]` and weights `[N, K]`."""
+    """Returns XLA's product of tokens `[M, K]` and weights `[N, K]`."""
     return lax.dot_general(x, w, (((1,), (1,)), ((), ())))
 
 
 def cudnn(causal: bool) -> Callable[..., jax.Array]:
-    """cuDNN's attention, as JAX has it, of queries, keys, values and perhaps the number of keys of each request."""
+    """Returns JAX's cuDNN attention: a function of queries, keys, values and optionally each request's key count."""
 
     def call(q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array | None = None) -> jax.Array:
         return jax.nn.dot_product_attention(
@@ -40,13 +40,13 @@ def _tokamax() -> Any:
     from absl import flags
 
     if not flags.FLAGS.is_parsed():
-        # Otherwise absl would parse the arguments of the benchmark as its own.
+        # Otherwise absl parses the benchmark's arguments.
         flags.FLAGS(sys.argv[:1])
     return tokamax
 
 
 def tokamax(causal: bool) -> Callable[..., jax.Array]:
-    """tokamax's kernels, arguments as in `cudnn`; never XLA's attention, which holds all scores in memory."""
+    """Returns tokamax's attention kernels, as `cudnn` does, but never XLA's, which materializes all scores."""
 
     def call(q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array | None = None) -> jax.Array:
         return _tokamax().dot_product_attention(
@@ -57,7 +57,7 @@ def tokamax(causal: bool) -> Callable[..., jax.Array]:
 
 
 def tokamax_ragged_dot(implementation: str) -> Callable[..., jax.Array]:
-    """One of tokamax's products of rows sorted by group `[M, K]` and weights `[G, K, N]`."""
+    """Returns one of tokamax's products of rows sorted by group `[M, K]` and weights `[G, K, N]`."""
 
     def call(x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Array:
         return _tokamax().ragged_dot(x, w, group_sizes, implementation=implementation)
@@ -66,17 +66,17 @@ def tokamax_ragged_dot(implementation: str) -> Callable[..., jax.Array]:
 
 
 def torch_is_installed() -> bool:
-    """Whether PyTorch can be imported."""
+    """Returns whether PyTorch can be imported."""
     return importlib.util.find_spec("torch") is not None
 
 
 def torch_attention(
     causal: bool, q: jax.Array, pairs: Sequence[tuple[jax.Array, jax.Array]], *, ragged: bool, replays: int
 ) -> float:
-    """Seconds of PyTorch's attention on the very arrays that JAX holds.
+    """Returns the seconds of PyTorch's attention on the same arrays, shared with JAX.
 
     Raises:
-        NotImplementedError: requests have different lengths, of which PyTorch's attention knows nothing.
+        NotImplementedError: requests have different lengths, which PyTorch's attention does not support.
         ModuleNotFoundError: PyTorch is not installed.
     """
     if ragged:
@@ -86,13 +86,13 @@ def torch_attention(
     def attend(q: Any, k: Any, v: Any) -> Any:
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
 
-    # [B, S, H, K] seen as [B, H, S, K]: the memory order that PyTorch's kernels are fastest with.
+    # [B, S, H, K] viewed as [B, H, S, K], the fastest memory order of PyTorch's kernels.
     shared = [tuple(torch.from_dlpack(x).transpose(1, 2) for x in (q, k, v)) for k, v in pairs]
     return _torch_time(attend, shared, replays=replays)
 
 
 def torch_product(sets: Sequence[tuple[jax.Array, jax.Array]], *, replays: int) -> Callable[[], float]:
-    """A measurement of `torch.mm` on the very arrays that JAX holds.
+    """Returns a measurement of `torch.mm` on the same arrays, shared with JAX.
 
     Raises:
         ModuleNotFoundError: PyTorch is not installed.
@@ -104,14 +104,14 @@ def torch_product(sets: Sequence[tuple[jax.Array, jax.Array]], *, replays: int) 
 
 
 def free_torch_memory() -> None:
-    """Gives the memory that PyTorch keeps back to the device, so that JAX can take it."""
+    """Frees PyTorch's cached device memory for JAX."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def _torch_time(fn: Callable[..., Any], argument_sets: Sequence[tuple[Any, ...]], *, replays: int = 7) -> float:
-    """Seconds of one call of a PyTorch function, in a CUDA graph that calls it once with each argument set.
+    """Seconds per call of a PyTorch function, in a CUDA graph that calls it once per argument set.
 
     Raises:
         ModuleNotFoundError: PyTorch is not installed.

@@ -1,4 +1,4 @@
-"""Aggregation of experts: how far other ways to add what experts give are from the contract, in logprobs.
+"""Aggregation of experts: the distance in logprobs of other orders of addition from the contract.
 
     python -m benchmarks aggregation --out benchmarks/results/aggregation-tiny-cpu.json
     python -m benchmarks aggregation --preset Qwen3-30B-A3B --layers 8 --out benchmarks/results/aggregation-h200.json
@@ -31,13 +31,13 @@ CONTRACT: Aggregation = get_args(Aggregation)[0]
 
 
 def tiny() -> Decoder:
-    """The tiny Qwen3-MoE checkpoint of the tests, in bfloat16."""
+    """Returns the tests' tiny Qwen3-MoE checkpoint, in bfloat16."""
     folder = Path(__file__).parents[2] / "tests" / "fixtures" / "qwen3-moe"
     return load(folder, dtype="bfloat16", progress=False)[0]
 
 
 def random_decoder(name: str, layers: int | None) -> Decoder:
-    """A decoder of a preset's shape with random weights.
+    """Returns a decoder of a preset's shape with random weights.
 
     Raises:
         ValueError: the preset has no experts.
@@ -49,7 +49,7 @@ def random_decoder(name: str, layers: int | None) -> Decoder:
 
 
 def measure(model: Decoder, sequences: int, length: int) -> Iterator[dict[str, Any]]:
-    """Yields, for each aggregation, how its logprobs of random tokens differ from the contract's."""
+    """Yields the divergence of each aggregation's logprobs of random tokens from the contract's."""
     tokens = np.random.default_rng(0).integers(0, model.config.vocab_size, (sequences, length)).astype(np.int32)
     weights = split(model)[1]
     reference, best = _logprobs(model.config, CONTRACT, weights, tokens)
@@ -63,7 +63,7 @@ def measure(model: Decoder, sequences: int, length: int) -> Iterator[dict[str, A
 def _logprobs(
     config: DecoderConfig, aggregation: Aggregation, weights: Weights, tokens: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The logprob of each next token, and the likeliest token at each place."""
+    """The logprob of each next token, and the likeliest token at each position."""
     assert config.experts is not None
     experts = dataclasses.replace(config.experts, aggregation=aggregation)
     other = dataclasses.replace(config, experts=experts)
@@ -85,7 +85,7 @@ def study(
     preset: Annotated[str | None, Option("A shape to fill with random weights.")] = None,
     layers: options.Layers = None,
     sequences: Annotated[int, Option("Sequences of random tokens.", minimum=1)] = 16,
-    length: Annotated[int, Option("Tokens of each.", minimum=2)] = 128,
+    length: Annotated[int, Option("Tokens per sequence.", minimum=2)] = 128,
 ) -> Result:
     with usage_errors():
         model = tiny() if preset is None else random_decoder(preset, layers)

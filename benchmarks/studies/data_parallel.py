@@ -1,11 +1,11 @@
-"""Throughput of `detjax serve --data-parallel N` over a server of one engine, by requests over HTTP.
+"""Throughput of `detjax serve --data-parallel N` over a server with one engine, over HTTP.
 
     python -m benchmarks data_parallel --out benchmarks/results/data-parallel-h100.json
 
-A checkpoint of random weights is written, and a server of one engine and one of N answer the same requests, sent all at
-once on connections of their own. The exit code is 1 if an answer differs in a bit.
+Writes a checkpoint of random weights. A server with one engine and one with N answer the same requests, all sent at
+once on separate connections. The exit code is 1 if an answer differs in a bit.
 
-`--small` takes a CPU a minute, whose engines share its processors.
+`--small` takes a minute on a CPU, whose cores the engines share.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ from detjax.models import save
 
 _HOST: Final = "127.0.0.1"
 _READY_SECONDS: Final = 600
-"""Seconds that a server may take until it answers: it reads the checkpoint and compiles."""
+"""Time limit for a server's start, which reads the checkpoint and compiles, in seconds."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Sizes:
         preset: the model's shape.
         layers: its layers; None: the preset's own.
         workload: the requests.
-        server: further options of `detjax serve`.
+        server: more options of `detjax serve`.
     """
 
     preset: str = "Qwen3-8B"
@@ -70,7 +70,7 @@ def study(
     content: dict[str, Any] = {"sizes": dataclasses.asdict(sizes), "servers": []}
     with tempfile.TemporaryDirectory() as directory:
         checkpoint, cache = Path(directory, "model"), Path(directory, "cache")
-        # A process of its own gives the device back when it ends.
+        # A separate process frees the device when it ends.
         _python("-c", _WRITE.format(preset=sizes.preset, layers=sizes.layers, path=str(checkpoint)))
         for count in (1, engines):
             content["servers"].append(_measured(sizes, checkpoint, cache, count, rounds))
@@ -86,7 +86,7 @@ _WRITE: Final = "from benchmarks.studies import data_parallel; data_parallel.wri
 
 
 def write(preset: str, layers: int | None, path: str) -> None:
-    """Writes a checkpoint of random weights, with a tokenizer that has a word for each id."""
+    """Writes a checkpoint of random weights, with a tokenizer with a word per id."""
     model = presets.decoder(preset, layers)
     save(model, path)
     vocabulary = {f"t{token}": token for token in range(model.config.vocab_size)}
@@ -120,7 +120,7 @@ def _measured(sizes: Sizes, checkpoint: Path, cache: Path, engines: int, rounds:
 
 
 def _bodies(sizes: Sizes, vocabulary: int, *, with_receipts: bool) -> list[bytes]:
-    """The bodies of the requests. A receipt holds the bits of logprobs, and takes the server a while to write."""
+    """The bodies of the requests. Receipts have the bits of logprobs, and cost the server time."""
     return [
         json.dumps(
             {
@@ -139,11 +139,11 @@ def _bodies(sizes: Sizes, vocabulary: int, *, with_receipts: bool) -> list[bytes
 
 @contextlib.contextmanager
 def _server(sizes: Sizes, checkpoint: Path, cache: Path, engines: int) -> Iterator[int]:
-    """A server of the checkpoint; its port."""
+    """Runs a server of the checkpoint, and yields its port."""
     with socket.create_server((_HOST, 0)) as free:
         port = free.getsockname()[1]
     command = ["-m", "detjax", "serve", str(checkpoint), "--port", str(port), "--cache-dir", str(cache), *sizes.server]
-    # A run must not find the prompts of the run before it.
+    # A run must not hit the previous run's prefixes.
     command += ["--no-prefix-cache", "--no-access-log", "--log-level", "warning", "--data-parallel", str(engines)]
     process = subprocess.Popen([sys.executable, *command], env=_environment())
     try:
@@ -193,7 +193,7 @@ async def _answer(port: int, body: bytes) -> bytes:
 
 
 def _dechunked(content: bytes) -> bytes:
-    """The body of a response that came in chunks."""
+    """The body of a chunked response."""
     parts = []
     while True:
         size, _, content = content.partition(b"\r\n")

@@ -1,14 +1,14 @@
-"""Decode steps of whole models, by family: which share of a copy's bandwidth the bytes reach that a step must read.
+"""Decode steps of whole models, by family: the bandwidth of a step's necessary reads as a share of a copy's.
 
     python -m benchmarks decode --out benchmarks/results/decode-h200.json
 
-Models have random weights and some of their layers. Weights of experts count if a token of the batch chose the expert.
-The clock on the wall measures steps that follow each other, so the time between kernels counts.
+Models have random weights and fewer layers. Weights of experts count if a token of the batch chose the expert. Times
+are wall-clock times of consecutive steps, including the time between kernels.
 """
 
 import os
 
-# A copy of as many bytes is measured beside the model.
+# A copy of as many bytes is measured while the model is in memory.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import contextlib
@@ -42,17 +42,17 @@ MODELS: Final[Mapping[str, int]] = {
     "DeepSeek-V3": 4,
     "Qwen3.5-35B-A3B": 8,
 }
-"""Presets, and how many of their layers are measured by default: the head then takes a few percent of a step."""
+"""Presets, and their measured layers by default: enough that the head takes only a few percent of a step."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What is measured.
+    """The sizes of the measurements.
 
     Attributes:
-        batches: numbers of requests, each of which decodes a token.
-        context: tokens that each has in the cache.
-        steps: steps that follow each other in a repetition.
+        batches: numbers of requests. Each request decodes a token.
+        context: cached tokens per request.
+        steps: consecutive steps in a repetition.
         copied: bytes that the copy reads and writes.
     """
 
@@ -66,10 +66,10 @@ SMALL: Final = Sizes((1, 2), 70, 2, 1 << 20)
 
 
 def bandwidths(preset: str, layers: int | None, sizes: Sizes) -> Iterator[dict[str, Any]]:
-    """Yields, for each batch, the bytes that a step must read, its seconds, and its share of the rate of a copy.
+    """Yields, for each batch, the bytes that a step must read, its seconds, and its share of a copy's rate.
 
-    Every step reads all weights but those of experts that no token chose, and the embeddings of other tokens; of the
-    cache it reads what a query sees. The tokens and their places are the same in each step, and so are the experts.
+    A step reads all weights except for unchosen experts and other tokens' embeddings, and the cache that a query sees.
+    Tokens, positions and therefore experts are the same in each step.
     """
     copy = sizes.copied / timing.copy_time(sizes.copied, calls=7)
     model = presets.decoder(preset, layers)
@@ -97,8 +97,8 @@ class _Step:
     Attributes:
         model: the decoder.
         tokens: the requests' tokens.
-        queries: where they stand.
-        state: what the layers keep; every step gives the next one's.
+        queries: their positions.
+        state: the layers' state, which each step updates.
     """
 
     model: Decoder
@@ -142,13 +142,13 @@ class _Step:
         return call
 
     def experts(self) -> float:
-        """Returns how many experts of a layer the tokens choose, in the mean over layers; 0 if there are none."""
+        """Returns the mean number of experts that the tokens choose per layer; 0 for a model without experts."""
         with _counted_experts() as counts:
             jax.block_until_ready(self._program()(self.tokens))
             jax.effects_barrier()
         if not counts:
             return 0.0
-        jax.clear_caches()  # programs that were traced meanwhile count experts
+        jax.clear_caches()  # programs traced in the context count experts
         return float(np.mean(counts))
 
     def seconds(self, steps: int) -> float:
@@ -157,7 +157,7 @@ class _Step:
 
 @contextlib.contextmanager
 def _counted_experts() -> Iterator[list[int]]:
-    """A context in which programs append to a list how many experts the tokens of each layer choose."""
+    """A context in which programs append the number of each layer's chosen experts to a list."""
     counts: list[int] = []
     rows = ops.expert_rows
 

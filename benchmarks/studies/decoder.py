@@ -1,17 +1,17 @@
-"""A whole decoder with random weights: which kernels serve it, and whether a request's bits depend on its batch.
+"""A whole decoder with random weights: its kernels, and the invariance of a request's bits to its batch.
 
     python -m benchmarks decoder --out benchmarks/results/decoder-h200.json
 
-Generates greedily for 64 requests of mixed lengths in one batch, which they enter one after the other, so that some are
-prefilled, a chunk at a time, in the very steps in which others decode; then for some of them alone. Compares tokens and
-logprobs bit by bit. Counts the kernels that a decode step is made of, and times it.
+Generates greedily for 64 requests of mixed lengths in one batch, which they enter in sequence, so that some are
+prefilled in chunks while others decode; then for some of them alone. Compares tokens and logprobs bit by bit. Counts
+the kernels of a decode step, and times it.
 
-`--small` takes a CPU seconds: a tiny model and few requests. The exit code is 1 if bits differ.
+`--small` runs on a CPU in seconds: a tiny model and few requests. The exit code is 1 if bits differ.
 """
 
 import os
 
-# Two batches and the timed steps hold caches of their own.
+# Two batches and the timed steps each hold a cache.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import collections
@@ -38,7 +38,7 @@ from detjax.operands.numerics import ceil_div
 from detjax.runtime import backends
 
 CONTEXT = 100
-"""Tokens that each request of a timed step has in the cache."""
+"""Cached tokens per request of a timed step."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,12 +46,12 @@ class Load:
     """Requests that enter one batch.
 
     Attributes:
-        tokens: tokens that each request generates.
+        tokens: generated tokens per request.
         requests: the number of requests, each with a slot of the batch.
-        longest: tokens of the longest prompt; the other prompts have from 1 token on.
-        between: steps from one request's arrival to the next one's.
-        prefill_chunk: tokens of a prompt that a step computes at most.
-        alone: how many of the requests are generated alone as well.
+        longest: tokens of the longest prompt; the shortest has 1.
+        between: steps between the arrivals of two requests.
+        prefill_chunk: maximum number of a prompt's tokens per step.
+        alone: the number of requests that are also generated alone.
     """
 
     tokens: int = 512
@@ -62,7 +62,7 @@ class Load:
     alone: int = 8
 
     def prompts(self, vocabulary: int) -> list[list[int]]:
-        """Random prompts."""
+        """Returns random prompts."""
         draw = random.Random(0)
         lengths = [draw.randint(1, self.longest) for _ in range(self.requests)]
         return [[draw.randrange(vocabulary) for _ in range(length)] for length in lengths]
@@ -70,12 +70,12 @@ class Load:
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Greedy generation for requests that arrive at chosen steps, by the engine's step loop.
+    """Greedy generation by the engine's step loop for requests that arrive at chosen steps.
 
     Attributes:
         model: the decoder.
-        load: sizes of prompts and steps, and when requests arrive.
-        slots: requests that are computed at the same time.
+        load: sizes of prompts and steps, and arrivals.
+        slots: number of concurrent requests.
     """
 
     model: Decoder
@@ -94,7 +94,7 @@ class Batch:
         return StepLoop.for_model(self.model, config)
 
     def run(self, prompts: list[list[int]]) -> tuple[list[tuple[bytes, bytes]], int]:
-        """The bits of each request's tokens and logprobs, and the number of steps."""
+        """Returns the bits of each request's tokens and logprobs, and the number of steps."""
         params = SamplingParams(max_tokens=self.load.tokens, temperature=0.0, ignore_eos=True)
         sequences = [Sequence(tuple(prompt), params) for prompt in prompts]
         steps = 0
@@ -113,7 +113,7 @@ class Batch:
 
 
 def compare_batches(model: Decoder, load: Load) -> dict[str, Any]:
-    """Tokens and logprobs of requests alone against those of the same requests in a batch."""
+    """Compares tokens and logprobs of requests alone with the same requests in a batch."""
     prompts = load.prompts(model.config.vocab_size)
     start = time.perf_counter()
     together, steps = Batch(model, load, load.requests).run(prompts)
@@ -132,13 +132,13 @@ def compare_batches(model: Decoder, load: Load) -> dict[str, Any]:
 
 
 def kernels_of_step(model: str, batch: int, layers: int | None = None) -> dict[str, int]:
-    """How often each kernel, and each dot of XLA's, occurs in a decode step of a preset."""
+    """Counts each kernel and each of XLA's dots in a decode step of a preset."""
     case = step_case("decode_step", model, batch, CONTEXT, layers)
     counts: collections.Counter[str] = collections.Counter()
 
     @detjax.jit
     def traced() -> int:
-        # Within a program of detjax.jit, as the backends under contract ask for on a GPU.
+        # Within detjax.jit, which the backends under contract require on a GPU.
         _count_kernels(jax.make_jaxpr(case.run)(*case.shapes).jaxpr, counts)
         return 0
 
@@ -169,7 +169,7 @@ def _kernel_name(equation: Any) -> str:
 
 
 def step_seconds(model: str, batch: int, backend: str, layers: int | None = None, steps: int = 10) -> float:
-    """Seconds of a decode step of a preset among many that follow each other, under a backend."""
+    """Returns the seconds of a preset's decode step in a sequence of steps, under a backend."""
     case = step_case("decode_step", model, batch, CONTEXT, layers)
     with detjax.use_backend(backend):
         arguments = case.draw(0)
@@ -182,7 +182,7 @@ def study(
     *,
     preset: options.Preset = "Qwen3-0.6B",
     layers: options.Layers = None,
-    tokens: Annotated[int, Option("Tokens that each request generates.", minimum=1)] = Load.tokens,
+    tokens: Annotated[int, Option("Generated tokens per request.", minimum=1)] = Load.tokens,
     requests: Annotated[int, Option("The number of requests.", minimum=1)] = Load.requests,
     longest: Annotated[int, Option("Tokens of the longest prompt.", minimum=1)] = Load.longest,
 ) -> Result:

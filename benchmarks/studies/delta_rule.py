@@ -1,13 +1,13 @@
-"""The gated delta rule of linear attention: decode and prefill against plain XLA, and the bits of cuts.
+"""The gated delta rule of linear attention: decode and prefill against plain XLA, and bits under chunking.
 
     python -m benchmarks delta_rule --out benchmarks/results/delta-rule-h200.json
 
-First the bits: a request of 700 tokens is decoded, cut at random, verified by drafts and put among others. Then the
-time of a decode step of 1, 16 and 64 requests against the recurrence, which reads and writes the state at every token,
-and of a prefill of 8192 tokens against chunks that begin where the call begins. Medians of device time, in turns;
-beside those of decode stand the times by the clock on the wall.
+First the bits: a request of 700 tokens is decoded, split into random chunks, verified by drafts and put among others.
+Then times: a decode step of 1, 16 and 64 requests against the recurrence, which reads and writes the state at every
+token, and a prefill of 8192 tokens against chunks that begin where the call begins. Times are medians of device time
+over alternating rounds, for decode also of wall-clock time.
 
-`--small` takes a CPU seconds. The exit code is 1 if a bit differs.
+`--small` runs on a CPU in seconds. The exit code is 1 if a bit differs.
 """
 
 import dataclasses
@@ -40,8 +40,8 @@ class Widths:
     """The shape of a layer.
 
     Attributes:
-        key_heads: heads of queries, and of keys.
-        heads: heads of values.
+        key_heads: query heads, and key heads.
+        heads: value heads.
         width: columns of a query, a key or a value.
     """
 
@@ -57,14 +57,14 @@ class Widths:
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What is measured.
+    """The sizes of the measurements.
 
     Attributes:
-        decodes: the numbers of requests that decode.
-        start: the position of the first token that they decode.
-        steps: how many tokens each of them decodes. Half of them lie before the end of a chunk, and half behind it.
-        prefills: the numbers of tokens that one request prefills.
-        cut: the tokens of the request that is cut.
+        decodes: numbers of requests that decode.
+        start: the position of the first decoded token.
+        steps: decoded tokens per request, half of them before the end of a chunk and half after it.
+        prefills: numbers of tokens that one request prefills.
+        cut: tokens of the request that is split into chunks.
     """
 
     decodes: tuple[int, ...] = (1, 16, 64)
@@ -91,7 +91,7 @@ class Tokens(NamedTuple):
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def random_tokens(widths: Widths, shape: tuple[int, ...], seed: int) -> Tokens:
-    """Returns tokens whose keys resemble each other and the queries."""
+    """Returns random tokens whose keys resemble each other and the queries."""
     keys = jax.random.split(jax.random.key(seed), 5)
     k = jax.random.normal(keys[0], (*shape, widths.key_heads, widths.width)) + 1
     q = k / 2 + jax.random.normal(keys[1], k.shape)
@@ -102,7 +102,7 @@ def random_tokens(widths: Widths, shape: tuple[int, ...], seed: int) -> Tokens:
 
 
 def _queries(requests: int, start: Array | int, count: int) -> ops.Queries:
-    """Where so many tokens of each request stand, whose first position is `start`."""
+    """The `Queries` of `count` tokens per request from position `start` on."""
     starts, counts = jnp.full(requests, start, jnp.int32), jnp.full(requests, count, jnp.int32)
     return ops.Queries(jnp.zeros((requests, 1), jnp.int32), starts, starts + counts, counts)
 
@@ -112,7 +112,7 @@ def _rule(x: Tokens, state: ops.DeltaState, queries: ops.Queries) -> tuple[Array
 
 
 def measure(name: str, widths: Widths, sizes: Sizes, calls: int) -> Iterator[dict[str, Any]]:
-    """Yields what was measured of a model's layer: the bits of a request that is cut first, then times."""
+    """Yields the results of a model's layer: first the bits under chunking, then times."""
     yield {"model": name, "part": "bits", "tokens": sizes.cut} | cut_bits(widths, sizes.cut)
     for requests in sizes.decodes:
         yield {"model": name, "part": "decode", "requests": requests} | _decode(widths, sizes, requests, calls)
@@ -124,9 +124,9 @@ def measure(name: str, widths: Widths, sizes: Sizes, calls: int) -> Iterator[dic
 
 
 def _decode(widths: Widths, sizes: Sizes, requests: int, calls: int) -> dict[str, Any]:
-    """Seconds of a step, the mean over places of a chunk: kernels alone, and with the time between them."""
+    """Seconds of a step, averaged over positions in a chunk: kernels only, and with the time between them."""
     steps, start = sizes.steps, sizes.start
-    # An array for each step, as a layer has them: a slice would be one more kernel.
+    # One array per step, as in a layer: a slice would add a kernel.
     tokens = [random_tokens(widths, (requests, 1), seed) for seed in range(steps)]
     before = random_tokens(widths, (requests, start), steps)
     prefill = compilation.jit(lambda state, x: _rule(x, state, _queries(requests, 0, start))[1])
@@ -182,7 +182,7 @@ def _prefill(widths: Widths, tokens: int, calls: int) -> dict[str, Any]:
 
 
 def _compared(rounds: timing.Rounds[str], steps: int, key: str) -> dict[str, Any]:
-    """The medians of one step, and detjax's over its rival's."""
+    """The medians per step, and detjax's over its rival's."""
     seconds = {name: x / steps for name, x in rounds.medians.items()}
     rivals = [x for name, x in seconds.items() if name != "detjax"]
     ratio = seconds["detjax"] / rivals[0] if rivals and "detjax" in seconds else None
@@ -190,7 +190,7 @@ def _compared(rounds: timing.Rounds[str], steps: int, key: str) -> dict[str, Any
 
 
 def recurrence(s: Array, token: Tokens) -> tuple[Array, Array]:
-    """The recurrence in plain XLA for one token of each request: the next state and the outputs `[B, H, K]`."""
+    """Computes the recurrence in plain XLA for one token per request: the next state and the outputs `[B, H, K]`."""
     group = token.v.shape[1] // token.k.shape[1]
     q, k, v = (x.astype(ACCUMULATOR) for x in token[:3])
     q, k = (jnp.repeat(x, group, axis=1) for x in (q * q.shape[-1] ** -0.5, k))
@@ -201,8 +201,8 @@ def recurrence(s: Array, token: Tokens) -> tuple[Array, Array]:
 
 
 def chunked(s: Array, tokens: Tokens) -> tuple[Array, Array]:
-    """Chunks from the call's start in plain XLA, as libraries have them: what needs no state is computed for all chunks
-    at once, and the products of all chunks take bfloat16."""
+    """Computes chunks from the call's start in plain XLA, as libraries do: everything that needs no state is computed
+    for all chunks at once, with bfloat16 products."""
     dot = functools.partial(jnp.einsum, preferred_element_type=ACCUMULATOR)
     count = tokens.v.shape[1]
     group = tokens.v.shape[2] // tokens.k.shape[2]
@@ -246,9 +246,9 @@ def chunked(s: Array, tokens: Tokens) -> tuple[Array, Array]:
 
 
 def cut_bits(widths: Widths, tokens: int) -> dict[str, Any]:
-    """Whether a request has the bits of one call, cut in several ways, and whether it is right.
+    """Compares a request that is split in several ways with a single call, and with float64.
 
-    It is decoded, cut at random, and prefilled and then decoded by drafts, all of which are refused the first time.
+    It is decoded, split at random, and prefilled and then decoded by drafts, which are all refused the first time.
     """
     x = random_tokens(widths, (1, tokens), 2)
     whole = _outputs(widths, x, [tokens])
@@ -269,11 +269,11 @@ def cut_bits(widths: Widths, tokens: int) -> dict[str, Any]:
 
 
 def _outputs(widths: Widths, x: Tokens, ends: Sequence[int], drafts: Tokens | None = None) -> Array:
-    """The outputs of calls that end at these positions. With drafts, each is made for these first, and again."""
+    """The outputs of calls that end at these positions. With drafts, each call first runs on them, then again."""
     requests, tokens = x.v.shape[:2]
     state, outputs = widths.state(requests), []
     for start, end in itertools.pairwise((0, *ends)):
-        # Few programs serve calls of all lengths.
+        # Padding keeps the number of programs small.
         room = next(size for size in (1, DROPPABLE_TOKENS, tokens) if size >= end - start)
         queries = _queries(requests, start, end - start)
         if drafts is not None and start:
@@ -284,7 +284,7 @@ def _outputs(widths: Widths, x: Tokens, ends: Sequence[int], drafts: Tokens | No
 
 
 def _padded(x: Tokens, start: int, end: int, room: int) -> Tokens:
-    """Some tokens, filled up with zeros."""
+    """A range of tokens, padded with zeros."""
     return Tokens(*(jnp.pad(y[:, start:end], [(0, 0), (0, room - end + start)] + [(0, 0)] * (y.ndim - 2)) for y in x))
 
 
@@ -292,7 +292,7 @@ _call = compilation.jit(_rule)
 
 
 def error(widths: Widths, x: Tokens, o: Array) -> float:
-    """The relative error of outputs against the recurrence in float64, by NumPy."""
+    """Returns the relative error of outputs against NumPy's recurrence in float64."""
     q, k, v, g, beta = (np.asarray(y[0].astype(jnp.float32), np.float64) for y in x)
     q, k = (np.repeat(y, widths.heads // widths.key_heads, axis=1) for y in (q * widths.width**-0.5, k))
     s, outputs = np.zeros((widths.heads, widths.width, widths.width)), []
@@ -310,7 +310,7 @@ def study(
     run: Run,
     *,
     calls: options.Calls = 12,
-    limit: Annotated[float | None, Option("Begin no measurement after this many seconds.", minimum=0)] = None,
+    limit: Annotated[float | None, Option("Start no measurement after this many seconds.", minimum=0)] = None,
 ) -> Result:
     end = math.inf if limit is None else time.monotonic() + limit
     sizes, calls = (SMALL, 2) if run.small else (Sizes(), calls)
@@ -325,4 +325,4 @@ def study(
             if time.monotonic() > end:
                 command_line.print_line(f"the limit of {limit} seconds has passed")
                 break
-    return Result({"results": results}, f"bits differ from those of one call: {different}" if different else "")
+    return Result({"results": results}, f"bits differ from one call: {different}" if different else "")

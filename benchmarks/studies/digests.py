@@ -1,8 +1,8 @@
-"""The cost of digests of layers, and of equations: how much longer a transformer takes than without them.
+"""The cost of digests of layers and equations in a transformer.
 
     python -m benchmarks digests --out benchmarks/results/digests-h200.json
 
-The model has random bfloat16 weights and is written with Flax' own layers; see `python -m benchmarks invariant`.
+The model has random bfloat16 weights and uses Flax' own layers; see `python -m benchmarks invariant`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,7 +26,7 @@ SHAPES = {"small": Shape(4, 512, 8, 8, 64, 2048, 4096, False), **INVARIANT_SHAPE
 
 
 def costs(shape: Shape, length: int, batches: Sequence[int], rounds: int) -> Iterator[dict[str, Any]]:
-    """Yields, for each batch, milliseconds of a call without digests and with those of each level, in turns."""
+    """Yields, for each batch, milliseconds of a call without digests and with digests of each level, alternating."""
     model = Transformer(shape, length, nnx.Rngs(0))
 
     def call(model: Transformer, tokens: Array) -> Array:
@@ -54,8 +54,8 @@ def costs(shape: Shape, length: int, batches: Sequence[int], rounds: int) -> Ite
 def study(
     run: Run,
     *,
-    length: Annotated[int, Option("Tokens of a row.", minimum=1)] = 64,
-    model: Annotated[str, Option("The model, small being four layers", accepted=SHAPES)] = "small",
+    length: Annotated[int, Option("Tokens per row.", minimum=1)] = 64,
+    model: Annotated[str, Option("The model; small has four layers", accepted=SHAPES)] = "small",
     rounds: options.RoundCount = 5,
 ) -> Result:
     shape, batches = (TINY, (1, 2)) if run.small else (SHAPES[model], (1, 8))

@@ -1,18 +1,18 @@
-"""Schedules of the Hopper kernel for experts: whether every one gives the same bits, and how fast each is.
+"""Schedules of the Hopper kernel for experts: equality of their bits, and their times.
 
     python -m benchmarks expert_schedules --out benchmarks/results/expert-schedules-h200.json
 
 Random tokens choose random experts. Groups of rows begin at multiples of a tile's rows, so the result has the fastest
-schedule for each number of rows in a tile, by the tokens of a call, for both projections of an expert.
+schedule per number of rows in a tile, by tokens per call, for both projections of an expert.
 
-`--small` compares the bits of a tiny size in Pallas' interpreter, which takes a CPU seconds, and measures no time.
+`--small` compares the bits of a tiny size in Pallas' interpreter in seconds on a CPU, and measures no time.
 """
 
 import os
 
 from detjax.operands.products import GroupedOperands
 
-# The interpreter's threads wait for one another inside XLA's pool, which needs a worker for each.
+# The interpreter's threads wait for each other in XLA's pool, which needs a worker per thread.
 os.environ.setdefault("PJRT_NPROC", "16")
 
 import contextlib
@@ -49,12 +49,12 @@ TOKENS: Final = (4, 16, 64, 256, 1024, 2048, 4096, 8192)
 UNITS: Final = (8, 16, 32, 64, 128)
 
 _MAX_COMPARED: Final = 16384
-"""Rows up to which results are kept and compared; more would take more memory than all processes have."""
+"""Maximum number of rows whose results are compared, limited by memory."""
 _CALLS: Final = 8
 
 
 class Job(NamedTuple):
-    """A product of rows by expert: what is computed, without a schedule."""
+    """A product of rows by expert, without a schedule."""
 
     widths: Widths
     tokens: int
@@ -67,7 +67,7 @@ class Job(NamedTuple):
         return (2, inner, width) if self.projection == "gate and up" else (width, inner)
 
     def units(self) -> list[int]:
-        """The tiles' rows that are worth a try: neither far fewer than an expert has nor far more."""
+        """The candidates for a tile's rows: about as many as an expert has."""
         mean = self.tokens * self.widths.chosen / self.widths.experts
         return [unit for unit in UNITS if unit == UNITS[0] or (unit <= 8 * mean and (4 * unit >= mean or unit == 128))]
 
@@ -78,9 +78,9 @@ class Trial:
 
     Attributes:
         job: the product.
-        schedule: how it was computed; its tiles of tokens are the unit of groups.
-        seconds: the device time of a call; None where no time was measured.
-        has_first_bits: whether the rows of tokens have the bits of the first schedule; None if not compared.
+        schedule: the schedule; its tiles of tokens are the unit of groups.
+        seconds: the device time of a call; None if not measured.
+        has_first_bits: whether the rows of tokens have the first schedule's bits; None if not compared.
     """
 
     job: Job
@@ -90,7 +90,7 @@ class Trial:
 
 
 def schedules(unit: int) -> Iterator[Schedule]:
-    """Schedules of tiles of so many tokens, those included that no kernel can have."""
+    """Yields schedules of tiles of `unit` tokens, including invalid ones."""
     for outputs, warpgroups, lines in itertools.product((64, 128, 192, 256), (1, 2), (1, 2, 4)):
         yield Schedule(unit, outputs, "weights", warpgroups=warpgroups, lines=lines)
     if unit >= 64:
@@ -99,7 +99,7 @@ def schedules(unit: int) -> Iterator[Schedule]:
 
 
 def trials(job: Job, given: Callable[[int], Iterator[Schedule]], device: Any, *, timed: bool = True) -> Iterator[Trial]:
-    """Yields a trial of each schedule that a kernel can have. It holds the lock `device` while it uses the device."""
+    """Yields a trial of each valid schedule. Holds the lock `device` while it uses the device."""
     with device:
         w, x, experts = _operands(job)
     first = None
@@ -122,7 +122,7 @@ def trials(job: Job, given: Callable[[int], Iterator[Schedule]], device: Any, *,
 
 
 def small() -> Iterator[Trial]:
-    """Yields trials without times of a tiny product, for an interpreter."""
+    """Yields untimed trials of a tiny product, for the interpreter."""
 
     def few(unit: int) -> Iterator[Schedule]:
         return (Schedule(unit, 64, lines=lines) for lines in (1, 2) if unit <= 16)
@@ -139,18 +139,18 @@ def _program(job: Job, unit: int, schedule: Schedule) -> Any:
 
 
 def _operands(job: Job) -> tuple[Array, Array, np.ndarray]:
-    """Weights, rows, and the expert of each row, ascending. Tokens choose experts at random."""
+    """Weights, rows, and each row's expert, ascending. Tokens choose random experts."""
     widths = job.widths
     ids = np.asarray(chosen_experts(widths, job.tokens))
     draw = compilation.jit(lambda key, shape: jax.random.normal(key, shape, jnp.bfloat16), static_argnums=1)
     keys = jax.random.split(jax.random.key(0), widths.experts + 1)
-    # An expert at a time: float32 draws of all would take twice the memory of the weights.
+    # One expert at a time, since float32 draws of all would take twice the memory of the weights.
     w = jnp.stack([draw(key, job.shape) * jnp.bfloat16(job.shape[-1] ** -0.5) for key in keys[1:]])
     return jax.block_until_ready(w), draw(keys[0], (ids.size, job.shape[-1])), np.sort(ids.reshape(-1))
 
 
 def _grouped(x: Array, experts: np.ndarray, count: int, unit: int) -> tuple[Array, Array, np.ndarray]:
-    """The rows in groups of multiples of `unit`, the groups' sizes, and where each row is."""
+    """The rows in groups of multiples of `unit`, the groups' sizes, and each row's index."""
     counts = np.bincount(experts, minlength=count)
     sizes = -(-counts // unit) * unit
     place = (np.cumsum(sizes) - sizes - np.cumsum(counts) + counts)[experts] + np.arange(len(experts))
@@ -159,12 +159,12 @@ def _grouped(x: Array, experts: np.ndarray, count: int, unit: int) -> tuple[Arra
 
 
 def measure(jobs: Sequence[Job], *, processes: int, seconds: float) -> Iterator[Trial]:
-    """Yields trials of all jobs, whose kernels processes build side by side and time one at a time.
+    """Yields trials of all jobs. Processes build kernels in parallel and time them exclusively.
 
     Args:
         jobs: the products.
-        processes: how many processes.
-        seconds: the time after which the search ends with the trials that it has.
+        processes: the number of processes.
+        seconds: time limit of the search.
     """
     deadline = time.monotonic() + seconds
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -203,9 +203,9 @@ def _work(work: Any, results: Any, device: Any) -> None:
 
 
 def fastest(given: Sequence[Trial]) -> list[dict[str, Any]]:
-    """Returns the fastest schedule of each product and unit, and of each model and tokens the unit of least time.
+    """Returns the fastest schedule of each product and unit, and the fastest unit of each model and number of tokens.
 
-    Both projections have the same groups, so a unit's time is that of its fastest schedules of both.
+    Both projections have the same groups, so a unit's time is the sum over its fastest schedules of both.
     """
     best: dict[tuple[Widths, int], dict[int, dict[Projection, Trial]]] = {}
     for trial in given:
@@ -234,8 +234,8 @@ def study(
     *,
     model: Annotated[list[str], options.names(MODELS)],
     tokens: options.Tokens = None,
-    processes: Annotated[int, Option("Processes that build kernels side by side.", minimum=1)] = 8,
-    seconds: Annotated[float, Option("The time after which the search ends with what it has.")] = 600.0,
+    processes: Annotated[int, Option("Processes that build kernels in parallel.", minimum=1)] = 8,
+    seconds: Annotated[float, Option("Time limit of the search, in seconds.")] = 600.0,
 ) -> Result:
     if not run.small and backends.backend() != "hopper":
         raise UsageError(f"without --small on {backends.device_name()}; accepted: an H100 or H200")

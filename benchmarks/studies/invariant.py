@@ -1,9 +1,9 @@
-"""Models that know nothing of detjax under `batch_invariant`: their speed, whether bits change, and tracing.
+"""Plain Flax models under `batch_invariant`: speed, bits, and tracing time.
 
     python -m benchmarks invariant --out benchmarks/results/invariant-h200.json
 
-The models have the shapes of GPT-2 and of Qwen3-0.6B and random bfloat16 weights, and are written with Flax' own
-layers. A call computes the logits of the last token of each row. Tracing is that of a model of Qwen3-8B's shape.
+The models have the shapes of GPT-2 and Qwen3-0.6B and random bfloat16 weights, and use Flax' own layers. A call
+computes the logits of the last token of each row. Tracing is measured with Qwen3-8B's shape.
 """
 
 import dataclasses
@@ -30,15 +30,15 @@ class Shape:
     """The shape of a transformer.
 
     Attributes:
-        layers: how many layers.
-        width: numbers of a token between layers.
+        layers: the number of layers.
+        width: the width of hidden states.
         heads: query heads.
         kv_heads: key and value heads.
-        head_dim: numbers of a head.
-        hidden: numbers of a token within an MLP.
-        vocabulary: tokens that there are.
-        gated: whether it is built as Qwen3 is: RMS norms, also of queries and keys, rotated, and gated MLPs without
-            biases. Otherwise as GPT-2: layer norms, learned positions, GELU, and biases.
+        head_dim: head size.
+        hidden: the inner width of an MLP.
+        vocabulary: the number of tokens.
+        gated: whether it is built like Qwen3: RMS norms, also of queries and keys, rotary embedding, and gated MLPs
+            without biases. Otherwise like GPT-2: layer norms, learned positions, GELU, and biases.
     """
 
     layers: int
@@ -60,11 +60,11 @@ TINY: Final = Shape(1, 64, 4, 2, 16, 96, 128, True)
 PARTS: Final = ("speeds", "tracing", "bits")
 BATCHES: Final = (1, 16, 64)
 COMPARED: Final = (2, 3, 8, 17, 64)
-"""The batches among which a row's bits are compared with those that it has alone."""
+"""The batch sizes at which a row's bits are compared with the row alone."""
 
 
 class _Layer(nnx.Module):
-    """Attention and MLP, written with Flax' own layers."""
+    """Attention and MLP of Flax' own layers."""
 
     def __init__(self, shape: Shape, rngs: nnx.Rngs) -> None:
         options: Any = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16, "rngs": rngs}
@@ -130,7 +130,7 @@ def _rotated(x: Array) -> Array:
 
 
 def speeds(shape: Shape, length: int, batches: Sequence[int], rounds: int) -> Iterator[dict[str, Any]]:
-    """Yields, for each batch, milliseconds of a call as stock JAX and as `batch_invariant` run it, in turns."""
+    """Yields, for each batch, milliseconds of a call with stock JAX and with `batch_invariant`, alternating."""
     model = Transformer(shape, length, nnx.Rngs(0))
     programs = _programs()
     for batch in batches:
@@ -149,7 +149,7 @@ def speeds(shape: Shape, length: int, batches: Sequence[int], rounds: int) -> It
 
 
 def bits(shape: Shape, length: int, batches: Sequence[int]) -> dict[str, list[int]]:
-    """Returns, for stock JAX and for `batch_invariant`, the batches among which a row has other bits than alone."""
+    """Returns, for stock JAX and `batch_invariant`, the batch sizes at which a row has other bits than alone."""
     model, alone = Transformer(shape, length, nnx.Rngs(0)), _tokens(shape, 1, length, 0)
     changed: dict[str, list[int]] = {}
     for name, program in _programs().items():
@@ -165,7 +165,7 @@ def bits(shape: Shape, length: int, batches: Sequence[int]) -> dict[str, list[in
 
 
 def tracing(shape: Shape, length: int) -> dict[str, float]:
-    """Returns the seconds that tracing a model takes, without weights; stock JAX, and `batch_invariant`."""
+    """Returns the seconds to trace a model without weights, for stock JAX and `batch_invariant`."""
     model = nnx.eval_shape(lambda: Transformer(shape, length, nnx.Rngs(0)))
     tokens = jax.ShapeDtypeStruct((16, length), jnp.int32)
     seconds = {}
@@ -192,7 +192,7 @@ def _tokens(shape: Shape, batch: int, length: int, seed: int) -> Array:
 def study(
     run: Run,
     *,
-    length: Annotated[int, Option("Tokens of a row.", minimum=1)] = 128,
+    length: Annotated[int, Option("Tokens per row.", minimum=1)] = 128,
     rounds: options.RoundCount = 5,
     part: Annotated[list[str], options.names(PARTS)],
 ) -> Result:

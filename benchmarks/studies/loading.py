@@ -1,10 +1,10 @@
-"""The memory that a host needs to load a checkpoint into the devices of a mesh, besides what the devices hold.
+"""The host memory needed to load a checkpoint onto the devices of a mesh, not counting the devices' shards.
 
     python -m benchmarks loading --out benchmarks/results/loading-cpu.json
 
-Devices are simulated, and checkpoints are sparse files of zeros: the shape of Qwen3-32B has 66 GB of them. Where
-weights are "deleted", each leaves its device as soon as it is there, so that a machine can load more than it has memory
-for. Files that are mapped count apart: the system takes their memory back when it needs it.
+Devices are simulated, and checkpoints are sparse files of zeros (66 GB for the shape of Qwen3-32B). Where weights are
+"deleted", each is freed as soon as it is on its device, so that a machine can load more than its memory. Mapped files
+count separately, since the system reclaims their memory when needed.
 
 `--small` takes seconds.
 """
@@ -33,19 +33,19 @@ from detjax.models.checkpoint import loading as checkpoint
 from detjax.models.checkpoint.weight_files import SINGLE_FILE
 
 _SAMPLED_EVERY: Final = 0.002
-"""Seconds between two looks at the memory of the process. Reading a gigabyte takes a hundred times as long."""
+"""Interval between two readings of the process's memory, in seconds; reading a gigabyte takes 100 times as long."""
 _DTYPE: Final = np.dtype(ml_dtypes.bfloat16)
 
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """A checkpoint, and who loads it.
+    """A checkpoint, and the devices that load it.
 
     Attributes:
         preset: the model's shape.
-        layers: its layers; None: its own.
+        layers: its number of layers; None: the preset's own.
         devices: the simulated devices that share the model.
-        kept: whether devices keep their weights, or delete each as soon as it is there.
+        kept: whether devices keep their weights, or free each at once.
     """
 
     preset: str
@@ -64,7 +64,7 @@ SMALL: Final = (Load("tiny", None, 2, kept=True), Load("tiny", None, 2, kept=Fal
 
 
 def write_sparse(folder: Path, preset: str, layers: int | None) -> dict[str, int]:
-    """Writes a checkpoint of bfloat16 zeros that takes no space on the disk, and returns each tensor's bytes."""
+    """Writes a checkpoint of bfloat16 zeros that takes no disk space, and returns each tensor's bytes."""
     config = presets.config(preset, layers)
     raw = {**presets.MODELS[preset], "num_hidden_layers": config.layers}
     (folder / "config.json").write_text(json.dumps(raw))
@@ -75,7 +75,7 @@ def write_sparse(folder: Path, preset: str, layers: int | None) -> dict[str, int
         header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": (begin, begin + sizes[name])}
         begin += sizes[name]
     content = json.dumps(header).encode()
-    content += b" " * (-len(content) % 8)  # The format has its data begin at a multiple of 8.
+    content += b" " * (-len(content) % 8)  # The format aligns data to 8 bytes.
     with (folder / SINGLE_FILE).open("wb") as file:
         file.write(len(content).to_bytes(8, "little") + content)
         file.truncate(8 + len(content) + begin)
@@ -83,7 +83,7 @@ def write_sparse(folder: Path, preset: str, layers: int | None) -> dict[str, int
 
 
 def _sizes(one: Load, sizes: dict[str, int]) -> dict[str, Any]:
-    """A load, and the bytes of what is loaded."""
+    """A load, and the size of its weights."""
     layer = sum(size for name, size in sizes.items() if name.startswith(f"model.layers.{_layers(one) - 1}."))
     return dataclasses.asdict(one) | {
         "layers": _layers(one),
@@ -96,7 +96,7 @@ def _layers(one: Load) -> int:
 
 
 def _watched(one: Load, folder: str) -> dict[str, Any]:
-    """What the memory of a process holds at most that loads a checkpoint."""
+    """The peak memory of a process that loads a checkpoint."""
     context = multiprocessing.get_context("spawn")
     placed, begun, ended = context.Value("q", 0), context.Event(), context.Event()
     flags = f"--xla_force_host_platform_device_count={one.devices}"
@@ -108,7 +108,7 @@ def _watched(one: Load, folder: str) -> dict[str, Any]:
     before, start = _memory(process.pid), time.perf_counter()
     beyond = mapped = 0
     while not ended.is_set() and process.is_alive():
-        # What was placed is read first: what comes in between counts as beyond the shards.
+        # The placed bytes are read first, so that shards placed in between count as overhead.
         held, now = placed.value, _memory(process.pid)
         beyond = max(beyond, now["RssAnon"] - before["RssAnon"] - held)
         mapped = max(mapped, now["RssFile"] - before["RssFile"])
@@ -121,18 +121,18 @@ def _watched(one: Load, folder: str) -> dict[str, Any]:
 
 
 def _memory(process: int | None) -> dict[str, int]:
-    """The bytes of a process's memory by kind: what it has allocated, and what it sees of files."""
+    """The bytes of a process's memory by kind: allocated, and mapped from files."""
     try:
         text = Path(f"/proc/{process}/status").read_text()
     except FileNotFoundError:
         raise RuntimeError("the memory of a process is read from /proc; accepted: Linux") from None
     lines = dict(line.split(":", 1) for line in text.splitlines())
-    # A process that has ended has no memory, and its status no such lines.
+    # The status of an ended process lacks these lines.
     return {kind: 1024 * int(lines.get(kind, "0").split()[0]) for kind in ("RssAnon", "RssFile")}
 
 
 def _load(one: Load, folder: str, placed: Any, begun: Any, ended: Any) -> None:
-    """Loads the checkpoint; runs in a process of its own."""
+    """Loads the checkpoint, in a separate process."""
     mesh = mesh_of(one.devices)
     jax.block_until_ready(jax.device_put(np.zeros(1)))
     with _counted(placed, kept=one.kept):
@@ -143,11 +143,11 @@ def _load(one: Load, folder: str, placed: Any, begun: Any, ended: Any) -> None:
 
 @contextlib.contextmanager
 def _counted(placed: Any, *, kept: bool) -> Iterator[None]:
-    """Has the bytes that devices hold counted as they come, and parameters deleted unless they are kept."""
+    """A context that counts bytes placed on devices, and frees parameters unless they are kept."""
     device_put, placement = jax.device_put, checkpoint.placement
 
     def counted_put(x: Any, place: Any = None) -> Any:
-        # They count from the beginning of the copy: what is held beside them is the host's.
+        # They count from the start of the copy; everything else in memory is the host's.
         placed.value += x.nbytes * (len(place.device_set) if isinstance(place, jax.sharding.Sharding) else 1)
         return device_put(x, place)
 

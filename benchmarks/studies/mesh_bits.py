@@ -1,14 +1,13 @@
-"""Bits of answers on several devices that share a model: one device, orders, preemption, prefixes.
+"""Bits of answers on several devices that share a model, against one device, under orders, preemption and prefixes.
 
     python -m benchmarks mesh_bits --out benchmarks/results/mesh-bits-h100.json
 
 An engine on one device and one on several answer the same workloads: one request, 64, and 1000 in three orders. Every
-other prompt begins alike, and there are too few pages for all, so prefixes are reused and requests are preempted.
-Compared are digests of all tokens and logprobs. The control is the usual cut of a product, whose halves are added
-across devices. The exit code is 1 if a digest differs, if nothing was preempted or reused, or if the control has equal
-bits.
+other prompt begins alike, and pages are scarce, so prefixes are reused and requests are preempted. Digests of all
+tokens and logprobs are compared. The control is the usual sharding of a product, whose halves are added across devices.
+The exit code is 1 if a digest differs, if nothing was preempted or reused, or if the control has equal bits.
 
-`--small` takes a CPU a minute, where `XLA_FLAGS=--xla_force_host_platform_device_count=2` simulates two devices.
+`--small` takes a minute on a CPU with two devices simulated by `XLA_FLAGS=--xla_force_host_platform_device_count=2`.
 """
 
 import dataclasses
@@ -39,10 +38,10 @@ class Sizes:
     """The workloads of a run.
 
     Attributes:
-        requests: the numbers of requests of the workloads. The last one comes in several orders.
-        prompt: tokens of the shortest and of the longest prompt, the shared beginning apart.
-        output: the fewest and the most tokens of an answer.
-        shared: tokens with which every other prompt begins.
+        requests: the numbers of requests of the workloads. The last workload runs in several orders.
+        prompt: minimum and maximum number of tokens of a prompt, not counting the shared beginning.
+        output: minimum and maximum number of tokens of an answer.
+        shared: number of tokens at the beginning of every other prompt.
         engine: the engine's settings.
     """
 
@@ -98,7 +97,7 @@ def _problem(content: dict[str, Any]) -> str:
 
 
 def _answers(sizes: Sizes, preset: str, layers: int | None, mesh: Mesh | None) -> dict[str, Any]:
-    """Digests of the answers by workload, each in all its orders."""
+    """Digests of the answers by workload, for all its orders."""
     decoder, digests, reused = presets.decoder(preset, layers, mesh), {}, 0
     with Engine(decoder, config=sizes.engine) as engine:
         for count in sizes.requests:
@@ -122,7 +121,7 @@ def _requests(sizes: Sizes, count: int, vocabulary: int) -> list[Request]:
 
 
 def _in_order(engine: Engine, requests: Sequence[Request], order: int) -> list[Any]:
-    """The answers in the order of the requests, which come in another order unless this is 0."""
+    """The answers in the order of the requests, which are submitted in random order unless `order` is 0."""
     places = list(range(len(requests)))
     if order:
         random.Random(order).shuffle(places)
@@ -131,7 +130,7 @@ def _in_order(engine: Engine, requests: Sequence[Request], order: int) -> list[A
 
 
 def _usual_cut_differs(mesh: Mesh) -> bool:
-    """Returns whether a product whose halves are added across devices has other bits than the whole one."""
+    """Returns whether adding a product's halves across devices changes its bits."""
     draw = np.random.default_rng(1)
     x, w = (jnp.asarray(draw.standard_normal(shape), jnp.bfloat16) for shape in ((64, 4096), (4096, 4096)))
 

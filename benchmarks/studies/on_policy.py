@@ -1,12 +1,12 @@
-"""Logprobs of sampled tokens from the engine and from the trainer: how many bits are unequal.
+"""Logprobs of sampled tokens from the engine and from the trainer: the number of unequal bits.
 
     python -m benchmarks on_policy --out benchmarks/results/on-policy-h200.json
 
 The engine samples 65,536 tokens for mixed requests: temperatures 0, 0.6, 1 and 1.5, with and without filters, prompts
-of many lengths that share prefixes, two samples each, prefilled in chunks beside others' decodes. The trainer computes
-the logprobs of the same tokens, of the model and of the distributions that they were drawn from, on packed rows.
+of many lengths that share prefixes, two samples each, prefilled in chunks while others decode. The trainer computes the
+same tokens' logprobs under the model and under the sampling distributions, on packed rows.
 
-`--small` takes a CPU seconds. The exit code is 1 if a bit is unequal. Under `DETJAX_BACKEND=stock`, it has to be.
+`--small` runs on a CPU in seconds. The exit code is 1 if bits differ, as they must under `DETJAX_BACKEND=stock`.
 """
 
 import dataclasses
@@ -41,17 +41,17 @@ DISTRIBUTIONS: Final = tuple(
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What is sampled.
+    """The sizes of a run.
 
     Attributes:
         preset: the model's shape.
-        layers: its layers; None: as many as the preset has.
-        samples: samples of each distribution.
-        tokens: tokens of each.
-        longest_prompt: the most tokens of a prompt.
-        slots: samples that run at the same time.
-        budget: tokens of a step.
-        row: tokens of a row of the trainer's microbatches.
+        layers: its number of layers; None: the preset's own.
+        samples: samples per distribution.
+        tokens: tokens per sample.
+        longest_prompt: maximum number of tokens of a prompt.
+        slots: concurrent samples.
+        budget: tokens per step.
+        row: tokens per row of the trainer's microbatches.
         is_packed: whether sequences are packed into rows.
     """
 
@@ -70,7 +70,7 @@ SMALL: Final = Sizes("tiny", 2, 4, 12, 20, 6, 32, 64)
 
 
 def requests(sizes: Sizes, vocabulary: int) -> list[Request]:
-    """Requests of all distributions, mixed, for two samples each. Prompts have many lengths, and some begin alike."""
+    """Returns mixed requests of all distributions, for two samples each. Prompts vary in length and share prefixes."""
     random = np.random.default_rng(0)
     shared = random.integers(0, vocabulary, sizes.longest_prompt)
     made = []
@@ -86,14 +86,14 @@ def requests(sizes: Sizes, vocabulary: int) -> list[Request]:
 
 
 def compared(sizes: Sizes) -> dict[str, Any]:
-    """The divergence between sampler and trainer, of the model's logprobs and of each sampling distribution's."""
+    """Returns the divergence between sampler and trainer in logprobs of the model and of each sampling distribution."""
     config, decoder = presets.config(sizes.preset, sizes.layers), presets.decoder(sizes.preset, sizes.layers)
     given = requests(sizes, config.vocab_size)
     longest = sizes.longest_prompt + 20 + sizes.tokens
     options = {"max_samples": sizes.slots, "token_budget": sizes.budget, "max_length": longest, "prefix_cache": True}
     with Engine(decoder, None, EngineConfig(**options, top_logprobs=0)) as engine:
         if backends.backend() != "portable":
-            engine.warm_up(in_background=True)  # compiles side by side; an interpreter's few steps do not need it
+            engine.warm_up(in_background=True)  # compiles in parallel; an interpreter's few steps do not need it
         answers = engine.generate(given)
     network, weights = split(decoder)
     hidden_states = compilation.jit(lambda weights, batch: last_hidden_states(network.with_weights(weights), batch))
@@ -149,7 +149,7 @@ def study(
     *,
     preset: options.Preset = Sizes.preset,
     layers: options.Layers = None,
-    packed: Annotated[bool, Option("How the trainer lays sequences out.", name="--packed/--rows")] = True,
+    packed: Annotated[bool, Option("The trainer's layout of sequences.", name="--packed/--rows")] = True,
 ) -> Result:
     sizes = dataclasses.replace(SMALL if run.small else Sizes(preset, layers), is_packed=packed)
     results = compared(sizes)

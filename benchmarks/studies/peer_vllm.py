@@ -1,16 +1,16 @@
-"""vLLM under the load that `python -m detjax.bench serve` gives detjax: the same requests, in the same orders.
+"""vLLM under the load of `python -m detjax.bench serve`: the same requests, in the same orders.
 
-    pip install vllm==0.26.0        # in an environment of its own, together with this repository
+    pip install vllm==0.26.0        # in a separate environment, together with this repository
     python -m benchmarks peer_vllm --model Qwen3-8B --out vllm.json
     VLLM_BATCH_INVARIANT=1 python -m benchmarks peer_vllm --model Qwen3-8B --out vllm-invariant.json
 
 The model is a directory with a configuration and a tokenizer; weights are random. The result has the seconds of each
-order, with logprobs and without, the seconds a token of one request, and a digest of all answers of each run. The other
+order, with and without logprobs, the seconds per token of one request, and a digest of each run's answers. The other
 side of the comparison is
 
     python -m detjax.bench serve --preset Qwen3-8B --orders 3 --max-samples 1024 --token-budget 8192 --max-length 384
 
-`--small` draws the requests and prints their sizes, and needs no vLLM.
+`--small` only draws the requests and prints their sizes, without vLLM.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ ORDERS, REPEATS = 3, 5
 
 
 def _digest(outputs: list[Any]) -> str:
-    """Returns the SHA-256 of all tokens and of all bits of the sampled tokens' logprobs, in the requests' order."""
+    """Returns the SHA-256 of all tokens and logprob bits, in the requests' order."""
     hashed = hashlib.sha256()
     for output in outputs:
         completion = output.outputs[0]
@@ -45,7 +45,7 @@ def _digest(outputs: list[Any]) -> str:
 
 
 def _run(engine: Any, requests: list[Request], order: list[int], *, logprobs: bool) -> dict[str, Any]:
-    """Returns the seconds of one run, and the digest of its answers in the order of `requests`."""
+    """Returns the seconds of a run, and the digest of its answers in the order of `requests`."""
     from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
 
     prompts = [{"prompt_token_ids": list(requests[index].prompt)} for index in order]
@@ -87,12 +87,12 @@ def _measured(model: str, vocabulary: int) -> dict[str, Any]:
         random.Random(number).sample(range(len(crowd)), len(crowd)) if number else list(range(len(crowd)))
         for number in range(ORDERS)
     ]
-    _run(engine, crowd, orders[0], logprobs=True)  # compiles and captures what is compiled lazily
+    _run(engine, crowd, orders[0], logprobs=True)  # triggers lazy compilation and graph capture
     runs = {
         name: [_run(engine, crowd, order, logprobs=logprobs) for order in orders]
         for name, logprobs in (("with logprobs", True), ("without logprobs", False))
     }
-    # A token takes the time of the whole request less that of its first token.
+    # The time per token excludes the first token's.
     one, first = [], [Request(alone[0].prompt, alone[0].sampling.__class__(max_tokens=1, ignore_eos=True))]
     for _ in range(REPEATS):
         whole = _run(engine, alone, [0], logprobs=True)["seconds"]

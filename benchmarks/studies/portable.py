@@ -1,10 +1,10 @@
-"""The cost of the portable backend against XLA's own operations, and its gain: one set of bits at every batch size.
+"""The cost of the portable backend against XLA's own operations, and its gain: equal bits at every batch size.
 
     python -m benchmarks portable --out benchmarks/results/portable-cpu.json
 
-Runs on the default device. Each operation is timed under both backends in turns, inputs rotated so that they come from
-memory rather than from a cache; figures are medians. Beside the time stands at how many of the other batch sizes the
-first row has different bits than at the largest.
+Runs on the default device. Times each operation under both backends in alternating rounds, with inputs rotated so that
+they come from memory; figures are medians. Counts the batch sizes at which the first row's bits differ from the largest
+batch.
 
 `--small` measures the narrowest operations in few rounds.
 """
@@ -35,10 +35,10 @@ from detjax.runtime.backends import STOCK
 BACKENDS: Final = (STOCK, "portable")
 ROWS: Final = (1, 2, 3, 16, 64, 257, 1024)
 ROTATED_BYTES: Final = 256 << 20
-"""Bytes of the argument sets that are taken in turn, at most."""
+"""Maximum size of the argument sets to rotate, in bytes."""
 
 type Draw = Callable[[int, np.random.Generator], Any]
-"""Draws so many rows, the first of which is the same for every generator."""
+"""Draws a number of rows. The first one is the same for every generator."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,8 +46,8 @@ class Case:
     """An operation on rows.
 
     Attributes:
-        name: how tables name the operation.
-        run: returns an array whose first row belongs to the first row of the inputs.
+        name: the operation's name in tables.
+        run: returns an array whose first row belongs to the inputs' first row.
         inputs: draws the arguments of `run`.
         rows: numbers of rows.
     """
@@ -73,12 +73,12 @@ def _weight(*shape: int, dtype: str) -> jax.Array:
 
 
 def cases(scale: int, dtype: str, context: int = 512) -> Iterator[Case]:
-    """The operations of a small model, and the demo's model.
+    """Yields the operations of a small model, and the demo's model.
 
     Args:
         scale: a factor of the operations' widths.
         dtype: the dtype of the numbers.
-        context: tokens of the requests whose attention is measured.
+        context: tokens per request in attention.
     """
     width, weight = 256 * scale, functools.partial(_weight, dtype=dtype)
     x, w, gate_up, norm = _rows_of(width, dtype=dtype), weight(width, width), weight(2, 3 * width, width), weight(width)
@@ -104,7 +104,7 @@ def cases(scale: int, dtype: str, context: int = 512) -> Iterator[Case]:
 
 
 def small_cases(dtype: str) -> list[Case]:
-    """The narrowest operations on short requests, at two batch sizes each, which take a CPU seconds."""
+    """Returns the narrowest operations on short requests, at two batch sizes each, which run on a CPU in seconds."""
     return [dataclasses.replace(case, rows=(1, 3)) for case in cases(1, dtype, context=64)]
 
 
@@ -128,7 +128,7 @@ def _model_case(dtype: str) -> Case:
 
 
 def measure(case: Case, rounds: int) -> list[dict[str, Any]]:
-    """A result for each number of rows: times, and at how many other numbers of rows the first row's bits differ."""
+    """Returns a result per number of rows: times, and the count of batch sizes at which the first row's bits differ."""
     measured = {rows: _measure_rows(case, rows, rounds) for rows in case.rows}
     last = measured[case.rows[-1]][1]
     different = {name: sum(bits[name] != last[name] for _, bits in measured.values()) for name in BACKENDS}

@@ -1,11 +1,11 @@
-"""The time from a start until every request can be served, from nothing and with the cache of programs.
+"""The time from the start until all requests can be served, with an empty and a filled cache of programs.
 
     python -m benchmarks ready --out benchmarks/results/ready-h200.json
 
-Two processes start one after the other: an engine with the shape of Qwen3-8B and 1024 samples. The result names every
-program and says what it is for.
+Starts two processes in sequence, each with an engine of Qwen3-8B's shape and 1024 samples. The result lists every
+program with its purpose.
 
-`--small` takes a CPU seconds.
+`--small` runs on a CPU in seconds.
 """
 
 import dataclasses
@@ -27,16 +27,16 @@ from detjax.engine import Engine, EngineConfig
 from detjax.models.network import split
 
 STEPS: Final = ("model", "ready", "complete")
-"""What a start reaches: the weights are there, every request can be served, every program is there."""
+"""The stages of a start: weights are loaded, all requests can be served, all programs are compiled."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """What is started.
+    """The settings of a start.
 
     Attributes:
         preset: the shape of the model, whose weights are random.
-        layers: layers of the model; None: its own.
+        layers: number of layers; None: the preset's own.
         max_samples: see `EngineConfig`.
         token_budget: see `EngineConfig`.
         max_length: see `EngineConfig`.
@@ -69,7 +69,7 @@ def _started(start: Start, cache: str) -> dict[str, Any]:
 
 
 def _main(settings: Mapping[str, Any], cache: Path) -> None:
-    """Starts once, and prints a line at each step."""
+    """Starts once, and prints a line at each stage."""
     start = Start(**settings)
     decoder = presets.decoder(start.preset, start.layers)
     jax.block_until_ready(split(decoder)[1])

@@ -1,17 +1,17 @@
-"""Log-softmax and sampling on an H200: whether every schedule gives the same bits, and how fast each is.
+"""Log-softmax and sampling on an H200: equality of bits over schedules, and their times.
 
     python -m benchmarks softmax_schedules [--bits] [--rows 64 --rows 1024] [--dtype float32]
 
-First the bits: log_softmax and softmax of every schedule against one another, logprobs and tokens of the sampler
-against log_softmax and against the portable backend. Then, unless `--bits` is given, device time of each schedule
-beside the time of a copy of as many bytes; the schedule that serves by default is marked.
+First the bits: log_softmax and softmax under all schedules, and the sampler's logprobs and tokens against log_softmax
+and the portable backend. Then, unless `--bits` is given, the device time of each schedule and of a copy of as many
+bytes; the default schedule is marked.
 
-`--small` compares the bits of tiny sizes in Pallas' interpreter, which takes a CPU seconds, and measures no time.
+`--small` compares the bits of tiny sizes in Pallas' interpreter in seconds on a CPU, and measures no time.
 """
 
 import os
 
-# The interpreter's threads wait for one another inside XLA's pool, which needs a worker for each.
+# The interpreter's threads wait for each other in XLA's pool, which needs a worker per thread.
 os.environ.setdefault("PJRT_NPROC", "16")
 
 import contextlib
@@ -44,7 +44,7 @@ VOCABULARY = 151936
 
 
 class DifferentBits(Exception):
-    """Two results that must have the same bits do not."""
+    """Raised if two results that must have the same bits differ."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,8 +55,8 @@ class Sizes:
         logits: (rows, width, dtype) of softmax.
         sampled: (width, dtype) of sampling.
         sampled_rows: rows of sampling, at least 10.
-        runs: how often each schedule of softmax runs.
-        schedules: the schedules to compare; None: all that a device has reasons to use.
+        runs: runs of each softmax schedule.
+        schedules: the schedules to compare; None: all reasonable ones for the device.
     """
 
     logits: Sequence[tuple[int, int, str]] = (
@@ -82,20 +82,20 @@ SMALL = Sizes(
     runs=1,
     schedules=(Schedule(1, 9, 2), Schedule(0, 2, 1)),
 )
-"""Sizes that take Pallas' interpreter seconds."""
+"""Sizes that run in Pallas' interpreter in seconds."""
 
 
 def logits(rows: int, width: int, dtype: str, seed: int) -> jax.Array:
-    """Random logits."""
+    """Returns random logits."""
     return (jax.random.normal(jax.random.key(seed), (rows, width), jnp.float32) * 4).astype(dtype)
 
 
 def schedules(problem: Problem, around: Sequence[int] = (0,)) -> Iterator[Schedule]:
-    """Schedules with 1 to 6 CTAs to a multiprocessor: first those that hold rows, then those that read rows twice.
+    """Yields schedules with 1 to 6 CTAs per multiprocessor: first with resident rows, then with rows read twice.
 
     Args:
         problem: the rows.
-        around: how many clusters there are, counted from the number that runs at once.
+        around: numbers of clusters, relative to the number that runs at once.
     """
     itemsize = problem.dtype.itemsize
     for ctas in (1, 2, 3, 4, 6):
@@ -110,15 +110,15 @@ def schedules(problem: Problem, around: Sequence[int] = (0,)) -> Iterator[Schedu
 
 
 def streaming_schedule(problem: Problem, slots: int, ctas: int) -> Schedule:
-    """A schedule that reads rows twice, with so many CTAs to a multiprocessor."""
+    """Returns a schedule that reads rows twice, with `ctas` CTAs per multiprocessor."""
     return Schedule(0, slots, min(problem.rows * problem.blocks, device.multiprocessors() * ctas))
 
 
 def compare_softmax(sizes: Sizes) -> Iterator[str]:
-    """Compares softmax and log_softmax by all schedules, and yields a line about each.
+    """Compares softmax and log_softmax under all schedules, and yields a line about each.
 
     Raises:
-        DifferentBits: a schedule has different bits, or a row alone.
+        DifferentBits: the bits of a schedule, or of a row alone, differ.
     """
     for rows, width, dtype in sizes.logits:
         x = logits(rows, width, dtype, 0)
@@ -138,7 +138,7 @@ def compare_softmax(sizes: Sizes) -> Iterator[str]:
 
 
 def _compare_schedules(title: str, fn: Callable[..., jax.Array], x: jax.Array, tried: Sequence[Schedule]) -> np.ndarray:
-    """The bits that all schedules have."""
+    """The bits of all schedules."""
     first = None
     for schedule in tried:
         result = _words(detjax.jit(functools.partial(fn, schedule=schedule))(x))
@@ -155,7 +155,7 @@ def _words(x: jax.Array) -> np.ndarray:
 
 
 def _exact(name: str, x: jax.Array) -> np.ndarray:
-    """Softmax or log_softmax in float64."""
+    """Computes softmax or log_softmax in float64."""
     exact = np.asarray(x, np.float64)
     exact -= exact.max(axis=1, keepdims=True)
     exact -= np.log(np.exp(exact).sum(axis=1, keepdims=True))
@@ -166,7 +166,7 @@ def compare_sampling(sizes: Sizes) -> Iterator[str]:
     """Compares the sampler's logprobs with log_softmax, and a row alone with the same row among others.
 
     Raises:
-        DifferentBits: logprobs have different bits than log_softmax, or a row alone.
+        DifferentBits: the bits of logprobs and log_softmax, or of a row alone, differ.
     """
     rows = sizes.sampled_rows
     sample = {filtered: detjax.jit(functools.partial(sampling.sample, filtered=filtered)) for filtered in (False, True)}
@@ -192,7 +192,7 @@ def compare_sampling(sizes: Sizes) -> Iterator[str]:
 
 
 def sampler_arguments(x: jax.Array, temperature: Any) -> tuple[jax.Array, SamplingArrays]:
-    """The arguments of `ops.sample` for logits, without filters."""
+    """Returns the arguments of `ops.sample` for logits, without filters."""
     rows = len(x)
     seeds = jnp.stack([jnp.arange(rows), jnp.arange(rows) + 5], axis=1).astype(jnp.uint32)
     ids, ones = jnp.arange(rows, dtype=jnp.int32), jnp.ones(rows, jnp.float32)
@@ -200,7 +200,7 @@ def sampler_arguments(x: jax.Array, temperature: Any) -> tuple[jax.Array, Sampli
 
 
 def measure(rows: int, vocabulary: int, dtype: str, calls: int) -> Iterator[dict[str, Any]]:
-    """Times of log_softmax by every schedule, and of logsumexp and the sampler, beside the time of a copy."""
+    """Yields times of log_softmax under every schedule, of logsumexp, of the sampler and of a copy."""
     shape = jax.ShapeDtypeStruct((rows, vocabulary), jnp.dtype(dtype))
     problem = Problem.for_rows(shape, rewritten=True)
     read, written = shape.size * shape.dtype.itemsize, 4 * shape.size
@@ -226,8 +226,8 @@ def measure(rows: int, vocabulary: int, dtype: str, calls: int) -> Iterator[dict
 def study(
     run: Run,
     *,
-    bits: Annotated[bool, Option("Compare bits, and measure no time.")] = False,
-    rows: Annotated[list[int] | None, Option("Rows of a call.", minimum=1, default="64, 1024")] = None,
+    bits: Annotated[bool, Option("Only compare bits.")] = False,
+    rows: Annotated[list[int] | None, Option("Rows per call.", minimum=1, default="64, 1024")] = None,
     dtype: Annotated[list[str] | None, Option("Dtypes of the logits.", default="float32, bfloat16")] = None,
     calls: options.Calls = 20,
 ) -> Result:

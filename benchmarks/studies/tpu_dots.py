@@ -1,11 +1,11 @@
-"""The steps in which XLA's own dot walks through K on TPUs, by number of tokens: compiled by libtpu, nothing is run.
+"""The number of K steps of XLA's own dot on TPUs, by number of tokens: compiled by libtpu, not executed.
 
     PYTHONPATH=.libtpu JAX_PLATFORMS=cpu python -m benchmarks tpu_dots --out benchmarks/results/tpu-dots.json
 
-`make test-tpu` puts libtpu into .libtpu. Each step's products are summed inside the matrix unit and added to those of
-the steps before, so another number of steps is another order of addition, and in general different bits. The steps are
-read from `iteration_bounds` in the `window_config` that the compiler leaves in its program; a dot that has no window of
-weights runs on the vector unit. A plot of the same name is written beside the JSON.
+`make test-tpu` installs libtpu into .libtpu. The matrix unit sums each step's products, which are added to the previous
+steps, so another number of steps means another order of addition, and in general different bits. The steps are read
+from `iteration_bounds` in the `window_config` of the compiled program; a dot without a window of weights runs on the
+vector unit. A plot of the same name is written next to the JSON.
 
 `--small` compiles for one chip and two numbers of tokens.
 """
@@ -30,7 +30,7 @@ K, N = 14336, 4096
 
 
 def steps_of_k(chip: str, tokens: int) -> int | None:
-    """The steps in which the matrix unit walks through K; None if the dot runs on the vector unit."""
+    """Returns the number of the matrix unit's steps over K; None if the dot runs on the vector unit."""
 
     def dot(x: jax.Array, w: jax.Array) -> jax.Array:
         return jnp.dot(x, w, preferred_element_type=jnp.float32).astype(x.dtype)
@@ -47,7 +47,7 @@ def steps_of_k(chip: str, tokens: int) -> int | None:
 
 
 def draw(content: dict[str, Any], file: Path) -> None:
-    """Writes a PNG with a bar for each chip and number of tokens."""
+    """Writes a PNG with a bar per chip and number of tokens."""
     figure = Figure(figsize=(7, 3.6), layout="constrained", dpi=150)
     axes, steps = figure.subplots(), content["steps"]
     tokens = list(next(iter(steps.values())))

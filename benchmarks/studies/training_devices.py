@@ -1,14 +1,14 @@
-"""Training on several devices over training on one: seconds of a step at the same batch, and bits after three steps.
+"""Training on several devices against one: seconds of a step with the same batch, and bits after three steps.
 
     python -m benchmarks training_devices --layers 8 --out benchmarks/results/training-two-h100.json
 
-The devices share the batch and the state: each has a part of the masters and moments, and the weights. One device
-computes the shards of the batch one after the other. Compared are the gradients of the first batch, and logprobs,
-weights, masters and moments after the steps, by digests that are computed on the devices. The control has the sequences
-in another order. The exit code is 1 if bits differ between numbers of devices, or if the control's are the same.
-`--skip-one` trains on several devices alone, for a model that one cannot hold.
+The devices share the batch, masters and moments; weights are replicated. One device computes the shards of the batch in
+sequence. Gradients of the first batch, and logprobs, weights, masters and moments after the steps are compared by
+digests computed on the devices. The control has the sequences in another order. The exit code is 1 if bits differ
+between numbers of devices, or if the control's are the same. `--skip-one` trains only on several devices, for a model
+that does not fit on one.
 
-`--small` takes a CPU seconds, where `XLA_FLAGS=--xla_force_host_platform_device_count=2` simulates two devices.
+`--small` takes seconds on a CPU with two devices simulated by `XLA_FLAGS=--xla_force_host_platform_device_count=2`.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ from detjax.rl.trainer.step import Plan, batch_gradients
 from detjax.rl.trainer.trainer import Trainer
 
 _COMPARED_STEPS = 3
-"""Steps after which bits are compared. The first one compiles."""
+"""The number of steps before bits are compared. The first one compiles."""
 
 
 def study(
@@ -47,9 +47,9 @@ def study(
     devices: Annotated[int, Option("Devices that share a batch; a power of two.", minimum=2)] = 2,
     sequences: Annotated[int, Option("Sequences of a microbatch.", minimum=1)] = 4,
     length: Annotated[int, Option("Tokens of a sequence.", minimum=16)] = 1024,
-    microbatches: Annotated[int, Option("Microbatches of a step, of all devices together.", minimum=2)] = 8,
-    rounds: Annotated[int, Option("Further steps, which are timed.", minimum=1)] = 4,
-    one: Annotated[bool, Option("Train on one device too, and compare.", name="--one/--skip-one")] = True,
+    microbatches: Annotated[int, Option("Microbatches per step, over all devices.", minimum=2)] = 8,
+    rounds: Annotated[int, Option("Additional timed steps.", minimum=1)] = 4,
+    one: Annotated[bool, Option("Also train on one device, and compare.", name="--one/--skip-one")] = True,
 ) -> Result:
     sizes = Sizes(preset, layers, sequences, length, microbatches, devices, rounds)
     if run.small:
@@ -67,7 +67,7 @@ def study(
 
 
 def _compared(content: dict[str, Any]) -> str:
-    """Adds the comparison of one device with several, and returns what is wrong with it."""
+    """Adds the comparison of one device with several, and returns its problem."""
     one, several, control = (content[name] for name in ("one", "several", "several, another order"))
     content["speed_over_one"] = one["seconds"] / several["seconds"]
     content["equal"] = {key: one["digests"][key] == several["digests"][key] for key in one["digests"]}
@@ -79,7 +79,7 @@ def _compared(content: dict[str, Any]) -> str:
 
 
 def _trained(sizes: Sizes, devices: int, batch: Sequence[Sample], *, timed: bool) -> dict[str, Any]:
-    """Digests after the compared steps, and the median of the seconds of further ones."""
+    """Digests after the compared steps, and the median seconds of additional steps."""
     plan = Plan(Rows(sizes.sequences, sizes.length), sizes.shards, devices, is_sharded=devices > 1, rematerialized=True)
     optimizer = adamw(1e-4, weight_decay=1e-4)
     trainer = Trainer(presets.decoder(sizes.preset, sizes.layers), optimizer, LogLikelihood(), plan)
@@ -106,7 +106,7 @@ def _trained(sizes: Sizes, devices: int, batch: Sequence[Sample], *, timed: bool
 
 
 def _digest(arrays: Sequence[Array]) -> str:
-    """A digest of arrays: a sum of their bits modulo 2**32, each times an odd number of its place."""
+    """A digest of arrays: the sum of their bits, each times an odd number by position, modulo 2**32."""
     sums = [_sum(x) for x in arrays]
     return hashlib.sha256(b"".join(np.asarray(one).tobytes() for one in sums)).hexdigest()
 

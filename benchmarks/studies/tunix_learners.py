@@ -1,11 +1,11 @@
-"""Tunix' learners, and how many bits differ between the logprobs of rollouts and those in the trainer's step.
+"""Tunix' learners, and the number of differing bits between the logprobs of rollouts and of the trainer's step.
 
     make .tunix/.ready
     .tunix/bin/python -m benchmarks tunix_learners --out benchmarks/results/tunix-cpu.json
 
-GRPO, PPO and agentic GRPO train the policy that comes with detjax, with detjax as model and rollout. As a control, GRPO
-trains Tunix' own Qwen3 with the same weights, and Tunix' own sampler rolls out. Each case runs in a process of its own.
-The trainer's logprobs are read inside the program that computes the gradient.
+GRPO, PPO and agentic GRPO train detjax's small policy, with detjax as model and rollout. As a control, GRPO trains
+Tunix' own Qwen3 with the same weights and Tunix' own sampler. Each case runs in a separate process. The trainer's
+logprobs are read inside the program that computes the gradient.
 
 The exit code is 1 if a bit differs with detjax, or if none does in the control.
 """
@@ -43,7 +43,7 @@ class Case:
 
     Attributes:
         learner: "grpo", "ppo" or "agentic".
-        numerics: "detjax", or "tunix", which has Tunix' own model and sampler.
+        numerics: "detjax", or "tunix" for Tunix' own model and sampler.
         dtype: the dtype of weights.
     """
 
@@ -69,10 +69,10 @@ CASES: Final = {case.name: case for case in _CASES}
 
 
 class Comparison:
-    """Logprobs that rollouts reported, each beside the one that the trainer's step computed for the same token."""
+    """A comparison of the logprobs of rollouts and of the trainer's step, token by token."""
 
     def __init__(self, pad_id: int) -> None:
-        """A comparison of nothing yet."""
+        """Starts an empty comparison."""
         self.pad_id, self.tokens, self.unequal = pad_id, 0, 0
         self.rows_unknown, self.rows_empty = 0, 0
         self.differences: list[np.ndarray] = []
@@ -80,28 +80,28 @@ class Comparison:
 
     @property
     def rows_untrained(self) -> int:
-        """The rollouts that the trainer has not computed logprobs for."""
+        """The number of rollouts without logprobs from the trainer."""
         return sum(map(len, self._waiting.values()))
 
     @property
     def rows_left_out(self) -> int:
-        """The rollouts that were not compared although Tunix' trainer did not drop them."""
+        """The number of rollouts that Tunix' trainer did not drop, but that were not compared."""
         return self.rows_unknown + abs(self.rows_untrained - self.rows_empty)
 
     def sampled(self, prompts: Any, completions: Any, logprobs: Any) -> None:
-        """Notes the logprobs of rollouts: prompts padded on the left, completions and logprobs without padding."""
+        """Records the logprobs of rollouts: prompts are left-padded, completions and logprobs unpadded."""
         for prompt, completion, row in zip(np.asarray(prompts), completions, logprobs, strict=True):
             padded = np.full(MAX_TOKENS, self.pad_id, np.int32)
             padded[: len(completion)] = completion
             self._waiting[prompt.astype(np.int32).tobytes(), padded.tobytes()].append(np.asarray(row, np.float32))
 
     def trained(self, prompts: Any, completions: Any, logprobs: Any) -> None:
-        """Compares the logprobs `[B, C]` that the trainer computed with those of the rollouts."""
+        """Compares the trainer's logprobs `[B, C]` with the rollouts'."""
         for prompt, completion, row in zip(*map(np.asarray, (prompts, completions, logprobs)), strict=True):
             rollouts = self._waiting[prompt.astype(np.int32).tobytes(), completion.astype(np.int32).tobytes()]
             is_token = completion != self.pad_id
             if not is_token.any():
-                # The agentic learner empties a completion that was cut off.
+                # The agentic learner empties truncated completions.
                 self.rows_empty += 1
                 continue
             if not rollouts:
@@ -115,7 +115,7 @@ class Comparison:
 
 
 def batches(steps: int) -> Iterator[dict[str, Any]]:
-    """Yields the prompts of each step with what the reward needs to know."""
+    """Yields the prompts of each step with the arguments of the reward."""
     for step in range(steps):
         names = [list(DIFFICULTIES)[(PROMPTS * step + index) % len(DIFFICULTIES)] for index in range(PROMPTS)]
         prompts = [TASKS[name].example(0, step, DIFFICULTIES[name]).prompt for name in names]
@@ -123,7 +123,7 @@ def batches(steps: int) -> Iterator[dict[str, Any]]:
 
 
 def reward(prompts: Any, completions: Any, task: Any, number: Any, **_: Any) -> list[float]:
-    """Returns 1 for right answers, and 0 for wrong ones."""
+    """Returns 1 for correct answers, and 0 for wrong ones."""
     del prompts
     answers = zip(completions, np.ravel(task), np.ravel(number), strict=True)
     return [
@@ -132,7 +132,7 @@ def reward(prompts: Any, completions: Any, task: Any, number: Any, **_: Any) -> 
 
 
 def tunix_qwen3(config: models.DecoderConfig, mesh: Mesh, dtype: str) -> Any:
-    """Returns Tunix' Qwen3 with the weights of `CHECKPOINT`, whose configuration is given."""
+    """Returns Tunix' Qwen3 with the weights of `CHECKPOINT`."""
     from tunix.models.qwen3 import model, params  # pyright: ignore[reportMissingImports]
 
     shape = model.ModelConfig(
@@ -154,7 +154,7 @@ def tunix_qwen3(config: models.DecoderConfig, mesh: Mesh, dtype: str) -> Any:
 
 
 def _listening(compare: Comparison, compute: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns Tunix' function of logprobs, which shows those that a gradient is computed of."""
+    """Wraps Tunix' function of logprobs to record the logprobs under a gradient."""
 
     def listening(
         graph: Any, state: Any, prompt_tokens: Any, completion_tokens: Any, *rest: Any, **options: Any
@@ -169,7 +169,7 @@ def _listening(compare: Comparison, compute: Callable[..., Any]) -> Callable[...
 
 
 def run_case(case: Case, steps: int) -> dict[str, Any]:
-    """Returns what a case gives."""
+    """Runs a case and returns its result."""
     from tunix.rl import common, rl_cluster  # pyright: ignore[reportMissingImports]
     from tunix.rl.rollout.base_rollout import RolloutConfig  # pyright: ignore[reportMissingImports]
 
@@ -181,7 +181,7 @@ def run_case(case: Case, steps: int) -> dict[str, Any]:
     mesh = jax.make_mesh((1, 1), ("fsdp", "tp"), axis_types=(AxisType.Auto,) * 2)
     tokenizer, uses_detjax = TunixTokenizer(text_tokenizer, decoder), case.numerics == "detjax"
     if not uses_detjax:
-        # Tunix' model has no row for an id behind the vocabulary. Its rows need no first token either.
+        # Tunix' model has no row for an id beyond the vocabulary, and its rows need no first token.
         tokenizer.pad_id, tokenizer.bos_id = tokenizer.eos_id, lambda: None  # pyright: ignore
     cluster = rl_cluster.RLCluster(
         actor=TunixModel(decoder) if uses_detjax else tunix_qwen3(decoder.config, mesh, case.dtype),
@@ -262,7 +262,7 @@ def _learner(name: str, cluster: Any) -> Any:
     from tunix.rl.agentic.parser.chat_template_parser import parser  # pyright: ignore[reportMissingImports]
 
     class PlainText(parser.BaseChatTemplateParser):
-        """Conversations as they are, without a template."""
+        """Plain conversations without a template."""
 
         def _init_tokens(self) -> Any:
             return parser.TokenConfig()
@@ -271,7 +271,7 @@ def _learner(name: str, cluster: Any) -> Any:
             return ""
 
         def parse(self, messages: Any, add_generation_prompt: bool = False, is_first_msg: bool = False) -> str:
-            # A prompt comes as an array of one text.
+            # A prompt is an array with one text.
             return "".join(str(text) for message in messages for text in np.ravel(message["content"]))
 
     config = agentic_grpo_learner.GRPOConfig(
@@ -288,7 +288,7 @@ def study(
 ) -> Result:
     chosen = [CASES[name] for name in case]
     results = []
-    # The adapter changes Tunix in the whole process, so a process runs no second case.
+    # The adapter patches Tunix in the whole process, so each case gets its own.
     spawning = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(1, spawning, max_tasks_per_child=1) as pool:
         for result in pool.map(run_case, chosen, [steps] * len(chosen)):
@@ -300,7 +300,7 @@ def study(
 
 
 def is_wrong(result: dict[str, Any]) -> bool:
-    """Whether a result is not as promised: equal bits with detjax, unequal ones without, and all rollouts compared."""
+    """Returns whether a result breaks the promise: equal bits with detjax, unequal without, all rollouts compared."""
     is_equal = not result["unequal_tokens"]
     is_whole = result["tokens"] > 0 and not result["rollouts_not_compared"] and result["weights_moved"] > 0
     return not is_whole or is_equal != (result["numerics"] == "detjax")

@@ -1,13 +1,13 @@
-"""The time that it takes to verify transcripts, compared with the time that it took to generate them.
+"""The time to verify transcripts compared with the time to generate them.
 
     python -m benchmarks verify --out benchmarks/results/verify-h200.json
 
 An engine of Qwen3-8B's shape answers 1000 requests, greedy, sampled, filtered and with penalties: all at once, 64 at a
-time and 4 at a time. `detjax.verify` checks the transcripts by one forward pass over prompts and answers, and refuses
-each of them with another token, another bit of a logprob, or another prompt. Times of generation include prefills.
+time and 4 at a time. `detjax.verify` checks the transcripts by one forward pass over prompts and answers, and must
+refuse each one with a changed token, logprob bit or prompt. Times of generation include prefills.
 
-`--small` takes a CPU seconds, and minutes with `--requests 1000`. The exit code is 1 if a verdict is wrong, or if runs
-have other bits.
+`--small` takes seconds on a CPU, and minutes with `--requests 1000`. The exit code is 1 if a verdict is wrong, or if
+bits differ between runs.
 """
 
 import dataclasses
@@ -38,24 +38,24 @@ STYLES: Final = (
     {"temperature": 1.2, "top_p": 0.9, "min_p": 0.02},
     {"temperature": 1.0, "presence_penalty": 0.5, "repetition_penalty": 1.1},
 )
-"""How the requests are sampled, in turns: of a mixed workload all, of a greedy one the first."""
+"""Sampling parameters that the requests of a mixed workload cycle through; greedy workloads use the first."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What is generated and verified.
+    """The sizes of the measurement.
 
     Attributes:
         preset: the shape of the model, whose weights are random.
-        layers: layers of the model; None: its own.
+        layers: number of layers; None: the preset's own.
         requests: the number of requests.
-        prompt: tokens of the shortest and of the longest prompt.
-        output: the fewest and the most tokens of an answer.
-        at_once: for each run, how many requests are generated at the same time.
-        mixed: whether requests are sampled in many ways, or all greedily.
-        kv_cache_dtype: how keys and values are quantized in the cache.
-        token_budget: tokens of a step of the engine.
-        compiled_before: whether every program is compiled before the time counts. On a CPU that takes minutes.
+        prompt: minimum and maximum number of tokens of a prompt.
+        output: minimum and maximum number of tokens of an answer.
+        at_once: the number of concurrent requests of each run.
+        mixed: whether sampling parameters vary, or all requests are greedy.
+        kv_cache_dtype: the KV cache quantization.
+        token_budget: tokens per step of the engine.
+        compiled_before: whether all programs are compiled before timing, which takes minutes on a CPU.
     """
 
     preset: str = "Qwen3-8B"
@@ -74,7 +74,7 @@ SMALL: Final = Sizes("tiny", 1, 12, (4, 40), (5, 9), (4, 2), mixed=False, token_
 
 
 def measured(sizes: Sizes) -> dict[str, Any]:
-    """Returns the content of a result: seconds of each run, of the verification, and what was accepted and refused."""
+    """Returns the content of a result: seconds of each run and of the verification, and counts of verdicts."""
     decoder = presets.decoder(sizes.preset, sizes.layers)
     jax.block_until_ready(split(decoder)[1])
     requests = _requests(sizes, decoder.config.vocab_size)
@@ -102,11 +102,11 @@ def measured(sizes: Sizes) -> dict[str, Any]:
 
 
 def problems(result: dict[str, Any]) -> Sequence[str]:
-    """Returns what is wrong with the verdicts of a result."""
+    """Returns the problems of a result's verdicts."""
     verified, altered = result["verified"], result["altered"]
     messages = []
     if not result["same_bits_of_all_runs"]:
-        messages.append("runs have other bits")
+        messages.append("bits differ between runs")
     if verified["refused"]:
         messages.append(f"{verified['refused']} honest transcripts are refused: {verified['first_refusal']}")
     messages += [f"{count} transcripts with another {kind} are accepted" for kind, count in altered["accepted"].items()]
@@ -114,7 +114,7 @@ def problems(result: dict[str, Any]) -> Sequence[str]:
 
 
 def _requests(sizes: Sizes, vocabulary: int) -> list[Request]:
-    """The requests of `detjax.bench.serve` with the given sizes, sampled in several ways."""
+    """The requests of `detjax.bench.serve` with these sizes, sampled in several ways."""
     drawn = Workload(sizes.requests, sizes.prompt, sizes.output).draw(vocabulary)
     styles = STYLES if sizes.mixed else STYLES[:1]
     return [
@@ -126,7 +126,7 @@ def _requests(sizes: Sizes, vocabulary: int) -> list[Request]:
 def _generated(
     decoder: Decoder, requests: Sequence[Request], sizes: Sizes, count: int, origin: Origin
 ) -> dict[str, Any]:
-    """Returns how long an engine takes for all requests with so many at once, and the transcripts."""
+    """Returns an engine's seconds for all requests with `count` at a time, and the transcripts."""
     config = EngineConfig(
         max_samples=count,
         token_budget=sizes.token_budget,
@@ -141,7 +141,7 @@ def _generated(
         answers = engine.generate(requests)
         seconds = time.perf_counter() - start
         preemptions = engine.stats().preemptions
-    # A warm-up has the collector ignore the engine, whose cache has to make room for the next one.
+    # After a warm-up the collector ignores the engine, whose cache must be freed for the next one.
     del engine
     gc.unfreeze()
     gc.collect()
@@ -151,7 +151,7 @@ def _generated(
 
 
 def _verified(verifier: Verifier, transcripts: Sequence[Transcript]) -> dict[str, Any]:
-    """Returns how long all verdicts take once programs are compiled and the weights' digest is known."""
+    """Returns the time of all verdicts, without compilation and the weights' digest."""
     start = time.perf_counter()
     verdicts = verifier.verify(transcripts)
     first = time.perf_counter() - start
@@ -171,7 +171,7 @@ def _verified(verifier: Verifier, transcripts: Sequence[Transcript]) -> dict[str
 
 
 def _refused(verifier: Verifier, transcripts: Sequence[Transcript]) -> dict[str, Any]:
-    """Returns how many transcripts are refused after one alteration each, without a digest that would tell."""
+    """Returns the number of transcripts refused after one alteration each, with the digest removed."""
     altered = {
         kind: [alter(random.Random(number), one) for number, one in enumerate(transcripts)]
         for kind, alter in {"token": _other_token, "logprob bit": _other_bit, "prompt": _other_prompt}.items()
@@ -211,17 +211,13 @@ def study(
         int | None,
         Option("The number of requests.", minimum=1, default=f"{Sizes.requests}; {SMALL.requests} with --small"),
     ] = None,
-    prompt: Annotated[
-        tuple[int, int], Option("Tokens of the shortest and of the longest prompt.", minimum=1)
-    ] = Sizes.prompt,
-    output: Annotated[
-        tuple[int, int], Option("The fewest and the most tokens of an answer.", minimum=1)
-    ] = Sizes.output,
+    prompt: Annotated[tuple[int, int], Option("Minimum and maximum tokens of a prompt.", minimum=1)] = Sizes.prompt,
+    output: Annotated[tuple[int, int], Option("Minimum and maximum tokens of an answer.", minimum=1)] = Sizes.output,
     at_once: Annotated[
         list[int] | None,
-        Option("Requests that are generated at the same time.", minimum=1, default="1000 64 4"),
+        Option("Concurrent requests.", minimum=1, default="1000 64 4"),
     ] = None,
-    greedy: Annotated[bool, Option("All requests are greedy.")] = False,
+    greedy: Annotated[bool, Option("Sample all requests greedily.")] = False,
     kv_cache_dtype: Annotated[str | None, Option("Quantize the KV cache.")] = None,
 ) -> Result:
     with usage_errors():

@@ -18,7 +18,7 @@ from detjax.bench.failures import reason
 
 
 def measure_accuracy(sizes: Sizes) -> dict[str, Any]:
-    """The Frobenius norm of the error over that of the result, of one causal prefill."""
+    """Returns the relative error, by Frobenius norm, of a causal prefill."""
     case = prefill_case(sizes, sizes.accuracy_tokens, 1, sizes.head_dim)
     q, (k, v) = inputs.query_array(case), inputs.contiguous_sets(case)[0]
     want = exact(*(np.asarray(x[0], np.float64) for x in (q, k, v)))
@@ -40,12 +40,12 @@ def measure_accuracy(sizes: Sizes) -> dict[str, Any]:
 
 
 def relative_error(computed: np.ndarray, exact: np.ndarray) -> float:
-    """The norm of the error over the norm of the exact numbers."""
+    """Returns the norm of the error over the norm of the exact numbers."""
     return float(np.linalg.norm(computed - exact) / np.linalg.norm(exact))
 
 
 def exact(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
-    """Causal attention [T, H, K] of one request, in float64."""
+    """Returns causal attention [T, H, K] of one request, in float64."""
     tokens, heads, width = q.shape
     group = heads // k.shape[1]
     hidden = np.triu(np.ones((tokens, tokens), bool), 1)

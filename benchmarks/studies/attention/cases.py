@@ -1,4 +1,4 @@
-"""Which calls of attention are measured, and how often."""
+"""The measured calls of attention, and the number of measurements."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -11,7 +11,7 @@ from detjax.bench import timing
 
 BF16: Final = jnp.dtype("bfloat16")
 MAX_BYTES: Final = 12 << 30
-"""Bytes of the argument sets that one implementation rotates, at most."""
+"""Maximum size of the argument sets that one implementation rotates, in bytes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,29 +20,29 @@ class Sizes:
 
     Attributes:
         prefill: (tokens, requests, head size) of timed causal calls.
-        decode: (requests, tokens in the cache of each) of timed calls with one query.
-        ragged: requests of one timed decode call, and the most tokens that one of them has; the fewest is 1.
+        decode: (requests, cached tokens per request) of timed calls with one query.
+        ragged: requests of one timed decode call, and the maximum number of tokens of one; the minimum is 1.
         backward: (tokens, requests) of timed gradients.
         heads: query heads.
-        kv_heads: heads of keys and of values.
-        head_dim: head size, unless a case has its own.
+        kv_heads: key and value heads.
+        head_dim: default head size.
         layers: calls of attention in the program that is replayed to time a step.
         accuracy_tokens: tokens of the request whose result is compared with float64.
         requests: requests whose bits are compared.
         longest: tokens of the longest of these requests.
-        tokens: tokens of these requests together.
+        tokens: total tokens of these requests.
         chunks: tokens of a prefill chunk.
-        verified: queries of calls that verify drafted tokens, at random places.
-        windows: how many such places each request has.
-        sampled: positions of each request that are decoded.
+        verified: queries of calls that verify drafted tokens, at random positions.
+        windows: number of such positions per request.
+        sampled: number of decoded positions per request.
         repeated_decodes: runs of one decode.
         repeated_prefills: runs of one prefill.
         head_dims: head sizes at which every option is tried.
-        groups: query heads to a key head that are tried.
-        option_tokens: tokens of the one request that every option is tried on.
-        latents: (requests, tokens in the cache of each, queries of each) of timed calls over latents.
+        groups: query heads per key head that are tried.
+        option_tokens: tokens of the request on which every option is tried.
+        latents: (requests, cached tokens per request, queries per request) of timed calls over latents.
         latent_heads: query heads of these calls.
-        latent_dims: columns of their keys, and how many of these are the values.
+        latent_dims: columns of their keys, and of their values, which are the keys' first columns.
     """
 
     prefill: Sequence[tuple[int, int, int]] = (
@@ -112,7 +112,7 @@ SMALL: Final = Sizes(
     latent_heads=4,
     latent_dims=(48, 32),
 )
-"""Sizes that take a CPU seconds."""
+"""Sizes that run on a CPU in seconds."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,13 +120,13 @@ class Case:
     """A causal call of attention: the last `queries` tokens of each request attend to the whole request.
 
     Attributes:
-        name: how tables name the case.
-        queries: queries of each request.
-        lengths: tokens of each request in the cache, the queries' own included.
+        name: the case's name in tables.
+        queries: queries per request.
+        lengths: cached tokens of each request, including the queries.
         heads: query heads.
-        kv_heads: heads of keys and of values.
+        kv_heads: key and value heads.
         head_dim: head size.
-        key_columns: how many of the keys' first columns are the values; None: values have arrays of their own.
+        key_columns: the number of the keys' first columns that are the values; None: values are separate arrays.
     """
 
     name: str
@@ -149,12 +149,12 @@ class Case:
 
     @property
     def ragged(self) -> bool:
-        """Whether requests have different lengths."""
+        """True if requests have different lengths."""
         return len(set(self.lengths)) > 1
 
     @property
     def operations(self) -> int:
-        """Multiplications and additions of both products, in the half of the square that a causal prefill needs."""
+        """Multiplications and additions of both products, without masked pairs."""
         share = 2 if self.queries == self.longest else 1
         columns = self.head_dim + (self.key_columns or self.head_dim)
         return 2 * self.heads * columns * sum(self.queries * length for length in self.lengths) // share
@@ -167,24 +167,24 @@ class Case:
 
     @property
     def expected_seconds(self) -> float:
-        """About the time that a good kernel takes."""
+        """The approximate time of a good kernel."""
         return max(self.operations / 600e12, self.kv_read / 4e12, 5e-6)
 
     @property
     def calls(self) -> int:
-        """How many calls a round measures."""
+        """The number of calls per round."""
         return timing.calls_for(self.expected_seconds)
 
     @property
     def rounds(self) -> int:
-        """How many rounds are measured."""
+        """The number of rounds."""
         return timing.rounds_for(self.expected_seconds)
 
     @property
     def sets(self) -> int:
-        """How many argument sets keep a call from finding its own in the cache, as far as there is memory for them."""
+        """The number of argument sets that keeps calls from hitting the cache, limited by memory."""
         queries = self.batch * self.queries * self.heads * self.head_dim * BF16.itemsize
-        # The arrays of implementations without pages give every request the room of the longest.
+        # Implementations without pages pad every request to the longest.
         allocated = queries + 2 * self.batch * self.longest * self.kv_heads * self.head_dim * BF16.itemsize
         return max(1, min(timing.rotations(self.kv_read + queries), MAX_BYTES // allocated))
 
@@ -202,34 +202,34 @@ class Case:
 
 
 def prefill_case(sizes: Sizes, tokens: int, batch: int, head_dim: int) -> Case:
-    """A prefill of requests of equal length."""
+    """Returns a prefill of requests of equal length."""
     name = f"{batch} × {tokens}" + ("" if head_dim == sizes.head_dim else f", head size {head_dim}")
     return Case(name, tokens, (tokens,) * batch, sizes.heads, sizes.kv_heads, head_dim)
 
 
 def prefill_cases(sizes: Sizes) -> list[Case]:
-    """The timed prefills."""
+    """Returns the timed prefills."""
     return [prefill_case(sizes, *shape) for shape in sizes.prefill]
 
 
 def backward_cases(sizes: Sizes) -> list[Case]:
-    """The timed gradients."""
+    """Returns the timed gradients."""
     return [prefill_case(sizes, *shape, sizes.head_dim) for shape in sizes.backward]
 
 
 def decode_cases(sizes: Sizes) -> Iterator[Case]:
-    """The timed decodes; the last one's requests have different lengths."""
+    """Yields the timed decodes; the last one has ragged requests."""
     for batch, tokens in sizes.decode:
         yield Case(f"{batch} × {tokens}", 1, (tokens,) * batch, sizes.heads, sizes.kv_heads, sizes.head_dim)
     batch, longest = sizes.ragged
-    # Each factor of two between 1 and the longest has about as many requests as the next.
+    # Lengths are spread evenly over powers of two.
     exponents = np.random.default_rng(0).permutation(np.arange(batch) / (batch - 1))
     lengths = tuple(round(longest**exponent) for exponent in exponents.tolist())
     yield Case(f"{batch} × 1 to {longest}", 1, lengths, sizes.heads, sizes.kv_heads, sizes.head_dim)
 
 
 def latent_cases(sizes: Sizes) -> list[Case]:
-    """The timed calls over latents: decodes, verify steps and prefills."""
+    """Returns the timed calls over latents: decodes, verify steps and prefills."""
     width, values = sizes.latent_dims
     return [
         Case(f"{batch} × {tokens}, queries {queries}", queries, (tokens,) * batch, sizes.latent_heads, 1, width, values)
@@ -238,9 +238,9 @@ def latent_cases(sizes: Sizes) -> list[Case]:
 
 
 def request_lengths(sizes: Sizes) -> np.ndarray:
-    """Tokens of the requests whose bits are compared, from 1 to the longest, in a fixed random order."""
+    """Returns the lengths of the requests whose bits are compared, from 1 to the longest, in a fixed random order."""
     rng, count, longest = np.random.default_rng(1), sizes.requests, sizes.longest
-    # The mean of the squares of numbers spread over [0, 1) is 1/3.
+    # The mean of the squares of numbers spread evenly over [0, 1) is 1/3.
     lengths = np.ceil(longest * ((np.arange(count) + rng.random(count)) / count) ** 2).astype(np.int32)
     lengths[0], lengths[-1] = 1, longest
     lengths[count // 2] += sizes.tokens - lengths.sum()

@@ -1,6 +1,6 @@
-"""Times of attention and of its rivals: a cell of the result for each case.
+"""Times of attention and its rivals, a cell of the result for each case.
 
-Decode is timed twice: as the sum of its kernels, and as a step, which is a call in a replayed program of dependent
+Decode is timed twice: as the sum of its kernels, and as a step, that is, as a call in a replayed program of dependent
 calls. Inputs are rotated so that they come from memory.
 """
 
@@ -24,7 +24,7 @@ from detjax.operands.options import KVQuantization
 
 SHUFFLED: Final = "detjax, shuffled pages"
 COPY: Final = "copy"
-"""A copy that reads as many bytes as there are keys, and writes as many."""
+"""A copy that reads, and writes, as many bytes as the keys have."""
 QUANTIZED: Final = get_args(KVQuantization)
 RIVALS: Final = (CUDNN, TORCH, TOKAMAX, *QUANTIZED, COPY)
 FORWARD, BOTH, BACKWARD = "forward", "forward and backward", "backward"
@@ -35,13 +35,13 @@ KINDS: Final = {
     "latents": ("kernels",),
     "backward": (FORWARD, BOTH, BACKWARD),
 }
-"""The kinds of time that a cell has, by section of the result."""
+"""The kinds of time of a cell, by section of the result."""
 
 type Run = Callable[[], float]
 
 
 def cell(case: Case, times: dict[str, Rounds[str]]) -> dict[str, Any]:
-    """A cell of the result: by kind of time, the seconds, our speed over each rival's, and why some are missing."""
+    """Returns a cell: by kind of time, the seconds, our speed over each rival's, and the reasons for missing ones."""
     seconds = {kind: {name: round(s, 9) for name, s in rounds.medians.items()} for kind, rounds in times.items()}
     ratios = {
         kind: {name: round(value / rounds.medians[OURS], 4) for name, value in rounds.medians.items() if name in RIVALS}
@@ -53,7 +53,7 @@ def cell(case: Case, times: dict[str, Rounds[str]]) -> dict[str, Any]:
 
 
 def measure_prefill(sizes: Sizes, case: Case, with_torch: bool) -> dict[str, Any]:
-    """Times of a causal prefill."""
+    """Measures a causal prefill."""
     del sizes
     q, pairs, queries = inputs.query_array(case), inputs.contiguous_sets(case), inputs.queries_of(case)
     contiguous = [(q, *pair) for pair in pairs]
@@ -74,14 +74,14 @@ def measure_prefill(sizes: Sizes, case: Case, with_torch: bool) -> dict[str, Any
 
 
 def _names(programs: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]], times: Rounds[str]) -> dict[str, str]:
-    """The kernels of the programs that were measured."""
+    """The kernels of the measured programs."""
     return {name: kernel_names(program, sets[0]) for name, (program, sets) in programs.items() if name in times.seconds}
 
 
 def measure_decode(sizes: Sizes, case: Case, with_torch: bool) -> dict[str, Any]:
-    """Times of a decode: of its kernels, and of a step; with pages in order and shuffled."""
+    """Measures a decode: its kernels and a step, with pages in order and shuffled."""
     q, pools, pairs = inputs.query_array(case), inputs.paged_sets(case), inputs.contiguous_sets(case)
-    # Times do not depend on what is in a page, so another page table shuffles them.
+    # Times do not depend on the content of pages, so another page table shuffles them.
     orders = {OURS: (inputs.queries_of(case),), SHUFFLED: (inputs.queries_of(case, shuffled=True),)}
     lengths = inputs.key_lengths(case)
     rotated: dict[str, Rotation] = {name: (pools, order) for name, order in orders.items()}
@@ -104,7 +104,7 @@ def measure_decode(sizes: Sizes, case: Case, with_torch: bool) -> dict[str, Any]
 
 
 type Rotation = tuple[Sequence[inputs.Pair], tuple[Any, ...]]
-"""Pairs of keys and values, and the further arguments of a call."""
+"""Pairs of keys and values, and the remaining arguments of a call."""
 
 
 def _decode_kernels(case: Case, q: jax.Array, rotated: dict[str, Rotation]) -> tuple[Rounds[str], dict[str, str]]:
@@ -140,7 +140,7 @@ def _decode_steps(sizes: Sizes, case: Case, q: jax.Array, rotated: dict[str, Rot
 
 
 def measure_quantized(sizes: Sizes, case: Case, with_torch: bool) -> dict[str, Any]:
-    """Times of a decode over bfloat16 and over quantized pages; the bytes are those of codes and scales."""
+    """Measures a decode over bfloat16 and quantized pages; bytes count codes and scales."""
     del sizes, with_torch
     q, pools = inputs.query_array(case), inputs.paged_sets(case)
     queries, attend = inputs.queries_of(case), detjax.jit(paged_attention)
@@ -157,7 +157,7 @@ def measure_quantized(sizes: Sizes, case: Case, with_torch: bool) -> dict[str, A
 
 
 def measure_latents(sizes: Sizes, case: Case, with_torch: bool) -> dict[str, Any]:
-    """Times of attention over latents, and of a copy: its rate counts what it reads and what it writes."""
+    """Measures attention over latents, and a copy, whose rate counts reads and writes."""
     del sizes, with_torch
     assert case.key_columns is not None
     q, queries, values = inputs.query_array(case), inputs.queries_of(case), KeyColumns(case.key_columns)
@@ -174,7 +174,7 @@ def measure_latents(sizes: Sizes, case: Case, with_torch: bool) -> dict[str, Any
 
 
 def measure_backward(sizes: Sizes, case: Case, with_torch: bool) -> dict[str, Any]:
-    """Times of the forward pass alone and of all gradients with it; the difference is the backward's time."""
+    """Measures the forward pass, alone and with all gradients; the difference is the backward's time."""
     del sizes, with_torch
     q, do, queries = inputs.query_array(case), inputs.output_gradient(case), inputs.queries_of(case)
     pools, pairs = inputs.paged_sets(case), inputs.contiguous_sets(case)
@@ -196,7 +196,7 @@ def measure_backward(sizes: Sizes, case: Case, with_torch: bool) -> dict[str, An
     }
     forward, both = times[FORWARD].medians, times[BOTH].medians
     backward = {name: both[name] - forward[name] for name in both.keys() & forward.keys()}
-    # Five products where the forward has two.
+    # Five products instead of the forward's two.
     rates = {name: round(2.5 * case.operations / value / 1e12, 1) for name, value in backward.items() if value > 0}
     names = _names({name: programs[BOTH, name] for name in both}, times[BOTH])
     times[BACKWARD] = Rounds({name: [value] for name, value in backward.items()}, {})

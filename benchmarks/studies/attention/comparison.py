@@ -1,4 +1,4 @@
-"""What a comparison of bits counts, and what it notes."""
+"""The counts and notes of a comparison of bits."""
 
 import dataclasses
 from collections.abc import Callable, Iterable
@@ -8,16 +8,16 @@ from detjax.bench.failures import reason
 
 @dataclasses.dataclass
 class Comparison:
-    """How many outputs were compared with those of a prefill of their request alone, and which have different bits.
+    """A comparison of outputs with a prefill of each request alone.
 
     Attributes:
         tokens: tokens compared, by the way in which they were computed.
         repeats: repeated runs compared.
         options: combinations of head size and option compared.
-        seconds: how long it took.
+        seconds: duration of the comparison.
         differences: a line for each difference.
-        refused: what our attention says that it does not do, with the reason.
-        failed: what could not be compared for any other reason.
+        refused: what our attention does not support, with the reason.
+        failed: what could not be compared for another reason.
     """
 
     tokens: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -29,7 +29,7 @@ class Comparison:
     failed: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def attempt(self, what: str, compare: Callable[[], None]) -> bool:
-        """Runs `compare`, notes why it failed if it did, and returns whether it came to its end."""
+        """Runs `compare`, notes a failure's reason, and returns whether it succeeded."""
         try:
             compare()
         except NotImplementedError as error:
@@ -39,7 +39,7 @@ class Comparison:
         return what not in self.refused and what not in self.failed
 
     def include(self, others: Iterable["Comparison"]) -> None:
-        """Adds what others counted and noted. Seconds stay, since the others may have run side by side."""
+        """Adds the counts and notes of others, except for seconds, since they may have run in parallel."""
         for other in others:
             for kind, count in other.tokens.items():
                 self.tokens[kind] = self.tokens.get(kind, 0) + count

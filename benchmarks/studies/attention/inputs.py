@@ -17,17 +17,17 @@ type Pair = tuple[jax.Array, jax.Array]
 
 
 def keys_and_values(shape: tuple[int, ...], count: int) -> list[Pair]:
-    """So many different pairs of keys and values."""
+    """Returns `count` different pairs of keys and values."""
     return jax.block_until_ready([(_normal(shape, 2 * i), _normal(shape, 2 * i + 1)) for i in range(count)])
 
 
 def query_array(case: Case) -> jax.Array:
-    """Queries [B, T, H, K]."""
+    """Returns queries [B, T, H, K]."""
     return _normal((case.batch, case.queries, case.heads, case.head_dim), 1 << 20)
 
 
 def output_gradient(case: Case) -> jax.Array:
-    """A gradient of the output, of the shape of the queries."""
+    """Returns a gradient of the output, with the shape of the queries."""
     return _normal((case.batch, case.queries, case.heads, case.head_dim), 3 << 20)
 
 
@@ -36,22 +36,22 @@ def _normal(shape: tuple[int, ...], seed: int) -> jax.Array:
 
 
 def contiguous_sets(case: Case) -> list[Pair]:
-    """Keys and values [B, S, h, K] without pages, as cuDNN, PyTorch and tokamax take them."""
+    """Returns keys and values [B, S, h, K] without pages, as cuDNN, PyTorch and tokamax take them."""
     return keys_and_values((case.batch, case.longest, case.kv_heads, case.head_dim), case.sets)
 
 
 def paged_sets(case: Case) -> list[Pair]:
-    """Pools [P, h, S, K] that have pages for the requests and no more."""
+    """Returns page pools [P, h, S, K] that are exactly large enough for the requests."""
     return keys_and_values((sum(page_counts(case.lengths)), case.kv_heads, KV_BLOCK, case.head_dim), case.sets)
 
 
 def page_counts(lengths: Iterable[int]) -> list[int]:
-    """How many pages each request takes."""
+    """Returns the number of pages of each request."""
     return [ceil_div(length, KV_BLOCK) for length in lengths]
 
 
 def page_table(lengths: Iterable[int], shuffled: bool = False) -> np.ndarray:
-    """The page table of requests whose pages follow each other in the pool, or lie in it in random order."""
+    """Returns the page table of requests whose pages are contiguous or in random order."""
     counts = page_counts(lengths)
     pool = np.arange(sum(counts), dtype=np.int32)
     if shuffled:
@@ -63,12 +63,12 @@ def page_table(lengths: Iterable[int], shuffled: bool = False) -> np.ndarray:
 
 
 def queries_of(case: Case, shuffled: bool = False) -> Queries:
-    """Where the queries of a case stand; `shuffled` as in `page_table`."""
+    """Returns the `Queries` of a case; `shuffled` as in `page_table`."""
     lengths = np.asarray(case.lengths, np.int32)
     table = page_table(case.lengths, shuffled)
     return Queries(jnp.asarray(table), jnp.asarray(lengths - case.queries), jnp.asarray(lengths))
 
 
 def key_lengths(case: Case) -> tuple[jax.Array, ...]:
-    """The further argument that cuDNN and tokamax take if requests do not fill their arrays."""
+    """Returns the lengths argument of cuDNN and tokamax, which ragged requests need."""
     return (jnp.asarray(case.lengths, jnp.int32),) if case.ragged else ()

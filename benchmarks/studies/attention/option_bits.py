@@ -26,11 +26,11 @@ from detjax.operands.numerics import ceil_div
 KV_HEADS: Final = 2
 CHUNK: Final = 7
 BUILDERS: Final = 8
-"""Threads of a process that compile programs."""
+"""Compiler threads per process."""
 
 
 class OptionCase(NamedTuple):
-    """A combination of head size, query heads to a key head, and options of `ops.attention`."""
+    """A combination of head size, query heads per key head, and options of `ops.attention`."""
 
     name: str
     head_dim: int
@@ -39,7 +39,7 @@ class OptionCase(NamedTuple):
 
 
 def option_cases(sizes: Sizes) -> list[OptionCase]:
-    """All combinations."""
+    """Returns all combinations."""
     heads = 4 * KV_HEADS
     options = {
         "window 100": {"window": 100},
@@ -58,9 +58,9 @@ def option_cases(sizes: Sizes) -> list[OptionCase]:
 
 
 def count_differences(tokens: int, case: OptionCase) -> np.ndarray:
-    """How many tokens of one request differ when they are decoded, and when they come in chunks.
+    """Returns how many tokens of one request differ when they are decoded, and when they come in chunks.
 
-    All tokens are decoded in one call, and so are all chunks: each is a request on the same pages.
+    One call decodes all tokens, and another computes all chunks: each is a request on the same pages.
     """
     causal = case.options.get("causal", True)
     q = normal((1, tokens, case.group * KV_HEADS, case.head_dim), jnp.asarray(7))
@@ -74,7 +74,7 @@ def count_differences(tokens: int, case: OptionCase) -> np.ndarray:
             count = ceil_div(tokens, width)
             starts = width * jnp.arange(count, dtype=jnp.int32)
             padded = jnp.pad(q[0], ((0, count * width - tokens), (0, 0), (0, 0)))
-            # Without a causal mask, a query attends to all keys in the cache, so they have to be there in every phase.
+            # Without a causal mask, a query attends to all cached keys, so every phase needs all of them.
             ends = jnp.minimum(starts + width, tokens) if causal else jnp.full(count, tokens, jnp.int32)
             chunks = padded.reshape(count, width, *q.shape[2:])
             queries = Queries(jnp.repeat(table, count, axis=0), starts, ends)
@@ -88,11 +88,11 @@ def count_differences(tokens: int, case: OptionCase) -> np.ndarray:
 
 
 def compare_cases(tokens: int, backend: str, cases: Sequence[OptionCase]) -> Comparison:
-    """Compares some combinations in threads of this process."""
+    """Compares combinations in threads of this process."""
     comparison = Comparison()
 
     def compare(case: OptionCase) -> None:
-        # Threads do not inherit the choice of the backend.
+        # Threads do not inherit the chosen backend.
         with detjax.use_backend(backend):
             counts = count_differences(tokens, case)
         comparison.options += 1
@@ -106,13 +106,13 @@ def compare_cases(tokens: int, backend: str, cases: Sequence[OptionCase]) -> Com
 
 
 def compare_options(sizes: Sizes, backend: str, comparison: Comparison, processes: int = 1) -> None:
-    """Compares all combinations, spread over processes, since most of the time goes into compiling in Python."""
+    """Compares all combinations in several processes, since compiling in Python takes most of the time."""
     cases, tokens = option_cases(sizes), sizes.option_tokens
     compare = functools.partial(compare_cases, tokens, backend)
     if processes == 1:
         comparison.include([compare(cases)])
         return
-    # One case at a time: programs of large heads take longer to compile.
+    # One case per task, since programs of large heads take longer to compile.
     with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
         results = pool.map(compare, [[case] for case in cases])
         comparison.include(track(results, "comparing options", len(cases), console=Console(stderr=True)))

@@ -1,4 +1,4 @@
-"""The picture of the attention benchmark: our speed over cuDNN's, a bar for each case."""
+"""The plot of the attention benchmark: our speed over cuDNN's, a bar for each case."""
 
 import statistics
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from benchmarks.studies.attention.summary import ratios
 
 
 def draw(content: dict[str, Any], file: Path) -> bool:
-    """Writes a PNG of prefill and decode, and returns whether there was anything to draw."""
+    """Writes a PNG of prefill and decode, and returns False without cells to draw."""
     prefill, decode = content.get("prefill", []), content.get("decode", [])
     speeds = {"prefill": ratios(prefill, "kernels", CUDNN), "decode": ratios(decode, "step", CUDNN)}
     if not all(speeds.values()):
@@ -46,7 +46,7 @@ def draw(content: dict[str, Any], file: Path) -> bool:
 
 
 def _draw_panel(axes: Axes, title: str, cells: Sequence[dict[str, Any]], bars: Sequence[tuple[str, str, str]]) -> None:
-    """Draws bars (kind of time, label, colour) for every cell, from the top down."""
+    """Draws bars (kind of time, label, colour) for every cell, from top to bottom."""
     plots.clear_frame(axes)
     axes.set_title(title, fontsize=10.5, color=plots.INK, loc="left")
     height = 0.8 / len(bars)
@@ -59,7 +59,7 @@ def _draw_panel(axes: Axes, title: str, cells: Sequence[dict[str, Any]], bars: S
                 axes.text(0.02 * widest, y, "not measured", va="center", fontsize=8.5, color=plots.GREY)
                 continue
             axes.barh(y, ratio, height * 0.86, color=color, zorder=2, label=label if row == 0 else None)
-            # At the bar's foot, since at its end the number would often lie on the line at 1.
+            # At the bar's base, since at its end the number would often overlap the line at 1.
             ink = "white" if color == plots.OURS else plots.INK
             axes.text(0.02 * widest, y, f"{ratio:.2f}", va="center", fontsize=8.5, color=ink, zorder=4)
     axes.axvline(1, color=plots.INK, linewidth=1.2, zorder=3)

@@ -1,4 +1,4 @@
-"""The functions that are measured, each of queries, keys, values and further arguments."""
+"""The measured functions of queries, keys, values and further arguments."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,15 +10,15 @@ from detjax.operands.kv_pages import KVPages, Queries
 
 
 def paged_attention(q: jax.Array, k_pages: Any, v_pages: Any, queries: Queries, **options: Any) -> jax.Array:
-    """`ops.attention` with keys and values as two arguments, as the rivals take them."""
+    """Calls `ops.attention` with keys and values as two arguments, as the rivals take them."""
     return ops.attention(q, KVPages(k_pages, v_pages), queries, **options)
 
 
 def layered(attend: Callable[..., jax.Array], layers: int) -> Callable[..., jax.Array]:
-    """A program of many calls, so that one program can be replayed as a step.
+    """Returns a program of many calls, which can be replayed as a step.
 
-    Each call takes the next keys and values of a rotation, and the output of the call before as its queries, so that
-    no call can be removed or moved.
+    Each call takes the next keys and values of a rotation, and the previous output as its queries, so that no call can
+    be removed or reordered.
     """
     attend = jax.jit(attend)  # traced once
 
@@ -31,7 +31,7 @@ def layered(attend: Callable[..., jax.Array], layers: int) -> Callable[..., jax.
 
 
 def gradients(attend: Callable[..., jax.Array]) -> Callable[..., Any]:
-    """The gradients of queries, keys and values, given the gradient of the output."""
+    """Returns the function that computes gradients of queries, keys and values from the output's."""
 
     def weighted(q: jax.Array, k: jax.Array, v: jax.Array, do: jax.Array, *rest: Any) -> jax.Array:
         return (attend(q, k, v, *rest) * do).sum()

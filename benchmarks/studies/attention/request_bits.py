@@ -1,4 +1,4 @@
-"""Every way in which the tokens of ragged requests can be computed, compared with a prefill of each request alone."""
+"""Compares every way to compute the tokens of ragged requests with a prefill of each request alone."""
 
 import dataclasses
 import functools
@@ -30,8 +30,8 @@ class Call:
     """A call of attention.
 
     Attributes:
-        tokens: queries of each request.
-        requests: which requests take part.
+        tokens: queries per request.
+        requests: the requests of the call.
         starts: the position of each request's first query.
     """
 
@@ -42,7 +42,7 @@ class Call:
 
 @dataclasses.dataclass(frozen=True)
 class Pool:
-    """Where keys and values lie.
+    """Keys and values in pages.
 
     Attributes:
         k_pages: keys.
@@ -56,14 +56,14 @@ class Pool:
 
 
 def chunk_program(attend: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """A program of attention of some requests' tokens from their start on; what follows them is not in the cache yet.
+    """Returns a program of attention for a chunk of each request; later tokens are not cached yet.
 
     Args:
         attend: attention of queries, pages of keys and of values, and `Queries`.
 
     Returns:
-        A function of queries [B, tokens, H, K], of the pages, of `Queries` with each request's whole length, and of
-        whether to compute the forward pass that gradients are taken of.
+        A function of queries [B, tokens, H, K], the pages, `Queries` with each request's whole length, and whether to
+        compute the forward pass of gradients.
     """
 
     @functools.partial(detjax.jit, static_argnames="training")
@@ -83,7 +83,7 @@ def chunk_program(attend: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
 
 @functools.partial(jax.jit, static_argnames="tokens")
 def rows_from(x: jax.Array, tokens: int, requests: jax.Array, starts: jax.Array) -> jax.Array:
-    """So many tokens [B, tokens, H, K] of some requests of `x` [R, L, H, K], from each one's start on."""
+    """Returns `tokens` tokens [B, tokens, H, K] of some requests of `x` [R, L, H, K], from each one's start."""
 
     def one(request: jax.Array, start: jax.Array) -> jax.Array:
         return lax.dynamic_slice(x, (request, start, 0, 0), (1, tokens, *x.shape[2:]))[0]
@@ -93,7 +93,7 @@ def rows_from(x: jax.Array, tokens: int, requests: jax.Array, starts: jax.Array)
 
 @jax.jit
 def count_different(o: jax.Array, want: jax.Array, starts: jax.Array, lengths: jax.Array) -> jax.Array:
-    """How many tokens of each request differ. Queries after a request's end are not looked at."""
+    """Returns how many tokens of each request differ. Queries after a request's end do not count."""
     tokens = o.shape[1]
     present = starts[:, None] + jnp.arange(tokens, dtype=jnp.int32)[None] < lengths[:, None]
     return (differing_tokens(o, want) & present).sum(axis=1)
@@ -101,7 +101,7 @@ def count_different(o: jax.Array, want: jax.Array, starts: jax.Array, lengths: j
 
 @jax.jit
 def with_nan(pages: jax.Array, kept: jax.Array) -> jax.Array:
-    """The pages with NaN wherever `kept` [P, S] is false."""
+    """Returns the pages with NaN where `kept` [P, S] is false."""
     return jnp.where(kept[:, None, :, None], pages, jnp.nan)
 
 
@@ -111,7 +111,7 @@ class Requests:
     def __init__(self, sizes: Sizes, comparison: Comparison, attend: Callable[..., jax.Array]) -> None:
         self.sizes, self.comparison, self._program = sizes, comparison, chunk_program(attend)
         self.lengths = request_lengths(sizes)
-        # The last chunk of the longest request may reach beyond its end.
+        # The last chunk of the longest request may extend beyond its end.
         room = max(padded_length(sizes.longest), sizes.longest + max(*sizes.chunks, *sizes.verified))
         self.q = normal((len(self.lengths), room, sizes.heads, sizes.head_dim), jnp.asarray(5))
         pages = sum(inputs.page_counts(self.lengths.tolist()))
@@ -120,7 +120,7 @@ class Requests:
         self.want = self.q
 
     def attend(self, call: Call, pool: Pool | None = None, training: bool = False) -> tuple[jax.Array, jax.Array]:
-        """Outputs of a call, and how many tokens of each of its requests differ from what is wanted."""
+        """Returns a call's outputs, and how many tokens of each request differ from the reference."""
         pool = pool or self.pool
         requests, starts = jnp.asarray(call.requests, jnp.int32), jnp.asarray(call.starts, jnp.int32)
         lengths = jnp.asarray(self.lengths)[requests]
@@ -131,7 +131,7 @@ class Requests:
         return o, count_different(o, want, starts, lengths)
 
     def prefill_alone(self) -> None:
-        """Computes the wanted outputs. Lengths are padded to powers of two, so that few programs are compiled."""
+        """Computes the reference outputs. Lengths are padded to powers of two to compile few programs."""
         rows = []
         for call, length in zip(self.whole(), self.lengths.tolist(), strict=True):
             o = self.attend(call)[0][0, :length]
@@ -141,7 +141,7 @@ class Requests:
             self.comparison.differences.append("prefill: outputs are not finite")
 
     def compare(self, kind: str, calls: Iterable[Call], pool: Pool | None = None, training: bool = False) -> None:
-        """Compares what the calls give with what is wanted; the host waits once."""
+        """Compares the outputs of calls with the reference; the host waits once."""
         made = [(call, self.attend(call, pool, training)[1]) for call in calls]
         counts = jax.device_get([count for _, count in made])
         differing: dict[int, int] = {}
@@ -157,38 +157,38 @@ class Requests:
                 )
 
     def whole(self) -> list[Call]:
-        """A prefill of each request alone."""
+        """Returns a prefill of each request alone."""
         return [Call(padded_length(length), [request], [0]) for request, length in enumerate(self.lengths.tolist())]
 
     def in_chunks(self, tokens: int) -> Iterator[Call]:
-        """Prefills of each request alone in chunks of so many tokens."""
+        """Yields prefills of each request alone in chunks of `tokens` tokens."""
         for request, length in enumerate(self.lengths.tolist()):
             for start in range(0, length, tokens):
                 yield Call(tokens, [request], [start])
 
     def sampled(self) -> np.ndarray:
-        """Positions [R, sampled] of tokens that are decoded, the first and the last among them."""
+        """Returns the positions [R, sampled] of decoded tokens, including the first and the last."""
         rng, count = np.random.default_rng(3), self.sizes.sampled
         picked = [np.concatenate([[0, n - 1], rng.integers(0, n, count - 2)]) for n in self.lengths.tolist()]
         return np.stack(picked).astype(np.int32)
 
     def verified(self, tokens: int) -> Iterator[Call]:
-        """Calls of all requests together, at places that leave room for the tokens, or from 0 on."""
+        """Yields calls of all requests together, at positions that leave room for the tokens, or at 0."""
         rng = np.random.default_rng(tokens)
         for _ in range(self.sizes.windows):
             starts = [int(rng.integers(0, max(1, length - tokens + 1))) for length in self.lengths.tolist()]
             yield Call(tokens, range(len(starts)), starts)
 
     def decoded_together(self) -> list[Call]:
-        """Decodes of all requests at their sampled positions."""
+        """Returns decodes of all requests at their sampled positions."""
         return [Call(ONE_TOKEN, range(len(self.lengths)), starts) for starts in self.sampled().T.tolist()]
 
     def decoded_alone(self) -> list[Call]:
-        """Decodes of one request at one sampled position each."""
+        """Returns decodes of one request at one sampled position each."""
         return [Call(ONE_TOKEN, [request], [p]) for request, row in enumerate(self.sampled().tolist()) for p in row]
 
     def kept(self, request: int, whole_pages: bool) -> np.ndarray:
-        """The slots [P, S] of the pool that belong to a request: all of its pages, or only its tokens."""
+        """Returns the mask [P, S] of a request's slots in the pool: whole pages, or only its tokens."""
         length = int(self.lengths[request])
         pages = self.pool.page_table[request, : inputs.page_counts([length])[0]]
         out = np.zeros((len(self.pool.k_pages), KV_BLOCK), bool)
@@ -198,7 +198,7 @@ class Requests:
         return out
 
     def compare_among_nan(self, kind: str, whole_pages: bool) -> None:
-        """Compares prefill and decode of each request in a pool that holds NaN wherever `kept` is false."""
+        """Compares prefill and decode of each request in a pool with NaN where `kept` is false."""
         positions = self.sampled()
         for request, whole in enumerate(self.whole()):
             kept = self.kept(request, whole_pages)
@@ -224,16 +224,16 @@ class Requests:
 
 
 def padded_length(length: int) -> int:
-    """The number of queries that a prefill of so many tokens is padded to."""
+    """Returns the number of queries to which a prefill of `length` tokens is padded."""
     return max(KV_BLOCK, 1 << (length - 1).bit_length())
 
 
 def compare_requests(sizes: Sizes, comparison: Comparison, attend: Callable[..., jax.Array] = paged_attention) -> None:
-    """Compares every way in which the tokens can be computed; a way that fails does not end the comparison.
+    """Compares every way to compute the tokens; a failure does not end the comparison.
 
     Args:
         sizes: the requests.
-        comparison: takes what is counted and noted.
+        comparison: collects counts and notes.
         attend: the attention to compare.
     """
     requests = Requests(sizes, comparison, attend)
@@ -245,7 +245,7 @@ def compare_requests(sizes: Sizes, comparison: Comparison, attend: Callable[...,
 
 
 def _stages(sizes: Sizes, requests: Requests) -> dict[str, Callable[[], None]]:
-    """The comparisons, by the way in which tokens are computed."""
+    """The comparisons, by the way to compute tokens."""
     stages: dict[str, Callable[[], None]] = {}
 
     def stage(kind: str, calls: Callable[[], Iterable[Call]], **options: Any) -> None:

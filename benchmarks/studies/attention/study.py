@@ -1,20 +1,20 @@
-"""Attention on an H200: time against cuDNN, PyTorch and tokamax, accuracy, and whether a token keeps its bits.
+"""Attention on an H200: time against cuDNN, PyTorch and tokamax, accuracy, and bits.
 
     python -m benchmarks attention --out benchmarks/results/attention-h200.json \
                                    --only prefill --only decode --only backward --only accuracy
     python -m benchmarks attention --out benchmarks/results/attention-bits-h200.json --only bits
 
 Bfloat16, 32 query heads on 8 key heads. detjax reads keys and values from pages, the rivals from arrays without pages;
-inputs are rotated so that they come from memory. Times are medians over rounds in which all take turns. Decode is timed
-twice: as the sum of its kernels, and as a step, which is one of 20 dependent calls in a program that is replayed. What
-cannot run is missing from the tables, and the JSON file says why. A picture of the times is written beside it.
+inputs are rotated so that they come from memory. Times are medians over alternating rounds. Decode is timed twice: as
+the sum of its kernels, and as a step, that is, one of 20 dependent calls in a replayed program. Cases that cannot run
+are missing from the tables; the JSON file has the reasons. A plot of the times is written next to it.
 
-`--small` takes a CPU seconds, on the portable backend. The exit code is 1 if bits differ; slow cells do not change it.
+`--small` takes seconds on a CPU, with the portable backend. The exit code is 1 if bits differ.
 """
 
 import os
 
-# PyTorch and the processes of `--processes` need memory beside JAX.
+# PyTorch and the processes of `--processes` need memory in addition to JAX.
 os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
 
 import dataclasses
@@ -53,7 +53,7 @@ from detjax.cli.options import Option
 SECTIONS: Final = ("prefill", "decode", "quantized", "latents", "backward", "accuracy", "bits")
 TIMING: Final = {
     "kernels": timing.KERNELS,
-    "step": "wall clock of a replayed program of dependent calls, over their number; time between kernels included",
+    "step": "wall clock of a replayed program of dependent calls, per call, including the time between kernels",
     rivals.TORCH: timing.REPLAY,
 }
 
@@ -72,7 +72,7 @@ def _measure_section(run: Run, sizes: Sizes, torch: bool, section: str, content:
         try:
             results.append(measure(sizes, case, torch))
         except Exception as failure:
-            # Not even the inputs could be made, or they leave no room.
+            # The inputs could not be created, or leave no room.
             missing = {kind: timing.Rounds[str]({}, {"all": reason(failure)}) for kind in cells.KINDS[section]}
             results.append(cells.cell(case, missing) | {"teraflops": {}})
         rivals.free_torch_memory()

@@ -8,12 +8,12 @@ from benchmarks.studies.attention.cells import RIVALS
 
 
 def ratios(cells: Iterable[dict[str, Any]], kind: str, rival: str) -> list[float]:
-    """Our speed over the rival's, of the cells in which both were measured."""
+    """Returns our speed over the rival's in the cells that measured both."""
     return [cell["ratios"][kind][rival] for cell in cells if rival in cell["ratios"].get(kind, {})]
 
 
 def geometric_means(cells: Sequence[dict[str, Any]], kinds: Sequence[str]) -> dict[str, dict[str, float]]:
-    """Geometric means of our speed over each rival's, by kind of time."""
+    """Returns geometric means of our speed over each rival's, by kind of time."""
     means = {}
     for kind in kinds:
         by_rival = {rival: ratios(cells, kind, rival) for rival in RIVALS}

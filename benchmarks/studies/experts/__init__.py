@@ -1,1 +1,1 @@
-"""Experts: their projections, and these with their gradients."""
+"""Experts: their projections, with and without gradients."""

@@ -1,4 +1,4 @@
-"""Gradients of experts' projections with carried sums, against XLA's ragged dot and dense products, and their bits."""
+"""Gradients of experts' projections with accumulated sums, against XLA's ragged dot and dense products, and bits."""
 
 import functools
 import time
@@ -20,18 +20,18 @@ TOKENS: Final = (1024, 8192, 32768)
 SMALL_TOKENS: Final = (40,)
 
 _SEQUENCE: Final = 1024
-"""Tokens of a sequence, if there are more than two of them."""
+"""Tokens per sequence, if the batch has more than two sequences."""
 
 type _Sums = tuple[Array, Array]
 """Float32 sums of the gradients of both weights."""
 
 
 def measure(models: dict[str, Widths], tokens: tuple[int, ...], calls: int = 8) -> Iterator[dict[str, Any]]:
-    """Yields seconds of both projections with their gradients, for each rival, and whether bits hold.
+    """Yields each rival's seconds of both projections with their gradients, and the result of comparing bits.
 
-    Sums of the weights' gradients are continued in float32, in place, by all rivals: seconds are those of one of many
-    calls that follow each other. The choice of experts and the gather of rows are left out. The rivals are JAX's own
-    gradients of ragged dots, and dense products of experts that have equally many rows, which no router gives.
+    All rivals accumulate the weights' gradients in float32, in place, over many consecutive calls. Routing and the
+    gather of rows are not measured. The rivals are JAX's own gradients of ragged dots, and dense products of experts
+    with equal numbers of rows, which no router produces.
     """
     for name, widths in models.items():
         weights = (
@@ -81,7 +81,7 @@ def _sequence(tokens: int) -> int:
 
 
 def _operands(rows: ops.ExpertRows, x: Array, dy: Array, sequence: int) -> tuple[Array, ...]:
-    """The rows of experts, the gradients of what these give, the rows of each expert, and the sequence of each row."""
+    """Rows sorted by expert, their output gradients, the number of rows per expert, and each row's sequence."""
     sequences = jnp.where(rows.token < len(x), rows.token // sequence, -1)
     return rows.gather(x), dy.at[rows.token].get(mode="fill", fill_value=0), rows.group_sizes, sequences
 
@@ -93,7 +93,7 @@ def _contracted(x: Array, gate_up: Any, down: Any, sizes: Array, sequences: Arra
 
 
 def _carried(fn: Any, sums: _Sums, weights: _Sums, x: Array, dy: Array, *rest: Array) -> tuple[_Sums, Array]:
-    """The next sums by an operation that continues them, and the gradients of rows."""
+    """The next sums, by an operation that accumulates them, and the gradients of rows."""
 
     def products(x: Array, sums: _Sums) -> Array:
         return fn(x, *map(AccumulatedWeight, weights, sums), *rest)
@@ -103,7 +103,7 @@ def _carried(fn: Any, sums: _Sums, weights: _Sums, x: Array, dy: Array, *rest: A
 
 
 def _added(fn: Any, sums: _Sums, weights: _Sums, x: Array, dy: Array, *rest: Array) -> tuple[_Sums, Array]:
-    """The sums plus the gradients of weights by JAX, and the gradients of rows."""
+    """The sums plus JAX's gradients of weights, and the gradients of rows."""
     dx, *gradients = jax.vjp(lambda x, *weights: fn(x, *weights, *rest), x, *weights)[1](dy)
     gate_up, down = (total + gradient.astype(total.dtype) for total, gradient in zip(sums, gradients, strict=True))
     return (gate_up, down), dx
@@ -121,7 +121,7 @@ def _dense(x: Array, gate_up: Array, down: Array) -> Array:
 
 
 def _timed(program: Callable[..., Any], weights: _Sums, rows: Any, calls: int) -> Callable[[], float]:
-    """Seconds of one of many calls, each of which continues the sums of the one before."""
+    """Seconds per call in a sequence of calls that accumulate into the same sums."""
 
     def run() -> float:
         sums = _zeros(weights)
@@ -142,7 +142,7 @@ def _zeros(weights: _Sums) -> _Sums:
 
 
 def _bits_hold(x: Array, dy: Array, ids: Int32[Array, "N count"], weights: _Sums, widths: Widths) -> bool:
-    """Whether two microbatches give the sums, and their tokens the gradients, that all tokens at once give."""
+    """Compares the sums and gradients of two microbatches with a single one."""
     sequence, middle = _sequence(len(x)), _sequence(len(x)) * max(1, len(x) // _sequence(len(x)) // 2)
 
     @functools.partial(compilation.jit, donate_argnums=0)

@@ -24,10 +24,10 @@ class Widths:
     """The shape of a layer's experts.
 
     Attributes:
-        experts: how many there are.
-        chosen: how many of them a token chooses.
+        experts: the number of experts.
+        chosen: experts per token.
         width: the width of hidden states.
-        inner: the width between an expert's projections.
+        inner: the inner width of an expert.
     """
 
     experts: int
@@ -47,13 +47,13 @@ SMALL_MODELS: Final = {"tiny": Widths(6, 2, 64, 32)}
 SMALL_TOKENS: Final = (1, 40)
 
 _DENSE_BYTES: Final = 4 << 30
-"""Results of all experts for all tokens, as dense products have them, take at most so much memory here."""
+"""Maximum memory of the results of dense products, of all experts for all tokens."""
 
 
 def measure(models: dict[str, Widths], tokens: tuple[int, ...], calls: int = 12) -> Iterator[dict[str, Any]]:
-    """Yields the device time of both projections of the chosen experts, for each rival, and whether bits hold.
+    """Yields each rival's device time of both projections of the chosen experts, and the result of comparing bits.
 
-    Choices are random, and all rivals have the same. Times leave out the choice and the gather of rows.
+    All rivals get the same random choices. Routing and the gather of rows are not measured.
     """
     for name, widths in models.items():
         gate_up = random_array(0, widths.experts, 2, widths.inner, widths.width)
@@ -108,13 +108,13 @@ def _contracted(x: Array, gate_up: Array, down: Array, sizes: Array, *, unit: in
 
 
 def turned_weights(gate_up: Array, down: Array) -> tuple[Array, Array]:
-    """Returns the weights as ragged dots take them: the other axis last, gate and up side by side."""
+    """Returns the weights in the layout of ragged dots: transposed, with gate and up concatenated."""
     joined = gate_up.reshape(gate_up.shape[0], -1, gate_up.shape[-1])
     return jnp.swapaxes(joined, 1, 2), jnp.swapaxes(down, 1, 2)
 
 
 def ragged_products(dot: Callable[..., Array], x: Array, gate_up: Array, down: Array, sizes: Array) -> Array:
-    """Returns what experts give by a ragged dot, for `turned_weights`."""
+    """Returns the experts' results by a ragged dot, for `turned_weights`."""
     gate, up = jnp.split(dot(x, gate_up, sizes), 2, axis=1)
     return dot(jax.nn.silu(gate) * up, down, sizes)
 
@@ -126,7 +126,7 @@ def _dense(x: Array, gate_up: Array, down: Array) -> Array:
 
 
 def _alone(x: Array, ids: Array, gate_up: Array, down: Array, widths: Widths) -> bool:
-    """Whether some tokens have the same bits by themselves."""
+    """Compares the bits of some tokens alone."""
 
     @compilation.jit
     def results(x: Array, ids: Array, gate_up: Array, down: Array) -> Array:
@@ -145,18 +145,18 @@ def _timed(program: Callable[..., Any], arguments: tuple[Array, ...], calls: int
 
 
 def chosen_experts(widths: Widths, tokens: int) -> Int32[Array, "N count"]:
-    """Returns random experts for each token, in ascending order; the same for the same arguments."""
+    """Returns random experts for each token, ascending; a function of the arguments."""
     scores = np.random.default_rng(tokens).random((tokens, widths.experts))
     return jnp.asarray(np.sort(np.argsort(scores, axis=1)[:, : widths.chosen], axis=1), jnp.int32)
 
 
 def random_array(seed: int, *shape: int) -> Array:
-    """Returns random bfloat16 numbers; a product with as many as the last axis has keeps their size."""
+    """Returns random bfloat16 numbers of variance 1 / K, where K is the last axis."""
     return (jax.random.normal(jax.random.key(seed), shape, jnp.float32) * shape[-1] ** -0.5).astype(jnp.bfloat16)
 
 
 def summary(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the geometric mean of the ratios to the best rival, and the largest of them, by model."""
+    """Returns the geometric mean and the maximum of the ratios to the best rival, by model."""
     by_model: dict[str, list[float]] = {}
     for result in results:
         if result["over_the_best_rival"] is not None:

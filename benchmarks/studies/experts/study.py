@@ -1,14 +1,14 @@
-"""Experts: both projections of the experts that tokens choose, against ragged dots and dense products, and bits.
+"""Experts: both projections of the chosen experts, against ragged dots and dense products, and bits.
 
     python -m benchmarks experts --out benchmarks/results/experts-h200.json
 
 Random tokens choose random experts, the same for all rivals: XLA's ragged dot, tokamax's if it is installed, and
-products of all tokens with all experts. Device time, medians, in turns; the choice and the gather of rows are left out.
-Beside the times stands whether tokens by themselves have the bits that they have among others.
-`--part gradients` measures the projections with their gradients, which continue float32 sums in place, by the clock on
-the wall, and compares the bits of one microbatch with those of two.
+products of all tokens with all experts. Times are medians of device time over alternating rounds, without routing and
+the gather of rows. The bits of tokens among others are compared with the same tokens alone.
+`--part gradients` measures the projections with their gradients, which accumulate float32 sums in place, by wall clock,
+and compares the bits of one microbatch with two.
 
-`--small` takes a CPU seconds. The exit code is 1 if a bit differs.
+`--small` runs on a CPU in seconds. The exit code is 1 if a bit differs.
 """
 
 from typing import Annotated, Any
@@ -44,5 +44,5 @@ def study(
                 different.append((name, result["model"], result["tokens"]))
         if name == "projections":
             content["summary"] = projections.summary(results)
-    problem = f"bits differ from those of tokens by themselves, or in microbatches: {different}"
+    problem = f"bits differ from tokens alone, or between microbatches: {different}"
     return Result(content, problem if different else "")

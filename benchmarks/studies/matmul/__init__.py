@@ -1,5 +1,5 @@
-"""Matrix products against XLA's dot and PyTorch's: time, and whether a row's bits depend on how it is computed.
+"""Matrix products against XLA's dot and PyTorch's: time, and the invariance of a row's bits.
 
-`cases` says what is measured and draws inputs, `programs` compiles, `cells` measures times, `row_bits` compares bits,
-`summary` and `pictures` show results, `study` runs it all.
+`cases` defines products and draws inputs, `programs` compiles, `cells` measures times, `row_bits` compares bits,
+`summary` and `pictures` show results, `study` runs everything.
 """

@@ -1,4 +1,4 @@
-"""Which products are measured, and their inputs."""
+"""The measured products and their inputs."""
 
 import dataclasses
 import functools
@@ -23,15 +23,15 @@ class Sizes:
     """The sizes of all measurements.
 
     Attributes:
-        linears: the linear layers [N, K], with the models and names that have this shape.
+        linears: the linear layers [N, K], with the models and names of this shape.
         tokens: numbers of tokens.
-        neighbours: numbers of tokens at which the anchor row is also computed beside rows that are not random.
+        neighbours: numbers of tokens at which the anchor row is also computed next to constant rows.
         probe: [N, K] of repeated runs and of the comparison of schedules.
         scheduled_tokens: numbers of tokens at which schedules are compared.
         repeated_tokens: numbers of tokens of repeated runs.
-        repeats: how often a run is repeated.
+        repeats: repetitions of a run.
         epilogues: the model whose linear layers are measured with their epilogues.
-        epilogue_tokens: numbers of tokens of these.
+        epilogue_tokens: their numbers of tokens.
     """
 
     linears: dict[tuple[int, int], list[str]]
@@ -51,12 +51,12 @@ class Sizes:
 
 
 def full_sizes(models: Iterable[str] = MODELS, tokens: Sequence[int] = TOKENS) -> Sizes:
-    """The linear layers of the models named."""
+    """Returns the sizes for the linear layers of models."""
     return Sizes(unique_linears({name: MODELS[name] for name in models}), tuple(tokens))
 
 
 def small_sizes() -> Sizes:
-    """Sizes that take a CPU seconds."""
+    """Returns sizes that run on a CPU in seconds."""
     widths = Widths(hidden=128, queries=128, keys=32, mlp=192, vocabulary=1000)
     return Sizes(
         linears={widths.linears[name]: [f"small {name}"] for name in ("qkv", "down")},
@@ -71,7 +71,7 @@ def small_sizes() -> Sizes:
 
 
 def unique_linears(models: dict[str, Widths]) -> dict[tuple[int, int], list[str]]:
-    """The models that have a linear layer of each [N, K], by K and N."""
+    """Returns the names of the linear layers of each [N, K], sorted by K and N."""
     linears: dict[tuple[int, int], list[str]] = {}
     for model, widths in models.items():
         for name, shape in widths.linears.items():
@@ -80,12 +80,12 @@ def unique_linears(models: dict[str, Widths]) -> dict[tuple[int, int], list[str]
 
 
 def operations(problem: Problem) -> int:
-    """Multiplications and additions."""
+    """Returns the number of multiplications and additions."""
     return 2 * problem.m * problem.n * problem.k * problem.parts
 
 
 def traffic(problem: Problem) -> int:
-    """Bytes that have to be read and written."""
+    """Returns the bytes that must be read and written."""
     p = problem
     residual = 0 if p.residual_dtype is None else p.m * p.n * p.residual_dtype.itemsize
     read = (p.m + p.parts * p.n) * p.k * p.dtype.itemsize
@@ -93,24 +93,24 @@ def traffic(problem: Problem) -> int:
 
 
 def expected_seconds(problem: Problem) -> float:
-    """About the time that a good kernel takes."""
+    """Returns the approximate time of a good kernel."""
     return max(operations(problem) / 700e12, traffic(problem) / 4e12)
 
 
 def weight_sets(*shape: int) -> list[jax.Array]:
-    """So many weights that a call does not find its own in the cache."""
+    """Returns enough weights to rotate so that no call finds its own in the cache."""
     count = timing.rotations(2 * int(np.prod(shape)))
     return jax.block_until_ready([normal_weight(shape, jnp.asarray(seed)) for seed in range(count)])
 
 
 def token_rows(m: int, k: int, most: int, neighbours: float | None = None) -> jax.Array:
-    """`[m, k]` with the anchor row as its first, middle and last row.
+    """Returns `[m, k]` with the anchor row as its first, middle and last row.
 
     Args:
         m: rows.
         k: the width of a row.
-        most: the largest m; rows of all sizes with one `most` are the same.
-        neighbours: the number that all other rows hold; None: random numbers.
+        most: the largest m; rows of all m with the same `most` are equal.
+        neighbours: the value of all other rows; None: random numbers.
     """
     pool = _pool(k, most)
     x = pool[1 : m + 1].copy() if neighbours is None else np.full((m, k), neighbours, BF16)

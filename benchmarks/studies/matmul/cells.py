@@ -1,4 +1,4 @@
-"""Times of products: a cell of the result for each product and number of tokens."""
+"""Times of products, a cell of the result for each product and number of tokens."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -18,14 +18,14 @@ from detjax.runtime import backends
 
 
 def schedule_name(schedule: Schedule) -> str:
-    """A schedule in one word: tile, the operand on the rows, warpgroups, cluster, lines, panel."""
+    """Returns a schedule as a word: tile, the operand on the rows, warpgroups, cluster, lines, panel."""
     s = schedule
     cluster = f"c{s.cluster_m}x{s.cluster_n}"
     return f"{s.tile_m}x{s.tile_n}-{s.rows}-g{s.warpgroups}-{cluster}-l{s.lines}-p{s.panel}"
 
 
 def cell(problem: Problem, seconds: dict[str, float]) -> dict[str, Any]:
-    """A cell of the result: seconds, our speed over the rivals', rates, and the schedule that serves."""
+    """Returns a cell: seconds, our speed over the rivals', rates, and the tuned schedule."""
     fields: dict[str, Any] = {"m": problem.m, "n": problem.n, "k": problem.k}
     fields["seconds"] = {name: round(value, 9) for name, value in seconds.items()}
     fields["ratios"] = {name: round(value / seconds[OURS], 4) for name, value in seconds.items() if name != OURS}
@@ -40,7 +40,7 @@ def cell(problem: Problem, seconds: dict[str, float]) -> dict[str, Any]:
 def measure(
     sizes: Sizes, linear: tuple[int, int], weights: Sequence[jax.Array], programs: Programs, with_torch: bool
 ) -> Iterator[dict[str, Any]]:
-    """The cells of one [N, K], one for each number of tokens."""
+    """Yields the cells of one [N, K], one for each number of tokens."""
     n, k = linear
     for m in sizes.tokens:
         problem = Problem(m, n, k)
@@ -61,7 +61,7 @@ def measure(
 
 
 def measure_epilogues(sizes: Sizes) -> Iterator[dict[str, Any]]:
-    """Linear layers with what a decoder does to their results, against XLA's fusion of the same."""
+    """Yields the cells of linear layers with a decoder's epilogues, against XLA's fusions."""
     linears = sizes.epilogues.linears
     gated = (linears["gate+up"][0] // 2, linears["gate+up"][1])
     float32 = jax.numpy.dtype("float32")

@@ -1,4 +1,4 @@
-"""The pictures of the matmul benchmark: our speed over XLA's by number of tokens, and in every cell."""
+"""The plots of the matmul benchmark: our speed over XLA's by number of tokens, and in every cell."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +14,7 @@ from benchmarks.studies.matmul.summary import by_linear, geometric_mean, ratios
 
 
 def draw_over_tokens(content: dict[str, Any], file: Path) -> None:
-    """Writes a PNG: our speed over XLA's by number of tokens, a line for each product, and the geometric means."""
+    """Writes a PNG of our speed over XLA's by number of tokens: a line per product, and the geometric means."""
     cells, device = content["cells"], content["fingerprint"]["device_kind"]
     lines = by_linear(cells)
     sizes = sorted({cell["m"] for cell in cells})
@@ -36,15 +36,15 @@ def draw_over_tokens(content: dict[str, Any], file: Path) -> None:
             )
     axes.axhline(1, color=plots.INK, linewidth=1.2, zorder=2.5)
     _scale_axes(axes, sizes, ratios(cells, XLA))
-    axes.set_xlabel("tokens in a call", fontsize=10.5, color=plots.INK)
+    axes.set_xlabel("tokens per call", fontsize=10.5, color=plots.INK)
     axes.legend(frameon=False, fontsize=10, labelcolor=plots.INK, loc="best")
     plots.write_png(figure, file)
 
 
 def _scale_axes(axes: Axes, sizes: Sequence[int], speeds: Sequence[float]) -> None:
-    """Scales both axes in logarithms, with round numbers at the ticks."""
+    """Sets logarithmic axes with round numbers at the ticks."""
     axes.set_xscale("log", base=2)
-    # Names of sizes that lie closer together than powers of two would run into each other.
+    # Labels closer than powers of two would overlap.
     axes.set_xticks([m for m in sizes if m & (m - 1) == 0] or sizes, minor=False)
     axes.minorticks_off()
     axes.xaxis.set_major_formatter(lambda m, _: f"{m:g}")
@@ -59,7 +59,7 @@ def _scale_axes(axes: Axes, sizes: Sequence[int], speeds: Sequence[float]) -> No
 
 
 def draw_cells(content: dict[str, Any], file: Path) -> None:
-    """Writes a PNG: our speed over XLA's in every cell, coloured by how far it lies from 1."""
+    """Writes a PNG of our speed over XLA's in every cell, coloured by its distance from 1."""
     cells, device = content["cells"], content["fingerprint"]["device_kind"]
     lines = by_linear(cells)
     sizes = sorted({cell["m"] for cell in cells})
@@ -68,11 +68,11 @@ def draw_cells(content: dict[str, Any], file: Path) -> None:
     faster = int((grid >= 1).sum())
     title = f"detjax's matmul is as fast as XLA's autotuned dot or faster in {faster} of {grid.size} cells"
     figure = plots.titled_figure(
-        height, title, f"XLA's time over detjax's; bfloat16 linear layers N×K by tokens in a call; {device}"
+        height, title, f"XLA's time over detjax's; bfloat16 linear layers N×K by tokens per call; {device}"
     )
     axes = figure.add_axes((0.19, 0.08 / height, 0.8, 0.27 * len(lines) / height))
     colors = LinearSegmentedColormap.from_list("speed", [plots.THEIRS, "#ffffff", plots.OURS])
-    # In logarithms, so that twice as fast and half as fast lie equally far from white.
+    # Logarithms put twice as fast and half as fast at equal distances from white.
     axes.imshow(np.log2(grid), cmap=colors, norm=Normalize(-0.5, 0.5), aspect="auto")
     for (i, j), ratio in np.ndenumerate(grid):
         color = "white" if abs(np.log2(ratio)) > 0.38 else plots.INK

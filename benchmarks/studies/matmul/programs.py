@@ -17,11 +17,11 @@ from detjax.pallas.hopper.matmul.plan import Schedule
 from detjax.runtime import backends, compilation
 
 BUILDERS: Final = 4
-"""Threads that compile our kernels while XLA autotunes its own."""
+"""Threads that compile our kernels while XLA autotunes."""
 
 
 def matmul(layout: WeightLayout, **epilogue: Any) -> Callable[..., jax.Array]:
-    """`ops.matmul` of tokens, weights and perhaps a residual."""
+    """Returns `ops.matmul` as a function of tokens, weights and optionally a residual."""
 
     def call(x: jax.Array, w: jax.Array, residual: jax.Array | None = None) -> jax.Array:
         return ops.matmul(x, w, layout=layout, residual=residual, **epilogue)
@@ -30,7 +30,7 @@ def matmul(layout: WeightLayout, **epilogue: Any) -> Callable[..., jax.Array]:
 
 
 def scheduled(schedule: Schedule) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """The Hopper kernel under a schedule, of tokens `[M, K]` and weights `[N, K]`."""
+    """Returns the Hopper kernel under a schedule, a function of tokens `[M, K]` and weights `[N, K]`."""
 
     def call(x: jax.Array, w: jax.Array) -> jax.Array:
         return product(Operands(x, w), layout="nk", epilogue=Epilogue(), out_dtype=BF16, schedule=schedule)
@@ -39,7 +39,7 @@ def scheduled(schedule: Schedule) -> Callable[[jax.Array, jax.Array], jax.Array]
 
 
 def build(fn: Callable[..., Any], backend: str, *arguments: Any) -> Callable[..., Any]:
-    """`fn` compiled for arguments of these shapes: with the pinned options, or with JAX's defaults under `stock`."""
+    """Compiles `fn` for the arguments' shapes, with the pinned options, or with JAX's defaults under `stock`."""
     options = None if backend == backends.STOCK else compilation.compiler_options()
     with backends.use_backend(backend):
         return jax.jit(fn, compiler_options=options).lower(*arguments).compile()
@@ -59,7 +59,7 @@ class Programs:
 
 
 def build_all(sizes: Sizes, linear: tuple[int, int], layouts: Iterable[WeightLayout], backend: str) -> Programs:
-    """All programs of one [N, K]. XLA's are built one at a time, since building them means timing candidates."""
+    """Builds all programs of one [N, K]. XLA's are built in sequence, since XLA times candidates."""
     n, k = linear
     shape = functools.partial(jax.ShapeDtypeStruct, dtype=BF16)
     ours: dict[tuple[WeightLayout, int], Future] = {}

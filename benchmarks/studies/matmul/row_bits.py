@@ -19,22 +19,22 @@ from detjax.pallas.hopper.matmul.tuning import table
 from detjax.runtime import backends
 
 MAX_SCHEDULES: Final = 40
-"""Schedules of the table that are compared, at most."""
+"""Maximum number of compared schedules of the table."""
 MAX_TRANSPOSED: Final = 110e6
-"""Elements of the largest weight whose bits are compared in the layout [K, N] too."""
+"""Maximum number of elements of weights that are also compared in the layout [K, N]."""
 NEIGHBOURS: Final = {"random": None, "zeros": 0.0, "3e38": 3e38, "inf": np.inf, "NaN": np.nan}
-"""What the rows beside the anchor row hold; None: random numbers."""
+"""The value of the anchor row's neighbours; None: random numbers."""
 
 
 @dataclasses.dataclass
 class Comparison:
-    """How many results were compared, and which of them have different bits than the first of their kind.
+    """The counts of compared results, and their differences from the first of their kind.
 
     Attributes:
         anchor_rows: results of the anchor row.
         schedules: results of schedules.
         repeats: repeated runs.
-        seconds: how long it took.
+        seconds: duration of the comparison.
         differences: a line for each difference.
     """
 
@@ -53,7 +53,7 @@ def _anchor_rows(y: jax.Array) -> jax.Array:
 def compare_anchors(
     sizes: Sizes, linear: tuple[int, int], w: jax.Array, programs: Programs, comparison: Comparison
 ) -> None:
-    """Compares the anchor row's result at every number of tokens, position and layout, beside all neighbours."""
+    """Compares the anchor row's result at every number of tokens, position and layout, with all neighbours."""
     n, k = linear
     first = None
     stored = {layout: w if layout == "nk" else w.T for layout in dict.fromkeys(layout for layout, _ in programs.ours)}
@@ -70,7 +70,7 @@ def compare_anchors(
 
 
 def compare_schedules(sizes: Sizes, comparison: Comparison) -> None:
-    """Compares the results of one product by schedules of the table, if there is one, spread over all that it has."""
+    """Compares the results of one product under a sample of the table's schedules, if a table exists."""
     known = sorted(set(table(backends.device_kind()).values()), key=repr)
     spread = known[:: max(1, ceil_div(len(known), MAX_SCHEDULES))]
     n, k = sizes.probe
@@ -95,7 +95,7 @@ def compare_runs(sizes: Sizes, comparison: Comparison) -> None:
         x = token_rows(m, k, sizes.most_tokens)
         program = build(matmul("nk"), backends.backend(), x, w)
         want = program(x, w)
-        # The host waits once, so that runs follow each other closely.
+        # The host waits once, so that runs follow each other without gaps.
         equal = [same_bits(want, program(x, w)) for _ in range(sizes.repeats)]
         different = sizes.repeats - int(np.sum(jax.device_get(equal)))
         comparison.repeats += sizes.repeats

@@ -1,17 +1,17 @@
-"""Matrix products on an H200: time against XLA's and PyTorch's, and whether a row keeps its bits.
+"""Matrix products on an H200: time against XLA's and PyTorch's, and bits.
 
     python -m benchmarks matmul --out benchmarks/results/matmul-h200.json
 
 Every linear layer of `detjax.bench.shapes`, bfloat16, weights [N, K], at every number of tokens. XLA's dot is compiled
-with JAX's default options, so XLA has autotuned it. Times are medians over rounds in which all take turns, and weights
-are rotated so that they come from memory. Two pictures are written beside the JSON file.
+with JAX's default options, that is, autotuned. Times are medians over alternating rounds, and weights are rotated so
+that they come from memory. Two plots are written next to the JSON file.
 
-`--small` takes a CPU seconds, on the portable backend. The exit code is 1 if bits differ; slow cells do not change it.
+`--small` takes seconds on a CPU, with the portable backend. The exit code is 1 if bits differ.
 """
 
 import os
 
-# PyTorch needs memory beside JAX.
+# PyTorch needs memory in addition to JAX.
 os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
 
 import dataclasses
@@ -40,7 +40,7 @@ TIMING: Final = {rivals.OURS: timing.KERNELS, rivals.XLA: timing.KERNELS, rivals
 
 
 def _measure(run: Run, sizes: Sizes, with_bits: bool, with_torch: bool) -> dict[str, Any]:
-    """The content of the result, which is saved after every [N, K]."""
+    """The content of the result, saved after every [N, K]."""
     comparison = row_bits.Comparison()
     cells: list[dict[str, Any]] = []
     content: dict[str, Any] = {
@@ -63,7 +63,7 @@ def _measure(run: Run, sizes: Sizes, with_bits: bool, with_torch: bool) -> dict[
         programs = build_all(sizes, linear, ("nk", "kn") if transposed else ("nk",), detjax.backend())
         cells.extend(measure(sizes, linear, weights, programs, with_torch))
         compare(row_bits.compare_anchors, linear, weights[0], programs)
-        # Before the next weights are drawn.
+        # Frees memory before the next weights are drawn.
         del weights, programs
         rivals.free_torch_memory()
         run.save(content)
@@ -82,7 +82,7 @@ def study(
     *,
     model: Annotated[list[str], options.names(MODELS, "Measure this model's linear layers")],
     tokens: options.Tokens = None,
-    bits: Annotated[bool, Option("Compare bits too.", name="--bits/--skip-bits")] = True,
+    bits: Annotated[bool, Option("Also compare bits.", name="--bits/--skip-bits")] = True,
     torch: options.Torch = True,
 ) -> Result:
     sizes = small_sizes() if run.small else full_sizes(model, tokens or TOKENS)

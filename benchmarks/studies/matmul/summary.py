@@ -11,22 +11,22 @@ SHORT: Final = 0.93
 
 
 def ratios(cells: Iterable[dict[str, Any]], rival: str) -> list[float]:
-    """Our speed over the rival's, of the cells in which it was measured."""
+    """Returns our speed over the rival's in the cells that measured it."""
     return [cell["ratios"][rival] for cell in cells if rival in cell["ratios"]]
 
 
 def geometric_mean(values: Sequence[float]) -> float:
-    """The geometric mean; NaN of nothing."""
+    """Returns the geometric mean; NaN without values."""
     return statistics.geometric_mean(values) if values else float("nan")
 
 
 def linear_name(cell: dict[str, Any]) -> str:
-    """The name and shape of the linear layer that a cell measures."""
+    """Returns the name and shape of a cell's linear layer."""
     return f"{cell['linears'][0].split()[-1]} {cell['n']}×{cell['k']}"
 
 
 def by_linear(cells: Iterable[dict[str, Any]]) -> dict[str, dict[int, dict[str, Any]]]:
-    """Cells by name of the linear layer and number of tokens."""
+    """Returns cells by the linear layer's name and the number of tokens."""
     lines: dict[str, dict[int, dict[str, Any]]] = {}
     for cell in cells:
         lines.setdefault(linear_name(cell), {})[cell["m"]] = cell
@@ -34,7 +34,7 @@ def by_linear(cells: Iterable[dict[str, Any]]) -> dict[str, dict[int, dict[str, 
 
 
 def summarized(cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Geometric means, the slowest cell, and the cells that fall short of XLA's speed."""
+    """Returns geometric means, the slowest cell, and the cells slower than XLA."""
     ordered = sorted(cells, key=lambda cell: cell["ratios"][XLA])
 
     def line(cell: dict[str, Any]) -> str:

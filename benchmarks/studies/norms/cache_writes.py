@@ -1,4 +1,4 @@
-"""Times of `qk_rope` and the write of keys and values to a cache, in one step and in two."""
+"""Times of `qk_rope` and writing keys and values to a cache, in one step and in two."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, Final
@@ -19,13 +19,13 @@ from detjax.operands.kv_pages import KVPages, Queries
 from detjax.runtime.backends import STOCK
 
 FIRST_POSITION: Final = 100
-"""The position of the first token that is written, so that a prompt crosses pages."""
+"""The position of the first written token, so that a prompt crosses pages."""
 
 type Step = Callable[[KVPages, jax.Array, Queries], tuple[jax.Array, KVPages]]
 
 
 def steps(sizes: Sizes) -> dict[str, Step]:
-    """The write as one operation, and as rotary embedding followed by scatters, by name."""
+    """Returns the write as one operation, and as rotary embedding followed by scatters, by name."""
     heads, kv_heads = sizes.heads, sizes.kv_heads
     q_norm, k_norm = norm_weights(sizes.head_dim, sizes.head_dim)
     options: dict[str, Any] = {"q_norm": q_norm, "k_norm": k_norm, "norm_eps": EPS}
@@ -43,7 +43,7 @@ def steps(sizes: Sizes) -> dict[str, Step]:
 
 
 def measure(sizes: Sizes) -> Iterator[dict[str, Any]]:
-    """A result for each way to write and number of rows: a token of each request, or long prompts."""
+    """Yields a result for each way to write and number of rows: a token per request, or long prompts."""
     programs = steps(sizes)
     for name, step in track(list(programs.items()), "measuring the cache's writes", console=Console(stderr=True)):
         for count in sizes.rows:
@@ -59,7 +59,7 @@ def measure(sizes: Sizes) -> Iterator[dict[str, Any]]:
 
 
 def _arguments(sizes: Sizes, count: int) -> tuple[KVPages, list[tuple[jax.Array, Queries]]]:
-    """Empty pages, and argument sets of so many rows."""
+    """Empty pages, and argument sets of `count` rows."""
     tokens = min(count, 1024) if count > 64 else 1
     batch = count // tokens
     page_table = ops.contiguous_page_table(batch, FIRST_POSITION + tokens)[:, ::-1]
@@ -72,12 +72,12 @@ def _arguments(sizes: Sizes, count: int) -> tuple[KVPages, list[tuple[jax.Array,
 
 
 def _carrying(step: Step, kv: KVPages) -> Callable[..., jax.Array]:
-    """The step of all arguments but the pages, which every call takes from the call before, to write in place."""
+    """The step with its pages bound: each call takes them from the previous call, to write in place."""
     program = detjax.jit(step, donate_argnums=0)
-    held = [jax.tree.map(jnp.copy, kv)]
+    carry = [jax.tree.map(jnp.copy, kv)]
 
     def call(*arguments: Any) -> jax.Array:
-        q, held[0] = program(held[0], *arguments)
+        q, carry[0] = program(carry[0], *arguments)
         return q
 
     return call

@@ -1,4 +1,4 @@
-"""The operations on rows that are measured, and their inputs."""
+"""The measured operations on rows, and their inputs."""
 
 import dataclasses
 import functools
@@ -18,7 +18,7 @@ FREQUENCY_BASE: Final = 1e6
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """The sizes of all measurements; by default those of a decoder layer of Qwen3-8B and of its sampler.
+    """The sizes of all measurements; by default of Qwen3-8B's layers and sampler.
 
     Attributes:
         rows: numbers of rows.
@@ -26,10 +26,10 @@ class Sizes:
         width: the width of a norm.
         vocabulary: the width of softmax and sampling.
         heads: query heads.
-        kv_heads: heads of keys and of values.
+        kv_heads: key and value heads.
         head_dim: head size.
-        calls: the calls that a time is the median of.
-        repeats: how often a run is repeated to compare its bits.
+        calls: calls per measurement, which is their median.
+        repeats: repetitions of a run to compare its bits.
     """
 
     rows: Sequence[int] = (1, 16, 64, 1024, 4096)
@@ -44,7 +44,7 @@ class Sizes:
 
 
 SMALL: Final = Sizes(rows=(1, 17), width=256, vocabulary=1000, heads=4, kv_heads=2, head_dim=64, calls=3, repeats=3)
-"""Sizes that take a CPU seconds."""
+"""Sizes that run on a CPU in seconds."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,12 +52,12 @@ class Case:
     """An operation on rows: `run(*rows, *shared)`, whose results have a leading axis of rows.
 
     Attributes:
-        name: how tables name the operation.
+        name: the operation's name in tables.
         run: the operation.
         row_shapes: the shapes of its rows.
         shared: arguments that all rows share.
         dtype: the dtype of the rows.
-        read_share: the share of the rows that the operation has to read.
+        read_share: the share of the rows that the operation must read.
     """
 
     name: str
@@ -68,11 +68,11 @@ class Case:
     read_share: float = 1.0
 
     def rows(self, count: int, seed: int) -> tuple[jax.Array, ...]:
-        """Random rows, but for the first, the middle and the last one, which are the same for every seed."""
+        """Returns random rows. The first, middle and last one are the same for every seed."""
         return _rows_program(self.row_shapes, self.dtype, count)(jax.random.key(1 + seed))
 
     def traffic(self, rows: tuple[jax.Array, ...]) -> int:
-        """Bytes that have to be read and written, results included."""
+        """Returns the bytes that must be read and written, including results."""
         results = jax.tree.leaves(jax.eval_shape(self.run, *rows, *self.shared))
         written = sum(leaf.size * leaf.dtype.itemsize for leaf in results)
         return int(sum(x.nbytes for x in rows) * self.read_share) + written
@@ -95,13 +95,13 @@ def _rows_program(
 
 
 def norm_weights(*sizes: int) -> list[jax.Array]:
-    """Weights of norms, near 1."""
+    """Returns weights of norms, near 1."""
     rng = np.random.default_rng(0)
     return [jnp.asarray(1 + rng.standard_normal(size) / 4, "bfloat16") for size in sizes]
 
 
 def cases(sizes: Sizes) -> list[Case]:
-    """The operations of a decoder layer that are bound by memory, and those of its sampler."""
+    """Returns the memory-bound operations of a decoder layer and of its sampler."""
     width, vocabulary, heads = sizes.width, sizes.vocabulary, sizes.heads + 2 * sizes.kv_heads
     weight, q_norm, k_norm = norm_weights(width, sizes.head_dim, sizes.head_dim)
     read_share = (sizes.heads + sizes.kv_heads) / heads
@@ -131,8 +131,7 @@ def _qk_rope(sizes: Sizes) -> Callable[..., Any]:
     embedding = ops.RotaryEmbedding(sizes.head_dim, FREQUENCY_BASE)
 
     def qk_rope(qkv: jax.Array, q_norm: jax.Array, k_norm: jax.Array) -> Any:
-        # All rows at one position, as the anchor rows have to be; the barrier keeps the compiler from computing the
-        # angles itself.
+        # All rows are at one position, so that anchor rows are equal; the barrier prevents constant folding of angles.
         positions = jax.lax.optimization_barrier(jnp.full(len(qkv), 1234, jnp.int32))
         norms = {"q_norm": q_norm, "k_norm": k_norm, "norm_eps": EPS}
         return ops.qk_rope(qkv, positions, embedding, heads=sizes.heads, kv_heads=sizes.kv_heads, **norms)

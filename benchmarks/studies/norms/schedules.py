@@ -14,7 +14,7 @@ from detjax.pallas.hopper import norm, rope
 
 
 def measure(sizes: Sizes) -> Iterator[dict[str, Any]]:
-    """A result for each schedule at every number of rows."""
+    """Yields a result for each schedule at every number of rows."""
     by_name = {case.name: case for case in cases(sizes)}
     for count in sizes.swept_rows:
         yield from _measure_norm(sizes, by_name["rms_norm, residual"], count)

@@ -1,13 +1,13 @@
-"""Norms, rotary embedding, softmax and sampling on an H200: time against XLA's own and against a copy, and bits.
+"""Norms, rotary embedding, softmax and sampling on an H200: time against XLA's own and a copy, and bits.
 
     python -m benchmarks norms --out benchmarks/results/norms-h200.json
 
-Each operation is timed under the backend that serves and under `stock`, and so is a copy of as many bytes as it has to
-read and write: device time, medians, inputs rotated so that large ones come from memory. Beside the time stands whether
-the bits of one row are the same first, in the middle and last of every number of rows, and over repeated runs. The
-write of keys and values to a cache, which is donated, is timed in one step with `qk_rope` and as scatters after it.
+Times each operation under the current backend and under `stock`, and a copy of as many bytes: medians of device time,
+with inputs rotated so that large ones come from memory. Compares the bits of one row as first, middle and last row of
+every number of rows, and over repeated runs. Writing keys and values to a donated cache is timed in one step with
+`qk_rope` and as separate scatters.
 
-`--sweep` times the schedules of the Hopper kernels instead. `--small` takes a CPU seconds.
+`--sweep` times the schedules of the Hopper kernels instead. `--small` runs on a CPU in seconds.
 """
 
 import dataclasses

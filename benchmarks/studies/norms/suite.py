@@ -1,4 +1,4 @@
-"""Times of operations on rows under the backend that serves, under stock and of a copy, and a comparison of bits."""
+"""Times of operations on rows under the current backend, under stock and of a copy, and a comparison of bits."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
@@ -17,11 +17,11 @@ from detjax.bench.timing import copy_time, device_time, rotations
 from detjax.runtime.backends import STOCK
 
 MAX_BYTES: Final = 24 << 30
-"""Cases with a quarter of these bytes or more are left out: a device has no room for several argument sets of them."""
+"""Device memory for argument sets, in bytes; cases that need a quarter of it or more are left out."""
 
 
 def measure(sizes: Sizes) -> list[dict[str, Any]]:
-    """A result for every operation and number of rows."""
+    """Returns a result for every operation and number of rows."""
     results = []
     for case in track(cases(sizes), "measuring", console=Console(stderr=True)):
         bits = compare_bits(case, sizes.rows, sizes.repeats)
@@ -47,7 +47,7 @@ def _measure_case(sizes: Sizes, case: Case) -> Iterator[dict[str, Any]]:
 
 
 def compare_bits(case: Case, rows: Sequence[int], repeats: int) -> dict[str, bool]:
-    """Whether the anchor rows have one set of bits, and whether repeated runs have; nothing if the backend refuses."""
+    """Compares the bits of anchor rows and of repeated runs; returns nothing if the backend refuses the case."""
     program = detjax.jit(case.run)
     first, over_rows, over_runs = None, True, True
     try:

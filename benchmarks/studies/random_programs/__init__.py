@@ -1,1 +1,1 @@
-"""Random programs of rows, and what certificates say of them."""
+"""Random programs of rows, and their certificates."""

@@ -1,8 +1,7 @@
-"""Random small programs of rows: certified, then run in batches of many sizes. A proof of what moves is a false proof.
+"""Random small programs of rows: certified, then run in batches of many sizes. A proof is false if bits change.
 
-A program is a list of steps over arrays `[B, N]`, each of which reads earlier ones, so it can be made smaller one step
-at a time. Its rows hold zeros of both signs, small and large numbers, and in some rows infinities, NaN and subnormal
-numbers.
+A program is a list of steps over arrays `[B, N]`. Each step reads earlier arrays, so a program can shrink one step at a
+time. Rows contain zeros of both signs, small and large numbers, and some rows infinities, NaN and subnormal numbers.
 """
 
 import dataclasses
@@ -23,7 +22,7 @@ DTYPES: Final = ("float32", "float32", "bfloat16", "float16")
 WIDTHS: Final = (3, 7, 16, 33, 64, 128)
 MAX_ROWS: Final = 1000
 BATCHES: Final = (1, 2, 3, 17, 33, 129, 257)
-"""Sizes of batches: a program runs with one of them, and with `MAX_ROWS`."""
+"""Batch sizes: a program runs with one of them, and with `MAX_ROWS`."""
 
 COMPILATIONS: Final[Mapping[str, Callable[..., Any]]] = {"detjax.jit": detjax.jit, "jax.jit": jax.jit}
 
@@ -33,13 +32,13 @@ def _number(value: float, x: Array) -> Array:
 
 
 def _segments(x: Array) -> Array:
-    """The largest numbers of every third column, in each column of theirs."""
+    """The maximum over every third column, broadcast to these columns."""
     groups = jnp.arange(x.shape[1]) % 3
     return jax.vmap(lambda row: jax.ops.segment_max(row, groups, 3)[groups])(x)
 
 
 def _window(x: Array) -> Array:
-    start = np.asarray(-np.inf, x.dtype)  # JAX takes other arrays for a reduction of the user's own
+    start = np.asarray(-np.inf, x.dtype)  # with other arrays JAX assumes a custom reduction
     return lax.reduce_window(x, start, lax.max, (1, 3), (1, 1), "SAME")
 
 
@@ -113,16 +112,16 @@ STEPS: Final[Mapping[str, tuple[int, Callable[..., Array]]]] = {
     "larger by selection": (2, lambda x, y: jnp.where(x > y, x, y)),
     "where equal": (2, lambda x, y: jnp.where(x == y, x, -y)),
 }
-"""The steps by name: how many arrays each reads, and what it computes."""
+"""The steps by name: the number of arrays that each reads, and its function."""
 
 _REDUCTIONS: Final = ("largest", "smallest", "largest of windows", "so far largest", "largest of segments", "top 2")
 _SELDOM: Final = frozenset(("tanh", "exp", "sum"))
-"""Steps that leave a program without a proof, whatever else it does."""
+"""Steps that prevent a proof of any program."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A step by its name in `STEPS`, and which earlier arrays it reads: 0 is the argument, k the result of step k."""
+    """A step by its name in `STEPS`, and the earlier arrays it reads: 0 is the argument, k the result of step k."""
 
     name: str
     reads: tuple[int, ...]
@@ -130,13 +129,13 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A program of rows; the last step gives its result.
+    """A program of rows; its result is the last step's.
 
     Attributes:
-        seed: from which it and its rows are drawn.
-        dtype: that of its arrays.
-        width: how long rows are.
-        steps: in their order.
+        seed: the seed of the program and its rows.
+        dtype: the dtype of its arrays.
+        width: the length of a row.
+        steps: the steps in order.
     """
 
     seed: int
@@ -153,7 +152,7 @@ class Program:
 
         def drawn(count: int, name: str | None = None) -> Step:
             name = name or names[rng.choice(len(names), p=weights / weights.sum())]
-            # What was computed last is read most often.
+            # The latest results are read most often.
             reads = [count if rng.random() < 0.7 else int(rng.integers(count + 1)) for _ in range(STEPS[name][0])]
             return Step(name, tuple(reads))
 
@@ -176,11 +175,11 @@ class Program:
         return self.arrays(x)[-1]
 
     def rows(self) -> np.ndarray:
-        """Returns `random_rows` for it."""
+        """Returns the program's `random_rows`."""
         return random_rows(self.seed, self.dtype, self.width)
 
     def smaller(self) -> Iterator["Program"]:
-        """Yields programs with a step less: its readers read what it read."""
+        """Yields programs without one step, whose readers read its first operand instead."""
         for gone, step in enumerate(self.steps, 1):
             kept = [
                 Step(one.name, tuple(_without(k, gone, step.reads[0]) for k in one.reads))
@@ -200,7 +199,7 @@ def _without(number: int, gone: int, instead: int) -> int:
 
 
 def random_rows(seed: int, dtype: str, width: int) -> np.ndarray:
-    """Returns `MAX_ROWS` rows: most of ordinary numbers and zeros of both signs, the rest of all kinds."""
+    """Returns `MAX_ROWS` rows: most have ordinary numbers and zeros of both signs, the rest numbers of all kinds."""
     rng = np.random.default_rng((seed, 1))
     shape = MAX_ROWS, width
     x = rng.standard_normal(shape) * rng.choice([0.3, 1.0, 100.0], (MAX_ROWS, 1))
@@ -210,7 +209,7 @@ def random_rows(seed: int, dtype: str, width: int) -> np.ndarray:
     rare = rng.choice([np.inf, -np.inf, tiny, -tiny, 3 * tiny], shape)
     x = np.where((rng.random(shape) < 0.2) & (np.arange(MAX_ROWS) % 5 == 4)[:, None], rare, x)
     numbers = x.astype(jnp.dtype(dtype))
-    # Signs and payloads of NaN are written as bits, so that nothing makes them alike.
+    # Signs and payloads of NaN are written as bits, so that nothing canonicalizes them.
     words = _words(numbers)
     (quiet,) = _words(np.array([np.nan], numbers.dtype))
     sign = np.array(1 << (8 * words.itemsize - 1), words.dtype)
@@ -223,15 +222,15 @@ def random_rows(seed: int, dtype: str, width: int) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What is known of a program under one compilation.
+    """The verdict on a program under one compilation.
 
     Attributes:
         program: the program.
         compilation: the name in `COMPILATIONS`.
         is_proven: whether its certificate finds no risk.
-        by_old_rule: whether it would find none if every largest and smallest number were exact. Others are not run.
-        batch: the rows of a batch in which one that the certificate speaks of has other bits than among `MAX_ROWS`;
-            None if that has been seen in none.
+        by_old_rule: whether the certificate would find no risk if every maximum and minimum were exact. Only such
+            programs run.
+        batch: the size of a batch in which a certified row has other bits than among `MAX_ROWS`; None if not observed.
     """
 
     program: Program
@@ -242,33 +241,33 @@ class Verdict:
 
     @property
     def is_false_proof(self) -> bool:
-        """Whether bits of what is proven differ."""
+        """True if the bits of a proven program differ."""
         return self.is_proven and self.batch is not None
 
     @property
     def outcome(self) -> str:
-        """What a certificate over the same batches says; "unproven" if it was not run."""
+        """The outcome in a word; "unproven" if the program did not run."""
         if not self.by_old_rule:
             return "unproven"
         return "refuted" if self.batch is not None else "proven" if self.is_proven else "observed"
 
 
 def judged(programs: Sequence[Program], compilation: str, small: int | None = None) -> list[Verdict]:
-    """Returns what a certificate says of each program, and what batches show of those that it may call proven.
+    """Certifies each program, and runs the ones that the certificate may prove in batches.
 
-    Programs are compiled together, as one function with a result for each: that takes less time.
+    Programs are compiled together, as one function with a result per program, to save time.
 
     Args:
         programs: the programs.
         compilation: a name in `COMPILATIONS`.
-        small: the rows of the batch that is compared with `MAX_ROWS`; by default the first program's seed says.
+        small: the batch size to compare with `MAX_ROWS`. Default: chosen by the first program's seed.
     """
     jit = COMPILATIONS[compilation]
     small = small or BATCHES[programs[0].seed // len(programs) % len(BATCHES)]
     rows = {program: program.rows() for program in programs}
     read = {}
     for program, x in rows.items():
-        # Certificates compile with `detjax.jit`, unless a function comes compiled.
+        # Certificates compile with `detjax.jit` unless the function is already compiled.
         read[program] = reading(jit(program) if compilation == "jax.jit" else program, (x[:2],), batch_sizes=(1,))
     run = [one for one in programs if all(risk.primitive in EXTREMES for risk in read[one][0])]
     together = jit(lambda arrays: [program(x) for program, x in zip(run, arrays, strict=True)])
@@ -283,14 +282,14 @@ def judged(programs: Sequence[Program], compilation: str, small: int | None = No
 
 
 def excluded_rows(program: Program, x: np.ndarray, exclusions: Sequence[Exclusion]) -> np.ndarray:
-    """Returns which rows bool `[B]` meet numbers that a proof is not about, in any step."""
+    """Returns which rows, bool `[B]`, contain numbers that the proof excludes, in any step."""
     if not exclusions:
         return np.zeros(len(x), bool)
     return met(jax.jit(program.arrays)(x), exclusions)
 
 
 def met(arrays: Sequence[Any], exclusions: Sequence[Exclusion]) -> np.ndarray:
-    """Returns which rows bool `[B]` of arrays have numbers that a proof is not about."""
+    """Returns which rows, bool `[B]`, of arrays contain numbers that the proof excludes."""
     rows = np.zeros(len(arrays[0]), bool)
     for array in arrays:
         if not jnp.issubdtype(array.dtype, jnp.floating):
@@ -303,7 +302,7 @@ def met(arrays: Sequence[Any], exclusions: Sequence[Exclusion]) -> np.ndarray:
 
 
 def smallest(program: Program, is_wrong: Callable[[Program], bool]) -> Program:
-    """Returns the program without every step that it is as wrong without."""
+    """Shrinks a program by every step without which it is still wrong."""
     while (next_one := next(filter(is_wrong, program.smaller()), None)) is not None:
         program = next_one
     return program

@@ -2,9 +2,9 @@
 
     python -m benchmarks random_programs --out benchmarks/results/random-programs-cpu.json
 
-A certificate finds a program proven or names its risks. Programs that are proven, or would be if every largest and
-smallest number were exact, run in a small batch and in one of 1000 rows, compiled by `detjax.jit` and by `jax.jit`. The
-programs that would be proven then, and move, are the control: the comparison finds what there is to find.
+A certificate proves a program or names its risks. Programs that are proven, or would be if every maximum and minimum
+were exact, run in a small batch and in one of 1000 rows, compiled by `detjax.jit` and by `jax.jit`. Programs that would
+be proven under that assumption, but whose bits change, are the control.
 """
 
 import collections
@@ -20,14 +20,14 @@ from detjax.cli.options import Option
 from detjax.runtime import backends
 
 _TOGETHER = 10
-"""Programs that are compiled together."""
+"""Number of programs that are compiled together."""
 _OUTCOMES = ("proven", "observed", "refuted", "unproven")
 
 
 def study(
     run: Run,
     *,
-    programs: Annotated[int, Option("Programs, of the seeds from 0.", minimum=1)] = 10_000,
+    programs: Annotated[int, Option("Number of programs, with seeds from 0.", minimum=1)] = 10_000,
     processes: Annotated[int, Option("Processes that run them.", minimum=1)] = 2,
 ) -> Result:
     programs, processes = (20, 0) if run.small else (programs, processes)
@@ -63,7 +63,7 @@ type _Summary = tuple[str, str, bool, dict[str, Any] | None]
 
 
 def _all(waiting: list[range], processes: int) -> Iterator[list[_Summary]]:
-    """Yields the summaries of all programs. Processes are replaced after a while: compilers keep memory.
+    """Yields the summaries of all programs. Processes are replaced after a while, since compilers leak memory.
 
     Without any, this process runs them.
     """

@@ -1,6 +1,6 @@
-"""Structured output: whether answers are valid and of equal bits alone and in a crowd, and what constraints cost.
+"""Structured output: validity and bits of answers, alone and in a crowd, and the cost of constraints.
 
-Weights are random, and the vocabulary is made up, of the model's own size: neither changes what there is to compute.
+Weights are random, and the vocabulary is synthetic, with the model's own size; neither affects the work per token.
 """
 
 import dataclasses
@@ -39,21 +39,21 @@ _WITHOUT_END: Final = {
         "additionalProperties": False,
     },
 }
-"""A schema that no answer of a benchmark fulfils, so that answers have as many tokens as those without a constraint."""
+"""A schema that answers cannot complete, so that they have as many tokens as unconstrained answers."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What is measured.
+    """The sizes of the measurements.
 
     Attributes:
-        preset: the shape of the model whose speed is measured.
+        preset: the shape of the model for speed.
         layers: layers of the model that answers random schemas.
-        schemas: random schemas.
-        crowd: requests at the same time.
-        crowds: numbers of requests at the same time for the speed.
-        tokens: tokens of each answer for the speed.
-        rounds: measurements of each speed, of which the median counts.
+        schemas: number of random schemas.
+        crowd: concurrent requests.
+        crowds: numbers of concurrent requests for speed.
+        tokens: tokens per answer for speed.
+        rounds: measurements of each speed, whose median counts.
     """
 
     preset: str = "Qwen3-8B"
@@ -69,7 +69,7 @@ SMALL: Final = Sizes("tiny", 1, 12, 4, (1, 4), 16, 1)
 
 
 def made_up_tokenizer(size: int) -> Tokenizer:
-    """Returns a byte-level tokenizer of so many tokens: the bytes, an end token, and pieces of words and of JSON."""
+    """Returns a byte-level tokenizer of `size` tokens: the bytes, an end token, and pieces of words and JSON."""
     draw, by_byte = random.Random(0), {byte: character for character, byte in byte_alphabet().items()}
     letters, marks = (
         "abcdefghijklmnopqrstuvwxyz",
@@ -103,12 +103,12 @@ def _decoder(config: DecoderConfig) -> Decoder:
 
 def _config(sizes: Sizes, layers: int | None = None) -> DecoderConfig:
     config = presets.config(sizes.preset, layers)
-    # The smallest preset has fewer tokens than there are bytes.
+    # The smallest preset has fewer tokens than bytes exist.
     return dataclasses.replace(config, vocab_size=max(config.vocab_size, 600))
 
 
 def answers_to_schemas(sizes: Sizes) -> dict[str, Any]:
-    """Returns how many answers to random schemas are valid, and whether all have equal bits alone and in a crowd."""
+    """Counts valid answers to random schemas, and compares their bits alone and in a crowd."""
     config, draw = _config(sizes, sizes.layers), random.Random(1)
     schemas = [random_schema(draw) for _ in range(sizes.schemas)]
     requests = [_request(schema, number) for number, schema in enumerate(schemas)]
@@ -147,7 +147,7 @@ def _engine(samples: int, length: int) -> EngineConfig:
 
 
 def speeds(sizes: Sizes) -> list[dict[str, Any]]:
-    """Returns tokens a second of crowds of several sizes, with constraints and without, in turns."""
+    """Returns tokens per second of crowds of several sizes, with and without constraints, alternating."""
     config = _config(sizes)
     decoder, tokenizer = _decoder(config), made_up_tokenizer(config.vocab_size)
     results = []
@@ -185,7 +185,7 @@ def _seconds(engine: Engine, crowd: int, tokens: int, *, constrained: bool) -> f
 
 
 def problems(answers: dict[str, Any]) -> Sequence[str]:
-    """Returns what is wrong with the answers to random schemas."""
+    """Returns the problems of the answers to random schemas."""
     messages = []
     if answers["valid"] < answers["schemas"]:
         messages.append(f"{answers['schemas'] - answers['valid']} of {answers['schemas']} answers are not valid")

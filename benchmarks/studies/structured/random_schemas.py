@@ -1,4 +1,4 @@
-"""Random JSON schemas, each with a check of its own that knows nothing of how constraints are computed."""
+"""Random JSON schemas, each with an independent check of its values."""
 
 import json
 import random
@@ -7,14 +7,14 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 _LONGEST = 12
-"""Characters of a string, at most. All parts of a schema are bounded, so that an answer ends however it is sampled."""
+"""Maximum length of a string. All parts of a schema are bounded, so that every sampled answer ends."""
 _MAX_ITEMS = 3
 
 type Json = Any
 
 
 class Schema(NamedTuple):
-    """A JSON schema, and whether it accepts a value."""
+    """A JSON schema and its check of a value."""
 
     schema: dict[str, Json]
     accepts: Callable[[Json], bool]
@@ -28,7 +28,7 @@ class Schema(NamedTuple):
 
 
 def random_schema(draw: random.Random, depth: int = 3) -> Schema:
-    """Returns a schema with parts of parts down to a depth."""
+    """Returns a schema nested to at most `depth` levels."""
     simple = [_integer, _string, _pattern, _boolean, _enum, _constant]
     kinds = simple if depth == 0 else [_object, _object, _array, _any, *simple]
     return draw.choice(kinds)(draw, depth - 1)

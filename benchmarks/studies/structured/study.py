@@ -1,12 +1,12 @@
-"""Structured output: random JSON schemas answered alone and in a crowd, and tokens a second with constraints.
+"""Structured output: random JSON schemas answered alone and in a crowd, and tokens per second with constraints.
 
     python -m benchmarks structured --part answers --out benchmarks/results/structured-answers-h200.json
     python -m benchmarks structured --part speeds --out benchmarks/results/structured-h200.json
 
-A model of one layer answers 1000 random schemas one after the other, and then 64 at a time: every answer must be valid,
-and the bits must be equal. A whole model with random weights generates with constraints and without, in turns.
+A model of one layer answers 1000 random schemas in sequence, and then 64 at a time: every answer must be valid, and the
+bits must be equal. A whole model with random weights alternately generates with and without constraints.
 
-`--small` takes a CPU seconds. The exit code is 1 if an answer is not valid, or if bits differ.
+`--small` runs on a CPU in seconds. The exit code is 1 if an answer is not valid, or if bits differ.
 """
 
 import dataclasses

@@ -1,1 +1,1 @@
-"""Training: a step and its parts, and the rival that promises nothing."""
+"""Training: a step and its parts, against a stock program."""

@@ -1,4 +1,4 @@
-"""Training: a step against a good stock program, what carried sums cost, the gradient of each operation, and bits."""
+"""Training: a step against a good stock program, the cost of accumulated sums, gradients of operations, and bits."""
 
 import dataclasses
 import functools
@@ -34,24 +34,24 @@ from detjax.runtime import compilation
 from detjax.runtime.backends import use_backend
 
 ANOTHER_ORDER: Final = "another order"
-"""The control whose sequences come in the reverse order."""
+"""The control with sequences in reverse order."""
 
 HEAD_CHUNK: Final = 2048
-"""Tokens of a chunk of the stock program's head, where it has chunks."""
+"""Tokens per chunk of the stock program's head, if chunked."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What is trained.
+    """The sizes of training.
 
     Attributes:
         preset: the model's shape.
-        layers: its layers; None: as many as the preset has.
-        sequences: sequences of a microbatch.
-        length: tokens of each.
-        microbatches: microbatches of a step.
+        layers: its number of layers; None: the preset's own.
+        sequences: sequences per microbatch.
+        length: tokens per sequence.
+        microbatches: microbatches per step.
         shards: the parts of a batch whose sums are added as a tree.
-        rounds: measured steps of each rival, in turns.
+        rounds: measured steps of each rival, alternating.
     """
 
     preset: str = "Qwen3-0.6B"
@@ -67,7 +67,7 @@ SMALL: Final = Sizes("tiny", 1, 2, 32, 2, 1, 1)
 
 
 def samples(sizes: Sizes, vocabulary: int) -> list[Sample]:
-    """Sequences of random tokens whose weights are one over the number of tokens."""
+    """Returns sequences of random tokens with weights of one over the number of tokens."""
     random, count = np.random.default_rng(0), sizes.sequences * sizes.microbatches
     weights = np.full(sizes.length - 1, 1 / (count * (sizes.length - 1)), np.float32)
     tokens = random.integers(0, vocabulary, (count, sizes.length)).astype(np.int32)
@@ -83,7 +83,7 @@ def _stock_microbatches(batch: Sequence[Sample], sizes: Sizes) -> list[tuple[Arr
 
 
 def steps(sizes: Sizes) -> dict[str, Any]:
-    """Seconds of whole steps in turns: gradients of all microbatches, update, and the weights of the next step."""
+    """Returns seconds of whole steps: gradients of all microbatches, update, and the next weights."""
     config = presets.config(sizes.preset, sizes.layers)
     batch = samples(sizes, config.vocab_size)
     optimizer = adamw(stock.LEARNING_RATE, weight_decay=1e-4)
@@ -125,7 +125,7 @@ def _seconds(step: Callable[[], None]) -> float:
 
 
 def carried_sums(sizes: Sizes) -> dict[str, float]:
-    """Seconds of a microbatch's gradients that continue sums, and of such that are rounded and forgotten."""
+    """Returns seconds of a microbatch's gradients with accumulation, and with rounded gradients that are discarded."""
     config = presets.config(sizes.preset, sizes.layers)
     network, weights = split(presets.decoder(sizes.preset, sizes.layers))
     (placed, *_) = Rows(sizes.sequences, sizes.length).microbatches(samples(sizes, config.vocab_size))
@@ -159,14 +159,14 @@ def carried_sums(sizes: Sizes) -> dict[str, float]:
 
 @dataclasses.dataclass(frozen=True)
 class Gradient:
-    """The gradient of an operation, on both sides.
+    """The gradient of an operation, in detjax and stock.
 
     Attributes:
         name: the operation and its sizes.
-        operands: random arrays of these types are the arguments of both functions.
+        operands: the types of both functions' arguments, which are random.
         detjax: the gradients under contract.
         stock: the rival's.
-        bytes: what has to be read and written.
+        bytes: bytes that must be read and written.
     """
 
     name: str
@@ -181,7 +181,7 @@ def _typed(*shape: int, dtype: str = "bfloat16") -> jax.ShapeDtypeStruct:
 
 
 def gradients(sizes: Sizes) -> Iterator[Gradient]:
-    """The gradients of a decoder's operations, with carried sums and with sums that are added to in float32."""
+    """Yields the gradients of a decoder's operations, with accumulated sums, and with separate additions in float32."""
     config = presets.config(sizes.preset, sizes.layers)
     tokens, width, inner = sizes.sequences * sizes.length, config.hidden_size, config.intermediate_size
     heads, kv_heads, head = config.heads, config.kv_heads, config.head_dim
@@ -307,7 +307,7 @@ def _given(logprobs: Array, gradients: Array) -> Array:
 
 
 def gradient_times(sizes: Sizes, calls: int = 8) -> Iterator[dict[str, Any]]:
-    """Device time of every operation's gradients, of the rival's, and of a copy of as many bytes."""
+    """Yields the device time of each operation's gradients, of the rival's, and of a copy of as many bytes."""
     config = presets.config(sizes.preset, sizes.layers)
     for case in gradients(sizes):
         arguments = tuple(_random(operand, index, config.vocab_size) for index, operand in enumerate(case.operands))
@@ -335,7 +335,7 @@ def _random(operand: jax.ShapeDtypeStruct, seed: int, most: int) -> Array:
 
 
 def ragged_samples(sizes: Sizes) -> tuple[list[Sample], int]:
-    """Sequences of mixed lengths, and a length that is a multiple of 16 and fits them all."""
+    """Returns sequences of mixed lengths, and the smallest multiple of 16 that fits all of them."""
     config, random = presets.config(sizes.preset, sizes.layers), np.random.default_rng(1)
     lengths = random.integers(2, sizes.length + 1, 2 * sizes.sequences)
     batch = []
@@ -347,7 +347,7 @@ def ragged_samples(sizes: Sizes) -> tuple[list[Sample], int]:
 
 
 def plans(sizes: Sizes, length: int) -> tuple[dict[str, Plan], dict[str, Plan]]:
-    """Plans that give equal bits, and others that do not: controls."""
+    """Returns plans with equal bits, and controls with different bits."""
     row = functools.partial(Rows, length=length)
     equal = {f"microbatches of {n}": Plan(row(n), shards=2) for n in (sizes.sequences, 1, 2, 4)}
     equal |= {f"rows padded by {n}": Plan(Rows(2, length + n), shards=2) for n in (16, 112)}
@@ -357,7 +357,7 @@ def plans(sizes: Sizes, length: int) -> tuple[dict[str, Plan], dict[str, Plan]]:
 
 
 def digest(sizes: Sizes, name: str) -> str:
-    """A digest of the state, the weights and the logprobs after a step by one of `plans`, or why there is none."""
+    """Returns a digest of state, weights and logprobs after a step under one of `plans`, or the reason of a failure."""
     batch, length = ragged_samples(sizes)
     equal, controls = plans(sizes, length)
     model = presets.decoder(sizes.preset, sizes.layers)
@@ -372,11 +372,11 @@ def digest(sizes: Sizes, name: str) -> str:
 
 
 def bits(sizes: Sizes, processes: int) -> dict[str, Any]:
-    """Whether a step has equal bits under other schedules, and the gradients' distance from stock's in float32.
+    """Compares a step's bits under other schedules, and its gradients with stock's in float32.
 
     Args:
-        sizes: of the model; sequences have mixed lengths.
-        processes: plans that are compiled at the same time, each in a process of its own.
+        sizes: the sizes of the model; sequences have mixed lengths.
+        processes: plans that are compiled in parallel, each in a separate process.
     """
     equal, controls = plans(sizes, ragged_samples(sizes)[1])
     names = [*equal, *controls]
@@ -394,7 +394,7 @@ def bits(sizes: Sizes, processes: int) -> dict[str, Any]:
 
 
 def relative_errors(sizes: Sizes) -> dict[str, float]:
-    """The largest error of a leaf's gradients, over the leaf's largest gradient, against stock numerics in float32."""
+    """Returns each leaf's largest error relative to its largest gradient, against stock numerics in float32."""
     batch, length = ragged_samples(sizes)
     network, weights = split(presets.decoder(sizes.preset, sizes.layers))
     loss, layout = LogLikelihood(), Rows(4, length)

@@ -1,7 +1,7 @@
-"""A training step as a good JAX program has it that promises nothing: the rival of `measures`.
+"""A training step of a good JAX program without contracts: the rival of `measures`.
 
-Products of bfloat16 numbers with float32 sums, also those of gradients; cuDNN's attention and its backward pass; all
-else is left to XLA's fusions, under XLA's own options. Gradients of microbatches are added in float32.
+Products of bfloat16 numbers with float32 sums, also for gradients; cuDNN's attention and its backward pass; XLA's
+fusions with XLA's own options for the rest. Gradients of microbatches are added in float32.
 """
 
 from typing import Any, Final
@@ -21,7 +21,7 @@ MAX_NORM: Final = 1.0
 
 
 def parameters(config: DecoderConfig) -> Params:
-    """Random weights of a model's shape, bfloat16, with its head tied to its embedding."""
+    """Returns random bfloat16 weights of a model's shape, with the head tied to the embedding."""
     width, inner, layers = config.hidden_size, config.intermediate_size, config.layers
     q, kv, head = config.heads, config.kv_heads, config.head_dim
     keys = iter(jax.random.split(jax.random.key(0), 8 * layers + 2))
@@ -49,19 +49,19 @@ def parameters(config: DecoderConfig) -> Params:
 
 
 def norm(x: Array, weight: Array, eps: float) -> Array:
-    """RMS norm."""
+    """Computes RMS norm."""
     wide = x.astype(jnp.float32)
     scale = lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     return (wide * scale * jnp.broadcast_to(weight.astype(jnp.float32), x.shape)).astype(x.dtype)
 
 
 def product(x: Array, w: Array) -> Array:
-    """A matrix product."""
+    """Computes a matrix product."""
     return jnp.dot(x, w)
 
 
 def rope(x: Array, frequencies: Array) -> Array:
-    """Rotary embedding of heads `[B, T, H, K]`."""
+    """Applies rotary embedding to heads `[B, T, H, K]`."""
     angles = jnp.arange(x.shape[1], dtype=jnp.float32)[None, :, None, None] * frequencies[None, None, None]
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cos, sin = jnp.cos(angles), jnp.sin(angles)
@@ -69,19 +69,19 @@ def rope(x: Array, frequencies: Array) -> Array:
 
 
 def attention(q: Array, k: Array, v: Array) -> Array:
-    """Causal attention: cuDNN's on a GPU."""
+    """Computes causal attention, by cuDNN on a GPU."""
     implementation = "cudnn" if jax.default_backend() == "gpu" else "xla"
     return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=implementation)
 
 
 def gated(gate_up: Array) -> Array:
-    """SwiGLU of both projections."""
+    """Computes SwiGLU of both projections."""
     gate, up = jnp.split(gate_up, 2, axis=-1)
     return jax.nn.silu(gate) * up
 
 
 def qkv_heads(qkv: Array, q_norm: Array, k_norm: Array, config: DecoderConfig) -> tuple[Array, Array, Array]:
-    """Queries and keys, normalized and rotated, and values."""
+    """Returns queries and keys, normalized and rotated, and values."""
     heads = qkv.reshape(*qkv.shape[:2], -1, config.head_dim)
     q, k, v = jnp.split(heads, [config.heads, config.heads + config.kv_heads], axis=2)
     frequencies, eps = jnp.asarray(config.rope.inverse_frequencies, jnp.float32), config.norm_eps
@@ -90,7 +90,7 @@ def qkv_heads(qkv: Array, q_norm: Array, k_norm: Array, config: DecoderConfig) -
 
 @jax.custom_vjp
 def logits(x: Array, head: Array) -> Array:
-    """Float32 logits, whose gradients are bfloat16 before they are multiplied, as those of every other product are."""
+    """Computes float32 logits, whose gradients are rounded to bfloat16 for products, like all others."""
     return jnp.dot(x, head.T, preferred_element_type=jnp.float32)
 
 
@@ -108,7 +108,7 @@ logits.defvjp(_logits_forward, _logits_backward)
 
 
 def token_logprobs(x: Array, head: Array, targets: Array, chunk: int | None) -> Array:
-    """Logprobs of targets after hidden states `[N, D]`: of all at once, or in chunks that gradients compute again."""
+    """Returns logprobs of targets for hidden states `[N, D]`, at once or in chunks that gradients recompute."""
 
     def logprobs(x: Array, targets: Array) -> Array:
         return jnp.take_along_axis(jax.nn.log_softmax(logits(x, head)), targets[:, None], axis=1)[:, 0]
@@ -122,7 +122,7 @@ def token_logprobs(x: Array, head: Array, targets: Array, chunk: int | None) -> 
 def loss(
     params: Params, tokens: Array, targets: Array, weights: Array, config: DecoderConfig, chunk: int | None
 ) -> Array:
-    """The weighted sum of negative logprobs of targets after tokens `[B, T]`."""
+    """Returns the weighted sum of negative logprobs of targets after tokens `[B, T]`."""
     x, eps = params["embedding"][tokens], config.norm_eps
     for layer in params["layers"]:
         qkv = product(norm(x, layer["attention_norm"], eps), layer["qkv"])
@@ -134,7 +134,7 @@ def loss(
 
 
 class Training:
-    """Masters, moments and weights, and the step that goes from one to the next."""
+    """Masters, moments and weights, and the step that updates them."""
 
     def __init__(self, config: DecoderConfig, chunk: int | None) -> None:
         optimizer = optax.chain(optax.clip_by_global_norm(MAX_NORM), optax.adamw(LEARNING_RATE))
@@ -156,7 +156,7 @@ class Training:
         self.zeros = jax.jit(lambda: jax.tree.map(jnp.zeros_like, self.masters))
 
     def step(self, microbatches: list[tuple[Array, ...]]) -> None:
-        """One step over microbatches of tokens, targets and weights."""
+        """Trains a step over microbatches of tokens, targets and weights."""
         sums = self.zeros()
         for microbatch in microbatches:
             sums = self.add(sums, self.params, *microbatch)

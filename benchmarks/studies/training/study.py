@@ -1,13 +1,13 @@
-"""Training: a step against a good stock program, the cost of carried sums, each operation's gradient, and bits.
+"""Training: a step against a good stock program, the cost of accumulated sums, gradients of operations, and bits.
 
     python -m benchmarks training --out benchmarks/results/training-h200.json
 
-A step is the gradients of all microbatches, the update of float32 masters by AdamW, and the weights of the next step.
-Its rival is a JAX program that promises nothing: bfloat16 products with float32 sums, cuDNN's attention and backward
-pass, XLA's fusions, with all logits at once and in chunks. Both take turns; seconds are until the weights are there.
-The bits of a step are compared over microbatches, padding, packing and rematerialization, on a model of two layers.
+A step computes the gradients of all microbatches, updates float32 masters by AdamW, and rounds the next weights. Its
+rival is a JAX program without contracts: bfloat16 products with float32 sums, cuDNN's attention and backward pass,
+XLA's fusions, with all logits at once and in chunks. Both alternate; a step ends when the weights are ready. The bits
+of a step are compared over microbatches, padding, packing and rematerialization, on a model of two layers.
 
-`--small` takes a CPU seconds.
+`--small` runs on a CPU in seconds.
 """
 
 import dataclasses
@@ -45,5 +45,5 @@ def study(
             run.save(content)
     compared = content.get("bits", {"equal": {}, "controls_differ": {}})
     wrong = [name for name, equal in (compared["equal"] | compared["controls_differ"]).items() if equal is not True]
-    problem = f"bits under these schedules, or controls, are not as they have to be: {wrong}"
+    problem = f"bits under these schedules differ, or controls do not: {wrong}"
     return Result(content, problem if wrong else "")

@@ -1,1 +1,1 @@
-"""Runs of reinforcement learning whose samplers differ from the trainer."""
+"""Reinforcement learning with samplers that differ from the trainer."""

@@ -1,9 +1,9 @@
-"""One run of reinforcement learning five times, with samplers that differ more and more from the trainer.
+"""One run of reinforcement learning five times, with samplers that increasingly differ from the trainer.
 
-All arms begin with the policy that comes with detjax, learn from the same prompts in the same order, and draw with the
-same seeds. They differ in the numerics of both sides, in the KV cache of the sampler, and in the correction.
+All arms start from detjax's small policy, with the same prompts, order and seeds. They differ in the numerics of both
+sides, in the sampler's KV cache, and in the correction.
 
-Runs may be shared out to processes. The bits of a run with detjax do not depend on how.
+Processes may share the runs. The bits of a run with detjax do not depend on it.
 """
 
 import contextlib
@@ -45,13 +45,13 @@ from detjax.runtime import backends
 
 @dataclasses.dataclass(frozen=True)
 class Arm:
-    """A way to sample and to train.
+    """A way to sample and train.
 
     Attributes:
         name: its name in results.
-        is_stock: whether both sides compute with stock numerics.
-        kv_cache_dtype: how the sampler alone quantizes keys and values.
-        correction: how the policy gradient corrects for what differs.
+        is_stock: whether both sides use stock numerics.
+        kv_cache_dtype: the sampler's KV cache quantization.
+        correction: the policy gradient's correction for the difference.
     """
 
     name: str
@@ -74,17 +74,17 @@ _COLORS: Final = (plots.THEIRS, "#e8a68b", plots.OURS, "#6b4c9a", "#b39ddb")
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What is measured.
+    """The sizes of the experiment.
 
     Attributes:
-        seeds: runs of each arm; the seeds are 0 and those after it.
-        steps: steps of a run.
-        samples: rollouts of a step.
-        group: rollouts of each prompt.
-        pool: prompts, which steps take in turn.
+        seeds: runs per arm, with seeds from 0.
+        steps: steps per run.
+        samples: rollouts per step.
+        group: rollouts per prompt.
+        pool: number of prompts, which steps cycle through.
         score_every: steps between two greedy scores.
         learning_rate: the step size of AdamW.
-        max_tokens: the most tokens of a rollout.
+        max_tokens: maximum number of tokens of a rollout.
     """
 
     seeds: int = 1
@@ -110,33 +110,33 @@ SMALL: Final = Sizes(steps=3, samples=8, group=4, pool=4, score_every=2)
 
 _MAX_LENGTH: Final = 64
 _CANDIDATES: Final = 8
-"""Candidates for each prompt of the pool."""
+"""Candidates per prompt of the pool."""
 _TRIES: Final = 10
-"""Answers that say how much of a candidate the policy solves."""
+"""Answers that estimate a candidate's share of correct answers."""
 _PERFECTIBLE: Final = (0.2, 0.8)
-"""The share of right answers of a prompt of the pool, by the first policy: what it can become better and worse at."""
+"""The range of the initial policy's share of correct answers to a prompt of the pool, which can improve or degrade."""
 _DIGITS: Final = 7
-"""The decimal digits of a number in results: as many as float32 has."""
+"""Decimal digits of numbers in results, as precise as float32."""
 
 _REPORT_EVERY: Final = 25
-"""The steps between two reports of a run."""
+"""Steps between two reports of a run."""
 
 _VARIANT: Final = SamplingVariant(filtered=False, top_logprobs=0, distribution=True)
-"""What the sampling program of all answers must be able to do."""
+"""The features of the sampling program that all answers share."""
 
 type _Job = tuple[Arm, int]
 """A run: its arm and its seed."""
 
 
 class _Watch(NamedTuple):
-    """When runs end at the latest, in seconds since the epoch, and what is told how far they are."""
+    """The deadline of the runs, in seconds since the epoch, and the function that reports progress."""
 
     deadline: float
     report: Callable[[str], Any]
 
 
 class _PooledRun(Run):
-    """A run whose prompts are those of a pool, in an order of its seed."""
+    """A run with the prompts of a pool, in an order that depends on its seed."""
 
     def __init__(self, pool: Sequence[tuple[Task, Example]], *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -157,15 +157,15 @@ def measured(
     """Returns the metrics of every step of all arms and seeds.
 
     Args:
-        sizes: what is measured.
-        processes: how many processes share the runs out among themselves. They use one device side by side.
-        seconds: the time after which runs end with the steps that they have.
-        report: called with lines of text by the process that a run belongs to: now and then, and when it has ended.
+        sizes: the sizes of the experiment.
+        processes: number of processes that share the runs, concurrently on one device.
+        seconds: time limit after which runs end early.
+        report: called by a run's process with lines of text, from time to time and at the end.
     """
     start = time.perf_counter()
-    # Processes have one clock in common.
+    # All processes share this clock.
     watch = _Watch(time.time() + seconds, report)
-    # The runs of an arm share programs, so they are in one process as far as possible.
+    # The runs of an arm share programs, so they run in the same process where possible.
     jobs = [(arm, seed) for arm in ARMS for seed in range(sizes.seeds)]
     runs = _runs(sizes, watch, jobs) if processes == 1 else _shared_runs(sizes, watch, jobs, processes)
     return {
@@ -179,7 +179,7 @@ def measured(
 
 
 def _shared_runs(sizes: Sizes, watch: _Watch, jobs: Sequence[_Job], processes: int) -> list[dict[str, Any]]:
-    """Returns runs in the order of their jobs, which processes share out. If one fails, the others are ended."""
+    """Runs jobs in several processes, and returns the runs in order. If one fails, the others are terminated."""
     parts = list(itertools.batched(jobs, ceil_div(len(jobs), processes)))
     context, others = multiprocessing.get_context("spawn"), multiprocessing.active_children()
     with ProcessPoolExecutor(len(parts), context, initializer=_share_the_device) as pool:
@@ -196,14 +196,14 @@ def _shared_runs(sizes: Sizes, watch: _Watch, jobs: Sequence[_Job], processes: i
 
 
 def _share_the_device() -> None:
-    """Sets what a process on a GPU beside others needs, before it uses the GPU."""
+    """Configures a process that shares a GPU with others, before its first use."""
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
-    # Stock programs would be compiled again and again in search of the fastest, for longer than they run.
+    # Autotuning stock programs would take longer than running them.
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0".strip()
 
 
 def _runs(sizes: Sizes, watch: _Watch, jobs: Iterable[_Job]) -> list[dict[str, Any]]:
-    """Returns runs of this process."""
+    """Runs jobs in this process."""
     model, tokenizer = models.load(CHECKPOINT, progress=False)
     assert tokenizer is not None
     runs = []
@@ -223,10 +223,9 @@ def _runs(sizes: Sizes, watch: _Watch, jobs: Iterable[_Job]) -> list[dict[str, A
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _FewPrograms(EngineConfig):
-    """An engine's settings by which a step has one of two shapes, both for all samples, and samples by one program.
+    """Engine settings with two step shapes, both for all samples, and a single sampling program.
 
-    A GPU computes a few hundred samples of a small model as fast as one, and three programs are compiled in a few
-    seconds.
+    A GPU computes a few hundred samples of a small model as fast as one, and three programs compile in a few seconds.
     """
 
     def step_loop(self) -> StepLoopConfig:
@@ -236,7 +235,7 @@ class _FewPrograms(EngineConfig):
 
 
 def _engine(model: Decoder, tokenizer: Tokenizer, sizes: Sizes, kv_cache_dtype: KVQuantization | None = None) -> Engine:
-    """Returns an engine with the backend that serves now. A GPU computes all samples of a step at once."""
+    """Returns an engine under the current backend. A GPU computes all samples of a step at once."""
     settings: dict[str, Any] = {"max_length": _MAX_LENGTH, "kv_cache_dtype": kv_cache_dtype}
     if _is_gpu():
         return Engine(model, tokenizer, _FewPrograms(max_samples=sizes.samples, **settings))
@@ -244,10 +243,10 @@ def _engine(model: Decoder, tokenizer: Tokenizer, sizes: Sizes, kv_cache_dtype: 
 
 
 def _layout(sizes: Sizes, longest_prompt: int) -> Layout:
-    """Returns how sequences are laid out, which no bit of detjax depends on."""
+    """Returns the layout of sequences, which affects no bit of detjax."""
     if not _is_gpu():
         return Packed(256)
-    # A shard is one microbatch: on a GPU many launches take longer than rows that are half empty.
+    # A shard is one microbatch: on a GPU many launches take longer than half-empty rows.
     length = round_up(longest_prompt + sizes.max_tokens, WEIGHT_GRADIENT_TOKENS)
     return Rows(ceil_div(sizes.samples, GRADIENT_SHARDS), length)
 
@@ -257,15 +256,15 @@ def _is_gpu() -> bool:
 
 
 def _sampling(sizes: Sizes, temperature: float, samples: int = 1) -> SamplingParams:
-    """Returns the parameters of all answers. Every one reports what the trainer's need, so that they share programs."""
+    """Returns the sampling parameters of all answers. All report sampling logprobs, so that they share programs."""
     return SamplingParams(sizes.max_tokens, temperature, n=samples, sampling_logprobs=True)
 
 
 def perfectible_prompts(engine: Engine, sizes: Sizes) -> list[tuple[Task, Example]]:
-    """Returns prompts of all tasks that the policy of an engine solves sometimes.
+    """Returns prompts of all tasks that the engine's policy solves sometimes.
 
     Raises:
-        ValueError: there are too few of them.
+        ValueError: the policy solves too few prompts sometimes.
     """
     names = list(DIFFICULTIES)
     candidates = [names[number % len(names)] for number in range(_CANDIDATES * sizes.pool)]
@@ -274,7 +273,7 @@ def perfectible_prompts(engine: Engine, sizes: Sizes) -> list[tuple[Task, Exampl
         for number, name in enumerate(candidates)
     ]
     sampling = _sampling(sizes, 1.0, _TRIES)
-    # As many at a time as a step has, so that no other programs are needed.
+    # The batches have a step's size, so that no other programs are needed.
     at_once = max(1, sizes.samples // _TRIES)
     groups = [
         group
@@ -301,7 +300,7 @@ def _run(
     exact: Engine,
     watch: _Watch,
 ) -> dict[str, Any]:
-    """Returns a run: the metrics of its steps, a list each, and greedy scores, each with the steps before it."""
+    """Runs an arm, and returns lists of its steps' metrics, and greedy scores with the number of preceding steps."""
     began = time.perf_counter()
     model, tokenizer = policy
     config = RunConfig(
@@ -323,12 +322,12 @@ def _run(
     steps: dict[str, list[float]] = {}
     for step, metrics in run.steps():
         for name, value in metrics.items():
-            # The place of the first difference is no number, so it has no curve.
+            # The place of the first difference has no curve.
             if isinstance(value, int | float):
                 steps.setdefault(name, []).append(_shortened(value))
         done = step + 1
         if done == 1:
-            # What compiling has left need not be looked through whenever Python collects garbage.
+            # Keeps the garbage collector from scanning the objects left by compilation.
             gc.collect()
             gc.freeze()
         if done == 1 or done % _REPORT_EVERY == 0:
@@ -347,7 +346,7 @@ def _shortened(value: float) -> float:
 
 
 def _greedy_score(engine: Engine, params: Any, pool: Sequence[tuple[Task, Example]], sizes: Sizes) -> float:
-    """Returns the share of the pool that the policy solves by its likeliest tokens, computed exactly."""
+    """Returns the share of the pool that the policy solves greedily under exact numerics."""
     engine.update_weights(params)
     groups = rollouts(engine, [example.prompt for _, example in pool], _sampling(sizes, 0.0), [0] * len(pool))
     return statistics.fmean(
@@ -356,7 +355,7 @@ def _greedy_score(engine: Engine, params: Any, pool: Sequence[tuple[Task, Exampl
 
 
 def summary_line(run: Mapping[str, Any]) -> str:
-    """Returns a run in a line of text."""
+    """Returns a one-line summary of a run."""
     steps, scores = run["steps"], [score for _, score in run["greedy_scores"]]
     rewards = steps["reward"]
     last = rewards[-max(1, len(rewards) // 5) :]
@@ -369,7 +368,7 @@ def summary_line(run: Mapping[str, Any]) -> str:
 
 
 def problems(result: Mapping[str, Any]) -> list[str]:
-    """Returns what contradicts the claim: unequal bits with detjax on both sides, or none with stock numerics."""
+    """Returns contradictions of the claim: unequal bits with detjax on both sides, or equal bits with stock."""
     wrong = []
     for run in result["runs"]:
         name, steps = f"{run['arm']}, seed {run['seed']}", run["steps"]
@@ -392,7 +391,7 @@ _PANELS: Final = (
 
 
 def draw(result: Mapping[str, Any], file: Path) -> None:
-    """Writes a picture of all arms over steps: thin lines of seeds, and their mean."""
+    """Plots all arms over steps: thin lines for seeds, and their mean."""
     sizes = result["sizes"]
     setting = (
         f"{sizes['samples']} samples a step, {sizes['pool']} prompts that the first policy solves 20 to 80% of the time"
@@ -414,7 +413,7 @@ def _draw_panel(axes: Axes, result: Mapping[str, Any], metric: str, title: str) 
     axes.grid(color=plots.GRID)
     axes.set_title(title, fontsize=9.5, color=plots.INK, loc="left")
     if metric == "k3":
-        # Zero has a place on this scale.
+        # This scale can show zero.
         axes.set_yscale("symlog", linthresh=1e-7)
         axes.set_ylim(-3e-8, 1)
     for arm, color in zip(ARMS, _COLORS, strict=True):
@@ -426,7 +425,7 @@ def _draw_panel(axes: Axes, result: Mapping[str, Any], metric: str, title: str) 
             lines = [run["steps"][metric] for run in runs]
             steps = range(min(map(len, lines)))
             lines = lines if metric == "k3" else list(map(_smoothed, lines))
-        # Runs that the time has ended have as many steps as they could.
+        # Runs that hit the time limit have fewer steps.
         lines = [line[: len(steps)] for line in lines]
         for line in lines:
             axes.plot(steps, line, color=color, linewidth=0.6, alpha=0.5)

@@ -1,13 +1,13 @@
-"""One run of reinforcement learning five times, with samplers that differ more and more from the trainer.
+"""One run of reinforcement learning five times, with samplers that increasingly differ from the trainer.
 
     python -m benchmarks true_on_policy --out benchmarks/results/true-on-policy-cpu.json
 
-The policy that comes with detjax learns prompts that it solves 20 to 80% of the time: with stock numerics on both
-sides, without and with truncated importance weights; with detjax; and with detjax and a KV cache of 4 bits in the
-sampler alone, without and with truncated weights. Every step's reward, divergences, gradient norm and entropy are
-recorded, and the share of prompts that the exact model solves greedily. A picture is written beside the result. On a
-GPU `--processes` runs many of them side by side, because one alone leaves the GPU idle most of the time; XLA then
-compiles stock programs without a search for the fastest kernels, which would take longer than the runs.
+detjax's small policy learns prompts that it solves 20 to 80% of the time: with stock numerics on both sides, without
+and with truncated importance weights; with detjax; and with detjax and a 4-bit KV cache in the sampler only, without
+and with truncated weights. Every step's reward, divergences, gradient norm and entropy are recorded, and the share of
+prompts that the exact model solves greedily. A plot is written next to the result. On a GPU `--processes` runs several
+arms concurrently, since one leaves the GPU mostly idle; XLA then compiles stock programs without autotuning, which
+would take longer than the runs.
 
 The exit code is 1 if sampler and trainer differ in a bit with detjax, or if they do not with stock numerics.
 """
@@ -29,7 +29,7 @@ def study(
     samples: Annotated[int, Option("Rollouts of a step.", minimum=1)] = 64,
     learning_rate: Annotated[float, Option("Step size of AdamW.")] = 1e-4,
     processes: Annotated[int, Option("Processes that share the runs.", minimum=1)] = 1,
-    seconds: Annotated[float, Option("The time after which runs end with the steps that they have.")] = math.inf,
+    seconds: Annotated[float, Option("Time limit after which runs end early, in seconds.")] = math.inf,
 ) -> Result:
     with usage_errors():
         sizes = Sizes(seeds=seeds, steps=steps, samples=samples, learning_rate=learning_rate)
