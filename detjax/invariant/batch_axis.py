@@ -260,7 +260,7 @@ class BatchAxisTracer(RowRules):
     def _call(self, eqn: core.JaxprEqn, places: list[Place]) -> list[Place]:
         name = eqn.primitive.name
         if equations.is_call(eqn):
-            called = eqn.params.get("name")
+            called = str(eqn.params.get("name"))
             is_division = self.rows_may_return and called in ("floor_divide", "remainder")
             if is_division and isinstance(places[0], (Index, Shared)):
                 results = self.divided(called, places)
