@@ -13,10 +13,7 @@ from typing import Any
 def written_at_the_end(option: str, path: Path) -> Iterator[Path]:
     """Yields a temporary file that replaces `path` when the context ends without an error.
 
-    It is created immediately, so that an unwritable path is reported before the work begins.
-
-    Raises:
-        ValueError: the path is not writable; the message calls it `option`.
+    A path that is not writable raises a ValueError, which names `option`, before the work begins.
     """
     try:
         if path.is_dir():

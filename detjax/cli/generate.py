@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
-
 from detjax import engine, models
 from detjax.cli.fingerprint import as_json as fingerprint_as_json
 from detjax.cli.loading import Backend, Loading
@@ -67,7 +65,10 @@ def generate(
     """
     sampling |= {"top_logprobs": logprobs or 0}
     engine.SamplingParams(**sampling)  # refuses bad values before loading takes minutes
-    texts, pictures = _with_standard_input(prompts), [_pixels(file) for file in images]
+    if prompts.count("-") > 1:
+        raise ValueError("--prompt is - more than once; accepted: once, because there is one standard input")
+    texts = [sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt for prompt in prompts]
+    pictures = [read_pixels(f"--image {str(file)!r}", read_file(file)) for file in images]
     if fps is not None and not videos:
         raise ValueError(f"--fps is {fps} and there is no --video; accepted: --fps with --video")
     with backends.use_backend(backend):
@@ -107,24 +108,12 @@ def _conversations(tokenizer: models.Tokenizer, texts: Sequence[str], images: in
     return [tokenizer.encode(conversation, add_special_tokens=False) for conversation in conversations]
 
 
-def _pixels(file: Path) -> np.ndarray:
-    """Returns the pixels of an image file."""
-    return read_pixels(f"--image {str(file)!r}", read_file(file))
-
-
 def _video(path: Path, sampling: FrameSampling) -> models.Video:
     """Returns the sampled frames of an animation, or of a directory of images."""
     name = f"--video {str(path)!r}"
     if path.is_dir():
         return read_frames(name, [read_file(file) for file in sorted(path.iterdir()) if file.is_file()], sampling)
     return read_video(name, read_file(path), sampling)
-
-
-def _with_standard_input(prompts: Sequence[str]) -> list[str]:
-    """Returns the prompts, with "-" replaced by standard input without its last line break."""
-    if prompts.count("-") > 1:
-        raise ValueError("--prompt is - more than once; accepted: once, because there is one standard input")
-    return [sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt for prompt in prompts]
 
 
 def _print_logprobs(completion: engine.Completion, tokenizer: models.Tokenizer) -> None:

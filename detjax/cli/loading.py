@@ -53,11 +53,7 @@ class Loading:
             ) from error
 
     def load(self, template: str | None = None) -> tuple[Decoder, Tokenizer]:
-        """Returns the sharded model, and its tokenizer with `template` instead of the checkpoint's chat template.
-
-        Raises:
-            ValueError: the checkpoint has no tokenizer, or the machine has too few devices.
-        """
+        """Returns the sharded model, and its tokenizer with `template` instead of the checkpoint's chat template."""
         mesh = models.mesh_of(self.tensor_parallel, self.expert_parallel)
         decoder, tokenizer = models.load(self.model, dtype=self.dtype, mesh=mesh)
         if tokenizer is None:

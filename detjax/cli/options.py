@@ -89,11 +89,9 @@ class Fields:
 
 
 def command(function: Callable[..., int | None]) -> Callable[..., int | None]:
-    """Returns a command's function with one parameter per option.
+    """Returns a command's function with one parameter per option, in place of parameters annotated with `Fields`.
 
-    Args:
-        function: the command. It returns the exit code, None for 0. A parameter annotated with `Fields` stands for the
-            fields of a dataclass.
+    The function returns the exit code, None for 0.
     """
     signature, documented = inspect.signature(function, eval_str=True), _documented(function)
     flat, plain, groups = list[inspect.Parameter](), dict[str, Any](), dict[str, tuple[Fields, list[str], Any]]()
@@ -145,13 +143,10 @@ def new_app(name: str, **options: Any) -> App:
 
 
 def run(app: App, arguments: Sequence[str] | None, expected: tuple[type[Exception], ...]) -> NoReturn:
-    """Runs a command and exits with its exit code.
+    """Runs a command and exits with its exit code. `arguments` defaults to the process's command line.
 
-    Args:
-        app: the commands.
-        arguments: the command line. Default: the process's own.
-        expected: errors that a user can cause. They print one line and exit with code 2; any other error is a bug and
-            prints a traceback.
+    Errors that a user can cause, those in `expected`, print one line and exit with code 2. Any other error is a bug and
+    prints a traceback.
     """
     options: Any = {"print_error": False, "exit_on_error": False, "result_action": "return_value"}
     arguments = sys.argv[1:] if arguments is None else list(arguments)

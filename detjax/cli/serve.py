@@ -82,8 +82,7 @@ class Replicas:
     Attributes:
         data_parallel: number of replicas of the engine, each a process with the whole model and its own devices; it
             does not change any bits.
-        replica_seconds: restart a replica after this many seconds without a heartbeat, or within one step of its
-            engine.
+        replica_seconds: restart a replica that has sent no heartbeat, or has been stuck in one step, for this long.
     """
 
     data_parallel: int = 1
@@ -116,11 +115,7 @@ class Programs:
     certify: bool = False
 
     def prepared_cache(self) -> Path | None:
-        """Creates the directory for compiled programs if necessary, and returns it; None if they are not cached.
-
-        Raises:
-            ValueError: the directory cannot be created or is not writable, or other users can write to it.
-        """
+        """Creates the directory for compiled programs if necessary, and returns it; None if they are not cached."""
         if not self.compilation_cache:
             return None
         try:
@@ -157,9 +152,10 @@ def serve(
         raise ValueError(f"--max-queue is {max_queue}; accepted: at least 0")
     replicas.check(programs.certify)
     names = address.names or (loading.model.resolve().name,)
-    chosen: dict[str, Any] = {"api_keys": _api_keys()} | client_settings
+    if API_KEY_VARIABLE in os.environ:  # even if it is empty, so that `Settings` rejects it
+        client_settings = {"api_keys": (os.environ[API_KEY_VARIABLE],)} | client_settings
     in_flight = replicas.data_parallel * config.max_samples + max_queue
-    settings = server.Settings(names[0], more_names=names[1:], max_in_flight=in_flight, **chosen)
+    settings = server.Settings(names[0], more_names=names[1:], max_in_flight=in_flight, **client_settings)
     template, cache = loading.template(), programs.prepared_cache()
     server.tls_context(connections)  # report a bad certificate now: loading takes minutes
     with (
@@ -181,8 +177,9 @@ def serve(
                 config=config,
                 cache=cache,
             )
-            silence = replicas.replica_seconds
-            processes = server.ProcessReplicas(options, replicas.data_parallel, log=log, silence=silence)
+            processes = server.ProcessReplicas(
+                options, replicas.data_parallel, log=log, silence=replicas.replica_seconds
+            )
             held.enter_context(contextlib.closing(processes))
             held.enter_context(server.no_accelerator())  # the devices belong to the replicas
             app = server.app_of_replicas(processes, settings)
@@ -204,12 +201,6 @@ def serve(
 def _start_texts(app: Starlette, held: contextlib.ExitStack) -> None:
     """Starts the text workers, which end with `held`."""
     held.enter_context(contextlib.closing(app.state.texts)).start()
-
-
-def _api_keys() -> tuple[str, ...]:
-    """Returns the key in the environment. An empty key is kept, so that `Settings` rejects it."""
-    variable = os.environ.get(API_KEY_VARIABLE)
-    return () if variable is None else (variable,)
 
 
 def _are_certified(decoder: Decoder, running: engine.Engine) -> bool:

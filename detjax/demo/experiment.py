@@ -71,14 +71,7 @@ class Load:
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """One answer to the question.
-
-    Attributes:
-        tokens: the generated tokens.
-        logprobs: the bytes of their float32 logprobs.
-        load: the index of the load.
-        slot: the slot in that load.
-    """
+    """One answer to the question: its tokens, the bytes of their float32 logprobs, and its slot in a load."""
 
     tokens: tuple[int, ...]
     logprobs: bytes
@@ -203,9 +196,6 @@ def draw_loads(
     Batch sizes are uniform over 1 to `LARGEST_BATCH`. In each batch at least half of the slots, chosen at random, hold
     the question; the others hold neighbours with different prompts and lengths. No request is longer than the question
     with its answer, so array shapes depend only on the batch size and the prefill chunk.
-
-    Raises:
-        ValueError: `asks` is less than 1.
     """
     if asks < 1:
         raise ValueError(f"demo: asks is {asks}; accepted: at least 1")
@@ -235,16 +225,10 @@ def draw_loads(
 def ask(
     model: Decoder, loads: Sequence[Load], backend: str, advance: Callable[[int], object] = lambda answers: None
 ) -> list[Answer]:
-    """Returns all answers under a backend, sorted by load and slot.
+    """Returns all answers under a backend, sorted by load and slot. Calls `advance` with the number of new answers.
 
     Loads of similar size share their programs, so they run in sequence; `concurrent_groups` such groups run
     concurrently.
-
-    Args:
-        model: the decoder.
-        loads: the batches.
-        backend: the backend that computes them.
-        advance: called with the number of new answers after each load.
     """
     stop = threading.Event()
     groups: defaultdict[int, list[int]] = defaultdict(list)
@@ -291,11 +275,7 @@ def compare(
 ) -> Result:
     """Runs the same loads with stock XLA and with `backend`, and returns both tallies.
 
-    Args:
-        model: the decoder.
-        loads: the batches.
-        backend: detjax's backend.
-        advance: called with "stock" or "detjax" and the number of new answers; first with 0.
+    Calls `advance` with "stock" or "detjax" and the number of new answers, first with 0.
     """
     tallies, seconds = [], []
     for numerics, used in (("stock", backends.STOCK), ("detjax", backend)):

@@ -27,11 +27,7 @@ _CHARACTERS: Final = 66
 
 
 def draw_histogram(result: Result, tokenizer: Tokenizer | None, path: Path) -> None:
-    """Writes a PNG of the count of each unique completion, with stock XLA on the left and with detjax on the right.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Writes a PNG of the count of each unique completion, with stock XLA on the left and with detjax on the right."""
     figure = Figure(figsize=(11, 6), dpi=160, facecolor="white")
     FigureCanvasAgg(figure)
     panels = figure.subplots(1, 2, sharey=True)

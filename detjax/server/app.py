@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import hmac
 from collections.abc import AsyncGenerator, Callable, Coroutine
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -38,7 +39,7 @@ from detjax.server.http.guard import Admission, ClientGone, Guard
 from detjax.server.http.hosts import HostCheck
 from detjax.server.http.json_pieces import TURN_BYTES, JsonPieces
 from detjax.server.http.metrics import Metrics, RequestMetrics
-from detjax.server.http.requests import RequestLog, RequestRecord, record_of
+from detjax.server.http.requests import CLIENT_CLOSED_REQUEST, RequestLog, RequestRecord, record_of
 from detjax.server.http.settings import Settings
 from detjax.server.http.streaming import DONE, EventStream
 from detjax.server.replicated_engine import ReplicatedEngine
@@ -95,15 +96,7 @@ def create_app(engine: Engine, model: Decoder, tokenizer: Tokenizer, settings: S
 def app_of(
     engine: Engine | ReplicatedEngine, outline: ModelMetadata, tokenizer: Tokenizer, settings: Settings, origin: Origin
 ) -> Starlette:
-    """Returns the server of `create_app` for a model that may be in other processes.
-
-    Args:
-        engine: generates the answers.
-        outline: the metadata of the engine's model.
-        tokenizer: the engine's tokenizer.
-        settings: settings for clients.
-        origin: everything that answers depend on, except requests.
-    """
+    """Returns the server of `create_app` for a model that may be in other processes; `outline` is its metadata."""
     fingerprint = fingerprint_of(origin, engine.config, outline)
     texts = Texts(tokenizer, settings.text_seconds)
     served = ServedModel(
@@ -122,12 +115,12 @@ def app_of(
     api = _Api(served, settings)
     document = openapi.document(settings.name, needs_key=bool(settings.api_keys))
     routes = [
-        Route("/v1/completions", api.completions, methods=["POST"]),
-        Route("/v1/chat/completions", api.chat, methods=["POST"]),
-        Route("/v1/responses", api.responses, methods=["POST"]),
+        Route("/v1/completions", partial(api.generate, CompletionRequest, CompletionCall), methods=["POST"]),
+        Route("/v1/chat/completions", partial(api.generate, ChatRequest, ChatCall), methods=["POST"]),
+        Route("/v1/responses", partial(api.generate, ResponsesRequest, ResponsesCall), methods=["POST"]),
         Route("/v1/responses/{id:path}", api.stored_response, methods=["GET", "POST", "DELETE"]),
-        Route("/tokenize", api.tokenize, methods=["POST"]),
-        Route("/detokenize", api.detokenize, methods=["POST"]),
+        Route("/tokenize", partial(api.answer_text, TokenizeRequest, tokenized), methods=["POST"]),
+        Route("/detokenize", partial(api.answer_text, DetokenizeRequest, detokenized), methods=["POST"]),
         Route("/version", api.version),
         Route("/v1/models", api.list_models),
         Route("/v1/models/{name:path}", api.retrieve_model),
@@ -177,29 +170,15 @@ class _Api:
 
     # --- generation ---------------------------------------------------------------------------------------------------
 
-    async def completions(self, request: Request) -> Response:
-        """POST /v1/completions."""
-        return await self._generate(request, CompletionRequest, CompletionCall)
-
-    async def chat(self, request: Request) -> Response:
-        """POST /v1/chat/completions."""
-        return await self._generate(request, ChatRequest, ChatCall)
-
-    async def responses(self, request: Request) -> Response:
-        """POST /v1/responses."""
-        return await self._generate(request, ResponsesRequest, ResponsesCall)
-
     async def stored_response(self, request: Request) -> Response:
         """Any request for an earlier response."""
         self._authorize(request)
         raise ApiError(404, f"response {quote(request.path_params['id'])} does not exist: the server stores none")
 
-    async def _generate(
-        self,
-        request: Request,
-        schema: type[SamplingRequest],
-        call_type: Callable[[Any, ServedModel, Caller], ApiCall],
+    async def generate(
+        self, schema: type[SamplingRequest], call_type: Callable[[Any, ServedModel, Caller], ApiCall], request: Request
     ) -> Response:
+        """POST /v1/completions, /v1/chat/completions and /v1/responses."""
         record = record_of(request.scope)
         self._authorize(request)
         body = await self._parse_body(request, schema)
@@ -223,7 +202,7 @@ class _Api:
                 generations = await self.guard.watch(request.receive, generating, deadline)
                 await call.read(generations)
         except ClientGone:
-            return Response(status_code=499)  # nobody receives it; the log has it
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
         except Exception as error:
             return to_api_error(error, body).response()
         record.generated_tokens = sum(len(c.tokens) for one in generations for c in one.completions)
@@ -273,20 +252,13 @@ class _Api:
 
     # --- texts --------------------------------------------------------------------------------------------------------
 
-    async def tokenize(self, request: Request) -> Response:
-        """POST /tokenize."""
-        return await self._answer_text(request, TokenizeRequest, tokenized)
-
-    async def detokenize(self, request: Request) -> Response:
-        """POST /detokenize."""
-        return await self._answer_text(request, DetokenizeRequest, detokenized)
-
-    async def _answer_text[Body: TokenizeRequest | DetokenizeRequest](
+    async def answer_text[Body: TokenizeRequest | DetokenizeRequest](
         self,
-        request: Request,
         schema: type[Body],
         answer: Callable[[Body, ServedModel], Coroutine[Any, Any, dict[str, Any]]],
+        request: Request,
     ) -> Response:
+        """POST /tokenize and /detokenize."""
         self._authorize(request)
         body = await self._parse_body(request, schema)
         if body.model is not None:
@@ -296,7 +268,7 @@ class _Api:
             with self.guard.admitted(1) as admission:
                 content = await self.guard.watch(request.receive, answer(body, self.served), admission.deadline)
         except ClientGone:
-            return Response(status_code=499)  # nobody receives it
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
         except Exception as error:
             return to_api_error(error, body).response()
         return JsonPieces(self.guard, content, self.settings.request_seconds)

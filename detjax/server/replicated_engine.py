@@ -12,16 +12,7 @@ import itertools
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from typing import Final, Protocol
 
-from detjax.engine import (
-    Completion,
-    Engine,
-    EngineClosed,
-    EngineConfig,
-    Generation,
-    NotFinite,
-    Request,
-    Token,
-)
+from detjax.engine import Completion, Engine, EngineClosed, EngineConfig, Generation, NotFinite, Request, Token
 from detjax.engine.request_reader import RequestReader
 from detjax.models import ModelMetadata, Tokenizer
 
@@ -50,11 +41,7 @@ class Replicas(Protocol):
         ...
 
     def stream(self, requests: Sequence[Request], *, is_whole: bool) -> AsyncGenerator[Batch]:
-        """Sends requests to one of the replicas, and yields its answer.
-
-        Args:
-            requests: the requests.
-            is_whole: True for generations only, without a stream of tokens.
+        """Sends requests to one of the replicas, and yields its answer: only generations if `is_whole`.
 
         Raises:
             ReplicaLost: the replica is lost. A new call goes to another one.
@@ -134,12 +121,7 @@ class ReplicatedEngine(RequestReader):
         return self.failure is None
 
     async def generate_async(self, requests: Iterable[Request]) -> list[Generation]:
-        """Generates completions, like `Engine.generate_async`.
-
-        Raises:
-            ValueError: a request cannot be served.
-            EngineClosed: the requests have lost too many replicas.
-        """
+        """Generates completions, like `Engine.generate_async`; raises EngineClosed after losing too many replicas."""
         answers = [_Answer(request) for request in requests]
         async with contextlib.aclosing(self._tokens(answers, is_whole=True)) as tokens:
             async for _ in tokens:
@@ -147,15 +129,9 @@ class ReplicatedEngine(RequestReader):
         return [answer.generation() for answer in answers]
 
     async def stream_all(self, requests: Sequence[Request]) -> AsyncGenerator[tuple[int, Token]]:
-        """Streams tokens, like `Engine.stream_all`.
-
-        Raises:
-            ValueError: a request cannot be served.
-            EngineClosed: the requests have lost too many replicas.
-        """
-        async with contextlib.aclosing(
-            self._tokens([_Answer(request) for request in requests], is_whole=False)
-        ) as tokens:
+        """Streams tokens, like `Engine.stream_all`; raises EngineClosed after losing too many replicas."""
+        answers = [_Answer(request) for request in requests]
+        async with contextlib.aclosing(self._tokens(answers, is_whole=False)) as tokens:
             async for token in tokens:
                 yield token
 
@@ -215,11 +191,7 @@ class _Answer:
         return dataclasses.replace(self._request, generated=generated) if any(generated) else self._request
 
     def take(self, token: Token) -> Token | None:
-        """Records a token, and returns it for the client, or None if the client already has it.
-
-        Raises:
-            RuntimeError: a replica repeats a token with different bits.
-        """
+        """Records a token, and returns it for the client, or None if the client already has it."""
         sample, position = self._tokens[token.sample], self._positions[token.sample]
         self._positions[token.sample] += 1
         first = next((tokens[0] for tokens in self._tokens if tokens), token)
@@ -239,11 +211,12 @@ class _Answer:
         cached = next((token.cached_tokens for tokens in self._tokens for token in tokens), self.end.cached_tokens)
         # Samples of calls that are not streamed arrive complete, without single tokens.
         pairs = zip(self._tokens, self.end.completions, strict=True)
-        completions = tuple(_completion(tokens) if tokens else last for tokens, last in pairs)
+        completions = tuple(completion_of(tokens) if tokens else last for tokens, last in pairs)
         return Generation(self.end.prompt_tokens, completions, self.end.prompt, cached)
 
 
-def _completion(tokens: Sequence[Token]) -> Completion:
+def completion_of(tokens: Sequence[Token]) -> Completion:
+    """Returns the completion that consists of these tokens of a stream."""
     reason = tokens[-1].finish_reason
     assert reason is not None
     texts = [token.text for token in tokens if token.text is not None]

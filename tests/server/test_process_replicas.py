@@ -188,9 +188,9 @@ def test_options_that_cannot_be_served_are_said_at_once(checkpoint: Path, monkey
     monkeypatch.setattr(module, "visible_gpus", lambda: ["0", "1", "2"])
     for options, says in (
         (["--data-parallel", "0"], "--data-parallel is 0; accepted: at least 1"),
-        (["--data-parallel", "2", "--certify"], "--certify is given and --data-parallel is 2; accepted: one of them"),
+        (["--data-parallel", "2", "--certify"], "--certify is given and --data-parallel is 2; accepted: one of"),
         (["--data-parallel", "4"], "--data-parallel is 4, and each replica takes 1 GPUs"),
-        (["--data-parallel", "2", "--tensor-parallel", "2"], "accepted: up to 3 GPUs in all"),
+        (["--data-parallel", "2", "--tensor-parallel", "2"], "accepted: up to 3 GPUs in total"),
         (["--data-parallel", "2", "--tensor-parallel", "0"], "with 0 devices per replica; accepted: positive"),
         (["--data-parallel", "2", "--replica-seconds", "0"], "--replica-seconds); accepted: more than 0"),
     ):
@@ -211,7 +211,7 @@ def test_each_replica_gets_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
         assert shares == [{"CUDA_VISIBLE_DEVICES": "0,1"}, {"CUDA_VISIBLE_DEVICES": "2,3"}]
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6, GPU-4a,2,0,9")  # CUDA knows four of them
         assert [share["CUDA_VISIBLE_DEVICES"] for share in device_shares(4, 1)] == ["6", "GPU-4a", "2", "0"]
-        with pytest.raises(ValueError, match=r"accepted: up to 4 GPUs in all"):
+        with pytest.raises(ValueError, match=r"accepted: up to 4 GPUs in total"):
             device_shares(5, 1)
         with no_accelerator():
             assert jax.config.jax_platforms == "cpu"  # pyright: ignore[reportAttributeAccessIssue]

@@ -150,7 +150,7 @@ def test_requests_that_lose_every_replica_end(
     monkeypatch.setattr("detjax.server.replicated_engine._PAUSE", 0)
     for answer in (lambda _: [EngineClosed("Engine: it has failed")], lambda _: []):
         replicas = OtherReplicas(answer)
-        with pytest.raises(EngineClosed, match=f"has lost {MAX_LOSSES} replicas one after the other"):
+        with pytest.raises(EngineClosed, match=f"has lost {MAX_LOSSES} replicas in a row"):
             asyncio.run(streamed(replicated(replicas, engine, loaded), REQUESTS))
         assert replicas.calls == MAX_LOSSES
 

@@ -19,10 +19,11 @@ from detjax.audit import Origin
 from detjax.audit.verification.transcripts import transcript_of
 from detjax.engine import Completion, Constraint, Engine, Generation, Request, SamplingParams, Token
 from detjax.models import Tokenizer
+from detjax.models.vision.images import VisualInput
 from detjax.server.api.request_fields import SamplingRequest
 from detjax.server.http.errors import ApiError
 from detjax.server.http.streaming import event
-from detjax.server.replicated_engine import ReplicatedEngine
+from detjax.server.replicated_engine import ReplicatedEngine, completion_of
 from detjax.server.text.texts import Texts
 from detjax.server.text.token_texts import Json, TokenTexts
 from detjax.server.tools.formats import ToolFormat
@@ -129,15 +130,8 @@ class ApiCall(abc.ABC):
         """The number of choices in the response."""
 
     async def prepare(self) -> None:
-        """Makes the requests to the engine, after compiling the constraint.
-
-        Raises:
-            ApiError: see `encode_prompts`; or the request asks for receipts and has images.
-            ValueError: the constraint is not valid.
-        """
-        if (constraint := await run_in_threadpool(self._constraint)) is not None:
-            await run_in_threadpool(self._compile, constraint)
-            self._params = dataclasses.replace(self._params, constraint=constraint)
+        """Compiles the constraint, and makes the requests to the engine."""
+        self._params = dataclasses.replace(self._params, constraint=await run_in_threadpool(self._constraint))
         await self.encode_prompts()
         if self._returns_receipts and any(request.images for request in self.requests):
             raise ApiError(
@@ -146,41 +140,30 @@ class ApiCall(abc.ABC):
                 param="receipt",
             )
 
-    def _compile(self, constraint: Constraint) -> None:
-        """Compiles a constraint; see `Engine.compile_constraint`."""
-        self.model.engine.compile_constraint(constraint)
-
     @abc.abstractmethod
     def _constraint(self) -> Constraint | None:
-        """Returns the answer's constraint, or None for any text.
-
-        Raises:
-            ValueError: no constraint can combine everything that the body asks for.
-        """
+        """Compiles and returns the answer's constraint; None for any text. Raises a ValueError if it is not valid."""
 
     @abc.abstractmethod
     async def encode_prompts(self) -> None:
-        """Sets the requests to the engine.
+        """Sets the requests to the engine. Raises a ValueError or an ApiError if a prompt is invalid or too long."""
 
-        Raises:
-            ValueError: a prompt cannot be encoded or is too long.
-        """
-
-    def _request(self, prompt: Sequence[int], params: SamplingParams) -> Request:
+    def _request(self, prompt: Sequence[int], params: SamplingParams, images: Sequence[VisualInput] = ()) -> Request:
         """Returns the request for a prompt, with its own seed if it samples and the body has none."""
         if self._draws_seeds and params.temperature > 0:
             params = dataclasses.replace(params, seed=secrets.randbits(_DRAWN_BITS))
-        return Request(prompt, params, cache_salt=self._cache_salt, client=self._caller.client)
+        return Request(prompt, params, images=images, cache_salt=self._cache_salt, client=self._caller.client)
 
     async def read(self, generations: Sequence[Generation]) -> None:
         """Does the slow part of making a whole response, before `full_response`."""
-        if self._returns_receipts:
-            await run_in_threadpool(self._make_receipts, generations)
 
-    def _make_receipts(self, generations: Sequence[Generation]) -> None:
-        for prompt, generation in enumerate(generations):
-            for sample, completion in enumerate(generation.completions):
-                self._make_receipt(prompt, sample, completion)
+        def make_receipts() -> None:
+            for prompt, generation in enumerate(generations):
+                for sample, completion in enumerate(generation.completions):
+                    self._make_receipt(prompt, sample, completion)
+
+        if self._returns_receipts:
+            await run_in_threadpool(make_receipts)
 
     def _make_receipt(self, prompt: int, sample: int, completion: Completion) -> None:
         request = self.requests[prompt]
@@ -195,14 +178,7 @@ class ApiCall(abc.ABC):
         tokens = self._recorded.setdefault((prompt, token.sample), [])
         tokens.append(token)
         if token.finish_reason is not None:
-            completion = Completion(
-                tokens=tuple(one.token for one in tokens),
-                logprobs=tuple(one.logprob for one in tokens),
-                top_logprobs=tuple(one.top_logprobs for one in tokens),
-                text="".join(one.text or "" for one in tokens),
-                finish_reason=token.finish_reason,
-            )
-            self._make_receipt(prompt, token.sample, completion)
+            self._make_receipt(prompt, token.sample, completion_of(tokens))
 
     def _receipt(self, prompt: int, sample: int, *, is_whole: bool = False) -> Json:
         """Returns the receipt field of an answer, if requested; with iterators for a whole response."""

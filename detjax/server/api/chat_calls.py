@@ -7,6 +7,7 @@ from detjax.engine import Completion, Constraint, Generation, PromptLogprobs, Sa
 from detjax.server.api.api_calls import NOBODY, Caller, ServedModel
 from detjax.server.api.choices import ChoicesCall
 from detjax.server.api.conversation import Conversation
+from detjax.server.api.messages import shown_in
 from detjax.server.api.schemas import ChatRequest
 from detjax.server.text.token_texts import Json, TopLogprobs
 from detjax.server.tools.answers import Answer, AnswerReader
@@ -21,7 +22,7 @@ class ChatCall(ChoicesCall):
     def __init__(self, body: ChatRequest, model: ServedModel, caller: Caller = NOBODY) -> None:
         super().__init__(body, model, caller)
         variables = body.chat_template_kwargs or {}
-        shown = [part for message in body.messages for part in message.shown]
+        shown = [part for message in body.messages for part in shown_in(message.content)]
         self._conversation = Conversation(model, body.messages, variables, body.tool_use(), "messages", shown)
         self._body, self._logprobs = body, bool(body.logprobs)
         self._num_top_logprobs = body.top_logprobs or 0
@@ -43,15 +44,11 @@ class ChatCall(ChoicesCall):
     def _constraint(self) -> Constraint | None:
         return self._conversation.constraint(self._body.constraint())
 
-    def _compile(self, constraint: Constraint) -> None:
-        self._conversation.compile(constraint)
-
     async def encode_prompts(self) -> None:
         body = self._body
         prompt, images = await self._conversation.encode()
         max_tokens = body.max_completion_tokens or body.max_tokens or self.model.engine.max_length - len(prompt)
-        request = self._request(prompt, dataclasses.replace(self._params, max_tokens=max_tokens))
-        self.requests = [dataclasses.replace(request, images=images)]
+        self.requests = [self._request(prompt, dataclasses.replace(self._params, max_tokens=max_tokens), images)]
 
     async def read(self, generations: Sequence[Generation]) -> None:
         await super().read(generations)
@@ -135,10 +132,7 @@ class ChatCall(ChoicesCall):
 
     def _token_json(self, token: int, logprob: float, top: TopLogprobs) -> Json:
         """Returns a token's logprob, with the most likely tokens at its position."""
-        texts = self.model.token_texts
-        return texts.chat_json(token, logprob) | {
-            "top_logprobs": [texts.chat_json(*pair) for pair in top[: self._num_top_logprobs]]
-        }
+        return self.model.token_texts.chat_json(token, logprob, top[: self._num_top_logprobs])
 
 
 def _finish_reason(reason: str | None, *, has_calls: bool) -> str | None:

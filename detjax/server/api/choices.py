@@ -11,10 +11,7 @@ from detjax.server.text.token_texts import Json
 
 
 class ChoicesCall(ApiCall):
-    """A call whose response consists of choices.
-
-    A choice is one sample of one prompt. Choices are ordered by prompt, then by sample.
-    """
+    """A call whose response consists of choices: the samples of each prompt, ordered by prompt."""
 
     _OBJECT: str
     _CHUNK_OBJECT: str

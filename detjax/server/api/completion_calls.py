@@ -43,7 +43,9 @@ class CompletionCall(ChoicesCall):
         return len(self._prompts) * self._params.n
 
     def _constraint(self) -> Constraint | None:
-        return self._body.constraint()
+        if (constraint := self._body.constraint()) is not None:
+            self.model.engine.compile_constraint(constraint)
+        return constraint
 
     async def encode_prompts(self) -> None:
         # Either all prompts of a request are texts, or all are lists of tokens.

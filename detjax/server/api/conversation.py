@@ -33,15 +33,7 @@ class Conversation:
         field: str,
         shown: Sequence[ShownPart] = (),
     ) -> None:
-        """A conversation with a model.
-
-        Args:
-            model: the model that answers.
-            messages: the conversation so far.
-            variables: additional variables of the chat template.
-            tools: the tools that the answer may call, or None.
-            field: the name of the body's field with the messages, for errors.
-            shown: the images and videos in the messages, in order.
+        """A conversation whose messages are in the `field` of the body, and contain the images and videos `shown`.
 
         Raises:
             ValueError: the model has no chat template, or tools are given and its format of tool calls is unknown.
@@ -51,8 +43,6 @@ class Conversation:
         self.tools = tools
         self._model, self._messages, self._variables, self._field = model, messages, variables, field
         self._shown = shown
-        self._form: Constraint | None = None
-        """The constraint of an answer without calls, set by `constraint`."""
         self._format: ToolFormat | None = None
         if tools is not None:
             self._format = model.tool_format
@@ -60,30 +50,23 @@ class Conversation:
                 raise ApiError(400, why_no_tools(model.tokenizer), param="tools")
 
     def constraint(self, form: Constraint | None) -> Constraint | None:
-        """Returns the answer's constraint, given the constraint `form` of an answer without calls.
+        """Compiles and returns the answer's constraint, given the constraint `form` of an answer without calls.
 
         Raises:
-            ValueError: the format of tool calls cannot be combined with `form`.
+            ValueError: the constraint is not valid, or the format of tool calls cannot be combined with `form`.
         """
-        self._form = form
-        if self.tools is None or self._format is None:
-            return form
-        return self._format.constraint(self.tools, form)
-
-    def compile(self, constraint: Constraint) -> None:
-        """Compiles a constraint, which takes a while.
-
-        Raises:
-            ValueError: it is not valid.
-        """
-        engine = self._model.engine
+        engine, constraint = self._model.engine, form
+        if self.tools is not None and self._format is not None:
+            constraint = self._format.constraint(self.tools, form)
+        if constraint is None:
+            return None
         try:
             engine.compile_constraint(constraint)
         except ValueError as error:
             if self.tools is None:
                 raise
-            if self._form is not None:
-                engine.compile_constraint(self._form)  # raises its own error if it is invalid
+            if form is not None:
+                engine.compile_constraint(form)  # raises its own error if it is invalid
             for number, tool in enumerate(self.tools.tools):
                 try:
                     engine.compile_constraint(Constraint.json_schema(tool.parameters or {}))
@@ -92,33 +75,18 @@ class Conversation:
                     raise FieldError(message, "tools") from None
             message = f"the parameters of all tools together cannot constrain the answer: {error}"
             raise FieldError(message, "tools") from None
+        return constraint
 
     async def encode(self) -> tuple[list[int], list[VisualInput]]:
-        """Returns the token ids of the conversation, and the patches of its images.
-
-        Raises:
-            ValueError: the chat template rejects the messages.
-            ApiError: they are too long, or have images and the model takes none.
-        """
-        tokens, images = await self._encoded(), await self._images()
-        return self._with_images(tokens, images), images
-
-    async def _images(self) -> list[VisualInput]:
-        if not self._shown:
-            return []
-        engine = self._model.engine
-        if not engine.takes_images:
-            raise ApiError(
-                400,
-                f"{self._has} images, but the model reads only text; accepted: text parts",
-                param=self._field,
-            )
-        directory = self._model.image_directory
-        return await run_in_threadpool(read_images, self._shown, engine, directory, self._field)
-
-    def _with_images(self, tokens: list[int], images: Sequence[VisualInput]) -> list[int]:
-        """Returns the prompt with all tokens of its images."""
-        engine = self._model.engine
+        """Returns the token ids of the conversation, and the patches of its images."""
+        engine, tokens = self._model.engine, await self._encoded()
+        if self._shown and not engine.takes_images:
+            message = f"{self._has} images, but the model reads only text; accepted: text parts"
+            raise ApiError(400, message, param=self._field)
+        images: list[VisualInput] = []
+        if self._shown:
+            directory = self._model.image_directory
+            images = await run_in_threadpool(read_images, self._shown, engine, directory, self._field)
         tokens = engine.with_image_tokens("the chat template's text", tokens, images)
         if len(tokens) >= engine.max_length:
             raise ApiError(
@@ -128,11 +96,11 @@ class Conversation:
                 param=self._field,
                 code=TOO_LONG,
             )
-        return tokens
+        return tokens, images
 
     @property
     def _has(self) -> str:
-        """The field as the subject of a sentence, with its verb."""
+        """The field with its verb, as the beginning of a sentence."""
         return f"{self._field} has" if self._field == "input" else f"{self._field} have"
 
     async def _encoded(self) -> list[int]:

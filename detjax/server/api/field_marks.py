@@ -53,7 +53,10 @@ class Unserved:
         return {"enum": [None, *self.values], "description": f"Not served: {self.why}."}
 
     def _check(self, value: Any) -> Any:
-        if value is None or any(_are_equal(value, accepted) for accepted in self.values):
+        # Unlike in Python, true is not 1 in JSON.
+        if value is None or any(
+            isinstance(value, bool) is isinstance(accepted, bool) and value == accepted for accepted in self.values
+        ):
             return value
         message = {"message": f"accepted: {self.accepted}, because {self.why}"}
         raise PydanticCustomError(UNSERVED, "{message}", message)
@@ -73,8 +76,3 @@ class Ignored:
         self, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler
     ) -> dict[str, Any]:
         return handler(schema) | {"description": f"Makes no difference: {self.why}."}
-
-
-def _are_equal(value: Any, other: Any) -> bool:
-    """Returns whether two JSON values are equal. Unlike in Python, true is not 1."""
-    return (isinstance(value, bool) is isinstance(other, bool)) and value == other

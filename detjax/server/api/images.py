@@ -61,14 +61,7 @@ def read_images(
 ) -> list[VisualInput]:
     """Returns the patches of images and videos. Slow: call it in a thread.
 
-    Args:
-        parts: the images and videos of a conversation.
-        engine: makes the patches.
-        directory: directory of files that URLs may name, or None.
-        field: the name of the body's field with the conversation, for errors.
-
-    Raises:
-        ApiError: a URL is not supported, its content is not an image or video, or the images do not fit.
+    URLs may name files in `directory`. `field` is the body's field with the conversation, for errors.
     """
     try:
         return _read(parts, engine, directory, field)

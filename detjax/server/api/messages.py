@@ -1,7 +1,7 @@
 """The messages of a conversation."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, Discriminator, Field, Tag, field_validator, model_validator
@@ -63,10 +63,6 @@ class VideoFields(Body):
         default=None, description="Maximum number of frames. Default: the checkpoint's, else 768."
     )
 
-    def shown(self, url: str) -> ShownVideo:
-        """Returns the video at a URL, with these options."""
-        return ShownVideo(url, self.fps, self.min_frames, self.max_frames)
-
 
 class VideoPart(VideoFields):
     type: Literal["video_url"] = Field(description="A video, for models with a vision tower.")
@@ -74,19 +70,17 @@ class VideoPart(VideoFields):
     cache_control: Annotated[Any, Unserved({"type": "ephemeral"}, why="the server decides what it caches")] = None
 
 
-def kind_of_part(value: Any, image: str, video: str) -> str:
-    """Returns the type tag to validate a part as, by the names of the image and video types."""
-    kind = value.get("type") if isinstance(value, dict) else None
-    return "<image>" if kind == image else "<video>" if kind == video else "<text>"
-
-
-def _kind_of_part(value: Any) -> str:
-    return kind_of_part(value, "image_url", "video_url")
+def part_discriminator(image: str, video: str) -> Discriminator:
+    """Returns the choice of the type to validate a part as, by the names of the image and video types."""
+    tags = {image: "<image>", video: "<video>"}
+    return Discriminator(
+        lambda value: tags.get(str(value.get("type")), "<text>") if isinstance(value, dict) else "<text>"
+    )
 
 
 type Part = Annotated[
     Annotated[TextPart, Tag("<text>")] | Annotated[ImagePart, Tag("<image>")] | Annotated[VideoPart, Tag("<video>")],
-    Discriminator(_kind_of_part),
+    part_discriminator("image_url", "video_url"),
 ]
 
 
@@ -164,48 +158,48 @@ class Message(Body):
             )
         return self
 
-    @property
-    def shown(self) -> list[ShownPart]:
-        """The images and videos in the content."""
-        shown: list[ShownPart] = []
-        for part in self.content if isinstance(self.content, list) else ():
-            if isinstance(part, ImagePart):
-                shown.append(ShownImage(part.image_url.url))
-            elif isinstance(part, VideoPart):
-                shown.append(part.shown(part.video_url.url))
-        return shown
-
-    def _content_for_template(self) -> str | list[dict[str, str]]:
-        """The content as chat templates expect it."""
-        if self.content is None or isinstance(self.content, str):
-            return self.content or ""
-        return parts_for_template([_for_template(part) for part in self.content])
-
     def for_template(self) -> dict[str, Any]:
         """Returns the message in the form that chat templates expect."""
         fields = {"name": self.name, "tool_call_id": self.tool_call_id or None}
         calls = {"tool_calls": [call.for_template() for call in self.tool_calls]} if self.tool_calls else {}
         return (
-            {"role": self.role, "content": self._content_for_template()}
+            {"role": self.role, "content": content_for_template(self.content)}
             | {name: value for name, value in fields.items() if value is not None}
             | calls
         )
 
 
-def _for_template(part: "TextPart | ImagePart | VideoPart") -> dict[str, str]:
-    if isinstance(part, TextPart):
-        return {"type": "text", "text": part.text}
-    return {"type": "image" if isinstance(part, ImagePart) else "video"}
+def shown_part(part: Any) -> ShownPart | None:
+    """Returns the image or video of a content part of a chat or of /v1/responses; None for a text."""
+    if part.type in ("image_url", "input_image"):
+        return ShownImage(part.image_url if isinstance(part.image_url, str) else part.image_url.url)
+    if part.type in ("video_url", "input_video"):
+        url = part.video_url if isinstance(part.video_url, str) else part.video_url.url
+        return ShownVideo(url, part.fps, part.min_frames, part.max_frames)
+    return None
 
 
-def parts_for_template(parts: list[dict[str, str]]) -> str | list[dict[str, str]]:
-    """Returns the parts of a message in the form that chat templates expect.
+def shown_in(content: str | Sequence[Any] | None) -> list[ShownPart]:
+    """Returns the images and videos in the content of a message."""
+    parts = () if content is None or isinstance(content, str) else content
+    return [shown for part in parts if (shown := shown_part(part)) is not None]
+
+
+def content_for_template(content: str | Sequence[Any] | None) -> str | list[dict[str, str]]:
+    """Returns the content of a message in the form that chat templates expect.
 
     Texts are joined. With images, the parts stay separate, because templates write the tokens of images.
     """
-    if all(part["type"] == "text" for part in parts):
-        return "\n".join(part["text"] for part in parts)
-    return parts
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not shown_in(content):
+        return "\n".join(part.text for part in content)
+    kinds = {ShownImage: "image", ShownVideo: "video"}
+    shown = map(shown_part, content)
+    return [
+        {"type": "text", "text": part.text} if one is None else {"type": kinds[type(one)]}
+        for part, one in zip(content, shown, strict=True)
+    ]
 
 
 def _check_arguments(messages: list[Message]) -> list[Message]:

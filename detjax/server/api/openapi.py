@@ -7,101 +7,79 @@ from pydantic.json_schema import models_json_schema
 
 from detjax.server.api.response_fields import ResponsesRequest
 from detjax.server.api.schemas import ChatRequest, CompletionRequest
-from detjax.server.api.text_routes import DETOKENIZED, TOKENIZED, DetokenizeRequest, TokenizeRequest
+from detjax.server.api.text_routes import DetokenizeRequest, TokenizeRequest
 from detjax.version import __version__
 
-_ERROR = {
+_STRING, _INTEGER = {"type": "string"}, {"type": "integer"}
+
+
+def _object(**properties: Any) -> dict[str, Any]:
+    """Returns the JSON schema of an object with these required properties."""
+    return {"type": "object", "required": [*properties], "properties": properties}
+
+
+_ERROR = _object(
+    error=_object(
+        message=_STRING,
+        type=_STRING,
+        param={"type": ["string", "null"]},
+        code={"type": ["string", "null"]},
+    )
+)
+_USAGE = _object(
+    prompt_tokens=_INTEGER,
+    completion_tokens=_INTEGER,
+    total_tokens=_INTEGER,
+    prompt_tokens_details={"type": "object", "properties": {"cached_tokens": _INTEGER}},
+)
+_SEED = _INTEGER | {"description": "The answer's seed, which reproduces the answer."}
+_CHOICE = {
     "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "null"]},
-            },
-        }
-    },
+    "required": ["index", "finish_reason", "seed"],
+    "properties": {"index": _INTEGER, "seed": _SEED},
 }
-_USAGE = {
+_RESPONSE = _object(
+    id=_STRING,
+    object={"type": "string", "enum": ["text_completion", "chat.completion"]},
+    created=_INTEGER,
+    model=_STRING,
+    system_fingerprint=_STRING
+    | {"description": "A digest of contract, environment and model. Equal fingerprints promise equal bits."},
+    choices={"type": "array", "items": _CHOICE},
+    usage=_USAGE,
+)
+_ITEM = {
     "type": "object",
-    "required": ["prompt_tokens", "completion_tokens", "total_tokens", "prompt_tokens_details"],
-    "properties": {name: {"type": "integer"} for name in ("prompt_tokens", "completion_tokens", "total_tokens")}
-    | {"prompt_tokens_details": {"type": "object", "properties": {"cached_tokens": {"type": "integer"}}}},
+    "required": ["type", "id", "status"],
+    "properties": {"type": {"enum": ["message", "function_call"]}},
 }
-_SEED = {"type": "integer", "description": "The answer's seed, which reproduces the answer."}
-_RESPONSE = {
-    "type": "object",
-    "required": ["id", "object", "created", "model", "system_fingerprint", "choices", "usage"],
-    "properties": {
-        "id": {"type": "string"},
-        "object": {"type": "string", "enum": ["text_completion", "chat.completion"]},
-        "created": {"type": "integer"},
-        "model": {"type": "string"},
-        "system_fingerprint": {
-            "type": "string",
-            "description": "A digest of contract, environment and model. Equal fingerprints promise equal bits.",
-        },
-        "choices": {
-            "type": "array",
-            "items": {
-                "type": "object",
-                "required": ["index", "finish_reason", "seed"],
-                "properties": {"index": {"type": "integer"}, "seed": _SEED},
-            },
-        },
-        "usage": _USAGE,
-    },
-}
-_RESPONSE_OBJECT = {
-    "type": "object",
-    "required": [
-        "id",
-        "object",
-        "created_at",
-        "status",
-        "model",
-        "system_fingerprint",
-        "output",
-        "usage",
-        "seed",
-        "store",
-    ],
-    "properties": {
-        "id": {"type": "string"},
-        "object": {"const": "response"},
-        "created_at": {"type": "integer"},
-        "status": {"enum": ["completed", "incomplete"]},
-        "model": {"type": "string"},
-        "system_fingerprint": {"type": "string"},
-        "output": {
-            "type": "array",
-            "items": {
-                "type": "object",
-                "required": ["type", "id", "status"],
-                "properties": {"type": {"enum": ["message", "function_call"]}},
-            },
-        },
-        "usage": {
-            "type": "object",
-            "required": ["input_tokens", "output_tokens", "total_tokens"],
-            "properties": {name: {"type": "integer"} for name in ("input_tokens", "output_tokens", "total_tokens")},
-        },
-        "seed": _SEED,
-        "store": {"const": False, "description": "The server keeps no answers."},
-    },
-}
-_MODEL = {
-    "type": "object",
-    "required": ["id", "object", "created", "owned_by", "max_model_len", "chat", "system_fingerprint"],
-    "properties": {name: {"type": "string"} for name in ("id", "object", "owned_by", "system_fingerprint")}
-    | {name: {"type": "integer"} for name in ("created", "max_model_len")}
-    | {"chat": {"type": "boolean"}},
-}
-_VERSION = {"type": "object", "required": ["version"], "properties": {"version": {"type": "string"}}}
+_RESPONSE_OBJECT = _object(
+    id=_STRING,
+    object={"const": "response"},
+    created_at=_INTEGER,
+    status={"enum": ["completed", "incomplete"]},
+    model=_STRING,
+    system_fingerprint=_STRING,
+    output={"type": "array", "items": _ITEM},
+    usage=_object(input_tokens=_INTEGER, output_tokens=_INTEGER, total_tokens=_INTEGER),
+    seed=_SEED,
+    store={"const": False, "description": "The server keeps no answers."},
+)
+_MODEL = _object(
+    id=_STRING,
+    object=_STRING,
+    created=_INTEGER,
+    owned_by=_STRING,
+    max_model_len=_INTEGER,
+    chat={"type": "boolean"},
+    system_fingerprint=_STRING,
+)
+_TOKENIZED = _object(
+    count=_INTEGER,
+    max_model_len=_INTEGER,
+    tokens={"type": "array", "items": _INTEGER},
+    token_strs={"type": ["array", "null"], "items": _STRING},
+)
 _GENERATION_BODIES = (CompletionRequest, ChatRequest, ResponsesRequest)
 _GENERATION_ERRORS = {
     400: "The request is not valid; the message has the reason.",
@@ -137,17 +115,13 @@ def document(model: str, *, needs_key: bool) -> dict[str, Any]:
                 method: _missing("Responses are not stored.", 401, 404) for method in ("get", "delete")
             }
             | {"parameters": [{"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}]},
-            "/tokenize": {"post": _text("Tokenize a text.", TokenizeRequest, TOKENIZED)},
-            "/detokenize": {"post": _text("Decode tokens.", DetokenizeRequest, DETOKENIZED)},
-            "/version": {"get": _operation("Report the server's version.", _VERSION, 401)},
+            "/tokenize": {"post": _text("Tokenize a text.", TokenizeRequest, _TOKENIZED)},
+            "/detokenize": {"post": _text("Decode tokens.", DetokenizeRequest, _object(prompt=_STRING))},
+            "/version": {"get": _operation("Report the server's version.", _object(version=_STRING), 401)},
             "/v1/models": {
                 "get": _operation(
                     "List the served models.",
-                    {
-                        "type": "object",
-                        "required": ["object", "data"],
-                        "properties": {"object": {"const": "list"}, "data": {"type": "array", "items": _MODEL}},
-                    },
+                    _object(object={"const": "list"}, data={"type": "array", "items": _MODEL}),
                     401,
                 )
             },

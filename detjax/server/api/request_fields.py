@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, ClassVar
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from detjax.engine import Constraint, FieldError
 from detjax.server.api.answer_forms import ResponseFormat, StructuredOutputs
@@ -151,20 +151,11 @@ class SamplingRequest(_ClientFields):
             raise ValueError("accepted: 0, or 1e-30 to 1e30")
         return value
 
-    @field_validator("ignore_eos")
+    @field_validator("top_k", "seed", "ignore_eos")
     @classmethod
-    def _read_ignore_eos(cls, value: bool | None) -> bool:
-        return bool(value)
-
-    @field_validator("top_k")
-    @classmethod
-    def _read_top_k(cls, value: int | None) -> int | None:
-        return 0 if value == -1 else value
-
-    @field_validator("seed")
-    @classmethod
-    def _read_seed(cls, value: int | None) -> int | None:
-        return None if value == -1 else value
+    def _read_default(cls, value: int | bool | None, info: ValidationInfo) -> int | bool | None:
+        defaults = {("top_k", -1): 0, ("seed", -1): None, ("ignore_eos", None): False}
+        return defaults.get((info.field_name, value), value)
 
     def param_of(self, field: str) -> str:
         """Returns the body's name for a field of `Request`, `SamplingParams` or the body itself."""

@@ -12,7 +12,7 @@ from starlette.concurrency import run_in_threadpool
 from detjax.engine import Completion, Constraint, Generation, SamplingParams, Token
 from detjax.server.api.api_calls import NOBODY, ApiCall, Caller, ServedModel
 from detjax.server.api.conversation import Conversation
-from detjax.server.api.messages import CalledFunction, EarlierCall
+from detjax.server.api.messages import CalledFunction, EarlierCall, content_for_template
 from detjax.server.api.response_fields import InputCall, InputItem, InputMessage, ResponsesRequest
 from detjax.server.api.response_items import OutputItems
 from detjax.server.http.errors import ApiError
@@ -43,7 +43,7 @@ def turns(instructions: str | None, items: str | Sequence[InputItem]) -> list[_T
         return [*messages, _Turn("user", items)]
     for item in items:
         if isinstance(item, InputMessage):
-            messages.append(_Turn(item.role, item.content_for_template()))
+            messages.append(_Turn(item.role, content_for_template(item.content)))
         elif isinstance(item, InputCall):
             if not messages or messages[-1].role != "assistant":
                 messages.append(_Turn("assistant", ""))
@@ -91,14 +91,10 @@ class ResponsesCall(ApiCall):
     def _constraint(self) -> Constraint | None:
         return self._conversation.constraint(self._body.constraint())
 
-    def _compile(self, constraint: Constraint) -> None:
-        self._conversation.compile(constraint)
-
     async def encode_prompts(self) -> None:
         prompt, images = await self._conversation.encode()
         max_tokens = self._body.max_output_tokens or self.model.engine.max_length - len(prompt)
-        request = self._request(prompt, dataclasses.replace(self._params, max_tokens=max_tokens))
-        self.requests = [dataclasses.replace(request, images=images)]
+        self.requests = [self._request(prompt, dataclasses.replace(self._params, max_tokens=max_tokens), images)]
         if self._body.stream:
             # Three events repeat the request, so it is encoded once, in a thread.
             self._echo = await run_in_threadpool(lambda: _json(self._repeated(self._tools())).encode()[1:-1])
@@ -241,10 +237,7 @@ class ResponsesCall(ApiCall):
         }
 
     def _token_json(self, token: int, logprob: float, top: TopLogprobs) -> Json:
-        """Returns a token's logprob, with the most likely tokens at its position."""
-        texts = self.model.token_texts
-        most = self._body.top_logprobs or 0
-        return texts.chat_json(token, logprob) | {"top_logprobs": [texts.chat_json(*pair) for pair in top[:most]]}
+        return self.model.token_texts.chat_json(token, logprob, top[: self._body.top_logprobs or 0])
 
 
 def _json(content: Json) -> str:

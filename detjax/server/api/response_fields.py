@@ -9,18 +9,20 @@ from pydantic import AfterValidator, Discriminator, Field, Tag, field_validator,
 
 from detjax.engine import Constraint, FieldError
 from detjax.server.api.field_marks import Ignored, Unserved
-from detjax.server.api.images import ShownImage, ShownPart
-from detjax.server.api.messages import VideoFields, check_items, kind_of_part, parts_for_template
+from detjax.server.api.images import ShownPart
+from detjax.server.api.messages import VideoFields, check_items, part_discriminator, shown_in
 from detjax.server.api.request_fields import SamplingRequest
 from detjax.server.http.field_types import LARGEST, MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, Body, Variables, text_or_list
 from detjax.server.tools.definitions import (
     CHOICE,
+    Choice,
+    ChoiceFields,
     FunctionFields,
+    FunctionType,
     Mode,
     ToolName,
     ToolUse,
     check_names,
-    checked_type,
     tool_use,
 )
 
@@ -67,13 +69,9 @@ class InputVideo(VideoFields):
     prompt_cache_breakpoint: Annotated[Any, Unserved(why="the server decides what it caches")] = None
 
 
-def _kind_of_part(value: Any) -> str:
-    return kind_of_part(value, "input_image", "input_video")
-
-
 type MessagePart = Annotated[
     Annotated[InputPart, Tag("<text>")] | Annotated[InputImage, Tag("<image>")] | Annotated[InputVideo, Tag("<video>")],
-    Discriminator(_kind_of_part),
+    part_discriminator("input_image", "input_video"),
 ]
 
 type MessageContent = Annotated[
@@ -105,29 +103,6 @@ class InputMessage(Body):
     id: Annotated[str | None, Ignored(_ABOUT_ITEMS)] = None
     status: Annotated[str | None, Ignored(_ABOUT_ITEMS)] = None
     phase: Annotated[str | None, Ignored(_ABOUT_ITEMS)] = None
-
-    @property
-    def shown(self) -> list[ShownPart]:
-        """The images and videos in the content."""
-        shown: list[ShownPart] = []
-        for part in self.content if isinstance(self.content, list) else ():
-            if isinstance(part, InputImage):
-                shown.append(ShownImage(part.image_url))
-            elif isinstance(part, InputVideo):
-                shown.append(part.shown(part.video_url))
-        return shown
-
-    def content_for_template(self) -> str | list[dict[str, str]]:
-        """Returns the content in the form that chat templates expect."""
-        if isinstance(self.content, str):
-            return self.content
-        return parts_for_template([_for_template(part) for part in self.content])
-
-
-def _for_template(part: InputPart | InputImage | InputVideo) -> dict[str, str]:
-    if isinstance(part, InputPart):
-        return {"type": "text", "text": part.text}
-    return {"type": "image" if isinstance(part, InputImage) else "video"}
 
 
 class InputCall(Body):
@@ -219,51 +194,27 @@ class Reasoning(Body):
 
 
 class ResponseTool(FunctionFields):
-    type: Literal["function"] = Field(description="A function of the client.")
+    type: FunctionType = Field(description="A function of the client.")
     defer_loading: Annotated[Any, Unserved(False, why="the chat template gets all tools")] = None
 
-    @field_validator("type", mode="before")
-    @classmethod
-    def _check_type(cls, value: Any) -> Any:
-        return checked_type(value)
 
-
-class ChosenTool(Body):
+class ChosenTool(ChoiceFields):
     type: Literal["function"] = Field(description="The answer calls this function.")
     name: ToolName = Field(description="The tool's name.")
 
-    @property
-    def mode(self) -> str:
-        """Always "required"."""
-        return "required"
-
-    @property
-    def names(self) -> list[str]:
-        """The tool's name."""
-        return [self.name]
-
-    @property
-    def is_one(self) -> bool:
-        """Always True."""
-        return True
+    def choice(self) -> Choice:
+        return Choice("required", [self.name], is_one=True)
 
 
-class AllowedResponseTools(Body):
+class AllowedResponseTools(ChoiceFields):
     type: Literal["allowed_tools"] = Field(description="Some of the tools may be called.")
     mode: Literal["auto", "required"] = Field(description="Whether one of the tools must be called.")
     tools: Annotated[list[ChosenTool], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)] = Field(
         description="The tools that may be called."
     )
 
-    @property
-    def names(self) -> list[str]:
-        """The tools' names."""
-        return [tool.name for tool in self.tools]
-
-    @property
-    def is_one(self) -> bool:
-        """Always False: several calls are allowed."""
-        return False
+    def choice(self) -> Choice:
+        return Choice(self.mode, [tool.name for tool in self.tools], is_one=False)
 
 
 class ResponseStreamOptions(Body):
@@ -347,7 +298,7 @@ class ResponsesRequest(SamplingRequest):
     def shown(self) -> list[ShownPart]:
         """The images and videos in the input."""
         items = () if isinstance(self.input, str) else self.input
-        return [part for item in items if isinstance(item, InputMessage) for part in item.shown]
+        return [part for item in items if isinstance(item, InputMessage) for part in shown_in(item.content)]
 
     @property
     def has_logprobs(self) -> bool:
@@ -361,4 +312,4 @@ class ResponsesRequest(SamplingRequest):
 
     def tool_use(self) -> ToolUse | None:
         """Returns the tools that the answer may call, or None."""
-        return tool_use([tool.tool() for tool in self.tools or ()], self.tool_choice, parallel=self.parallel_tool_calls)
+        return tool_use(self.tools or (), self.tool_choice, parallel=self.parallel_tool_calls)

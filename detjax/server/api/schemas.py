@@ -124,4 +124,5 @@ class ChatRequest(GenerationRequest):
 
     def tool_use(self) -> ToolUse | None:
         """Returns the tools that the answer may call, or None."""
-        return tool_use([tool.tool() for tool in self.tools or ()], self.tool_choice, parallel=self.parallel_tool_calls)
+        tools = [tool.function for tool in self.tools or ()]
+        return tool_use(tools, self.tool_choice, parallel=self.parallel_tool_calls)

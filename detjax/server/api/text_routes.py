@@ -1,12 +1,12 @@
 """/tokenize and /detokenize, in vLLM's format: the results of a server's tokenizer and chat template."""
 
-from typing import Annotated, Any, Final
+from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
 from detjax.engine import FieldError
 from detjax.server.api.api_calls import ServedModel
-from detjax.server.api.messages import Messages
+from detjax.server.api.messages import Messages, shown_in
 from detjax.server.http.field_types import MAX_TOKENS, Body, Token, Variables
 from detjax.server.text.texts import TextRefused, TextTooLong
 
@@ -44,7 +44,7 @@ class TokenizeRequest(Body):
         return self
 
     def param_of(self, field: str) -> str:
-        """Returns what the body calls a field."""
+        """Returns the body's name for a field."""
         return "messages" if field == "prompt" and self.messages is not None else field
 
 
@@ -55,16 +55,12 @@ class DetokenizeRequest(Body):
     tokens: Annotated[list[Token], Field(max_length=MAX_TOKENS, fail_fast=True)] = Field(description="Token ids.")
 
     def param_of(self, field: str) -> str:
-        """Returns what the body calls a field."""
+        """Returns the body's name for a field."""
         return "tokens"
 
 
 async def tokenized(body: TokenizeRequest, model: ServedModel) -> Json:
-    """Returns the token ids of a text or a conversation, with iterators for long lists.
-
-    Raises:
-        ValueError: the chat template rejects the messages, or the text is too long.
-    """
+    """Returns the token ids of a text or a conversation, with iterators for long lists."""
     limit = max(MAX_TOKENS, model.engine.max_length)
     try:
         if body.messages is None:
@@ -72,7 +68,7 @@ async def tokenized(body: TokenizeRequest, model: ServedModel) -> Json:
             (tokens,) = await model.texts.encode([body.prompt or ""], limit=limit, add_special_tokens=adds)
         elif not model.tokenizer.has_chat_template:
             raise FieldError("the model has no chat template; accepted: a prompt", "messages")
-        elif any(message.shown for message in body.messages):
+        elif any(shown_in(message.content) for message in body.messages):
             message = "messages have images; accepted: parts of type text. /v1/chat/completions reads images."
             raise FieldError(message, "messages")
         else:
@@ -102,18 +98,3 @@ async def detokenized(body: DetokenizeRequest, model: ServedModel) -> Json:
     except TextRefused as error:
         raise FieldError(str(error), "tokens") from None
     return {"prompt": text}
-
-
-TOKENIZED: Final[Json] = {
-    "type": "object",
-    "required": ["count", "max_model_len", "tokens", "token_strs"],
-    "properties": {
-        "count": {"type": "integer"},
-        "max_model_len": {"type": "integer"},
-        "tokens": {"type": "array", "items": {"type": "integer"}},
-        "token_strs": {"type": ["array", "null"], "items": {"type": "string"}},
-    },
-}
-"""The JSON schema of an answer of /tokenize."""
-DETOKENIZED: Final[Json] = {"type": "object", "required": ["prompt"], "properties": {"prompt": {"type": "string"}}}
-"""The JSON schema of an answer of /detokenize."""

@@ -23,12 +23,7 @@ _ITEM: Final = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|[\[{:]', re.DOTALL)
 
 
 def parse[Body: BaseModel](body: bytes, schema: type[Body]) -> Body:
-    """Parses a JSON body.
-
-    Raises:
-        ApiError: the body is not JSON, has too many items, or does not match the schema. The error names the faulty
-            fields.
-    """
+    """Parses a JSON body. Raises an ApiError if it is not JSON, has too many items, or does not match the schema."""
     if len(body) > LONG:
         _check_number_of_items(body)
     try:

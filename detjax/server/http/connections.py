@@ -111,10 +111,6 @@ class Connection(H11Protocol):
         if self.transport is not None:
             self.transport.abort()
 
-    @property
-    def _is_waiting(self) -> bool:
-        return self.cycle is None or self.cycle.response_complete
-
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         super().connection_made(transport)
         if len(self.connections) > self._limits.max_connections and not self._make_room():
@@ -171,7 +167,7 @@ class Connection(H11Protocol):
 
         Between two requests uvicorn's keep-alive timeout applies until the first byte arrives.
         """
-        if not self._is_waiting:
+        if self.cycle is not None and not self.cycle.response_complete:
             self._limits.waiting.pop(self, None)
             if self._headers_due is not None:
                 self._headers_due.cancel()

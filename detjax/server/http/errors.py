@@ -65,12 +65,7 @@ async def error_response(_: Request, error: Exception) -> Response:
 
 
 def to_api_error(error: Exception, body: NamesFields | None = None) -> ApiError:
-    """Converts an exception to an error for the client. Details of bugs go only to the log.
-
-    Args:
-        error: the exception.
-        body: the request body, which names the faulty field.
-    """
+    """Converts an exception to an error for the client, which names the field of `body`. Bugs only go to the log."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, EngineClosed):

@@ -62,8 +62,7 @@ class Guard:
     def admitted(self, samples: int) -> Iterator[Admission]:
         """Counts samples as in flight until they are released, at the latest at the end of the context.
 
-        Raises:
-            ApiError: the samples exceed the capacity, or the server is shutting down.
+        Raises an ApiError if the samples exceed the capacity, or the server is shutting down.
         """
         if self.is_draining:
             raise ApiError(
@@ -102,13 +101,8 @@ class Guard:
     async def watch[T](self, receive: Receive, work: Coroutine[Any, Any, T], deadline: float) -> T:
         """Returns the result of `work`, or cancels it when nobody needs the result any more.
 
-        Args:
-            receive: the request's ASGI channel, on which a disconnect arrives.
-            work: computes the response or a part of it.
-            deadline: the request's deadline on the event loop's clock.
-
         Raises:
-            ClientGone: the client disconnected.
+            ClientGone: a disconnect arrived on the ASGI channel `receive`.
             ApiError: the deadline has passed, or the server is stopping.
         """
         loop = asyncio.get_running_loop()
@@ -128,7 +122,9 @@ class Guard:
             if leaving.done():
                 raise ClientGone
             if self._stopped.done():
-                raise ApiError(503, "the server shut down before it finished the request; send it to another server")
+                raise ApiError(
+                    503, "the server is shutting down and could not finish the request; send it to another server"
+                )
             raise ApiError(
                 504,
                 f"the request took longer than {self._seconds:g} s, the server's limit. Ask for fewer tokens.",

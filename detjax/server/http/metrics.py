@@ -9,12 +9,11 @@ from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from detjax.engine import Engine
+from detjax.server.http.requests import CLIENT_CLOSED_REQUEST
 from detjax.server.replicated_engine import ReplicatedEngine
 
 _BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 """Upper bounds of the histograms' buckets, in seconds."""
-_CLIENT_CLOSED_REQUEST = 499
-"""The status that nginx logs if the client disconnects before the response begins."""
 
 
 class Metrics:
@@ -22,9 +21,7 @@ class Metrics:
 
     def __init__(self, engine: Engine | ReplicatedEngine) -> None:
         self.registry = CollectorRegistry()
-        self.registry.register(
-            _ReplicaCollector(engine) if isinstance(engine, ReplicatedEngine) else _EngineCollector(engine)
-        )
+        self.registry.register(_EngineCollector(engine))
         self.requests = self._counter("requests", "HTTP requests.", "path", "status")
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of admitted requests.")
         self.generated_tokens = self._counter("generated_tokens", "Generated tokens.")
@@ -45,13 +42,17 @@ class Metrics:
 
 
 class _EngineCollector(Collector):
-    """Reads the engine's statistics for each scrape."""
+    """Reads the statistics of an engine or of its replicas for each scrape."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine | ReplicatedEngine) -> None:
         self._engine = engine
 
     def collect(self) -> Iterator[Metric]:
-        stats = self._engine.stats()
+        engine = self._engine
+        if isinstance(engine, ReplicatedEngine):
+            yield CounterMetricFamily("detjax_lost_replicas", "Calls that continued on another replica.", engine.losses)
+            return
+        stats = engine.stats()
         yield GaugeMetricFamily("detjax_samples_running", "Samples that hold a slot.", stats.running)
         yield GaugeMetricFamily("detjax_samples_waiting", "Samples that wait for a slot.", stats.waiting)
         yield GaugeMetricFamily("detjax_pages", "Pages of the KV cache.", stats.num_pages)
@@ -60,18 +61,6 @@ class _EngineCollector(Collector):
         yield GaugeMetricFamily("detjax_snapshot_bytes", "Bytes of snapshots of slots.", stats.snapshot_bytes)
         yield CounterMetricFamily(
             "detjax_snapshot_hits", "Samples that resumed from a snapshot of a slot.", stats.snapshot_hits
-        )
-
-
-class _ReplicaCollector(Collector):
-    """Reads the number of lost replicas for each scrape."""
-
-    def __init__(self, engine: ReplicatedEngine) -> None:
-        self._engine = engine
-
-    def collect(self) -> Iterator[Metric]:
-        yield CounterMetricFamily(
-            "detjax_lost_replicas", "Calls that continued on another replica.", self._engine.losses
         )
 
 
@@ -87,7 +76,7 @@ class RequestMetrics:
             return await self._app(scope, receive, send)
         path = scope["path"] if scope["path"] in self._paths else "other"
         clock = asyncio.get_running_loop().time
-        start, status = clock(), _CLIENT_CLOSED_REQUEST
+        start, status = clock(), CLIENT_CLOSED_REQUEST
 
         async def send_and_note_status(message: Message) -> None:
             nonlocal status

@@ -6,7 +6,6 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Iterable
 from typing import Final
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -18,7 +17,7 @@ _HEADER: Final = b"x-request-id"
 _SANE_ID: Final = re.compile(rb"[A-Za-z0-9._:@/+=-]{1,128}")
 _STATE: Final = "detjax.request"
 _LONGEST_PATH: Final = 200
-_CLIENT_CLOSED_REQUEST: Final = 499
+CLIENT_CLOSED_REQUEST: Final = 499
 """The status that nginx logs if the client disconnects before the response begins."""
 
 
@@ -54,9 +53,11 @@ class RequestLog:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        record = RequestRecord(_request_id(scope["headers"]))
+        client_id = next((value for name, value in scope["headers"] if name == _HEADER), b"")
+        is_sane = _SANE_ID.fullmatch(client_id) is not None
+        record = RequestRecord(client_id.decode() if is_sane else f"req-{uuid.uuid4().hex}")
         scope.setdefault("state", {})[_STATE] = record
-        start, status, is_complete = time.monotonic(), _CLIENT_CLOSED_REQUEST, False
+        start, status, is_complete = time.monotonic(), CLIENT_CLOSED_REQUEST, False
 
         async def send_with_id(message: Message) -> None:
             nonlocal status, is_complete
@@ -75,11 +76,6 @@ class RequestLog:
         finally:
             _write_line(scope, record, status, is_complete, time.monotonic() - start)
             logs.request_id.reset(token)
-
-
-def _request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
-    given = next((value for name, value in headers if name == _HEADER), b"")
-    return given.decode() if _SANE_ID.fullmatch(given) else f"req-{uuid.uuid4().hex}"
 
 
 def _write_line(scope: Scope, record: RequestRecord, status: int, is_complete: bool, seconds: float) -> None:

@@ -51,10 +51,7 @@ def bound_socket(host: str, port: int) -> socket.socket:
 
 @contextlib.contextmanager
 def _signals_ignored_at_the_end() -> Iterator[None]:
-    """Ignores signals that uvicorn raises again after its shutdown.
-
-    They would end the process before the engine is closed.
-    """
+    """Ignores signals that uvicorn raises again after its shutdown, which would end the process too early."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -63,11 +63,7 @@ class Settings:
     unseeded: Unseeded = "random"
 
     def __post_init__(self) -> None:
-        """Checks every field.
-
-        Raises:
-            ValueError: names the field, what was given and what is accepted.
-        """
+        """Raises a ValueError for the first invalid field, with the given and the accepted values."""
         hosts = self.allowed_hosts if self.allowed_hosts is not None else ("*",)
         _check(
             self,
@@ -129,11 +125,7 @@ class ConnectionSettings:
     key: Path | None = None
 
     def __post_init__(self) -> None:
-        """Checks every field.
-
-        Raises:
-            ValueError: names the field, what was given and what is accepted.
-        """
+        """Raises a ValueError for the first invalid field, with the given and the accepted values."""
         _check(
             self,
             {
@@ -162,11 +154,7 @@ class LogSettings:
     access: bool = True
 
     def __post_init__(self) -> None:
-        """Checks every field.
-
-        Raises:
-            ValueError: names the field, what was given and what is accepted.
-        """
+        """Raises a ValueError for the first invalid field, with the given and the accepted values."""
         _check(
             self,
             {

@@ -42,16 +42,9 @@ class EventStream(Response):
         error_event: Callable[[ApiError], bytes] = lambda error: event(error.body),
         body: NamesFields | None = None,
     ) -> None:
-        """A response whose first event is already computed.
+        """A response with the event `first` and the `events` after it, which `guard` watches until `deadline`.
 
-        Args:
-            guard: watches the rest of the response.
-            first: the first event.
-            events: the events after it.
-            deadline: the request's deadline on the event loop's clock.
-            admission: closed at the end of the response.
-            error_event: makes the event of an error.
-            body: the request body, which names faulty fields.
+        `admission` is closed at the end. `error_event` makes the event of an error, which names fields of `body`.
         """
         super().__init__()
         del self.headers["content-length"]

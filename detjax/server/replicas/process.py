@@ -50,10 +50,9 @@ class Replica:
         self._answering: dict[int, asyncio.Task[None]] = {}
 
     async def serve(self, start: Callable[[ReplicaOptions], tuple[Engine, ReplicaFacts]] = started_engine) -> None:
-        """Starts the engine with `start`, and answers calls until the front sends `End` or is gone, which ends the
-        process.
+        """Starts the engine, and answers calls. Returns if the engine cannot start or fails.
 
-        Returns if the engine cannot start, or fails.
+        The process ends when the front sends `End` or is gone.
         """
         loop = asyncio.get_running_loop()
         threading.Thread(target=self._read, args=(loop,), name="detjax-inbox", daemon=True).start()

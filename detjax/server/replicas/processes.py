@@ -120,9 +120,7 @@ class ProcessReplicas:
     async def stream(self, requests: Sequence[Request], *, is_whole: bool) -> AsyncGenerator[Batch]:
         """Sends requests to one of the replicas, and yields its answer; see `Replicas.stream`.
 
-        Raises:
-            ReplicaLost: the replica is lost. A new call goes to another one.
-            EngineClosed: no replica can start again.
+        Also raises EngineClosed if no replica can start again.
         """
         pages = first_pages(requests[0], self.facts.outline.config) if requests else []
         samples = sum(request.sampling.n for request in requests)
@@ -172,6 +170,7 @@ class _Replica:
     Attributes:
         number: the number of the replica.
         start_failure: the reason why the last attempt to start the process failed; None if it succeeded.
+        is_ready: True if the process takes calls.
     """
 
     def __init__(
@@ -182,14 +181,9 @@ class _Replica:
         accept: Callable[[ReplicaFacts], str | None],
         changed: threading.Condition,
     ) -> None:
-        """Starts the process in the background.
+        """Starts the process in the background, with environment variables `share` that assign it its devices.
 
-        Args:
-            number: the number of the replica.
-            start: the process's first message.
-            share: environment variables that assign the process its devices.
-            accept: called when the process is ready; returns a reason to reject it.
-            changed: notified when the process becomes ready or fails to.
+        When it is ready, `accept` may return a reason to reject it. Then `changed` is notified.
         """
         self.number = number
         self.start_failure: str | None = None
@@ -198,16 +192,11 @@ class _Replica:
         """Guards the fields below, which the thread shares with callers."""
         self._process: subprocess.Popen[bytes] | None = None
         self._outbox: Outbox | None = None
-        self._is_ready = False
+        self.is_ready = False
         self._calls: dict[int, tuple[asyncio.AbstractEventLoop, _Batches]] = {}
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._watch, name=f"detjax-replica-{number}", daemon=True)
         self._thread.start()
-
-    @property
-    def is_ready(self) -> bool:
-        """True if the replica takes calls."""
-        return self._is_ready
 
     @property
     def process_id(self) -> int | None:
@@ -220,14 +209,11 @@ class _Replica:
         """Sends a call, and yields a queue of its batches, which ends with None or `ReplicaLost`.
 
         At the end of the context, a call without a complete answer is cancelled.
-
-        Raises:
-            ReplicaLost: no process takes calls.
         """
         batches: _Batches = asyncio.Queue()
         with self._lock:
             outbox = self._outbox
-            if outbox is None or not self._is_ready:
+            if outbox is None or not self.is_ready:
                 raise ReplicaLost("its process has ended")
             self._calls[call.number] = asyncio.get_running_loop(), batches
             outbox.put(call)
@@ -310,7 +296,7 @@ class _Replica:
     def _listen(self, connection: Connection) -> str | None:
         """Forwards answers until the process is lost, and returns the reason, or None if the connection has closed."""
         while True:
-            limit = self._start.silence if self._is_ready else max(self._start.silence, _SILENCE_AT_START)
+            limit = self._start.silence if self.is_ready else max(self._start.silence, _SILENCE_AT_START)
             try:
                 if not connection.poll(limit):
                     return f"it has sent nothing for {limit:g} s"
@@ -326,7 +312,7 @@ class _Replica:
                         return reason
                     _log.info("replica %d is ready, process %d", self.number, self.process_id)
                     with self._changed, self._lock:
-                        self._is_ready, self.start_failure = True, None
+                        self.is_ready, self.start_failure = True, None
                         self._changed.notify_all()
 
     def _pass_on(self, answers: Sequence[Answer]) -> None:
@@ -344,7 +330,7 @@ class _Replica:
     def _lose(self) -> bool:
         """Reports the loss to all pending calls, and returns whether the process was ready."""
         with self._lock:
-            was_ready, self._is_ready = self._is_ready, False
+            was_ready, self.is_ready = self.is_ready, False
             self._process = self._outbox = None
             calls, self._calls = self._calls, {}
         for loop, batches in calls.values():

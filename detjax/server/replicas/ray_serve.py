@@ -65,24 +65,14 @@ class Arguments(BaseModel):
     actor: dict[str, Any] = Field(default_factory=dict)
 
     def options(self) -> ReplicaOptions:
-        """Returns the options of each replica.
-
-        Raises:
-            ValueError: a field of the engine is out of range.
-            TypeError: a field does not exist.
-        """
+        """Returns the options of each replica."""
         config = EngineConfig(**self.engine)
         return ReplicaOptions(
             self.model, dtype=self.dtype, tensor_parallel=self.tensor_parallel, config=config, cache=self.cache
         )
 
     def server_settings(self) -> Settings:
-        """Returns the front's settings.
-
-        Raises:
-            ValueError: a field is out of range.
-            TypeError: a field does not exist.
-        """
+        """Returns the front's settings."""
         return Settings(self.name or self.model.resolve().name, **self.settings)
 
 
@@ -90,15 +80,11 @@ class EngineReplica:
     """An engine in its own process."""
 
     def __init__(self, arguments: Arguments) -> None:
-        """Loads the model and warms up the engine.
-
-        Raises:
-            ValueError: the checkpoint has no tokenizer, or the device is not supported.
-        """
+        """Loads the model and warms up the engine; see `started_engine`."""
         self._engine, self._facts = started_engine(arguments.options())
 
     def facts(self) -> ReplicaFacts:
-        """Returns the facts for the front."""
+        """Returns facts for the front."""
         return self._facts
 
     async def answer(

@@ -14,11 +14,7 @@ _END: Final = -1
 
 
 def send(pipe: IO[bytes], frames: Iterable[bytes]) -> None:
-    """Writes a message. Frames may come from an iterator, so that a large message is never in memory as a whole.
-
-    Raises:
-        OSError: the reader is gone.
-    """
+    """Writes a message. Frames may come from an iterator, so that a large message is never in memory as a whole."""
     for frame in frames:
         pipe.write(_LENGTH.pack(len(frame)))
         pipe.write(frame)
@@ -27,11 +23,7 @@ def send(pipe: IO[bytes], frames: Iterable[bytes]) -> None:
 
 
 def receive(pipe: IO[bytes]) -> list[bytes]:
-    """Returns the frames of the next message.
-
-    Raises:
-        EOFError: the other end was closed.
-    """
+    """Returns the frames of the next message; raises an EOFError if the other end was closed."""
     frames = []
     while (length := _LENGTH.unpack(_read(pipe, _LENGTH.size))[0]) != _END:
         frames.append(_read(pipe, length))

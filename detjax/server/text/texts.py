@@ -55,12 +55,7 @@ class TextRefused(ValueError):
 
 
 class TextTooLong(ValueError):
-    """A text has more tokens than fit.
-
-    Attributes:
-        number: the index of the text in the request.
-        size: a description of its length, such as "1000 tokens".
-    """
+    """Text `number` of a request is too long; `size` describes its length, such as "1000 tokens"."""
 
     def __init__(self, number: int, size: str) -> None:
         super().__init__(f"text {number} has {size}")
@@ -75,12 +70,7 @@ class Texts:
     """
 
     def __init__(self, tokenizer: Tokenizer, cpu_seconds: float = 30) -> None:
-        """Creates workers for a tokenizer.
-
-        Args:
-            tokenizer: the tokenizer, which each worker creates from its files.
-            cpu_seconds: CPU time after which a job is killed and its request rejected.
-        """
+        """Creates workers for a tokenizer. A job is killed, and its request rejected, after `cpu_seconds`."""
         self._tokenizer = tokenizer
         start = _start_message(tokenizer, cpu_seconds)
         self._workers = [_Worker(start, cpu_seconds) for _ in range(_WORKERS + 1)]
@@ -98,15 +88,10 @@ class Texts:
         self._end()
 
     async def encode(self, texts: Sequence[str], *, limit: int, add_special_tokens: bool = True) -> list[list[int]]:
-        """Returns the token ids of each text.
-
-        Args:
-            texts: the texts of one request.
-            limit: maximum number of tokens per text.
-            add_special_tokens: as in `Tokenizer.encode`.
+        """Returns the token ids of each text of a request.
 
         Raises:
-            TextTooLong: a text has more tokens.
+            TextTooLong: a text has more than `limit` tokens.
             TextRefused: the work took too much time or memory.
         """
         size = sum(map(len, texts))
@@ -124,17 +109,10 @@ class Texts:
         add_generation_prompt: bool = True,
         add_special_tokens: bool = False,
     ) -> list[int]:
-        """Returns the token ids of a conversation.
-
-        Args:
-            messages: the conversation.
-            variables: additional variables of the template.
-            limit: maximum number of tokens.
-            add_generation_prompt: True to end with the beginning of an answer.
-            add_special_tokens: as in `Tokenizer.encode`; False by default, since templates write special tokens.
+        """Returns the token ids of a conversation; `variables` are additional ones for the chat template.
 
         Raises:
-            TextTooLong: the conversation has more tokens.
+            TextTooLong: the conversation has more than `limit` tokens.
             TextRefused: the template rejects the messages, or the work took too much time or memory.
         """
         job = {
@@ -149,11 +127,7 @@ class Texts:
         return tokens
 
     async def decode(self, lists: Sequence[Sequence[int]], *, skip_special_tokens: bool) -> list[str]:
-        """Returns the text of each list of token ids.
-
-        Raises:
-            TextRefused: the work took too much time or memory.
-        """
+        """Returns the text of each list of token ids; raises TextRefused if it takes too much time or memory."""
         size = sum(map(len, lists))
         if size + len(lists) <= _BRIEF:
             return await run_in_threadpool(
@@ -202,10 +176,7 @@ class _WorkerQueue:
         self._num_workers = len(workers)
 
     async def run[T](self, use: Callable[["_Worker"], T]) -> T:
-        """Calls a function with an idle worker, in a thread, and returns its result.
-
-        The worker finishes its job even if the caller is cancelled.
-        """
+        """Calls a function with an idle worker in a thread, even if the caller is cancelled, and returns its result."""
         return await asyncio.get_running_loop().run_in_executor(self.threads, self._with_worker, use)
 
     def start(self) -> None:
@@ -230,11 +201,7 @@ class _Worker:
         self._is_closed = False
 
     def run(self, frames: Callable[[], Frames]) -> list[bytes]:
-        """Returns a job's answer.
-
-        Raises:
-            TextRefused: the job took too much CPU time, or crashed two processes.
-        """
+        """Returns a job's answer; raises TextRefused if the job takes too much CPU time, or crashes two processes."""
         for _ in range(2):
             try:
                 process = self.start()
@@ -254,12 +221,7 @@ class _Worker:
         raise TextRefused("the work on the request's text crashed its process twice; send a shorter text")
 
     def start(self) -> "subprocess.Popen[bytes]":
-        """Returns the process, and starts it if necessary.
-
-        Raises:
-            RuntimeError: the worker is closed.
-            OSError: the process could not start, or ended immediately.
-        """
+        """Returns the process, and starts it if necessary; raises a RuntimeError if the worker is closed."""
         with self._changing:
             if self._is_closed:
                 raise RuntimeError("the text workers are closed")

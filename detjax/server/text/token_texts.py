@@ -34,10 +34,14 @@ class TokenTexts:
             self._texts[token] = self._tokenizer.token_bytes(token).decode(errors="replace")
         return self._texts[token]
 
-    def chat_json(self, token: int, logprob: float) -> Json:
-        """Returns a token with its logprob in the format of chats."""
-        token_bytes = list(self._tokenizer.token_bytes(token))
-        return {"token": self.text(token), "logprob": json_number(logprob), "bytes": token_bytes}
+    def chat_json(self, token: int, logprob: float, top: TopLogprobs) -> Json:
+        """Returns a token with its logprob and the most likely tokens at its position, in the format of chats."""
+
+        def entry(token: int, logprob: float) -> Json:
+            token_bytes = list(self._tokenizer.token_bytes(token))
+            return {"token": self.text(token), "logprob": json_number(logprob), "bytes": token_bytes}
+
+        return entry(token, logprob) | {"top_logprobs": [entry(*pair) for pair in top]}
 
     def by_text(self, top: TopLogprobs, token: int, logprob: float) -> dict[str, float]:
         """Returns the most likely tokens at a position and the actual token, by text, in the format of completions.
@@ -70,12 +74,9 @@ class TextOffsets:
     """
 
     def __init__(self, tokenizer: Tokenizer, *, start: int = 0, prompt: str | None = None) -> None:
-        """Offsets of successive tokens.
+        """Offsets of successive tokens from `start` on.
 
-        Args:
-            tokenizer: decodes the tokens.
-            start: the offset of the first token.
-            prompt: the text of the prompt, for prompt tokens: special tokens count if this text contains them.
+        For the tokens of a prompt, `prompt` is its text: special tokens count if this text contains them.
         """
         self._tokenizer, self._prompt = tokenizer, prompt
         self._added = frozenset(tokenizer.added_tokens)

@@ -13,7 +13,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
-from typing import Any, BinaryIO, Final
+from typing import Any, Final
 
 from detjax.models.text.tokenizer import Tokenizer
 from detjax.server.text import frames as text_frames
@@ -87,7 +87,8 @@ class Worker:
 
 def serve() -> None:
     """Reads the tokenizer's files, then jobs, from standard input, and answers them until the server closes it."""
-    jobs, answers = sys.stdin.buffer, _take_standard_output()
+    jobs, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # everything else that writes to standard output must not get into the answers
     try:
         header, *contents = text_frames.receive(jobs)
         settings = json.loads(header)
@@ -104,13 +105,6 @@ def serve() -> None:
             text_frames.send(answers, answer)
     except (EOFError, BrokenPipeError):
         pass  # the server has ended
-
-
-def _take_standard_output() -> BinaryIO:
-    """Returns standard output for answers, and redirects all other output to stderr."""
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
-    return answers
 
 
 def _memory() -> tuple[int, int]:

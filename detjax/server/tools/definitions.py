@@ -1,10 +1,11 @@
 """The tools of a request, and the choice of tools for its answer."""
 
+import abc
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Final, Literal, Protocol
+from collections.abc import Sequence
+from typing import Annotated, Any, Final, Literal, NamedTuple
 
-from pydantic import AfterValidator, Discriminator, Field, Tag, field_validator
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, field_validator
 
 from detjax.engine import FieldError
 from detjax.server.http.field_types import MAX_TOOLS, Body
@@ -12,51 +13,6 @@ from detjax.server.http.field_types import MAX_TOOLS, Body
 _NAME: Final = r"^[a-zA-Z0-9_-]{1,64}$"
 
 type ToolName = Annotated[str, Field(pattern=_NAME)]
-
-
-@dataclasses.dataclass(frozen=True)
-class FunctionTool:
-    """A function that an answer may call.
-
-    Attributes:
-        name: the name in calls.
-        description: its purpose.
-        parameters: the JSON schema of its arguments; None if it takes none.
-        is_strict: True if every call must follow the schema.
-    """
-
-    name: str
-    description: str | None
-    parameters: Mapping[str, Any] | None
-    is_strict: bool
-
-    def for_template(self) -> dict[str, Any]:
-        """Returns the tool in the form that chat templates expect."""
-        fields = {"name": self.name, "description": self.description, "parameters": self.parameters}
-        function = {name: value for name, value in fields.items() if value is not None}
-        return {"type": "function", "function": function}
-
-
-@dataclasses.dataclass(frozen=True)
-class ToolUse:
-    """The tools that an answer may or must call.
-
-    Attributes:
-        tools: all tools, for the chat template.
-        is_required: True if the answer must consist of calls.
-        allowed: names of the tools that it may call; None for all.
-        at_most_one: True if it may have only one call.
-    """
-
-    tools: Sequence[FunctionTool]
-    is_required: bool
-    allowed: Sequence[str] | None
-    at_most_one: bool
-
-    @property
-    def callable(self) -> list[FunctionTool]:
-        """The tools that the answer may call."""
-        return [tool for tool in self.tools if self.allowed is None or tool.name in self.allowed]
 
 
 # --- tools ------------------------------------------------------------------------------------------------------------
@@ -79,36 +35,31 @@ class FunctionFields(Body):
             raise ValueError("accepted: a JSON schema of type 'object'")
         return value
 
-    def tool(self) -> FunctionTool:
-        """The tool that the fields describe."""
-        return FunctionTool(self.name, self.description, self.parameters, bool(self.strict))
+    def for_template(self) -> dict[str, Any]:
+        """Returns the tool in the form that chat templates expect."""
+        fields = {"name": self.name, "description": self.description, "parameters": self.parameters}
+        function = {name: value for name, value in fields.items() if value is not None}
+        return {"type": "function", "function": function}
 
 
-class ChatTool(Body):
-    type: Literal["function"] = Field(description="A function of the client.")
-    function: FunctionFields = Field(description="The function.")
-
-    @field_validator("type", mode="before")
-    @classmethod
-    def _check_type(cls, value: Any) -> Any:
-        return checked_type(value)
-
-    def tool(self) -> FunctionTool:
-        """The tool that the fields describe."""
-        return self.function.tool()
-
-
-def checked_type(value: Any) -> Any:
-    """Returns a tool's type; raises a ValueError if it is not "function"."""
+def _check_type(value: Any) -> Any:
     if value != "function":
         raise ValueError("accepted: 'function', because the server has no tools of its own")
     return value
 
 
+FunctionType = Annotated[Literal["function"], BeforeValidator(_check_type)]
+
+
+class ChatTool(Body):
+    type: FunctionType = Field(description="A function of the client.")
+    function: FunctionFields = Field(description="The function.")
+
+
 def check_names[Tool: FunctionFields | ChatTool](tools: list[Tool]) -> list[Tool]:
     """Returns the tools; raises a ValueError if two have the same name."""
-    names = [tool.tool().name for tool in tools]
-    if len(set(names)) < len(names):
+    names = {tool.name if isinstance(tool, FunctionFields) else tool.function.name for tool in tools}
+    if len(names) < len(tools):
         raise ValueError("accepted: tools with different names")
     return tools
 
@@ -119,28 +70,38 @@ type ChatTools = Annotated[list[ChatTool], Field(max_length=MAX_TOOLS, fail_fast
 # --- choices ----------------------------------------------------------------------------------------------------------
 
 
+class Choice(NamedTuple):
+    """A choice of tools.
+
+    Attributes:
+        mode: "required" if one of the tools must be called, else "auto".
+        names: the tools that may be called.
+        is_one: True if only one call is allowed.
+    """
+
+    mode: str
+    names: Sequence[str]
+    is_one: bool
+
+
+class ChoiceFields(Body, abc.ABC):
+    """An object that chooses tools."""
+
+    @abc.abstractmethod
+    def choice(self) -> Choice:
+        """Returns the choice."""
+
+
 class NamedFunction(Body):
     name: ToolName = Field(description="A tool's name.")
 
 
-class NamedTool(Body):
+class NamedTool(ChoiceFields):
     type: Literal["function"] = Field(description="The answer calls this function.")
     function: NamedFunction = Field(description="The tool.")
 
-    @property
-    def mode(self) -> str:
-        """Always "required"."""
-        return "required"
-
-    @property
-    def is_one(self) -> bool:
-        """Always True."""
-        return True
-
-    @property
-    def names(self) -> list[str]:
-        """The tool's name."""
-        return [self.function.name]
+    def choice(self) -> Choice:
+        return Choice("required", [self.function.name], is_one=True)
 
 
 class AllowedTools(Body):
@@ -150,24 +111,13 @@ class AllowedTools(Body):
     )
 
 
-class AllowedToolsChoice(Body):
+class AllowedToolsChoice(ChoiceFields):
     type: Literal["allowed_tools"] = Field(description="Some of the tools may be called.")
     allowed_tools: AllowedTools = Field(description="The tools.")
 
-    @property
-    def is_one(self) -> bool:
-        """Always False: several calls are allowed."""
-        return False
-
-    @property
-    def mode(self) -> str:
-        """The mode: "required" if one of the tools must be called, else "auto"."""
-        return self.allowed_tools.mode
-
-    @property
-    def names(self) -> list[str]:
-        """The tools' names."""
-        return [tool.function.name for tool in self.allowed_tools.tools]
+    def choice(self) -> Choice:
+        allowed = self.allowed_tools
+        return Choice(allowed.mode, [tool.function.name for tool in allowed.tools], is_one=False)
 
 
 def kind_of_choice(value: Any) -> str | None:
@@ -185,39 +135,36 @@ type ChatToolChoice = Annotated[
 ]
 
 
-class Choice(Protocol):
-    """A choice of tools that is an object."""
+@dataclasses.dataclass(frozen=True)
+class ToolUse:
+    """The tools that an answer may or must call.
+
+    Attributes:
+        tools: all tools, for the chat template.
+        is_required: True if the answer must consist of calls.
+        allowed: names of the tools that it may call; None for all.
+        at_most_one: True if it may have only one call.
+    """
+
+    tools: Sequence[FunctionFields]
+    is_required: bool
+    allowed: Sequence[str] | None
+    at_most_one: bool
 
     @property
-    def mode(self) -> str:
-        """The mode: "required" if one of the tools must be called, else "auto"."""
-        ...
-
-    @property
-    def names(self) -> Sequence[str]:
-        """The tools that may be called."""
-        ...
-
-    @property
-    def is_one(self) -> bool:
-        """True if only one call is allowed."""
-        ...
+    def callable(self) -> list[FunctionFields]:
+        """The tools that the answer may call."""
+        return [tool for tool in self.tools if self.allowed is None or tool.name in self.allowed]
 
 
-def tool_use(tools: Sequence[FunctionTool], choice: str | Choice | None, *, parallel: bool | None) -> ToolUse | None:
+def tool_use(
+    tools: Sequence[FunctionFields], choice: str | ChoiceFields | None, *, parallel: bool | None
+) -> ToolUse | None:
     """Returns the tools that an answer may call, or None if it may not call any.
 
-    Args:
-        tools: the tools of the request.
-        choice: "none", "auto", "required", or an object that names tools.
-        parallel: False to allow only one call.
-
-    Raises:
-        ValueError: the choice names an unknown tool, or requires a call without tools.
+    Raises a ValueError if the choice names an unknown tool, or requires a call without tools.
     """
-    mode, allowed, is_one = choice, None, False
-    if choice is not None and not isinstance(choice, str):
-        mode, allowed, is_one = choice.mode, choice.names, choice.is_one
+    mode, allowed, is_one = choice.choice() if isinstance(choice, ChoiceFields) else (choice, None, False)
     known = {tool.name for tool in tools}
     for name in allowed or ():
         if name not in known:

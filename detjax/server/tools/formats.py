@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from detjax.engine import Constraint, FieldError
 from detjax.models import Tokenizer
-from detjax.server.tools.definitions import FunctionTool, ToolUse
+from detjax.server.tools.definitions import FunctionFields, ToolUse
 from detjax.server.tools.parsers import HermesParser, LlamaParser, MistralParser, ToolCallParser, parser_of
 
 _NO_ARGUMENTS: Final = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -43,20 +43,15 @@ class ToolFormat(abc.ABC):
         """Added tokens that are ordinary text, such as the tags around a model's thoughts."""
 
     def constraint(self, use: ToolUse, form: Constraint | None) -> Constraint | None:
-        """Returns the constraint of an answer; None for any text.
+        """Returns the constraint of an answer, given the constraint `form` of answers without calls; None for any text.
 
-        Args:
-            use: the tools that it may call.
-            form: the constraint of answers without calls; None for any text.
-
-        Raises:
-            ValueError: the format cannot combine tools with `form`.
+        Raises a ValueError if the format cannot combine tools with `form`.
         """
         if use.is_required:
             return Constraint("grammar", self._grammar(use, f"start: {self._calls()}"))
         if form is not None:
             return Constraint("grammar", self._grammar(use, self._calls_or_json(form)))
-        if use.allowed is not None or any(tool.is_strict for tool in use.tools):
+        if use.allowed is not None or any(tool.strict for tool in use.tools):
             return Constraint("grammar", self._grammar(use, self._text_and_calls()))
         return None
 
@@ -72,9 +67,9 @@ class ToolFormat(abc.ABC):
         )
         return "\n".join([start, *self._rules(tools, at_most_one=use.at_most_one), *arguments])
 
-    def _schema(self, tool: FunctionTool, is_required: bool) -> dict[str, Any]:
+    def _schema(self, tool: FunctionFields, is_required: bool) -> dict[str, Any]:
         """Returns the schema of a call's arguments. If calls are optional, only strict tools enforce theirs."""
-        if not is_required and not tool.is_strict:
+        if not is_required and not tool.strict:
             schema = {}
         else:
             schema = _NO_ARGUMENTS if tool.parameters is None else tool.parameters
@@ -106,7 +101,7 @@ class ToolFormat(abc.ABC):
         return f"<[{self._tokens[text]}]>" if text in self._tokens else _literal(text)
 
     @abc.abstractmethod
-    def _rules(self, tools: Sequence[FunctionTool], *, at_most_one: bool) -> list[str]:
+    def _rules(self, tools: Sequence[FunctionFields], *, at_most_one: bool) -> list[str]:
         """Returns the rule `calls` for the text after the first mark, and the rules that it uses."""
 
 
@@ -117,7 +112,7 @@ class HermesFormat(ToolFormat):
     _BEGIN = HermesParser.BEGIN
     _MARKS = (HermesParser.BEGIN, HermesParser.END)
 
-    def _rules(self, tools: Sequence[FunctionTool], *, at_most_one: bool) -> list[str]:
+    def _rules(self, tools: Sequence[FunctionFields], *, at_most_one: bool) -> list[str]:
         more = "" if at_most_one else rf' ("\n" {self._mark(self._BEGIN)} call)*'
         return [
             f"calls: call{more}",
@@ -145,7 +140,7 @@ class LlamaFormat(ToolFormat):
     def _text_and_calls(self) -> str:
         return "start: calls | TEXT\nTEXT: /(\\s*[^\\s{](.|\\n)*)?/"
 
-    def _rules(self, tools: Sequence[FunctionTool], *, at_most_one: bool) -> list[str]:
+    def _rules(self, tools: Sequence[FunctionFields], *, at_most_one: bool) -> list[str]:
         more = "" if at_most_one else ' ("; " call)*'
         return [f"calls: call{more}", f"call: {_objects(tools, 'parameters')}"]
 
@@ -160,7 +155,7 @@ class MistralListFormat(ToolFormat):
     def call_id(self, answer: str, choice: int, index: int) -> str:
         return _short_id(answer, choice, index)
 
-    def _rules(self, tools: Sequence[FunctionTool], *, at_most_one: bool) -> list[str]:
+    def _rules(self, tools: Sequence[FunctionFields], *, at_most_one: bool) -> list[str]:
         more = "" if at_most_one else ' (", " call)*'
         return [f'calls: " "? "[" call{more} "]"', f"call: {_objects(tools, 'arguments')}"]
 
@@ -181,7 +176,7 @@ class MistralNamedFormat(ToolFormat):
     def call_id(self, answer: str, choice: int, index: int) -> str:
         return _short_id(answer, choice, index)
 
-    def _rules(self, tools: Sequence[FunctionTool], *, at_most_one: bool) -> list[str]:
+    def _rules(self, tools: Sequence[FunctionFields], *, at_most_one: bool) -> list[str]:
         id_ = f"{self._mark(self.ID)} /[a-zA-Z0-9]{{9}}/ " if self._has_ids else ""
         more = "" if at_most_one else f" ({self._mark(self._BEGIN)} call)*"
         named = (
@@ -212,7 +207,7 @@ def why_no_tools(tokenizer: Tokenizer) -> str:
     )
 
 
-def _objects(tools: Sequence[FunctionTool], key: str) -> str:
+def _objects(tools: Sequence[FunctionFields], key: str) -> str:
     """Returns an expression for a JSON object that calls one of the tools."""
     heads = (_literal(f'{{"name": "{tool.name}", "{key}": ') for tool in tools)
     return " | ".join(f'{head} arguments_{number} "}}"' for number, head in enumerate(heads))
