@@ -70,9 +70,9 @@ def system_fingerprint(model: Decoder, tokenizer: Tokenizer, config: EngineConfi
     return fingerprint_of(Origin.here(model, tokenizer, config.kv_cache_dtype), config, ModelMetadata.from_model(model))
 
 
-def fingerprint_of(origin: Origin, config: EngineConfig, outline: ModelMetadata) -> str:
+def fingerprint_of(origin: Origin, config: EngineConfig, metadata: ModelMetadata) -> str:
     """Returns the `system_fingerprint` of a model whose digest is known."""
-    settings = f"{origin.kv_cache_dtype} {config.max_length or outline.config.max_positions}"
+    settings = f"{origin.kv_cache_dtype} {config.max_length or metadata.config.max_positions}"
     digest = hashlib.sha256(f"{origin.model} {settings}".encode()).hexdigest()
     return f"detjax-{CONTRACT_VERSION}-{origin.environment}-{digest[:16]}"
 
@@ -94,17 +94,17 @@ def create_app(engine: Engine, model: Decoder, tokenizer: Tokenizer, settings: S
 
 
 def app_of(
-    engine: Engine | ReplicatedEngine, outline: ModelMetadata, tokenizer: Tokenizer, settings: Settings, origin: Origin
+    engine: Engine | ReplicatedEngine, metadata: ModelMetadata, tokenizer: Tokenizer, settings: Settings, origin: Origin
 ) -> Starlette:
-    """Returns the server of `create_app` for a model that may be in other processes; `outline` is its metadata."""
-    fingerprint = fingerprint_of(origin, engine.config, outline)
+    """Returns the server of `create_app` for a model that may be in other processes."""
+    fingerprint = fingerprint_of(origin, engine.config, metadata)
     texts = Texts(tokenizer, settings.text_seconds)
     served = ServedModel(
         settings.name,
         engine,
         tokenizer,
         texts,
-        _sampling_defaults(outline),
+        _sampling_defaults(metadata),
         fingerprint,
         TokenTexts(tokenizer),
         tool_format(tokenizer),
@@ -148,9 +148,9 @@ def app_of(
     return app
 
 
-def _sampling_defaults(outline: ModelMetadata) -> dict[str, Any]:
+def _sampling_defaults(metadata: ModelMetadata) -> dict[str, Any]:
     """Returns default sampling parameters: the checkpoint's recommendation, else OpenAI's defaults."""
-    recommended, params = outline.generation_defaults, SamplingParams.recommended(outline)
+    recommended, params = metadata.generation_defaults, SamplingParams.recommended(metadata)
     if recommended is None or not recommended.do_sample:
         return {"temperature": 1.0, "repetition_penalty": params.repetition_penalty}
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")

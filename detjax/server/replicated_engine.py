@@ -103,10 +103,10 @@ class ReplicatedEngine(RequestReader):
     """
 
     def __init__(
-        self, replicas: Replicas, outline: ModelMetadata, tokenizer: Tokenizer | None, config: EngineConfig
+        self, replicas: Replicas, metadata: ModelMetadata, tokenizer: Tokenizer | None, config: EngineConfig
     ) -> None:
         """An engine that forwards requests to `replicas`; `config` has their engines' resolved settings."""
-        super().__init__(outline, tokenizer, config)
+        super().__init__(metadata, tokenizer, config)
         self._replicas = replicas
         self.losses = 0
 

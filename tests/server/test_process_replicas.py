@@ -56,7 +56,7 @@ def replicas(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 def replicated(replicas: ProcessReplicas) -> ReplicatedEngine:
     """An engine, once both replicas are there."""
     wait_until(lambda: None not in replicas.processes and len(ready(replicas)) == 2)
-    return ReplicatedEngine(replicas, replicas.facts.outline, replicas.facts.tokenizer(), replicas.facts.config)
+    return ReplicatedEngine(replicas, replicas.facts.metadata, replicas.facts.tokenizer(), replicas.facts.config)
 
 
 def ready(replicas: ProcessReplicas) -> list[int]:

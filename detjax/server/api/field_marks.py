@@ -50,7 +50,7 @@ class Unserved:
         return core_schema.no_info_before_validator_function(self._check, handler(source))
 
     def __get_pydantic_json_schema__(self, schema: core_schema.CoreSchema, _: GetJsonSchemaHandler) -> dict[str, Any]:
-        return {"enum": [None, *self.values], "description": f"Not served: {self.why}."}
+        return {"enum": [None, *self.values], "description": f"Not supported: {self.why}."}
 
     def _check(self, value: Any) -> Any:
         # Unlike in Python, true is not 1 in JSON.

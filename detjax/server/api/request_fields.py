@@ -54,9 +54,9 @@ class _ClientFields(Body):
     return_tokens_as_token_ids: Annotated[Any, Unserved(False, why="tokens are reported as text")] = None
     return_hidden_states: Annotated[Any, Unserved(False, why="hidden states are not reported")] = None
     truncate_prompt_tokens: Annotated[Any, Unserved(why="prompts are never truncated")] = None
-    use_beam_search: Annotated[Any, Unserved(False, why="beam search is not served")] = None
-    length_penalty: Annotated[Any, Unserved(1, why="beam search is not served")] = None
-    early_stopping: Annotated[Any, Unserved(False, why="beam search is not served")] = None
+    use_beam_search: Annotated[Any, Unserved(False, why="beam search is not supported")] = None
+    length_penalty: Annotated[Any, Unserved(1, why="beam search is not supported")] = None
+    early_stopping: Annotated[Any, Unserved(False, why="beam search is not supported")] = None
     allowed_token_ids: Annotated[Any, Unserved(why="the set of tokens cannot be restricted")] = None
     bad_words: Annotated[Any, Unserved([], why="the set of tokens cannot be restricted")] = None
     logits_processors: Annotated[Any, Unserved([], why="the server does not run clients' code")] = None
@@ -67,7 +67,7 @@ class _ClientFields(Body):
     guided_grammar: Annotated[Any, Unserved(why="structured_outputs has it")] = None
     guided_decoding_backend: Annotated[Any, Unserved(why="llguidance computes all masks")] = None
     guided_whitespace_pattern: Annotated[Any, Unserved(why="a schema's x-guidance has it")] = None
-    structural_tag: Annotated[Any, Unserved(why="structural tags are not served")] = None
+    structural_tag: Annotated[Any, Unserved(why="structural tags are not supported")] = None
     regex: Annotated[Any, Unserved(why="structured_outputs has it")] = None
     ebnf: Annotated[Any, Unserved(why="structured_outputs has grammars")] = None
     json_schema: Annotated[Any, Unserved(why="structured_outputs has it")] = None

@@ -84,7 +84,7 @@ class ChatRequest(GenerationRequest):
     function_call: Annotated[Any, Unserved("none", "auto", why="tool_choice has it")] = None
     modalities: Annotated[Any, Unserved(["text"], why="the model writes text only")] = None
     audio: Annotated[Any, Unserved(why="the model writes text only")] = None
-    prediction: Annotated[Any, Unserved(why="predicted answers are not served")] = None
+    prediction: Annotated[Any, Unserved(why="predicted answers are not supported")] = None
     web_search_options: Annotated[Any, Unserved(why="the server does not search the web")] = None
     reasoning_effort: Annotated[
         Any, Unserved(why="the chat template decides; give its variables as chat_template_kwargs")

@@ -75,8 +75,8 @@ def protected(settings: Settings, bound: socket.socket) -> Settings:
     address = bound.getsockname()[0]
     if not settings.api_keys and not is_loopback(address):
         _log.warning(
-            "anyone who can reach %s can use the server without a key. Set a key with --api-key or DETJAX_API_KEY, or "
-            "listen on 127.0.0.1",
+            "anyone on the network can use the server without a key: it listens on %s. Set a key with --api-key or "
+            "DETJAX_API_KEY, or listen on 127.0.0.1",
             address,
         )
     hosts = default_hosts(address, needs_key=bool(settings.api_keys))

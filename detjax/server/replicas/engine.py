@@ -48,13 +48,13 @@ class ReplicaFacts:
     """Facts that the front needs about the replicas, equal for all of them.
 
     Attributes:
-        outline: the model's metadata.
+        metadata: the model's configuration and other facts.
         tokenizer_files: the files of the tokenizer; see `Tokenizer.files`.
         config: the engine's resolved settings.
         origin: everything that answers depend on, except requests.
     """
 
-    outline: ModelMetadata
+    metadata: ModelMetadata
     tokenizer_files: dict[str, bytes]
     config: EngineConfig
     origin: Origin
@@ -62,7 +62,7 @@ class ReplicaFacts:
     @property
     def fingerprint(self) -> str:
         """The replica's `system_fingerprint`."""
-        return fingerprint_of(self.origin, self.config, self.outline)
+        return fingerprint_of(self.origin, self.config, self.metadata)
 
     def tokenizer(self) -> Tokenizer:
         """Creates the replica's tokenizer in this process."""

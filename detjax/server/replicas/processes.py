@@ -122,7 +122,7 @@ class ProcessReplicas:
 
         Also raises EngineClosed if no replica can start again.
         """
-        pages = first_pages(requests[0], self.facts.outline.config) if requests else []
+        pages = first_pages(requests[0], self.facts.metadata.config) if requests else []
         samples = sum(request.sampling.n for request in requests)
         while not (ready := [number for number, replica in enumerate(self._replicas) if replica.is_ready]):
             if self.failure is not None:
@@ -157,8 +157,8 @@ def app_of_replicas(replicas: ProcessReplicas, settings: Settings) -> Starlette:
     """Returns the server of `create_app` with replicas instead of an engine. The caller closes both."""
     facts = replicas.facts
     tokenizer = facts.tokenizer()
-    engine = ReplicatedEngine(replicas, facts.outline, tokenizer, facts.config)
-    return app_of(engine, facts.outline, tokenizer, settings, facts.origin)
+    engine = ReplicatedEngine(replicas, facts.metadata, tokenizer, facts.config)
+    return app_of(engine, facts.metadata, tokenizer, settings, facts.origin)
 
 
 type _Batches = asyncio.Queue[Batch | ReplicaLost | None]

@@ -135,8 +135,8 @@ class Front:
         facts: ReplicaFacts = await engine.facts.remote()
         tokenizer = facts.tokenizer()
         replicas = _RayReplicas(engine, facts.fingerprint)
-        replicated = ReplicatedEngine(replicas, facts.outline, tokenizer, facts.config)
-        self._served = app_of(replicated, facts.outline, tokenizer, arguments.server_settings(), facts.origin)
+        replicated = ReplicatedEngine(replicas, facts.metadata, tokenizer, facts.config)
+        self._served = app_of(replicated, facts.metadata, tokenizer, arguments.server_settings(), facts.origin)
         self._served.state.texts.start()
 
     def __serve_build_asgi_app__(self) -> Starlette:
