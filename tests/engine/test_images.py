@@ -271,7 +271,7 @@ def test_times_that_a_prompt_has_are_not_written_again() -> None:
 
 
 def test_a_prompt_without_places_for_frames_is_refused_without_a_tokenizer() -> None:
-    with pytest.raises(ValueError, match=r"1 places for .* with 3 images; accepted: .* with a tokenizer, one place"):
+    with pytest.raises(ValueError, match=r"1 places for .* and 3 images; accepted: .* with a tokenizer, one place"):
         generated(towers.model("qwen3-5-vl"), [Request([5, VIDEO_TOKEN, 6], GREEDY, images=[towers.clip()])])
 
 

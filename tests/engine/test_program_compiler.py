@@ -15,6 +15,7 @@ from detjax.engine.compiler_process import CompilerFailed, CompilerProcess, Task
 from detjax.engine.program_compiler import Compilation, ProgramCompiler
 from detjax.engine.step_programs import StepPrograms
 from detjax.runtime import compilation
+from detjax.runtime.fingerprints import fingerprint
 from tests.support.compiled_programs import compiled_programs
 from tests.support.small_loops import VARIANTS, answers, small_loop
 from tests.support.waits import HANGS_AFTER
@@ -171,7 +172,8 @@ def test_without_processes_nothing_is_left_for_later() -> None:
 
 
 def test_a_process_of_another_fingerprint_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    task = Task.for_programs(programs_of(small_loop()))
+    programs = programs_of(small_loop())
+    task = Task(programs, compilation.ExecutionChoices.here(), fingerprint().digest)
     monkeypatch.setitem(os.environ, "XLA_FLAGS", "--xla_cpu_enable_fast_math=false --xla_backend_optimization_level=1")
     process = CompilerProcess(task)
     try:
