@@ -1,4 +1,4 @@
-"""What the lesson's notebooks share: one look for all plots, text for those who cannot see them, and sliders."""
+"""Shared code of the notebooks: one look for all plots, text for those who cannot see them, and sliders."""
 
 import base64
 import hashlib
@@ -69,7 +69,7 @@ def show_slider(figure: go.Figure, still: Figure, alt: str) -> None:
     figure.update_layout(
         template="plotly_white", font={"color": INK}, margin={"l": 60, "r": 20, "t": 60, "b": 40}, height=430
     )
-    # The template says how every kind of plot looks, most of which this one does not have.
+    # The template covers every kind of plot; only its layout is needed here.
     figure.update_layout(template={"layout": figure.layout.template.layout.to_plotly_json()})
     content = json.loads(figure.to_json())
     bundle = {
