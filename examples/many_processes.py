@@ -1,9 +1,9 @@
-"""One model on the devices of two processes, which answers with the bits of one device.
+"""One model sharded over two processes, with the bits of one device.
 
 python examples/many_processes.py 0 & python examples/many_processes.py 1
 
-Each process simulates two devices on a CPU. On several machines, the first argument is the machine's number and the
-second one is the address of machine 0, such as 10.0.0.1:9123.
+Each process simulates two devices on a CPU. On several machines, pass the machine's number as first argument and the
+address of machine 0 as second, such as 10.0.0.1:9123.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""OpenAI's client against `detjax serve`, with one answer streamed and asked for again.
+"""OpenAI's client with `detjax serve`: streams an answer, and requests it again.
 
 detjax serve detjax/demo/checkpoint --port 8000
 python examples/openai_client.py http://localhost:8000/v1
@@ -12,7 +12,7 @@ PROMPT = "KING RICHARD III:\n"
 
 
 def main() -> None:
-    """Prints an answer as it comes, and whether a second one is equal to it in every logprob."""
+    """Prints a streamed answer, and whether a second one is equal in every logprob."""
     client = openai.OpenAI(base_url=sys.argv[1], api_key="none")
     model = client.models.list().data[0].id
     stream = client.completions.create(

@@ -13,7 +13,7 @@ PROMPTS = ["ROMEO:\n", "JULIET:\n", "NURSE:\n"]
 
 
 async def text_of(engine: detjax.Engine, prompt: str, most: int) -> str:
-    """Returns the text of an answer, of which `most` tokens are read; to leave the loop cancels the rest."""
+    """Returns the text of an answer's first `most` tokens; leaving the loop cancels the rest."""
     params = detjax.SamplingParams(max_tokens=16, temperature=0.8, seed=7)
     pieces = []
     async for token in engine.stream(detjax.Request(prompt, params)):
@@ -24,7 +24,7 @@ async def text_of(engine: detjax.Engine, prompt: str, most: int) -> str:
 
 
 async def main() -> None:
-    """Prints three answers that shared steps, and whether one of them is the same alone."""
+    """Prints three concurrent answers, and whether one of them is the same alone."""
     model, tokenizer = detjax.models.load(sys.argv[1] if len(sys.argv) > 1 else CHECKPOINT, progress=False)
     with detjax.Engine(model, tokenizer, max_samples=4, token_budget=64, max_length=64) as engine:
         texts = await asyncio.gather(

@@ -1,4 +1,4 @@
-"""A Flax model that knows nothing of detjax, trained on one, two and four devices: the weights have the same bits.
+"""A plain Flax model, trained on one, two and four devices to the same bits.
 
 python examples/train_wrapped_model.py
 """
@@ -17,18 +17,18 @@ import detjax
 from detjax import ops
 
 STEPS, ROWS, WIDTH = 3, 32, 64
-SHARDS = 4  # parts of a batch, whose gradients are added as a tree: bits depend on it, as they do on a seed
+SHARDS = 4  # parts of a batch, whose gradients are added as a tree; bits depend on it, as on a seed
 
 
 @functools.partial(detjax.batch_invariant, batch_axes=(None, 0, 0))
 def losses(model: Any, x: jax.Array, labels: jax.Array) -> jax.Array:
-    """One loss for each row."""
+    """Returns a loss for each row."""
     return optax.softmax_cross_entropy_with_integer_labels(model(x).astype(jnp.float32), labels)
 
 
 def gradient(graph: Any, devices: int, weights: Any, *rows: Any) -> Any:
-    """The mean gradient of a batch, within a device that has some of its shards."""
-    # JAX would add gradients of what devices share, in an order that depends on their number. So each has its own.
+    """Returns the mean gradient of a batch, on a device with some of its shards."""
+    # JAX would add the gradients of shared values in an order that depends on the number of devices.
     weights = jax.lax.pcast(weights, "data", to="varying")
     loss = lambda weights, shard: losses(nnx.merge(graph, weights), *shard).sum() / ROWS  # noqa: E731
     shards = [part.reshape(SHARDS // devices, ROWS // SHARDS, *part.shape[1:]) for part in rows]
@@ -39,7 +39,7 @@ def gradient(graph: Any, devices: int, weights: Any, *rows: Any) -> Any:
 
 
 def train(devices: int) -> str:
-    """Trains on a number of devices, a power of two up to SHARDS, and returns a digest of the weights."""
+    """Trains on a power of two up to SHARDS devices, and returns a digest of the weights."""
     linear = functools.partial(nnx.Linear, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))  # the weights are float32
     model = nnx.Sequential(linear(WIDTH, WIDTH), nnx.LayerNorm(WIDTH, rngs=nnx.Rngs(1)), nnx.gelu, linear(WIDTH, 10))
     optimizer = nnx.Optimizer(model, optax.adamw(1e-2), wrt=nnx.Param)
@@ -54,6 +54,6 @@ def train(devices: int) -> str:
 
 
 if __name__ == "__main__":
-    jax.config.update("jax_num_cpu_devices", 4)  # simulated ones, where there is no accelerator
+    jax.config.update("jax_num_cpu_devices", 4)  # simulated devices, without an accelerator
     digests = {devices: train(devices) for devices in (1, 2, 4) if devices <= jax.device_count()}
     print(f"weights after {STEPS} steps on {', '.join(map(str, digests))} devices: {len({*digests.values()})} digest")

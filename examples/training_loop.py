@@ -1,4 +1,4 @@
-"""A training loop of your own: GRPO on verifiable tasks by pure functions, in bits of `detjax train`.
+"""A custom training loop: GRPO on verifiable tasks by pure functions, with the bits of `detjax train`.
 
     python examples/training_loop.py CHECKPOINT OUT
 
@@ -37,7 +37,7 @@ def main(checkpoint: Path, out: Path) -> None:
         rollout = training.rollout_function(engine, max_tokens=16, samples=SAMPLES)
         state = training.init(nnx.state(model))
         for step in range(STEPS):
-            # The prompts of a step, each with the task that it belongs to.
+            # The prompts of a step, each with its task.
             chosen = [(number, *DIFFICULTIES[number % 2]) for number in range(step * PROMPTS, (step + 1) * PROMPTS)]
             examples = [(TASKS[name], TASKS[name].example(0, number, level)) for number, name, level in chosen]
             prompts = [example.prompt for _, example in examples]
@@ -56,7 +56,7 @@ def main(checkpoint: Path, out: Path) -> None:
             _, gradients, trained = training.loss_and_gradients(
                 state.params, batch, microbatch=Packed(tokens=256), mesh=mesh
             )
-            # The sampler and the trainer computed the same bits, so nothing needs to be corrected.
+            # Sampler and trainer computed the same bits, so no correction is needed.
             sampled = [one for group in logprobs for one in group]
             assert all(a.tobytes() == b.tobytes() for a, b in zip(trained, sampled, strict=True))
             state, norm = training.update(state, gradients)

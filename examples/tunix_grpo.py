@@ -2,8 +2,8 @@
 
     python examples/tunix_grpo.py --steps 100
 
-Needs `pip install 'detjax[tunix]'`, and a minute on a CPU. `--tunix-formula` leaves Tunix' own formula for logprobs in
-place, by which rollouts and trainer differ. The exit code is 1 if a bit differs.
+Needs `pip install 'detjax[tunix]'`, and a minute on a CPU. `--tunix-formula` keeps Tunix' own formula for logprobs,
+with which rollouts and trainer differ. The exit code is 1 if a bit differs.
 """
 
 import argparse
@@ -30,7 +30,7 @@ PROMPTS, SAMPLES, PROMPT_LENGTH, MAX_TOKENS = 2, 4, 16, 16
 
 
 class CheckedRollout(TunixRollout):
-    """Rollouts whose logprobs are compared with those that Tunix' trainer computes from the same weights."""
+    """Rollouts whose logprobs are compared with Tunix' trainer's for the same weights."""
 
     tokens = unequal = 0
 
@@ -47,7 +47,7 @@ class CheckedRollout(TunixRollout):
 
 
 def batches(steps: int) -> Iterator[dict[str, Any]]:
-    """Yields the prompts of each step with what the reward needs to know."""
+    """Yields the prompts of each step with the arguments of the reward."""
     for step in range(steps):
         names = [list(DIFFICULTIES)[(PROMPTS * step + index) % len(DIFFICULTIES)] for index in range(PROMPTS)]
         examples = [TASKS[name].example(0, step, DIFFICULTIES[name]) for name in names]
@@ -56,7 +56,7 @@ def batches(steps: int) -> Iterator[dict[str, Any]]:
 
 
 def reward(prompts: Any, completions: Any, task: Any, number: Any, **_: Any) -> list[float]:
-    """Returns 1 for right answers, and 0 for wrong ones."""
+    """Returns 1 for correct answers, and 0 for wrong ones."""
     del prompts
     answers = zip(completions, task, number, strict=True)
     return [
@@ -65,14 +65,14 @@ def reward(prompts: Any, completions: Any, task: Any, number: Any, **_: Any) -> 
 
 
 def main() -> int:
-    """Trains, and says how many tokens had unequal logprobs."""
+    """Trains, and prints the number of tokens with unequal logprobs."""
     parser = argparse.ArgumentParser(description="GRPO by Tunix with detjax as model and rollout.")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--tunix-formula", action="store_true", help="keep Tunix' formula for logprobs")
     arguments = parser.parse_args()
     decoder, tokenizer = models.load(CHECKPOINT, progress=False)
     assert tokenizer is not None
-    # JAX's own default, explicit axes, would be part of the arrays' types, which detjax's operations do not carry.
+    # JAX's default, explicit axes, would be part of array types, which detjax's operations do not support.
     mesh = jax.make_mesh((1, 1), ("fsdp", "tp"), axis_types=(AxisType.Auto,) * 2)
     formula = common.selective_log_softmax
     roles = rl_cluster.Role.ACTOR, rl_cluster.Role.REFERENCE, rl_cluster.Role.ROLLOUT
@@ -92,7 +92,7 @@ def main() -> int:
         ),
     )
     if arguments.tunix_formula:
-        # With padding's id, which is outside of the vocabulary, it would compute NaN.
+        # For the padding id, which is outside of the vocabulary, it would compute NaN.
         last = decoder.config.vocab_size - 1
         common.selective_log_softmax = lambda logits, ids: formula(logits, jnp.minimum(ids, last))
     learner = GRPOLearner(cluster, GRPOConfig(num_generations=SAMPLES, beta=0.0), [reward])

@@ -1,4 +1,4 @@
-"""Whether answers are what the model answers: one forward pass over each, and no second generation.
+"""Verifies answers of a model by one forward pass each, without generating again.
 
 python examples/verify_answers.py [CHECKPOINT]
 """
@@ -13,7 +13,7 @@ PROMPTS = ["ROMEO:\n", "JULIET:\n"]
 
 
 def main() -> None:
-    """Verifies two answers, and copies of one that were altered."""
+    """Verifies two answers, and altered copies of one."""
     model, tokenizer = detjax.models.load(sys.argv[1] if len(sys.argv) > 1 else CHECKPOINT, progress=False)
     params = detjax.SamplingParams(max_tokens=16, temperature=0.8, seed=7)
     origin = detjax.audit.Origin.here(model, tokenizer)  # digests of the environment and of the model

@@ -1,7 +1,7 @@
 """Checks what a release ships: `make wheel`.
 
 Checks the sdist and the wheel in a folder with twine, installs the wheel into an empty environment outside the
-checkout, and runs there what a user runs first: `detjax demo`, `generate`, `certify` and `serve`.
+checkout, and runs a user's first commands there: `detjax demo`, `generate`, `certify` and `serve`.
 """
 
 import argparse
@@ -34,11 +34,11 @@ def arguments():
 """
 
 _STARTED: Final = 600
-"""Seconds that a server may take to start, which is generous: it compiles its programs first."""
+"""Time limit for a server's start, in seconds. It compiles its programs first."""
 
 
 def run(*command: str | Path, folder: Path) -> str:
-    """Runs a command in a folder, shows what it prints, and returns it.
+    """Runs a command in a folder, and shows and returns its output.
 
     Raises:
         subprocess.CalledProcessError: the command fails.
@@ -51,16 +51,16 @@ def run(*command: str | Path, folder: Path) -> str:
 
 
 def _environment() -> dict[str, str]:
-    """This process's environment without what could make the checkout's code or packages importable."""
+    """This process's environment without variables that make the checkout's code or packages importable."""
     return {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
 
 
 def check_server(detjax: Path, checkpoint: Path, folder: Path) -> None:
-    """Starts a server, asks it for its health and a completion, and ends it.
+    """Starts a server, requests its health and a completion, and stops it.
 
     Raises:
-        RuntimeError: the server ends before it listens, or with another code than 0.
-        urllib.error.URLError: it does not answer.
+        RuntimeError: the server exits before it listens, or with a nonzero code.
+        urllib.error.URLError: the server does not answer.
     """
     command = [detjax, "serve", checkpoint, "--port", "0", "--max-samples", "2", "--max-length", "64"]
     print("$", *command, flush=True)
@@ -87,7 +87,7 @@ def check_server(detjax: Path, checkpoint: Path, folder: Path) -> None:
 
 
 def _address(server: subprocess.Popen[bytes], log: Path) -> str:
-    """Returns the address that a server prints once it listens."""
+    """Returns the address that a listening server prints."""
     for _ in range(_STARTED * 2):
         for word in log.read_text().split():
             if word.startswith("http://127.0.0.1:"):
@@ -100,9 +100,9 @@ def _address(server: subprocess.Popen[bytes], log: Path) -> str:
 
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--uv", required=True, help="the uv that makes the environment")
+    parser.add_argument("--uv", required=True, help="the uv executable that creates the environment")
     parser.add_argument("--python", default=sys.executable, help="the Python of the environment")
-    parser.add_argument("--constraint", type=Path, help="a lock file whose versions are installed; default: the newest")
+    parser.add_argument("--constraint", type=Path, help="a lock file with the versions to install; default: the newest")
     parser.add_argument("dist", type=Path, help="the folder with one sdist and one wheel")
     options = parser.parse_args(arguments)
     (wheel,), (sdist,) = options.dist.glob("*.whl"), options.dist.glob("*.tar.gz")
@@ -114,8 +114,8 @@ def main(arguments: Sequence[str]) -> None:
         python, detjax = folder / "env/bin/python", folder / "env/bin/detjax"
         install = (options.uv, "pip", "install", "--quiet", "--python", python)
         run(*install, *limits, f"detjax[server,structured] @ {wheel.resolve().as_uri()}", folder=folder)
-        where = "import detjax, pathlib; print(pathlib.Path(detjax.__file__).parent)"
-        package = Path(run(python, "-c", where, folder=folder).strip())
+        print_folder = "import detjax, pathlib; print(pathlib.Path(detjax.__file__).parent)"
+        package = Path(run(python, "-c", print_folder, folder=folder).strip())
         if not package.is_relative_to(folder.resolve()):
             raise RuntimeError(f"detjax is imported from {package}; accepted: the environment in {folder}")
         run(detjax, "demo", "--asks", "100", folder=folder)

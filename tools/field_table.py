@@ -1,6 +1,6 @@
-"""Writes `docs/serve/fields.md`: what the server makes of each field of a request.
+"""Writes `docs/serve/fields.md`, the reference of request fields.
 
-Run it after a change of a field. A test compares the file with what this would write.
+Run it after a change to a field. A test compares the file with this tool's output.
 """
 
 import json

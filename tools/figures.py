@@ -1,23 +1,22 @@
-"""Keeps the figures of README.md and docs/ equal to the results that were measured: nobody types a figure.
+"""Keeps the figures of README.md and docs/ equal to the measured results: nobody types a figure.
 
     python -m tools.figures --check [FILE ...]
     python -m tools.figures --write [FILE ...]
 
-A figure is a Markdown link. Its label is the number that people read, its target is a result file, and the fragment
-says where the number stands in the file:
+A figure is a Markdown link. Its label is the number, its target is a result file, and the fragment locates the value in
+the file:
 
     [7.66 s](benchmarks/results/serve-h200.json#/runs/order%201/seconds)
 
 The fragment is an expression of `benchmarks/expressions.py`.
 
-Results are in SI units without prefixes. A unit in the label scales the value: `4.35 ms` shows 0.00435. Where a file
-holds another unit, the unit stands behind the link. A label has to be the value rounded to the label's precision: to
-its decimals, or to its digits where a fraction's integer label ends in zeros (three digits at least). `--write` rounds
-again.
+Results are in SI units without prefixes. A unit in the label scales the value: `4.35 ms` shows 0.00435. If a file has
+another unit, the unit follows the link. A label must be the value rounded to the label's precision: to its decimals, or
+to its digits if a fraction's integer label ends in zeros (at least three digits). `--write` rounds again.
 
-A number that is no such link is reported too if it looks measured: one with a unit of time, size, speed or share, a
-fraction, a power of ten, one with a comma between thousands, and a table's cell, other than the first of its row, that
-holds a bare number. `tools/typed_numbers.toml` lists those that nobody measured: limits, defaults, examples, versions.
+Numbers without such a link are reported too if they look measured: numbers with a unit of time, size, speed or share,
+fractions, powers of ten, numbers with a comma between thousands, and bare numbers in a table's cell other than the
+first of its row. `tools/typed_numbers.toml` lists numbers that were not measured: limits, defaults, examples, versions.
 Code and formulas are not read.
 """
 
@@ -48,7 +47,7 @@ _WITH_UNIT = (
     rf"{_NUMBER}\s?(?:%|×(?!\s*\d)|(?:m|µ|u|n)?s\b|seconds?\b|minutes?\b|hours?\b|[kKMGT]i?B(?:/s|\b)|[GT]?FLOP/s"
     r"|tokens(?:/s| a second)\b|microseconds\b)"
 )
-# A fraction, a power of ten, thousands with a comma. A version such as 0.11.2 is none of them.
+# A fraction, a power of ten, thousands with a comma, but no version such as 0.11.2.
 _WITHOUT_UNIT = r"(?<![\w.,-])(?:\d+\.\d+(?:e-?\d+)?|\d+e-?\d+|\d{1,3}(?:,\d{3})+)(?![\w.,]*\d)"
 _MEASURED = re.compile(f"{_WITH_UNIT}|{_WITHOUT_UNIT}")
 _BARE_CELL = re.compile(rf"{_NUMBER}")
@@ -56,7 +55,7 @@ _BARE_CELL = re.compile(rf"{_NUMBER}")
 
 @dataclass(frozen=True)
 class Fault:
-    """A place where a page says something else than a result file, or where its source cannot be found."""
+    """A place where a page contradicts a result file, or whose source is missing."""
 
     file: Path
     line: int
@@ -67,7 +66,7 @@ class Fault:
 
 
 def without_code(text: str) -> str:
-    """Returns Markdown with blanks in place of all code and comments, so that offsets and lines stay as they are."""
+    """Blanks all code and comments of Markdown, so that offsets and lines do not change."""
 
     def blank(match: re.Match[str]) -> str:
         return re.sub(r"[^\n]", " ", match[0])
@@ -79,15 +78,15 @@ def without_code(text: str) -> str:
 
 
 def label_of(value: Decimal, label: str) -> str:
-    """Returns the label that shows a value as another label shows one: in its unit and with its precision.
+    """Formats a value with the unit and precision of a label.
 
     Raises:
-        ValueError: the label is no number with a known unit.
+        ValueError: the label is not a number with a known unit.
     """
     match = _LABEL.fullmatch(label)
     if match is None or (match["unit"] or "").strip() not in UNITS:
         accepted = ", ".join(unit for unit in UNITS if unit)
-        raise ValueError(f"the label {label!r} is no number with one of the units {accepted}")
+        raise ValueError(f"the label {label!r} is not a number with one of the units {accepted}")
     scaled = value * UNITS[(match["unit"] or "").strip()]
     digits, exponent = match["digits"].replace(",", ""), match["exponent"]
     decimals = len(digits.partition(".")[2])
@@ -122,7 +121,7 @@ def figures(text: str) -> Iterator[re.Match[str]]:
 
 
 def checked(file: Path, text: str) -> tuple[str, list[Fault]]:
-    """Returns a page with the labels that its figures should have, and what is wrong with those that it has."""
+    """Returns a page with correct labels, and the faults of its current labels."""
     faults, pieces, end, documents = [], [], 0, {}
     for figure in figures(text):
         line = text.count("\n", 0, figure.start()) + 1
@@ -146,8 +145,8 @@ def checked(file: Path, text: str) -> tuple[str, list[Fault]]:
 
 
 def typed(text: str) -> Iterator[tuple[int, str]]:
-    """Yields the line and the text of each number of a page that looks measured and is no link to a result."""
-    # A link's target is no prose, but the label of a link to anything else than a value is.
+    """Yields the line and text of each number of a page that looks measured but does not link to a result."""
+    # Targets of links are not prose; labels are, except for links to values.
     prose = _LINK.sub(lambda match: re.sub(r"[^\n]", "_", match[0]), without_code(text))
     prose = re.sub(r"\$\$.+?\$\$|\$[^$\n]+\$", lambda match: re.sub(r"[^\n]", " ", match[0]), prose, flags=re.DOTALL)
     prose = re.sub(r"(?<=\])\([^()\s]*\)", lambda match: " " * len(match[0]), prose)
@@ -159,7 +158,7 @@ def typed(text: str) -> Iterator[tuple[int, str]]:
 
 
 def allowed() -> dict[str, list[str]]:
-    """Returns the numbers that nobody measured, by the page that has them."""
+    """Returns the listed unmeasured numbers, by page."""
     return {page: entry["numbers"] for page, entry in tomllib.loads(TYPED_NUMBERS.read_text()).items()}
 
 
@@ -169,7 +168,7 @@ def pages() -> list[Path]:
 
 
 def faults_of(file: Path) -> list[Fault]:
-    """Returns what is wrong with a page: labels that are not their values, and numbers that somebody typed."""
+    """Returns the faults of a page: wrong labels, and typed numbers."""
     text = file.read_text()
     exceptions = allowed().get(os.path.relpath(file, ROOT), [])
     if exceptions == ["*"]:
@@ -185,8 +184,8 @@ def main() -> None:
     """Checks or rewrites pages."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     mode = parser.add_mutually_exclusive_group(required=True)
-    mode.add_argument("--check", action="store_true", help="say what is wrong; exit code 1 if anything is")
-    mode.add_argument("--write", action="store_true", help="write the labels that the results ask for")
+    mode.add_argument("--check", action="store_true", help="report faults; exit code 1 if there are any")
+    mode.add_argument("--write", action="store_true", help="rewrite labels from the results")
     parser.add_argument("files", nargs="*", type=Path, help="pages (default: README.md and docs)")
     arguments = parser.parse_args()
     faults = []

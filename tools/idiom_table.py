@@ -1,7 +1,7 @@
 """Writes `docs/idioms.md`: the ways of writing a model that `batch_invariant` accepts.
 
-Run it as `python -m tools.idiom_table` after a change of `tests/invariant/idioms`. A test compares the file with what
-this would write, and others run each row.
+Run it as `python -m tools.idiom_table` after a change to `tests/invariant/idioms`. A test compares the file with this
+tool's output, and others run each row.
 """
 
 from itertools import groupby
@@ -70,7 +70,7 @@ def text() -> str:
 
 
 def _place(idiom: registry.Idiom) -> int:
-    """The place of an idiom's group, which are in the order in which they were first registered."""
+    """The place of an idiom's group in the order of registration."""
     return list(dict.fromkeys(other.group for other in registry.ALL.values())).index(idiom.group)
 
 

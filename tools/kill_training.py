@@ -1,10 +1,10 @@
-"""Kills a training run with SIGKILL at random moments, and compares what it ends with to a run that nobody killed.
+"""Kills a training run with SIGKILL at random moments, and compares its result with an undisturbed run.
 
     python -m tools.kill_training --kills 20
 
-A run learns from its rollouts. Its processes are killed in rollouts, in steps and in saves, in turns, some random time
-after one of them has begun. Each next process has another size of microbatches and another number of devices, which are
-simulated ones of a CPU. At the end, the model's files and the log, but for its seconds, must have the same bytes.
+A run learns from its rollouts. Its processes are killed at a random time after the start of a rollout, a step or a
+save, alternately. Each process has another microbatch size and another number of simulated CPU devices. At the end, the
+model's files and the log, except for its seconds, must have the same bytes.
 """
 
 import argparse
@@ -25,17 +25,17 @@ from typing import Any, Final
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 DEVICES: Final = 8
-"""The simulated devices of every process; their number is part of the fingerprint, and a run takes the first ones."""
+"""Simulated devices per process. Their number is part of the fingerprint; a run uses the first ones."""
 
 PHASES: Final = ("rollouts", "step", "save")
 SCHEDULES: Final = tuple(zip((64, 128, 256) * 4, (1, 2, 4, 8) * 3, strict=True))
-"""Tokens of a microbatch, and devices: twelve pairs, of which neighbours differ in both."""
+"""Tokens per microbatch, and devices: twelve pairs. Neighbours differ in both."""
 
 LONGEST_DELAY: Final = 0.4
-"""Seconds at most between the beginning of a phase and the kill; a save of a small model is written within them."""
+"""Maximum delay between the start of a phase and the kill, in seconds; saving a small model is faster."""
 
 MAX_SECONDS: Final = 600
-"""Seconds that a process may take."""
+"""Time limit of a process, in seconds."""
 
 _START: Final = ("--task", "addition:1", "--task", "brackets:1", "--layers", "1", "--width", "32")
 _LEARN: Final = ("--kind", "reinforcement", "--task", "addition:1", "--task", "brackets:1", "--prompts", "4")
@@ -47,10 +47,10 @@ class Kill:
     """One kill.
 
     Attributes:
-        phase: what the process was doing.
-        steps: how many steps it had computed.
-        microbatch_tokens: the size of its microbatches.
-        devices: its devices.
+        phase: the phase of the process.
+        steps: its number of computed steps.
+        microbatch_tokens: its microbatch size.
+        devices: its number of devices.
     """
 
     phase: str
@@ -60,18 +60,18 @@ class Kill:
 
 
 def attack(folder: Path, kills: int, seed: int = 0, report: Callable[[Any], Any] = print) -> list[str]:
-    """Returns what is wrong with the run that was killed so many times: nothing, if the list is empty.
+    """Returns the differences between a run with `kills` kills and an undisturbed one; empty if they are equal.
 
     Args:
-        folder: where the runs are written.
-        kills: how often the run is killed.
-        seed: of the moments.
-        report: called with every kill.
+        folder: the folder of the runs.
+        kills: the number of kills.
+        seed: the seed of the moments.
+        report: called with each kill.
 
     Raises:
         RuntimeError: a process that was not killed failed.
     """
-    # A process takes two steps or more, so that there is something left to do when the last one is killed.
+    # Each process computes at least two steps, so that work remains after the last kill.
     steps, chance = 3 * kills + 4, random.Random(seed)
     start = folder / "start"
     _finish(folder, [str(start), *_START, "--steps", "40", "--prompts", "16", "--learning-rate", "1e-2"])
@@ -105,13 +105,13 @@ def _log(run: Path) -> list[dict[str, Any]]:
 
 
 def _process(folder: Path, arguments: Sequence[str]) -> subprocess.Popen[str]:
-    """A process that trains, and prints a line when a phase begins."""
+    """Starts a process that trains, and prints a line when a phase begins."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}"
     environment = os.environ | {
         "XLA_FLAGS": flags.strip(),
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": str(ROOT),
-        # Without it every process would compile all programs again.
+        # Without the cache every process would compile all programs.
         "JAX_COMPILATION_CACHE_DIR": str(folder / "programs"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
@@ -128,7 +128,7 @@ def _finish(folder: Path, arguments: Sequence[str]) -> None:
 
 
 def _kill(folder: Path, arguments: Sequence[str], phase: str, occurrence: int, delay: float) -> int:
-    """Kills a process a while after a phase has begun for the nth time, and returns how many steps it has begun."""
+    """Kills a process after a phase has begun for the nth time, and returns its number of started steps."""
     steps, output = 0, []
     with _process(folder, arguments) as process:
         assert process.stdout is not None
@@ -149,7 +149,7 @@ def _kill(folder: Path, arguments: Sequence[str], phase: str, occurrence: int, d
 
 
 def train(arguments: Sequence[str]) -> None:
-    """Does what `detjax train` does, and prints a line when a phase begins."""
+    """Runs `detjax train`, and prints a line when a phase begins."""
     from detjax import cli
     from detjax.rl.runs import run
     from detjax.rl.runs.run_state import RunState
@@ -170,9 +170,9 @@ def train(arguments: Sequence[str]) -> None:
 
 
 def main() -> int:
-    """Attacks a run, and returns 1 if it does not end with the bytes of the one that nobody killed."""
+    """Attacks a run, and returns 1 if its bytes differ from the undisturbed run's."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=20, help="how often the run is killed")
+    parser.add_argument("--kills", type=int, default=20, help="the number of kills")
     parser.add_argument("--seed", type=int, default=0, help="the seed of the moments")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="detjax-kills-") as folder:

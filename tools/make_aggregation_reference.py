@@ -1,12 +1,11 @@
-"""Writes `tests/fixtures/aggregation.npz`: what torch makes of experts' results, as transformers adds them.
+"""Writes `tests/fixtures/aggregation.npz`: sums of experts' results by torch, in the orders of transformers.
 
     pip install torch==2.13.0        (Python 3.11)
     python tools/make_aggregation_reference.py
 
-detjax itself does not need torch: its tests read the file. It holds results of experts, weights and experts' ids in
-descending order of weights, and the sums by the operations that transformers 5.23 has in its eager implementation of
-experts and in its grouped one, with weights in float32 and rounded to bfloat16. Arrays of bfloat16 are stored as
-uint16.
+detjax itself does not need torch: its tests read the file. It has experts' results, weights and experts' ids in
+descending order of weights, and the sums of transformers 5.23's eager and grouped implementations, with weights in
+float32 and rounded to bfloat16. bfloat16 arrays are stored as uint16.
 """
 
 import sys
@@ -23,7 +22,7 @@ FILE = Path(__file__).resolve().parent.parent / "tests" / "fixtures" / "aggregat
 
 
 def eager(y: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Experts one after the other, each added to its tokens' sums."""
+    """Adds experts in sequence, each to its tokens' sums."""
     total = torch.zeros(len(y), y.shape[-1], dtype=y.dtype)
     for expert in range(EXPERTS):
         token, rank = torch.where(ids == expert)
@@ -32,7 +31,7 @@ def eager(y: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Te
 
 
 def grouped(y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """All experts of a token at once."""
+    """Adds all experts of a token at once."""
     return (y * weights[..., None]).sum(dim=1).to(y.dtype)
 
 

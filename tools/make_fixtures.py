@@ -1,42 +1,41 @@
-"""Writes the tiny checkpoints of `tests/fixtures/`, each with the outputs that transformers computed from it.
+"""Writes the tiny checkpoints of `tests/fixtures/`, each with the outputs of transformers.
 
     pip install torch==2.13.0 torchvision==0.28.0 transformers==5.23.0        (Python 3.11)
     python tools/make_fixtures.py [--only NAME]
 
-detjax itself needs none of them, and only the fixture with a video needs torchvision: tests read the files that this
-tool left. `tools/fixtures.toml` is the table of fixtures. A new one needs an entry there and a folder with its
-`config.json`, which this tool reads and never writes. It adds random weights, `reference.npz` and, where there is a
-tokenizer, `reference.json`:
+detjax itself needs none of them: tests read this tool's files. Only the fixture with a video needs torchvision.
+`tools/fixtures.toml` is the table of fixtures. A new one needs an entry there and a folder with its `config.json`,
+which this tool reads and never writes. It adds random weights, `reference.npz` and, with a tokenizer, `reference.json`:
 
     tokens        int32 [T]        random
     logits        float32 [T, V]   of `tokens`, in float32 from the stored weights
     prompt        int32 [t]        a prefix of `tokens`
-    continuation  int32 [n]        the greedy one of `prompt`; no token of it ends a sequence
+    continuation  int32 [n]        the greedy continuation of `prompt`, without end tokens
 
-Where the model takes images, `tokens` and `prompt` hold them, and `reference.npz` has further arrays:
+If the model takes images, `tokens` and `prompt` contain them, and `reference.npz` has more arrays:
 
-    image_<i>     uint8 [h, w, 3]  an image, as `preprocessor_config.json` lets it be resized
-    patches       float32 [N, P]   of all images, as transformers processed them
+    image_<i>     uint8 [h, w, 3]  an image, before resizing by `preprocessor_config.json`
+    patches       float32 [N, P]   the patches of all images, as transformers processed them
     grids         int32 [i, 2]     rows and columns of patches of each image
-    rows          float32 [n, D]   what the vision tower made of them, a row for each image token
+    rows          float32 [n, D]   the vision tower's output, a row for each image token
 
-Where it takes a video, `video` is uint8 [F, h, w, 3], and `video_patches`, `video_grid`, int32 [3], and `video_rows`
-are what these are for images; `fps` is the number of frames of a second.
+If it takes a video, `video` is uint8 [F, h, w, 3], and `video_patches`, `video_grid`, int32 [3], and `video_rows` are
+the corresponding arrays; `fps` is the frame rate.
 
-Where the prompt says the times of a video's frames, `reference.npz` has what the processor and the network make of a
-conversation with a video and an image:
+If the prompt states the times of a video's frames, `reference.npz` has the results of the processor and the network for
+a conversation with a video and an image:
 
-    clip               uint8 [F, h, w, 3]  the video before frames of it are chosen
-    clip_fps           float64 []          frames of a second of it
+    clip               uint8 [F, h, w, 3]  the video before frames are selected
+    clip_fps           float64 []          its frame rate
     clip_text          str                 the conversation, with one token for the video and one for the image
-    clip_prompt        int32 [t]           its tokens, as the processor writes them
+    clip_prompt        int32 [t]           its tokens, expanded by the processor
     clip_patches       str                 the SHA-256 of the video's patches, float32 [N, P]
     clip_grid          int32 [3]           frames of the tower, and rows and columns of patches of each
-    clip_rows          float32 [n, D]      what the vision tower made of them
-    clip_logits        float32 [., V]      of every fourth token of the prompt, from the first one on
-    clip_continuation  int32 [n]           the greedy one of the prompt
+    clip_rows          float32 [n, D]      the vision tower's output
+    clip_logits        float32 [., V]      the logits of every fourth token of the prompt, including the first
+    clip_continuation  int32 [n]           the greedy continuation of the prompt
 
-A seed is accepted if every change of the fixture's `matters` changes the logits, no greedy choice is close to a tie,
+A seed is accepted if each change in the fixture's `matters` affects the logits, no greedy choice is close to a tie,
 and the continuation does not repeat itself. On one kind of CPU, with the versions above,
 the files come out the same byte for byte.
 """
@@ -57,7 +56,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-# Checkpoints and tokenizers are made from nothing here. Nothing may come from the network or from its cache.
+# Checkpoints and tokenizers are created from scratch. Nothing may come from the network or its cache.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
@@ -73,14 +72,14 @@ try:
 except ImportError as error:
     sys.exit(f"make_fixtures: {error.name} is not installed for {sys.executable}; install it: {INSTALL}")
 
-# Some settings are odd on purpose, and transformers would warn of them on every load.
+# Some settings are odd on purpose, and transformers would warn about them on every load.
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 
 FIXTURES = Path(__file__).resolve().parent.parent / "tests" / "fixtures"
 MAX_TOTAL_BYTES = 10_000_000
 
-# 128 positions are one block of detjax's attention: the sequence and the continuation both have to cross its end.
+# 128 positions are one block of detjax's attention; the sequence and the continuation must both cross its end.
 TOKENS = 163
 PROMPT = 109
 CONTINUATION = 40
@@ -93,16 +92,16 @@ MAX_FLOAT64_DIFFERENCE = 1e-4
 MAX_RELOAD_DIFFERENCE = 2e-5
 MAX_SEED = 2000
 
-# The others differ in their last places, and do not take float64.
+# Other implementations differ in the last bits, and do not support float64.
 IMPLEMENTATIONS = {"attn_implementation": "eager", "experts_implementation": "eager"}
 
-# What published checkpoints hold beside the text model; their shapes do not matter to who passes them over.
+# Tensors of published checkpoints that are not the text model's; loaders skip them, so their shapes do not matter.
 NOT_OF_THE_TEXT_MODEL = ("model.visual.patch_embed.proj.weight", "mtp.fc.weight", "mtp.layers.0.mlp.gate.weight")
 
-# The end of the names of buffers that stay float32 in every checkpoint.
+# Suffixes of the names of buffers that stay float32 in every checkpoint.
 CORRECTION = "e_score_correction_bias"
 
-# What published files call a network, and what transformers does.
+# The names of a network in published files and in transformers.
 MODEL_TYPES = {"kimi_k2": "deepseek_v3"}
 
 Config = transformers.PreTrainedConfig
@@ -111,7 +110,7 @@ Arrays = dict[str, np.ndarray]
 
 
 class Unfit(Exception):
-    """A seed gives a fixture that would test too little, so the next seed is tried."""
+    """Raised if a seed's fixture would test too little; the next seed is tried."""
 
 
 # --- the fixtures ----------------------------------------------------------------------------------------------------
@@ -119,24 +118,24 @@ class Unfit(Exception):
 
 @dataclass(frozen=True)
 class Fixture:
-    """One checkpoint: how it is stored, and what has to matter in it.
+    """A checkpoint: its storage format, and the settings that must affect its logits.
 
     Attributes:
         name: its folder.
-        about: what is awkward about it, for the README.
-        matters: changes that each have to change the logits: settings of the configuration ("none" stands for None);
+        about: its special features, for the README.
+        matters: changes that must each affect the logits: settings of the configuration ("none" stands for None);
             `weights`, a pattern of parameters' names, which get `value` or 0; or the name of a function in `CHANGES`.
-        embedding_std: the embedding's standard deviation; where it is small, a wrong rms_norm_eps shows.
-        shard_size: the most bytes of a file of weights.
+        embedding_std: the embedding's standard deviation; a small one exposes a wrong rms_norm_eps.
+        shard_size: maximum size of a weight file, in bytes.
         chat: it has a tokenizer, a chat template and a generation config.
         published_names: tensors are stored as in a published multimodal checkpoint: under other names, one tensor for
             all experts, and tensors of other parts.
-        mxfp4: ends of the names of tensors [E, inputs, outputs] that are drawn so that MXFP4 holds them, and that are
+        mxfp4: suffixes of the names of tensors [E, inputs, outputs] that are drawn exactly representable in MXFP4, and
             stored in it.
-        images: height and width of each image, and where its tokens begin.
-        pixels: the processor's least and most pixels.
-        video: frames, height and width of a video, where its tokens begin, and its frames per second.
-        clip: frames, height and width of a video whose times the prompt says, and its frames per second.
+        images: height and width of each image, and the position of its first token.
+        pixels: the processor's minimum and maximum number of pixels.
+        video: frames, height and width of a video, the position of its first token, and its frame rate.
+        clip: frames, height and width of a video whose times the prompt states, and its frame rate.
     """
 
     name: str
@@ -154,18 +153,18 @@ class Fixture:
 
     @cached_property
     def stored_config(self) -> dict[str, object]:
-        """The contents of its config.json."""
+        """The content of its config.json."""
         return json.loads((FIXTURES / self.name / "config.json").read_text(encoding="utf-8"))
 
     @property
     def has_transformers_4_form(self) -> bool:
-        """`config.json` has the form that transformers 4 wrote, and there is no generation config."""
+        """True if `config.json` has transformers 4's form, without a generation config."""
         return "torch_dtype" in self.stored_config
 
     @cached_property
     def whole_config(self) -> Config:
         """The configuration as transformers reads it."""
-        # transformers does not read every model_type that published files have.
+        # transformers does not know every model_type of published files.
         kind = MODEL_TYPES.get(self.stored_config["model_type"], self.stored_config["model_type"])
         raw = {key: value for key, value in self.stored_config.items() if key != "auto_map"} | {"model_type": kind}
         if self.mxfp4:
@@ -174,7 +173,7 @@ class Fixture:
 
     @cached_property
     def config(self) -> Config:
-        """The configuration of the network that is made: of the text alone where there are no images."""
+        """The configuration of the network; without images, only the text model's."""
         config = self.whole_config if self.images else self.whole_config.get_text_config()
         if self.mxfp4:
             config = copy.deepcopy(config)
@@ -239,7 +238,7 @@ CHANGES: dict[str, Callable[[Model], None]] = {
 
 
 def change_settings(target: Config | dict, settings: Mapping[str, object]) -> None:
-    """Changes settings of a configuration in place, also those that its dictionaries and parts hold."""
+    """Changes settings of a configuration in place, including nested ones."""
     for name, value in settings.items():
         if isinstance(value, Mapping):
             change_settings(target[name] if isinstance(target, dict) else getattr(target, name), value)
@@ -250,7 +249,7 @@ def change_settings(target: Config | dict, settings: Mapping[str, object]) -> No
 
 
 def changed(model: Model, change: Mapping[str, object] | str) -> Model:
-    """A copy of a network with a change of its fixture's `matters`."""
+    """Returns a copy of a network with a change from its fixture's `matters`."""
     config, weights = copy.deepcopy(model.config), copy.deepcopy(model.state_dict())
     if isinstance(change, str):
         CHANGES[change](copied := network(config, weights))
@@ -268,7 +267,7 @@ def changed(model: Model, change: Mapping[str, object] | str) -> Model:
 
 
 def network(config: Config, weights: dict[str, torch.Tensor] | None = None) -> Model:
-    """Returns the network of `config` in float32 with eager attention, holding copies of `weights` where given."""
+    """Returns the network of `config` in float32 with eager attention, and copies of `weights` if given."""
     config = copy.deepcopy(config)
     model = model_class(config).from_config(config, dtype=torch.float32, **IMPLEMENTATIONS)
     if weights is not None:
@@ -277,7 +276,7 @@ def network(config: Config, weights: dict[str, torch.Tensor] | None = None) -> M
 
 
 def model_class(config: Config) -> type:
-    """Returns the class that makes networks of a configuration."""
+    """Returns the network class of a configuration."""
     takes_images = hasattr(config, "vision_config")
     return transformers.AutoModelForImageTextToText if takes_images else transformers.AutoModelForCausalLM
 
@@ -285,10 +284,10 @@ def model_class(config: Config) -> type:
 def fill(model: Model, fixture: Fixture, generator: torch.Generator) -> None:
     """Draws every parameter of `model`, rounded to the dtype in which it will be stored.
 
-    Matrices scale with 1 / sqrt(inputs), so that a sublayer adds about as much as the residual stream holds; queries
-    and keys get more, so that attention is far from uniform, and so does the output head, so that logits spread.
+    Matrices scale with 1 / sqrt(inputs), so that a sublayer's output is about as large as the residual stream; queries
+    and keys are larger, so that attention is far from uniform, and so is the output head, so that logits spread.
     """
-    offset = 1.0 if fixture.config.model_type.startswith("gemma") else 0.0  # what norms add to their weights
+    offset = 1.0 if fixture.config.model_type.startswith("gemma") else 0.0  # the offset that norms add to their weights
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         if name.endswith(("q_norm.weight", "k_norm.weight")):
@@ -296,7 +295,7 @@ def fill(model: Model, fixture: Fixture, generator: torch.Generator) -> None:
         elif parameter.ndim == 1 and ".visual." in name and name.endswith(".weight"):
             value = 1.0 + 0.25 * noise
         elif name.endswith("norm.weight"):
-            # Where the embedding is scaled and is the head, too, a token would else be its own likeliest successor.
+            # With a scaled and tied embedding, a token would otherwise be its own likeliest successor.
             ends = ("post_attention_layernorm.weight", "post_feedforward_layernorm.weight", "model.norm.weight")
             gain = 3.0 if offset and name.endswith(ends) else 1.0
             value = gain - offset + 0.25 * noise
@@ -318,10 +317,10 @@ def fill(model: Model, fixture: Fixture, generator: torch.Generator) -> None:
 
 
 def value_of_linear_attention(name: str, value: torch.Tensor, noise: torch.Tensor, config: Config) -> torch.Tensor:
-    """Returns a parameter of a network with gated delta nets, given what it would be elsewhere.
+    """Returns a parameter of a network with gated delta nets, given its value in other networks.
 
-    Keys resemble queries: a request's first output has the sign of their product, which the norm behind it makes as
-    large as any, so noise would be as large where the product is close to 0.
+    Keys resemble queries. A request's first output has the sign of their product, and the norm after it scales it up,
+    so a product close to 0 would amplify noise.
     """
     keys = config.linear_num_key_heads * config.linear_key_head_dim
     if name.endswith(("in_proj_qkvz.weight", "in_proj_qkv.weight")):
@@ -341,7 +340,7 @@ def value_of_linear_attention(name: str, value: torch.Tensor, noise: torch.Tenso
     return value
 
 
-# The sizes of the four-bit numbers, and how many numbers share an exponent.
+# The magnitudes of the four-bit numbers, and the count of numbers that share an exponent.
 MXFP4_SIZES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 MXFP4_GROUP = 32
 
@@ -374,7 +373,7 @@ def store_in_mxfp4(file: Path, fixture: Fixture) -> None:
 
 
 def store_as_multimodal(file: Path, model: Model) -> None:
-    """Writes the tensors as a multimodal model's published checkpoint holds them, with some of its other parts."""
+    """Writes the tensors in the form of a multimodal model's published checkpoint, with some of its other parts."""
     held = model.state_dict()
     if not any(".language_model." in name for name in held):
         held = {name.replace("model.", "model.language_model.", 1): x for name, x in held.items()}
@@ -385,7 +384,7 @@ def store_as_multimodal(file: Path, model: Model) -> None:
 def image_processor(fixture: Fixture) -> transformers.BaseImageProcessor:
     """Returns the processor that makes patches of a fixture's images."""
     vision, (least, most) = fixture.config.vision_config, fixture.pixels
-    # What is subtracted from the channels and what they are divided by, in published files.
+    # The mean and standard deviation of channels in published files.
     scales = {name: [0.5] * 3 for name in ("image_mean", "image_std")} if "qwen3_5" in vision.model_type else {}
     return transformers.Qwen2VLImageProcessorPil(
         **scales,
@@ -399,7 +398,7 @@ def image_processor(fixture: Fixture) -> transformers.BaseImageProcessor:
 def draw_images(fixture: Fixture, seed: int) -> Arrays:
     """Returns the images of a fixture, their patches and their grids, by their names in `reference.npz`.
 
-    Pixels are smooth waves and noise: of noise alone, an image made smaller would be grey.
+    Pixels are smooth waves and noise, since downscaled pure noise would be grey.
     """
     random, images = np.random.default_rng(seed), {}
     for index, (height, width, _) in enumerate(fixture.images):
@@ -415,7 +414,7 @@ def draw_images(fixture: Fixture, seed: int) -> Arrays:
 
 
 def draw_video(fixture: Fixture, seed: int) -> Arrays:
-    """Returns the video of a fixture, if it has one, its patches and its grid, by their names in `reference.npz`."""
+    """Returns a fixture's video, if any, with its patches and grid, by their names in `reference.npz`."""
     if fixture.video is None:
         return {}
     (frames, height, width, _, fps), random = fixture.video, np.random.default_rng(seed + 1)
@@ -449,7 +448,7 @@ CLIP_TEXT = "user:See this. <vs><video><ve>And <vs><img><ve>?;"
 
 
 def clip_video_processor(fixture: Fixture) -> transformers.BaseVideoProcessor:
-    """Returns the processor of a fixture's video whose times the prompt says."""
+    """Returns the processor of a fixture's video whose times the prompt states."""
     vision = fixture.config.vision_config
     return transformers.Qwen3VLVideoProcessor(
         size={"shortest_edge": 2600, "longest_edge": 3000},
@@ -463,7 +462,7 @@ def clip_video_processor(fixture: Fixture) -> transformers.BaseVideoProcessor:
 
 
 def clip_processor(fixture: Fixture) -> transformers.Qwen3VLProcessor:
-    """Returns the processor of whole conversations, whose tokenizer has a token for each character."""
+    """Returns the processor of whole conversations, with a tokenizer of characters."""
     characters = [*map(chr, range(32, 127)), "\n", "\t", "é", "ü", "<unk>"]
     words = {character: index for index, character in enumerate(characters)}
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
@@ -477,7 +476,7 @@ def clip_processor(fixture: Fixture) -> transformers.Qwen3VLProcessor:
 
 
 def clip_reference(fixture: Fixture, model: Model, image: np.ndarray) -> Arrays:
-    """Returns what the processor and the network make of a conversation with a video, of the first seed that fits.
+    """Returns the processor's and the network's results for a conversation with a video, for the first seed that fits.
 
     Raises:
         RuntimeError: none of the seeds fits.
@@ -536,7 +535,7 @@ def clip_reference(fixture: Fixture, model: Model, image: np.ndarray) -> Arrays:
 
 
 def put_images(fixture: Fixture, tokens: torch.Tensor, images: Arrays) -> None:
-    """Puts the tokens of the fixture's images into `tokens`, and no others of the kind."""
+    """Puts the tokens of the fixture's images into `tokens`, and removes other image tokens."""
     if not images:
         return
     config = fixture.config
@@ -553,7 +552,7 @@ def put_images(fixture: Fixture, tokens: torch.Tensor, images: Arrays) -> None:
 
 
 def image_arguments(model: Model, tokens: torch.Tensor, images: Arrays) -> dict[str, torch.Tensor]:
-    """Returns what a network of images takes beside `tokens` [T]."""
+    """Returns the arguments of a network with images other than `tokens` [T]."""
     if not images:
         return {}
     grids = torch.from_numpy(images["grids"]).long()
@@ -578,7 +577,7 @@ def compute_logits(model: Model, tokens: torch.Tensor, images: Arrays) -> torch.
 
 
 def greedy(model: Model, prompt: torch.Tensor, images: Arrays) -> torch.Tensor:
-    """Returns the `CONTINUATION` tokens that greedy decoding appends to `prompt`; none of them stops it."""
+    """Returns the `CONTINUATION` tokens that greedy decoding appends to `prompt`, without stopping."""
     model.generation_config = transformers.GenerationConfig(
         do_sample=False, max_new_tokens=CONTINUATION, eos_token_id=None, pad_token_id=0
     )
@@ -591,8 +590,8 @@ def draw(fixture: Fixture, seed: int, ends: set[int]) -> tuple[Model, Arrays]:
     """Returns the model of `seed` in float32 and its reference arrays.
 
     Raises:
-        Unfit: a setting that has to matter does not, the logits are flat, a greedy choice is close to a tie, or the
-            continuation repeats itself or holds a token of `ends`.
+        Unfit: a change in `matters` has no effect, the logits are flat, a greedy choice is close to a tie, or the
+            continuation repeats itself or contains a token of `ends`.
     """
     generator = torch.Generator().manual_seed(seed)
     model = network(fixture.config)
@@ -705,7 +704,7 @@ PLAIN_TEXTS = (
 )
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-# The network has more, as is usual: its last ids have no text.
+# The network has more tokens, as usual: its last ids have no text.
 TOKENIZER_SIZE = 512
 SPECIAL_IDS = set(range(TOKENIZER_SIZE - len(SPECIAL_TOKENS), TOKENIZER_SIZE))
 
@@ -714,9 +713,9 @@ def chat_tokenizer() -> transformers.PreTrainedTokenizerBase:
     """Returns a byte-level BPE tokenizer of `TOKENIZER_SIZE` tokens, the special ones last, trained on `TRAINING_TEXT`.
 
     Raises:
-        RuntimeError: `TRAINING_TEXT` is too short for so many tokens.
+        RuntimeError: `TRAINING_TEXT` is too short for `TOKENIZER_SIZE` tokens.
     """
-    # The untrained tokenizer has the normalizer and the pre-tokenizer of this family's checkpoints.
+    # The untrained tokenizer provides the normalizer and pre-tokenizer of this family's checkpoints.
     blank = transformers.Qwen2Tokenizer().backend_tokenizer
     blank.train_from_iterator(
         [TRAINING_TEXT],
@@ -743,7 +742,7 @@ def chat_tokenizer() -> transformers.PreTrainedTokenizerBase:
 
 
 def chat_reference(tokenizer: transformers.PreTrainedTokenizerBase) -> dict[str, object]:
-    """Returns conversations with their text and ids, and plain strings with their ids and what these decode to."""
+    """Returns conversations with their text and ids, and plain strings with their ids and decoded text."""
     chats = []
     for messages in CHATS:
         arguments = {"conversation": messages, "add_generation_prompt": True}
@@ -804,11 +803,10 @@ def save(fixture: Fixture, model: Model, arrays: Arrays, folder: Path) -> None:
 
 
 def verify(fixture: Fixture, folder: Path) -> str:
-    """Returns a description of how far a freshly loaded checkpoint is from its reference.
+    """Describes the distance of a freshly loaded checkpoint from its reference.
 
     Raises:
-        RuntimeError: the files do not give the reference, are not stored as they should be, or name the machine's
-            folders.
+        RuntimeError: the files do not reproduce the reference, have the wrong format, or contain the machine's paths.
     """
     with np.load(folder / "reference.npz") as file:
         arrays = dict(file)
@@ -882,20 +880,20 @@ def size_of(folder: Path) -> int:
 README = """\
 # Fixtures
 
-Tiny checkpoints with random weights, each with what Hugging Face transformers computed from it on a CPU, in float32
-from the stored weights, with eager attention: `logits` of `tokens`, and the greedy `continuation` of `prompt`, in
-`reference.npz`. The same networks in float64 differ from `logits` by {float64:.0e} at most; the best two logits are
-more than {gap:.0e} apart at every step of a continuation, which crosses position 128 and holds no token that ends a
-sequence. `qwen3/reference.json` holds conversations and plain strings with the text and the ids that its tokenizer
-gave. A sliding window of n means that a token sees itself and the n - 1 tokens before it.
+Tiny checkpoints with random weights, each with the results of Hugging Face transformers on a CPU, in float32 from the
+stored weights, with eager attention: `logits` of `tokens`, and the greedy `continuation` of `prompt`, in
+`reference.npz`. The same networks in float64 differ from `logits` by at most {float64:.0e}; the best two logits differ
+by more than {gap:.0e} at every step of a continuation, which crosses position 128 and contains no end token.
+`qwen3/reference.json` has conversations and plain strings with the text and ids from its tokenizer. With a sliding
+window of n, a token sees itself and the n - 1 tokens before it.
 
-Made by `python tools/make_fixtures.py` (Python 3.11, torch {torch}, transformers {transformers}); do not edit by hand.
+Written by `python tools/make_fixtures.py` (Python 3.11, torch {torch}, transformers {transformers}); do not edit.
 
-| fixture | stored as | bytes | what is awkward about it |
+| fixture | stored as | bytes | special features |
 |---|---|---|---|
 {rows}
 
-{total:,} bytes in all, this file not counted.
+{total:,} bytes in total, not counting this file.
 """
 
 
@@ -917,7 +915,7 @@ def write_readme() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Writes the tiny checkpoints of tests/fixtures/.")
-    parser.add_argument("--only", metavar="NAME", choices=[fixture.name for fixture in ALL], help="make this one alone")
+    parser.add_argument("--only", metavar="NAME", choices=[fixture.name for fixture in ALL], help="write only this")
     only = parser.parse_args().only
 
     for package, wanted in VERSIONS.items():

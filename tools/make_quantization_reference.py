@@ -1,11 +1,11 @@
-"""Writes `tests/fixtures/quantization.npz`: quantized weights, and what other libraries read them as.
+"""Writes `tests/fixtures/quantization.npz`: quantized weights, dequantized by other libraries.
 
     pip install torch==2.13.0 transformers==5.23.0 compressed-tensors==0.15.0        (Python 3.11)
     python tools/make_quantization_reference.py
 
-detjax itself needs none of them: its tests read the file. Blocks of fp8 are read by transformers: as it loads them
-where blocks fill the matrix, and as its backward pass reads them where the last ones are smaller. Groups of int4 are
-packed and read by compressed-tensors, which transformers calls for them. Arrays of bfloat16 are stored as uint16.
+detjax itself needs none of them: its tests read the file. transformers dequantizes blocks of fp8: by its loader if the
+blocks fill the matrix, and by its backward pass if the last ones are smaller. compressed-tensors, which transformers
+uses, packs and dequantizes groups of int4. bfloat16 arrays are stored as uint16.
 """
 
 import sys

@@ -1,10 +1,10 @@
-"""Writes `tests/fixtures/rotation.npz`: heads of which transformers turns a part of the columns, by YaRN's frequencies.
+"""Writes `tests/fixtures/rotation.npz`: partially rotated heads by transformers, with YaRN's frequencies.
 
     pip install torch==2.13.0 transformers==5.23.0        (Python 3.11)
     python tools/make_rotation_reference.py
 
-detjax itself needs neither: its tests read the file. It holds heads in float32, positions, and for each case of `CASES`
-the heads that Qwen3-Next's code in transformers makes of them.
+detjax itself needs neither: its tests read the file. It has heads in float32, positions, and for each of `CASES` the
+heads rotated by Qwen3-Next's code in transformers.
 """
 
 import sys

@@ -1,10 +1,10 @@
-"""Runs the measurements of `benchmarks/measurements.toml` one after the other, each within a time of its own.
+"""Runs the measurements of `benchmarks/measurements.toml` in sequence, each with a time limit.
 
     python tools/measure.py --out results [--seconds 540] [NAME ...]
 
-Each measurement writes what it prints to NAME.log and its result to NAME.json. One that takes more than twice its time
-is interrupted, as by Ctrl-C, so that it can still say how far it came. A measurement that would not fit into what is
-left of `--seconds` is left out. The exit code is 1 if one failed or was left out.
+Each measurement writes its output to NAME.log and its result to NAME.json. After twice its expected time it is
+interrupted, as by Ctrl-C, so that it can still report its progress. A measurement that does not fit into the rest of
+`--seconds` is skipped. The exit code is 1 if one failed or was skipped.
 """
 
 import argparse
@@ -22,17 +22,17 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 GRACE = 30
-"""Seconds that an interrupted measurement has to end."""
+"""Time limit for an interrupted measurement to exit, in seconds."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-    """A command, and about how many seconds it takes.
+    """A command and its expected duration.
 
     Attributes:
-        name: its name, which its log and its result get.
-        command: as for a shell; `{out}` stands for the result's file.
-        seconds: what it takes, compilation included.
+        name: the name of the measurement, its log and its result.
+        command: a shell command line; `{out}` stands for the result's file.
+        seconds: the expected duration, including compilation.
     """
 
     name: str
@@ -40,12 +40,12 @@ class Measurement:
     seconds: int
 
     def run(self, folder: Path, limit: float) -> str:
-        """Runs the command for at most `limit` seconds, and returns how it ended: "passed" or what else it did."""
+        """Runs the command for at most `limit` seconds, and returns "passed" or the reason of its failure."""
         words = shlex.split(self.command.format(out=shlex.quote(str(folder / f"{self.name}.json"))))
         if words[0] == "python":
             words[0] = sys.executable
         with (folder / f"{self.name}.log").open("wb") as log:
-            # A session of its own, so that an interrupt reaches the processes that it has started.
+            # A separate session, so that an interrupt also reaches its child processes.
             with _taking_interrupts():
                 process = subprocess.Popen(
                     words, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True
@@ -60,9 +60,9 @@ class Measurement:
 
 @contextlib.contextmanager
 def _taking_interrupts() -> Iterator[None]:
-    """A context in which processes are started that can be interrupted.
+    """A context whose child processes can be interrupted.
 
-    A shell has what it runs in the background ignore interrupts, and processes inherit that, but no handler.
+    Processes that a shell runs in the background ignore interrupts. Children inherit that, but not a handler.
     """
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -81,10 +81,10 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def measurements(file: Path, names: Sequence[str] = ()) -> list[Measurement]:
-    """Returns the measurements of a file, those that are named, in that order, or all.
+    """Returns the named measurements of a file, in that order, or all.
 
     Raises:
-        ValueError: there is none of a name.
+        ValueError: a name is unknown.
     """
     known = {name: Measurement(name, **fields) for name, fields in tomllib.loads(file.read_text()).items()}
     if unknown := [name for name in names if name not in known]:
@@ -93,14 +93,14 @@ def measurements(file: Path, names: Sequence[str] = ()) -> list[Measurement]:
 
 
 def run_all(chosen: Sequence[Measurement], folder: Path, seconds: float) -> dict[str, str]:
-    """Runs measurements one after the other, and returns how each ended."""
+    """Runs measurements in sequence, and returns the outcome of each."""
     folder.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + seconds
     ends: dict[str, str] = {}
     for one in chosen:
         began = time.monotonic()
         left = deadline - began
-        # The first has the whole time: nobody would name it otherwise.
+        # The first one always runs, since the user asked for it.
         fits = not ends or left > one.seconds
         ends[one.name] = one.run(folder, min(left, 2 * one.seconds)) if fits else f"left out: {left:.0f} s were left"
         print(f"{one.name}: {ends[one.name]} ({time.monotonic() - began:.0f} s)", flush=True)
@@ -108,11 +108,11 @@ def run_all(chosen: Sequence[Measurement], folder: Path, seconds: float) -> dict
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs what the command line names."""
-    parser = argparse.ArgumentParser(description="Run measurements one after the other, each within its time.")
-    parser.add_argument("names", nargs="*", metavar="NAME", help="measurements; all if none is named")
+    """Runs the measurements named on the command line."""
+    parser = argparse.ArgumentParser(description="Run measurements in sequence, each with a time limit.")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="measurements; default: all")
     parser.add_argument("--out", type=Path, required=True, help="the folder of logs and results")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="the time that all of them may take")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="time limit for all of them")
     parser.add_argument("--list", type=Path, default=ROOT / "benchmarks" / "measurements.toml", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     try:

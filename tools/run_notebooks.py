@@ -1,14 +1,14 @@
-"""Runs notebooks from their first cell to their last, and compares what they print with what is kept.
+"""Runs notebooks from the first cell to the last, and compares their outputs with the stored ones.
 
     python tools/run_notebooks.py [--write] [--pick NUMBER] notebooks/*.ipynb
 
-A notebook ends the command with exit code 1 if a cell fails, if it is kept with cells that were not run in order, or if
-a cell prints something else than what is kept. Two tags of a cell say that its text may differ: `timing` always, and
-`machine` where the notebook was written in another environment, which is the fingerprint of processor, JAX and flags
-that bits depend on. Images and plots are not compared. `--write` keeps what the cells print in the notebook's file,
-without the times at which they ran. `--pick` runs one notebook only, the one with this number modulo their count.
+The exit code is 1 if a cell fails, if stored cells were not run in order, or if a cell's text differs from the stored
+one. Two tags allow a cell's text to differ: `timing` always, and `machine` if the notebook was written in another
+environment, that is, under another fingerprint of processor, JAX and flags that bits depend on. Images and plots are
+not compared. `--write` stores the cells' outputs in the notebook, without their execution times. `--pick` runs only one
+notebook, the one with this number modulo their count.
 
-nbval could not take its place: it compares a cell always or never, whichever machine wrote it, and writes nothing.
+nbval could not replace it: it compares a cell always or never, on any machine, and writes nothing.
 """
 
 import argparse
@@ -24,20 +24,20 @@ import nbformat
 from nbclient.exceptions import CellExecutionError
 
 SECONDS: Final = 600
-"""The longest that a cell may take."""
+"""Time limit of a cell, in seconds."""
 
 TIMING: Final = "timing"
 """The tag of cells whose text is never compared."""
 
 MACHINE: Final = "machine"
-"""The tag of cells whose text is compared in the environment alone in which it was written."""
+"""The tag of cells whose text is compared only in the environment in which it was written."""
 
 ENVIRONMENT: Final = "detjax_environment"
-"""Where a notebook's metadata keep the digest of the environment in which it was written."""
+"""The key in a notebook's metadata for the digest of the environment in which it was written."""
 
 
 def unexecuted(notebook: nbformat.NotebookNode) -> list[int]:
-    """Returns the numbers of the cells of code, from 1, that were not run in their order, one after the other."""
+    """Returns the numbers of the code cells, from 1, that were not run in sequence."""
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     return [number for number, cell in enumerate(cells, 1) if cell.execution_count != number]
 
@@ -46,13 +46,13 @@ def environment_of(notebook: nbformat.NotebookNode) -> str | None:
     """Returns the digest of this environment, or None for a notebook whose texts do not depend on it."""
     if not any(MACHINE in cell.metadata.get("tags", ()) for cell in notebook.cells):
         return None
-    from detjax.runtime.fingerprints import fingerprint  # with JAX, which takes seconds
+    from detjax.runtime.fingerprints import fingerprint  # imports JAX, which takes seconds
 
     return fingerprint().digest
 
 
 def printed(cell: nbformat.NotebookNode) -> str:
-    """Returns the text that a cell prints and displays, without images, plots and pages."""
+    """Returns the text that a cell prints and displays, without images, plots and HTML."""
     texts = []
     for output in cell.outputs:
         data = output.get("data", {})
@@ -61,10 +61,10 @@ def printed(cell: nbformat.NotebookNode) -> str:
 
 
 def with_whole_streams(outputs: Iterable[nbformat.NotebookNode]) -> list[nbformat.NotebookNode]:
-    """Returns a cell's outputs with one stream in place of streams that follow one another.
+    """Merges consecutive streams of a cell's outputs.
 
-    A kernel sends what a cell prints in pieces, and the machine's speed decides where they end. A file that is written
-    again is to change only where a cell prints something else.
+    A kernel sends printed text in pieces whose boundaries depend on timing. A rewritten file must change only where the
+    text does.
     """
     whole: list[nbformat.NotebookNode] = []
     for output in outputs:
@@ -77,12 +77,12 @@ def with_whole_streams(outputs: Iterable[nbformat.NotebookNode]) -> list[nbforma
 
 
 def differences(kept: nbformat.NotebookNode, run: nbformat.NotebookNode, environment: str | None) -> list[str]:
-    """Returns the differences between what cells printed and what is kept of them, one text for each cell.
+    """Returns the differences between the stored and the new texts, one per cell.
 
     Args:
-        kept: the notebook as its file has it.
-        run: the same notebook after it has run.
-        environment: the digest of the environment in which it ran; see `environment_of`.
+        kept: the stored notebook.
+        run: the same notebook after its run.
+        environment: the digest of the run's environment; see `environment_of`.
     """
     ignored = {TIMING} if kept.metadata.get(ENVIRONMENT) == environment else {TIMING, MACHINE}
     pairs = [pair for pair in zip(kept.cells, run.cells, strict=True) if pair[0].cell_type == "code"]
@@ -91,23 +91,22 @@ def differences(kept: nbformat.NotebookNode, run: nbformat.NotebookNode, environ
         if ignored.isdisjoint(before.metadata.get("tags", ())) and printed(before) != printed(after):
             texts = printed(before).splitlines(), printed(after).splitlines()
             lines = difflib.unified_diff(texts[0], texts[1], "kept", "printed", lineterm="")
-            messages.append("\n".join([f"cell {number} prints something else than what is kept:", *lines]))
+            messages.append("\n".join([f"cell {number} differs from the stored text:", *lines]))
     return messages
 
 
 def execute(file: Path, *, write: bool = False) -> None:
-    """Runs a notebook, and either keeps what its cells print or compares it with what is kept.
+    """Runs a notebook, and either stores its outputs or compares them with the stored ones.
 
     Raises:
         CellExecutionError: a cell fails.
-        ValueError: the notebook is not to be written, and has cells that were not run in order, or prints something
-            else than what is kept.
+        ValueError: without `write`, stored cells were not run in order, or texts differ.
     """
     notebook = nbformat.read(file, as_version=4)
     kept = nbformat.read(file, as_version=4)
     if not write and (numbers := unexecuted(notebook)):
         raise ValueError(f"{file}: cells {numbers} were not run in order; accepted: a notebook that --write has run")
-    # In the notebook's folder, as in Jupyter, so that it can import what lies beside it.
+    # In the notebook's folder, as in Jupyter, so that it can import modules next to it.
     resources = {"metadata": {"path": str(file.resolve().parent)}}
     client = nbclient.NotebookClient(
         notebook,
@@ -118,7 +117,7 @@ def execute(file: Path, *, write: bool = False) -> None:
         resources=resources,
     )
     with tempfile.TemporaryDirectory() as folder:
-        # The kernel talks through sockets in a folder that other users cannot read.
+        # The kernel communicates through sockets in a folder that other users cannot read.
         manager = client.create_kernel_manager()
         manager.transport, manager.ip = "ipc", str(Path(folder) / "kernel")
         client.execute()
@@ -132,14 +131,14 @@ def execute(file: Path, *, write: bool = False) -> None:
             notebook.metadata[ENVIRONMENT] = environment
         nbformat.write(notebook, file)
     elif messages := differences(kept, notebook, environment):
-        raise ValueError("\n".join([f"{file}: other outputs; --write keeps them if they are right", *messages]))
+        raise ValueError("\n".join([f"{file}: outputs differ; --write stores them if they are right", *messages]))
 
 
 def main(arguments: list[str]) -> int:
-    """Runs the notebooks that are named, and returns 1 if one fails."""
-    parser = argparse.ArgumentParser(description="Run notebooks from their first cell to their last.")
+    """Runs the named notebooks, and returns 1 if one fails."""
+    parser = argparse.ArgumentParser(description="Run notebooks from the first cell to the last.")
     parser.add_argument("files", type=Path, nargs="+", help="notebooks")
-    parser.add_argument("--write", action="store_true", help="keep what the cells print")
+    parser.add_argument("--write", action="store_true", help="store the cells' outputs")
     parser.add_argument("--pick", type=int, metavar="NUMBER", help="run only one: this number modulo their count")
     options = parser.parse_args(arguments)
     files = options.files if options.pick is None else [options.files[options.pick % len(options.files)]]

@@ -1,7 +1,7 @@
-"""Writes the project's address everywhere that it is stated: `make address ADDRESS=https://github.com/OWNER/detjax`.
+"""Writes the project's address everywhere it is stated: `make address ADDRESS=https://github.com/OWNER/detjax`.
 
-pyproject.toml keeps it, as `[project.urls]`. The clone line of README.md, CITATION.cff and the site's link to the
-source follow it. Workflows need no address, since GitHub gives them the repository's.
+pyproject.toml has it as `[project.urls]`; the clone line of README.md, CITATION.cff and the site's source link follow.
+Workflows need no address, since GitHub provides the repository's.
 """
 
 import re
@@ -13,11 +13,11 @@ from typing import Final
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 UNKNOWN: Final = "<this repository>"
-"""What the clone line says as long as there is no address."""
+"""The clone line's placeholder while the project has no address."""
 
 
 def urls(address: str) -> Mapping[str, str]:
-    """The links of the package's page."""
+    """Returns the links of the package's page."""
     return {
         "Repository": address,
         "Documentation": f"{address}/tree/main/docs",
@@ -27,14 +27,14 @@ def urls(address: str) -> Mapping[str, str]:
 
 
 def written(texts: Mapping[str, str], address: str) -> dict[str, str]:
-    """Returns the files' texts with an address in place of the one that they have, if any.
+    """Replaces the address in the files' texts.
 
     Args:
         texts: the texts of the files in `FILES` by name.
         address: the address, without a slash at its end.
 
     Raises:
-        ValueError: the address is not one of the web, or a file has no place for it.
+        ValueError: the address is not an HTTPS URL, or a file has no place for it.
     """
     if not re.fullmatch(r"https://[\w.-]+/[\w./-]*[\w-]", address):
         raise ValueError(f"{address!r} is not an address; accepted: https://HOST/OWNER/NAME")
@@ -62,12 +62,12 @@ def _replaced(name: str, text: str, pattern: str, replacement: str) -> str:
 
 
 def address_of(pyproject: str) -> str | None:
-    """Returns the address that pyproject.toml has, or None."""
+    """Returns the address in pyproject.toml, or None."""
     return tomllib.loads(pyproject)["project"].get("urls", {}).get("Repository")
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Writes the address, or nothing if any file has no place for it."""
+    """Writes the address, or nothing if a file has no place for it."""
     (address,) = arguments
     texts = {name: (ROOT / name).read_text() for name in FILES}
     for name, text in written(texts, address.rstrip("/").removesuffix(".git")).items():

@@ -61,7 +61,7 @@ VOLATILE_KEYS = {
 
 
 def read_passages(path: Path) -> list[str]:
-    """The text's passages of `SPEECHES_PER_PASSAGE` speeches, in order.
+    """Returns the text's passages of `SPEECHES_PER_PASSAGE` speeches, in order.
 
     Raises:
         SystemExit: the file cannot be read as UTF-8 text, or is too short to learn from.
@@ -77,7 +77,7 @@ def read_passages(path: Path) -> list[str]:
 
 
 def train_tokenizer(passages: list[str]) -> Tokenizer:
-    """A byte-level BPE tokenizer: `END` as token 0, the 256 bytes, and merges learned from `passages`.
+    """Returns a byte-level BPE tokenizer: `END` as token 0, the 256 bytes, and merges learned from `passages`.
 
     Raises:
         SystemExit: the text has too few pairs to merge for the model's vocabulary.
@@ -98,13 +98,13 @@ def train_tokenizer(passages: list[str]) -> Tokenizer:
 
 
 def encode(tokenizer: Tokenizer, passages: list[str], device: str) -> torch.Tensor:
-    """Token ids of all passages in one row, `END` after each."""
+    """Returns the token ids of all passages in one row, with `END` after each."""
     end = tokenizer.token_to_id(END)
     return torch.tensor([i for e in tokenizer.encode_batch(passages) for i in (*e.ids, end)], device=device)
 
 
 def build_model(end: int) -> Qwen3ForCausalLM:
-    """A freshly initialized Qwen3 with dropout on the embedding and on what each block adds to the residual stream."""
+    """Returns a newly initialized Qwen3 with dropout on the embedding and on each block's output."""
     model = Qwen3ForCausalLM(Qwen3Config(**MODEL, bos_token_id=None, eos_token_id=end, pad_token_id=end))
 
     # Qwen3 has no residual dropout; hooks leave the saved weights and config free of it.
@@ -119,14 +119,14 @@ def build_model(end: int) -> Qwen3ForCausalLM:
 
 
 def next_token_loss(model: Qwen3ForCausalLM, windows: torch.Tensor) -> torch.Tensor:
-    """Mean cross entropy, in nats a token, of each window's tokens given those before them."""
+    """Returns the mean cross entropy, in nats per token, of windows' tokens given the preceding ones."""
     logits = model(input_ids=windows[:, :-1], use_cache=False).logits
     return F.cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten())
 
 
 @torch.no_grad()
 def validation_loss(model: Qwen3ForCausalLM, tokens: torch.Tensor) -> float:
-    """Nats a token over all whole, non-overlapping windows of `tokens`; leaves the model in evaluation mode."""
+    """Returns the nats per token over all non-overlapping windows of `tokens`; leaves the model in evaluation mode."""
     model.eval()
     windows = tokens.unfold(0, WINDOW + 1, WINDOW)
     losses = [next_token_loss(model, part) * len(part) for part in windows.split(BATCH)]
@@ -134,14 +134,14 @@ def validation_loss(model: Qwen3ForCausalLM, tokens: torch.Tensor) -> float:
 
 
 def learning_rate_share(step: int) -> float:
-    """The share of `LEARNING_RATE` used after `step` steps: linear warmup, then a cosine down to 0."""
+    """Returns the share of `LEARNING_RATE` after `step` steps: linear warmup, then cosine decay to 0."""
     if step < WARMUP:
         return (step + 1) / WARMUP
     return 0.5 * (1 + math.cos(math.pi * (step - WARMUP) / (STEPS - WARMUP)))
 
 
 def fit(tokenizer: Tokenizer, train: list[str], held_out: list[str], device: str) -> Qwen3ForCausalLM:
-    """Trains a model, and returns it on the CPU as it was at the lowest validation loss."""
+    """Trains a model, and returns it, on the CPU, at its lowest validation loss."""
     torch.manual_seed(SEED)
     windows_at = torch.Generator().manual_seed(SEED)
     model = build_model(tokenizer.token_to_id(END)).to(device)

@@ -1,10 +1,10 @@
-"""Trains the small policy that comes with detjax, from nothing, in a few minutes of two CPU cores.
+"""Trains the small policy included in detjax from random weights, in a few minutes on two CPU cores.
 
     python tools/train_policy.py --out DIR
 
-The policy in `detjax/rl/checkpoint` is what this writes. The weights are a function of the environment's fingerprint,
-which is printed with their SHA-256. `detjax.rl.runs.recipe.DIGESTS` has the known ones, and the exit code is 1 if the
-weights differ from them. Neither option changes a bit.
+It wrote the policy in `detjax/rl/checkpoint`. The weights are a function of the environment's fingerprint, which is
+printed with their SHA-256. `detjax.rl.runs.recipe.DIGESTS` has the known digests; the exit code is 1 if the weights
+differ from them. No option changes a bit.
 """
 
 import argparse
@@ -20,10 +20,10 @@ from detjax.rl.trainer.step import Plan
 
 
 def main() -> int:
-    """Trains, measures and writes the policy."""
+    """Trains, evaluates and writes the policy."""
     parser = argparse.ArgumentParser(description="Train the small policy for the verifiable tasks.")
     parser.add_argument("--out", type=Path, required=True, help="the checkpoint's directory, created if missing")
-    parser.add_argument("--microbatch-tokens", type=int, default=256, help="tokens of a microbatch")
+    parser.add_argument("--microbatch-tokens", type=int, default=256, help="tokens per microbatch")
     parser.add_argument("--devices", type=int, default=1, help="devices that share a step")
     arguments = parser.parse_args()
     start = time.monotonic()
@@ -39,7 +39,7 @@ def main() -> int:
     print(f"{digest}  model.safetensors, fingerprint {fingerprint}")
     known = recipe.DIGESTS.get(fingerprint)
     if known not in (None, digest):
-        print(f"accepted: {known}, the weights that this environment has given before")
+        print(f"accepted: {known}, the known digest for this environment")
     return int(known not in (None, digest))
 
 

@@ -1,4 +1,4 @@
-"""What results say of the code that made them."""
+"""Results record the code that made them."""
 
 import subprocess
 from pathlib import Path
@@ -41,7 +41,7 @@ def test_results_name_the_commit_and_whether_code_has_changed(checkout: Path) ->
     name = commit_all(checkout)
     assert commit_now(checkout) == name
     (checkout / "benchmarks/results/a.json").write_text("2\n")
-    assert commit_now(checkout) == name  # a result is no code
+    assert commit_now(checkout) == name  # a result is not code
     (checkout / "detjax/version.py").write_text("2\n")
     assert commit_now(checkout) == f"{name}+changes"
 

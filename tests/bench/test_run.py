@@ -153,7 +153,7 @@ def test_the_command_prints_what_it_measured(tmp_path: Path) -> None:
     assert "stock on" in result.output and "unknown peak of this device" in result.output
     content: dict[str, Any] = json.loads(out.read_text())
     assert content["kind"] == "measured" and content["settings"]["only"] == ["softmax"]
-    assert content["rows"][0]["stock_seconds"] is None  # stock beside itself
+    assert content["rows"][0]["stock_seconds"] is None  # stock is not compared with itself
 
 
 def test_a_row_that_fails_fails_the_command(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,7 +95,7 @@ def test_an_unknown_name_is_refused_with_those_that_there_are(arguments: tuple[s
 
 
 def test_peer_vllm_draws_the_requests_of_the_engine(tmp_path: Path) -> None:
-    """vLLM is not installed here, so `--small` only draws requests: those of the recorded measurement."""
+    """vLLM is not installed here, so `--small` only draws the recorded measurement's requests."""
     content = run_small("peer_vllm", tmp_path)
     assert (content["requests"], content["prompt_tokens"], content["generated_tokens"]) == (1000, 132351, 100203)
 

@@ -1,4 +1,4 @@
-"""A run that is killed at random moments, and goes on with other microbatches and devices, ends with the same bytes."""
+"""A run that is killed at random moments, and resumed with other microbatches and devices, ends with the same bytes."""
 
 from pathlib import Path
 

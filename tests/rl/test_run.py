@@ -194,7 +194,7 @@ def test_a_state_of_another_run_is_refused_by_what_differs(tmp_path: Path) -> No
         list(made(other, Rows(8, 16)).steps(state))
     wider = Run(config, policies.trainer(Rows(8, 16), jnp.float32), policies.tokenizer(), policies.end_token())
     with RunState(tmp_path, config.as_json()) as state:
-        # Masters are float32 whatever the weights' dtype: the saved state serves, and the weights are rounded anew.
+        # Masters are float32 whatever the weights' dtype: the saved state serves, and the weights are rounded again.
         assert not list(wider.steps(state))
 
 

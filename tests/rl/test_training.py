@@ -264,8 +264,8 @@ def test_a_batch_of_nothing_is_refused() -> None:
     net, weights = network("qwen3, tied", "float32")
     with pytest.raises(ValueError, match="batch_gradients: no samples; accepted: at least one"):
         batch_gradients(net, weights, [], LogLikelihood(), BASE)
-    # The number is that of the batch, not of the shard that the sequence is in.
-    with pytest.raises(ValueError, match="sequence 2 has 65 tokens; accepted: 64"):
+    # The number counts in the batch, not in the shard that the sequence is in.
+    with pytest.raises(ValueError, match="sequence 2 has 65 tokens; accepted: at most 64"):
         batch_gradients(net, weights, [BATCHES[0][1], *samples(2, longest=65)], LogLikelihood(), BASE)
 
 
@@ -285,7 +285,7 @@ def test_another_order_of_the_samples_gives_other_bits() -> None:
 
 def test_gradients_that_are_averaged_step_by_step_depend_on_the_microbatches() -> None:
     def averaged(parts: int) -> Any:
-        """The mean over so many microbatches of 20 sequences, by Optax, times their number, which is a power of two."""
+        """The mean over several microbatches of 20 sequences, by Optax, times their number, which is a power of two."""
         size, steps = 20 // parts, optax.MultiSteps(optax.sgd(1.0), parts)
         updates, state = None, steps.init(gradients(2, 0, 5))
         for part in range(parts):

@@ -24,7 +24,7 @@ def digest_of(result: Result) -> str:
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of a run that has ended, with a model of which others may go on."""
+    """The directory of a finished run, with a model that others may start from."""
     directory = tmp_path_factory.mktemp("runs") / "ended"
     assert run(str(directory), *SMALL, "--steps", "1").exit_code == 0
     return directory

@@ -96,9 +96,9 @@ def two_steps(
     loss: Loss = ClippedRatio(),  # noqa: B008
     update_plan: Plan | None = None,
 ) -> dict[str, Any]:
-    """All that two steps of training give: gradients, logprobs, norms, masters, moments and weights.
+    """All results of two training steps: gradients, logprobs, norms, masters, moments and weights.
 
-    Updates are those of `update_plan`, so that plans that differ in what no update depends on share its program.
+    Updates use `update_plan`, so that plans with equal updates share its program.
     """
     (net, weights), given = model, []
     placement = (plan if update_plan is None else update_plan).placement

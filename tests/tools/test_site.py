@@ -157,4 +157,4 @@ def test_a_site_without_faults_and_one_without_an_entry(tmp_path: Path, monkeypa
     monkeypatch.setattr(api, "expected_anchors", lambda: {"api/ops.md": {"detjax.ops.matmul"}})
     assert not checks.faults(tmp_path)
     monkeypatch.setattr(api, "expected_anchors", lambda: {"api/ops.md": {"detjax.ops.matmul", "detjax.ops.rope"}})
-    assert checks.faults(tmp_path) == ["api/ops.md: there is no entry for detjax.ops.rope"]
+    assert checks.faults(tmp_path) == ["api/ops.md: no entry for detjax.ops.rope"]

@@ -1,1 +1,1 @@
-"""The makers of the documentation's site: MkDocs' hooks, and the makers of benchmark pages, formulas and drawings."""
+"""The documentation's site: MkDocs' hooks, and generators of benchmark pages, formulas and drawings."""

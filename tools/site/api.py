@@ -1,4 +1,4 @@
-"""Which names the API reference has an entry for: every public name of the modules below."""
+"""The entries of the API reference: every public name of the modules below."""
 
 import importlib
 import importlib.util
@@ -32,14 +32,14 @@ PLACEHOLDER: Final = "<!-- public names -->"
 
 
 def public_names(module: str) -> list[str]:
-    """Returns the names of functions and classes that a module offers: its own, and those that it passes on."""
+    """Returns the names of functions and classes that a module defines or reexports."""
     loaded = importlib.import_module(module)
     names = []
     for name, value in vars(loaded).items():
         if name.startswith("_") or isinstance(value, types.ModuleType):
             continue
         origin = getattr(value, "__module__", None)
-        # A package passes on what its modules define; a module's imports are its own affair.
+        # Only packages reexport names; a module's imports are private.
         is_package = hasattr(loaded, "__path__")
         if (
             callable(value)
@@ -51,7 +51,7 @@ def public_names(module: str) -> list[str]:
 
 
 def path_of(module: str, name: str) -> str:
-    """Returns the path of an entry: the module's, or where the name is defined if a submodule has the same name."""
+    """Returns the path of an entry: in the module, or in the defining module if a submodule has the same name."""
     is_package = hasattr(importlib.import_module(module), "__path__")
     if is_package and importlib.util.find_spec(f"{module}.{name}") is not None:
         return f"{getattr(importlib.import_module(module), name).__module__}.{name}"
@@ -73,7 +73,7 @@ def expanded(text: str, page: str) -> str:
 
 
 def expected_anchors() -> dict[str, set[str]]:
-    """Returns the anchors that each page of the reference has to have."""
+    """Returns the required anchors of each page of the reference."""
     return {
         page: {path_of(module, name) for module in modules for name in public_names(module)}
         for page, modules in MODULES.items()

@@ -32,7 +32,7 @@ def result(name: str) -> Any:
 
 
 def seconds(value: float | jinja2.Undefined | None) -> str:
-    """Returns a duration with the unit that suits it and three digits."""
+    """Returns a duration with a suitable unit and three digits."""
     if value is None or isinstance(value, jinja2.Undefined):
         return ""
     for unit, factor in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
@@ -49,17 +49,17 @@ def _digits(value: float, digits: int = 3) -> str:
 
 
 def formatted(value: Any, spec: str) -> str:
-    """Returns a number in a format of Python, or nothing for one that a result lacks."""
+    """Returns a number in a Python format, or an empty text if the result lacks it."""
     return "" if value is None or isinstance(value, jinja2.Undefined) else format(value, spec)
 
 
 def listed(values: Iterable[float], spec: str, factor: float = 1) -> str:
-    """Returns numbers with commas between them."""
+    """Returns numbers separated by commas."""
     return ", ".join(format(factor * value, spec) for value in values)
 
 
 def grouped(cells: Iterable[Mapping[str, Any]], form: str, key: str) -> Iterable[tuple[str, Sequence[Any]]]:
-    """Returns cells by the name that `form` makes of a cell and of the words that it has at `key`."""
+    """Groups cells by the name that `form` builds from a cell and its words at `key`."""
     groups: dict[str, list[Any]] = {}
     for cell in cells:
         groups.setdefault(form.format(cell, ", ".join(cell[key])), []).append(cell)
@@ -75,7 +75,7 @@ def device(name: str) -> str:
 
 
 def source(*names: str) -> str:
-    """Returns a table of where numbers come from: file, device, versions, date and command, as the files say them."""
+    """Returns a table of the sources of numbers: file, device, versions, date and command, as recorded in the files."""
     lines = [
         "**Sources**\n",
         "| file | device | contract | jax | date | command |",
@@ -98,7 +98,7 @@ def source(*names: str) -> str:
 
 @functools.cache
 def pages() -> dict[str, str]:
-    """Returns every page of benchmarks, by its address on the site. The first lists them and all result files."""
+    """Returns all benchmark pages by address on the site. The first page lists the others and all result files."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).with_name("benchmark_pages")),
         trim_blocks=True,
@@ -119,7 +119,7 @@ def pages() -> dict[str, str]:
 
 @functools.cache
 def plots() -> dict[str, str]:
-    """Returns the plots that pages of benchmarks show, by their addresses, in SVG for light and for dark pages."""
+    """Returns the plots of benchmark pages by address, as SVG for light and dark pages."""
     content = result("peer-vllm-h200")["engines"]
     names = [engine["short"] for engine in content]
     images = {}

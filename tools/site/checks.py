@@ -1,4 +1,4 @@
-"""What a finished site has to have: entries of the API, links that lead somewhere, alternative texts, no network."""
+"""Checks of a finished site: entries of the API, working links, alternative texts, and no network access."""
 
 import posixpath
 import re
@@ -45,10 +45,10 @@ class _Page(HTMLParser):
 
 
 def faults(site: Path) -> list[str]:
-    """Returns what is wrong with a site, a line for each fault."""
+    """Returns a site's faults, a line for each."""
     pages = {str(path.relative_to(site)): _Page(path.read_text()) for path in sorted(site.rglob("*.html"))}
     return [f"{name}: {fault}" for name, page in pages.items() for fault in _faults(site, name, page, pages)] + [
-        f"{page}: there is no entry for {anchor}"
+        f"{page}: no entry for {anchor}"
         for page, anchors in api.expected_anchors().items()
         for anchor in sorted(anchors - pages[_built(page)].anchors)
     ]
@@ -68,12 +68,12 @@ def _faults(site: Path, name: str, page: _Page, pages: dict[str, _Page]) -> Iter
             yield f"the browser would load {target} from a network"
     for source in page.images_without_text:
         yield f"the image {source} has no alternative text"
-    # A formula such as `j<n` begins a tag, which takes the words behind it for attributes.
+    # A formula such as `j<n` opens a tag, which takes the following words for attributes.
     if page.shows_attributes:
-        yield "the text shows words as attributes of a tag; accepted in formulas: < with a space behind it"
+        yield "the text shows words as attributes of a tag; accepted in formulas: < followed by a space"
     if page.shows_styles:
         yield "the text shows the styles of a notebook"
-    # The page of errors is shown at any address, so its links are absolute.
+    # The error page is shown at any address, so its links are absolute.
     if name == "404.html" or name.startswith("files/"):
         return
     for target in [*page.links, *page.loaded]:

@@ -1,4 +1,4 @@
-"""An extension of Griffe: reads "Example:" in docstrings as the section of examples, which it calls "Examples:"."""
+"""A Griffe extension that reads "Example:" in docstrings as Griffe's section "Examples:"."""
 
 import re
 from typing import Any

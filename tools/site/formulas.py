@@ -1,4 +1,4 @@
-"""Formulas and drawings: KaTeX sets formulas while the site is made, and Mermaid draws in the reader's browser.
+"""Formulas and drawings: KaTeX renders formulas at build time, and Mermaid draws in the reader's browser.
 
 Both come from npm's packages in .site/, which `make docs` installs as `package-lock.json` says.
 """
@@ -22,7 +22,7 @@ _DRAWING = re.compile(r'<pre class="mermaid"><code>(?P<text>.*?)</code></pre>', 
 
 
 def assets() -> dict[str, str]:
-    """Returns the files that pages load, by their names on the site: KaTeX's style and fonts, and Mermaid."""
+    """Returns the files that pages load, by name on the site: KaTeX's style and fonts, and Mermaid."""
     katex = MODULES / "katex" / "dist"
     files = {f"assets/katex/fonts/{font.name}": str(font) for font in sorted((katex / "fonts").glob("*.woff2"))}
     files["assets/katex/katex.min.css"] = str(katex / "katex.min.css")
@@ -33,20 +33,19 @@ def assets() -> dict[str, str]:
 
 
 def with_formulas(page: str) -> str:
-    """Returns HTML with the formulas set that the extension arithmatex marked.
+    """Renders the formulas that the extension arithmatex marked.
 
     Raises:
-        ValueError: KaTeX cannot read a formula, Mermaid cannot read a drawing, or a drawing has no text for readers
-            who do not see it.
+        ValueError: KaTeX cannot parse a formula, Mermaid cannot parse a drawing, or a drawing has no alternative text.
     """
-    # What is made of a notebook's text is escaped twice.
+    # Text from notebooks is escaped twice.
     formulas = [
         {"tex": html.unescape(html.unescape(match["formula"])).strip(), "display": match["tag"] == "div"}
         for match in _ARITHMATEX.finditer(page)
     ]
     drawings = [html.unescape(match["text"]) for match in _DRAWING.finditer(page)]
     if silent := [text for text in drawings if "accDescr" not in text]:
-        raise ValueError(f"a drawing has no accDescr, which says what it shows: {silent[0][:80]}")
+        raise ValueError(f"a drawing has no accDescr, its alternative text: {silent[0][:80]}")
     if not formulas and not drawings:
         return page
     run = node(

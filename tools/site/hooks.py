@@ -18,10 +18,10 @@ sys.path.insert(0, str(ROOT))
 from tools.site import api, benchmarks, checks, formulas, line_breaks, links  # noqa: E402
 
 PLOTLY: Final = "assets/plotly.min.js"
-"""Where pages with interactive plots load plotly.js from: the site itself."""
+"""The address of plotly.js for pages with interactive plots, on the site itself."""
 
 _MATHJAX = re.compile(r"<script[^>]*\bsrc=[\"'][^\"']*mathjax[^>]*>\s*</script>", re.IGNORECASE)
-# mkdocs-jupyter's template ends with styles that Markdown takes for code.
+# mkdocs-jupyter's template ends with styles that Markdown parses as code.
 _STYLES_AS_CODE = re.compile(
     r'<div class="highlight"><pre><span></span><code>\s*&lt;style&gt;.*?&lt;/style&gt;\s*</code></pre></div>', re.DOTALL
 )
@@ -36,7 +36,7 @@ def _copied(path: str, config: MkDocsConfig) -> File:
 
 @mkdocs.plugins.event_priority(100)
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Adds what lies outside of docs/, before mkdocs-jupyter looks for notebooks."""
+    """Adds files from outside of docs/, before mkdocs-jupyter looks for notebooks."""
     pages = {file.src_uri: f"docs/{file.src_uri}" for file in files.documentation_pages()}
     for path, page in links.PAGES.items():
         if page not in pages and (ROOT / path).is_file() and path != "README.md":
@@ -66,7 +66,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Puts the notebooks that there are, and the benchmarks' pages, into the navigation."""
+    """Adds the notebooks and the benchmark pages to the navigation."""
     chapters = [links.address(f"notebooks/{path.name}") for path in sorted((ROOT / "notebooks").glob("*.ipynb"))]
     if (ROOT / "notebooks" / "README.md").is_file():
         chapters.insert(0, "lesson/index.md")
@@ -80,7 +80,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 @mkdocs.plugins.event_priority(50)
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Makes entries of the API, and links to files of the repository."""
+    """Expands entries of the API, and rewrites links to files of the repository."""
     source = links.source_of(page.file.src_uri)
     if page.file.src_uri in api.MODULES:
         markdown = api.expanded(markdown, page.file.src_uri)
@@ -88,7 +88,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Says where lines may break, and sets formulas."""
+    """Controls line breaks, and renders formulas."""
     content = line_breaks.with_breaks(_STYLES_AS_CODE.sub("", content))
     try:
         return formulas.with_formulas(content)
@@ -97,7 +97,7 @@ def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files
 
 
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
-    """Loads plotly.js and Mermaid on pages that draw with them, and no MathJax, which notebooks' templates ask for."""
+    """Loads plotly.js and Mermaid on pages that need them, and removes MathJax, which notebooks' templates load."""
     output = _MATHJAX.sub("", output)
     draws = {
         PLOTLY: page.file.src_uri.startswith("lesson/") and "Plotly" in output,
@@ -109,7 +109,7 @@ def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
 
 
 def on_post_build(config: MkDocsConfig) -> None:
-    """Checks the finished site: entries of the API, links, alternative texts, and that nothing comes from a network."""
+    """Checks the finished site; see `tools.site.checks`."""
     site = Path(config.site_dir)
     if any("plotly.min.js" in file.read_text(errors="ignore") for file in (site / "lesson").rglob("*.html")):
         import plotly.offline

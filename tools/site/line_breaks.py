@@ -1,10 +1,10 @@
-"""Where the lines of a page may break: not between a number and its unit, and within names only at their joints."""
+"""Line breaks of a page: none between a number and its unit, and within names only between their parts."""
 
 import re
 from typing import Final
 
 SHORT: Final = 24
-"""The most characters of a name in code that stays on one line. A phone has room for about 40."""
+"""Maximum length of a name in code without breaks. A phone shows about 40 characters."""
 
 _PIECES: Final = re.compile(r"(<pre\b.*?</pre>|<script\b.*?</script>|<style\b.*?</style>|<[^>]+>)", re.DOTALL)
 _UNIT: Final = re.compile(r"(?<=\d) (?=(?:[mµn]?s|h|[KMGT]i?B(?:/s)?|TFLOP/s|times|tokens/s|×)(?![\w/]))")
@@ -14,7 +14,7 @@ _JOINT: Final = re.compile(r"(?<=[\w)\]][_./=,])(?=[\w(\[])")
 
 
 def with_breaks(content: str) -> str:
-    """Returns a page's HTML with breaks forbidden or offered in its text and in code within its lines."""
+    """Returns a page's HTML with breaks forbidden or allowed in text and inline code."""
     pieces = _PIECES.split(content)
     for index in range(0, len(pieces), 2):
         is_code = index > 0 and pieces[index - 1] == "<code>" and pieces[index + 1 : index + 2] == ["</code>"]

@@ -1,4 +1,4 @@
-"""Where the site has the files of the repository, so that links between files work on GitHub and on the site alike."""
+"""The site's addresses of the repository's files, so that links between files work both on GitHub and on the site."""
 
 import os
 import posixpath
@@ -15,16 +15,16 @@ PAGES: Final = {
     "README.md": "index.md",
     "notebooks/README.md": "lesson/index.md",
 }
-"""Pages of the site that lie outside of docs/, by their paths in the repository."""
+"""Pages of the site from outside of docs/, by path in the repository."""
 
 SHOWN_AS_THEY_ARE: Final = frozenset((".csv", ".gif", ".html", ".jpg", ".json", ".pdf", ".png", ".svg", ".txt"))
-"""Suffixes that browsers show. Other files get .txt behind their names, so that they are shown and not saved."""
+"""Suffixes that browsers display. Other files get .txt appended, so that browsers do not download them."""
 
 _TARGET = re.compile(r"(?<=\]\()(?P<path>[^()\s#:]+)(?P<fragment>#(?:[^()\s]|\([^()\s]*\))+)?(?=\))")
 
 
 def address(path: str) -> str:
-    """Returns where the site has a file of the repository, as a path of a source: docs/train.md is at train.md."""
+    """Returns the site's path of a file of the repository: docs/train.md is at train.md."""
     pure = PurePosixPath(path)
     if path in PAGES:
         return PAGES[path]
@@ -40,7 +40,7 @@ def targets(text: str, source: str) -> Iterator[tuple[re.Match[str], str]]:
 
     Args:
         text: Markdown.
-        source: the page's own path in the repository.
+        source: the page's path in the repository.
     """
     for match in _TARGET.finditer(without_code(text)):
         path = posixpath.normpath(posixpath.join(posixpath.dirname(source), match["path"]))
@@ -49,7 +49,7 @@ def targets(text: str, source: str) -> Iterator[tuple[re.Match[str], str]]:
 
 
 def on_the_site(text: str, source: str) -> str:
-    """Returns a page whose links to files of the repository lead to where the site has them."""
+    """Rewrites a page's links to files of the repository to their addresses on the site."""
     folder, pieces, end = posixpath.dirname(address(source)), [], 0
     for match, path in targets(text, source):
         pieces += [text[end : match.start("path")], os.path.relpath(address(path), folder or ".")]
@@ -58,7 +58,7 @@ def on_the_site(text: str, source: str) -> str:
 
 
 def linked_files(text: str, source: str) -> set[str]:
-    """Returns the files that the site has to copy, because a page links to them and they are no pages."""
+    """Returns the files, other than pages, that a page links to and the site must copy."""
     return {path for _, path in targets(text, source) if address(path).startswith("files/")}
 
 

@@ -15,17 +15,17 @@ def main() -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     shared = argparse.ArgumentParser(add_help=False)
     shared.add_argument("--out", type=Path, help="write the report to this file, as JSON")
-    shared.add_argument("--small", action="store_true", help="a few seconds of it")
+    shared.add_argument("--small", action="store_true", help="run for a few seconds only")
     shared.add_argument("--cache", type=Path, help="a directory of compiled programs; default: a new one")
-    shared.add_argument("--seed", type=int, default=0, help="of all random choices")
-    shared.add_argument("--health-seconds", type=float, default=1, help="time that an answer of /health may take")
+    shared.add_argument("--seed", type=int, default=0, help="the seed of all random choices")
+    shared.add_argument("--health-seconds", type=float, default=1, help="time limit for an answer of /health")
 
     crowd = commands.add_parser("load", parents=[shared], help="a crowd of clients, and probes among them")
     crowd.add_argument("--clients", type=int, default=500)
     crowd.add_argument("--seconds", type=float, default=600)
-    crowd.add_argument("--memory-margin", type=float, default=100, help="MiB that the server may grow by")
-    crowd.add_argument("--backend", default="portable", help="stock is a control, whose answers have to differ")
-    kill = commands.add_parser("kills", parents=[shared], help="SIGKILL at any time, and starts with the same cache")
+    crowd.add_argument("--memory-margin", type=float, default=100, help="maximum growth of the server's memory, in MiB")
+    crowd.add_argument("--backend", default="portable", help="stock is a control, whose answers must differ")
+    kill = commands.add_parser("kills", parents=[shared], help="SIGKILL at any time, and restarts with the same cache")
     kill.add_argument("--times", type=int, default=16)
     killed = commands.add_parser(
         "replicas", parents=[shared], help="SIGKILL of replicas of Ray Serve while clients stream"
@@ -33,7 +33,7 @@ def main() -> int:
     killed.add_argument("--clients", type=int, default=200)
     killed.add_argument("--replicas", type=int, default=3)
     killed.add_argument("--seconds", type=float, default=120)
-    killed.add_argument("--every", type=float, default=10, help="seconds from one kill to the next")
+    killed.add_argument("--every", type=float, default=10, help="seconds between kills")
 
     options = parser.parse_args()
     report = Report({key: value for key, value in vars(options).items()})

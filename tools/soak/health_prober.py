@@ -1,8 +1,8 @@
-"""A process that asks /health again and again: `python health_prober.py PORT SECONDS`.
+"""A process that polls /health: `python health_prober.py PORT SECONDS`.
 
-It is a process of its own, with few modules, so that the clients beside it do not delay it. It writes a JSON list for
-each question: when it was asked by the system's monotonic clock, the seconds until its answer, the answer's status (0:
-none), and by how many seconds the question itself was late, which tells how busy the machine is.
+It is a separate process with few modules, so that clients do not delay it. It writes a JSON list for each request: its
+time by the system's monotonic clock, the seconds until its answer, the answer's status (0: none), and the request's own
+delay in seconds, which shows how busy the machine is.
 """
 
 import http.client

@@ -1,4 +1,4 @@
-"""HTTP over bare sockets: requests that are cut off, answers that are read slowly or never, and bodies of any bytes."""
+"""HTTP over plain sockets: truncated requests, answers that are read slowly or never, and bodies of any bytes."""
 
 import asyncio
 import contextlib
@@ -20,9 +20,9 @@ class Answer:
     Attributes:
         status: its status; 0 if the server closed the connection without one.
         headers: its headers, with names in lower case.
-        body: its body, as far as it came.
-        is_whole: whether all of the body came.
-        seconds: the time from the connection's beginning to the body's end.
+        body: the received part of its body.
+        is_whole: whether the body is complete.
+        seconds: the time from the connection's start to the body's end.
     """
 
     status: int
@@ -37,7 +37,7 @@ class Answer:
 
 
 def written(path: str, body: Any = None, method: str | None = None, headers: Mapping[str, str] | None = None) -> bytes:
-    """A request's bytes. A body that is not bytes is written as JSON; without a method it is GET or POST."""
+    """Returns a request's bytes. Bodies other than bytes are written as JSON; the default method is GET or POST."""
     content = b"" if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
     fields = {"Host": "localhost", "Connection": "close"}
     if body is not None:
@@ -52,13 +52,13 @@ async def ask(port: int, request: bytes, seconds: float = 600) -> Answer:
     """Sends a request and returns its answer.
 
     Raises:
-        TimeoutError: there was none in time.
+        TimeoutError: no answer in time.
         OSError: the server could not be reached.
     """
     start = time.monotonic()
     async with asyncio.timeout(seconds), connected(port) as (reader, writer):
         writer.write(request)
-        # A server that refuses a request need not read it to its end.
+        # A server that refuses a request need not read all of it.
         sending = asyncio.create_task(_drained(writer))
         try:
             status, headers = await read_head(reader)
@@ -72,7 +72,7 @@ async def ask(port: int, request: bytes, seconds: float = 600) -> Answer:
 async def connected(
     port: int, receive_buffer: int | None = None
 ) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    """A connection, which is closed at the end whatever is on its way. A small buffer makes the server wait."""
+    """A connection that is closed at the end even with data in flight. A small buffer makes the server wait."""
     connection = socket.socket()
     connection.setblocking(False)
     if receive_buffer is not None:
@@ -91,7 +91,7 @@ async def connected(
 
 
 async def read_head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
-    """Returns a response's status and headers; 0 and none if the connection ended before them."""
+    """Returns a response's status and headers; 0 and an empty mapping if the connection ended before."""
     try:
         head = await reader.readuntil(b"\r\n\r\n")
         first, *lines = head.decode("latin-1").split("\r\n")
@@ -102,7 +102,7 @@ async def read_head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
 
 
 async def _read_body(reader: asyncio.StreamReader, headers: Mapping[str, str]) -> tuple[bytes, bool]:
-    """Returns a response's body, as far as it comes, and whether all of it came."""
+    """Returns the received part of a response's body, and whether it is complete."""
     parts: list[bytes] = []
     try:
         if headers.get("transfer-encoding") == "chunked":

@@ -1,4 +1,4 @@
-"""SIGKILL at any time: the next start with the same cache gives the same answers, and nothing is left over."""
+"""SIGKILL at any time: the next start with the same cache gives the same answers, and no process is left over."""
 
 import asyncio
 import contextlib
@@ -15,11 +15,11 @@ from tools.soak.server_process import MODEL, SMALL, ServerProcess, is_running
 _KINDS: Final = ("while warming up", "idle", "under load")
 _CLIENTS: Final = 40
 _ENDS_WITHIN: Final = 60
-"""Seconds after which a text worker of a killed server is taken to stay."""
+"""Time limit for a killed server's text workers to exit, in seconds."""
 
 
 def run(report: Report, folder: Path, cache: Path, times: int, seed: int, is_small: bool) -> None:
-    """Kills servers, of which each next one uses the cache that the last one left."""
+    """Kills servers. Each one uses its predecessor's cache."""
     draw = random.Random(seed)
     probes = few_probes() if is_small else all_probes()
     options = SMALL if is_small else ()
@@ -60,7 +60,7 @@ def run(report: Report, folder: Path, cache: Path, times: int, seed: int, is_sma
 def _kill(server: ServerProcess, kind: str, cache: Path, draw: random.Random, is_first: bool) -> list[int]:
     """Kills a server in a state, and returns the ids of its text workers."""
     if kind == _KINDS[0]:
-        if not is_first:  # programs that are compiled again, so that warming up takes a while
+        if not is_first:  # recompiling programs makes warm-up take a while
             for path in sorted(cache.glob("*/*-cache"))[::2]:
                 path.unlink()
         _wait_for_programs(server, cache, draw.randrange(1, 6))
@@ -97,7 +97,7 @@ async def _kill_under_load(server: ServerProcess, seconds: float) -> None:
 
 
 def _staying(pids: list[int]) -> list[int]:
-    """Which processes still run after a while."""
+    """Returns the processes that still run after a while."""
     end = time.monotonic() + _ENDS_WITHIN
     while any(map(is_running, pids)) and time.monotonic() < end:
         time.sleep(0.05)

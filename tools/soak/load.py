@@ -1,4 +1,4 @@
-"""A crowd of clients for minutes, among whom a fixed set of requests must have the answers that it has alone."""
+"""A crowd of clients for minutes. A fixed set of requests among them must get the same answers as alone."""
 
 import asyncio
 import collections
@@ -18,24 +18,24 @@ from tools.soak.server_process import MODEL, SMALL, ServerProcess
 from tools.soak.watch import Watch, watching
 
 _CUT: Final = 0.3
-"""The part of requests whose client leaves midway."""
+"""The share of requests whose client leaves midway."""
 _PROBES: Final = 0.25
-"""The part of the others that are probes."""
+"""The share of probes among the other requests."""
 _WORDS: Final = "now is the winter of our discontent made glorious summer by this sun of York".split()
 _QUEUE_FULL: Final = 429
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """How large the load is.
+    """The size of the load.
 
     Attributes:
-        clients: clients at once.
-        seconds: how long it takes, after the requests alone and the warm-up.
-        warm_up: seconds of load before, after which memory counts.
-        slow_clients: how many further clients read slowly, and how many never read.
-        max_tokens: tokens of an answer at most.
-        is_small: whether only a few of the probes are asked.
+        clients: concurrent clients.
+        seconds: duration, not counting the requests alone and the warm-up.
+        warm_up: seconds of load before memory counts.
+        slow_clients: number of additional clients that read slowly, and of clients that never read.
+        max_tokens: maximum number of tokens of an answer.
+        is_small: whether to ask only a few of the probes.
     """
 
     clients: int
@@ -48,7 +48,7 @@ class Sizes:
 
 @dataclasses.dataclass
 class _Counts:
-    """What the clients have seen."""
+    """The observations of the clients."""
 
     statuses: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     compared: int = 0
@@ -71,14 +71,14 @@ def run(
     """Runs the load.
 
     Args:
-        report: gets the bars and figures.
-        folder: for logs.
+        report: the report of bars and figures.
+        folder: the folder of logs.
         cache: the directory of compiled programs.
-        sizes: how large the load is.
-        backend: of the server.
-        seed: of the clients' choices.
-        health: seconds that an answer of /health may take.
-        margin: MiB that the server may have more at the end than after the warm-up.
+        sizes: the size of the load.
+        backend: the server's backend.
+        seed: the seed of the clients' choices.
+        health: time limit for an answer of /health, in seconds.
+        margin: maximum growth of the server's memory after the warm-up, in MiB.
     """
     options = ("--backend", backend, *(SMALL if sizes.is_small else ()))
     with ServerProcess(folder, options, cache=cache) as server:
@@ -129,7 +129,7 @@ async def _run(report: Report, server: ServerProcess, watch: Watch, sizes: Sizes
 
 
 async def _left_over(port: int, seconds: float = 120) -> dict[str, float]:
-    """What is in use once the load is over, after a while for those who are told late that their client left."""
+    """The resources in use after the load, once the server has noticed all disconnects."""
     names = ("detjax_samples_running", "detjax_samples_waiting", "detjax_pages_in_use")
     end, values = time.monotonic() + seconds, dict[str, float]()
     while time.monotonic() < end:
@@ -144,7 +144,7 @@ async def _left_over(port: int, seconds: float = 120) -> dict[str, float]:
 
 
 class _Crowd:
-    """Clients that ask again and again."""
+    """Clients that send requests repeatedly."""
 
     def __init__(
         self, port: int, probes: list[Probe], expected: dict[str, Any], sizes: Sizes, draw: random.Random
@@ -155,7 +155,7 @@ class _Crowd:
         self._next_probe = 0
 
     async def run(self, seconds: float) -> None:
-        """Runs all clients for a time, and until their last answers."""
+        """Runs all clients for a time, and waits for their last answers."""
         self._end = time.monotonic() + seconds
         kinds = [self._client] * self._sizes.clients
         kinds += [self._slow_reader, self._client_that_never_reads] * self._sizes.slow_clients
@@ -167,7 +167,7 @@ class _Crowd:
         while time.monotonic() < self._end:
             try:
                 await kind()
-            except OSError as error:  # TimeoutError is one
+            except OSError as error:  # includes TimeoutError
                 self.counts.failures.append(f"{type(error).__name__}: {error}")
 
     async def _client(self) -> None:
@@ -201,7 +201,7 @@ class _Crowd:
         path, body = self._request()
         request = written(path, body)
         async with connected(self._port) as (reader, writer):
-            if self._draw.random() < 0.1:  # the request itself is cut off
+            if self._draw.random() < 0.1:  # truncates the request itself
                 writer.write(request[: self._draw.randrange(len(request))])
                 await asyncio.sleep(self._draw.random() * 0.2)
                 self.counts.statuses["left while asking"] += 1
@@ -216,7 +216,7 @@ class _Crowd:
             self.counts.statuses["left midway"] += 1
 
     async def _slow_reader(self) -> None:
-        """Reads a stream a little at a time, and leaves it when the load is over."""
+        """Reads a stream slowly, and leaves it when the load is over."""
         async with self._long_stream() as reader:
             while time.monotonic() < self._end and await reader.read(1500):
                 await asyncio.sleep(0.5)
@@ -237,7 +237,7 @@ class _Crowd:
             yield reader
 
     async def _is_served(self, answer: Answer) -> bool:
-        """Counts an answer; those who find the queue full wait a moment."""
+        """Counts an answer; clients that find the queue full wait a moment."""
         self.counts.statuses[str(answer.status)] += 1
         if answer.status == _QUEUE_FULL:
             await asyncio.sleep(0.5 + self._draw.random())

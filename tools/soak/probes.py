@@ -1,4 +1,4 @@
-"""A fixed set of requests whose answers must be the same whatever else a server does."""
+"""A fixed set of requests whose answers must not depend on a server's other load."""
 
 import asyncio
 import dataclasses
@@ -31,7 +31,7 @@ JSON_FORMAT: Final = {"type": "json_schema", "json_schema": {"name": "person", "
 """The `response_format` of answers that follow the schema."""
 _TOOL: Final = {"type": "function", "function": {"name": "describe", "parameters": SCHEMA}}
 _NOT_COMPARED: Final = ("id", "created", "prompt_tokens_details")
-"""Fields that are no part of the promise: the prefix cache decides how many tokens are cached."""
+"""Fields without a promise: the prefix cache determines the number of cached tokens."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,8 +39,8 @@ class Probe:
     """A request with an answer that never changes.
 
     Attributes:
-        name: what is special about it.
-        path: where it goes.
+        name: its special feature.
+        path: the path of the URL.
         body: its body.
     """
 
@@ -53,10 +53,10 @@ class Probe:
         return await ask(port, written(self.path, self.body))
 
     def content(self, answer: Answer) -> Any:
-        """What of an answer must be the same each time: tokens, texts, and logprobs to the last bit.
+        """Returns the invariant part of an answer: tokens, texts, and logprobs to the last bit.
 
         Raises:
-            ValueError: it is no whole answer.
+            ValueError: the answer is incomplete.
         """
         if answer.status != 200 or not answer.is_whole:
             raise ValueError(f"status {answer.status}, whole: {answer.is_whole}: {answer.body[:300]!r}")
@@ -64,7 +64,7 @@ class Probe:
 
 
 def merged(stream: bytes) -> dict[str, Any]:
-    """A stream's events put together, so that it does not matter how they were cut, or in which order samples came.
+    """Merges a stream's events, independently of their boundaries and of the order of samples.
 
     Raises:
         ValueError: the stream has an error, or no end.
@@ -100,7 +100,7 @@ def _compared(value: Any) -> Any:
 
 
 def first_difference(expected: Any, seen: Any, place: str = "answer") -> str | None:
-    """Says where two contents differ first, and how; None if they are equal. Floats are compared by their bits."""
+    """Describes the first difference between two contents; None if they are equal. Floats are compared by bits."""
     if isinstance(expected, dict) and isinstance(seen, dict):
         if expected.keys() != seen.keys():
             return f"{place} has {sorted(seen)}, expected {sorted(expected)}"
@@ -115,12 +115,12 @@ def first_difference(expected: Any, seen: Any, place: str = "answer") -> str | N
 
 
 async def alone(port: int, probes: list[Probe]) -> dict[str, Any]:
-    """The content of each probe's answer, asked one by one."""
+    """Returns the content of each probe's answer, asked in sequence."""
     return {probe.name: probe.content(await probe.ask(port)) for probe in probes}
 
 
 async def differences(port: int, probes: list[Probe], expected: Mapping[str, Any], at_once: int = 1) -> list[str]:
-    """Asks all probes, some of them at once, and says which answers are not as expected."""
+    """Asks all probes, some concurrently, and returns the answers that are not as expected."""
     free, differing = asyncio.Semaphore(at_once), list[str]()
 
     async def check(probe: Probe) -> None:
@@ -137,7 +137,7 @@ async def differences(port: int, probes: list[Probe], expected: Mapping[str, Any
 
 
 def all_probes() -> list[Probe]:
-    """Probes of every kind, about sixty."""
+    """Returns about sixty probes of all kinds."""
     return [
         *(Probe(f"completion, {name}", COMPLETIONS, {"model": MODEL, **body}) for name, body in _completions()),
         *(Probe(f"chat, {name}", CHAT, {"model": MODEL, **body}) for name, body in _chats()),
@@ -145,7 +145,7 @@ def all_probes() -> list[Probe]:
 
 
 def few_probes() -> list[Probe]:
-    """Every sixth of the probes, for short runs."""
+    """Returns every sixth probe, for short runs."""
     return all_probes()[::6]
 
 

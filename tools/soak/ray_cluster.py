@@ -1,7 +1,7 @@
-"""A cluster of Ray on this machine that serves a checkpoint, until its standard input ends.
+"""A local Ray cluster that serves a checkpoint until its standard input ends.
 
 `python -m tools.soak.ray_cluster '{"port": 8000, "arguments": {...}}'`, with the arguments of
-`detjax.server.replicas.ray_serve.application`, prints a line as soon as it serves.
+`detjax.server.replicas.ray_serve.application`, prints a line when it is ready.
 """
 
 import json
@@ -15,11 +15,11 @@ from detjax.server.replicas.ray_serve import Arguments, application
 READY = "the cluster serves"
 
 _TOO_SLOW = "timed out during startup"
-"""What Ray says where its processes take more than 30 seconds to start, which no setting changes."""
+"""Ray's message after its fixed 30-second limit on starting processes."""
 
 
 def start_ray() -> None:
-    """Starts Ray's processes, again and again where the machine has so much other work that Ray gives up."""
+    """Starts Ray's processes, and retries on a machine so busy that Ray times out."""
     while True:
         try:
             # Ray gives out processors that it counts itself. This machine has few, and the replicas share them.

@@ -15,30 +15,30 @@ from typing import Any, Final, Self
 
 _READY: Final = "the cluster serves"
 _STARTS_WITHIN: Final = 1800
-"""Seconds after which a start is taken to hang."""
+"""Time limit for a start, in seconds."""
 _ENDS_WITHIN: Final = 120
-"""Seconds after which an end is."""
+"""Time limit for an exit, in seconds."""
 _REPLICA: Final = b"EngineReplica"
-"""What Ray writes into the name of a replica's process, among others."""
+"""A part of the process name that Ray gives to a replica."""
 
 
 class RayCluster:
-    """A cluster's process, whose children are the cluster. At the end of its context all of them end.
+    """A cluster's main process, whose descendants form the cluster. All of them stop at the end of its context.
 
     Attributes:
-        port: where it listens.
-        seconds: how long the start took.
+        port: its port.
+        seconds: the duration of the start.
     """
 
     def __init__(self, folder: Path, arguments: Mapping[str, Any]) -> None:
-        """Starts a cluster, which is not ready yet.
+        """Starts a cluster without waiting until it is ready.
 
         Args:
-            folder: gets its log.
+            folder: the folder of its log.
             arguments: the arguments of `detjax.server.replicas.ray_serve.application`.
         """
         self.seconds, self._start = 0.0, time.monotonic()
-        with socket.socket() as free:  # Ray takes a number, and no socket
+        with socket.socket() as free:  # Ray takes a port number, not a socket
             free.bind(("127.0.0.1", 0))
             self.port: int = free.getsockname()[1]
         self._log = folder / "cluster.log"
@@ -49,7 +49,7 @@ class RayCluster:
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
-                # Ray gives its processes a low priority, with which they starve on a machine that has other work.
+                # Ray's default priority is low enough to starve its processes on a busy machine.
                 env=os.environ | {"JAX_PLATFORMS": "cpu", "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"},
             )
 
@@ -67,15 +67,15 @@ class RayCluster:
         except subprocess.TimeoutExpired:
             self._process.kill()
         self._process.wait()
-        for pid in children:  # most have ended by themselves
+        for pid in children:  # most have already exited
             if _command(pid):
                 os.kill(pid, signal.SIGKILL)
 
     def ready(self) -> Self:
-        """Waits until it serves.
+        """Waits until the cluster is ready.
 
         Raises:
-            RuntimeError: it ended, or takes too long; the message has the log's end.
+            RuntimeError: it exited, or takes too long; the message has the log's end.
         """
         while _READY not in self.log():
             if self._process.poll() is not None or time.monotonic() - self._start > _STARTS_WITHIN:
@@ -85,16 +85,16 @@ class RayCluster:
         return self
 
     def log(self) -> str:
-        """What it has written so far."""
+        """Returns the log so far."""
         return self._log.read_text(encoding="utf-8", errors="replace")
 
     def replicas(self) -> list[int]:
-        """The processes of the replicas that there are now, those that still start included."""
+        """Returns the processes of current replicas, including starting ones."""
         return [pid for pid in _descendants(self._process.pid) if _REPLICA in _command(pid)]
 
 
 def _command(pid: int) -> bytes:
-    """The command line of a process; nothing if it has ended."""
+    """The command line of a process; empty if it has ended."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
@@ -102,12 +102,12 @@ def _command(pid: int) -> bytes:
 
 
 def _descendants(pid: int) -> list[int]:
-    """The children of a process, theirs, and so on."""
+    """All descendants of a process."""
     children = defaultdict[int, list[int]](list)
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
             try:
-                # A process may have any name, so the numbers are read behind it.
+                # A process name may contain anything, so parse the numbers after it.
                 children[int((entry / "stat").read_text().rpartition(")")[2].split()[1])].append(int(entry.name))
             except OSError:
                 continue

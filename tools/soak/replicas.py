@@ -1,6 +1,6 @@
-"""SIGKILL of one replica of Ray Serve after the other, while clients stream: no client notices.
+"""SIGKILL of Ray Serve's replicas, one at a time, while clients stream: no client notices.
 
-It runs in an environment that has Ray, as `make soak SOAK=replicas` makes it.
+It needs an environment with Ray, which `make soak SOAK=replicas` creates.
 """
 
 import asyncio
@@ -25,20 +25,20 @@ from tools.soak.server_process import MODEL, TEMPLATE, ServerProcess
 _ENGINE: Final = {"max_samples": 32, "token_budget": 64, "max_length": 384, "num_pages": 96}
 _SMALL_ENGINE: Final = {"max_samples": 4, "token_budget": 64, "max_length": 384, "num_pages": 12}
 _RESTARTS_WITHIN: Final = 300
-"""Seconds after which Ray is taken not to restart a replica."""
+"""Time limit for Ray to restart a replica, in seconds."""
 _LOST: Final = re.compile(r"^detjax_lost_replicas_total (\S+)$", re.MULTILINE)
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """How much of it there is.
+    """The sizes of an attack.
 
     Attributes:
-        clients: streams at a time.
-        replicas: engines.
-        seconds: how long new streams begin.
-        every: seconds from one kill to the next.
-        is_small: whether the engines are such that they start quickly.
+        clients: concurrent streams.
+        replicas: number of engines.
+        seconds: duration in which new streams start.
+        every: seconds between kills.
+        is_small: whether to use fast-starting engines.
     """
 
     clients: int = 200
@@ -49,14 +49,14 @@ class Sizes:
 
 
 def run(report: Report, folder: Path, cache: Path, sizes: Sizes, seed: int) -> None:
-    """Compares what clients get of replicas that are killed with what one server answers to one request at a time."""
+    """Compares the streams of killed replicas with the answers of a server that gets one request at a time."""
     report.figures["provenance"] = provenance.heading("make soak SOAK=replicas")
     checkpoint = folder / MODEL
     shutil.copytree(CHECKPOINT, checkpoint)
     (checkpoint / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
     probes = _streams()[:: 6 if sizes.is_small else 1]
     engine = _SMALL_ENGINE if sizes.is_small else _ENGINE
-    # Of the same size, so that the replicas find its programs in the cache.
+    # It has the replicas' size, so that they find its programs in the cache.
     options = [part for name, value in engine.items() for part in (f"--{name.replace('_', '-')}", value)]
     with ServerProcess(folder, options, cache=cache, checkpoint=checkpoint) as server:
         expected = asyncio.run(alone(server.ready().port, probes))
@@ -73,14 +73,14 @@ def run(report: Report, folder: Path, cache: Path, sizes: Sizes, seed: int) -> N
 
 
 def _streams() -> list[Probe]:
-    """The probes whose answers can be streamed, as streams. They go on for longer, so that kills meet most of them."""
+    """The probes that can be streamed, as longer streams, so that kills hit most of them."""
     streams = []
     for probe in all_probes():
         more: dict[str, Any] = {"stream": True}
         for name in ("max_tokens", "max_completion_tokens"):
             if probe.body.get(name):
                 more[name] = 120
-        # What the server does not stream: logprobs of a prompt.
+        # The server does not stream logprobs of a prompt.
         echoes_logprobs = probe.body.get("echo") and probe.body.get("logprobs") is not None
         if not echoes_logprobs and "prompt_logprobs" not in probe.body:
             streams.append(dataclasses.replace(probe, body={**probe.body, **more}))
@@ -131,7 +131,7 @@ async def _attack(
 
 
 async def _kill(cluster: RayCluster, start: float, sizes: Sizes, draw: random.Random) -> list[dict[str, Any]]:
-    """Kills a replica at a time, and says which others there were."""
+    """Kills one replica at a time, and returns the time and the number of replicas of each kill."""
     kills = []
     for number in range(1, int(sizes.seconds / sizes.every) + 1):
         await asyncio.sleep(max(0, start + number * sizes.every - time.monotonic()))

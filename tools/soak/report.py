@@ -1,4 +1,4 @@
-"""The report of a run: bars, and whether they were met, beside figures."""
+"""The report of a run: bars with their outcomes, and figures."""
 
 import dataclasses
 import json
@@ -10,12 +10,12 @@ from typing import Any
 
 @dataclasses.dataclass
 class Report:
-    """What a run has seen.
+    """The observations of a run.
 
     Attributes:
         command: the command and its options.
-        figures: what was counted and measured.
-        bars: what had to hold, what was accepted and what was seen.
+        figures: counts and measurements.
+        bars: requirements with accepted and seen values.
     """
 
     command: dict[str, Any]
@@ -25,16 +25,16 @@ class Report:
     _load_before: tuple[float, float, float] = dataclasses.field(default_factory=os.getloadavg)
 
     def bar(self, name: str, is_met: bool, *, accepted: object, seen: object) -> None:
-        """Notes whether a bar was met, and prints it."""
+        """Records and prints whether a bar was met."""
         self.bars.append({"name": name, "is_met": is_met, "accepted": accepted, "seen": seen})
         print(f"{'met   ' if is_met else 'MISSED'} {name}: {_short(seen)} (accepted: {accepted})", flush=True)
 
     def at_most(self, name: str, seen: float, accepted: float) -> None:
-        """Notes a bar for a number."""
+        """Records an upper bound on a number."""
         self.bar(name, seen <= accepted, accepted=f"at most {accepted:g}", seen=seen)
 
     def nothing(self, name: str, entries: list[Any]) -> None:
-        """Notes a bar for a list that has to be empty. The report has its first entries."""
+        """Records a bar for a list that must be empty. The report has its first entries."""
         self.bar(name, not entries, accepted="none", seen=entries[:20] if entries else "none")
 
     def write(self, out: Path | None) -> int:

@@ -1,4 +1,4 @@
-"""`detjax serve` as a process: its start, its memory and its ends."""
+"""`detjax serve` as a process: start, memory and exit."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ from typing import Final, Self
 from detjax.demo import CHECKPOINT
 
 MODEL: Final = "chatty"
-"""What clients call the model: the checkpoint that comes with detjax, and a chat template."""
+"""The model's name for clients: detjax's demo checkpoint, with a chat template."""
 TEMPLATE: Final = """\
 {%- if tools %}{% for tool in tools %}{{ tool | tojson }}
 {% endfor %}Call one so: <tool_call>{"name": "x", "arguments": {}}</tool_call>
@@ -23,20 +23,20 @@ TEMPLATE: Final = """\
 {% endfor %}
 {%- if add_generation_prompt %}assistant: {% endif %}"""
 SMALL: Final = ("--max-samples", 4, "--token-budget", 64, "--max-length", 384)
-"""Options of a server that starts quickly."""
+"""Options of a fast-starting server."""
 MAIN: Final = "from detjax.cli import main; main()"
 _STARTS_WITHIN: Final = 1800
-"""Seconds after which a start is taken to hang."""
+"""Time limit for a start, in seconds."""
 
 
 class ServerProcess:
-    """A server's process. At the end of its context it is killed, if it still runs.
+    """A server's process, killed at the end of its context if still running.
 
     Attributes:
         process: the process.
-        port: where it listens, once it is ready.
-        fingerprint: what it prints of itself when it is ready.
-        seconds: how long the start took.
+        port: its port, once ready.
+        fingerprint: the fingerprint that it prints when ready.
+        seconds: the duration of the start.
     """
 
     def __init__(
@@ -49,15 +49,15 @@ class ServerProcess:
         template: str = TEMPLATE,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """Starts a server, which is not ready yet.
+        """Starts a server without waiting until it is ready.
 
         Args:
-            folder: gets the server's log.
-            options: options of `detjax serve` beside those of the model.
-            cache: the directory of compiled programs; None keeps none.
+            folder: the folder of the server's log.
+            options: options of `detjax serve` other than the model.
+            cache: the directory of compiled programs; None: no cache.
             checkpoint: the model.
             template: its chat template.
-            environment: further environment variables.
+            environment: additional environment variables.
         """
         self.port, self.fingerprint, self.seconds = 0, "", 0.0
         self._start = time.monotonic()
@@ -84,10 +84,10 @@ class ServerProcess:
         self.kill()
 
     def ready(self) -> Self:
-        """Waits until it serves.
+        """Waits until the server is ready.
 
         Raises:
-            RuntimeError: it ended, or takes too long; the message has the log's end.
+            RuntimeError: it exited, or takes too long; the message has the log's end.
         """
         beginning = f"{MODEL} on http://127.0.0.1:"
         while (line := next((one for one in self.log().splitlines() if one.startswith(beginning)), None)) is None:
@@ -100,36 +100,36 @@ class ServerProcess:
         return self
 
     def log(self) -> str:
-        """What it has written so far."""
+        """Returns the log so far."""
         return self._log.read_text(encoding="utf-8", errors="replace")
 
     def kill(self) -> None:
-        """Kills it as the kernel would."""
+        """Sends SIGKILL."""
         self.process.kill()
         self.process.wait()
 
     def stop(self) -> int:
-        """Tells it to end, and returns its exit code."""
+        """Stops the server, and returns its exit code."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(120)
 
     def workers(self) -> list[int]:
-        """The ids of its text workers."""
+        """Returns the process ids of its text workers."""
         children: list[int] = []
         for task in Path(f"/proc/{self.process.pid}/task").glob("*/children"):
             try:
                 children += map(int, task.read_text().split())
-            except OSError:  # a thread that has ended meanwhile
+            except OSError:  # the thread has ended
                 continue
         return children
 
     def memory(self) -> tuple[int, int]:
-        """Bytes that the server has in memory, and those of all its text workers together."""
+        """Returns the resident bytes of the server, and of all its text workers."""
         return resident(self.process.pid), sum(map(resident, self.workers()))
 
 
 def resident(pid: int) -> int:
-    """Bytes that a process has in memory; 0 if it has ended."""
+    """Returns the resident bytes of a process; 0 if it has ended."""
     try:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, IndexError):
@@ -137,7 +137,7 @@ def resident(pid: int) -> int:
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process runs, and is more than an entry that nobody has read."""
+    """Returns whether a process runs and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

@@ -1,4 +1,4 @@
-"""What is seen of a server while it is attacked: how soon /health answers, and the memory of its processes."""
+"""Observations of a server under attack: response times of /health, and the memory of its processes."""
 
 import contextlib
 import dataclasses
@@ -19,20 +19,20 @@ _HEALTH_EVERY: Final = 0.2
 _MEMORY_EVERY: Final = 0.25
 _MIB: Final = 1 << 20
 _MAX_POINTS: Final = 300
-"""Points of a curve in a report."""
+"""Maximum number of points of a curve in a report."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Seen:
-    """What was seen in a span of time.
+    """The observations of a time span.
 
     Attributes:
-        health_questions: how often /health was asked.
-        health_seconds: the longest time until its answer.
-        health_failures: answers of another status than 200, and questions without one.
-        lateness: by how many seconds the prober itself was late at worst: the machine's part in the longest time.
-        server_mib: the most memory of the server's process.
-        workers_mib: the most memory of its text workers together.
+        health_questions: the number of requests to /health.
+        health_seconds: the longest time until an answer.
+        health_failures: answers with a status other than 200, and requests without an answer.
+        lateness: the prober's own maximum delay in seconds: the machine's share of the longest time.
+        server_mib: peak memory of the server's process.
+        workers_mib: peak memory of all its text workers.
     """
 
     health_questions: int
@@ -44,7 +44,7 @@ class Seen:
 
 
 class Watch:
-    """Watches a server from a process and a thread of its own."""
+    """Watches a server from a separate process and thread."""
 
     def __init__(self, server: ServerProcess) -> None:
         self._server = server
@@ -60,17 +60,17 @@ class Watch:
             thread.start()
 
     def phase(self, name: str) -> float:
-        """Says what happens from now on, for the report, and returns the time."""
+        """Names the phase that begins now, for the report, and returns the time."""
         self._phases.append((time.monotonic(), name))
         return self._phases[-1][0]
 
     def memory_now(self) -> tuple[float, float]:
-        """MiB of the server's process and of its text workers."""
+        """Returns the MiB of the server's process and of its text workers."""
         server, workers = self._server.memory()
         return server / _MIB, workers / _MIB
 
     def seen(self, start: float | None = None) -> Seen:
-        """What was seen since a time, or in all, questions that began before its end included."""
+        """Returns the observations since a time, by default since the start."""
         start = self._start if start is None else start
         health = [one for one in self._health if one[0] + one[1] >= start]
         memory = [one for one in self._memory if one[0] >= start] or [(start, *self._server.memory())]
@@ -84,13 +84,13 @@ class Watch:
         )
 
     def settle(self) -> None:
-        """Waits until a question of /health that begins now has its answer."""
+        """Waits for the answer to a request to /health sent after this call."""
         now = time.monotonic()
         while self._prober.poll() is None and not any(one[0] >= now for one in self._health[-3:]):
             time.sleep(0.02)
 
     def report(self) -> dict[str, Any]:
-        """The worst answers of /health with what happened meanwhile, and memory over time."""
+        """Returns the slowest answers of /health with their phases, and memory over time."""
         worst = sorted(self._health, key=lambda one: -one[1])[:5]
         points = self._memory[:: max(1, len(self._memory) // _MAX_POINTS)]
         return {
@@ -106,7 +106,7 @@ class Watch:
         }
 
     def close(self) -> None:
-        """Ends the watch."""
+        """Stops watching."""
         self._is_over.set()
         self._prober.kill()
         for thread in self._threads:
@@ -114,7 +114,7 @@ class Watch:
         self._prober.wait()
 
     def _at(self, time_: float) -> str:
-        """What happened at a time."""
+        """The phase at a time."""
         return list(itertools.takewhile(lambda phase: phase[0] <= time_, self._phases))[-1][1]
 
     def _read_health(self) -> None:
