@@ -72,10 +72,11 @@ class Texts:
     def __init__(self, tokenizer: Tokenizer, cpu_seconds: float = 30) -> None:
         """Creates workers for a tokenizer. A job is killed, and its request rejected, after `cpu_seconds`."""
         self._tokenizer = tokenizer
-        start = _start_message(tokenizer, cpu_seconds)
+        settings = {"names": [*tokenizer.files], "source": "the checkpoint", "cpu_seconds": cpu_seconds}
+        start = [json.dumps(settings).encode(), *tokenizer.files.values()]
         self._workers = [_Worker(start, cpu_seconds) for _ in range(_WORKERS + 1)]
         self._short, self._long = _WorkerQueue(self._workers[:-1]), _WorkerQueue(self._workers[-1:])
-        # Without `close`, no processes may stay.
+        # Ends the processes of a server that nobody closed.
         self._end = weakref.finalize(self, _end_workers, self._workers, [self._short, self._long])
 
     def start(self) -> None:
@@ -176,7 +177,7 @@ class _WorkerQueue:
         self._num_workers = len(workers)
 
     async def run[T](self, use: Callable[["_Worker"], T]) -> T:
-        """Calls a function with an idle worker in a thread, even if the caller is cancelled, and returns its result."""
+        """Calls a function with an idle worker in a thread, which cancelling the caller does not stop."""
         return await asyncio.get_running_loop().run_in_executor(self.threads, self._with_worker, use)
 
     def start(self) -> None:
@@ -265,11 +266,6 @@ def _end_workers(workers: Sequence[_Worker], lanes: Sequence[_WorkerQueue]) -> N
         worker.close()
     for lane in lanes:
         lane.threads.shutdown(wait=False, cancel_futures=True)
-
-
-def _start_message(tokenizer: Tokenizer, cpu_seconds: float) -> list[bytes]:
-    settings = {"names": [*tokenizer.files], "source": "the checkpoint", "cpu_seconds": cpu_seconds}
-    return [json.dumps(settings).encode(), *tokenizer.files.values()]
 
 
 def _message_frames(messages: Sequence[Message]) -> list[bytes]:

@@ -47,7 +47,7 @@ class AnswerReader:
 
     def add(self, token: int, text: str) -> Iterator[Part]:
         """Yields the parts that a token and its text complete."""
-        yield from self._parts(self._parser.add(self._marks.add(token, text) if self._marks else text))
+        yield from self._parts(self._parser.add(self._marks.inserted([token], text) if self._marks else text))
 
     def finish(self) -> Iterator[Part]:
         """Yields the remaining parts at the end of the answer."""
@@ -56,7 +56,7 @@ class AnswerReader:
     def parts(self, tokens: Sequence[int], text: str) -> Iterator[Part]:
         """Yields all parts of a complete answer."""
         if self._marks is not None:
-            text = self._marks.whole(tokens, text)
+            text = self._marks.inserted(tokens, text)
         pieces = (text[start : start + _PIECE] for start in range(0, len(text), _PIECE))
         yield from self._parts(itertools.chain.from_iterable(map(self._parser.add, pieces)))
         yield from self._parts(self._parser.finish())
@@ -91,22 +91,12 @@ class _Marks:
         """Marks beyond the text so far, with their offsets."""
         self._length = 0
 
-    def add(self, token: int, text: str) -> str:
-        """Returns a token's text with its marks."""
-        offset = self._offsets.add(token)
-        if token in self._hidden:
-            self._waiting.append((offset, self._hidden[token]))
-        return self._insert(text)
-
-    def whole(self, tokens: Sequence[int], text: str) -> str:
-        """Returns a complete answer's text with its marks."""
+    def inserted(self, tokens: Sequence[int], text: str) -> str:
+        """Returns the text of the next tokens with its marks."""
         for token in tokens:
             offset = self._offsets.add(token)
             if token in self._hidden:
                 self._waiting.append((offset, self._hidden[token]))
-        return self._insert(text)
-
-    def _insert(self, text: str) -> str:
         pieces, begin = list[str](), 0
         while self._waiting and self._waiting[0][0] <= self._length + len(text):
             offset, mark = self._waiting.popleft()
