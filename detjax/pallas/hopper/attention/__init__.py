@@ -19,6 +19,7 @@ from detjax.pallas.hopper.attention import backward as hopper_backward
 from detjax.pallas.hopper.attention import decode, latent, prefill
 from detjax.pallas.hopper.attention.backward import Residuals
 from detjax.pallas.hopper.attention.dequantize import PageRange, dequantize_pages
+from detjax.pallas.hopper.attention.latent_schedule import PART
 from detjax.pallas.hopper.attention.mask import pack_words
 from detjax.pallas.hopper.attention.pieces import ragged_tiles
 from detjax.pallas.hopper.attention.warpgroups import TILE
@@ -48,7 +49,7 @@ def forward(
     _check(q, kv)
     if not with_normalizers and mask is None and decode.serves(q, kv):
         return decode.forward(operands, masking=masking), None
-    kv, queries = _in_numbers(kv, queries, q.shape[1], masking, q.dtype)
+    kv, queries = _dequantized(kv, queries, q.shape[1], masking, q.dtype)
     words = (
         None if mask is None else pack_words(mask, round_up(q.shape[1], TILE), queries.page_table.shape[1] * KV_BLOCK)
     )
@@ -146,7 +147,7 @@ def _ragged(operands: AttentionOperands, masking: Masking) -> tuple[Array, Array
     rows = q.shape[0]
     packed = jnp.pad(q, ((0, round_up(rows, QUERY_UNIT) - rows), (0, 0), (0, 0)))
     tiles = ragged_tiles(rows, queries.first_row, queries.count)
-    kv, queries = _in_numbers(kv, queries, queries.count, masking, q.dtype)
+    kv, queries = _dequantized(kv, queries, queries.count, masking, q.dtype)
     o, normalizers = prefill.forward(AttentionOperands(packed, kv, queries, sinks), masking=masking, tiles=tiles)
     return o[:rows], normalizers
 
@@ -175,7 +176,7 @@ def ragged_backward(
     return dq, KVPages(dk, dv), _rounded_or_sum(dsinks, sinks, sinks_sum)
 
 
-def _in_numbers(
+def _dequantized(
     kv: KVPages, queries: Queries, count: Array | int, masking: Masking, dtype: DTypeLike
 ) -> tuple[KVPages, Queries]:
     """Dequantizes the pages that prefill visits with `count` queries per request; returns them and their page table."""
@@ -223,9 +224,9 @@ def _check_latents(operands: AttentionOperands, masking: Masking) -> None:
         given, accepted = _dtype(q)
     elif kv.kv_heads != 1:
         given, accepted = f"key columns as values with {kv.kv_heads} KV heads", "1 KV head"
-    elif not latent.serves_widths(q.shape[-1], kv.value_width):
+    elif kv.value_width not in latent.VALUE_WIDTHS or q.shape[-1] != kv.value_width + PART:
         given = f"keys of {q.shape[-1]} columns whose values are the first {kv.value_width}"
-        accepted = f"{', '.join(map(str, latent.VALUE_WIDTHS))} value columns, and {latent.PART} more for keys"
+        accepted = f"{', '.join(map(str, latent.VALUE_WIDTHS))} value columns, and {PART} more for keys"
     elif refused:
         given = f"key columns as values with {', '.join(refused)}"
         accepted = "only scale and causal with key columns"

@@ -93,9 +93,9 @@ def backward(
     queries, (k_pages, v_pages) = residuals.queries, residuals.kv.numbers
     page_table, start, length = (jnp.asarray(x) for x in (queries.page_table, queries.start, queries.length))
     rows = rows_of_requests(queries, residuals.q.shape[0])
-    q, o, do = (rows.filled_up(x) for x in (residuals.q, residuals.o, do))
+    q, o, do = (rows.padded(x) for x in (residuals.q, residuals.o, do))
     # In a padding row every key has probability 0.
-    normalizers = rows.filled_up(residuals.log2_normalizers, axis=1, value=jnp.inf)
+    normalizers = rows.padded(residuals.log2_normalizers, axis=1, value=jnp.inf)
     tiles, pages = rows.tiles(), rows.key_pages(page_table, length, k_pages.shape[0])
     counts = tiles.request.shape[0], pages.request.shape[0], rows.rows_of_each
     widths = q.shape[-1], v_pages.shape[-1]
@@ -118,7 +118,7 @@ def backward(
     dsinks = None
     if residuals.sinks is not None:
         dsinks = _sink_gradient(rows, residuals.sinks, normalizers, delta, sinks_sum)
-    return rows.given(dq), dk, dv, dsinks
+    return rows.unpadded(dq), dk, dv, dsinks
 
 
 def _zeros_in_free_pages(gradients: dict[str, Array], pages: KeyPages) -> tuple[Array, Array]:

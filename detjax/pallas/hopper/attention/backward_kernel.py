@@ -111,18 +111,8 @@ class Kernel:
         self.stages = jnp.int32(schedule.stages)
         self.rows = pl.ds(self.warpgroup * ROWS, ROWS)
 
-    def take_turn(self) -> None:
-        """Waits for the matrix unit."""
-        if self.schedule.turns:
-            take_turn(self.warpgroup)
-
-    def pass_turn(self) -> None:
-        """Passes the matrix unit on."""
-        if self.schedule.turns:
-            pass_turn(self.warpgroup)
-
     def await_free(self, slot: Array) -> None:
-        """A loading warp waits until a slot is free."""
+        """Waits, in a loading warp, until a slot is free."""
         sync_with_consumers(_FREE + slot)
 
     def free(self, slot: Array | int) -> None:
@@ -166,9 +156,9 @@ class Kernel:
             # Slots are free at first: the loader awaits a release before every copy, also the first one into a slot.
             for slot in range(self.schedule.stages):
                 self.free(slot)
-            pl.when(self.warpgroup == 1)(self.pass_turn)
+            pl.when(self.warpgroup == 1)(lambda: pass_turn(self.warpgroup))
             multiply()
-            pl.when(self.warpgroup == 0)(self.take_turn)
+            pl.when(self.warpgroup == 0)(lambda: take_turn(self.warpgroup))
             plgpu.wait_smem_to_gmem(0)
 
         def load_all() -> None:

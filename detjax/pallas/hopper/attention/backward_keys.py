@@ -25,9 +25,7 @@ from detjax.pallas.hopper.attention.backward_kernel import (
 from detjax.pallas.hopper.attention.backward_schedule import Problem, Schedule
 from detjax.pallas.hopper.attention.queries_on_columns import along_columns
 from detjax.pallas.hopper.attention.queries_on_rows import clear_tail, indices, row_indices, splat
-from detjax.pallas.hopper.attention.warpgroups import (
-    launch,
-)
+from detjax.pallas.hopper.attention.warpgroups import launch, pass_turn, take_turn
 from detjax.pallas.hopper.mosaic.layouts import MATRIX, PER_COLUMN, ROWS, swizzled
 from detjax.pallas.hopper.mosaic.tiles import mask_columns
 
@@ -38,8 +36,6 @@ class _Head(NamedTuple):
     Attributes:
         number: the head's number in the group.
         keys: position of the warpgroup's first key.
-        k: the keys in shared memory.
-        v: the values in shared memory.
         first_step: the step of the head's first rows.
         slopes: ALiBi slope at every element of a tile, or None.
     """
@@ -227,9 +223,9 @@ class _KeyGradients(Kernel):
         q = self.scratch["q"].at[slot]
 
         def multiply(s_sum: Any) -> Array:
-            self.take_turn()
+            take_turn(self.warpgroup)
             plgpu.wgmma(s_sum, head.k, q.T)
-            self.pass_turn()
+            pass_turn(self.warpgroup)
             return self.probabilities(s_sum[...], tile, head.slopes)[0].astype(self.problem.dtype)
 
         return pl.run_scoped(multiply, SUMS(SQUARE, ACCUMULATOR))
@@ -239,11 +235,11 @@ class _KeyGradients(Kernel):
         q, do = self.scratch["q"].at[slot], self.scratch["do"].at[slot]
 
         def multiply(s_sum: Any, dp_sum: Any) -> tuple[Array, Array]:
-            self.take_turn()
+            take_turn(self.warpgroup)
             plgpu.wgmma(s_sum, head.k, q.T)
             plgpu.barrier_wait(self.scratch["do_loaded"].at[slot])
             plgpu.wgmma(dp_sum, head.v, do.T)
-            self.pass_turn()
+            pass_turn(self.warpgroup)
             # Exponentiates while the second product runs.
             p, cap_slope = self.probabilities(plgpu.wgmma_accumulator_load(s_sum, wait_n=1), tile, head.slopes)
             return p.astype(self.problem.dtype), self.score_gradients(p, dp_sum[...], tile, cap_slope)

@@ -24,11 +24,7 @@ from detjax.pallas.hopper.attention.backward_kernel import (
 )
 from detjax.pallas.hopper.attention.backward_schedule import Problem, Schedule
 from detjax.pallas.hopper.attention.queries_on_rows import along_rows, clear_tail, indices, row_indices
-from detjax.pallas.hopper.attention.warpgroups import (
-    TILE,
-    WARPGROUPS,
-    launch,
-)
+from detjax.pallas.hopper.attention.warpgroups import TILE, WARPGROUPS, launch, pass_turn, take_turn
 from detjax.pallas.hopper.mosaic.layouts import MATRIX, PER_ROW, ROWS, swizzled
 from detjax.pallas.hopper.mosaic.tiles import mask_columns, row_sums
 
@@ -191,12 +187,12 @@ class _QueryGradient(Kernel):
         )
 
         def multiply(s_sum: Any, dp_sum: Any) -> Array:
-            self.take_turn()
+            take_turn(self.warpgroup)
             plgpu.wgmma(s_sum, rows.q, k.T)
             if not is_masked:
                 plgpu.barrier_wait(self.scratch["v_loaded"].at[slot])
             plgpu.wgmma(dp_sum, rows.do, v.T)
-            self.pass_turn()
+            pass_turn(self.warpgroup)
             # Exponentiates while the second product runs.
             p, cap_slope = self.probabilities(plgpu.wgmma_accumulator_load(s_sum, wait_n=1), tile, rows.slopes)
             return self.score_gradients(p, dp_sum[...], tile, cap_slope)

@@ -54,11 +54,11 @@ class RequestRows(abc.ABC):
     rows: Array
 
     @abc.abstractmethod
-    def filled_up(self, x: Array, axis: int = 0, value: float = 0.0) -> Array:
+    def padded(self, x: Array, axis: int = 0, value: float = 0.0) -> Array:
         """Pads the rows of the call along an axis with a value."""
 
     @abc.abstractmethod
-    def given(self, x: Array) -> Array:
+    def unpadded(self, x: Array) -> Array:
         """Returns the rows of the call from padded ones, along the first axis."""
 
     @abc.abstractmethod
@@ -74,34 +74,32 @@ class RectangularRows(RequestRows):
     """The rows of requests that have the same number each."""
 
     def __init__(self, batch: int, rows_of_each: int) -> None:
-        self._batch, self._given = batch, rows_of_each
+        self._batch, self._rows = batch, rows_of_each
         self.most_rows = self.rows_of_each = round_up(rows_of_each, ROWS)
         self.first_row = jnp.arange(batch, dtype=jnp.int32) * self.most_rows
         self.rows = jnp.full((batch,), self.most_rows, jnp.int32)
 
-    def filled_up(self, x: Array, axis: int = 0, value: float = 0.0) -> Array:
-        """See `RequestRows`."""
-        if self._given == self.most_rows:
+    def padded(self, x: Array, axis: int = 0, value: float = 0.0) -> Array:
+        if self._rows == self.most_rows:
             return x
-        shape, added = x.shape, self.most_rows - self._given
-        x = x.reshape(*shape[:axis], self._batch, self._given, *shape[axis + 1 :])
+        shape, added = x.shape, self.most_rows - self._rows
+        x = x.reshape(*shape[:axis], self._batch, self._rows, *shape[axis + 1 :])
         x = jnp.pad(x, [(0, added if i == axis + 1 else 0) for i in range(x.ndim)], constant_values=value)
         return x.reshape(*shape[:axis], -1, *shape[axis + 1 :])
 
-    def given(self, x: Array) -> Array:
-        """See `RequestRows`."""
+    def unpadded(self, x: Array) -> Array:
         rest = x.shape[1:]
-        return x.reshape(self._batch, self.most_rows, *rest)[:, : self._given].reshape(-1, *rest)
+        return x.reshape(self._batch, self.most_rows, *rest)[:, : self._rows].reshape(-1, *rest)
 
     def tiles(self) -> Tiles:
-        """See `RequestRows`. Longest first: the last tiles of requests see the most keys."""
+        # Longest first: the last tiles of requests see the most keys.
         tiles = ceil_div(self.most_rows, TILE)
         tile = jnp.arange(self._batch * tiles, dtype=jnp.int32)
         request, offset = tile % self._batch, (tiles - 1 - tile // self._batch) * TILE
         return Tiles(request, self.first_row[request] + offset, offset, jnp.minimum(TILE, self.most_rows - offset))
 
     def key_pages(self, page_table: Array, length: Array, pages: int) -> KeyPages:
-        """See `RequestRows`. Longest first: the first blocks are seen by the most rows."""
+        # Longest first: the first blocks are seen by the most rows.
         del pages
         index = jnp.arange(page_table.size, dtype=jnp.int32)
         request, block = index % self._batch, index // self._batch
@@ -123,13 +121,12 @@ class SpreadRows(RequestRows):
         self._is_given = is_given.reshape(-1)
         self._source = jnp.where(is_given, first_row[blocks.request][:, None] + offset, 0).reshape(-1)
 
-    def filled_up(self, x: Array, axis: int = 0, value: float = 0.0) -> Array:
-        """See `RequestRows`."""
+    def padded(self, x: Array, axis: int = 0, value: float = 0.0) -> Array:
         is_given = self._is_given.reshape(*[1] * axis, -1, *[1] * (x.ndim - 1 - axis))
         return jnp.where(is_given, jnp.take(x, self._source, axis, mode="clip"), jnp.asarray(value, x.dtype))
 
-    def given(self, x: Array) -> Array:
-        """See `RequestRows`; zeros in padding between packed requests."""
+    def unpadded(self, x: Array) -> Array:
+        # With zeros in the padding between packed requests.
         request, offset = request_of_rows(self._packed, self._packed_first)
         is_given = (offset >= 0) & (offset < self._count[request])
         source = jnp.where(is_given, self.first_row[request] + offset, 0)
@@ -137,12 +134,11 @@ class SpreadRows(RequestRows):
         return jnp.where(is_given, jnp.take(x, source, 0, mode="clip"), jnp.zeros((), x.dtype))
 
     def tiles(self) -> Tiles:
-        """See `RequestRows`."""
         # Padding to whole blocks of rows adds no tiles.
         return ragged_tiles(self._packed, self.first_row, self.rows)
 
     def key_pages(self, page_table: Array, length: Array, pages: int) -> KeyPages:
-        """See `RequestRows`. There are at most as many as in the pool, since a page belongs to one request."""
+        # At most as many as in the pool, since a page belongs to one request.
         needed = jnp.where(self.rows > 0, jnp.minimum(-(-length // KV_BLOCK), page_table.shape[1]), 0)
         request, block, is_needed = pieces(needed, min(pages, page_table.size))
         block, rows = jnp.where(is_needed, block, 0), jnp.where(is_needed, self.rows[request], 0)

@@ -6,9 +6,8 @@ from typing import Any, Final
 import numpy as np
 
 from detjax.contract import ACCUMULATOR
-from detjax.pallas.hopper.attention.warpgroups import (
-    TILE,
-)
+from detjax.pallas.hopper.attention.prefill_schedule import check_stages
+from detjax.pallas.hopper.attention.warpgroups import TILE
 from detjax.pallas.hopper.device import SHARED_MEMORY, SHARED_MEMORY_RESERVED
 from detjax.pallas.hopper.mosaic.layouts import ROWS
 
@@ -69,12 +68,10 @@ class Schedule:
     Attributes:
         stages: slots for streamed rows, 64 rows of two operands each.
         together: whether one kernel adds `dk` and `dv`; else each has a kernel, for lack of registers.
-        turns: whether the warpgroups take turns at the products for scores and their gradients.
     """
 
     stages: int = _MAX_STAGES
     together: bool = True
-    turns: bool = True
 
     def __post_init__(self) -> None:
         if self.stages < 1:
@@ -82,11 +79,7 @@ class Schedule:
 
     def check(self, problem: Problem) -> None:
         """Raises ValueError if the stages do not fit into shared memory."""
-        if self.stages > problem.most_stages:
-            raise ValueError(
-                f"Schedule: stages is {self.stages} for rows of {problem.width} and {problem.value_width} columns; "
-                f"accepted: at most {problem.most_stages}"
-            )
+        check_stages(self.stages, problem.most_stages, problem.width, problem.value_width)
 
 
 def default_schedule(problem: Problem) -> Schedule:

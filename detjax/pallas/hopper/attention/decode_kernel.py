@@ -56,8 +56,6 @@ DEQUANTIZING: Final = KV_BLOCK // ROWS
 """Dequantizing warpgroups of a CTA with quantized pages; each has `ROWS` rows of every page."""
 _PREFETCHING: Final = 2 * WARPGROUP
 """Threads that prefetch the page table."""
-_REGISTERS: Final = 512
-"""Registers of four threads, one of each warpgroup."""
 # The sums need 240 registers of a thread. A CTA of four warpgroups begins with 128 per thread, so the other three get
 # what remains of 512: the loader holds addresses, a dequantizing thread 64 numbers of a page and their codes.
 _, _LOADING_REGISTERS, _DEQUANTIZING_REGISTERS, _ = shared_registers(MULTIPLYING_REGISTERS, 40, 112, 112)
@@ -91,7 +89,6 @@ class _Arrivals(NamedTuple):
 
     Attributes:
         rings: for keys and for values, or for both, the slots of each array of a page.
-        slots: number of slots.
         loaded: name of the barriers that copies complete.
         consumed: name of the barriers that release slots.
     """
@@ -106,10 +103,7 @@ class _Tile(NamedTuple):
     """A segment and its queries.
 
     Attributes:
-        segment: the segment.
-        kv_head: KV head.
         tile: index of the tile among the request's query tokens.
-        kv_length: number of the request's keys.
         position: position of the tile's first query.
         sinks: sink of each column, or None.
         queries: number of columns that are queries.
@@ -163,7 +157,7 @@ class Kernel:
             self.arrivals = _Arrivals([(ring,) for ring in scratch["kv"]], problem.slots, "loaded", "consumed")
         else:
             self.arrivals = _Arrivals(scratch["codes"], problem.code_slots, "codes_loaded", "codes_consumed")
-        self.line = Line(problem, schedule, masking, operands)
+        self.line = Line(problem, schedule, masking, operands.q_start, operands.kv_length)
         self.cta = lax.axis_index("cta")
         self.warpgroup = lax.axis_index("warpgroup")
         # The loader reads page ids one at a time, waiting for each. All CTAs together bring the table to the L2 cache
@@ -179,10 +173,10 @@ class Kernel:
         lax.switch(self.warpgroup, roles)  # clamps the index: further warpgroups have the last role
 
     def take_registers(self, count: int) -> None:
-        """Sets the registers of each thread of the warpgroup, if the CTA has dequantizing warpgroups."""
-        # Two warpgroups begin with 256 registers per thread, which suffice for every role.
+        """Sets the registers of each thread of the warpgroup, if the CTA has four warpgroups."""
+        # They begin with 128 per thread. Two warpgroups begin with 256, which suffice for every role.
         if self.problem.quantization is not None:
-            plgpu.set_max_registers(count, action="increase" if count > _REGISTERS // 4 else "decrease")
+            plgpu.set_max_registers(count, action="increase" if count > 128 else "decrease")
 
     def head_and_tile(self, segment: Segment) -> tuple[Array, Array]:
         """Returns the KV head and the tile of a segment's sequence."""
@@ -250,10 +244,9 @@ class Kernel:
                 self.dequantize_page(number, step + number, first_row)
             return step + len(self.operands.pools)
 
-        def dequantize_segment(segment: Segment, step: Array) -> Array:
-            return lax.fori_loop(0, segment.visits, dequantize_block, step)
-
-        steps = self.line.fold(self.share, dequantize_segment, jnp.int32(0))
+        steps = self.line.fold(
+            self.share, lambda segment, step: lax.fori_loop(0, segment.visits, dequantize_block, step), jnp.int32(0)
+        )
         self.await_all("consumed", steps, self.problem.slots)
 
     def dequantize_page(self, number: int, step: Array, first_row: Array) -> None:
@@ -326,7 +319,13 @@ class Kernel:
         s = self.score(tile, k, k_slot, keys)
         m_b = self.exponentiate(s)
         plgpu.barrier_wait(self.scratch["loaded"].at[v_slot])
-        pl.when(keys + KV_BLOCK > tile.kv_length)(lambda: self.clear_values(v, tile.kv_length - keys))
+        length = tile.kv_length - keys
+
+        @pl.when(keys + KV_BLOCK > tile.kv_length)
+        def _() -> None:
+            for first in range(0, KV_BLOCK, ROWS):
+                clear_tail(v.at[pl.ds(first, ROWS)], length - first)
+
         # For the matrix unit, which reads p and the zeros, and for all threads, which read the partial sums.
         plgpu.commit_smem()
         results = self.multiply_values(v, lambda chunk, product: use(chunk, product, m_b))
@@ -375,11 +374,6 @@ class Kernel:
             products = pl.run_scoped(multiply, *accumulators)
             results += [use(chunk, product) for chunk, product in zip(chunks, products, strict=True)]
         return tuple(results)
-
-    def clear_values(self, v: Any, length: Array) -> None:
-        """Zeroes the values after a request's last one."""
-        for first in range(0, KV_BLOCK, ROWS):
-            clear_tail(v.at[pl.ds(first, ROWS)], length - first)
 
     def merge_block(self, tile: _Tile, i: Array, sums: _Sums) -> _Sums:
         """Returns the sums including the segment's block i."""

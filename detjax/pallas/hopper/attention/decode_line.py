@@ -1,13 +1,14 @@
 """The line of key blocks that decode on Hopper distributes over its CTAs."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
 
 from detjax.contract import ACCUMULATOR, KV_BLOCK
 from detjax.operands.options import Masking
+from detjax.pallas.hopper.attention import decode_schedule, latent_schedule
 from detjax.pallas.hopper.attention.decode_schedule import Schedule
 from detjax.pallas.hopper.mosaic.warps import find_places
 
@@ -34,35 +35,10 @@ class Operands(NamedTuple):
     slopes: Any | None
 
 
-class _Sizes(Protocol):
-    """Sizes that the line depends on; see `decode_schedule.Problem`."""
-
-    @property
-    def batch(self) -> int: ...
-    @property
-    def tokens(self) -> int: ...
-    @property
-    def sequences(self) -> int: ...
-    @property
-    def most_blocks(self) -> int: ...
-    @property
-    def cut_unit(self) -> int: ...
-
-
-class _Positions(Protocol):
-    """Positions of each request's queries and keys; see `Operands`."""
-
-    @property
-    def q_start(self) -> Any: ...
-    @property
-    def kv_length(self) -> Any: ...
-
-
 class _Place(NamedTuple):
     """A block on the line.
 
     Attributes:
-        request: the request.
         sequence: the sequence in the request, by KV head and then by tile.
         skipped: number of the sequence's blocks before this one.
     """
@@ -77,7 +53,6 @@ class Share(NamedTuple):
 
     Attributes:
         start: the first block.
-        blocks: number of blocks.
         usual: number of blocks of most CTAs, before cuts move.
     """
 
@@ -90,12 +65,10 @@ class Segment(NamedTuple):
     """The blocks of one sequence that belong to one CTA.
 
     Attributes:
-        request: the request.
         sequence: the sequence in the request.
         skipped: number of the sequence's blocks in earlier CTAs.
         first_block: index of the sequence's first block in the request.
-        blocks: number of the sequence's blocks.
-        visits: number of these that the CTA visits.
+        visits: number of the sequence's blocks that the CTA visits.
     """
 
     request: Array
@@ -109,15 +82,23 @@ class Segment(NamedTuple):
 class Line:
     """The blocks of all sequences in a line, and its cuts."""
 
-    def __init__(self, problem: _Sizes, schedule: Schedule, masking: Masking, operands: _Positions) -> None:
-        self.problem, self.schedule, self.masking, self.operands = problem, schedule, masking, operands
+    def __init__(
+        self,
+        problem: decode_schedule.Problem | latent_schedule.Problem,
+        schedule: Schedule,
+        masking: Masking,
+        q_start: Any,
+        kv_length: Any,
+    ) -> None:
+        self.problem, self.schedule, self.masking = problem, schedule, masking
+        self.q_start, self.kv_length = q_start, kv_length
 
     def blocks_of(self, request: Array) -> tuple[Array, Array]:
         """Returns the first block that any query token of the request sees, and the number of blocks, at least 1."""
-        length = self.operands.kv_length[request]
+        length = self.kv_length[request]
         first, end = jnp.int32(0), length
         if self.masking.causal or self.masking.window is not None:
-            position = self.operands.q_start[request]
+            position = self.q_start[request]
             if self.masking.causal:
                 end = lax.min(end, position + self.problem.tokens)
             if self.masking.window is not None:

@@ -179,7 +179,6 @@ class Split(NamedTuple):
     """A split sequence, all int32.
 
     Attributes:
-        request: the request.
         sequence: the sequence in the request, by KV head and then by tile.
         blocks: number of unmerged blocks; 0 if the sequence is not split.
         first_place: place of the first unmerged block.
@@ -240,8 +239,6 @@ class _Group(NamedTuple):
     """The state before 128 blocks are merged.
 
     Attributes:
-        merged: running sums.
-        m: running maximum.
         m_b: the blocks' maxima, one per thread.
         total_b: the blocks' sums, one per thread.
     """
@@ -338,11 +335,7 @@ class _Merge:
         """Stores the factors of 128 blocks, and which of them change the running maximum, to shared memory."""
         before, after = running_maxima(group.m_b, group.m, self.maxima_of_warps)
         b = jnp.exp2(group.m_b - after)
-        factors = {
-            _Factor.RUNNING: jnp.exp2(before - after),
-            _Factor.BLOCK: b,
-            _Factor.SUM: group.total_b * b,
-        }
+        factors = {_Factor.RUNNING: jnp.exp2(before - after), _Factor.BLOCK: b, _Factor.SUM: group.total_b * b}
         for row, factor in factors.items():
             self.factors.at[row][...] = factor
         self.maxima[...] = after

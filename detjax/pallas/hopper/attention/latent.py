@@ -22,10 +22,9 @@ from detjax.pallas.hopper.attention.decode_schedule import Schedule
 from detjax.pallas.hopper.attention.latent_kernel import Kernel, Operands, Results, scratch_types
 from detjax.pallas.hopper.attention.latent_merge import merge, out_types
 from detjax.pallas.hopper.attention.latent_schedule import (
-    PART,
     Problem,
     default_schedule,
-    filled_heads,
+    padded_heads,
     partial_results,
     tokens_of_a_tile,
 )
@@ -34,11 +33,6 @@ from detjax.pallas.hopper.mosaic.layouts import ROWS
 
 VALUE_WIDTHS: Final = (128, 256, 384, 512)
 """Columns of values. Keys have `PART` columns more."""
-
-
-def serves_widths(width: int, value_width: int) -> bool:
-    """Returns whether a kernel serves keys and values of these widths."""
-    return value_width in VALUE_WIDTHS and width == value_width + PART
 
 
 def forward(
@@ -61,7 +55,7 @@ def forward(
         schedule: default: `default_schedule`.
     """
     batch, tokens, heads, _ = q.shape
-    size = tokens_of_a_tile(tokens, filled_heads(heads))
+    size = tokens_of_a_tile(tokens, padded_heads(heads))
     padded = round_up(tokens, size)
     q = jnp.pad(q, ((0, 0), (0, padded - tokens), (0, 0), (0, 0)))
     first = jnp.tile(jnp.arange(0, padded, size, dtype=jnp.int32), batch)
@@ -90,7 +84,7 @@ def ragged(
     rows, heads, _ = q.shape
     padded = round_up(rows, QUERY_UNIT)
     q = jnp.pad(q, ((0, padded - rows), (0, 0), (0, 0)))
-    size = tokens_of_a_tile(padded, filled_heads(heads))
+    size = tokens_of_a_tile(padded, padded_heads(heads))
     # Requests begin at multiples of QUERY_UNIT, so no tile has rows of two.
     request, index = (x[::size] for x in request_of_rows(padded, jnp.asarray(queries.first_row)))
     is_present = (index >= 0) & (index < jnp.asarray(queries.count)[request])
@@ -118,12 +112,12 @@ class _Call:
             places: request, position of the first token, and number of the request's keys of each tile.
         """
         (tokens, heads, width), tiles, blocks = q.shape, places[0].shape[0], self.page_table.shape[1]
-        filled = filled_heads(heads)
-        problem = Problem(tiles, tokens // tiles, filled, width, self.kv.value_width, blocks, q.dtype)
+        padded = padded_heads(heads)
+        problem = Problem(tiles, tokens // tiles, padded, width, self.kv.value_width, blocks, q.dtype)
         schedule = self.schedule or default_schedule(problem)
         if self.with_normalizers:
             schedule = dataclasses.replace(schedule, cut=False)
-        rows = jnp.pad(q, ((0, 0), (0, filled - heads), (0, 0))).reshape(tokens * filled, width)
+        rows = jnp.pad(q, ((0, 0), (0, padded - heads), (0, 0))).reshape(tokens * padded, width)
         # Every tile is read as `ROWS` rows, the last one too.
         rows = jnp.pad(rows, ((0, ROWS - problem.rows), (0, 0)))
         operands = Operands(rows, self.kv.k, self.page_table, *(x.astype(jnp.int32) for x in places))
@@ -142,6 +136,6 @@ class _Call:
             o = merge(problem, o, *partials)
         # A tile has several tokens, or several sequences, but not both.
         return (
-            o[:, :, : problem.rows].reshape(tokens, filled, problem.value_width)[:, :heads],
-            normalizers[:, :, : problem.rows].reshape(tokens, filled)[:, :heads],
+            o[:, :, : problem.rows].reshape(tokens, padded, problem.value_width)[:, :heads],
+            normalizers[:, :, : problem.rows].reshape(tokens, padded)[:, :heads],
         )

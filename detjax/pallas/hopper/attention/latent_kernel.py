@@ -166,7 +166,7 @@ class Kernel:
     ) -> None:
         self.problem, self.schedule, self.masking = problem, schedule, masking
         self.operands, self.results, self.scratch = operands, results, scratch
-        self.line = Line(problem, schedule, masking, operands)
+        self.line = Line(problem, schedule, masking, operands.q_start, operands.kv_length)
         self.cta = lax.axis_index("cta")
         self._warpgroup = lax.axis_index("warpgroup")
         self.share = self.line.share(self.cta)
@@ -262,8 +262,9 @@ class Kernel:
         """Returns numbers of each row in shared memory; see `_Row`."""
         return self.scratch["rows"].at[row]
 
+    @property
     def half(self) -> Any:
-        """Returns the warpgroup's half of a block's keys."""
+        """The warpgroup's half of a block's keys."""
         return pl.ds(self.warpgroup * ROWS, ROWS)
 
     def merge_block(self, segment: Segment, i: Array, sums: _Sums) -> _Sums:
@@ -283,8 +284,14 @@ class Kernel:
         # The contract adds each lane's keys in ascending order: the second warpgroup continues the first one's sums.
         pl.when(self.warpgroup == 0)(lambda: store_lane_sums(p, scratch["lane_sums"]))
         exchanged = scratch["page"].at[self.problem.value_parts]
-        store_lines(p.astype(self.problem.dtype), exchanged.at[self.half()])
-        pl.when(keys + KV_BLOCK > kv_length)(lambda: self.clear_values(kv_length - keys))
+        store_lines(p.astype(self.problem.dtype), exchanged.at[self.half])
+
+        # A page may hold NaN after its request's last token, and 0 * NaN is not 0.
+        @pl.when(keys + KV_BLOCK > kv_length)
+        def _() -> None:
+            for part in range(self.problem.value_parts):
+                clear_rows(scratch["page"].at[part, self.half], kv_length - keys - self.warpgroup * ROWS)
+
         plgpu.commit_smem()
         sync(_MEETING, CONSUMERS)
         total_b = lax.cond(
@@ -305,21 +312,13 @@ class Kernel:
         def multiply(accumulator: Any) -> Array:
             for part in range(self.problem.parts):
                 plgpu.barrier_wait(scratch["loaded"].at[part])
-                keys = scratch["page"].at[part, self.half()]
+                keys = scratch["page"].at[part, self.half]
                 plgpu.wgmma(accumulator, scratch["q"].at[:, pl.ds(part * PART, PART)], keys.T)
             return accumulator[...]
 
         s = pl.run_scoped(multiply, plgpu.ACC((ROWS, KV_BLOCK // WARPGROUPS), ACCUMULATOR))  # pyright: ignore
         pl.when(i + 1 == segment.visits)(lambda: plgpu.barrier_arrive(scratch["q_consumed"]))
         return s
-
-    def clear_values(self, length: Array) -> None:
-        """Zeroes the values after a request's last one, in the warpgroup's half of the page.
-
-        The page may hold NaN there, and 0 * NaN is not 0.
-        """
-        for part in range(self.problem.value_parts):
-            clear_rows(self.scratch["page"].at[part, self.half()], length - self.warpgroup * ROWS)
 
     def multiply_values(self, p: Array, a: Array, b: Array, o: tuple[Array, ...]) -> tuple[Array, ...]:
         """Returns the running sums `o`, scaled by `a`, plus the products of `p` and values, scaled by `b`.

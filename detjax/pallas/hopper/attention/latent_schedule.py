@@ -29,7 +29,7 @@ class Problem:
     Attributes:
         batch: tiles of all requests.
         tokens: query tokens of a tile.
-        heads: query heads including padding, see `filled_heads`.
+        heads: query heads including padding, see `padded_heads`.
         width: columns of queries and keys.
         value_width: columns of values, the first ones of the keys.
         most_blocks: maximum number of key blocks per request.
@@ -45,13 +45,13 @@ class Problem:
     dtype: Any
 
     def __post_init__(self) -> None:
-        if self.heads != filled_heads(self.heads):
-            raise ValueError(f"heads is {self.heads}; accepted: {filled_heads(self.heads)}, see filled_heads")
+        if self.heads != padded_heads(self.heads):
+            raise ValueError(f"heads is {self.heads}; accepted: {padded_heads(self.heads)}, see padded_heads")
 
     @property
     def group(self) -> int:
         """Query heads of a sequence."""
-        return heads_of_a_sequence(self.heads)
+        return self.heads // ceil_div(self.heads, ROWS)
 
     @property
     def sequences(self) -> int:
@@ -84,7 +84,7 @@ class Problem:
         return ceil_div(self.most_blocks, self.cut_unit)
 
 
-def filled_heads(heads: int) -> int:
+def padded_heads(heads: int) -> int:
     """Returns the number of query heads in memory, padded so that every sequence is whole swizzled groups of rows.
 
     A copy into shared memory that begins within such a group reads wrong rows, on the device but not in the
@@ -94,17 +94,12 @@ def filled_heads(heads: int) -> int:
     return sequences * round_up(ceil_div(heads, sequences), SWIZZLED_ROWS)
 
 
-def heads_of_a_sequence(heads: int) -> int:
-    """Returns how many of the `filled_heads` are rows of one sequence, the same number for each."""
-    return heads // ceil_div(heads, ROWS)
-
-
 def tokens_of_a_tile(tokens: int, heads: int) -> int:
     """Returns the number of tokens per tile: a power of two that divides `QUERY_UNIT`.
 
     Args:
         tokens: consecutive query tokens of a request.
-        heads: query heads including padding, see `filled_heads`.
+        heads: query heads including padding, see `padded_heads`.
     """
     most = min(QUERY_UNIT, max(1, ROWS // heads))
     return next(size for size in (1, 2, 4, QUERY_UNIT) if 2 * size > most or size >= tokens)

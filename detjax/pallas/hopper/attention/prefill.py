@@ -24,20 +24,12 @@ from detjax.pallas.hopper.attention.prefill_kernel import Operands
 from detjax.pallas.hopper.attention.prefill_narrow import NarrowKernel
 from detjax.pallas.hopper.attention.prefill_schedule import Problem, Schedule, Tiles, default_schedule
 from detjax.pallas.hopper.attention.prefill_wide import WideKernel
-from detjax.pallas.hopper.attention.warpgroups import (
-    TILE,
-    WARPGROUPS,
-    launch,
-)
+from detjax.pallas.hopper.attention.warpgroups import TILE, WARPGROUPS, launch
 from detjax.pallas.hopper.mosaic.layouts import ROWS
 
 
 def forward(
-    operands: AttentionOperands,
-    *,
-    masking: Masking,
-    tiles: Tiles | None = None,
-    schedule: Schedule | None = None,
+    operands: AttentionOperands, *, masking: Masking, tiles: Tiles | None = None, schedule: Schedule | None = None
 ) -> tuple[Array, Array]:
     """Returns the output `[N, H, V]` and the log2 of each row's normalizer, `[H, N]` float32.
 

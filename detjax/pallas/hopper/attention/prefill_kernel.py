@@ -45,12 +45,7 @@ from detjax.pallas.hopper.attention.warpgroups import (
 from detjax.pallas.hopper.device import WARP, WARPGROUP
 from detjax.pallas.hopper.mosaic.barriers import arrive, sync
 from detjax.pallas.hopper.mosaic.layouts import ROWS
-from detjax.pallas.hopper.mosaic.tiles import (
-    column_distances,
-    mask_bits,
-    mask_columns,
-    row_sums,
-)
+from detjax.pallas.hopper.mosaic.tiles import column_distances, mask_bits, mask_columns, row_sums
 
 
 class Operands(NamedTuple):
@@ -72,12 +67,9 @@ class Item(NamedTuple):
     """A tile of one head.
 
     Attributes:
-        request: the request.
-        head: the query head.
         row: the tile's first row in the packed queries.
         rows: number of its rows that the request has.
         position: position of its first row.
-        kv_length: number of the request's keys.
         first: the first block of keys that is visited.
         end: the end of the blocks that are visited, at least one.
     """
@@ -96,7 +88,6 @@ class Rows(NamedTuple):
     """A warpgroup's rows of a tile.
 
     Attributes:
-        item: the tile.
         position: position of the warpgroup's first row.
         q: the queries in shared memory.
         sinks: the head's sink for each row, or None.
@@ -116,7 +107,6 @@ class Slot(NamedTuple):
     """Shared memory for a page, or for a part of a wide page.
 
     Attributes:
-        content: the memory.
         loaded: the barrier that copies into it complete.
         number: its number in the ring.
         first_free: the named barrier of the ring's first slot.
@@ -137,11 +127,7 @@ class Visit(NamedTuple):
     """A warpgroup's visit of a block of keys.
 
     Attributes:
-        rows: the warpgroup's rows.
-        block: the block's number in the request.
         step: the step, see `Kernel`.
-        k: slots of the block's keys.
-        v: slots of the block's values.
         words: words of the call's mask; empty without a mask.
         is_last: whether it is the last block of the tile.
         is_masked: whether positions may hide some of the block's keys from some row.
@@ -197,7 +183,6 @@ class Piece(NamedTuple):
     Attributes:
         part: the part of the page.
         first: the first column within the part.
-        size: number of columns.
     """
 
     part: int
@@ -266,10 +251,6 @@ class Kernel(abc.ABC):
     @abc.abstractmethod
     def value_slots(self, step: Array) -> list[Slot]:
         """Returns the slots of the parts of the step's values."""
-
-    @abc.abstractmethod
-    def first_key_slot(self, step: Array) -> Slot:
-        """Returns the slot of the first part of the step's keys."""
 
     @abc.abstractmethod
     def page_part(self, page: Any, part: int) -> Any:
@@ -414,18 +395,10 @@ class Kernel(abc.ABC):
             for first_free in self.first_free:
                 arrive_for_loader(first_free + slot)
         self.free_queries()
-        pl.when(self.warpgroup == 1)(self.pass_turn)
+        pl.when(self.warpgroup == 1)(lambda: pass_turn(self.warpgroup))
         lax.fori_loop(0, self.item_count, self.multiply_tile, jnp.int32(0))
-        pl.when(self.warpgroup == 0)(self.take_turn)
+        pl.when(self.warpgroup == 0)(lambda: take_turn(self.warpgroup))
         plgpu.wait_smem_to_gmem(0)
-
-    def take_turn(self) -> None:
-        """Waits for the matrix unit."""
-        take_turn(self.warpgroup)
-
-    def pass_turn(self) -> None:
-        """Passes the matrix unit on."""
-        pass_turn(self.warpgroup)
 
     def free_queries(self) -> None:
         """Releases the warpgroup's queries."""
@@ -435,7 +408,7 @@ class Kernel(abc.ABC):
         """Computes a tile, and returns the next tile's first step."""
         rows = self.await_rows(i, first_step)
         if not self.schedule.product_turns:
-            self.take_turn()
+            take_turn(self.warpgroup)
         sums = self.visit_blocks(rows)
         self.write(self.item(i), sums)
         return self.step_after(rows, sums)
@@ -448,7 +421,7 @@ class Kernel(abc.ABC):
         sinks, slopes = self.operands.sinks, self.operands.slopes
         sinks = None if sinks is None else splat(sinks[item.head], (ROWS,))
         slopes = None if slopes is None else splat(slopes[item.head], (ROWS, KV_BLOCK))
-        plgpu.barrier_wait(self.first_key_slot(first_step).loaded)
+        plgpu.barrier_wait(self.key_slots(first_step)[0].loaded)
         plgpu.barrier_wait(self.scratch["q_loaded"].at[self.warpgroup])
         return Rows(item, position, q, sinks, slopes, first_step)
 
@@ -500,7 +473,7 @@ class Kernel(abc.ABC):
         # The turn is for products: the barrier keeps the compiler from moving exponentials and factors into it.
         p, m, total, a, b = lax.optimization_barrier((p, m, total, a, b))
         loaded = self.await_values(visit, keys)
-        self.take_turn()
+        take_turn(self.warpgroup)
         o = self.accumulate(visit, sums.o, Block(p, a, b), loaded)
         return Sums(o, m, total, self.step_after_visit(visit))
 
@@ -510,7 +483,7 @@ class Kernel(abc.ABC):
         def multiply(accumulator: Any) -> Array:
             self.start_scores(accumulator, visit.rows, visit.k)
             # Products run asynchronously, so the other warpgroup can start its own right away.
-            self.pass_turn()
+            pass_turn(self.warpgroup)
             # Waits for the oldest products only, so parts are released one by one.
             for part, slot in enumerate(visit.k[:-1]):
                 plgpu.wgmma_wait(len(visit.k) - 1 - part)
@@ -518,7 +491,7 @@ class Kernel(abc.ABC):
             return accumulator[...]
 
         if self.schedule.product_turns:
-            self.take_turn()
+            take_turn(self.warpgroup)
         s = pl.run_scoped(multiply, plgpu.ACC((ROWS, KV_BLOCK), ACCUMULATOR))  # pyright: ignore
         arrive_for_loader(visit.k[-1].free)
         # The next tile's queries are loaded while this tile ends, unless its results take their place.
@@ -571,13 +544,13 @@ class Kernel(abc.ABC):
         """
 
         def await_next() -> None:
-            plgpu.barrier_wait(self.first_key_slot(self.next_step(visit.step)).loaded)
+            plgpu.barrier_wait(self.key_slots(self.next_step(visit.step))[0].loaded)
 
         if self.schedule.product_turns:
-            self.pass_turn()
+            pass_turn(self.warpgroup)
             pl.when(~visit.is_last)(await_next)
         else:
-            lax.cond(visit.is_last, self.pass_turn, await_next)
+            lax.cond(visit.is_last, lambda: pass_turn(self.warpgroup), await_next)
 
     def write(self, item: Item, sums: Sums) -> None:
         """Writes the warpgroup's rows of the result, up to the next multiple of 8 after the request's last one."""

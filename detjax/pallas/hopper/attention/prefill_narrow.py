@@ -12,10 +12,7 @@ from detjax.contract import ACCUMULATOR, KV_BLOCK
 from detjax.pallas.hopper.attention.prefill_kernel import Block, Kernel, Piece, Rows, Slot, Sums, Visit
 from detjax.pallas.hopper.attention.prefill_schedule import FIRST_FREE, Problem, Schedule
 from detjax.pallas.hopper.attention.queries_on_rows import clear_tail
-from detjax.pallas.hopper.attention.warpgroups import (
-    TILE,
-    arrive_for_loader,
-)
+from detjax.pallas.hopper.attention.warpgroups import TILE, arrive_for_loader
 from detjax.pallas.hopper.mosaic.layouts import swizzled
 
 
@@ -57,9 +54,6 @@ class NarrowKernel(Kernel):
 
     def value_slots(self, step: Array) -> list[Slot]:
         return [self.slot(1, step)]
-
-    def first_key_slot(self, step: Array) -> Slot:
-        return self.slot(0, step)
 
     def page_part(self, page: Any, part: int) -> Any:
         return page

@@ -8,12 +8,7 @@ from jax import Array
 
 from detjax.contract import KV_BLOCK
 from detjax.pallas.hopper import device
-from detjax.pallas.hopper.attention.warpgroups import (
-    FIRST_BARRIER,
-    NAMED_BARRIERS,
-    TILE,
-    WARPGROUPS,
-)
+from detjax.pallas.hopper.attention.warpgroups import FIRST_BARRIER, NAMED_BARRIERS, TILE, WARPGROUPS
 from detjax.pallas.hopper.device import SHARED_MEMORY, SHARED_MEMORY_RESERVED
 
 CLEARED: Final = FIRST_BARRIER
@@ -99,16 +94,20 @@ class Schedule:
 
     def check(self, problem: Problem) -> None:
         """Raises ValueError if the stages do not fit into shared memory or lack named barriers."""
-        if self.stages > problem.most_stages:
-            raise ValueError(
-                f"Schedule: stages is {self.stages} for rows of {problem.width} and {problem.value_width} columns; "
-                f"accepted: at most {problem.most_stages}"
-            )
+        check_stages(self.stages, problem.most_stages, problem.width, problem.value_width)
 
     def ctas(self, problem: Problem) -> int:
         """Returns the number of CTAs of a call."""
         items = problem.tiles * problem.heads
         return min(items, device.multiprocessors()) if self.persistent else items
+
+
+def check_stages(stages: int, most: int, width: int, value_width: int) -> None:
+    """Raises ValueError if a schedule has more stages than `most`, the maximum for rows of these widths."""
+    if stages > most:
+        raise ValueError(
+            f"Schedule: stages is {stages} for rows of {width} and {value_width} columns; accepted: at most {most}"
+        )
 
 
 def default_schedule(problem: Problem) -> Schedule:

@@ -11,16 +11,9 @@ from jax import Array, lax
 from detjax.contract import KV_BLOCK
 from detjax.pallas.hopper.attention.prefill_kernel import Block, Kernel, Piece, Rows, Slot, Sums, Visit
 from detjax.pallas.hopper.attention.prefill_schedule import FIRST_FREE, Problem, Schedule
-from detjax.pallas.hopper.attention.warpgroups import (
-    TILE,
-    arrive_for_loader,
-)
+from detjax.pallas.hopper.attention.warpgroups import TILE, arrive_for_loader
 from detjax.pallas.hopper.mosaic.layouts import swizzled
-from detjax.pallas.hopper.mosaic.tiles import (
-    clear_rows,
-    start_product,
-    store_lines,
-)
+from detjax.pallas.hopper.mosaic.tiles import clear_rows, start_product, store_lines
 
 
 class WideKernel(Kernel):
@@ -81,14 +74,11 @@ class WideKernel(Kernel):
     def value_slots(self, step: Array) -> list[Slot]:
         return [self.slot(step, self.key_parts + part) for part in range(self.value_parts)]
 
-    def first_key_slot(self, step: Array) -> Slot:
-        return self.slot(step, 0)
-
     def page_part(self, page: Any, part: int) -> Any:
         return page.at[:, self.columns(part)]
 
     def columns(self, part: int) -> Any:
-        """The columns of a part."""
+        """Returns the columns of a part."""
         return pl.ds(part * self.problem.part_width, self.problem.part_width)
 
     def next_step(self, step: Array) -> Array:

@@ -13,7 +13,7 @@ from jaxlib.mlir.dialects import arith
 from detjax.operands.numerics import ceil_div
 from detjax.pallas.hopper.mosaic import no_twin, primitive, with_twin
 from detjax.pallas.hopper.mosaic.layouts import NUMBER
-from detjax.pallas.hopper.mosaic.registers import offset_address
+from detjax.pallas.hopper.mosaic.registers import int32, offset_address
 
 _CACHE_LINE = 128
 """Bytes."""
@@ -75,18 +75,17 @@ def prefetch(ref: Any, part: Any, *, parts: int, threads: int) -> None:
         threads: number of threads that call this.
     """
     pointer = mgpu.memref_ptr(ref)
-    i32, i8 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(8)
+
     lines = ceil_div(math.prod(ref.type.shape) * 4, _CACHE_LINE)
     lines_of_part = ceil_div(lines, parts)
     thread = mgpu.thread_idx()
     for first in range(0, lines_of_part, threads):
-        in_part = arith.addi(thread, mgpu.c(first, i32))
-        line = arith.addi(arith.muli(part.registers.item(), mgpu.c(lines_of_part, i32)), in_part)
+        in_part = arith.addi(thread, int32(first))
+        line = arith.addi(arith.muli(part.registers.item(), int32(lines_of_part)), in_part)
         is_inside = arith.andi(
-            arith.cmpi(arith.CmpIPredicate.ult, in_part, mgpu.c(lines_of_part, i32)),
-            arith.cmpi(arith.CmpIPredicate.ult, line, mgpu.c(lines, i32)),
+            arith.cmpi(arith.CmpIPredicate.ult, in_part, int32(lines_of_part)),
+            arith.cmpi(arith.CmpIPredicate.ult, line, int32(lines)),
         )
-        offset = arith.muli(line, mgpu.c(_CACHE_LINE, i32))
         with mgpu.when(is_inside):
-            address = offset_address(pointer, offset, i8)
+            address = offset_address(pointer, arith.muli(line, int32(_CACHE_LINE)), ir.IntegerType.get_signless(8))
             mgpu.inline_ptx("prefetch.global.L2 [$0];", address, has_side_effects=True)

@@ -1,7 +1,6 @@
 """Primitives on tiles with keys on the rows and queries on the columns, for calls with few queries."""
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import jax.experimental.pallas as pl
@@ -24,10 +23,12 @@ from detjax.pallas.hopper.mosaic.registers import (
     empty_registers,
     first_row_and_lane,
     index,
+    int32,
     offset_address,
     packed,
+    thread_of_warpgroup,
 )
-from detjax.pallas.hopper.mosaic.tiles import block_sums, sum_in_order
+from detjax.pallas.hopper.mosaic.tiles import block_sums, masked_scores, sum_in_order
 
 _WARPS = WARPGROUP // WARP
 _LANE_DISTANCES = 4, 8, 16
@@ -90,7 +91,7 @@ def store_partial_sums(p: Any, exchange: Any) -> None:
     """
     row, lane = first_row_and_lane()
     warp, _ = _warp_and_is_first(row)
-    key_lane = as_index(arith.remui(row, mgpu.c(KEY_LANES, row.type)))
+    key_lane = as_index(arith.remui(row, int32(KEY_LANES)))
     parts = _parts(p)
     for group in range(parts.shape[1]):
         # Both halves of the block; in each the thread's first row and the one 8 below.
@@ -111,7 +112,7 @@ def column_sums(exchange: Any) -> Any:
     """Returns the sums of the columns that `store_partial_sums` was given, in the contract's order."""
     columns = exchange.type.shape[1] * UNIT
     row, lane = first_row_and_lane()
-    key_lane = as_index(arith.remui(row, mgpu.c(KEY_LANES, row.type)))
+    key_lane = as_index(arith.remui(row, int32(KEY_LANES)))
     pair = ir.VectorType.get((2,), ir.F32Type.get())
     # Every warp adds all groups by itself, since sharing the work would take another meeting.
     registers = empty_registers(PER_COLUMN, (columns,))
@@ -135,11 +136,7 @@ def _plain_mask_rows(s: Array, end: Array, first: Array | None = None) -> Array:
     return jnp.where(is_visible, s, -jnp.inf)
 
 
-@primitive(
-    twin=_plain_mask_rows,
-    args=lambda s, *bounds: (MATRIX, *(PER_COLUMN,) * len(bounds)),
-    out=like(MATRIX),
-)
+@primitive(twin=_plain_mask_rows, args=lambda s, *bounds: (MATRIX, *(PER_COLUMN,) * len(bounds)), out=like(MATRIX))
 def mask_rows(s: Any, *bounds: Any) -> Any:
     """Returns a tile with -inf from each column's `end` on and, if given, before its `first`; int32 `[n]`."""
     # A thread's rows are constants plus its first row, which is subtracted from the bounds; see `tiles.mask_columns`.
@@ -148,19 +145,16 @@ def mask_rows(s: Any, *bounds: Any) -> Any:
         [[arith.subi(element(bound, i), first_row) for i in range(2)] for bound in bound_of_columns.registers.flatten()]
         for bound_of_columns in bounds
     ]
-    lowest = arith.constant(ir.F32Type.get(), ir.FloatAttr.get(ir.F32Type.get(), -np.inf))
-    registers = np.empty_like(s.registers)
-    for place, group, row in _places(registers, s.shape):
-        scores = []
-        for i in range(2):
-            constant = mgpu.c(row, first_row.type)
-            visible = arith.cmpi(arith.CmpIPredicate.slt, constant, limits[0][group][i])
-            if len(limits) > 1:
-                is_in_window = arith.cmpi(arith.CmpIPredicate.sge, constant, limits[1][group][i])
-                visible = arith.andi(visible, is_in_window)
-            scores.append(arith.select(visible, element(s.registers[place], i), lowest))
-        registers[place] = packed(scores)
-    return array(registers, MATRIX, s.is_signed)
+
+    def is_visible(group: int, half: int, offset: int) -> Any:
+        part, group = divmod(group, s.shape[1] // UNIT)
+        row = int32(64 * part + 8 * half)
+        visible = arith.cmpi(arith.CmpIPredicate.slt, row, limits[0][group][offset])
+        if len(limits) > 1:
+            visible = arith.andi(visible, arith.cmpi(arith.CmpIPredicate.sge, row, limits[1][group][offset]))
+        return visible
+
+    return masked_scores(s, is_visible)
 
 
 def _plain_row_distances(first: Array) -> Array:
@@ -182,9 +176,11 @@ def row_distances(first: Any) -> Any:
         for x in first.registers.flatten()
     ]
     registers = empty_registers(MATRIX, shape)
-    for place, group, row in _places(registers, shape):
-        constant = arith.constant(float32, ir.FloatAttr.get(float32, float(row)))
-        registers[place] = packed([arith.addf(base, constant) for base in bases[group]])
+    for number, place in enumerate(np.ndindex(registers.shape)):
+        group, half = divmod(number, 2)
+        part, group = divmod(group, shape[1] // UNIT)
+        row = arith.constant(float32, ir.FloatAttr.get(float32, 64.0 * part + 8.0 * half))
+        registers[place] = packed([arith.addf(base, row) for base in bases[group]])
     return array(registers, MATRIX)
 
 
@@ -219,17 +215,13 @@ def load_queries(source: Any, target: Any, first: Any, count: Any) -> None:
     rows, tile_line = target.type.shape[0] * target.type.shape[2], line(width)
     dtype = ir.MemRefType(source.type).element_type
     chunk_type = ir.VectorType.get((8,), dtype)  # 16 bytes
-    thread = arith.remui(mgpu.thread_idx(), mgpu.c(WARPGROUP, mgpu.thread_idx().type))
-    limit = count.registers.item()
-
-    def constant(value: int) -> Any:
-        return mgpu.c(value, thread.type)
+    thread, limit = thread_of_warpgroup(), count.registers.item()
 
     def move(row: Any, chunk: Any, place: Any, is_query: Any) -> None:
         indices = [
-            arith.addi(arith.divui(row, constant(heads)), first.registers.item()),
-            arith.remui(row, constant(heads)),
-            arith.muli(chunk, constant(8)),
+            arith.addi(arith.divui(row, int32(heads)), first.registers.item()),
+            arith.remui(row, int32(heads)),
+            arith.muli(chunk, int32(8)),
         ]
         with mgpu.when(is_query):
             vector.store(vector.load(chunk_type, source, [as_index(x) for x in indices]), target, place)
@@ -239,24 +231,24 @@ def load_queries(source: Any, target: Any, first: Any, count: Any) -> None:
     chunks = width // 8
     zeros = arith.constant(chunk_type, ir.DenseElementsAttr.get_splat(chunk_type, ir.FloatAttr.get(dtype, 0.0)))
     for first_chunk in range(0, rows * chunks, WARPGROUP):
-        number = arith.addi(thread, constant(first_chunk))
-        row, chunk = arith.divui(number, constant(chunks)), arith.remui(number, constant(chunks))
+        number = arith.addi(thread, int32(first_chunk))
+        row, chunk = arith.divui(number, int32(chunks)), arith.remui(number, int32(chunks))
         # The hardware's swizzle: the number of a line of 128 bytes is XORed into the number of the 16-byte chunk.
-        column = arith.remui(chunk, constant(tile_line // 8))
-        lines = arith.divui(arith.remui(row, constant(8)), constant(64 // tile_line))
+        column = arith.remui(chunk, int32(tile_line // 8))
+        lines = arith.divui(arith.remui(row, int32(8)), int32(64 // tile_line))
         column = arith.xori(column, lines)
         place = [
-            arith.divui(row, constant(8)),
-            arith.divui(chunk, constant(tile_line // 8)),
-            arith.remui(row, constant(8)),
-            arith.muli(column, constant(8)),
+            arith.divui(row, int32(8)),
+            arith.divui(chunk, int32(tile_line // 8)),
+            arith.remui(row, int32(8)),
+            arith.muli(column, int32(8)),
         ]
         place = [as_index(x) for x in place]
         is_query = arith.cmpi(arith.CmpIPredicate.slt, row, limit)
         if rows * chunks - first_chunk >= WARPGROUP:
             move(row, chunk, place, is_query)
         else:
-            with mgpu.when(arith.cmpi(arith.CmpIPredicate.ult, number, constant(rows * chunks))):
+            with mgpu.when(arith.cmpi(arith.CmpIPredicate.ult, number, int32(rows * chunks))):
                 move(row, chunk, place, is_query)
 
 
@@ -283,12 +275,12 @@ def store_columns(x: Any, target: Any, first: Any, count: Any, *, keep_in_cache:
     store = _store_evicted_last if keep_in_cache else memref.store
     for group in range(parts.shape[0]):
         for i in range(2):
-            column = arith.addi(arith.muli(lane, mgpu.c(2, lane.type)), mgpu.c(UNIT * group + i, lane.type))
-            token = arith.addi(arith.divui(column, mgpu.c(heads, lane.type)), first.registers.item())
-            head = arith.remui(column, mgpu.c(heads, lane.type))
+            column = arith.addi(arith.muli(lane, int32(2)), int32(UNIT * group + i))
+            token = arith.addi(arith.divui(column, int32(heads)), first.registers.item())
+            head = arith.remui(column, int32(heads))
             with mgpu.when(arith.cmpi(arith.CmpIPredicate.slt, column, limit)):
                 for half in range(2):
-                    row = arith.addi(first_row, mgpu.c(8 * half, first_row.type))
+                    row = arith.addi(first_row, int32(8 * half))
                     indices = [as_index(x) for x in (token, head, row)]
                     store(element(parts[group, half], i), target, indices)
 
@@ -334,25 +326,16 @@ def _parts(x: Any) -> Any:
     return x.registers.reshape(rows // 64, columns // UNIT, 2)
 
 
-def _places(registers: Any, shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], int, int]]:
-    """Yields each register's place, its group of columns, and its row relative to the thread's first one."""
-    groups = shape[1] // UNIT
-    for number, place in enumerate(np.ndindex(registers.shape)):
-        part, half = divmod(number, 2)
-        yield place, part % groups, 64 * (part // groups) + 8 * half
-
-
 def _largest(values: list[Any]) -> Any:
     return functools.reduce(arith.maximumf, values)
 
 
 def _warp_and_is_first(row: Any) -> tuple[Any, Any]:
     """Returns the thread's warp, and whether its rows are the warp's first."""
-    warp = as_index(arith.divui(row, mgpu.c(16, row.type)))
-    in_warp = arith.remui(row, mgpu.c(16, row.type))
-    return warp, arith.cmpi(arith.CmpIPredicate.eq, in_warp, mgpu.c(0, row.type))
+    warp, in_warp = arith.divui(row, int32(16)), arith.remui(row, int32(16))
+    return as_index(warp), arith.cmpi(arith.CmpIPredicate.eq, in_warp, int32(0))
 
 
 def _column(lane: Any, group: int) -> Any:
     """Returns the first of the thread's two columns in a group of 8."""
-    return as_index(arith.addi(arith.muli(lane, mgpu.c(2, lane.type)), mgpu.c(UNIT * group, lane.type)))
+    return as_index(arith.addi(arith.muli(lane, int32(2)), int32(UNIT * group)))

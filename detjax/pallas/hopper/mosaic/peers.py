@@ -20,7 +20,8 @@ from jaxlib.mlir.dialects import arith, llvm
 from detjax.pallas.hopper.device import WARPGROUP
 from detjax.pallas.hopper.mosaic import no_twin, primitive
 from detjax.pallas.hopper.mosaic.layouts import NUMBER, swizzled_lines
-from detjax.pallas.hopper.mosaic.registers import array, empty_registers, int32
+from detjax.pallas.hopper.mosaic.registers import i32, int32, thread_of_warpgroup
+from detjax.pallas.hopper.mosaic.registers import number as as_number
 from detjax.runtime.device_links import CTA_BYTES, MAX_CTAS, PAIRED_UNIT, TURNS, UNIT
 
 _PATIENCE: Final = 20 * 10**9
@@ -49,10 +50,6 @@ DONE:
 
 _COPIED: Final = 16
 """Bytes of a result that a thread sends at a time."""
-
-
-def _i32() -> Any:
-    return ir.IntegerType.get_signless(32)
 
 
 def _i64() -> Any:
@@ -102,7 +99,7 @@ class _Channel:
         """Reads the channel's counter. Arguments are as in `exchange`; `number` is the channel's."""
         self.devices, self._number, self._first = devices, number, first
         self._somewhere = _address(device)  # valid memory to read if nothing is sent
-        self.rank = _load(self._somewhere, _i32(), "ld.global.u32 $0, [$1];")
+        self.rank = _load(self._somewhere, i32(), "ld.global.u32 $0, [$1];")
         places = [_plus(_address(addresses), int32(d), 8) for d in range(devices)]
         self.bases = [_load(place, _i64(), "ld.global.u64 $0, [$1];") for place in places]
         base = self.bases[0]
@@ -111,7 +108,7 @@ class _Channel:
         self._base, self.is_linked = base, _differ(base, _long(0))
         counter = _plus(arith.addi(base, _long(first)), number, 4)
         self.counter = arith.select(self.is_linked, counter, self._somewhere)
-        self.flag = arith.addi(_load(self.counter, _i32(), "ld.volatile.global.u32 $0, [$1];"), int32(1))
+        self.flag = arith.addi(_load(self.counter, i32(), "ld.volatile.global.u32 $0, [$1];"), int32(1))
 
     def others(self) -> Iterator[tuple[int, Any]]:
         """Yields each device, and whether it is a different one that data is sent to."""
@@ -137,9 +134,9 @@ class _Channel:
     def receive(self, other: int, unit: Any, is_sent: Any) -> tuple[Any, Any]:
         """Waits for two words from another device, and returns them; undefined unless `is_sent`."""
         place = arith.select(is_sent, self._buffer(self._base, int32(other), unit), self._somewhere)
-        wanted = arith.extui(_i32(), is_sent)
+        wanted = arith.extui(i32(), is_sent)
         first, _, second, _ = mgpu.inline_ptx(
-            _WAIT, place, self.flag, wanted, result_types=(_i32(),) * 4, has_side_effects=True
+            _WAIT, place, self.flag, wanted, result_types=(i32(),) * 4, has_side_effects=True
         )
         return first, second
 
@@ -172,7 +169,7 @@ def exchange(  # noqa: PLR0913
         ctas: number of CTAs. Each takes every `ctas`-th piece, an exchange each.
         first: offset of the counters in a device's buffers, in bytes; see `detjax.pallas.hopper.exchange`.
     """
-    total = int(np.prod(x.type.shape)) * _itemsize(x) // UNIT
+    total = int(np.prod(x.type.shape)) * mgpu.bitwidth(x.type.element_type) // (8 * UNIT)
     thread, cta = mgpu.thread_idx(), cta.registers.item()
     units = CTA_BYTES // UNIT
 
@@ -187,7 +184,7 @@ def exchange(  # noqa: PLR0913
         words = mgpu.inline_ptx(
             "ld.global.v2.u32 {$0, $1}, [$2];",
             _plus(_address(x), index, UNIT),
-            result_types=(_i32(), _i32()),
+            result_types=(i32(), i32()),
             has_side_effects=True,
         )
         for other, is_other in channel.others():
@@ -227,16 +224,6 @@ _ARRAY, _DONE = 0, 1
 """The units of a channel's buffer for the address of the device's array, and for the end of the warpgroup's writes."""
 
 
-def _number(value: Any) -> Any:
-    registers = empty_registers(NUMBER, ())
-    registers[()] = value
-    return array(registers, NUMBER, True)
-
-
-def _thread() -> Any:
-    return arith.remui(mgpu.thread_idx(), int32(WARPGROUP))
-
-
 @primitive(
     twin=no_twin("open_results"),
     args=(*(plgpu.RefType(),) * 3, NUMBER),
@@ -260,14 +247,14 @@ def open_results(y: Any, addresses: Any, device: Any, number: Any, *, devices: i
     """
     channel = _Channel(addresses, device, number.registers.item(), devices=devices, first=first)
     here = _address(y)
-    halves = arith.trunci(_i32(), here), arith.trunci(_i32(), arith.shrui(here, _long(32)))
+    halves = arith.trunci(i32(), here), arith.trunci(i32(), arith.shrui(here, _long(32)))
     places = []
     for other, is_other in channel.others():
-        with mgpu.when(arith.andi(is_other, _equal(_thread(), int32(0)))):
+        with mgpu.when(arith.andi(is_other, _equal(thread_of_warpgroup(), int32(0)))):
             channel.send(other, int32(_ARRAY), halves)
     for other, is_other in channel.others():
         words = channel.receive(other, int32(_ARRAY), is_other)
-        places += [_number(arith.select(is_other, word, int32(0))) for word in words]
+        places += [as_number(arith.select(is_other, word, int32(0))) for word in words]
     return tuple(places)
 
 
@@ -301,7 +288,7 @@ def send_chunk(
         bounds: rows and columns of the arrays. Rows beyond them are not written.
     """
     (down, across, _, _), _ = chunk.type.get_strides_and_offset()
-    place = llvm.ptrtoint(_i32(), mgpu.memref_ptr(chunk))
+    place = llvm.ptrtoint(i32(), mgpu.memref_ptr(chunk))
     line_bytes = line * itemsize
     per_row = shape[1] * itemsize // _COPIED
     row, column = row.registers.item(), column.registers.item()
@@ -311,7 +298,7 @@ def send_chunk(
         for low, high in zip(halves[::2], halves[1::2], strict=True)
     ]
     # Neighbouring threads have neighbouring 16 bytes of a line, in shared memory as in the arrays.
-    thread, vector = _thread(), ir.VectorType.get((4,), _i32())
+    thread, vector = thread_of_warpgroup(), ir.VectorType.get((4,), i32())
     for begin in range(0, shape[0] * per_row, WARPGROUP):
         unit = arith.addi(thread, int32(begin))
         line_of_chunk, byte = (
@@ -349,7 +336,7 @@ def close_results(addresses: Any, device: Any, number: Any, *, devices: int, fir
     It takes the arguments of `open_results`.
     """
     channel = _Channel(addresses, device, number.registers.item(), devices=devices, first=first)
-    thread = _thread()
+    thread = thread_of_warpgroup()
     # After the barrier, one thread's fence covers the writes of all threads, and all of them have read the counter.
     mgpu.warpgroup_barrier()
     # One thread signals, but all wait below: the compiler may duplicate a barrier after a branch, and a warp whose
@@ -368,7 +355,3 @@ def close_results(addresses: Any, device: Any, number: Any, *, devices: int, fir
 
 def _address(ref: Any) -> Any:
     return llvm.ptrtoint(_i64(), mgpu.memref_ptr(ref))
-
-
-def _itemsize(ref: Any) -> int:
-    return mgpu.bitwidth(ref.type.element_type) // 8

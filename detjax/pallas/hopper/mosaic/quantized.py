@@ -16,7 +16,7 @@ from detjax.contract import ACCUMULATOR, Q4_GROUP
 from detjax.operands.options import KVQuantization
 from detjax.pallas.hopper.mosaic import primitive
 from detjax.pallas.hopper.mosaic.layouts import ROWS
-from detjax.pallas.hopper.mosaic.registers import array, int32, packed
+from detjax.pallas.hopper.mosaic.registers import array, i32, int32, packed
 
 
 def _codes_in_byte(kind: KVQuantization) -> int:
@@ -110,8 +110,7 @@ def _numbers_of_bytes(word: Any, power: int, places: str) -> list[Any]:
 
     def number(byte: int) -> Any:
         selector = int32(int(places.format(byte), 16))
-        i32 = ir.IntegerType.get_signless(32)
-        bits = mgpu.inline_ptx("prmt.b32 $0, $1, $2, $3;", word, int32(power), selector, result_types=i32)
+        bits = mgpu.inline_ptx("prmt.b32 $0, $1, $2, $3;", word, int32(power), selector, result_types=i32())
         return arith.bitcast(ir.F32Type.get(), bits)
 
     return [number(byte) for byte in range(4)]
@@ -120,7 +119,7 @@ def _numbers_of_bytes(word: Any, power: int, places: str) -> list[Any]:
 def _words(register: Any) -> list[Any]:
     """Returns the bytes of a vector, four per word."""
     count = ir.VectorType(register.type).shape[0] // 4
-    words = mgpu.bitcast(register, ir.VectorType.get((count,), ir.IntegerType.get_signless(32)))
+    words = mgpu.bitcast(register, ir.VectorType.get((count,), i32()))
     return [vector.extract(words, dynamic_position=[], static_position=[i]) for i in range(count)]
 
 

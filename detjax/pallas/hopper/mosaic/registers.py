@@ -8,12 +8,17 @@ from jax.experimental.mosaic.gpu.fragmented_array import FragmentedArray
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from detjax.pallas.hopper.device import WARPGROUP
+from detjax.pallas.hopper.device import WARP, WARPGROUP
+
+
+def i32() -> Any:
+    """Returns the type of 32-bit integers."""
+    return ir.IntegerType.get_signless(32)
 
 
 def int32(value: int) -> Any:
     """Emits an int32 constant."""
-    return mgpu.c(value, ir.IntegerType.get_signless(32))
+    return mgpu.c(value, i32())
 
 
 def index(value: int) -> Any:
@@ -46,17 +51,27 @@ def empty_registers(layout: Any, shape: tuple[int, ...]) -> Any:
     return np.empty(layout.to_mgpu().registers_shape(shape), dtype=object)
 
 
+def number(register: Any) -> Any:
+    """Returns a register as a kernel's int32 scalar, though it may differ between threads."""
+    return FragmentedArray.splat(register, (), is_signed=True)
+
+
+def thread_of_warpgroup() -> Any:
+    """Returns the number of the thread in its warpgroup."""
+    return arith.remui(mgpu.thread_idx(), int32(WARPGROUP))
+
+
+def warp_and_lane() -> tuple[Any, Any]:
+    """Returns the number of the thread's warp in its warpgroup, and of the thread in its warp."""
+    thread = thread_of_warpgroup()
+    return arith.divui(thread, int32(WARP)), arith.remui(thread, int32(WARP))
+
+
 def first_row_and_lane() -> tuple[Any, Any]:
     """Returns the first of the thread's two rows in a `MATRIX` tile, and its number among the row's four threads."""
-    thread = mgpu.thread_idx()
-
-    def constant(value: int) -> Any:
-        return mgpu.c(value, thread.type)
-
-    thread = arith.remui(thread, constant(128))
-    warp, lane = arith.divui(thread, constant(32)), arith.remui(thread, constant(32))
-    row = arith.addi(arith.muli(warp, constant(16)), arith.divui(lane, constant(4)))
-    return row, arith.remui(lane, constant(4))
+    warp, lane = warp_and_lane()
+    row = arith.addi(arith.muli(warp, int32(16)), arith.divui(lane, int32(4)))
+    return row, arith.remui(lane, int32(4))
 
 
 def unhoisted_thread() -> Any:
@@ -64,9 +79,8 @@ def unhoisted_thread() -> Any:
 
     So addresses that depend on it are recomputed in each iteration of a loop, rather than kept in registers.
     """
-    i32 = ir.IntegerType.get_signless(32)
     # The claim of side effects keeps LLVM from merging two of these or moving one out of a loop.
-    thread = llvm.inline_asm(i32, [], "mov.u32 $0, %tid.x;", "=r", asm_dialect=0, has_side_effects=True)
+    thread = llvm.inline_asm(i32(), [], "mov.u32 $0, %tid.x;", "=r", asm_dialect=0, has_side_effects=True)
     return arith.remui(thread, int32(WARPGROUP))
 
 

@@ -25,12 +25,14 @@ from detjax.pallas.hopper.mosaic.registers import (
     element,
     empty_registers,
     first_row_and_lane,
+    i32,
+    index,
     int32,
     offset_address,
     packed,
+    thread_of_warpgroup,
     unhoisted_thread,
 )
-from detjax.pallas.hopper.mosaic.registers import index as memory_index
 
 # --- arithmetic -------------------------------------------------------------------------------------------------------
 
@@ -77,9 +79,7 @@ def block_sums(p: Array) -> Array:
 
 
 @primitive(
-    twin=block_sums,
-    args=(MATRIX,),
-    out=lambda p: plgpu.ShapeDtypeStruct(p.shape[:1], ACCUMULATOR, layout=PER_ROW),
+    twin=block_sums, args=(MATRIX,), out=lambda p: plgpu.ShapeDtypeStruct(p.shape[:1], ACCUMULATOR, layout=PER_ROW)
 )
 def row_sums(p: Any) -> Any:
     """Returns the sums of the rows of `[ROWS, n]`, float32, with a block's keys in the contract's order."""
@@ -113,7 +113,7 @@ def store_lane_sums(p: Any, lanes: Any) -> None:
         lanes: shared memory, `LANE_SUMS`.
     """
     for number, keys in enumerate(_keys_of_lanes(p)):
-        vector.store(sum_in_order(keys), lanes, [memory_index(number), _thread_of_warpgroup(), memory_index(0)])
+        vector.store(sum_in_order(keys), lanes, [index(number), as_index(thread_of_warpgroup()), index(0)])
 
 
 def _plain_row_sums_of_halves(p: Array, lanes: Any) -> Array:
@@ -140,7 +140,7 @@ def row_sums_of_halves(p: Any, lanes: Any) -> Any:
     pair = ir.VectorType.get((2,), ir.F32Type.get())
     sums = []
     for number, keys in enumerate(_keys_of_lanes(p)):
-        before = vector.load(pair, lanes, [memory_index(number), _thread_of_warpgroup(), memory_index(0)])
+        before = vector.load(pair, lanes, [index(number), as_index(thread_of_warpgroup()), index(0)])
         sums.append(sum_in_order([before, *keys]))
     registers = empty_registers(PER_ROW, (ROWS,))
     for half, place in enumerate(np.ndindex(registers.shape)):
@@ -161,11 +161,6 @@ def _sum_of_lanes(lanes: Any) -> Any:
     for distance in (1, 2):
         total = arith.addf(total, mgpu.shfl_bfly(total, distance))
     return packed([total])
-
-
-def _thread_of_warpgroup() -> Any:
-    thread = mgpu.thread_idx()
-    return as_index(arith.remui(thread, mgpu.c(WARPGROUP, thread.type)))
 
 
 def _plain_joined(left: Array, right: Array) -> Array:
@@ -216,7 +211,7 @@ def start_product(p: Any, v: Any) -> Any:
         v, swizzle=128, group_size=(64, width), logical_k_major=True
     )
     float32 = ir.F32Type.get()
-    one = ir.VectorType.get((1,), ir.IntegerType.get_signless(32))
+    one = ir.VectorType.get((1,), i32())
     registers = [element(vector.bitcast(one, x)) for i in range(0, inner, 16) for x in p[:, i : i + 16].registers.flat]
     count = width // 2
     text = _product_text(p.mlir_dtype, width, inner, count, steps[0] >> 4)
@@ -265,8 +260,8 @@ def masked_scores(s: Any, is_visible: Callable[[int, int, int], Any]) -> Any:
     """
     lowest = arith.constant(ir.F32Type.get(), ir.FloatAttr.get(ir.F32Type.get(), -np.inf))
     registers = np.empty_like(s.registers)
-    for index, place in enumerate(np.ndindex(s.registers.shape)):
-        group, half = divmod(index, 2)
+    for number, place in enumerate(np.ndindex(s.registers.shape)):
+        group, half = divmod(number, 2)
         register = s.registers[place]
         for offset in range(2):
             score = arith.select(is_visible(group, half, offset), element(register, offset), lowest)
@@ -284,23 +279,19 @@ def _plain_mask_columns(s: Array, end: Array, first: Array | None = None) -> Arr
     return jnp.where(is_visible, s, -jnp.inf)
 
 
-@primitive(
-    twin=_plain_mask_columns,
-    args=lambda s, *bounds: (MATRIX, *(PER_ROW,) * len(bounds)),
-    out=like(MATRIX),
-)
+@primitive(twin=_plain_mask_columns, args=lambda s, *bounds: (MATRIX, *(PER_ROW,) * len(bounds)), out=like(MATRIX))
 def mask_columns(s: Any, *bounds: Any) -> Any:
     """Returns a tile with -inf from each row's `end` on and, if given, before its `first`; int32 `[ROWS]`."""
     # A thread's columns are constants plus its lane's offset, which is subtracted from the bounds: a comparison with an
     # iota would take a register per column.
     _, lane = first_row_and_lane()
-    shift = arith.muli(lane, mgpu.c(2, lane.type))
+    shift = arith.muli(lane, int32(2))
     limits = [
         [arith.subi(element(bound), shift) for bound in bound_of_rows.registers.flatten()] for bound_of_rows in bounds
     ]
 
     def is_visible(group: int, half: int, offset: int) -> Any:
-        column = mgpu.c(8 * group + offset, lane.type)
+        column = int32(8 * group + offset)
         visible = arith.cmpi(arith.CmpIPredicate.slt, column, limits[0][half])
         if len(limits) > 1:
             is_in_window = arith.cmpi(arith.CmpIPredicate.sge, column, limits[1][half])
@@ -320,21 +311,16 @@ def _plain_mask_bits(s: Array, *words: Array) -> Array:
     return jnp.where(jnp.concatenate(tiles, axis=1) == 1, s, -jnp.inf)
 
 
-@primitive(
-    twin=_plain_mask_bits,
-    args=lambda s, *words: (MATRIX, *(PER_THREAD,) * len(words)),
-    out=like(MATRIX),
-)
+@primitive(twin=_plain_mask_bits, args=lambda s, *words: (MATRIX, *(PER_THREAD,) * len(words)), out=like(MATRIX))
 def mask_bits(s: Any, *words: Any) -> Any:
     """Returns a tile with -inf where a score's bit is 0; each word has `ROWS` columns, see `attention.mask`."""
     bits_of_columns = [element(word.registers.item()) for word in words]
-    int32_type = bits_of_columns[0].type
 
     def is_visible(group: int, half: int, offset: int) -> Any:
         part, group = divmod(group, 8)
         bit = 16 * half + 2 * group + offset
-        mask = mgpu.c(int(np.uint32(1 << bit).view(np.int32)), int32_type)
-        return arith.cmpi(arith.CmpIPredicate.ne, arith.andi(bits_of_columns[part], mask), mgpu.c(0, int32_type))
+        mask = int32(int(np.uint32(1 << bit).view(np.int32)))
+        return arith.cmpi(arith.CmpIPredicate.ne, arith.andi(bits_of_columns[part], mask), int32(0))
 
     return masked_scores(s, is_visible)
 
@@ -351,12 +337,12 @@ def _plain_column_distances(first: Array) -> Array:
 def column_distances(first: Any) -> Any:
     """Returns `first + column` as float32 `[ROWS, KV_BLOCK]`, from int32 `[ROWS]`."""
     _, lane = first_row_and_lane()
-    shift = arith.muli(lane, mgpu.c(2, lane.type))
+    shift = arith.muli(lane, int32(2))
     float32 = ir.F32Type.get()
     bases = [arith.sitofp(float32, arith.addi(element(x), shift)) for x in first.registers.flatten()]
     registers = empty_registers(MATRIX, (ROWS, KV_BLOCK))
-    for index, place in enumerate(np.ndindex(registers.shape)):
-        group, half = divmod(index, 2)
+    for number, place in enumerate(np.ndindex(registers.shape)):
+        group, half = divmod(number, 2)
         columns = [arith.constant(float32, ir.FloatAttr.get(float32, 8.0 * group + i)) for i in range(2)]
         registers[place] = packed([arith.addf(bases[half], column) for column in columns])
     return array(registers, MATRIX)
@@ -405,8 +391,8 @@ def load_by_thread(ref: Any) -> Any:
     four = ir.VectorType.get((_NUMBERS_OF_A_GROUP,), ir.F32Type.get())
     registers = empty_registers(MATRIX, (ROWS, 8 * groups))
     numbers = [llvm.load(four, _group_address(ref, group)) for group in range(groups)]
-    for index, place in enumerate(np.ndindex(registers.shape)):
-        group, half = divmod(index, 2)
+    for number, place in enumerate(np.ndindex(registers.shape)):
+        group, half = divmod(number, 2)
         registers[place] = packed([element(numbers[group], 2 * half + i) for i in range(2)])
     return array(registers, MATRIX)
 
@@ -444,7 +430,7 @@ def clear_rows(rows: Any, length: Any) -> None:
     address = arith.addi(address, arith.muli(arith.divui(row, int32(8)), int32(down)))
     address = arith.addi(address, arith.muli(arith.remui(row, int32(8)), int32(128)))
     address = arith.addi(address, arith.muli(half, int32(64)))
-    zeros = vector.broadcast(ir.VectorType.get((4,), int32(0).type), int32(0))
+    zeros = vector.broadcast(ir.VectorType.get((4,), i32()), int32(0))
     with mgpu.when(arith.cmpi(arith.CmpIPredicate.sge, row, length.registers.item())):
         for line_index in range(lines):
             for byte in range(0, 64, 16):
@@ -487,7 +473,7 @@ def _place_in_lines(ref: Any) -> tuple[Any, Any, int, int, int]:
     """
     _, lines, _, _ = ref.type.shape
     (down, across, _, _), _ = ref.type.get_strides_and_offset()
-    address = llvm.ptrtoint(int32(0).type, mgpu.memref_ptr(ref))
+    address = llvm.ptrtoint(i32(), mgpu.memref_ptr(ref))
     return unhoisted_thread(), address, 2 * down, 2 * across, lines
 
 

@@ -11,52 +11,47 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental.mosaic.gpu import utils as mgpu
-from jax.experimental.mosaic.gpu.fragmented_array import FragmentedArray
-from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, nvvm
 
 from detjax.operands.numerics import ceil_div
-from detjax.pallas.hopper.device import WARP, WARPGROUP
+from detjax.pallas.hopper.device import WARP
 from detjax.pallas.hopper.mosaic import no_twin, primitive, with_twin
+from detjax.pallas.hopper.mosaic.layouts import NUMBER
+from detjax.pallas.hopper.mosaic.registers import i32, int32, number, warp_and_lane
 
 _MAX_HELD: Final = 8
 """Maximum numbers that a thread holds in registers to avoid loading them a second time."""
-_NUMBER: Final = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
-_SPLAT: Final = plgpu.Layout.WG_SPLAT
+_NUMBER: Final = plgpu.ShapeDtypeStruct((), jnp.int32, layout=NUMBER)
 
 
 @primitive(twin=no_twin("lane"), out=_NUMBER)
 def lane() -> Any:
     """Returns the number of a thread within its warp, int32."""
-    thread = mgpu.thread_idx()
-    return _splat(arith.remui(thread, mgpu.c(WARP, thread.type)))
+    return number(warp_and_lane()[1])
 
 
 @primitive(twin=no_twin("warp"), out=_NUMBER)
 def warp() -> Any:
     """Returns the number of a thread's warp within its warpgroup, int32."""
-    thread = mgpu.thread_idx()
-    in_warpgroup = arith.remui(thread, mgpu.c(WARPGROUP, thread.type))
-    return _splat(arith.divui(in_warpgroup, mgpu.c(WARP, thread.type)))
+    return number(warp_and_lane()[0])
 
 
-@primitive(twin=no_twin("warp_sum"), args=(_SPLAT,), out=_NUMBER)
+@primitive(twin=no_twin("warp_sum"), args=(NUMBER,), out=_NUMBER)
 def warp_sum(x: Any) -> Any:
     """Returns the sum of the int32 numbers of a warp's threads."""
-    x = x.registers.item()
-    return _splat(mgpu.redux(x, mgpu.c(0xFFFFFFFF, x.type), mgpu.ReductionKind.ADD))
+    return number(mgpu.redux(x.registers.item(), int32(0xFFFFFFFF), mgpu.ReductionKind.ADD))
 
 
-@primitive(twin=no_twin("warp_prefix_sum"), args=(_SPLAT,), out=_NUMBER)
+@primitive(twin=no_twin("warp_prefix_sum"), args=(NUMBER,), out=_NUMBER)
 def warp_prefix_sum(x: Any) -> Any:
     """Returns the inclusive prefix sum of the int32 numbers of a warp's threads."""
     x = x.registers.item()
-    thread = arith.remui(mgpu.thread_idx(), mgpu.c(WARP, x.type))
+    _, lane = warp_and_lane()
     for distance in (1, 2, 4, 8, 16):
         other = from_lanes_below(x, distance)
-        has_other = arith.cmpi(arith.CmpIPredicate.uge, thread, mgpu.c(distance, x.type))
+        has_other = arith.cmpi(arith.CmpIPredicate.uge, lane, int32(distance))
         x = arith.select(has_other, arith.addi(x, other), x)
-    return _splat(x)
+    return number(x)
 
 
 type Places = tuple[Array, list[tuple[Array, Array]]]
@@ -132,12 +127,6 @@ def find_places(
 
 def from_lanes_below(x: Any, distance: int) -> Any:
     """Emits the 4-byte register of the lane `distance` below; the first lanes of a warp get their own."""
-    i32 = ir.IntegerType.get_signless(32)
-    bits = x if x.type == i32 else arith.bitcast(i32, x)
-    bits = nvvm.shfl_sync(mgpu.c(0xFFFFFFFF, i32), bits, mgpu.c(distance, i32), mgpu.c(0, i32), nvvm.ShflKind.up)
-    return bits if x.type == i32 else arith.bitcast(x.type, bits)
-
-
-def _splat(x: Any) -> Any:
-    """Returns a register as a kernel's scalar, though it may differ between threads."""
-    return FragmentedArray.splat(x, (), is_signed=True)
+    bits = x if x.type == i32() else arith.bitcast(i32(), x)
+    bits = nvvm.shfl_sync(int32(0xFFFFFFFF), bits, int32(distance), int32(0), nvvm.ShflKind.up)
+    return bits if x.type == i32() else arith.bitcast(x.type, bits)

@@ -17,7 +17,7 @@ from detjax.operands.kv_pages import KVPages
 from detjax.pallas.hopper import mosaic
 from detjax.pallas.hopper.attention import latent, latent_schedule
 from detjax.pallas.hopper.attention.decode import Schedule
-from detjax.pallas.hopper.attention.latent_schedule import Problem, default_schedule, filled_heads, tokens_of_a_tile
+from detjax.pallas.hopper.attention.latent_schedule import Problem, default_schedule, padded_heads, tokens_of_a_tile
 from detjax.pallas.hopper.mosaic.tiles import LANE_SUMS, block_sums, row_sums_of_halves, store_lane_sums
 from tests.contract import emulation
 from tests.contract.emulation import AttentionOptions
@@ -112,7 +112,7 @@ def test_halves_of_a_block_are_added_in_the_contracts_order() -> None:
 
 def test_tiles_have_rows_for_as_many_heads_and_tokens_as_fit() -> None:
     def problem(tokens: int, heads: int, batch: int = 1) -> Problem:
-        heads = filled_heads(heads)
+        heads = padded_heads(heads)
         return Problem(batch, tokens_of_a_tile(tokens, heads), heads, 576, 512, 33, jnp.dtype("bfloat16"))
 
     sizes = [(1, 128), (1, 16), (2, 16), (3, 16), (100, 16), (100, 66), (100, 1), (100, 67)]
@@ -176,7 +176,7 @@ def test_what_no_kernel_serves_is_refused(changes: dict[str, Any], options: dict
 def test_sequences_begin_at_whole_groups_of_rows() -> None:
     """The device, but not the interpreter, reads wrong rows in copies that begin within a group."""
     for heads in range(1, 200):
-        filled = filled_heads(heads)
+        filled = padded_heads(heads)
         problem = Problem(1, 1, filled, 576, 512, 33, jnp.dtype("bfloat16"))
         assert filled >= heads and problem.group % 8 == 0 and problem.group * problem.sequences == filled
         assert problem.group <= 64

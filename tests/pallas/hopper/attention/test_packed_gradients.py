@@ -177,7 +177,7 @@ def test_every_row_and_page_is_somebodys_work_once(name: str, spare: int) -> Non
     random, counts = np.random.default_rng(spare), np.array(COUNTS[name], np.int32)
     layout, first, rows = packed_rows(random, counts, spare)
     x = random.standard_normal((rows, 2)).astype(np.float32)
-    filled = np.asarray(layout.filled_up(jnp.asarray(x), value=7.0))
+    filled = np.asarray(layout.padded(jnp.asarray(x), value=7.0))
     tiles = np.stack([np.asarray(field) for field in layout.tiles()], axis=1)
     table = random.permutation(3 * len(counts)).astype(np.int32).reshape(-1, 3)
     length = counts + random.integers(0, 100, len(counts)).astype(np.int32)
@@ -194,7 +194,7 @@ def test_every_row_and_page_is_somebodys_work_once(name: str, spare: int) -> Non
         listed = [place for owner, *place in pages.tolist() if place[-1] and owner == request]
         blocks = range(-(-length[request] // KV_BLOCK) if count else 0)
         assert listed == [[block, table[request, block], start, filled_rows] for block in blocks]
-    back, is_given = np.asarray(layout.given(jnp.asarray(filled))), np.zeros(rows, bool)
+    back, is_given = np.asarray(layout.unpadded(jnp.asarray(filled))), np.zeros(rows, bool)
     for row, count in zip(first, counts, strict=True):
         is_given[row : row + count] = True
     assert_same_bits(back, np.where(is_given[:, None], x, 0).astype(np.float32))
@@ -226,7 +226,7 @@ def test_sinks_of_packed_queries_are_added_as_those_of_rectangular_ones() -> Non
     for request, (row, count) in enumerate(zip(first, counts, strict=True)):
         values_alone[:, :, request, :count] = values[:, :, row : row + count]
     sinks = jnp.asarray(random.standard_normal(3), jnp.float32)
-    normalizers, delta = (layout.filled_up(jnp.asarray(values[i]), 1, fill) for i, fill in enumerate((np.inf, np.nan)))
+    normalizers, delta = (layout.padded(jnp.asarray(values[i]), 1, fill) for i, fill in enumerate((np.inf, np.nan)))
     is_own = np.isfinite(np.asarray(normalizers))
     # Padding rows of a request's block have delta 0; padding blocks have NaN.
     end = int(layout.first_row[-1] + layout.rows[-1])
