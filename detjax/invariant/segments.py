@@ -78,8 +78,8 @@ def run(
     # are added outside. Functions with their own derivatives get the types that they were traced for.
     if not varies:
         return call(*rows, *shared)
-    own = [eqn for eqn in program.eqns if equations.contains(eqn, equations.OWN_RULES)]
-    kept = {v for eqn in own for v in eqn.invars if isinstance(v, core.Var)}
+    calls = [eqn for eqn in program.eqns if equations.contains(eqn, equations.OWN_RULES)]
+    kept = {v for eqn in calls for v in eqn.invars if isinstance(v, core.Var)}
     given = zip(shared, program.inputs[len(rows) :], strict=True)
     return call(*rows, *(x if v in kept else varying.over(x, varies) for x, v in given))
 
