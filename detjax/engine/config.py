@@ -1,6 +1,7 @@
 """Settings and statistics of an engine."""
 
 import dataclasses
+import math
 from typing import Any, Final, NamedTuple
 
 import jax
@@ -19,6 +20,8 @@ from detjax.runtime import backends
 
 _DECODES_IN_RUNS: Final = 64
 """With more decodes a step takes longer on the device than on the host, so runs gain nothing."""
+_SECONDS_ON_A_MESH: Final = 30.0
+"""A lost device makes the others wait for it without end. The longest step takes less than a second."""
 _SHARE_OF_FREE_MEMORY: Final = 0.9
 _CACHE_WITHOUT_A_GPU: Final = 1 << 30
 """Maximum bytes of the cache where the device does not report its memory."""
@@ -52,6 +55,9 @@ class EngineConfig:
         runs_of: maximum batch size for decode runs, in which the device computes four tokens per sample without
             waiting for the host; 0: no runs. Tokens then arrive four at a time. There are no runs while requests
             wait, but a new request waits for up to two runs in flight. Default: 64 on GPUs, 0 elsewhere.
+        step_seconds: maximum seconds that the engine waits for the devices to finish a step. Then it fails, rather than
+            hang when a device or another process that shares the model is lost. Default: 30 if GPUs share the model,
+            else no limit.
 
     Example:
         >>> detjax.EngineConfig(max_samples=8, token_budget=128).prefix_cache
@@ -68,6 +74,7 @@ class EngineConfig:
     kv_cache_dtype: KVQuantization | None = None
     top_logprobs: int = 20
     runs_of: int | None = None
+    step_seconds: float | None = None
 
     def resolved(self, model: Decoder) -> "EngineConfig":
         """Returns these settings with all defaults filled in for a model.
@@ -86,6 +93,11 @@ class EngineConfig:
             "snapshot_tokens": (self.snapshot_tokens, self.snapshot_tokens >= 1, "at least 1"),
             "top_logprobs": (self.top_logprobs, 0 <= self.top_logprobs <= vocabulary, f"0 to {vocabulary}"),
             "runs_of": (self.runs_of, self.runs_of is None or self.runs_of >= 0, "0 and more, or None"),
+            "step_seconds": (
+                self.step_seconds,
+                self.step_seconds is None or self.step_seconds > 0,
+                "more than 0, or None",
+            ),
         }
         for name, (value, is_accepted, description) in accepted.items():
             if not is_accepted:
@@ -122,8 +134,11 @@ class EngineConfig:
         runs_of = self.runs_of
         if runs_of is None:
             runs_of = _DECODES_IN_RUNS if backends.target() == "gpu" else 0
+        step_seconds = self.step_seconds
+        if step_seconds is None:
+            step_seconds = _SECONDS_ON_A_MESH if backends.target() == "gpu" and model.mesh is not None else math.inf
         sizes: dict[str, Any] = {"max_length": length, "num_pages": num_pages, "snapshot_bytes": snapshot_bytes}
-        return dataclasses.replace(self, runs_of=runs_of, **sizes)
+        return dataclasses.replace(self, runs_of=runs_of, step_seconds=step_seconds, **sizes)
 
     def step_loop(self) -> StepLoopConfig:
         """Returns the sizes of the engine's step loop. Call it on resolved settings."""

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import gc
 import logging
+import math
 import queue
 import sys
 import threading
@@ -16,6 +17,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Final
 
+import jax
 from jax.sharding import Mesh
 from jaxtyping import Array, PyTree
 from rich.console import Console
@@ -29,6 +31,7 @@ from detjax.engine.request import Generation, Request, Token
 from detjax.engine.request_reader import RequestReader
 from detjax.engine.step_loop import StepLoop
 from detjax.engine.step_programs import StepProgram
+from detjax.engine.watchdog import StepTimeout, Watchdog
 from detjax.models import Decoder, Tokenizer, sharded
 from detjax.models.mesh import spans_processes
 from detjax.runtime.compilation import ExecutionChoices
@@ -94,7 +97,8 @@ class Engine(RequestReader):
 
     A failure of one request, such as an exception of its listener, ends only that request. Any other exception in the
     engine's thread ends the engine: it is logged with its traceback (logger "detjax.engine"), requests in flight and
-    later ones get `EngineClosed`, `failure` is the exception, and `closed` ends with it.
+    later ones get `EngineClosed`, `failure` is the exception, and `closed` ends with it. The same happens if the
+    devices do not finish a step within `EngineConfig.step_seconds`; `failure` is then a `StepTimeout`.
 
     If devices of several processes share the model, each process has an engine, and all of them must get the same
     calls in the same order, from one thread, because their devices compute every step together. Such an engine starts
@@ -102,7 +106,7 @@ class Engine(RequestReader):
 
     Attributes:
         closed: a future that ends with the engine. Its result is None after `close`; its exception is the engine's
-            failure. Callbacks run in the engine's thread, after all requests in flight have ended. It cannot be
+            failure. Callbacks run in a thread of the engine's, after all requests in flight have ended. It cannot be
             cancelled.
 
     Example:
@@ -159,6 +163,12 @@ class Engine(RequestReader):
         self.closed: Future[None] = Future()
         self.closed.set_running_or_notify_cancel()
         self._choices = ExecutionChoices.here()
+        assert self._config.step_seconds is not None
+        self._watchdog = None
+        if self._config.step_seconds < math.inf:
+            devices = ", ".join(map(str, jax.local_devices() if model.mesh is None else model.mesh.devices.flat))
+            since = lambda: self._loop.reading_since  # noqa: E731
+            self._watchdog = Watchdog(self._config.step_seconds, since, devices, self._abandon)
         self._thread = threading.Thread(target=self._work, name="detjax-engine", daemon=True)
         self._thread.start()
         atexit.register(self.close)  # exiting while the device computes may crash
@@ -352,7 +362,8 @@ class Engine(RequestReader):
         """Ends the engine. Requests in flight fail with `EngineClosed`."""
         atexit.unregister(self.close)
         self._inbox.put(None)
-        if threading.current_thread() is not self._thread:
+        # A thread that waits for lost devices never ends.
+        if threading.current_thread() is not self._thread and not isinstance(self.failure, StepTimeout):
             self._thread.join()
 
     def __enter__(self) -> "Engine":
@@ -428,7 +439,10 @@ class Engine(RequestReader):
             with self._choices.apply():  # choices are per thread
                 while self._empty_inbox():
                     self._busy_since = time.monotonic()
-                    for sample, token in self._loop.step():
+                    tokens = self._loop.step()
+                    if self._end_reason is not None:  # the watchdog has given up this thread
+                        return
+                    for sample, token in tokens:
                         job = self._jobs.get(sample)
                         if token.finish_reason is not None:
                             self._jobs.pop(sample, None)
@@ -438,10 +452,20 @@ class Engine(RequestReader):
                             except BaseException as error:  # of the sample or of the request's listener
                                 self._fail(job, error)
         except BaseException as error:
-            _log.critical("the engine failed; %d samples were in flight", len(self._jobs), exc_info=error)
-            self._end(error)
+            if self._set_end_reason(error):
+                _log.critical("the engine failed; %d samples were in flight", len(self._jobs), exc_info=error)
+                self._loop.close()
+                self._settle_all(error)
         else:
-            self._end(None)
+            if self._set_end_reason(None):
+                self._loop.close()
+                self._settle_all(None)
+
+    def _abandon(self, error: StepTimeout) -> None:
+        """Ends the engine while its thread waits for the devices, and will not be heard from again."""
+        if self._set_end_reason(error):
+            _log.critical("the engine failed; %d samples were in flight: %s", len(self._jobs), error)
+            self._settle_all(error)
 
     def _submit(self, job: _Job) -> None:
         try:
@@ -478,12 +502,21 @@ class Engine(RequestReader):
             _run(*item)
         return True
 
-    def _end(self, failure: BaseException | None) -> None:
+    def _set_end_reason(self, failure: BaseException | None) -> bool:
+        """Ends the engine for other threads. Returns False if it had ended before."""
         state = "it was closed" if failure is None else "it has failed; its log says why"
         with self._open:
+            if self._end_reason is not None:
+                return False
             self._end_reason = EngineClosed(f"Engine: {state}")
             self._end_reason.__cause__ = failure
-        self._loop.close()
+        if self._watchdog is not None:
+            self._watchdog.stop()
+        return True
+
+    def _settle_all(self, failure: BaseException | None) -> None:
+        """Answers all requests in flight and all calls in the inbox with the reason of the end."""
+        assert self._end_reason is not None
         for job in dict.fromkeys(self._jobs.values()):
             job.settle(self._end_reason)
         self._jobs.clear()

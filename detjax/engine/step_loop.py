@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import functools
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
@@ -165,6 +166,8 @@ class StepLoop:
         self._in_flight: collections.deque[_InFlightStep] = collections.deque()
         self._newest: _InFlightStep | None = None
         """The last step that was started, kept while constraints may need its tokens."""
+        self.reading_since: float | None = None
+        """The monotonic time since when the loop waits for the device to finish a step; None while it does not wait."""
 
     @classmethod
     def for_model(cls, model: Decoder, config: StepLoopConfig, launcher: Launcher | None = None) -> "StepLoop":
@@ -347,13 +350,16 @@ class StepLoop:
             # Other threads compute the next step's masks from the same tokens while the device waits.
             self._in_flight[0].launched.result()
         launched = step.launched.result()
+        self.reading_since = time.monotonic()
         for _, snapshot in step.planned.copies.taken:
             snapshot.rows = jax.device_get(snapshot.rows)
         for score in launched.scores:
             score.read()
-        if launched.sampled is None:
+        sampled = None if launched.sampled is None else launched.sampled.read()
+        self.reading_since = None
+        if sampled is None:
             return
-        plan, sampled = step.planned.plan, launched.sampled.read()
+        plan = step.planned.plan
         size = len(plan.chunks)
         for tokens in sampled.by_step() if plan.is_run else [sampled]:
             for row, sequence in step.planned.samples:

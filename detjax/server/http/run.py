@@ -16,12 +16,11 @@ from typing import Final, cast
 import uvicorn
 from starlette.applications import Starlette
 
+from detjax.engine.watchdog import EXIT_CODE_OF_A_FAILED_ENGINE
 from detjax.server.http.connections import Connection, ConnectionConfig
 from detjax.server.http.hosts import default_hosts, is_loopback
 from detjax.server.http.settings import ConnectionSettings, Settings
 
-EXIT_CODE_OF_A_FAILED_ENGINE: Final = 70
-"""EX_SOFTWARE of sysexits.h. Supervisors restart the server when they see it."""
 _SECONDS_AFTER_STOP: Final = 5
 """Seconds for clients to receive the error of their cancelled requests."""
 _SECONDS_AFTER_SECOND_SIGNAL: Final = 0.5
