@@ -25,7 +25,7 @@ from detjax.pallas.hopper import device
 from detjax.pallas.hopper.device import WARPGROUP
 from detjax.pallas.hopper.mosaic.tiles import fma
 from detjax.pallas.hopper.mosaic.vectors import split_vectors
-from detjax.pallas.hopper.rows import layout, logistic
+from detjax.pallas.hopper.rows import NO_AUTO_BARRIERS, layout, logistic
 from detjax.portable import convolution as portable
 from detjax.runtime import compilation
 
@@ -43,14 +43,11 @@ _TOKENS: Final = (8, 4, 2, 1)
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """Tokens and channels of a convolution."""
+    """The shape of a convolution, and the dtype of inputs, weights and results."""
 
     tokens: int
-    """Number of tokens."""
     channels: int
-    """Columns of a token."""
     dtype: jnp.dtype
-    """Dtype of inputs, weights and results."""
 
     @property
     def columns(self) -> int:
@@ -76,11 +73,7 @@ class Schedule:
             raise ValueError(f"Schedule: tokens is {self.tokens}; accepted: {', '.join(map(str, reversed(_TOKENS)))}")
 
     def check(self, problem: Problem) -> None:
-        """Checks that a kernel of this schedule can compute the problem.
-
-        Raises:
-            ValueError: it cannot.
-        """
+        """Raises ValueError if a kernel of this schedule cannot compute the problem."""
         if problem.tokens < self.tokens:
             raise ValueError(
                 f"Schedule: {self.tokens} tokens of a CTA; accepted: at most the {problem.tokens} tokens of the problem"
@@ -187,12 +180,7 @@ def _kernel(problem: Problem, schedule: Schedule, operands: _Operands, *, writes
         grid=(ceil_div(problem.tokens, schedule.tokens), problem.blocks),
         grid_names=("token", "block"),
         kernel_name="causal_convolution",
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane,
-            # Automatic barriers are not needed: no input is both read and written, and the tokens that the last two
-            # CTAs share are written with equal bits.
-            unsafe_no_auto_barriers=True,
-        ),
+        compiler_params=NO_AUTO_BARRIERS,  # slots are written at places that no token of the call reads
     )(*operands)
 
 
@@ -209,13 +197,14 @@ class _Cta:
 
     def run(self) -> None:
         """Loads all inputs, then computes the tokens in order."""
-        inputs = [self.load_input(token) for token in range(1 - TAPS, self.schedule.tokens)]
+        rows = [jnp.maximum(self.first - back, 0) for back in range(TAPS - 1, 0, -1)]
+        rows += [self.first + index for index in range(self.schedule.tokens)]
+        inputs = [self.load(self.operands.x.at[row, self.block]) for row in rows]
         in_vectors = layout(1, self.threads, TAPS)
         vectors = plgpu.load(self.operands.weight.at[self.block], layout=in_vectors, optimized=False)
         taps = split_vectors(vectors, layout=in_vectors, rows_layout=self.layout, parts=TAPS)
         weights = [tap.astype(ACCUMULATOR) for tap in taps]
-        for index in range(self.schedule.tokens):
-            row = self.first + index
+        for index, row in enumerate(rows[TAPS - 1 :]):
             token = _Token.at(self.operands.tokens, row)
             *earlier, present = inputs[index : index + TAPS]
             from_slot = functools.partial(self.from_slot, token, earlier)
@@ -223,11 +212,6 @@ class _Cta:
             self.result[row, self.block] = self.activated([*earlier, present], weights)
             if self.writes:
                 pl.when(token.kept > 0)(functools.partial(self.keep, token, present))
-
-    def load_input(self, token: int) -> Array:
-        """Returns the input of a token counted from the CTA's first one; rows before row 0 give row 0."""
-        row = self.first + token
-        return self.load(self.operands.x.at[row if token >= 0 else jnp.maximum(row, 0), self.block])
 
     def from_slot(self, token: _Token, earlier: list[Array]) -> tuple[Array, ...]:
         """Returns the earlier inputs of one of a request's first tokens: from previous rows, the slot, or zeros."""
@@ -241,7 +225,6 @@ class _Cta:
         return tuple(inputs)
 
     def keep(self, token: _Token, present: Array) -> None:
-        """Stores a token's input in its slot."""
         place = lax.rem(token.position, jnp.int32(self.operands.inputs.shape[1]))
         self.operands.inputs[token.slot, place, self.block] = present
 

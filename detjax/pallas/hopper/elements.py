@@ -17,7 +17,7 @@ from jaxtyping import PyTree
 from detjax.contract import ACCUMULATOR, LANE_GROUP, LANES
 from detjax.operands.numerics import ceil_div
 from detjax.pallas.hopper.device import WARP, WARPGROUP
-from detjax.pallas.hopper.rows import layout, rounded_squares, row_sums
+from detjax.pallas.hopper.rows import NO_AUTO_BARRIERS, layout, rounded_squares, row_sums
 from detjax.pallas.hopper.token_sums import chain
 
 PIECE: Final = LANE_GROUP * WARPGROUP
@@ -25,8 +25,6 @@ PIECE: Final = LANE_GROUP * WARPGROUP
 
 PIECES: Final = 4
 """Most pieces of a CTA."""
-
-_PARAMS: Final = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True)
 
 
 def map_elements(
@@ -63,7 +61,7 @@ def map_elements(
         grid=((size + missing) // (pieces * PIECE),),
         grid_names=("piece",),
         kernel_name="map_elements",
-        compiler_params=_PARAMS,
+        compiler_params=NO_AUTO_BARRIERS,
     )(*(places.get(index, x) for index, x in enumerate(flat)), *(jnp.reshape(x, 1) for x in scalars))
     results = {index: jax.freeze(places[array]) for index, array in overwritten.items()}
     results |= zip(new, new_arrays, strict=True)
@@ -101,5 +99,5 @@ def _row_squares(rows: Array) -> Array:
         grid=(ceil_div(count, together),),
         grid_names=("tile",),
         kernel_name="row_squares",
-        compiler_params=_PARAMS,
+        compiler_params=NO_AUTO_BARRIERS,
     )(rows)

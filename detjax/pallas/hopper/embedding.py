@@ -16,7 +16,7 @@ from detjax.contract import ACCUMULATOR, LANE_GROUP
 from detjax.operands.numerics import ceil_div
 from detjax.operands.rounding import rounded
 from detjax.pallas.hopper.device import WARP, WARPGROUP
-from detjax.pallas.hopper.rows import layout
+from detjax.pallas.hopper.rows import NO_AUTO_BARRIERS, layout
 from detjax.portable import embedding as portable
 
 TOGETHER: Final = 8
@@ -50,14 +50,10 @@ def backward(tokens: Array, table: Array, dy: Array, table_sum: Array | None = N
 
 
 def _add_tokens(ids: Array, position: Array, end: Array, dy: Array, sums: Any) -> None:
-    """Adds the tokens of each id to the id's row of the sums.
+    """Adds the gradients dy `[N, D]` of each id's tokens to the id's row of the sums `[V, D]`.
 
-    Args:
-        ids: sorted ids `[N]`.
-        position: the row of dy for each id; ascending within an id.
-        end: for the first token of each id, the index after its last one; 0 for other tokens.
-        dy: gradients `[N, D]`.
-        sums: a reference to float32 `[V, D]`.
+    The ids `[N]` are sorted, and `position` has the row of dy of each, ascending within an id. `end` has for the first
+    token of each id the index after its last one, and 0 for other tokens.
     """
     count, width = dy.shape
     threads = next(n for n in (WARPGROUP, WARPGROUP // 2, WARP) if width % (LANE_GROUP * n) == 0)
@@ -97,9 +93,5 @@ def _add_tokens(ids: Array, position: Array, end: Array, dy: Array, sums: Any) -
         grid=(count, ceil_div(width, pieces * columns)),
         grid_names=("token", "column"),
         kernel_name="embedding_gradient",
-        compiler_params=plgpu.CompilerParams(
-            # Automatic barriers are not needed: one CTA owns a row of the sums, and each thread reads its part first.
-            lowering_semantics=plgpu.LoweringSemantics.Lane,
-            unsafe_no_auto_barriers=True,
-        ),
+        compiler_params=NO_AUTO_BARRIERS,  # a thread reads and writes only its own elements of the sums
     )(ids, position, end, dy, sums)

@@ -23,6 +23,7 @@ from jaxtyping import Int32
 from detjax.operands.numerics import ceil_div, round_up
 from detjax.operands.options import AxisName
 from detjax.pallas.hopper.mosaic.peers import exchange
+from detjax.pallas.hopper.rows import NO_AUTO_BARRIERS
 from detjax.portable import collectives as portable
 from detjax.runtime import compilation
 from detjax.runtime.device_links import CTA_BYTES, MAX_CTAS, UNIT, DeviceLinks, region_begin, used_axes
@@ -95,7 +96,5 @@ def _gathered(
         grid=(ctas,),
         grid_names=("cta",),
         kernel_name="gather_columns",
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
-        ),
+        compiler_params=NO_AUTO_BARRIERS,
     )(x, addresses, device)

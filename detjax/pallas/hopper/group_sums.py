@@ -24,6 +24,7 @@ from detjax.operands.numerics import ceil_div, round_up
 from detjax.pallas.hopper import device
 from detjax.pallas.hopper.device import SWIZZLE_BYTES, WARPGROUP, shared_registers
 from detjax.pallas.hopper.group_stages import STAGE_TOKENS, Stages
+from detjax.pallas.hopper.rows import NO_AUTO_BARRIERS
 
 _WIDTH_UNIT: Final = 64
 """Widths are padded to whole swizzled lines."""
@@ -157,8 +158,6 @@ class _Tile(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Cta:
-    """One CTA of the kernel."""
-
     groups: int
     shape: tuple[int, int]
     schedule: Schedule
@@ -288,7 +287,5 @@ def row_sums(sums: Array, x: Array, stages: Stages) -> Array:
         grid=(groups, ceil_div(width, WARPGROUP)),
         grid_names=("group", "column"),
         kernel_name="group_row_sums",
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
-        ),
+        compiler_params=NO_AUTO_BARRIERS,
     )(stages.table, _padded(sums, (groups, width)), _padded(x, (len(x), width)))[:, :columns]

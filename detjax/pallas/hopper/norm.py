@@ -18,7 +18,7 @@ from detjax.contract import ACCUMULATOR, LANE_GROUP, LANES
 from detjax.operands.numerics import ceil_div, flat_rows, round_up
 from detjax.pallas.hopper import device, norm_gradient
 from detjax.pallas.hopper.device import WARPGROUP
-from detjax.pallas.hopper.rows import broadcast, layout, load_weight, rounded_squares, row_sums
+from detjax.pallas.hopper.rows import NO_AUTO_BARRIERS, broadcast, layout, load_weight, rounded_squares, row_sums
 
 backward = norm_gradient.backward
 
@@ -34,18 +34,14 @@ _THREADS: Final = (4, 8, 16, 32, 64, 128)
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """Rows to be normalized."""
+    """Rows to be normalized, of a `padded_width`."""
 
     rows: int
-    """Number of rows."""
     width: int
-    """Elements of a row, a `padded_width`."""
     dtype: jnp.dtype
-    """Dtype of the rows."""
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row."""
         return self.width * self.dtype.itemsize
 
 
@@ -85,11 +81,7 @@ class Schedule:
         return LANE_GROUP * self.threads
 
     def check(self, problem: Problem) -> None:
-        """Checks that a kernel of this schedule can compute the problem.
-
-        Raises:
-            ValueError: it cannot.
-        """
+        """Raises ValueError if a kernel of this schedule cannot compute the problem."""
         rows, width = problem.rows, problem.width
         if width % self.columns:
             raise ValueError(
@@ -200,12 +192,7 @@ def _kernel(
         grid=(ceil_div(problem.rows, schedule.rows),),
         grid_names=("tile",),
         kernel_name="rms_norm",
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane,
-            # Automatic barriers would stop the warpgroup at every load and store. None is needed: no memory is both
-            # read and written, and the rows that the last two CTAs share are written with equal bits.
-            unsafe_no_auto_barriers=True,
-        ),
+        compiler_params=NO_AUTO_BARRIERS,
     )(*operands, weight)
 
 
@@ -274,7 +261,6 @@ class _Cta:
         return ref.at[pl.ds(self.first + row, rows), pl.ds(piece * columns, columns)]
 
     def store(self, ref: Any, row: int, piece: Any, value: Array) -> None:
-        """Writes a piece of `rows_at_once` rows."""
         self.at(ref, row, piece)[...] = value
 
     def load(self, row: int, piece: Any) -> Array:
@@ -291,7 +277,6 @@ class _Cta:
         return load_weight(part, self.formula.weight_offset, self.shape, self.layout)
 
     def square(self, part: Array) -> Array:
-        """Returns the squares of a piece, float32."""
         return rounded_squares(part.astype(ACCUMULATOR))
 
     def scale(self, total: Array) -> Array:
@@ -300,5 +285,4 @@ class _Cta:
         return broadcast(factor, self.shape, 0, self.layout)
 
     def scaled(self, part: Array, scale: Array, weight: Array) -> Array:
-        """Returns a piece of the result."""
         return (part.astype(ACCUMULATOR) * scale * weight).astype(self.dtype)

@@ -24,7 +24,7 @@ from detjax.contract import ACCUMULATOR, LANE_GROUP, LANES, WEIGHT_GRADIENT_TOKE
 from detjax.operands.numerics import ceil_div, flat_rows, round_up
 from detjax.operands.rounding import rounded
 from detjax.pallas.hopper.device import WARP, WARPGROUP
-from detjax.pallas.hopper.rows import broadcast, layout, load_weight, rounded_squares, row_sums
+from detjax.pallas.hopper.rows import NO_AUTO_BARRIERS, broadcast, layout, load_weight, rounded_squares, row_sums
 from detjax.pallas.hopper.token_sums import chain
 from detjax.portable import norm as portable
 
@@ -80,12 +80,8 @@ def _row_gradients(
 ) -> tuple[Array, Array]:
     """Returns the gradients `[M, D]` of rows, and each step's contribution to the weight's, `[steps, D]` float32.
 
-    Args:
-        rows: h, dy and optionally dh of `backward`, `[M, D]`.
-        weight: `[D]`.
-        width: elements of a row without padding, over which means are taken.
-        eps: added to the mean square.
-        weight_offset: added to the weight.
+    `rows` are h, dy and optionally dh of `backward`. Means are taken over the `width` elements of a row without
+    padding.
     """
     count, columns = rows[0].shape
     threads = columns // LANE_GROUP if columns <= WARPGROUP else WARP if columns <= WARP_COLUMNS else WARPGROUP
@@ -157,9 +153,7 @@ def _row_gradients(
         num_threads=warpgroups,
         thread_name="warpgroup",
         kernel_name="rms_norm_gradient",
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
-        ),
+        compiler_params=NO_AUTO_BARRIERS,
     )(*rows, weight)
 
 
@@ -186,11 +180,7 @@ def wide(x: Array) -> Array:
 def means(pieces: Sequence[Piece], width: int, eps: float, repeated: Callable[[Array], Array]) -> tuple[Array, Array]:
     """Returns the factors `[rows]` of the norm, and the means `[rows]` of gradients times normalized rows.
 
-    Args:
-        pieces: the rows, in ascending order.
-        width: elements of a row, over which means are taken.
-        eps: added to the mean square.
-        repeated: returns a piece that repeats a vector `[rows]` in every column.
+    Means are taken over `width` elements. `repeated(vector)` is a piece that repeats a vector `[rows]` in every column.
     """
     factor = lax.rsqrt(row_sums([rounded_squares(wide(piece.h)) for piece in pieces]) / width + eps)
     scale = repeated(factor)
@@ -200,12 +190,9 @@ def means(pieces: Sequence[Piece], width: int, eps: float, repeated: Callable[[A
 
 
 def through_norm(piece: Piece, scale: Array, mean: Array) -> Array:
-    """Returns the gradients of some columns of rows, float32. ptxas may fuse their last product with an addition.
+    """Returns the gradients of some columns of rows, float32, given the results of `means` repeated in every column.
 
-    Args:
-        piece: the columns.
-        scale: the factors of `means`, repeated in every column.
-        mean: the means of `means`, repeated in every column.
+    ptxas may fuse their last product with an addition.
     """
     along = lax.optimization_barrier(wide(piece.h) * scale * mean)
     return lax.optimization_barrier(scale * (wide(piece.dy) * piece.weight() - along))

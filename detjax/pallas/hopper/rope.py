@@ -28,6 +28,7 @@ from detjax.operands.numerics import ceil_div
 from detjax.pallas.hopper import device, norm, rope_gradient
 from detjax.pallas.hopper.device import WARP, WARPGROUP
 from detjax.pallas.hopper.head_rows import HeadRows
+from detjax.pallas.hopper.rows import NO_AUTO_BARRIERS
 
 LOADED_BYTES: Final = 64
 """Most bytes of x that a thread loads before it computes."""
@@ -42,13 +43,11 @@ class Problem:
     """Heads to be rotated."""
 
     tokens: int
-    """Number of tokens."""
     heads: tuple[int, ...]
     """Heads of each returned group: queries, or queries and keys."""
     width: int
     """Elements of a head, a multiple of `2 * EVEN_HALF`."""
     dtype: jnp.dtype
-    """Dtype of the heads."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,11 +70,7 @@ class Schedule:
             raise ValueError(f"Schedule: tokens is {self.tokens}; accepted: powers of two up to {limit}")
 
     def check(self, problem: Problem) -> None:
-        """Checks that a kernel of this schedule can compute the problem.
-
-        Raises:
-            ValueError: it cannot.
-        """
+        """Raises ValueError if a kernel of this schedule cannot compute the problem."""
         columns = 2 * LANE_GROUP * self.threads
         if problem.width % columns:
             raise ValueError(
@@ -233,11 +228,9 @@ class _Cache(NamedTuple):
     q_length: Any
 
     def place(self, token: Array, tokens: int) -> tuple[Array, Array, Array]:
-        """Returns a flag that a token is written, its page and its slot in the page.
+        """Returns True if a token is written, its page and its slot in the page.
 
-        Args:
-            token: the token's index among all tokens.
-            tokens: the number of tokens of each request.
+        Tokens are numbered over all requests, each of which has `tokens` tokens.
         """
         request, index = lax.div(token, jnp.int32(tokens)), lax.rem(token, jnp.int32(tokens))
         position = self.q_start[request] + index
@@ -269,7 +262,6 @@ class _Division:
 
     @property
     def rotating_ctas(self) -> int:
-        """CTAs that rotate groups of heads."""
         return sum(self.problem.heads) // self.schedule.heads
 
     @property
@@ -279,7 +271,6 @@ class _Division:
 
     @property
     def units_per_token(self) -> int:
-        """Units of keys of a token, and of values."""
         return self.kv_heads // self.unit_heads
 
     @property
@@ -312,12 +303,7 @@ def _kernel(division: _Division, operands: _Operands, formula: _Norm, cache: _Ca
         grid=(ceil_div(problem.tokens, schedule.tokens), division.rotating_ctas + 2 * division.kv_ctas),
         grid_names=("token", "head"),
         kernel_name=("norm_" if weights else "") + "rope" + ("" if cache is None else "_append_kv"),
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane,
-            # Automatic barriers are not needed: no memory is both read and written, and the tokens that the last two
-            # CTAs share are written with equal bits.
-            unsafe_no_auto_barriers=True,
-        ),
+        compiler_params=NO_AUTO_BARRIERS,
     )(x, cos, sin, *weights, *(cache or ()))
 
 

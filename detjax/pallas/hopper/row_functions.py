@@ -24,7 +24,15 @@ from detjax.pallas.hopper import device
 from detjax.pallas.hopper.device import WARPGROUP
 from detjax.pallas.hopper.mosaic.tiles import fma
 from detjax.pallas.hopper.mosaic.vectors import log1p
-from detjax.pallas.hopper.rows import broadcast, layout, load_weight, logistic, rounded_squares, row_sums
+from detjax.pallas.hopper.rows import (
+    NO_AUTO_BARRIERS,
+    broadcast,
+    layout,
+    load_weight,
+    logistic,
+    rounded_squares,
+    row_sums,
+)
 from detjax.portable import row_functions as portable
 from detjax.runtime import compilation
 
@@ -42,9 +50,7 @@ class Problem:
     """The rows that a function takes."""
 
     rows: int
-    """Number of rows."""
     width: int
-    """Columns of a row."""
     arrays: int
     """Input arrays of such rows."""
     elementwise: bool = False
@@ -97,11 +103,7 @@ class Schedule:
         return self.turns * self.rows_at_once(problem)
 
     def check(self, problem: Problem) -> None:
-        """Checks that a kernel of this schedule can compute the problem.
-
-        Raises:
-            ValueError: it cannot.
-        """
+        """Raises ValueError if a kernel of this schedule cannot compute the problem."""
         if problem.rows < self.rows(problem):
             raise ValueError(
                 f"Schedule: {self.rows(problem)} rows of a CTA; accepted: at most the {problem.rows} rows of the "
@@ -193,12 +195,7 @@ def _kernel(
             grid=(ceil_div(problem.rows, schedule.rows(problem)), problem.pieces if problem.elementwise else 1),
             grid_names=("tile", "piece"),
             kernel_name=name,
-            compiler_params=plgpu.CompilerParams(
-                lowering_semantics=plgpu.LoweringSemantics.Lane,
-                # Automatic barriers are not needed: no memory is both read and written, and the rows that the last two
-                # CTAs share are written with equal bits.
-                unsafe_no_auto_barriers=True,
-            ),
+            compiler_params=NO_AUTO_BARRIERS,
         )(*rows, *weights)
     )
 
@@ -240,7 +237,6 @@ class _Rows:
         return [load_weight(ref.at[piece], 0.0, self.shape, self.layout) for piece in self.pieces]
 
     def store(self, ref: Any, result: list[Array]) -> None:
-        """Stores rows, rounded to the result's dtype."""
         for piece, part in zip(self.pieces, result, strict=True):
             ref[self.here, piece] = part.astype(ref.dtype)
 
@@ -249,7 +245,6 @@ class _Rows:
         return broadcast(numbers, self.shape, 0, self.layout)
 
     def squares(self, x: list[Array]) -> Array:
-        """Returns the sums of the rows' squares."""
         return row_sums([rounded_squares(part) for part in x])
 
     def mean(self, total: Array) -> Array:

@@ -7,7 +7,7 @@ shuffles and across warps. This is the contract's tree, no matter how many threa
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from detjax.contract import ACCUMULATOR, LANE_GROUP, LANES
 from detjax.pallas.hopper.device import WARP, WARPGROUP
+
+NO_AUTO_BARRIERS: Final = plgpu.CompilerParams(
+    lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
+)
+"""Parameters of kernels in which no thread reads memory that another thread writes. Pallas' automatic barriers, which
+stop the warpgroup at every load and store, are then not needed. Two CTAs may still write equal bits to the same
+rows."""
 
 
 def layout(rows: int, threads: int, numbers: int = 1) -> Any:
@@ -38,11 +45,9 @@ def layout(rows: int, threads: int, numbers: int = 1) -> Any:
 
 
 def _spread(dimensions: Sequence[tuple[int, int]], available: int) -> tuple[int | plgpu.Replicated, ...]:
-    """Returns the dimensions with more than one index, preceded by the replication that fills the available threads.
+    """Returns the dimensions, given with their sizes, that have more than one index.
 
-    Args:
-        dimensions: pairs of a dimension and its size.
-        available: the number of warps, or of a warp's threads, over which the dimensions are spread.
+    They follow the replication that makes them fill the available warps, or threads of a warp.
     """
     spread = [dimension for dimension, size in dimensions if size > 1]
     copies = available

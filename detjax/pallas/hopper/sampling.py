@@ -29,6 +29,7 @@ from detjax.pallas.hopper.row_stream import (
     padded,
 )
 from detjax.pallas.hopper.softmax import Problem, Schedule, default_schedule
+from detjax.pallas.softmax_formulas import finished, row_constant
 from detjax.portable import sampling as portable
 
 
@@ -69,8 +70,7 @@ def sampling_logprobs(logits: Array, tokens: Array, temperature: Array, *, sched
     def finish_row(row: Any, x: Any, tokens: Any, reciprocals: Any, statistics: Any, logprobs: Any) -> None:
         m, total = softmax.merged_statistics(lambda b: (statistics[row, b, 0], statistics[row, b, 1]), blocks)
         exponent = portable.sampling_exponents(x[row, tokens[row]].astype(ACCUMULATOR), reciprocals[row])
-        constant = softmax.row_constant("log_softmax", total)
-        logprobs[row] = softmax.finished("log_softmax", exponent, m, constant)
+        logprobs[row] = finished("log_softmax", exponent, m, row_constant("log_softmax", total))
 
     rows, blocks = len(logits), blocks_per_row(logits.shape[1])
     out = jax.ShapeDtypeStruct((rows, blocks, 2), ACCUMULATOR)
@@ -200,9 +200,9 @@ def _best_of_rows(logits: Array, statistics: Array, values: Array, tokens: Array
 
         _, token = fold_blocks(blocks, step, (jnp.float32(-jnp.inf), tokens[row, 0]))
         m, total = softmax.merged_statistics(lambda b: (statistics[row, b, 0], statistics[row, b, 1]), blocks)
-        constant = softmax.row_constant("log_softmax", total)
+        constant = row_constant("log_softmax", total)
         token_gmem[row] = token
-        logprob_gmem[row] = softmax.finished("log_softmax", x[row, token].astype(ACCUMULATOR), m, constant)
+        logprob_gmem[row] = finished("log_softmax", x[row, token].astype(ACCUMULATOR), m, constant)
 
     out = [jax.ShapeDtypeStruct((rows,), jnp.int32), jax.ShapeDtypeStruct((rows,), ACCUMULATOR)]
     token, logprob = for_each_row("sample_rows", rows, body, out, logits, statistics, values, tokens)

@@ -19,9 +19,9 @@ from jax import Array, lax
 from jax.experimental.mosaic.gpu import utils as mgpu
 from jaxlib.mlir.dialects import arith, nvvm
 
-from detjax.contract import ACCUMULATOR, LOG2_E, SOFTMAX_BLOCK
+from detjax.contract import ACCUMULATOR, SOFTMAX_BLOCK
 from detjax.operands.numerics import LOWEST, ceil_div, flat_rows
-from detjax.pallas import softmax_gradients
+from detjax.pallas import softmax_formulas as formulas
 from detjax.pallas.hopper import device
 from detjax.pallas.hopper.device import MAX_CLUSTER
 from detjax.pallas.hopper.mosaic import no_twin, primitive
@@ -41,8 +41,7 @@ from detjax.pallas.hopper.row_stream import (
     scratch_types,
     slots_that_fit,
 )
-
-Operation = Literal["softmax", "log_softmax", "logsumexp"]
+from detjax.pallas.softmax_formulas import Operation, exp_difference, finished, row_constant
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,11 +49,8 @@ class Problem:
     """The rows of a kernel of this module, or of another one that streams rows."""
 
     rows: int
-    """Number of rows."""
     width: int
-    """Elements of a row."""
     dtype: jnp.dtype
-    """Dtype of the rows."""
     rewritten: bool
     """True if the result has a number for every element, so that it pays to hold rows until their sums are known."""
 
@@ -102,11 +98,7 @@ class Schedule:
             raise ValueError(f"Schedule: exchange is {self.exchange!r}; accepted: 'shared', 'global'")
 
     def check(self, problem: Problem) -> None:
-        """Checks that a kernel of this schedule can compute the problem.
-
-        Raises:
-            ValueError: a cluster cannot hold a row.
-        """
+        """Raises ValueError if a cluster of this schedule cannot hold a row of the problem."""
         if not self.cluster:
             return
         needed = problem.slots_held_by(self.cluster)
@@ -166,15 +158,15 @@ def logsumexp(x: Array, schedule: Schedule | None = None) -> Array:
 
 def softmax_backward(y: Array, dy: Array) -> Array:
     """Returns the gradient of softmax's input, float32, from its result."""
-    return softmax_gradients.softmax_gradient(y, dy, row_sums)
+    return formulas.softmax_gradient(y, dy, row_sums)
 
 
 def log_softmax_backward(y: Array, dy: Array) -> Array:
     """Returns the gradient of log-softmax's input, float32, from its result."""
-    return softmax_gradients.log_softmax_gradient(y, dy, row_sums)
+    return formulas.log_softmax_gradient(y, dy, row_sums)
 
 
-logsumexp_backward: Final = softmax_gradients.logsumexp_gradient
+logsumexp_backward: Final = formulas.logsumexp_gradient
 
 
 def log_softmax_statistics(x: Array) -> tuple[Array, Array]:
@@ -194,12 +186,7 @@ def _normalized(operation: Operation, x: Array, schedule: Schedule | None) -> Ar
     return y[:, : x.shape[-1]].reshape(x.shape)
 
 
-# --- the contract's formulas ------------------------------------------------------------------------------------------
-
-
-def exp_difference(x: Array, m: Array) -> Array:
-    """Returns `e(x, m)` of `contract.SOFTMAX_BLOCK`: `exp(x - m)` by exp2."""
-    return jnp.exp2((x - m) * LOG2_E)
+# --- statistics -------------------------------------------------------------------------------------------------------
 
 
 def block_statistics(chunks: list[Array]) -> tuple[Array, Array]:
@@ -220,16 +207,6 @@ def merged_statistics(read: Callable[[Any], tuple[Array, Array]], blocks: int) -
         return total + jnp.maximum(block_total * exp_difference(block_m, m), 0.0)
 
     return m, fold_blocks(blocks, add, jnp.float32(0))
-
-
-def row_constant(operation: Operation, total: Array) -> Array:
-    """Returns the number that finally multiplies every element of a row (softmax), or is subtracted from it."""
-    return 1 / total if operation == "softmax" else jnp.log(total)
-
-
-def finished(operation: Operation, x: Array, m: Array, constant: Array) -> Array:
-    """Returns elements of the result from elements of the input and the maximum and constant of their row."""
-    return exp_difference(x, m) * constant if operation == "softmax" else (x - m) - constant
 
 
 @dataclasses.dataclass(frozen=True)
@@ -313,7 +290,6 @@ class _Statistics:
         """Waits until all CTAs that hold the row have stored the statistics of their blocks."""
 
     def read(self, index: Any, block: Any) -> tuple[Array, Array]:
-        """Returns a block's maximum and sum."""
         return self.statistics[index, block, 0], self.statistics[index, block, 1]
 
 

@@ -20,7 +20,7 @@ from jax import Array, lax
 from detjax.contract import ACCUMULATOR, LANE_GROUP, WEIGHT_GRADIENT_TOKENS
 from detjax.operands.numerics import ceil_div, round_up
 from detjax.pallas.hopper.device import WARP, WARPGROUP
-from detjax.pallas.hopper.rows import layout
+from detjax.pallas.hopper.rows import NO_AUTO_BARRIERS, layout
 
 CHAIN_COLUMNS: Final = WARPGROUP
 """Columns of a CTA of the chain: one for each thread. A warp reads 32 neighbouring words of a step, one in each
@@ -75,9 +75,7 @@ def _step_sums(x: Array) -> Array:
         grid=(ceil_div(steps, together), width // columns),
         grid_names=("step", "column"),
         kernel_name="token_sums_of_steps",
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
-        ),
+        compiler_params=NO_AUTO_BARRIERS,
     )(x)
 
 
@@ -140,9 +138,5 @@ def chains(starts: Sequence[Array], step_sums: Sequence[Array]) -> tuple[Array, 
         grid=(len(copies), width // columns),
         grid_names=("group", "column"),
         kernel_name="token_sums",
-        compiler_params=plgpu.CompilerParams(
-            # An automatic barrier at every load would take longer than the load.
-            lowering_semantics=plgpu.LoweringSemantics.Lane,
-            unsafe_no_auto_barriers=True,
-        ),
+        compiler_params=NO_AUTO_BARRIERS,
     )(*starts, *step_sums)

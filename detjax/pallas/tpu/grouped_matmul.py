@@ -31,20 +31,12 @@ ROWS: Final = TOKEN_STEP.rows
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """The part of a weight that is in VMEM at once.
-
-    Attributes:
-        outputs: columns of a tile of the result, a multiple of 128.
-    """
+    """The number of outputs of a tile, a multiple of 128. No bit depends on it."""
 
     outputs: int
 
     def check(self, problem: Problem) -> None:
-        """Checks that the schedule fits the problem.
-
-        Raises:
-            ValueError: the outputs are not whole registers.
-        """
+        """Raises ValueError if the outputs are not whole registers."""
         if self.outputs < 1 or self.outputs % LANES:
             raise ValueError(
                 f"grouped_matmul: the schedule has {self.outputs} outputs, with N being {problem.n}; accepted: "

@@ -45,12 +45,7 @@ XLayout = Literal["mk", "km"]
 
 @dataclasses.dataclass(frozen=True)
 class StepShape:
-    """The shape of one product of the matrix unit. It belongs to the contract; see `contract.TPU_K_STEP`.
-
-    Attributes:
-        rows: rows of x.
-        k: elements of K.
-    """
+    """The rows of x and the elements of K in one product, which belong to the contract; see `contract.TPU_K_STEP`."""
 
     rows: int
     k: int
@@ -176,11 +171,7 @@ class Schedule:
             )
 
     def check(self, problem: Problem) -> None:
-        """Checks that the schedule fits the problem.
-
-        Raises:
-            ValueError: a slab is neither all of K nor a multiple of the step and of a register.
-        """
+        """Raises ValueError if a slab is neither all of K nor a multiple of the step and of a register."""
         step = problem.contraction.step.k
         if self.slab != problem.k and (self.slab % step or self.slab % LANES):
             raise ValueError(

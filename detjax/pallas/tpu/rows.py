@@ -39,11 +39,7 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """The division of a row kernel's work. No bit depends on it.
-
-    Attributes:
-        rows: rows of a tile, which one grid step processes.
-    """
+    """The number of rows of a tile, which one grid step processes. No bit depends on it."""
 
     rows: int
 
@@ -52,11 +48,7 @@ class Schedule:
             raise ValueError(f"Schedule: rows is {self.rows}; accepted: 1 or more. Choose a larger tile.")
 
     def check(self, problem: Problem) -> None:
-        """Checks that the schedule fits the problem.
-
-        Raises:
-            ValueError: the tile's rows don't fill whole registers.
-        """
+        """Raises ValueError if the tile's rows don't fill whole registers."""
         unit = register_rows(problem.dtype)
         if self.rows % unit:
             raise ValueError(

@@ -20,10 +20,11 @@ from detjax.contract import ACCUMULATOR
 from detjax.operands.numerics import LOWEST, sample_key
 from detjax.operands.sampling_arrays import SamplingArrays
 from detjax.pallas.gumbel import NO_ID, beats, gumbel
+from detjax.pallas.softmax_formulas import finished, row_constant
 from detjax.pallas.tpu import rows as tpu_rows
 from detjax.pallas.tpu.device import check_dtypes
 from detjax.pallas.tpu.rows import PIECE, Problem, in_every_lane, lane_ids, register_rows
-from detjax.pallas.tpu.softmax import BlockStatistics, RowBlocks, finished, log_softmax, row_constant
+from detjax.pallas.tpu.softmax import BlockStatistics, RowBlocks, log_softmax
 from detjax.portable import sampling as portable
 
 MAX_PIECES_TOGETHER: Final = 8
@@ -41,11 +42,8 @@ class Schedule(tpu_rows.Schedule):
     pieces_together: int
 
     def check(self, problem: Problem) -> None:
-        """Checks that the schedule fits the problem.
-
-        Raises:
-            ValueError: the tile's rows don't fill whole registers, or `pieces_together` does not divide the pieces.
-        """
+        """Raises ValueError if the tile's rows don't fill registers, or `pieces_together` does not divide the
+        pieces."""
         super().check(problem)
         pieces = RowBlocks(problem.width).pieces
         if self.pieces_together < 1 or pieces % self.pieces_together:

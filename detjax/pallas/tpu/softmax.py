@@ -7,7 +7,7 @@ result. Logsumexp writes no rows, so it visits them once. For gradients, a kerne
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -15,9 +15,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental.pallas import tpu as pltpu
 
-from detjax.contract import ACCUMULATOR, LOG2_E, SOFTMAX_BLOCK
+from detjax.contract import ACCUMULATOR, SOFTMAX_BLOCK
 from detjax.operands.numerics import LOWEST, flat_rows
-from detjax.pallas import softmax_gradients
+from detjax.pallas import softmax_formulas as formulas
+from detjax.pallas.softmax_formulas import Operation
 from detjax.pallas.tpu.device import check_dtypes
 from detjax.pallas.tpu.rows import (
     PIECE,
@@ -35,8 +36,6 @@ STATISTICS_BYTES: Final = 4 * 1024 * 1024
 """Bytes of VMEM for the maxima and sums of a tile's blocks: at `MAX_ROWS`, 128 blocks, or 524288 elements of a row."""
 MAX_ROWS: Final = 32
 """Most rows of a tile. With this many, the copy of a block takes longer than the overhead of a grid step."""
-
-Operation = Literal["softmax", "log_softmax", "logsumexp"]
 
 
 def default_schedule(problem: Problem) -> Schedule:
@@ -64,15 +63,15 @@ def logsumexp(x: Array, schedule: Schedule | None = None) -> Array:
 
 def softmax_backward(y: Array, dy: Array) -> Array:
     """Returns the gradient of softmax's input, float32, from its result."""
-    return softmax_gradients.softmax_gradient(y, dy, row_sums)
+    return formulas.softmax_gradient(y, dy, row_sums)
 
 
 def log_softmax_backward(y: Array, dy: Array) -> Array:
     """Returns the gradient of log-softmax's input, float32, from its result."""
-    return softmax_gradients.log_softmax_gradient(y, dy, row_sums)
+    return formulas.log_softmax_gradient(y, dy, row_sums)
 
 
-logsumexp_backward: Final = softmax_gradients.logsumexp_gradient
+logsumexp_backward: Final = formulas.logsumexp_gradient
 
 
 def row_sums(x: Array, schedule: Schedule | None = None) -> Array:
@@ -108,14 +107,6 @@ def row_sums(x: Array, schedule: Schedule | None = None) -> Array:
     return sums.reshape(*x.shape[:-1], 1)
 
 
-# --- the contract's formulas ------------------------------------------------------------------------------------------
-
-
-def exp_difference(x: Array, m: Array) -> Array:
-    """Returns `e(x, m)` of `contract.SOFTMAX_BLOCK`: `exp(x - m)` by exp2."""
-    return jnp.exp2((x - m) * LOG2_E)
-
-
 def block_statistics(load: Callable[[], Sequence[Array]]) -> tuple[Array, Array]:
     """Returns maximum and sum of a block, `[rows, 1]` float32 each.
 
@@ -124,17 +115,7 @@ def block_statistics(load: Callable[[], Sequence[Array]]) -> tuple[Array, Array]
     """
     m = jnp.max(functools.reduce(jnp.maximum, load()), axis=1, keepdims=True)
     m = jnp.maximum(m, LOWEST)
-    return m, row_sum([exp_difference(piece, m) for piece in load()])
-
-
-def row_constant(operation: Operation, total: Array) -> Array:
-    """Returns the number that finally multiplies every element of a row (softmax), or is subtracted from it."""
-    return 1 / total if operation == "softmax" else jnp.log(total)
-
-
-def finished(operation: Operation, x: Array, m: Array, constant: Array) -> Array:
-    """Returns elements of the result from elements of the input and the maximum and constant of their row."""
-    return exp_difference(x, m) * constant if operation == "softmax" else (x - m) - constant
+    return m, row_sum([formulas.exp_difference(piece, m) for piece in load()])
 
 
 # --- blocks in VMEM ---------------------------------------------------------------------------------------------------
@@ -142,11 +123,7 @@ def finished(operation: Operation, x: Array, m: Array, constant: Array) -> Array
 
 @dataclasses.dataclass(frozen=True)
 class RowBlocks:
-    """The division of a row into the contract's blocks, and of a block into pieces.
-
-    Attributes:
-        width: elements of the row.
-    """
+    """The division of a row of `width` elements into the contract's blocks, and of a block into pieces."""
 
     width: int
 
@@ -208,7 +185,7 @@ class BlockStatistics(NamedTuple):
         def add(block: Array, total: Array) -> Array:
             # The product is not negative, so the maximum keeps its value; it keeps the compiler from fusing the
             # addition.
-            return total + jnp.maximum(self.total[block] * exp_difference(self.m[block], m), 0.0)
+            return total + jnp.maximum(self.total[block] * formulas.exp_difference(self.m[block], m), 0.0)
 
         m = jnp.full(tile, LOWEST, ACCUMULATOR)
         m = lax.fori_loop(0, blocks, lambda block, m: jnp.maximum(m, self.m[block]), m)
@@ -291,7 +268,7 @@ class _Kernel:
     def merge(self) -> tuple[Array, Array]:
         """Returns maxima and constants of the rows, once all their blocks have statistics."""
         m, total = self.block_statistics.merged()
-        return m, row_constant(self.operation, total)
+        return m, formulas.row_constant(self.operation, total)
 
     def keep(self) -> None:
         m, constant = self.merge()
@@ -306,4 +283,4 @@ class _Kernel:
         m, constant = (ref[...] for ref in self.row_statistics)
         for piece in range(self.blocks.pieces):
             place = slice(None), piece_columns(piece)
-            self.y[place] = finished(self.operation, self.x[place].astype(ACCUMULATOR), m, constant)
+            self.y[place] = formulas.finished(self.operation, self.x[place].astype(ACCUMULATOR), m, constant)

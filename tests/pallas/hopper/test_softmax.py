@@ -20,12 +20,12 @@ from detjax.pallas.hopper.softmax import (
     Problem,
     Schedule,
     default_schedule,
-    exp_difference,
     log_softmax,
     logsumexp,
     row_sums,
     softmax,
 )
+from detjax.pallas.softmax_formulas import exp_difference
 from tests.pallas.hopper.interpreter import interpreted, lowered
 from tests.support.bits import assert_same_bits
 

@@ -11,14 +11,15 @@ import numpy as np
 import pytest
 from jax import lax
 
-from detjax.bench.deviceless import kernel_texts
 from detjax.contract import LOG2_E
+from detjax.pallas import softmax_formulas
 from detjax.pallas.tpu import softmax
 from detjax.pallas.tpu.rows import Schedule
 from detjax.portable import softmax as portable_softmax
 from tests.pallas.tpu.interpreter import compiled, interpreted, normal, shape
 from tests.pallas.tpu.rows_cases import rows_with_one_repeated
 from tests.support.bits import assert_same_bits
+from tests.support.kernel_texts import kernel_texts
 
 BLOCK = 256
 
@@ -45,7 +46,7 @@ def test_blocks_are_added_left_to_right(small_blocks: None, monkeypatch: pytest.
     for block in [*sums.swapaxes(0, 1), np.pad(x[:, 5 * BLOCK :], ((0, 0), (0, BLOCK - 44)))]:
         expected = expected + compiled(portable_softmax.row_sum)(block)
     assert_same_bits(interpreted(softmax.row_sums)(x), expected)
-    for module in (softmax, portable_softmax):
+    for module in (softmax_formulas, portable_softmax):
         # The last places of an exponential are the device's own. Steps that have one result each take its place.
         monkeypatch.setattr(module, "exp_difference", lambda x, m: 1 / (1 + (m - x)))
     assert_same_bits(interpreted(softmax.softmax)(x), compiled(portable_softmax.softmax)(x))
@@ -78,7 +79,7 @@ def test_rows_of_powers_of_two_have_the_contracts_bits(small_blocks: None, monke
     assert (total != sum(reversed([t * exp_difference(b, m) for b, t in zip(maxima, totals, strict=True)]))).any()
     expected = exp_difference(x, m) * (np.float32(1) / total)
     # The contract leaves the last places of exp2 to the device, so an exact one takes its place.
-    monkeypatch.setattr(softmax, "exp_difference", lambda x, m: exact_power(jnp.round((x - m) * LOG2_E)))
+    monkeypatch.setattr(softmax_formulas, "exp_difference", lambda x, m: exact_power(jnp.round((x - m) * LOG2_E)))
     assert_same_bits(interpreted(softmax.softmax)(x), expected)
 
 
@@ -93,7 +94,7 @@ def test_exponentials_are_powers_of_two_of_a_rounded_product() -> None:
     for fn in (softmax.softmax, softmax.logsumexp):
         (text,) = kernel_texts(lambda x, fn=fn: fn(x), x)
         assert "math.exp2" in text and not re.search(r"math\.exp\b", text)
-    jaxpr = str(jax.make_jaxpr(softmax.exp_difference)(x, x))
+    jaxpr = str(jax.make_jaxpr(softmax_formulas.exp_difference)(x, x))
     assert re.search(r"sub a b.*mul \S+ 1\.442695.*exp2", jaxpr, re.DOTALL), jaxpr
 
 

@@ -43,10 +43,10 @@ def forward(tokens: DeltaTokens, state: DeltaState, rows: RequestRows) -> tuple[
         return portable.forward(tokens, state, rows)
     requests, decodes = rows.first.shape[0], rows.most.decodes
     references: Any = jax.tree.map(jax.new_ref, state)
-    call = _Call(Operands(*tokens, Request.all_of(rows, state.chunk), references))
-    o, decays = call.in_tiles(slice(decodes, requests)) if decodes < requests else (None, None)
+    operands = Operands(*tokens, Request.all_of(rows, state.chunk), references)
+    o, decays = _in_tiles(operands, slice(decodes, requests)) if decodes < requests else (None, None)
     if decodes:
-        o = call.one_by_one(slice(0, decodes), o)
+        o = _one_by_one(operands, slice(0, decodes), o)
     assert o is not None
     state = DeltaState(*(jax.freeze(x) for x in references))
     return o, state if decays is None else _with_rows(state, tokens.k, decays, rows.part(slice(decodes, requests)))
@@ -58,49 +58,45 @@ def backward(tokens: DeltaTokens, state: DeltaState, rows: RequestRows, do: Arra
     return portable.backward(tokens, state, rows, do)
 
 
-class _Call:
-    """A call whose kernels update the state in place, through references."""
+def _selected(operands: Operands, requests: slice) -> tuple[Problem, Operands]:
+    """Returns the shapes and the operands of some of the requests."""
+    q, v, selected = operands.q, operands.v, operands.requests[:, requests]
+    problem = Problem(selected.shape[1], q.shape[1], v.shape[1], q.shape[2], v.shape[2], v.dtype)
+    return problem, operands._replace(requests=selected)
 
-    def __init__(self, operands: Operands) -> None:
-        self.operands = operands
 
-    def selected(self, requests: slice) -> tuple[Problem, Operands]:
-        """Returns the shapes and the operands of some of the requests."""
-        q, v, places = self.operands.q, self.operands.v, self.operands.requests[:, requests]
-        problem = Problem(places.shape[1], q.shape[1], v.shape[1], q.shape[2], v.shape[2], v.dtype)
-        return problem, self.operands._replace(requests=places)
+def _in_tiles(operands: Operands, requests: slice) -> tuple[Array, Array]:
+    """Returns the outputs of requests with any number of tokens, and the tokens' sums of decays."""
+    problem, operands = _selected(operands, requests)
+    v, g = operands.v, operands.g
+    out = [jax.ShapeDtypeStruct(v.shape, v.dtype), jax.ShapeDtypeStruct(g.shape, ACCUMULATOR)]
 
-    def in_tiles(self, requests: slice) -> tuple[Array, Array]:
-        """Returns the outputs of requests with any number of tokens, and the tokens' sums of decays."""
-        problem, operands = self.selected(requests)
-        v, g = operands.v, operands.g
-        out = [jax.ShapeDtypeStruct(v.shape, v.dtype), jax.ShapeDtypeStruct(g.shape, ACCUMULATOR)]
+    def body(operands: Operands, results: list[Any], scratch: dict[str, Any]) -> None:
+        Tiles(problem, operands, Results(*results), scratch).run()
+
+    scratch, warpgroups = tiles.scratch_types(problem), tiles.WARPGROUPS
+    o, decays = launch("delta_rule_tiles", body, operands, out, problem.ctas, scratch, warpgroups=warpgroups)
+    return o, decays
+
+
+def _one_by_one(operands: Operands, requests: slice, o: Array | None) -> Array:
+    """Returns the outputs of requests with one token each; if others have outputs `o`, they are added to these."""
+    problem, operands = _selected(operands, requests)
+    v, scratch = operands.v, decode.scratch_types(problem)
+    if o is None:
 
         def body(operands: Operands, results: list[Any], scratch: dict[str, Any]) -> None:
-            Tiles(problem, operands, Results(*results), scratch).run()
+            Decode(problem, operands, results[0], scratch).run()
 
-        scratch, warpgroups = tiles.scratch_types(problem), tiles.WARPGROUPS
-        o, decays = launch("delta_rule_tiles", body, operands, out, problem.ctas, scratch, warpgroups=warpgroups)
-        return o, decays
+        out = [jax.ShapeDtypeStruct(v.shape, v.dtype)]
+        return launch("delta_rule_decode", body, operands, out, problem.ctas, scratch, warpgroups=1)[0]
 
-    def one_by_one(self, requests: slice, o: Array | None) -> Array:
-        """Returns the outputs of requests with one token each; if others have outputs `o`, they are added to these."""
-        problem, operands = self.selected(requests)
-        v, scratch = operands.v, decode.scratch_types(problem)
-        if o is None:
+    def body_in_place(operands: tuple[Operands, Any], _: list[Any], scratch: dict[str, Any]) -> None:
+        Decode(problem, *operands, scratch).run()
 
-            def body(operands: Operands, results: list[Any], scratch: dict[str, Any]) -> None:
-                Decode(problem, operands, results[0], scratch).run()
-
-            out = [jax.ShapeDtypeStruct(v.shape, v.dtype)]
-            return launch("delta_rule_decode", body, operands, out, problem.ctas, scratch, warpgroups=1)[0]
-
-        def body_in_place(operands: tuple[Operands, Any], _: list[Any], scratch: dict[str, Any]) -> None:
-            Decode(problem, *operands, scratch).run()
-
-        result = jax.new_ref(o)
-        launch("delta_rule_decode", body_in_place, (operands, result), (), problem.ctas, scratch, warpgroups=1)
-        return jax.freeze(result)
+    result = jax.new_ref(o)
+    launch("delta_rule_decode", body_in_place, (operands, result), (), problem.ctas, scratch, warpgroups=1)
+    return jax.freeze(result)
 
 
 def _with_rows(state: DeltaState, k: Array, decays: Array, rows: RequestRows) -> DeltaState:

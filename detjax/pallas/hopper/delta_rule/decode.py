@@ -154,13 +154,9 @@ class Decode:
         return plgpu.load(self.scratch[name].at[:, column], layout=PER_ROW, optimized=False)
 
     def load(self, slot: Array, row: Array, chunk: Array, begin: Array) -> None:
-        """Starts to load the rows of a chunk's first `begin` tokens, followed by the new token's key.
+        """Starts to load the rows of a chunk's first `begin` tokens, followed by the key of the token in a flat row.
 
-        Args:
-            slot: the request's slot.
-            row: the token's flat row.
-            chunk: the chunk.
-            begin: the number of its earlier tokens; with `DELTA_CHUNK` the new token is not in this chunk.
+        With a `begin` of `DELTA_CHUNK`, the token is not in this chunk.
         """
         operands, scratch, state = self.operands, self.scratch, self.operands.state
         place = lax.rem(chunk * DELTA_CHUNK, jnp.int32(DELTA_ROWS))

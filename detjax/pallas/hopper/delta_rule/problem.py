@@ -17,16 +17,7 @@ from detjax.pallas.hopper.delta_rule.substitution import COLUMNS
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """The shapes of a call.
-
-    Attributes:
-        requests: requests, including those without tokens.
-        key_heads: heads of queries, and of keys.
-        heads: heads of values.
-        width: columns of a query, and of a key.
-        value_width: columns of a value.
-        dtype: the dtype of queries, keys and values.
-    """
+    """The shapes of a call and the dtype of queries, keys and values; `heads` are value heads, `width` is a key's."""
 
     requests: int
     key_heads: int

@@ -124,7 +124,8 @@ def backward(
 
     # The halves of a stacked "nk" weight are already contiguous along N; contracting "kn" halves at once takes a copy.
     joined = w.reshape(-1, w.shape[-1]) if layout == "nk" else jnp.concatenate(halves, axis=1)
-    dx = _plain(dz, joined, layout="kn" if layout == "nk" else "nk", out_dtype=x.dtype)
+    transposed: WeightLayout = "kn" if layout == "nk" else "nk"
+    dx = product(Operands(dz, joined), layout=transposed, epilogue=Epilogue(), out_dtype=x.dtype)
 
     def over_tokens(x: Array, w: Array, start: Array | None) -> Array:
         out_dtype = x.dtype if start is None else start.dtype
@@ -145,14 +146,9 @@ def backward(
     return dx.reshape(x.shape), dw.reshape(w.shape), dbias
 
 
-def _plain(x: Array, w: Array, **options: object) -> Array:
-    """`x @ w` without an epilogue."""
-    return product(Operands(x, w), epilogue=Epilogue(), **options)  # pyright: ignore[reportArgumentType]
-
-
 def _biased_sums(x: Array, halves: list[Array], bias: Array | None, layout: WeightLayout) -> tuple[Array, ...]:
     """Returns the biased sums `[M, N]` of each part, rounded to x's dtype."""
-    z = [_plain(x, half, layout=layout, out_dtype=ACCUMULATOR) for half in halves]
+    z = [product(Operands(x, half), layout=layout, epilogue=Epilogue(), out_dtype=ACCUMULATOR) for half in halves]
     if bias is not None:
         z = [total + b.astype(ACCUMULATOR) for total, b in zip(z, bias.reshape(len(z), 1, -1), strict=True)]
     return tuple(rounded(total, x.dtype) for total in z)

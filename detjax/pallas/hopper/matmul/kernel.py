@@ -110,8 +110,7 @@ def shared_product(
     Each device computes its own columns and writes every chunk into the arrays of all devices as soon as it is
     computed, so the exchange overlaps with the products. `operands.residual` has the columns of all devices.
 
-    Raises:
-        NotImplementedError: the matrix unit does not take x's dtype.
+    Raises NotImplementedError like `product`.
     """
     peers = operands.peers
     assert peers is not None
@@ -135,9 +134,7 @@ def product_keeping_sums(
 ) -> tuple[Array, tuple[Array, ...]]:
     """Returns `product` in x's dtype, and for each part the biased sums `[M, N]` that its epilogue consumed.
 
-    Raises:
-        NotImplementedError: the matrix unit does not take x's dtype.
-        ValueError: the schedule does not fit.
+    Raises the errors of `product`.
     """
     problem, schedule, arrays, (m, n) = _prepared(operands, "mk", layout, operands.x.dtype, schedule, keeps=True)
     y, *z = (result[:m, :n] for result in _kernel(Plan(problem, schedule), epilogue)(*arrays))
@@ -323,6 +320,8 @@ class _Cta:
         self.scratch = scratch
         self.cluster = lax.axis_index("cluster")
         self.warpgroup = lax.axis_index("warpgroup")
+        # With experts, only the device knows how many tiles have rows: the grid is sized for the worst case, and the
+        # CTAs leave out the rest.
         work, clusters = plan.grid[0] * plan.grid[1], plan.clusters
         if operands.experts is not None:
             work = operands.experts[plan.grid[0]] * plan.grid[1]
@@ -598,6 +597,8 @@ class _Output:
         # The slot is free as soon as the copy engine has read it; whether its writes have landed does not matter.
         plgpu.wait_smem_to_gmem(plan.slots - 1, wait_read_only=True)
         if plan.weights_on_rows and dtype.itemsize == 4:
+            # Outputs are rows of the accumulator and columns of the result. A shuffle between two lanes transposes
+            # pairs of numbers, so that a thread has two neighbours of a result's row and stores them at once.
             z = plgpu.layout_cast(z, plgpu.Layout.WGMMA_TRANSPOSED)
         self._staged_as_rows(self.scratch.out, chunk, slot)[...] = z.astype(dtype)
         # The copy engine reads through another proxy: without the fence it could read what was in the slot before.

@@ -128,11 +128,7 @@ class Schedule:
         return not Plan(problem, self).unmet_requirements()
 
     def check(self, problem: Problem) -> None:
-        """Checks that a kernel of this schedule can compute the problem.
-
-        Raises:
-            ValueError: it cannot; the message lists the unmet requirements.
-        """
+        """Raises ValueError, with the unmet requirements, if a kernel of this schedule cannot compute the problem."""
         if unmet := Plan(problem, self).unmet_requirements():
             raise ValueError(f"matmul: {self} for {problem}; accepted: {'; '.join(unmet)}")
 
@@ -170,7 +166,10 @@ class Plan:
 
     @property
     def padded_rows(self) -> int:
-        """Rows of a warpgroup's accumulator. Rows beyond `rows` are neither loaded nor stored."""
+        """Rows of a warpgroup's accumulator. Rows beyond `rows` are neither loaded nor stored.
+
+        So a tile may have as few as 8 weights, and N is split into as many tiles as the chip has multiprocessors.
+        """
         return round_up(self.rows, MATRIX_ROWS)
 
     @property
@@ -331,6 +330,7 @@ class Plan:
             "8 rows or more to a warpgroup, in eights": self.row_tile > 0 and self.row_tile % (8 * s.warpgroups) == 0,
             "row tiles in 64s where K is not the last axis": self.rows_contiguous_in_k or self.rows % 64 == 0,
             "column tiles in 64s where K is not the last axis": self.columns_contiguous_in_k or self.columns % 64 == 0,
+            # A tile of 128 x 256 for two warpgroups takes 128 accumulators, gate and up of 128 x 128 as many.
             f"up to {MAX_ACCUMULATORS} accumulators a thread": accumulators <= MAX_ACCUMULATORS,
             # The copy engine ignores the coordinate along an axis with a single tile: a CTA beyond the end of such an
             # axis would silently access the start of the array.

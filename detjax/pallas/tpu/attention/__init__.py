@@ -74,22 +74,12 @@ def forward(
 
 
 def ragged(operands: AttentionOperands, *, masking: Masking, schedule: Schedule | None = None) -> Array:
-    """Returns the output `[N, H, V]` of packed queries `[N, H, K]`.
-
-    Raises:
-        NotImplementedError: the pages are quantized or have a width or a dtype that the kernel does not serve, or the
-            page table has too many entries.
-        ValueError: the schedule does not fit the problem.
-    """
+    """Returns the output `[N, H, V]` of packed queries `[N, H, K]`. Raises the errors of `forward`."""
     return _ragged(operands, masking, schedule, with_normalizers=False)[0]
 
 
 def ragged_with_normalizers(operands: AttentionOperands, *, masking: Masking) -> tuple[Array, Array | None]:
-    """Returns the output of packed queries, and the log2 of each row's normalizer, `[N, H]` float32.
-
-    Raises:
-        NotImplementedError: see `ragged`.
-    """
+    """Returns `ragged`, and the log2 of each row's normalizer, `[N, H]` float32."""
     return _ragged(operands, masking, None, with_normalizers=True)
 
 

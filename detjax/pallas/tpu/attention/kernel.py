@@ -39,12 +39,7 @@ MAX_KV_HEADS: Final = 8
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """The numbers of a call that a schedule depends on.
-
-    Attributes:
-        kv_heads: key heads.
-        group: query heads that share a key head.
-    """
+    """The numbers of key heads, and of query heads that share one, on which a schedule depends."""
 
     kv_heads: int
     group: int
@@ -70,11 +65,7 @@ class Schedule:
             )
 
     def check(self, problem: Problem) -> None:
-        """Checks that the schedule fits the problem.
-
-        Raises:
-            ValueError: the key heads are not whole steps, or a token's query heads don't fit into a tile.
-        """
+        """Raises ValueError if the key heads are not whole steps, or a token's query heads don't fit into a tile."""
         if problem.kv_heads % self.kv_heads or self.rows < problem.group:
             raise ValueError(
                 f"attention: the schedule has {self.kv_heads} key heads in a step and tiles of {self.rows} rows, "
@@ -173,14 +164,8 @@ def attend(
 ) -> Results:
     """Returns the attention of tiles of queries.
 
-    Args:
-        operands: the arrays, with the schedule's number of rows.
-        page_table: one axis; all page ids in it exist.
-        tiles: int32 arrays.
-        group: query heads that share a key head.
-        masking: visibility of keys and shaping of scores.
-        with_normalizers: True to return normalizers.
-        schedule: the division of the work.
+    Tiles have the schedule's number of rows, `group` query heads share a key head, and the flat page table has only ids
+    of existing pages.
     """
     q, k, v, sinks, slopes, mask = operands
     kv_heads, heads = q.shape[1], schedule.kv_heads
@@ -232,22 +217,16 @@ def _specs(operands: Operands, schedule: Schedule, with_normalizers: bool) -> tu
     heads, rows, mask = schedule.kv_heads, schedule.rows, operands.mask
     width, value_width = operands.k.shape[3], operands.value_width
 
-    def tile_index(tile: Array, heads: Array, step: Array, page_table: Any, tiles: Tiles) -> tuple[Any, ...]:
-        del step, page_table, tiles
+    def tile_index(tile: Array, heads: Array, *_: Any) -> tuple[Any, ...]:
         return tile, heads, 0, 0
 
     def page_index(tile: Array, heads: Array, step: Array, page_table: Any, tiles: Tiles) -> tuple[Any, ...]:
         return page_table[tiles.table_row[tile] + tiles.block(tile, step)], heads, 0, 0
 
-    def heads_index(tile: Array, heads: Array, step: Array, page_table: Any, tiles: Tiles) -> tuple[Any, ...]:
-        del tile, step, page_table, tiles
-        return heads, 0, 0
-
-    def mask_index(tile: Array, heads: Array, step: Array, page_table: Any, tiles: Tiles) -> tuple[Any, ...]:
-        del page_table
+    def mask_index(tile: Array, heads: Array, step: Array, _: Any, tiles: Tiles) -> tuple[Any, ...]:
         return lax.rem(tile, mask.shape[0]), 0 if mask.shape[1] == 1 else heads, 0, tiles.block(tile, step)
 
-    per_head = pl.BlockSpec((1, rows, heads), heads_index)
+    per_head = pl.BlockSpec((1, rows, heads), lambda tile, heads, *_: (heads, 0, 0))
     in_specs = Operands(
         q=pl.BlockSpec((1, heads, rows, width), tile_index),
         k=pl.BlockSpec((1, heads, KV_BLOCK, width), page_index),

@@ -8,13 +8,9 @@ from detjax.operands.options import Masking
 
 
 def query_positions(first_row: Array, rows: int, position: Array, group: int) -> Array:
-    """Returns absolute positions `[rows, 1]` of the queries in rows of a tile.
+    """Returns absolute positions `[rows, 1]` of the queries in rows of a tile whose first token is at `position`.
 
-    Args:
-        first_row: the first row.
-        rows: the number of rows.
-        position: the position of the tile's first token.
-        group: query heads that share a key head. Row `r` of a tile belongs to its token `r // group`.
+    Row `r` of a tile belongs to its token `r // group`.
     """
     row = first_row + lax.broadcasted_iota(jnp.int32, (rows, 1), 0)
     return position + _quotient(row, group)

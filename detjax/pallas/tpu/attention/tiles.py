@@ -31,10 +31,7 @@ class QueryTiles(NamedTuple):
     def visits(self, columns: int, group: int, masking: Masking) -> Tiles:
         """Returns the kernel's tiles, with the blocks of keys that some query of a tile sees.
 
-        Args:
-            columns: columns of the page table.
-            group: query heads that share a key head.
-            masking: visibility of keys.
+        The page table has `columns` columns, and `group` query heads share a key head.
         """
         first, end = jnp.zeros_like(self.position), self.kv_length
         if masking.causal:
@@ -64,13 +61,7 @@ def attend(
 ) -> tuple[Array, Array | None]:
     """Returns outputs `[tiles, tokens, H, V]` and, if requested, the log2 of normalizers `[tiles, tokens, H]`.
 
-    Args:
-        operands: the arrays, with queries `[tiles, tokens, H, K]`.
-        page_table: `[B, p]`.
-        tiles: the tokens of each tile.
-        masking: visibility of keys and shaping of scores.
-        with_normalizers: True to return normalizers.
-        schedule: the division of the work.
+    Queries are `[tiles, tokens, H, K]`, the page table is `[B, p]`.
 
     Raises:
         NotImplementedError: the page table and the integers of tiles don't fit into scalar memory.
@@ -104,12 +95,8 @@ def problem_of(q: Array, kv_heads: int) -> Problem:
 def mask_of_tiles(mask: Array, problem: Problem, schedule: Schedule, tiles: int, blocks: int) -> Array:
     """Returns a mask `[b, m, T, s]` in the kernel's layout: int8 `[b * tiles, h or 1, rows, keys]`, 1 for visible keys.
 
-    Args:
-        mask: boolean, with m either 1 or the number of query heads. Keys from s on are hidden.
-        problem: the numbers of heads.
-        schedule: the shape of tiles.
-        tiles: tiles of each request.
-        blocks: blocks of keys in the result.
+    The boolean mask has an m of 1 or the number of query heads, and keys from s on are hidden. `tiles` is the number of
+    tiles of each request, `blocks` the number of blocks of keys in the result.
     """
     batch, masks, tokens, keys = mask.shape
     tile_tokens, group = schedule.tile_tokens(problem), problem.group

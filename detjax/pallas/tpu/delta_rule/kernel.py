@@ -39,14 +39,8 @@ def run(
 ) -> tuple[Results, Array]:
     """Returns the results, and the gates with the sums of decays of all tokens.
 
-    Args:
-        problem: the shapes of the call.
-        schedule: the division of the work.
-        visits: int32 arrays.
-        number: the number of visits.
-        gates: float32 `[visits, tiles, DELTA_CHUNK, LANES]`: for each place and head the sum of decays, or the term
-            that the token adds to it; rates in the lanes after all heads.
-        arrays: the other operands.
+    `number` is the number of visits. `gates` are float32 `[visits, tiles, DELTA_CHUNK, LANES]`: for each place and head
+    the sum of decays, or the term that the token adds to it, and rates in the lanes after all heads.
 
     Raises:
         NotImplementedError: the heads don't fit into VMEM.
@@ -103,8 +97,6 @@ def _check_memory(problem: Problem, buffers: Buffers, chunk: Chunk) -> None:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Kernel:
-    """One visit: its copies and its steps."""
-
     problem: Problem
     visits: Visits
     copies: Copies

@@ -39,20 +39,12 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """The division of the kernel's work. No bit depends on it.
-
-    Attributes:
-        heads: heads whose updates are computed together, a divisor of the number of value heads.
-    """
+    """The number of heads whose updates are computed together, a divisor of all value heads. No bit depends on it."""
 
     heads: int
 
     def check(self, problem: Problem) -> None:
-        """Checks that the schedule fits the problem.
-
-        Raises:
-            ValueError: the heads are not whole steps.
-        """
+        """Raises ValueError if the heads are not whole steps."""
         if self.heads < 1 or problem.heads % self.heads:
             raise ValueError(
                 f"gated_delta_rule: the schedule has {self.heads} heads side by side, with {problem.heads} heads of "
