@@ -110,7 +110,7 @@ def forward(
     by_block = (-1, problem.blocks, problem.columns)
     vectors = weight.reshape(problem.blocks, problem.columns * TAPS)
     operands = _Operands(x.reshape(by_block), vectors, inputs.reshape(slots, room, *by_block[1:]), tokens)
-    # The slot is a ring of `room` inputs, so an input is overwritten by the one `room` positions later.
+    # The slot is a ring of `room` inputs: a token overwrites the input of the token `room` positions earlier.
     if max(rows.most.others, 1) > room - (TAPS - 1):
         y = _kernel(problem, schedule, operands, writes=False)
         return y.reshape(x.shape), with_last_inputs(inputs, x, rows)

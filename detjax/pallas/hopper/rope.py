@@ -230,7 +230,7 @@ class _Cache(NamedTuple):
     def place(self, token: Array, tokens: int) -> tuple[Array, Array, Array]:
         """Returns True if a token is written, its page and its slot in the page.
 
-        Tokens are numbered over all requests, each of which has `tokens` tokens.
+        Tokens are numbered over all requests; each has `tokens` tokens.
         """
         request, index = lax.div(token, jnp.int32(tokens)), lax.rem(token, jnp.int32(tokens))
         position = self.q_start[request] + index

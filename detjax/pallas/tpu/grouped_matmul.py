@@ -146,7 +146,7 @@ class _Visits(NamedTuple):
         first_tiles = firsts // ROWS
         counts = jnp.where(sizes > 0, (ends - 1) // ROWS - first_tiles + 1, 0)
         visited = jnp.cumsum(counts)
-        # Every group after the first adds at most one visit to the one of each tile.
+        # Each tile has a visit, and every group after the first adds at most one.
         index = jnp.arange(ceil_div(rows, ROWS) + experts, dtype=jnp.int32)
         last = jnp.minimum(index, visited[-1] - 1)
         group = jnp.searchsorted(visited, last, side="right").astype(jnp.int32)

@@ -28,7 +28,7 @@ class Visits(NamedTuple):
         folds: 1 if the next visit needs the state after the chunk.
         keeps_rows: 1 if the slot keeps rows of the chunk's tokens.
         keeps_state: 1 if the slot keeps the state before the chunk.
-        buffer: the one of two buffers for the state; the previous request's may still be copied to memory.
+        buffer: which of two buffers has the state; the previous request's may still be copied to memory.
     """
 
     slot: Any
