@@ -37,9 +37,8 @@ _SLOTS = 2
 """Chunks in shared memory: one is loaded while the previous one is computed. With keys of 128 columns a chunk takes
 48.5 KiB and everything else 84, so a third one would not fit into 227."""
 _PADDED = 72
-"""Stride in elements of rows of float32 numbers that threads exchange. A row then starts 8 banks after the previous one,
-so that 4 rows of 8 numbers, which half a warp accesses at once, use all 32 banks. With 64, all rows would start in one.
-"""
+"""Stride in elements of float32 rows that threads exchange. A row then starts 8 banks after the previous one, so
+that 4 rows of 8 numbers, which half a warp accesses at once, use all 32 banks. With 64, all rows would start in one."""
 _WIDE_LINE = 32
 """Elements of a swizzled float32 line."""
 
