@@ -36,8 +36,8 @@ if "--xla_backend_optimization_level=0" in os.environ.get("XLA_FLAGS", "") and f
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 _MAX_PROGRAMS = 500
-"""Which a process keeps: each is mapped into some 45 pieces of memory, of which Linux allows a process 65,530, and XLA
-crashes where there is none left."""
+"""Maximum number of compiled programs that a process keeps. Each takes about 45 memory mappings, Linux allows a process
+65,530, and XLA crashes without a free one."""
 _kept = 0
 
 
@@ -51,7 +51,7 @@ jax.monitoring.register_event_duration_secs_listener(_count)
 
 
 def pytest_collection_finish() -> None:
-    # What is imported by now stays. Looking through it for garbage, again and again, was a twentieth of the time.
+    # Imported objects stay. Scanning them for garbage over and over took a twentieth of the time.
     gc.collect()
     gc.freeze()
 
@@ -63,7 +63,7 @@ def pytest_unconfigure() -> None:
 
 @pytest.fixture(autouse=True)
 def forgotten_programs() -> Iterator[None]:
-    """What tests compiled is forgotten before it is too much."""
+    """Drops compiled programs before they are too many."""
     global _kept
     yield
     if _kept > _MAX_PROGRAMS:

@@ -131,7 +131,9 @@ def main(arguments: list[str]) -> int:
         file
         for path in paths
         for file in (path.rglob("*") if path.is_dir() else [path])
-        if file.suffix in (".py", ".md", ".ipynb") and not any(part.startswith(".") for part in file.parts)
+        if file.suffix in (".py", ".md", ".ipynb")
+        and str(file) not in RULES["excluded"]
+        and not any(part.startswith(".") for part in file.parts)
     )
     count = 0
     for file in files:

@@ -67,7 +67,7 @@ def test_a_wrong_label_is_reported_with_its_place_and_rewritten(tmp_path: Path) 
         ("It is 1.5× as fast, 80% of a copy, 1.01 times.", ["1.5×", "80%", "1.01"]),
         ("At 13,100 tokens/s and 4.2 TB/s.", ["13,100 tokens/s", "4.2 TB/s"]),
         ("Tiles of 28 × 28 pixels, version 3.1.6 at 127.0.0.1, Qwen2.5, on 2026-11-23, twice.", []),
-        ("0.75 of its speed, 1.4e-6 or 2e-4 apart.", ["0.75", "1.4e-6", "2e-4"]),
+        ("0.75 of its speed, 1.4e-6 or 2e-4 away.", ["0.75", "1.4e-6", "2e-4"]),
         ("Of 65,536 tokens, 4,326 differ (16 KiB, 0.5 GB).", ["65,536", "4,326", "16 KiB", "0.5 GB"]),
         ("With $x + 8.5$ and\n\n$$y =\n0.5 x$$\n", []),
         ("`7 s` and\n\n```\n7 s\n```\n", []),

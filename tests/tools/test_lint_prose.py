@@ -28,7 +28,7 @@ def lines(path: Path, text: str) -> list[int]:
         ('"""Rows\n\nThe pages and those\n    of the others.\n"""', 3),
         ('raise ValueError("the dtype is no float")', 1),
         ('raise ValueError(f"{x}: the dtype is no {y} float")', 1),
-        ('"""The consensus of opinion."""', 1),
+        ('"""An irregardless page."""', 1),
         ("found = 1", 1),
         ("def pages(of): ...", 1),
         ("def pages(of_request): ...", 1),

@@ -16,7 +16,7 @@ CLEARED: Final = FIRST_BARRIER
 FIRST_FREE: Final = FIRST_BARRIER + 1
 """First of the named barriers that release memory: one per slot of keys and values, then one per warpgroup."""
 MAX_SLOTS: Final = NAMED_BARRIERS - FIRST_FREE - WARPGROUPS
-"""Maximum number of slots, each of which has a named barrier."""
+"""Maximum number of slots: each has a named barrier."""
 SHORT_REQUEST: Final = 2048
 """Query rows per request below which CTAs are persistent. Short tiles gain from having the next tile's queries loaded
 already; the many tiles of longer requests balance without that."""
