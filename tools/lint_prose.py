@@ -35,6 +35,10 @@ _QUOTED: Final = re.compile(r"`+[^`]+`+|^\s*(>>>|\.\.\.) .*$", re.MULTILINE)
 """Parts of a docstring or a comment that are code."""
 
 
+_CODE: Final = "\u00b7"
+"""Stands for code, so that no phrase begins in one sentence and ends in another."""
+
+
 def phrase_checks() -> tuple[Check, ...]:
     """The project's list of words as checks of proselint."""
     return tuple(
@@ -57,12 +61,12 @@ def prose_of_python(source: str) -> str:
     """Returns a text of the same lines and columns that has only the comments and the sentences of string literals."""
     lines = source.splitlines(keepends=True)
     starts = [0, *itertools.accumulate(map(len, lines))]
-    prose = list(re.sub(r"[^\n]", " ", source))
+    prose = list(re.sub(r"\S", _CODE, source))
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         begin, end = (starts[line - 1] + column for line, column in (token.start, token.end))
         match token.type:
             case tokenize.COMMENT:
-                prose[begin + 1 : end] = blanked(token.string[1:], _QUOTED)
+                prose[begin:end] = " " + blanked(token.string[1:], _QUOTED)
             case tokenize.STRING | tokenize.FSTRING_MIDDLE if len(token.string.split()) > 2:
                 # Escaped braces are one character of the token and two of the source, so columns may be off by them.
                 prose[begin:end] = blanked(source[begin:end], _QUOTED)
