@@ -25,6 +25,7 @@ from jaxtyping import Array
 import detjax
 from benchmarks import study as options
 from benchmarks.study import Result, Run
+from benchmarks.timing import copy_time
 from detjax import ops
 from detjax.bench import presets, timing
 from detjax.contract import DELTA_CHUNK, KV_BLOCK
@@ -71,7 +72,7 @@ def bandwidths(preset: str, layers: int | None, sizes: Sizes) -> Iterator[dict[s
     A step reads all weights except for unchosen experts and other tokens' embeddings, and the cache that a query sees.
     Tokens, positions and therefore experts are the same in each step.
     """
-    copy = sizes.copied / timing.copy_time(sizes.copied, calls=7)
+    copy = sizes.copied / copy_time(sizes.copied, calls=7)
     model = presets.decoder(preset, layers)
     for batch in sizes.batches:
         step = _Step.drawn(model, batch, sizes.context)

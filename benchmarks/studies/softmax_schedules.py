@@ -29,8 +29,9 @@ import numpy as np
 import detjax
 from benchmarks import study as options
 from benchmarks.study import Result, Run
+from benchmarks.timing import copy_time
 from detjax.bench import command_line
-from detjax.bench.timing import copy_time, device_time, rotations
+from detjax.bench.timing import device_time, rotations
 from detjax.cli.options import Option, UsageError
 from detjax.operands.sampling_arrays import SamplingArrays
 from detjax.pallas.hopper import device, sampling, softmax

@@ -1,10 +1,11 @@
 """`python -m detjax.bench`: measures and tunes detjax on the current device."""
 
+import contextlib
 import dataclasses
 import functools
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -57,8 +58,8 @@ def tune_command(
     console = Console()
     problems: dict[str, Problem] = {}
     for m, name in itertools.product(tokens or shapes.TOKENS, models):
-        widths = shapes.Widths.from_config(presets.config(name))
-        products = [*shapes.products(widths, m), *(shapes.gradient_products(widths, m) if training else ())]
+        config = presets.config(name)
+        products = [*shapes.products(config, m), *(shapes.gradient_products(config, m) if training else ())]
         problems |= {schedules.key(problem): problem for problem in products}
     done: set[str] = set()
     lines = []
@@ -151,7 +152,7 @@ def run_command(*, small: command_line.Small = False, only: _Only, backend: str 
         backend: the backend to measure. Default: the device's best.
     """
     console = command_line.console()
-    with usage_errors(), _Rows(console, "measuring") as report:
+    with usage_errors(), _progress(console, "measuring") as report:
         content = running.run(small=small, only=only, backend=backend, out=out, report=report)
     console.print(running.table(content))
     if (warning := results.spread_warning(content["rows"])) is not None:
@@ -179,7 +180,7 @@ def compile_command(
     """
     console = command_line.console()
     try:
-        with usage_errors(), _Rows(console, f"compiling for {chip}") as report:
+        with usage_errors(), _progress(console, f"compiling for {chip}") as report:
             content = compiling.compile_for(chip, small=small, only=only, backend=backend, out=out, report=report)
     except ModuleNotFoundError as error:
         raise UsageError(f"compile: {error}") from error
@@ -213,22 +214,12 @@ def compare_command(files: list[Path], /, *, html: Path | None = None, plots: Pa
     return int(bool(comparison.broken))
 
 
-class _Rows:
-    """Counts rows in a progress bar."""
-
-    def __init__(self, console: Console, title: str) -> None:
-        self._progress = Progress(*Progress.get_default_columns()[:1], "{task.completed} cases", console=console)
-        self._task = self._progress.add_task(title, total=None)
-
-    def __enter__(self) -> "_Rows":
-        self._progress.start()
-        return self
-
-    def __call__(self, row: dict[str, Any]) -> None:
-        self._progress.update(self._task, advance=1, description=f"{row['operation']} {row['name']}")
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
+@contextlib.contextmanager
+def _progress(console: Console, title: str) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """Yields a function that counts rows in a progress bar."""
+    with Progress(*Progress.get_default_columns()[:1], "{task.completed} cases", console=console) as progress:
+        task = progress.add_task(title, total=None)
+        yield lambda row: progress.update(task, advance=1, description=f"{row['operation']} {row['name']}")
 
 
 if __name__ == "__main__":

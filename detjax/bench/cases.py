@@ -17,7 +17,7 @@ from jaxtyping import Array
 from detjax import ops
 from detjax.bench import presets
 from detjax.bench.inputs import hashed, hashed_integers
-from detjax.bench.shapes import Widths
+from detjax.bench.shapes import linears
 from detjax.contract import DELTA_CHUNK, KV_BLOCK
 from detjax.models import DecoderConfig
 from detjax.models.cache import KVCache, layers_in_slots
@@ -213,7 +213,7 @@ def _all(sizes: Sizes) -> Iterator[Case]:
 
 
 def _matmuls(model: str, sizes: Sizes) -> Iterator[Case]:
-    for layer, (n, k) in Widths.from_config(presets.config(model)).linears.items():
+    for layer, (n, k) in linears(presets.config(model)).items():
         for m in sizes.head_tokens if layer == "lm_head" else sizes.tokens:
             yield _matmul(model, layer, m, n, k)
 
@@ -405,7 +405,6 @@ def step_case(operation: str, model: str, batch: int, context: int, layers: int 
             token of requests with `context` cached tokens.
         model: a preset.
         batch: the number of requests.
-        context: tokens per request.
         layers: the number of layers. Default: the preset's own.
 
     Raises:
@@ -448,8 +447,7 @@ def step_case(operation: str, model: str, batch: int, context: int, layers: int 
 def _step_traffic(config: DecoderConfig, batch: int, cached: int, tokens: int) -> tuple[int, int]:
     """The bytes and operations of a step of `tokens` new tokens for requests with `cached` tokens in the cache."""
     head = config.vocab_size * config.hidden_size
-    shapes = Widths.from_config(config).linears.items()
-    linear = config.layers * sum(n * k for name, (n, k) in shapes if name != "lm_head")
+    linear = config.layers * sum(n * k for name, (n, k) in linears(config).items() if name != "lm_head")
     width, seen = config.heads * config.head_dim, sum(range(cached + 1, cached + tokens + 1))
     cache_size = 2 * config.layers * config.kv_heads * config.head_dim * (cached + tokens)
     size = 2 * (linear + head + batch * cache_size) + 4 * batch * config.vocab_size

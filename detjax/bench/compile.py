@@ -34,8 +34,6 @@ def compile_for(
     Args:
         chip: one of `deviceless.TPU_CHIPS`.
         small: whether to compile the sizes of `run --small`.
-        only: the operations to compile.
-        backend: the backend whose programs are compiled.
         out: a JSON file to write.
         sizes: the sizes to compile. Default: chosen by `small`.
         report: called with each row.

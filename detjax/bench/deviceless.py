@@ -5,7 +5,6 @@ Compiling shows whether a program is accepted and how much memory it needs, but 
 
 import functools
 import os
-import re
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -58,7 +57,6 @@ def compiled_for(
 
     Args:
         chip: one of `TPU_CHIPS`.
-        fn: a function of arrays.
         args: trees of `jax.ShapeDtypeStruct`.
         backend: the backend of the operations in `fn` and of the compiler options.
         donate: indices of donated arguments.
@@ -77,34 +75,3 @@ def compiled_for(
         options = compilation.options_of(backend, "tpu")
         program = jax.jit(fn, out_shardings=sharding, donate_argnums=donate, compiler_options=options)
         return program.trace(*args).lower(lowering_platforms=("tpu",)).compile()
-
-
-_GRID_SIZES: Final = re.compile(r"iteration_bounds = array<i64[^>]*>|(?<=memref<)\d+(?=xi32, #tpu.memory_space<smem>>)")
-"""The parts of a kernel's text that depend on the grid: its bounds, and the lengths of per-step lists."""
-
-
-def kernel_texts(fn: Callable[..., Any], *args: Any) -> list[str]:
-    """Returns the text of each Mosaic TPU kernel in `fn`, in order, without the size of its grid. Needs no libtpu.
-
-    Kernels with the same text differ at most in the number of their grids' steps.
-
-    Args:
-        fn: a function of arrays.
-        args: trees of `jax.ShapeDtypeStruct`.
-    """
-    from jax._src import tpu_custom_call  # JAX has no public API for a kernel's text.
-
-    texts: list[str] = []
-    original = tpu_custom_call._lower_to_custom_call_config  # pyright: ignore[reportAttributeAccessIssue]
-
-    def recorded(module: Any, *rest: Any, **options: Any) -> Any:
-        texts.append(_GRID_SIZES.sub("", str(module)))
-        return original(module, *rest, **options)
-
-    tpu_custom_call._lower_to_custom_call_config = recorded  # pyright: ignore[reportAttributeAccessIssue]
-    try:
-        with backends.tracing_for("tpu"):
-            jax.jit(fn).trace(*args).lower(lowering_platforms=("tpu",))
-    finally:
-        tpu_custom_call._lower_to_custom_call_config = original  # pyright: ignore[reportAttributeAccessIssue]
-    return texts

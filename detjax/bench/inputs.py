@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, DTypeLike, Shaped
+from jaxtyping import Array, DTypeLike
 
 from detjax.operands.rounding import rounded
 
@@ -61,16 +61,3 @@ def checksum(tree: Any) -> Array:
         odd = 2 * jax.lax.iota(jnp.uint32, words.size) + np.uint32(1)
         total = total * np.uint32(31) + jnp.sum(words * odd, dtype=jnp.uint32)
     return total
-
-
-@functools.partial(jax.jit, static_argnums=(0, 2))
-def normal(shape: tuple[int, ...], seed: Any, dtype: str = "bfloat16") -> Shaped[Array, "..."]:
-    """Returns normal numbers of variance 1. One program serves all seeds, arrays or integers, of a shape."""
-    return jax.random.normal(jax.random.key(seed), shape, jnp.dtype(dtype))
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def normal_weight(shape: tuple[int, ...], seed: Any) -> Shaped[Array, "..."]:
-    """Returns normal bfloat16 numbers of variance 1/K, where K is the last axis."""
-    bfloat16 = jnp.dtype("bfloat16")
-    return jax.random.normal(jax.random.key(seed), shape, bfloat16) * jnp.asarray(shape[-1] ** -0.5, bfloat16)

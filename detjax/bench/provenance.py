@@ -68,21 +68,11 @@ def versions() -> dict[str, str]:
     return installed
 
 
-def now() -> str:
-    """Returns the UTC time, to the second."""
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-
-
 def heading(command: str, results_fingerprint: Fingerprint | None = None) -> dict[str, Any]:
-    """Returns the first fields of every result file.
-
-    Args:
-        command: the command that writes the file.
-        results_fingerprint: the fingerprint of the results. Default: this process's, under the current backend.
-    """
+    """Returns the first fields of a result file. Default: this process's fingerprint, under the current backend."""
     return {
         "command": command,
-        "created": now(),
+        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": commit(),
         "versions": versions(),
         "fingerprint": dataclasses.asdict(results_fingerprint or fingerprint()),

@@ -96,8 +96,9 @@ def html(comparison: Comparison) -> str:
     )
     results = [_result(label, result) for label, result in comparison.results.items()]
     operations = {name: [_line(comparison, line) for line in lines] for name, lines in comparison.operations.items()}
+    *others, last = dict.fromkeys(result.chip for result in comparison.results.values())
     return environment.get_template("report.html").render(
-        title=_listed([*dict.fromkeys(result.chip for result in comparison.results.values())]),
+        title=f"{', '.join(others)} and {last}" if others else last,
         verdict=comparison.verdict,
         broken=[f"{line.operation} {line.name}: {bits.first} and {bits.second}" for line, bits in comparison.broken],
         results=results,
@@ -108,12 +109,6 @@ def html(comparison: Comparison) -> str:
         missing=comparison.missing,
         warnings=comparison.warnings,
     )
-
-
-def _listed(names: Sequence[str]) -> str:
-    """The names as a list in prose: "A, B and C"."""
-    *others, last = names
-    return f"{', '.join(others)} and {last}" if others else last
 
 
 def _result(label: str, result: Result) -> dict[str, Any]:
@@ -263,7 +258,8 @@ def _drawn(comparison: Comparison, quantity: Quantity, ink: str) -> Figure:
     axes.tick_params(length=0, colors=ink, labelsize=11)
     axes.xaxis.label.set_color(ink)
     handles = [Line2D([], [], marker="o", linestyle="", color=_color(label), markersize=7) for label in labels]
-    names = [f"{label}: {_shortened(comparison.results[label].chip)}" for label in labels]
+    chips = {label: comparison.results[label].chip for label in labels}
+    names = [f"{label}: {chip if len(chip) <= 34 else chip[:33] + '…'}" for label, chip in chips.items()]
     figure.legend(handles, names, loc="outside upper left", ncols=3, frameon=False, labelcolor=ink, fontsize=11)
     return figure
 
@@ -281,10 +277,6 @@ def _scaled(axes: Any, quantity: Quantity, values: Sequence[float]) -> None:
     axes.set_xlim(1 / reach, reach)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g} ×" if value >= 1 else f"1/{1 / value:g}"))
     axes.xaxis.set_minor_formatter(NullFormatter())
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= 34 else text[:33] + "…"
 
 
 def _svg(comparison: Comparison, quantity: Quantity) -> Markup:

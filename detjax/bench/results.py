@@ -144,8 +144,6 @@ def gather(
 
     Args:
         file: the JSON file to write, if any.
-        header: the fields before the rows.
-        cases: the cases, in the order of the rows.
         measure: returns the fields of a case's row, see `row`.
         report: called with each row.
     """
@@ -178,8 +176,6 @@ def table_by_operation(
     """Returns a table with a section per operation and a line per case.
 
     Args:
-        title: the title above the table.
-        rows: the rows of a result.
         columns: the names of the numeric columns, and the last column, which is text.
         cells: returns the cells of a row, one per column.
         optional: numeric columns that may be dropped if space is short, in this order.
@@ -212,12 +208,7 @@ def spread_text(row: Mapping[str, Any]) -> str:
 
 
 def spread_warning(rows: Iterable[Mapping[str, Any]], label: str | None = None) -> str | None:
-    """Returns a line about the cases with disturbed rounds; None without such cases.
-
-    Args:
-        rows: the rows of a result.
-        label: the letter of the result, if several are compared.
-    """
+    """Returns a line about the cases with disturbed rounds, with the result's label if given; None without any."""
     spreads = {f"{row['operation']} {row['name']}": row["seconds"]["spread"] for row in rows if "seconds" in row}
     wide = {name: spread for name, spread in spreads.items() if spread > MUCH_SPREAD}
     if not wide:

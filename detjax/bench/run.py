@@ -40,7 +40,6 @@ def run(
 
     Args:
         small: whether to measure sizes that run on a CPU in seconds.
-        only: the operations to measure.
         backend: the backend to measure. Default: the device's best.
         out: a JSON file to write.
         sizes: the sizes to measure. Default: chosen by `small`.

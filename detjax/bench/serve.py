@@ -50,11 +50,7 @@ class Workload:
         return cls(requests, (1, other.prompt[1]), (1, other.output[1]), temperature=0.9, seed=other.seed + 1)
 
     def __post_init__(self) -> None:
-        """Checks every field.
-
-        Raises:
-            ValueError: a field is out of range.
-        """
+        """Raises `ValueError` for a field out of range."""
         accepted = {
             "requests": (self.requests >= 1, "at least 1"),
             "prompt": (1 <= self.prompt[0] <= self.prompt[1], "two numbers of at least 1, in ascending order"),
@@ -141,7 +137,7 @@ class Experiment:
         engine: the settings of the engine.
         orders: number of runs, each with the requests in another order.
         background: number of background requests in an additional run. Every third is cancelled midway.
-        numerics: the operations: detjax's, or stock: the same engine with XLA's own operations, under no contract.
+        numerics: detjax's operations, or stock, the same engine with XLA's own operations under no contract.
     """
 
     workload: Workload
@@ -155,7 +151,6 @@ class Experiment:
 
         Args:
             load: returns the model; called under the experiment's backend.
-            name: the model's name in the result.
 
         Raises:
             ValueError: the engine's settings do not fit the model.
@@ -217,8 +212,6 @@ def measure(
 
     Args:
         engine: the engine, warmed up so that compile time does not count.
-        workload: the requests.
-        vocabulary: the number of tokens of the model.
         order: the order in which requests arrive. Default: ascending.
         background: additional requests among them. Every third is cancelled midway; they do not count in the result.
     """
@@ -273,12 +266,7 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
 
 
 def plot(runs: Mapping[str, Mapping[str, Any]], file: Path) -> None:
-    """Plots the distributions over requests of the time to the first token, per token, and to the last token.
-
-    Args:
-        runs: results of `measure`, by label.
-        file: the PNG file to write.
-    """
+    """Plots the distributions of request times of runs, results of `measure` by label, as PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # the import takes a second
     from matplotlib.figure import Figure
 

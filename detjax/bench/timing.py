@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import Any, Final
 
 import jax
-import jax.numpy as jnp
 
 from detjax.bench.failures import reason
 
@@ -18,18 +17,6 @@ MAX_ROTATIONS: Final = 64
 IN_FLIGHT: Final = 4
 """Number of results held during calls, so that memory is neither reused at once nor piles up."""
 
-ROUNDS: Final = 2
-"""Rounds of a measurement, in which all rivals alternate."""
-LONG_ROUNDS: Final = 4
-"""Rounds of calls longer than `LONG`. They reach the chip's power limit, where the clock varies by several percent with
-the preceding load."""
-LONG: Final = 500e-6
-"""Seconds per call above which `LONG_ROUNDS` apply."""
-
-KERNELS: Final = "sum of kernel times by CUPTI, without the time between kernels"
-REPLAY: Final = "replay of a CUDA graph between two events, including the time between kernels"
-UNTIL_READY: Final = "time until the result is ready"
-
 
 def rotations(bytes_per_call: int) -> int:
     """Returns the number of argument sets to rotate so that no call finds its arguments in the cache.
@@ -37,16 +24,6 @@ def rotations(bytes_per_call: int) -> int:
     At most 64: inputs below 2 MB stay in the cache, like the few rows of a decode step.
     """
     return min(MAX_ROTATIONS, 2 + 2 * CACHE_BYTES // max(bytes_per_call, 1))
-
-
-def calls_for(expected_seconds: float) -> int:
-    """Returns the calls of a round: about 60 ms, but at least 7 and at most 25 calls."""
-    return min(25, max(7, int(0.06 / expected_seconds)))
-
-
-def rounds_for(expected_seconds: float) -> int:
-    """Returns the rounds for calls of a duration."""
-    return LONG_ROUNDS if expected_seconds > LONG else ROUNDS
 
 
 def turns[Name](names: Iterable[Name], rounds: int) -> Iterator[Name]:
@@ -151,27 +128,6 @@ def _kernel_times(fn: Callable[..., Any], argument_sets: Iterable[tuple[Any, ...
     finally:
         kernels = cupti._cupti_get_timings(True)
     return kernels
-
-
-def kernel_names(program: Callable[..., Any], arguments: tuple[Any, ...]) -> str:
-    """Returns the kernels that a call launches, or their number if more than 12; "" on devices other than GPUs."""
-    if jax.default_backend() != "gpu":
-        return ""
-    from jax.experimental.mosaic.gpu import profiler
-
-    try:
-        _, timings = profiler.measure(program, aggregate=False)(*arguments)
-    except Exception as failure:
-        return reason(failure)
-    names = [name.split("(")[0][:80] for name, _ in timings or ()]
-    return " + ".join(names) if len(names) <= 12 else f"{len(names)} kernels"
-
-
-def copy_time(size: int, *, calls: int) -> float:
-    """Returns the seconds to read half of `size` bytes and write the other half."""
-    count = max(1, size // 8)
-    sets = [(jnp.full(count, i, jnp.int32),) for i in range(rotations(size // 2))]
-    return device_time(jax.jit(lambda x: x + 1), sets, calls=calls)
 
 
 def step_time(

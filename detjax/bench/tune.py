@@ -62,13 +62,7 @@ class Search:
 def tune(
     problems: Sequence[Problem], search: Search, report: Callable[[Trial], None] = lambda _: None
 ) -> dict[str, Schedule]:
-    """Returns the fastest schedule of each problem, by its key in a table.
-
-    Args:
-        problems: the products.
-        search: the limits of the search.
-        report: called with each trial.
-    """
+    """Returns the fastest schedule of each problem, by its key in a table, and calls `report` with each trial."""
     deadline = time.monotonic() + search.seconds
     # Workers free memory at once, since memory pools of all workers would leave no room for two large products.
     os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")

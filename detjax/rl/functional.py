@@ -138,7 +138,6 @@ class Training:
         """Returns the loss of a batch and its gradients. No bit depends on microbatches or devices.
 
         Args:
-            params: the weights.
             batch: the sequences. Their order affects the bits.
             microbatch: the layout of microbatches.
             mesh: the devices that share the batch, a power of two up to the number of shards. Gradients are replicated
@@ -151,7 +150,7 @@ class Training:
         plan = Plan(microbatch, self._shards, 1 if mesh is None else tuple(mesh.devices.flat))
         weights = plan.placement.everywhere(self.network.weights(params))
         result = batch_gradients(self.network, weights, batch, self._loss, plan, self._distribution)
-        check_certain(batch, self._loss, self._distribution, result.logprobs)
+        check_certain(batch, self._loss, self._distribution, lambda: result.logprobs)
         leaves = [_shaped(leaf, like.shape) for leaf, like in zip(result.leaves, self._like, strict=True)]
         loss = self._loss.value(batch, result.logprobs)
         return LossAndGradients(loss, self.network.state(tuple(leaves)), result.logprobs)
@@ -160,7 +159,6 @@ class Training:
         """Returns the next state, on the devices that hold the gradients, and the norm of the gradients.
 
         Args:
-            state: the state.
             gradients: float32, a pytree like the params.
             donated: donates the buffers of `state.training`, which must not be used afterwards.
 

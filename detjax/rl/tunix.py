@@ -169,7 +169,6 @@ class TunixRollout(base_rollout.BaseRollout):
         """Starts an engine with the actor's weights. Tunix passes the positional arguments.
 
         Args:
-            rollout_actor: the model.
             tokenizer: a `TunixTokenizer`, possibly wrapped by Tunix.
             mesh: ignored; the engine runs on the devices of the weights.
             rollout_config: the maximum lengths of prompts and completions.

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from benchmarks.timing import LONG_ROUNDS, ROUNDS, calls_for, rounds_for
 from detjax.bench import timing
 from detjax.bench.timing import CACHE_BYTES, MAX_ROTATIONS, rotations, turns
 
@@ -102,5 +103,5 @@ def test_the_failure_of_a_required_measurement_is_raised() -> None:
 
 
 def test_long_calls_are_measured_in_more_rounds_of_fewer_calls() -> None:
-    assert (timing.rounds_for(1e-5), timing.rounds_for(1e-3)) == (timing.ROUNDS, timing.LONG_ROUNDS)
-    assert [timing.calls_for(seconds) for seconds in (1e-6, 4e-3, 1.0)] == [25, 15, 7]
+    assert (rounds_for(1e-5), rounds_for(1e-3)) == (ROUNDS, LONG_ROUNDS)
+    assert [calls_for(seconds) for seconds in (1e-6, 4e-3, 1.0)] == [25, 15, 7]

@@ -137,7 +137,9 @@ def test_packed_rows_take_as_many_sequences_as_fit() -> None:
 def test_a_sequence_that_is_too_long_is_refused_by_its_number(layout: Layout) -> None:
     length = layout.length if isinstance(layout, Rows) else layout.tokens  # pyright: ignore[reportAttributeAccessIssue]
     assert len(list(layout.microbatches([sample(1, length - 1)]))) == 1
-    with pytest.raises(ValueError, match=rf"sequence 2 has {length + 1} tokens; accepted: {length}, the tokens of a"):
+    with pytest.raises(
+        ValueError, match=rf"sequence 2 has {length + 1} tokens; accepted: at most {length}, the length"
+    ):
         list(layout.microbatches([SAMPLES[0], SAMPLES[3], sample(1, length)]))
     with pytest.raises(ValueError, match=rf"sequence 11 has {length + 1} tokens"):
         list(layout.microbatches([SAMPLES[0], sample(1, length)], 10))

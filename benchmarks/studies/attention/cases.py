@@ -7,7 +7,8 @@ from typing import Any, Final
 import jax.numpy as jnp
 import numpy as np
 
-from detjax.bench import timing
+from benchmarks import timing
+from detjax.bench.timing import rotations
 
 BF16: Final = jnp.dtype("bfloat16")
 MAX_BYTES: Final = 12 << 30
@@ -186,7 +187,7 @@ class Case:
         queries = self.batch * self.queries * self.heads * self.head_dim * BF16.itemsize
         # Implementations without pages pad every request to the longest.
         allocated = queries + 2 * self.batch * self.longest * self.kv_heads * self.head_dim * BF16.itemsize
-        return max(1, min(timing.rotations(self.kv_read + queries), MAX_BYTES // allocated))
+        return max(1, min(rotations(self.kv_read + queries), MAX_BYTES // allocated))
 
     def fields(self) -> dict[str, Any]:
         """The fields that identify the case in a result."""

@@ -16,9 +16,10 @@ from benchmarks.rivals import CUDNN, OURS, TOKAMAX, TORCH
 from benchmarks.studies.attention import inputs
 from benchmarks.studies.attention.cases import Case, Sizes
 from benchmarks.studies.attention.programs import gradients, layered, paged_attention
+from benchmarks.timing import ROUNDS, copy_time, kernel_names
 from detjax import ops
 from detjax.bench import timing
-from detjax.bench.timing import Rounds, device_time, in_turns, kernel_names
+from detjax.bench.timing import Rounds, device_time, in_turns
 from detjax.operands.kv_pages import KeyColumns
 from detjax.operands.options import KVQuantization
 
@@ -66,7 +67,7 @@ def measure_prefill(sizes: Sizes, case: Case, with_torch: bool) -> dict[str, Any
         name: functools.partial(device_time, *program, calls=case.calls) for name, program in programs.items()
     }
     if with_torch:
-        replays = 3 if case.rounds == timing.ROUNDS else 1
+        replays = 3 if case.rounds == ROUNDS else 1
         runs[TORCH] = lambda: rivals.torch_attention(True, q, pairs, ragged=case.ragged, replays=replays)
     times = in_turns(runs, case.rounds)
     rates = {name: round(case.operations / value / 1e12, 1) for name, value in times.medians.items()}
@@ -164,7 +165,7 @@ def measure_latents(sizes: Sizes, case: Case, with_torch: bool) -> dict[str, Any
     sets = [(q, k, values, queries) for pool in inputs.paged_sets(case) for k in pool]
     runs: dict[str, Run] = {
         OURS: functools.partial(device_time, detjax.jit(paged_attention), sets, calls=case.calls),
-        COPY: functools.partial(timing.copy_time, 2 * case.kv_read, calls=case.calls),
+        COPY: functools.partial(copy_time, 2 * case.kv_read, calls=case.calls),
     }
     times = in_turns(runs, case.rounds)
     moved = {OURS: case.kv_read, COPY: 2 * case.kv_read}

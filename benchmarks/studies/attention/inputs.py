@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.inputs import normal
 from benchmarks.studies.attention.cases import Case
-from detjax.bench.inputs import normal
 from detjax.contract import KV_BLOCK
 from detjax.operands.kv_pages import Queries
 from detjax.operands.numerics import ceil_div

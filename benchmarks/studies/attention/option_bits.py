@@ -14,12 +14,12 @@ from rich.progress import track
 
 import detjax
 from benchmarks.bits import differing_tokens
+from benchmarks.inputs import normal
 from benchmarks.studies.attention import inputs
 from benchmarks.studies.attention.cases import Sizes
 from benchmarks.studies.attention.comparison import Comparison
 from benchmarks.studies.attention.programs import paged_attention
 from detjax import ops
-from detjax.bench.inputs import normal
 from detjax.operands.kv_pages import Queries
 from detjax.operands.numerics import ceil_div
 

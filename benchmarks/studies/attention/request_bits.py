@@ -14,11 +14,11 @@ from rich.progress import track
 
 import detjax
 from benchmarks.bits import differing_tokens
+from benchmarks.inputs import normal
 from benchmarks.studies.attention import inputs
 from benchmarks.studies.attention.cases import Sizes, request_lengths
 from benchmarks.studies.attention.comparison import Comparison
 from benchmarks.studies.attention.programs import paged_attention
-from detjax.bench.inputs import normal
 from detjax.contract import KV_BLOCK
 from detjax.operands.kv_pages import Queries
 

@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.progress import track
 
 import detjax
-from benchmarks import rivals
+from benchmarks import rivals, timing
 from benchmarks import study as options
 from benchmarks.studies.attention import cells, picture
 from benchmarks.studies.attention.accuracy import measure_accuracy
@@ -46,8 +46,8 @@ from benchmarks.studies.attention.option_bits import compare_options
 from benchmarks.studies.attention.request_bits import compare_requests
 from benchmarks.studies.attention.summary import geometric_means
 from benchmarks.study import Result, Run
-from detjax.bench import timing
 from detjax.bench.failures import reason
+from detjax.bench.timing import Rounds
 from detjax.cli.options import Option
 
 SECTIONS: Final = ("prefill", "decode", "quantized", "latents", "backward", "accuracy", "bits")
@@ -73,7 +73,7 @@ def _measure_section(run: Run, sizes: Sizes, torch: bool, section: str, content:
             results.append(measure(sizes, case, torch))
         except Exception as failure:
             # The inputs could not be created, or leave no room.
-            missing = {kind: timing.Rounds[str]({}, {"all": reason(failure)}) for kind in cells.KINDS[section]}
+            missing = {kind: Rounds[str]({}, {"all": reason(failure)}) for kind in cells.KINDS[section]}
             results.append(cells.cell(case, missing) | {"teraflops": {}})
         rivals.free_torch_memory()
         run.save(content)

@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.bits import anchor_positions
+from benchmarks.inputs import normal_weight
 from detjax.bench import timing
-from detjax.bench.inputs import normal_weight
-from detjax.bench.shapes import MODELS, TOKENS, Widths
+from detjax.bench.shapes import MODELS, TOKENS, linears
+from detjax.models import DecoderConfig
 from detjax.pallas.hopper.matmul.plan import Problem
 
 BF16: Final = jnp.dtype("bfloat16")
@@ -30,7 +31,7 @@ class Sizes:
         scheduled_tokens: numbers of tokens at which schedules are compared.
         repeated_tokens: numbers of tokens of repeated runs.
         repeats: repetitions of a run.
-        epilogues: the model whose linear layers are measured with their epilogues.
+        epilogues: [N, K] of the linear layers that are measured with their epilogues, by name.
         epilogue_tokens: their numbers of tokens.
     """
 
@@ -41,7 +42,7 @@ class Sizes:
     scheduled_tokens: Sequence[int] = (8, 64, 256, 1024)
     repeated_tokens: Sequence[int] = (128, 4096)
     repeats: int = 1000
-    epilogues: Widths = MODELS["Qwen3-8B"]
+    epilogues: dict[str, tuple[int, int]] = dataclasses.field(default_factory=lambda: linears(MODELS["Qwen3-8B"]))
     epilogue_tokens: Sequence[int] = (1, 64, 1024)
 
     @property
@@ -57,26 +58,30 @@ def full_sizes(models: Iterable[str] = MODELS, tokens: Sequence[int] = TOKENS) -
 
 def small_sizes() -> Sizes:
     """Returns sizes that run on a CPU in seconds."""
-    widths = Widths(hidden=128, queries=128, keys=32, mlp=192, vocabulary=1000)
+    config = dataclasses.replace(
+        MODELS["Qwen3-8B"],
+        **{"hidden_size": 128, "intermediate_size": 192, "vocab_size": 1000, "heads": 4, "kv_heads": 1, "head_dim": 32},
+    )
+    layers = linears(config)
     return Sizes(
-        linears={widths.linears[name]: [f"small {name}"] for name in ("qkv", "down")},
+        linears={layers[name]: [f"small {name}"] for name in ("qkv", "down")},
         tokens=(1, 17),
         neighbours=(17,),
         probe=(128, 192),
         repeated_tokens=(17,),
         repeats=3,
-        epilogues=widths,
+        epilogues=layers,
         epilogue_tokens=(17,),
     )
 
 
-def unique_linears(models: dict[str, Widths]) -> dict[tuple[int, int], list[str]]:
+def unique_linears(models: dict[str, DecoderConfig]) -> dict[tuple[int, int], list[str]]:
     """Returns the names of the linear layers of each [N, K], sorted by K and N."""
-    linears: dict[tuple[int, int], list[str]] = {}
-    for model, widths in models.items():
-        for name, shape in widths.linears.items():
-            linears.setdefault(shape, []).append(f"{model} {name}")
-    return dict(sorted(linears.items(), key=lambda item: item[0][::-1]))
+    names: dict[tuple[int, int], list[str]] = {}
+    for model, config in models.items():
+        for name, shape in linears(config).items():
+            names.setdefault(shape, []).append(f"{model} {name}")
+    return dict(sorted(names.items(), key=lambda item: item[0][::-1]))
 
 
 def operations(problem: Problem) -> int:

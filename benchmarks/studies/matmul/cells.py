@@ -6,12 +6,12 @@ from typing import Any
 
 import jax
 
-from benchmarks import rivals
+from benchmarks import rivals, timing
 from benchmarks.rivals import OURS, TORCH, XLA
 from benchmarks.studies.matmul.cases import BF16, Sizes, expected_seconds, operations, token_rows, traffic, weight_sets
 from benchmarks.studies.matmul.programs import Programs, build, matmul
-from detjax.bench import timing
-from detjax.bench.timing import device_time, in_turns, kernel_names
+from benchmarks.timing import kernel_names
+from detjax.bench.timing import device_time, in_turns
 from detjax.pallas.hopper.matmul.plan import Problem, Schedule
 from detjax.pallas.hopper.matmul.tuning import default_schedule, key, table
 from detjax.runtime import backends
@@ -62,7 +62,7 @@ def measure(
 
 def measure_epilogues(sizes: Sizes) -> Iterator[dict[str, Any]]:
     """Yields the cells of linear layers with a decoder's epilogues, against XLA's fusions."""
-    linears = sizes.epilogues.linears
+    linears = sizes.epilogues
     gated = (linears["gate+up"][0] // 2, linears["gate+up"][1])
     float32 = jax.numpy.dtype("float32")
     cases: tuple[tuple[str, tuple[int, int], dict[str, Any], dict[str, Any]], ...] = (

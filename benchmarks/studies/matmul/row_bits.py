@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.bits import anchor_positions
+from benchmarks.inputs import normal_weight
 from benchmarks.studies.matmul.cases import Sizes, token_rows
 from benchmarks.studies.matmul.programs import BUILDERS, Programs, build, matmul, scheduled
 from detjax.bench.bits import same_bits
-from detjax.bench.inputs import normal_weight
 from detjax.operands.numerics import ceil_div
 from detjax.pallas.hopper.matmul.plan import Problem
 from detjax.pallas.hopper.matmul.tuning import table

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.progress import track
 
 import detjax
-from benchmarks import rivals
+from benchmarks import rivals, timing
 from benchmarks import study as options
 from benchmarks.studies.matmul import pictures, row_bits
 from benchmarks.studies.matmul.cases import Sizes, full_sizes, small_sizes, weight_sets
@@ -32,7 +32,6 @@ from benchmarks.studies.matmul.cells import measure, measure_epilogues
 from benchmarks.studies.matmul.programs import build_all
 from benchmarks.studies.matmul.summary import summarized
 from benchmarks.study import Result, Run
-from detjax.bench import timing
 from detjax.bench.shapes import MODELS, TOKENS
 from detjax.cli.options import Option
 

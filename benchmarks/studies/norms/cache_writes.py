@@ -9,11 +9,12 @@ from rich.console import Console
 from rich.progress import track
 
 import detjax
+from benchmarks.inputs import normal
 from benchmarks.studies.norms.cases import EPS, FREQUENCY_BASE, Sizes, norm_weights
+from benchmarks.timing import copy_time
 from detjax import ops
 from detjax.bench.bits import same_bits
-from detjax.bench.inputs import normal
-from detjax.bench.timing import copy_time, device_time, rotations
+from detjax.bench.timing import device_time, rotations
 from detjax.operands import kv_pages
 from detjax.operands.kv_pages import KVPages, Queries
 from detjax.runtime.backends import STOCK

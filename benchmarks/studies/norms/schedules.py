@@ -9,7 +9,8 @@ import jax.numpy as jnp
 
 import detjax
 from benchmarks.studies.norms.cases import EPS, Case, Sizes, cases
-from detjax.bench.timing import copy_time, device_time, rotations
+from benchmarks.timing import copy_time
+from detjax.bench.timing import device_time, rotations
 from detjax.pallas.hopper import norm, rope
 
 

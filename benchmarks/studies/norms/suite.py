@@ -12,8 +12,9 @@ from rich.progress import track
 import detjax
 from benchmarks.bits import anchor_positions
 from benchmarks.studies.norms.cases import Case, Sizes, cases
+from benchmarks.timing import copy_time
 from detjax.bench.bits import same_bits
-from detjax.bench.timing import copy_time, device_time, rotations
+from detjax.bench.timing import device_time, rotations
 from detjax.runtime.backends import STOCK
 
 MAX_BYTES: Final = 24 << 30

@@ -6,7 +6,7 @@ rewards is exactly that reward, so their advantages are exactly 0.0.
 
 import math
 from collections.abc import Sequence
-from typing import Final, Literal
+from typing import Literal
 
 import numpy as np
 from jaxtyping import Float64
@@ -14,10 +14,8 @@ from jaxtyping import Float64
 Baseline = Literal["none", "mean", "group"]
 Normalization = Literal["token", "sequence", "constant"]
 
-_EPSILON: Final = 1e-6
 
-
-def grpo(rewards: Float64[np.ndarray, "P G"], epsilon: float = _EPSILON) -> Float64[np.ndarray, "P G"]:
+def grpo(rewards: Float64[np.ndarray, "P G"], epsilon: float = 1e-6) -> Float64[np.ndarray, "P G"]:
     """Returns the advantages of GRPO: `(r - mean) / (std + epsilon)`, with mean and std over a prompt's samples.
 
     `std` divides by G, not by G - 1. Shao et al. 2024, "DeepSeekMath" (arXiv:2402.03300), section 4.1.2.

@@ -4,8 +4,8 @@ A correction takes the logprobs of the sampled tokens from sampler and trainer, 
 returns factors of the policy gradient's terms, one float64 array per sequence. The ratio r = exp(trainer - sampler) is
 exactly 1.0 where the logprobs are equal, and 0.0 where the trainer's is -inf.
 
-All corrections raise `ValueError` for other dtypes or shapes, for sampler logprobs that are not finite, and for trainer
-logprobs that are NaN or +inf.
+All corrections raise `ValueError` for bounds out of range, other dtypes or shapes, sampler logprobs that are not
+finite, and trainer logprobs that are NaN or +inf.
 """
 
 import math
@@ -31,12 +31,7 @@ def token_truncated(sampler: Logprobs, trainer: Logprobs, cap: float) -> Weights
     Ionides 2008, "Truncated Importance Sampling". A cap of 2.0 is common.
 
     Args:
-        sampler: logprobs of the sampler.
-        trainer: logprobs of the trainer.
         cap: the largest weight, above 0.
-
-    Raises:
-        ValueError: the cap or a logprob is not accepted.
     """
     _check_cap("token_truncated", cap)
     return [
@@ -52,12 +47,7 @@ def sequence_truncated(sampler: Logprobs, trainer: Logprobs, cap: float) -> Weig
     (sequence-level TIS).
 
     Args:
-        sampler: logprobs of the sampler.
-        trainer: logprobs of the trainer.
         cap: the largest weight, above 0.
-
-    Raises:
-        ValueError: the cap or a logprob is not accepted.
     """
     _check_cap("sequence_truncated", cap)
     return [
@@ -74,13 +64,8 @@ def sequence_masked(sampler: Logprobs, trainer: Logprobs, low: float, high: floa
     `advantages.normalization` unless its length is left out there.
 
     Args:
-        sampler: logprobs of the sampler.
-        trainer: logprobs of the trainer.
         low: the smallest R that is not masked, at least 0.
         high: the largest R that is not masked, finite.
-
-    Raises:
-        ValueError: the bounds or a logprob are not accepted.
     """
     if not 0 <= low <= high < math.inf:
         raise ValueError(f"sequence_masked: low is {low!r} and high {high!r}; accepted: 0 <= low <= high, finite")

@@ -57,7 +57,6 @@ class PolicyGradient:
 
         Args:
             groups: the rollouts of each prompt.
-            rewards: their rewards.
             trainer: the trainer's logprobs of each rollout's tokens before the step, under the distribution that the
                 tokens were sampled from.
 

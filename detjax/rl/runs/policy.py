@@ -38,10 +38,7 @@ def small_policy(
     """Returns a decoder of Qwen3's architecture with random weights, and its tokenizer.
 
     Args:
-        layers: the number of layers.
         width: the width of the hidden states, a multiple of `HEAD_DIM`.
-        seed: the seed of the weights.
-        dtype: the dtype of the weights.
         max_positions: maximum length of a sequence, in tokens.
 
     Raises:

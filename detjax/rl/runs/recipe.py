@@ -55,8 +55,6 @@ def train(
     Args:
         plan: the training plan. Only its number of shards affects bits.
         steps: the number of steps, to run fewer than the recipe in tests.
-        layers: the layers of the policy.
-        width: its width.
         report: called with a line of text every 25 steps.
     """
     config = RECIPE if steps is None else dataclasses.replace(RECIPE, steps=steps)
@@ -74,8 +72,6 @@ def solved_shares(
     """Returns the share of correct answers to held-out examples of each task.
 
     Args:
-        model: the policy.
-        tokenizer: its tokenizer.
         prompts: examples of each task.
         samples: answers per example.
         temperature: the sampling temperature; 0: greedy.

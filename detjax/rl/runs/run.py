@@ -81,7 +81,6 @@ def trainer_for(config: RunConfig, model: Decoder, plan: Plan) -> Trainer:
     """Returns the trainer of a run.
 
     Args:
-        config: the run's configuration.
         model: the initial decoder, which is not modified.
         plan: the training plan, with the run's number of shards.
     """
@@ -111,9 +110,6 @@ class Run:
         """Prepares a run that starts from the trainer's weights.
 
         Args:
-            config: the run's configuration.
-            trainer: trains the model.
-            tokenizer: the model's tokenizer.
             end_token: the token that ends an answer.
             engine: computes rollouts; required for reinforcement learning. Its model has the trainer's shapes.
 

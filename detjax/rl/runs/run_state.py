@@ -27,7 +27,6 @@ class RunState:
         """Opens the folder of a run's states, and creates it if needed.
 
         Args:
-            directory: the folder.
             configuration: the settings that affect bits, as JSON values.
 
         Raises:

@@ -18,7 +18,6 @@ class Draw:
     """
 
     def __init__(self, label: str) -> None:
-        """Starts the stream of a label."""
         self._label = label
         self._count = 0
 

@@ -1,5 +1,6 @@
 """Arithmetic expressions over given numbers, evaluated exactly and without recursion."""
 
+import operator
 import re
 from collections import Counter
 from collections.abc import Iterable
@@ -9,6 +10,7 @@ from typing import Final
 PRECEDENCE: Final = {"+": 1, "-": 1, "*": 2, "/": 2}
 """The binary operators. A higher precedence binds tighter; equal ones associate to the left."""
 
+_FUNCTIONS: Final = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
 _EXPRESSION: Final = re.compile(r"[-+*/()0-9]*")
 _TOKEN: Final = re.compile(r"[-+*/()]|[0-9]+")
 
@@ -63,13 +65,5 @@ def evaluate(text: str, numbers: Iterable[str]) -> Fraction | None:
 def _apply(waiting: list[str], values: list[Fraction], least: int) -> None:
     """Applies the last operators, down to a parenthesis or an operator of lower precedence than `least`."""
     while waiting and PRECEDENCE.get(waiting[-1], 0) >= least:
-        operator, right, left = waiting.pop(), values.pop(), values.pop()
-        match operator:
-            case "+":
-                values.append(left + right)
-            case "-":
-                values.append(left - right)
-            case "*":
-                values.append(left * right)
-            case _:
-                values.append(left / right)
+        right, left = values.pop(), values.pop()
+        values.append(_FUNCTIONS[waiting.pop()](left, right))

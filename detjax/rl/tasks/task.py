@@ -63,12 +63,7 @@ class Task:
         return self.generate(Draw(f"{self.name}/{seed}/{index}/{difficulty}"), difficulty)
 
     def reward(self, example: Example, text: str) -> float:
-        """Returns 1.0 if a text is a correct answer to an example of this task, otherwise 0.0.
-
-        Args:
-            example: an example of this task.
-            text: the completion without end token. Nothing is stripped from it.
-        """
+        """Returns 1.0 if a text, without end token, is a correct answer to an example of this task, otherwise 0.0."""
         return float(len(text) <= LONGEST_TEXT and self.accepts(example, text))
 
     def solution(self, example: Example) -> str:

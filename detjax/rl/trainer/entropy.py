@@ -15,14 +15,9 @@ from detjax.runtime import backends
 
 
 def entropies(model: Decoder, hidden: Float[Array, "*B D"], distribution: Distribution) -> Float32[Array, "*B"]:
-    """Returns the entropy, in nats, of the next-token distribution after each hidden state.
+    """Returns the entropy, in nats, of the next-token distribution after each normalized last hidden state.
 
     Logits are computed for a chunk of tokens at a time. On CPUs no bit depends on the number of tokens.
-
-    Args:
-        model: the decoder.
-        hidden: its normalized last hidden states.
-        distribution: the sampling distribution, given logits.
     """
     flat = hidden.reshape(-1, hidden.shape[-1])
     if distribution.temperature == 0:

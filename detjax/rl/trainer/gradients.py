@@ -65,12 +65,9 @@ def empty_sums(network: Network[Decoder], weights: Weights) -> Sums:
     return tuple(empty(path, weight) for path, weight in zip(network.paths, weights, strict=True))
 
 
-def completion_logprobs(
-    model: Decoder, microbatch: Microbatch, distribution: Distribution, *, rematerialized: bool = False
-) -> Float32[Array, "*N"]:
+def completion_logprobs(model: Decoder, microbatch: Microbatch, distribution: Distribution) -> Float32[Array, "*N"]:
     """Returns the logprob of each target of a microbatch, under a distribution."""
-    hidden = last_hidden_states(model, microbatch, rematerialized=rematerialized)
-    return model.logprobs(hidden, microbatch.targets, distribution)
+    return model.logprobs(last_hidden_states(model, microbatch), microbatch.targets, distribution)
 
 
 def last_hidden_states(model: Decoder, microbatch: Microbatch, *, rematerialized: bool = False) -> Float[Array, "*N D"]:
@@ -95,12 +92,6 @@ def next_sums(
     """Adds a microbatch's gradients to the sums, and returns them with the logprob of each target.
 
     Args:
-        network: the decoder without its weights.
-        weights: its weights.
-        sums: the sums over previous microbatches.
-        microbatch: the sequences.
-        loss: computes the gradient with respect to the logprobs.
-        distribution: the distribution of the logprobs.
         rematerialized: recompute each layer in the backward pass instead of storing activations. No bit depends on it.
     """
 

@@ -56,11 +56,7 @@ class Sample:
     sampling: SamplingParams | None = None
 
     def __post_init__(self) -> None:
-        """Checks the lengths.
-
-        Raises:
-            ValueError: the completion is not shorter than the sequence, or the lengths of its arrays differ.
-        """
+        """Raises `ValueError` if the completion is not shorter than the sequence, or lengths of its arrays differ."""
         tokens, weights = len(self.tokens), len(self.weights)
         old = weights if self.old_logprobs is None else len(self.old_logprobs)
         if not 0 < weights < tokens or weights != old:
@@ -155,11 +151,7 @@ class Rows:
     length: int
 
     def __post_init__(self) -> None:
-        """Checks the numbers.
-
-        Raises:
-            ValueError: a number is not positive, or the length is not a multiple of `WEIGHT_GRADIENT_TOKENS`.
-        """
+        """Raises `ValueError` for a number that is not positive, or a length that is not such a multiple."""
         if self.sequences < 1:
             raise ValueError(f"Rows: sequences is {self.sequences}; accepted: at least 1")
         _check_length("Rows: length", self.length)
@@ -193,11 +185,7 @@ class Packed:
     tokens: int
 
     def __post_init__(self) -> None:
-        """Checks the number.
-
-        Raises:
-            ValueError: the number is not a positive multiple of `WEIGHT_GRADIENT_TOKENS`.
-        """
+        """Raises `ValueError` unless the number is such a positive multiple."""
         _check_length("Packed: tokens", self.tokens)
 
     def microbatches(self, samples: Sequence[Sample], first: int = 0) -> Iterator[PlacedMicrobatch]:

@@ -43,11 +43,7 @@ class Placement:
     is_sharded: bool = False
 
     def __post_init__(self) -> None:
-        """Checks the numbers.
-
-        Raises:
-            ValueError: the number of shards is not a power of two, or not a multiple of the number of devices.
-        """
+        """Raises `ValueError` unless the shards are a power of two and a multiple of the devices."""
         if self.shards < 1 or self.shards & (self.shards - 1):
             raise ValueError(f"Placement: shards is {self.shards}; accepted: powers of two")
         if self.count < 1 or self.shards % self.count:
@@ -104,9 +100,9 @@ class Placement:
         """Returns the sum over the devices, within `on_devices`: only the device's shard if the state is sharded."""
         return ops.psum_scatter(x, AXIS) if self.is_sharded else ops.psum(x, AXIS)
 
-    def gathered(self, x: Array, axis: int = 0) -> Array:
+    def gathered(self, x: Array) -> Array:
         """Gathers the shards of an array that is placed like the state, within `on_devices`."""
-        return jax.lax.all_gather(x, AXIS, axis=axis, tiled=True) if self.is_sharded else x
+        return jax.lax.all_gather(x, AXIS, tiled=True) if self.is_sharded else x
 
     def on_devices(self, fn: Callable[..., Any], inputs: PyTree[P], outputs: PyTree[P]) -> Callable[..., Any]:
         """Returns a function that every device computes on its shards of the arguments."""

@@ -1,7 +1,7 @@
 """Checks that samples come from the trained distribution and have the old logprobs that the loss needs."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import numpy as np
@@ -85,31 +85,28 @@ def check_old_logprobs(samples: Sequence[Sample], loss: Loss) -> None:
 
 
 def check_certain(
-    samples: Sequence[Sample], loss: Loss, distribution: Distribution, logprobs: Sequence[Float32[np.ndarray, "_"]]
+    samples: Sequence[Sample],
+    loss: Loss,
+    distribution: Distribution,
+    logprobs: Callable[[], Sequence[Float32[np.ndarray, "_"]]],
 ) -> None:
     """Refuses old logprobs that are all 0, as at temperature 0, if the trainer's logprobs are not near 0.
 
     Args:
-        samples: the samples of a batch.
-        loss: the loss.
-        distribution: the trainer's distribution.
-        logprobs: the trainer's logprobs of each completion.
+        logprobs: returns the trainer's logprobs of each completion. Only called if needed, since it waits for devices.
 
     Raises:
         ValueError: the loss uses the old logprobs, and the tokens are not certain under the distribution.
     """
-    total = sum(float(one.astype(np.float64).sum()) for one in logprobs)
-    if distribution.temperature and are_all_certain(samples, loss) and total < _CERTAIN:
+    if not (distribution.temperature and getattr(loss, "needs_old_logprobs", True)):
+        return
+    if any(sample.old_logprobs is not None and np.any(sample.old_logprobs) for sample in samples):
+        return
+    total = sum(float(one.astype(np.float64).sum()) for one in logprobs())
+    if total < _CERTAIN:
         raise ValueError(
             f"old_logprobs of all {len(samples)} samples are 0, as for tokens drawn with temperature 0, and the "
             f"trainer's distribution has {_described(distribution)}, whose logprobs add up to {total:.3g}; accepted: "
             "logprobs under the trainer's distribution. Sample with its temperature (SamplingParams' default is 0) and "
             "with sampling_logprobs=True"
         )
-
-
-def are_all_certain(samples: Sequence[Sample], loss: Loss) -> bool:
-    """Returns whether the loss needs old logprobs and all of them are 0, the logprob of a certain token."""
-    if not getattr(loss, "needs_old_logprobs", True):
-        return False
-    return not any(sample.old_logprobs is not None and np.any(sample.old_logprobs) for sample in samples)

@@ -16,11 +16,6 @@ from detjax.rl.trainer.microbatches import Sample, SampleImages
 def with_rows(network: Network[Decoder], weights: Weights, samples: Sequence[Sample]) -> list[Sample]:
     """Returns samples with the image rows that an engine would compute, bit for bit.
 
-    Args:
-        network: the decoder without its weights.
-        weights: its weights.
-        samples: the samples of a batch.
-
     Raises:
         ValueError: the model takes no images, or a sample's images do not match its prompt's tokens.
     """

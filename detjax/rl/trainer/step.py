@@ -47,11 +47,7 @@ class Plan:
     rematerialized: bool = False
 
     def __post_init__(self) -> None:
-        """Checks the numbers.
-
-        Raises:
-            ValueError: the number of shards is not a power of two, or not a multiple of the number of devices.
-        """
+        """Raises `ValueError` unless the shards are a power of two and a multiple of the devices."""
         assert self.placement
 
     @property
@@ -96,8 +92,7 @@ def batch_gradients(
         network: the decoder without its weights.
         weights: its weights, on every device.
         samples: the sequences. Their order affects the bits.
-        loss: the loss; hashable, since programs are cached by it.
-        plan: the training plan.
+        loss: hashable, since programs are cached by it.
         distribution: the distribution that samples were drawn from; the loss takes logprobs under it.
 
     Raises:

@@ -46,9 +46,7 @@ def initial_state(
     """Returns the state before the first step.
 
     Args:
-        weights: the weights.
         optimizer: such as `detjax.rl.trainer.optimizers.adamw`.
-        placement: the placement of the state.
         trained: whether each weight is trained, such as `Network.trained`; None: all are.
     """
 
@@ -74,10 +72,8 @@ def update(
     """Returns the next state, and the norm of the gradients of trained weights.
 
     Args:
-        state: the state.
         gradients: each weight's gradient, as `detjax.rl.trainer.step.batch_gradients` returns them.
         optimizer: such as `detjax.rl.trainer.optimizers.adamw`. It sees one leaf at a time.
-        placement: the placement of state and gradients.
         max_norm: gradients with a larger norm are scaled down to it; None: no clipping.
         donated: donates the state's buffers, which must not be used afterwards.
     """

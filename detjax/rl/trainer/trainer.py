@@ -14,8 +14,8 @@ from detjax.models.network import Network, Weights, split
 from detjax.operands.options import MODEL_DISTRIBUTION, Distribution
 from detjax.rl.trainer.entropy import entropies
 from detjax.rl.trainer.gradients import Loss, completion_logprobs, last_hidden_states
-from detjax.rl.trainer.microbatches import Microbatch, Sample, by_sequence
-from detjax.rl.trainer.sample_checks import are_all_certain, check_certain, check_drawn
+from detjax.rl.trainer.microbatches import Microbatch, PlacedMicrobatch, Sample, by_sequence
+from detjax.rl.trainer.sample_checks import check_certain, check_drawn
 from detjax.rl.trainer.sample_images import with_rows
 from detjax.rl.trainer.step import Plan, batch_gradients
 from detjax.rl.trainer.train_state import TrainState, initial_state, update, weights_of
@@ -119,18 +119,18 @@ class Trainer:
 
     def logprobs(self, samples: Sequence[Sample]) -> list[Float32[np.ndarray, "C"]]:
         """Returns the logprobs of each sample's completion, with the bits that an engine reports for these weights."""
-        check_drawn(samples, self.distribution)
-        program = _logprobs_program(self.network, self.distribution)
-        placed = list(self.plan.layout.microbatches(with_rows(self.network, self.weights, samples)))
+        program, placed = _logprobs_program(self.network, self.distribution), self._placed(samples)
         return by_sequence(placed, [program(self.weights, one.arrays) for one in placed])
 
     def scores(self, samples: Sequence[Sample]) -> Scores:
         """Returns the logprobs of each sample's completion, and the entropies of the distributions."""
-        check_drawn(samples, self.distribution)
-        program = _scores_program(self.network, self.distribution)
-        placed = list(self.plan.layout.microbatches(with_rows(self.network, self.weights, samples)))
+        program, placed = _scores_program(self.network, self.distribution), self._placed(samples)
         values = [program(self.weights, one.arrays) for one in placed]
         return Scores(*(by_sequence(placed, arrays) for arrays in zip(*values, strict=True)))
+
+    def _placed(self, samples: Sequence[Sample]) -> list[PlacedMicrobatch]:
+        check_drawn(samples, self.distribution)
+        return list(self.plan.layout.microbatches(with_rows(self.network, self.weights, samples)))
 
     def step(self, samples: Sequence[Sample]) -> StepReport:
         """Trains one step.
@@ -140,8 +140,7 @@ class Trainer:
                 another distribution, or lacks old logprobs that the loss needs.
         """
         gradients = batch_gradients(self.network, self.weights, samples, self.loss, self.plan, self.distribution)
-        if are_all_certain(samples, self.loss):
-            check_certain(samples, self.loss, self.distribution, gradients.logprobs)
+        check_certain(samples, self.loss, self.distribution, lambda: gradients.logprobs)
         placement = self.plan.placement
         self._state, norm = update(self._state, gradients.leaves, self.optimizer, placement, max_norm=self.max_norm)
         self.weights = weights_of(self._state, self._shapes, placement)

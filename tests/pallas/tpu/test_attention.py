@@ -14,7 +14,6 @@ from jax import lax
 
 import detjax
 from detjax import ops
-from detjax.bench.deviceless import kernel_texts
 from detjax.contract import KV_BLOCK
 from detjax.operands.attention import AttentionOperands
 from detjax.operands.options import Masking
@@ -33,6 +32,7 @@ from tests.pallas.tpu.interpreter import (
 )
 from tests.support.attention_requests import OPTIONS, Requests
 from tests.support.bits import assert_same_bits
+from tests.support.kernel_texts import kernel_texts
 
 TOLERANCE = {"float32": 2e-6, "bfloat16": 2e-2}
 

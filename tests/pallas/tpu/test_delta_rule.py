@@ -12,7 +12,6 @@ import pytest
 
 import detjax
 from detjax import ops
-from detjax.bench.deviceless import kernel_texts
 from detjax.contract import DELTA_CHUNK
 from detjax.operands.linear_attention_state import DROPPABLE_TOKENS, DeltaState, DeltaTokens, RequestRows
 from detjax.pallas.tpu import delta_rule
@@ -25,6 +24,7 @@ from tests.pallas.tpu.interpreter import (
     interpreting,
 )
 from tests.support.bits import assert_same_bits, same_bits
+from tests.support.kernel_texts import kernel_texts
 
 DTYPES = ("float32", "bfloat16")
 ROOM = 160

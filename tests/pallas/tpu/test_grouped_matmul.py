@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from detjax.bench.deviceless import kernel_texts
 from detjax.operands.options import Clamp, Epilogue
 from detjax.pallas.tpu import grouped_matmul, matmul
 from detjax.pallas.tpu.grouped_matmul import Schedule
 from tests.pallas.tpu.interpreter import assert_products_in_float32, interpreted, normal, shape
 from tests.support.bits import assert_same_bits
+from tests.support.kernel_texts import kernel_texts
 from tests.support.products import grouped_matmul_call, matmul_call
 
 GATED = Epilogue("silu", gated=True)

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from detjax.bench.deviceless import kernel_texts
 from detjax.contract import TPU_ROW_TILE
 from detjax.operands.options import Epilogue
 from detjax.pallas.tpu import matmul
@@ -21,6 +20,7 @@ from detjax.pallas.tpu.matmul import TOKEN_STEP, Contraction, Problem, Schedule,
 from tests.ops import references
 from tests.pallas.tpu.interpreter import assert_products_in_float32, interpreted, matrix_products, normal, shape
 from tests.support.bits import assert_same_bits, same_bits
+from tests.support.kernel_texts import kernel_texts
 from tests.support.products import matmul_call, matmul_gradients
 
 GATED = Epilogue("silu", gated=True)

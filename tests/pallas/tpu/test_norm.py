@@ -6,7 +6,6 @@ import jax
 import numpy as np
 import pytest
 
-from detjax.bench.deviceless import kernel_texts
 from detjax.pallas.tpu import norm
 from detjax.pallas.tpu import rows as tpu_rows
 from detjax.pallas.tpu.rows import Schedule
@@ -14,6 +13,7 @@ from detjax.portable import norm as portable_norm
 from tests.pallas.tpu.interpreter import compiled, interpreted, normal, shape
 from tests.pallas.tpu.rows_cases import rows_with_one_repeated
 from tests.support.bits import assert_same_bits
+from tests.support.kernel_texts import kernel_texts
 
 EPS = 1e-5
 

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from detjax import ops
-from detjax.bench.deviceless import kernel_texts
 from detjax.operands.sampling_arrays import SamplingArrays
 from detjax.pallas import gumbel
 from detjax.pallas.tpu import sampling, softmax
@@ -20,6 +19,7 @@ from detjax.portable import softmax as portable_softmax
 from tests.pallas.tpu.interpreter import compiled, interpreted, normal, shape
 from tests.pallas.tpu.rows_cases import rows_with_one_repeated
 from tests.support.bits import assert_same_bits
+from tests.support.kernel_texts import kernel_texts
 
 BLOCK = 256
 
