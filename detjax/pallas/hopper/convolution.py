@@ -197,7 +197,7 @@ class _Cta:
 
     def run(self) -> None:
         """Loads all inputs, then computes the tokens in order."""
-        rows = [jnp.maximum(self.first - back, 0) for back in range(TAPS - 1, 0, -1)]
+        rows = [jnp.maximum(self.first + index, 0) for index in range(1 - TAPS, 0)]
         rows += [self.first + index for index in range(self.schedule.tokens)]
         inputs = [self.load(self.operands.x.at[row, self.block]) for row in rows]
         in_vectors = layout(1, self.threads, TAPS)
