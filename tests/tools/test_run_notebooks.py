@@ -86,9 +86,7 @@ def test_tags_say_which_texts_are_compared(tags: list[str], environment: str | N
     kept = outputs("1\n", "2\n", tags=tags, environment=environment)
     assert differences(kept, outputs("1\n", "2\n", tags=tags), "here") == []
     messages = differences(kept, outputs("1\n", "3\n", tags=tags), "here")
-    assert [text.splitlines()[0] for text in messages] == (
-        ["cell 2 differs from the stored text:"] if compared else []
-    )
+    assert [text.splitlines()[0] for text in messages] == (["cell 2 differs from the stored text:"] if compared else [])
     assert not compared or {"-2", "+3"} <= set(messages[0].splitlines())
 
 
