@@ -7,7 +7,7 @@ checkout, and runs a user's first commands there: `detjax demo`, `generate`, `ce
 import argparse
 import json
 import os
-import signal
+import re
 import subprocess
 import sys
 import tempfile
@@ -33,69 +33,46 @@ def arguments():
     return weights, jax.random.normal(jax.random.key(1), (4, 16))
 """
 
-_STARTED: Final = 600
-"""Time limit for a server's start, in seconds. It compiles its programs first."""
+SECONDS: Final = 600
+"""Time that a server may take to start or to answer, which is generous."""
+
+ENVIRONMENT: Final = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "VIRTUAL_ENV"))}
+"""The environment without what could make the checkout's packages importable."""
 
 
 def run(*command: str | Path, folder: Path) -> str:
-    """Runs a command in a folder, and shows and returns its output.
-
-    Raises:
-        subprocess.CalledProcessError: the command fails.
-    """
+    """Runs a command in a folder without the checkout's packages, shows what it prints, and returns it."""
     print("$", *command, flush=True)
-    result = subprocess.run(command, cwd=folder, check=False, text=True, stdout=subprocess.PIPE, env=_environment())
+    result = subprocess.run(command, cwd=folder, env=ENVIRONMENT, check=False, text=True, stdout=subprocess.PIPE)
     print(result.stdout, flush=True)
     result.check_returncode()
     return result.stdout
 
 
-def _environment() -> dict[str, str]:
-    """This process's environment without variables that make the checkout's code or packages importable."""
-    return {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
-
-
 def check_server(detjax: Path, checkpoint: Path, folder: Path) -> None:
-    """Starts a server, requests its health and a completion, and stops it.
+    """Starts a server, asks it for a completion, and ends it.
 
     Raises:
-        RuntimeError: the server exits before it listens, or with a nonzero code.
-        urllib.error.URLError: the server does not answer.
+        RuntimeError: the server ends before it listens, or with another code than 0.
+        urllib.error.URLError: it does not answer.
     """
-    command = [detjax, "serve", checkpoint, "--port", "0", "--max-samples", "2", "--max-length", "64"]
+    command, log = [detjax, "serve", checkpoint, "--port", "0", "--max-length", "64"], folder / "serve.log"
     print("$", *command, flush=True)
-    log = folder / "serve.log"
-    with (
-        log.open("w") as out,
-        subprocess.Popen(command, cwd=folder, env=_environment(), stdout=out, stderr=out) as server,
-    ):
+    with log.open("w") as out, subprocess.Popen(command, cwd=folder, env=ENVIRONMENT, stdout=out, stderr=out) as server:
         try:
-            address = _address(server, log)
+            address, deadline = None, time.monotonic() + SECONDS
+            while (address := re.search(r"http://127\.0\.0\.1:\d+", log.read_text())) is None:
+                if server.poll() is not None or time.monotonic() > deadline:
+                    raise RuntimeError(f"detjax serve did not listen:\n{log.read_text()}")
+                time.sleep(0.5)
             body = json.dumps({"model": checkpoint.name, "prompt": "ROMEO:", "max_tokens": 4, "seed": 0}).encode()
-            with urllib.request.urlopen(f"{address}/health", timeout=60) as answer:
-                print("/health", answer.status)
-            request = urllib.request.Request(
-                f"{address}/v1/completions", body, {"content-type": "application/json"}, method="POST"
-            )
-            with urllib.request.urlopen(request, timeout=_STARTED) as answer:
-                print("/v1/completions", json.loads(answer.read())["choices"][0]["text"].encode())
+            request = urllib.request.Request(f"{address[0]}/v1/completions", body, {"content-type": "application/json"})
+            with urllib.request.urlopen(request, timeout=SECONDS) as answer:
+                print(json.loads(answer.read())["choices"][0]["text"].encode())
         finally:
-            server.send_signal(signal.SIGTERM)
-            code = server.wait(timeout=120)
-    if code != 0:
-        raise RuntimeError(f"detjax serve ended with code {code}:\n{log.read_text()}")
-
-
-def _address(server: subprocess.Popen[bytes], log: Path) -> str:
-    """Returns the address that a listening server prints."""
-    for _ in range(_STARTED * 2):
-        for word in log.read_text().split():
-            if word.startswith("http://127.0.0.1:"):
-                return word.rstrip("/.,")
-        if server.poll() is not None:
-            break
-        time.sleep(0.5)
-    raise RuntimeError(f"detjax serve did not listen:\n{log.read_text()}")
+            server.terminate()
+    if server.returncode != 0:
+        raise RuntimeError(f"detjax serve ended with code {server.returncode}:\n{log.read_text()}")
 
 
 def main(arguments: Sequence[str]) -> None:

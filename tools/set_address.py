@@ -16,16 +16,6 @@ UNKNOWN: Final = "<this repository>"
 """The clone line's placeholder while the project has no address."""
 
 
-def urls(address: str) -> Mapping[str, str]:
-    """Returns the links of the package's page."""
-    return {
-        "Repository": address,
-        "Documentation": f"{address}/tree/main/docs",
-        "Changelog": f"{address}/blob/main/CHANGELOG.md",
-        "Issues": f"{address}/issues",
-    }
-
-
 def written(texts: Mapping[str, str], address: str) -> dict[str, str]:
     """Replaces the address in the files' texts.
 
@@ -38,11 +28,13 @@ def written(texts: Mapping[str, str], address: str) -> dict[str, str]:
     """
     if not re.fullmatch(r"https://[\w.-]+/[\w./-]*[\w-]", address):
         raise ValueError(f"{address!r} is not an address; accepted: https://HOST/OWNER/NAME")
-    table = "[project.urls]\n" + "".join(f'{name} = "{url}"\n' for name, url in urls(address).items())
-    return {name: _replaced(name, texts[name], *rule) for name, rule in _rules(address, table).items()}
+    return {name: _replaced(name, texts[name], *rule) for name, rule in _rules(address).items()}
 
 
-def _rules(address: str, table: str) -> dict[str, tuple[str, str]]:
+def _rules(address: str) -> dict[str, tuple[str, str]]:
+    """Each file's place for the address as a regular expression, and what it is replaced by."""
+    table = f'[project.urls]\nRepository = "{address}"\nDocumentation = "{address}/tree/main/docs"\n'
+    table += f'Changelog = "{address}/blob/main/CHANGELOG.md"\nIssues = "{address}/issues"\n'
     return {
         "pyproject.toml": (r"(?:\[project\.urls\]\n(?:.+\n)*\n)?(\[project\.optional-dependencies\])", f"{table}\n\\1"),
         "README.md": (r"(?<=git clone )(?:<this repository>|https://\S+?)(?=\s)", address),
@@ -51,7 +43,7 @@ def _rules(address: str, table: str) -> dict[str, tuple[str, str]]:
     }
 
 
-FILES: Final = tuple(_rules("", ""))
+FILES: Final = tuple(_rules(""))
 
 
 def _replaced(name: str, text: str, pattern: str, replacement: str) -> str:
