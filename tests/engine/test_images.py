@@ -16,7 +16,7 @@ from tests.support.compiled_programs import compiled_programs
 from tests.support.towers import IMAGE, NAMES, VIDEO_NAME, VIDEO_TOKEN, reference, with_one_token_each
 
 GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
-SETTINGS: dict[str, Any] = {"max_samples": 4, "token_budget": 48, "max_length": 256}
+SETTINGS: dict[str, Any] = {"max_samples": 4, "token_budget": 48, "max_length": 256, "snapshot_tokens": 1}
 
 
 @pytest.fixture(scope="module", params=NAMES[:2])
