@@ -113,6 +113,7 @@ lint: $(READY) ## check style, formatting, types, the direction of imports, the 
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/pyright --project tests/pyrightconfig.json --pythonpath $(BIN)/python
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python tools/lint_prose.py README.md CONTRIBUTING.md CHANGELOG.md docs notebooks detjax benchmarks examples tests tools
 	$(BIN)/codespell README.md CONTRIBUTING.md CHANGELOG.md SECURITY.md CODE_OF_CONDUCT.md docs notebooks detjax examples benchmarks tools

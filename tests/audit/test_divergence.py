@@ -76,7 +76,7 @@ def test_ulps_count_the_float32_numbers_between_two() -> None:
     numbers = np.float32([-np.inf, -1.0, np.nextafter(np.float32(-1.0), np.float32(0)), -1e-45, -0.0, 0.0, 1e-45])
     distances = [ulps(*pair) for pair in itertools.pairwise(numbers)]
     assert distances[1:2] + distances[3:] == [1, 1, 1, 1]
-    assert ulps(numbers[0], numbers[-1]) == sum(distances) == ulps(numbers[-1], numbers[0])
+    assert ulps(numbers[0], numbers[-1]) == sum(distances) == ulps(numbers[-1], numbers[0])  # pyright: ignore[reportCallIssue]
 
 
 def test_the_order_of_tokens_and_their_sequences_does_not_change_a_bit() -> None:

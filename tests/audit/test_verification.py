@@ -111,7 +111,7 @@ def other_token(draw: random.Random, one: Transcript) -> Transcript:
 def other_bit(draw: random.Random, one: Transcript) -> Transcript:
     assert one.logprobs is not None
     place, bits = draw.randrange(len(one.tokens)), np.float32(one.logprobs).view(np.uint32)
-    bits[place] ^= 1 << draw.randrange(23)
+    bits[place] ^= 1 << draw.randrange(23)  # pyright: ignore[reportCallIssue]
     return unsealed(one, logprobs=tuple(map(float, bits.view(np.float32))))
 
 

@@ -122,7 +122,7 @@ def test_bits_that_differ_where_no_number_is_kept_do_not_pass_for_equal(tmp_path
 def test_ulps_are_counted_across_zero_and_within_every_dtype() -> None:
     def distance(dtype: Any, a: list[float], b: list[float]) -> int | None:
         words = [results.output(np.asarray(x, dtype))["sample"] for x in (a, b)]
-        return compare.ulps(*words, np.dtype(dtype).name)
+        return compare.ulps(*words, np.dtype(dtype).name)  # pyright: ignore[reportCallIssue]
 
     tiny = float(np.finfo(np.float32).smallest_subnormal)
     assert distance(np.float32, [0.0, 1.0], [-0.0, 1.0]) == 0

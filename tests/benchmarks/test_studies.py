@@ -59,7 +59,7 @@ STUDIES = (
 
 def run(*arguments: str, exit_code: int = 0) -> str:
     result = commands.run(main, *arguments, env={"COLUMNS": "200"})
-    assert result.exit_code == exit_code, (result.output, result.exception)
+    assert result.exit_code == exit_code, (result.output, result.exception)  # pyright: ignore[reportAttributeAccessIssue]
     return result.output
 
 

@@ -221,7 +221,7 @@ def test_the_report_shows_both_sides_of_a_divergence(loaded: Loaded, words: bool
     result = Result(4, tally, 1.0, Tally(((one, 10),), 1), 2.0, fingerprints.fingerprint())
     console = Console(width=100, file=io.StringIO())
     console.print(report(result, Request(tuple(loaded[1].encode("ROMEO:")), 8), tokenizer))
-    shown = console.file.getvalue()
+    shown = console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
     assert f"after {tally.divergence.position} tokens" in shown
     assert "7 of 10" in shown and "3 of 10" in shown and "10 of 10" in shown
     marked = "I will ▶not be so." if words else f"▶ {' '.join(map(str, one[tally.divergence.position :]))}"

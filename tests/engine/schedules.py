@@ -93,7 +93,7 @@ class RememberingCompiler(ConstraintCompiler):
     ) -> Future[Masks]:
         def masks() -> Masks:
             for matcher, token in accepted():
-                matcher.state.append(token)
+                matcher.state.append(token)  # pyright: ignore[reportAttributeAccessIssue]
             allowed = np.full((rows, 1), _ALL_ALLOWED, np.uint32)
             for row, matcher in matchers.items():
                 allowed[row] = allowed_word(matcher.state)

@@ -75,7 +75,7 @@ def model_of(kind: Kind) -> Decoder:
     model.layers, config = nnx.List([model.layers[index] for index in kind.layers]), model.config
 
     def kept[T](options: T) -> T:
-        return dataclasses.replace(options, layers=tuple(options.layers[index] for index in kind.layers))
+        return dataclasses.replace(options, layers=tuple(options.layers[index] for index in kind.layers))  # pyright: ignore[reportAttributeAccessIssue]
 
     model.config = dataclasses.replace(
         config,

@@ -159,7 +159,7 @@ async def listen(engine: Engine, request: Request, until: int | None = None) -> 
         tokens.append(token)
         if len(tokens) == until:
             break
-    await stream.aclose()
+    await stream.aclose()  # pyright: ignore[reportAttributeAccessIssue]
     return tokens
 
 
@@ -321,7 +321,7 @@ def test_weights_are_not_replaced_while_a_request_is_in_flight(shared: Engine) -
         await anext(stream)
         with pytest.raises(RuntimeError, match="update_weights: 1 samples are in flight; accepted: none"):
             shared.update_weights(state)
-        await stream.aclose()
+        await stream.aclose()  # pyright: ignore[reportAttributeAccessIssue]
 
     asyncio.run(while_streaming())
     shared.update_weights(state)

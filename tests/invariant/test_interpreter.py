@@ -11,7 +11,7 @@ from detjax.invariant.equations import Program
 
 def _computed(fn: object, *shapes: jax.ShapeDtypeStruct) -> core.Jaxpr:
     """The program that runs a function of examples and of what they share, the last argument."""
-    program = Program.from_jaxpr(jax.make_jaxpr(fn)(*shapes))
+    program = Program.from_jaxpr(jax.make_jaxpr(fn)(*shapes))  # pyright: ignore[reportCallIssue]
     flags = [True] * (len(shapes) - 1) + [False]
     batch = [jax.ShapeDtypeStruct((3, *x.shape), x.dtype) for x in shapes[:-1]]
     return jax.make_jaxpr(lambda *values: interpreter.run(program, values, flags, 3)[0])(*batch, shapes[-1])
@@ -42,6 +42,6 @@ def test_what_was_computed_is_behind_a_barrier(fn: object) -> None:
     (widened,) = (
         eqn
         for eqn in jaxpr.eqns
-        if eqn.primitive.name == "convert_element_type" and eqn.outvars[0].aval.dtype == jnp.float32
+        if eqn.primitive.name == "convert_element_type" and eqn.outvars[0].aval.dtype == jnp.float32  # pyright: ignore[reportAttributeAccessIssue]
     )
     assert makers[widened.invars[0]].primitive.name == "optimization_barrier"

@@ -282,7 +282,7 @@ def test_a_quantized_cache_gives_the_same_bits_in_chunks(name: str) -> None:
     step = detjax.jit(lambda state, tokens, cache: nnx.merge(graphdef, state)(tokens, cache))
 
     def in_chunks(tokens: jax.Array, size: int) -> np.ndarray:
-        cache = KVCache.empty(model.config, *tokens.shape, jnp.float32, quantized="int8")
+        cache = KVCache.empty(model.config, *tokens.shape, jnp.float32, quantized="int8")  # pyright: ignore[reportCallIssue]
         chunks = []
         for start in range(0, tokens.shape[1], size):
             out, cache = step(state, tokens[:, start : start + size], cache)

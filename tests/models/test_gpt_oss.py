@@ -284,7 +284,7 @@ def test_sequences_at_once_and_one_after_another_give_one_sum_of_sinks(packed: b
         length = jnp.asarray([lengths[one] for one in chosen], jnp.int32)
         if packed:
             return in_a_row(draws, jnp.asarray(chosen), length, total, rows=112)
-        return rectangular(*(x[jnp.asarray(chosen)] for x in draws), length, total)
+        return rectangular(*(x[jnp.asarray(chosen)] for x in draws), length, total)  # pyright: ignore[reportCallIssue]
 
     together = added([0, 1, 2], start)
     assert_same_bits(added([2], added([0, 1], start)), together)

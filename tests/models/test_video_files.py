@@ -42,24 +42,24 @@ def png(frame: np.ndarray) -> bytes:
 @pytest.mark.parametrize("kind", ["GIF", "PNG", "WEBP"])
 def test_the_frames_of_an_animation_have_their_times(kind: str) -> None:
     video = read_video("it", animation(kind, frames(), 250), ALL)
-    assert_same_bits(np.stack(video.frames), frames())
+    assert_same_bits(np.stack(video.frames), frames())  # pyright: ignore[reportCallIssue]
     assert video.fps == 4.0 and video.times == [0, 0.25, 0.5, 0.75, 1.0, 1.25]
 
 
 @pytest.mark.parametrize("kind", ["GIF", "PNG", "WEBP"])
 def test_a_frame_that_is_longer_counts_as_several(kind: str) -> None:
     video = read_video("it", animation(kind, frames(4), [200, 600, 200, 400]), ALL)
-    assert_same_bits(np.stack(video.frames), frames(4)[[0, 1, 1, 1, 2, 3, 3]])
+    assert_same_bits(np.stack(video.frames), frames(4)[[0, 1, 1, 1, 2, 3, 3]])  # pyright: ignore[reportCallIssue]
     assert video.fps == 5.0 and video.times == [index / 5 for index in range(7)]
 
 
 def test_frames_are_chosen_by_their_times() -> None:
     contents = animation("WEBP", frames(4), [200, 600, 200, 400])
     spread = read_video("it", contents, FrameSampling(min_frames=3))
-    assert_same_bits(np.stack(spread.frames), frames(4)[[0, 1, 3]])
+    assert_same_bits(np.stack(spread.frames), frames(4)[[0, 1, 3]])  # pyright: ignore[reportCallIssue]
     assert spread.times == [0, 3 / 5, 6 / 5] and spread.fps == 3 / 7 * 5
     in_groups = read_video("it", contents, FrameSampling(group=2))
-    assert_same_bits(np.stack(in_groups.frames), frames(4)[[0, 1, 1, 3]])
+    assert_same_bits(np.stack(in_groups.frames), frames(4)[[0, 1, 1, 3]])  # pyright: ignore[reportCallIssue]
     assert in_groups.fps == 4 / 7 * 5
 
 
@@ -76,7 +76,7 @@ def test_times_of_parts_of_a_millisecond_are_exact() -> None:
 
 def test_an_image_and_frames_without_times_are_videos() -> None:
     still = read_video("it", png(frames()[3]), FrameSampling(group=2))
-    assert_same_bits(np.stack(still.frames), frames()[3:4])
+    assert_same_bits(np.stack(still.frames), frames()[3:4])  # pyright: ignore[reportCallIssue]
     assert (still.fps, still.times) == (10.0, [0])
     assert read_video("it", animation("GIF", frames(2), 0), ALL).fps == 10.0
 
@@ -85,12 +85,12 @@ def test_transparency_is_dropped_as_in_images() -> None:
     shown = np.concatenate([frames(2), np.full((2, 8, 12, 1), 255, np.uint8)], axis=-1)
     shown[1, ..., 3] = 128
     video = read_video("it", animation("PNG", shown, 100, blend=0), ALL)
-    assert_same_bits(np.stack(video.frames), shown[..., :3])
+    assert_same_bits(np.stack(video.frames), shown[..., :3])  # pyright: ignore[reportCallIssue]
 
 
 def test_a_list_of_frames_is_taken_whole() -> None:
     video = read_frames("it", [png(frame) for frame in frames()], FrameSampling(fps=1.5, min_frames=1))
-    assert_same_bits(np.stack(video.frames), frames())
+    assert_same_bits(np.stack(video.frames), frames())  # pyright: ignore[reportCallIssue]
     assert (video.fps, video.times) == (1.5, None)
 
 

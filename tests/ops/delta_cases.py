@@ -46,7 +46,7 @@ def tokens(count: int, seed: int = 0, dtype: str = "bfloat16", shape: Shape = SH
     v = random.standard_normal((count, shape.heads, shape.value_dim))
     g = -random.random((count, shape.heads)) * np.resize([0.01, 0.1, 0.5, 3.0], shape.heads)
     wide = [x.astype(jnp.dtype(dtype)) for x in (*unit, v)]
-    return Tokens(*wide, g.astype(np.float32), random.random(g.shape).astype(np.float32))
+    return Tokens(*wide, g.astype(np.float32), random.random(g.shape).astype(np.float32))  # pyright: ignore[reportCallIssue]
 
 
 def empty_state(slots: int, dtype: str = "bfloat16", shape: Shape = SHAPE) -> ops.DeltaState:
@@ -55,7 +55,7 @@ def empty_state(slots: int, dtype: str = "bfloat16", shape: Shape = SHAPE) -> op
 
 def shape_of(request: Tokens) -> Shape:
     """The shape of the layer that a request is for."""
-    return Shape(*request.k.shape[1:2], request.v.shape[1], request.k.shape[2], request.v.shape[2])
+    return Shape(*request.k.shape[1:2], request.v.shape[1], request.k.shape[2], request.v.shape[2])  # pyright: ignore[reportCallIssue]
 
 
 def queries(starts: Sequence[int], counts: Sequence[int], slots: Sequence[int] | None = None) -> ops.Queries:
@@ -68,7 +68,7 @@ def queries(starts: Sequence[int], counts: Sequence[int], slots: Sequence[int] |
 def call(request: Tokens, state: ops.DeltaState, start: int, end: int) -> tuple[np.ndarray, ops.DeltaState]:
     """The outputs of some of a request's tokens, and the next state of slot 0."""
     some = [jnp.asarray(x)[None] for x in request.cut(start, end)]
-    o, state = ops.gated_delta_rule(*some, state, queries([start], [end - start]))
+    o, state = ops.gated_delta_rule(*some, state, queries([start], [end - start]))  # pyright: ignore[reportCallIssue]
     return np.asarray(o[0]), state
 
 

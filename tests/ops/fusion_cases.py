@@ -123,7 +123,7 @@ def _delta_rule(dtype: str) -> Case:
     state = delta_cases.empty_state(1, dtype, shape)
     queries = delta_cases.queries([0], [70])
     arrays = tuple(jnp.asarray(x)[None] for x in tokens)
-    return Case(lambda *arrays: ops.gated_delta_rule(*arrays, state, queries), arrays)
+    return Case(lambda *arrays: ops.gated_delta_rule(*arrays, state, queries), arrays)  # pyright: ignore[reportCallIssue]
 
 
 def _sampling(temperature: tuple[float, ...] = (0.7, 0.0, 1.0)) -> tuple[jax.Array, ops.SamplingArrays]:

@@ -184,6 +184,6 @@ def test_a_mask_over_quantized_pages_has_the_bits_of_what_they_are_read_as() -> 
     request, mask = Request.random(140, width=32), given(drawn(140, 140))
     cached = pool([request])
     pages = [ops.quantize_kv(jnp.asarray(x), "int8") for x in (cached.k_pages, cached.v_pages)]
-    dense = Pool(*(ops.dequantize_kv(x, "float32") for x in pages), cached.page_table)
+    dense = Pool(*(ops.dequantize_kv(x, "float32") for x in pages), cached.page_table)  # pyright: ignore[reportCallIssue]
     o = ops.attention(jnp.asarray(request.q)[None], ops.KVPages(*pages), cached.queries([0], [140]), mask=mask)
     assert_same_bits(o, attend(request.q[None], dense, [0], [140], mask=mask))

@@ -49,7 +49,7 @@ def padded_call(
         filled = np.full((1, ROOM, *x.shape[1:]), np.nan, x.dtype)
         filled[0, :count] = x
         padded.append(jnp.asarray(filled))
-    o, state = ops.gated_delta_rule(*padded, state, cases.queries([start], [count], [slot]))
+    o, state = ops.gated_delta_rule(*padded, state, cases.queries([start], [count], [slot]))  # pyright: ignore[reportCallIssue]
     return np.asarray(o[0, :count]), state
 
 
@@ -150,7 +150,7 @@ def test_the_batch_slots_and_their_old_contents_change_no_bit() -> None:
             for row, x in zip(rows, request.cut(start, start + part[index]), strict=True):
                 row[index, : part[index]] = x
         starts = [min(start, count) for count in counts]
-        o, state = ops.gated_delta_rule(*map(jnp.asarray, rows), state, cases.queries(starts, part, slots))
+        o, state = ops.gated_delta_rule(*map(jnp.asarray, rows), state, cases.queries(starts, part, slots))  # pyright: ignore[reportCallIssue]
         for index, count in enumerate(part):
             outputs[index].append(np.asarray(o[index, :count]))
     assert_same_bits([np.concatenate(parts) for parts in outputs], alone)
@@ -162,7 +162,7 @@ def test_a_neighbour_of_nan_changes_no_bit() -> None:
     request = cases.tokens(ROOM)
     alone = cases.in_calls(request, [ROOM])
     bad = [jnp.full((3, *x.shape), jnp.nan, x.dtype).at[1].set(x) for x in map(jnp.asarray, request)]
-    o, state = ops.gated_delta_rule(*bad, cases.empty_state(3), cases.queries([0] * 3, [ROOM] * 3))
+    o, state = ops.gated_delta_rule(*bad, cases.empty_state(3), cases.queries([0] * 3, [ROOM] * 3))  # pyright: ignore[reportCallIssue]
     assert_same_bits(np.asarray(o[1]), alone)
     assert np.isnan(np.asarray(o[0], np.float32)).any() and not np.isnan(np.asarray(state.s[1])).any()
 
@@ -183,14 +183,14 @@ def test_packed_requests_have_the_bits_of_rectangular_ones() -> None:
     queries = ops.Queries.packed(
         np.zeros((5, 1), np.int32), np.array(starts, np.int32), np.array(counts, np.int32), decodes=2, rows=88
     )
-    o, state = ops.gated_delta_rule(*map(jnp.asarray, arrays), state, queries)
+    o, state = ops.gated_delta_rule(*map(jnp.asarray, arrays), state, queries)  # pyright: ignore[reportCallIssue]
     given = [np.asarray(o[first : first + count]) for first, count in zip(firsts, counts, strict=True)]
     assert_same_bits(given, expected)
     # The request without tokens continues unchanged.
     rest = cases.tokens(9, 8)
     more = cases.Tokens(*(np.concatenate([x, y]) for x, y in zip(requests[3], rest, strict=True)))
     some = [jnp.asarray(x)[None] for x in rest]
-    o, _ = ops.gated_delta_rule(*some, state, cases.queries([40], [9], [3]))
+    o, _ = ops.gated_delta_rule(*some, state, cases.queries([40], [9], [3]))  # pyright: ignore[reportCallIssue]
     assert_same_bits(np.asarray(o[0]), cases.in_calls(more, [49])[40:])
 
 
@@ -200,7 +200,7 @@ def test_vmap_gives_the_bits_of_single_calls() -> None:
     arrays = [jnp.asarray(np.stack(x))[:, None] for x in zip(*requests, strict=True)]
 
     def run(*x: jax.Array) -> jax.Array:
-        return ops.gated_delta_rule(*x, cases.empty_state(1), cases.queries([0], [20]))[0]
+        return ops.gated_delta_rule(*x, cases.empty_state(1), cases.queries([0], [20]))[0]  # pyright: ignore[reportCallIssue]
 
     alone = [cases.in_calls(request, [20]) for request in requests]
     assert_same_bits(np.asarray(jax.vmap(run)(*arrays)[:, 0]), np.stack(alone))
@@ -218,7 +218,7 @@ def gradients(request: cases.Tokens, do: np.ndarray, room: int | None = None) ->
 
     def outputs(*x: jax.Array) -> jax.Array:
         state = cases.empty_state(1, request.v.dtype.name)
-        return ops.gated_delta_rule(*x, state, cases.queries([0], [count]))[0]
+        return ops.gated_delta_rule(*x, state, cases.queries([0], [count]))[0]  # pyright: ignore[reportCallIssue]
 
     return [np.asarray(x[0, :count]) for x in jax.vjp(outputs, *arrays)[1](do_rows)]
 
@@ -286,7 +286,7 @@ def test_gradients_depend_on_neither_padding_nor_packing_nor_neighbours() -> Non
     )
 
     def outputs(*x: jax.Array) -> jax.Array:
-        return ops.gated_delta_rule(*x, cases.empty_state(3), queries)[0]
+        return ops.gated_delta_rule(*x, cases.empty_state(3), queries)[0]  # pyright: ignore[reportCallIssue]
 
     given: Any = jax.vjp(outputs, *map(jnp.asarray, arrays))[1](jnp.asarray(do_rows[0]))
     for first, count, expected in zip(firsts, counts, alone, strict=True):
@@ -309,7 +309,7 @@ def test_gradients_of_a_part_of_a_request_are_those_of_the_whole(dtype: str, sta
     state = jax.tree.map(lambda x: x[None].repeat(3, 0)[:, 0], cases.empty_state(1, dtype))
     for tokens, end in ((cases.tokens(150, 1, dtype), 150), (request, start)):
         some = [jnp.asarray(x)[None] for x in tokens.cut(0, end)]
-        _, state = ops.gated_delta_rule(*some, state, cases.queries([0], [end], [2]))
+        _, state = ops.gated_delta_rule(*some, state, cases.queries([0], [end], [2]))  # pyright: ignore[reportCallIssue]
     # One more request, which begins, stands before it.
     other = cases.tokens(9, 2, dtype)
     parts = [other, request.cut(start, 150)]
@@ -322,7 +322,7 @@ def test_gradients_of_a_part_of_a_request_are_those_of_the_whole(dtype: str, sta
     queries = dataclasses.replace(queries, slots=np.array([1, 2], np.int32))
 
     def outputs(*x: jax.Array) -> jax.Array:
-        return ops.gated_delta_rule(*x, state, queries)[0]
+        return ops.gated_delta_rule(*x, state, queries)[0]  # pyright: ignore[reportCallIssue]
 
     given: Any = jax.vjp(outputs, *map(jnp.asarray, arrays))[1](jnp.asarray(do_rows[0]))
     assert_same_bits([np.asarray(x[firsts[1] : firsts[1] + 150 - start]) for x in given], whole)

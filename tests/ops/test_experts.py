@@ -162,7 +162,7 @@ def test_absent_tokens_have_no_rows() -> None:
 
 def test_few_choices_have_rows_for_the_experts_that_they_can_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups are filled up to 8 rows, and no choice can make a group of an expert that nobody chose."""
-    monkeypatch.setattr(ops.experts, "group_unit", lambda rows, experts: 8)
+    monkeypatch.setattr(ops.experts, "group_unit", lambda rows, experts: 8)  # pyright: ignore[reportAttributeAccessIssue]
     for ids in (np.array([[3, 9, 40]]), np.array([[3, 9, 40], [3, 41, 50]]), np.array([[7, 8, 9]] * 9)):
         rows = jax.jit(lambda ids: ops.expert_rows(ids, 64))(ids.astype(np.int32))
         assert len(rows.token) <= 8 * ids.size

@@ -60,7 +60,7 @@ def _rms_norm(name: str, *, residual: bool, weight_offset: float, width: int) ->
     shapes = {"x": (19, width), "weight": (width,)} | ({"residual": (19, width)} if residual else {})
     return Case(
         f"rms_norm {name}",
-        lambda **arrays: ops.rms_norm(**arrays, **options),
+        lambda **arrays: ops.rms_norm(**arrays, **options),  # pyright: ignore[reportCallIssue]
         lambda **arrays: references.rms_norm(**arrays, **options),
         shapes,
     )

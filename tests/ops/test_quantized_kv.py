@@ -93,7 +93,7 @@ def test_codes_and_scales_are_those_of_the_contract(kind: str, dtype: str) -> No
 def test_the_rows_hold_numbers_between_two_codes() -> None:
     x = rows("float32").astype(np.float64)
     scale = np.float32(np.abs(x).max(axis=1) * np.float64(np.float32(1 / 127)))
-    t = np.float32(x[scale > 0] * np.float64(1) / scale[scale > 0, None])
+    t = np.float32(x[scale > 0] * np.float64(1) / scale[scale > 0, None])  # pyright: ignore[reportCallIssue]
     assert np.sum(np.abs(t) % 1 == 0.5) > 50
 
 
@@ -169,15 +169,15 @@ def quantized(cached: Pool, kind: str, garbage: bool = False) -> Pool:
         made = ops.quantize_kv(jnp.asarray(numbers), kind)
         if garbage:
             codes = np.array(made.codes)
-            codes.view(np.uint8)[np.isnan(numbers.astype(np.float32)).all(axis=-1)] = 0x7F
+            codes.view(np.uint8)[np.isnan(numbers.astype(np.float32)).all(axis=-1)] = 0x7F  # pyright: ignore[reportAttributeAccessIssue]
             made = ops.QuantizedPages(jnp.asarray(codes), made.scales, kind)
         pages.append(made)
-    return Pool(*pages, cached.page_table)  # pyright: ignore[reportArgumentType]
+    return Pool(*pages, cached.page_table)  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 
 def read(cached: Pool, dtype: Any) -> Pool:
     """The pool with what its pages are read as."""
-    return Pool(*(ops.dequantize_kv(x, dtype) for x in (cached.k_pages, cached.v_pages)), cached.page_table)
+    return Pool(*(ops.dequantize_kv(x, dtype) for x in (cached.k_pages, cached.v_pages)), cached.page_table)  # pyright: ignore[reportCallIssue]
 
 
 def attend_to(q: np.ndarray, cached: Pool, q_start: Any, kv_length: Any, **options: Any) -> np.ndarray:

@@ -54,9 +54,9 @@ def test_several_steps_are_those_of_optax(rate: Any, options: dict[str, float]) 
         with jax.numpy_dtype_promotion("standard"):
             updates, their_state = theirs.update(gradients, their_state, expected)
             expected = optax.apply_updates(expected, updates)
-    assert int(state.updates) == 6
-    for name, leaf in params.items():
-        np.testing.assert_allclose(leaf, expected[name], rtol=3e-6, atol=1e-6)
+    assert int(state.updates) == 6  # pyright: ignore[reportAttributeAccessIssue]
+    for name, leaf in params.items():  # pyright: ignore[reportAttributeAccessIssue]
+        np.testing.assert_allclose(leaf, expected[name], rtol=3e-6, atol=1e-6)  # pyright: ignore[reportCallIssue]
     assert not same_bits(params, tree(0))
 
 
@@ -137,7 +137,7 @@ def test_every_operation_of_a_step_is_rounded_by_itself() -> None:
     updates, _ = ADAMW.update(
         (jnp.asarray(g),), AdamState(jnp.int32(3), (jnp.asarray(m),), (jnp.asarray(v),)), (jnp.asarray(p),)
     )
-    assert_same_bits(updates[0], -rate * (change + decay * p))
+    assert_same_bits(updates[0], -rate * (change + decay * p))  # pyright: ignore[reportCallIssue]
 
 
 def test_parameters_of_other_dtypes_and_missing_ones_are_refused() -> None:

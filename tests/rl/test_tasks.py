@@ -9,7 +9,7 @@ from fractions import Fraction
 import pytest
 
 from detjax.rl.runs.characters import CHARACTERS
-from detjax.rl.tasks import MAX_DIFFICULT, TASKS, Example, Task, task_named
+from detjax.rl.tasks import MAX_DIFFICULTY, TASKS, Example, Task, task_named
 from detjax.rl.tasks.draw import Draw
 
 every_task = pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
@@ -145,7 +145,7 @@ def test_prompts_and_answers_grow_with_the_difficulty(task: Task) -> None:
 
 
 @every_task
-@pytest.mark.parametrize("difficulty", [1, 2, 6, MAX_DIFFICULT])
+@pytest.mark.parametrize("difficulty", [1, 2, 6, MAX_DIFFICULTY])
 def test_every_solution_is_right_and_rewarded(task: Task, difficulty: int) -> None:
     for index in range(30):
         example = task.example(0, index, difficulty)
@@ -198,7 +198,7 @@ def test_unknown_names_are_refused_with_the_names_there_are() -> None:
 
 @every_task
 def test_difficulties_and_indexes_outside_of_the_range_are_refused(task: Task) -> None:
-    for difficulty in (0, MAX_DIFFICULT + 1):
+    for difficulty in (0, MAX_DIFFICULTY + 1):
         with pytest.raises(ValueError, match=f"{task.name}: difficulty is {difficulty}; accepted: 1 to 100"):
             task.example(0, 0, difficulty)
     with pytest.raises(ValueError, match=f"{task.name}: index is -1; accepted: at least 0"):

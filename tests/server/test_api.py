@@ -90,7 +90,7 @@ def test_prompts_are_texts_or_tokens_one_or_several(client: openai.OpenAI, engin
 def test_with_fixed_seeds_an_answer_without_a_seed_is_the_same_and_with_others_it_is_not(client: openai.OpenAI) -> None:
     def text(**seed: int) -> str:
         return (
-            client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=8, temperature=1, **seed).choices[0].text
+            client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=8, temperature=1, **seed).choices[0].text  # pyright: ignore[reportCallIssue]
         )
 
     assert text() == text() == text(seed=0)
@@ -162,7 +162,7 @@ def test_streams_add_up_to_whole_answers(client: openai.OpenAI) -> None:
         (choice,) = chunk.choices
         texts[choice.index] += choice.delta.content or ""
         logprobs[choice.index] += choice.logprobs.content if choice.logprobs else []
-        reasons[choice.index] = reasons[choice.index] or choice.finish_reason
+        reasons[choice.index] = reasons[choice.index] or choice.finish_reason  # pyright: ignore[reportCallIssue]
     assert chunks[0].choices[0].delta.role == "assistant"
     assert (chunks[-1].choices, chunks[-1].usage) == ([], whole.usage)
     assert texts == [choice.message.content for choice in whole.choices]
@@ -238,7 +238,7 @@ def test_logprobs_of_minus_infinity_are_numbers_in_json(server: Running, engine:
 def test_chunks_tell_the_batch_if_asked(client: openai.OpenAI) -> None:
     asked = {"model": MODEL, "prompt": PROMPT, "max_tokens": 3, "n": 3, "temperature": 0}
     options = {"stream_options": {"include_batch": True}}
-    batches = [chunk.batch for chunk in client.completions.create(**asked, stream=True, extra_body=options)]
+    batches = [chunk.batch for chunk in client.completions.create(**asked, stream=True, extra_body=options)]  # pyright: ignore[reportAttributeAccessIssue]
     assert max(batches) == 3
 
 
@@ -260,7 +260,7 @@ def test_stop_strings_and_tokens_end_an_answer(client: openai.OpenAI, engine: En
 
 def test_models_are_listed(client: openai.OpenAI, engine: Engine) -> None:
     (model,) = client.models.list().data
-    assert (model.id, model.max_model_len) == (MODEL, engine.max_length)
+    assert (model.id, model.max_model_len) == (MODEL, engine.max_length)  # pyright: ignore[reportAttributeAccessIssue]
     assert client.models.retrieve(MODEL) == model
 
 

@@ -42,9 +42,9 @@ def test_completions_report_token_ids(client: openai.OpenAI, engine: Engine, tok
     streamed, prompt_ids = [[], [], [], []], {}
     for chunk in client.completions.create(**asked, stream=True):
         (choice,) = chunk.choices
-        streamed[choice.index] += choice.token_ids
+        streamed[choice.index] += choice.token_ids  # pyright: ignore[reportAttributeAccessIssue]
         if hasattr(choice, "prompt_token_ids"):
-            prompt_ids[choice.index] = choice.prompt_token_ids
+            prompt_ids[choice.index] = choice.prompt_token_ids  # pyright: ignore[reportAttributeAccessIssue]
     assert [tuple(tokens) for tokens in streamed] == expected
     assert prompt_ids == {choice.index: choice.prompt_token_ids for choice in whole.choices}
     plain = client.completions.create(**asked | {"extra_body": {}})
@@ -57,8 +57,8 @@ def test_chats_report_token_ids(client: openai.OpenAI, tokenizer: Tokenizer) -> 
     text = tokenizer.apply_chat_template(MESSAGES)
     assert whole.prompt_token_ids == tokenizer.encode(text, add_special_tokens=False)
     first, *chunks = client.chat.completions.create(**asked, stream=True)
-    assert first.prompt_token_ids == whole.prompt_token_ids
-    streamed = [token for chunk in chunks for token in chunk.choices[0].token_ids]
+    assert first.prompt_token_ids == whole.prompt_token_ids  # pyright: ignore[reportAttributeAccessIssue]
+    streamed = [token for chunk in chunks for token in chunk.choices[0].token_ids]  # pyright: ignore[reportAttributeAccessIssue]
     assert streamed == whole.choices[0].token_ids
 
 
@@ -118,11 +118,11 @@ def test_every_chunk_tells_the_usage_so_far_if_asked(client: openai.OpenAI) -> N
     asked: Any = {"model": MODEL, "prompt": [[1, 2, 3], [4]], "max_tokens": 4, "extra_body": {"ignore_eos": True}}
     asked |= {"stream": True, "logprobs": 0}  # with logprobs there is a chunk for every token
     options = {"include_usage": True, "continuous_usage_stats": True}
-    *chunks, last = client.completions.create(**asked, stream_options=options)
+    *chunks, last = client.completions.create(**asked, stream_options=options)  # pyright: ignore[reportCallIssue]
     assert [chunk.usage.completion_tokens for chunk in chunks] == list(range(1, 9))
     assert {chunk.usage.prompt_tokens for chunk in chunks} == {4}
     assert last.usage == chunks[-1].usage
-    for chunk in client.completions.create(**asked, stream_options={"continuous_usage_stats": True}):
+    for chunk in client.completions.create(**asked, stream_options={"continuous_usage_stats": True}):  # pyright: ignore[reportCallIssue]
         assert chunk.usage is None
 
 

@@ -64,7 +64,7 @@ def test_a_process_that_is_killed_leaves_nothing_that_stops_the_next(checkpoint:
 
     with started(checkpoint, tmp_path) as process, up(process) as client:  # killed while it answers
         expected = answer(client)
-        stream = client.completions.create(**ASKED | {"max_tokens": 60}, stream=True, extra_body={"ignore_eos": True})
+        stream = client.completions.create(**ASKED | {"max_tokens": 60}, stream=True, extra_body={"ignore_eos": True})  # pyright: ignore[reportCallIssue]
         next(iter(stream))
     assert published()
 

@@ -116,7 +116,7 @@ def shared_matmul(m: int, n: int, k: int, *, bias: bool = False, residual: bool 
     def fn(x: Any, w: Any, *rest: Any) -> Any:
         rest = list(rest)
         peers = exchange.Peers(*rest[-2:], devices=2, first=0)
-        operands = Operands(x, w, rest.pop(0) if bias else None, rest.pop(0) if residual else None, peers=peers)
+        operands = Operands(x, w, rest.pop(0) if bias else None, rest.pop(0) if residual else None, peers=peers)  # pyright: ignore[reportAttributeAccessIssue]
         y = shared_product(operands, layout="nk", epilogue=epilogue, out_dtype=jnp.bfloat16)
         assert y is not None
         return y
@@ -242,7 +242,7 @@ def gated_delta_rule(requests: int, tokens: int, dtype: str = "bfloat16") -> Pro
     def fn(*operands: jax.Array) -> Any:
         state, x, integers = DeltaState(*operands[:5]), operands[5:10], operands[10:]
         most = TokenLimits(requests if tokens == 1 else 0, tokens)
-        return delta_rule.forward(DeltaTokens(*x), state, RequestRows(*integers, most))
+        return delta_rule.forward(DeltaTokens(*x), state, RequestRows(*integers, most))  # pyright: ignore[reportCallIssue]
 
     count = requests * tokens
     x = [array(count, heads[0], width, dtype=dtype)] * 2 + [array(count, heads[1], width, dtype=dtype)]
@@ -256,7 +256,7 @@ def causal_convolution(requests: int, tokens: int, dtype: str = "bfloat16") -> P
 
     def fn(inputs: jax.Array, x: jax.Array, weight: jax.Array, *integers: jax.Array) -> Any:
         most = TokenLimits(requests if tokens == 1 else 0, tokens)
-        return convolution.forward(x, weight, inputs, RequestRows(*integers, most))
+        return convolution.forward(x, weight, inputs, RequestRows(*integers, most))  # pyright: ignore[reportCallIssue]
 
     inputs = jax.eval_shape(lambda: empty_inputs(requests, convolution.TAPS, channels, dtype))
     x, weight = (array(*shape, dtype=dtype) for shape in ((requests * tokens, channels), (channels, 1, 4)))
@@ -354,7 +354,7 @@ def norm_gradients(rows: int, width: int, dtype: str = "bfloat16", *, residual: 
     """The gradients of normalized rows, and the next sum of the weight's."""
 
     def fn(h: jax.Array, weight: jax.Array, dy: jax.Array, total: jax.Array, *dh: jax.Array) -> Any:
-        return norm_gradient.backward(h, weight, dy, *(dh or (None,)), total, eps=1e-6, weight_offset=0.0)
+        return norm_gradient.backward(h, weight, dy, *(dh or (None,)), total, eps=1e-6, weight_offset=0.0)  # pyright: ignore[reportCallIssue]
 
     total = array(width, dtype="float32")
     given = array(rows, width, dtype=dtype)
@@ -618,7 +618,7 @@ def compile_programs(programs: Mapping[str, Program]) -> None:
             compiled = program.trace(*operands).lower(lowering_platforms=("cuda",)).compile()
             print("kernels:", len(re.findall(r" fusion\(| custom-call\(", entry(compiled.as_text()))), flush=True)
             print("seals:", *seals(compiled.as_text()), flush=True)
-            print("fused:", *re.findall(r"dynamic[-_]slice[-_]fusion", compiled.as_text()), flush=True)
+            print("fused:", *re.findall(r"dynamic[-_]slice[-_]fusion", compiled.as_text()), flush=True)  # pyright: ignore[reportCallIssue]
             if name in DONATED:
                 print("copied:", *copied(compiled.as_text()), flush=True)
                 memory: Any = compiled.memory_analysis()

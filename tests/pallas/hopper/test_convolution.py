@@ -141,7 +141,7 @@ def test_packed_requests_slots_and_their_old_contents_change_no_bit(rows: int) -
 @pytest.mark.parametrize("channels", [192, 1024])
 def test_every_schedule_gives_the_same_bits(channels: int) -> None:
     x, weight = arrays(channels=channels, length=13)
-    rows = RequestRows(*(jnp.array([n], jnp.int32) for n in (0, 0, 13, 0)), TokenLimits(0, 13))
+    rows = RequestRows(*(jnp.array([n], jnp.int32) for n in (0, 0, 13, 0)), TokenLimits(0, 13))  # pyright: ignore[reportCallIssue]
     whole, last = on_portable(x, weight)
     for tokens in (2, 4, 8):
         operands = jnp.asarray(x), jnp.asarray(weight), empty(x), rows
@@ -214,7 +214,7 @@ def test_convolutions_lower_for_cuda(channels: int, tokens: int) -> None:
     kept = jax.eval_shape(lambda: ops.empty_inputs(3, TAPS, channels, "bfloat16"))
     starts, counts = [0, 4, 9], [tokens, tokens, 1]
     with detjax.use_backend("hopper"):
-        text = lowered(lambda *operands: ops.causal_convolution(*operands, queries(starts, counts)), x, weight, kept)
+        text = lowered(lambda *operands: ops.causal_convolution(*operands, queries(starts, counts)), x, weight, kept)  # pyright: ignore[reportCallIssue]
     assert text.count("@mosaic_gpu") == 1
 
 

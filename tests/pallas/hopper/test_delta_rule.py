@@ -52,7 +52,7 @@ def call(request: Tokens, state: ops.DeltaState, start: int, end: int, room: int
     rows = [np.full((1, room, *x.shape[1:]), np.nan, x.dtype) for x in request]
     for row, x in zip(rows, request.cut(start, end), strict=True):
         row[0, : end - start] = x
-    o, state = ops.gated_delta_rule(*map(jnp.asarray, rows), state, cases.queries([start], [end - start]))
+    o, state = ops.gated_delta_rule(*map(jnp.asarray, rows), state, cases.queries([start], [end - start]))  # pyright: ignore[reportCallIssue]
     return np.asarray(o[0, : end - start]), state
 
 
@@ -118,7 +118,7 @@ def test_packed_requests_slots_and_their_old_contents_change_no_bit() -> None:
         np.zeros((4, 1), np.int32), np.array(starts, np.int32), np.array(counts, np.int32), decodes=2, rows=32
     )
     queries = dataclasses.replace(queries, slots=np.array(slots, np.int32))
-    o, after = ops.gated_delta_rule(*map(jnp.asarray, arrays), state, queries)
+    o, after = ops.gated_delta_rule(*map(jnp.asarray, arrays), state, queries)  # pyright: ignore[reportCallIssue]
     assert_same_bits([np.asarray(o[firsts[i] : firsts[i] + counts[i]]) for i in (0, 1, 3)], expected)
     # The slots of others and of the request without tokens are unchanged.
     untouched = jax.tree.map(lambda x: x[jnp.array([1, 2, 3])], (state, after))
@@ -143,7 +143,7 @@ def test_heads_of_all_widths_are_right(dtype: str, shape: Shape) -> None:
 
 def test_the_portable_program_serves_what_has_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     shapes = [(128, 128, "bfloat16"), (64, 192, "float16"), (128, 128, "float32"), (96, 128, "bfloat16")]
-    served = [delta_rule.serves(*widths, jnp.dtype(dtype)) for *widths, dtype in shapes]
+    served = [delta_rule.serves(*widths, jnp.dtype(dtype)) for *widths, dtype in shapes]  # pyright: ignore[reportCallIssue]
     assert served == [True, True, False, False]
     monkeypatch.setattr(delta_rule.portable, "forward", lambda *operands: operands)
     request, state = cases.tokens(9), cases.empty_state(1)
@@ -192,9 +192,9 @@ def test_requests_among_others_have_their_bits_a_hundred_times_on_the_device() -
         slots = np.random.default_rng(0).permutation(len(counts)).tolist()
         state = cases.empty_state(len(counts), shape=shape)
         queries = cases.queries([0] * len(counts), before, slots)
-        o, state = ops.gated_delta_rule(*map(jnp.asarray, rows), state, queries)
+        o, state = ops.gated_delta_rule(*map(jnp.asarray, rows), state, queries)  # pyright: ignore[reportCallIssue]
         assert_same_bits([np.asarray(o[i, :n]) for i, n in enumerate(before)], [x[:-1] for x in alone])
         last = [jnp.asarray(np.stack([np.asarray(x)[-1:] for x in column])) for column in zip(*requests, strict=True)]
         for _ in range(100):
-            o, _ = ops.gated_delta_rule(*last, state, cases.queries(before, [1] * len(counts), slots))
+            o, _ = ops.gated_delta_rule(*last, state, cases.queries(before, [1] * len(counts), slots))  # pyright: ignore[reportCallIssue]
             assert_same_bits(np.asarray(o), np.stack([x[-1:] for x in alone]))

@@ -259,7 +259,7 @@ def test_the_device_gives_heads_the_bits_of_the_separate_steps(
     case = heads_case(512, heads, kv_heads, width, "bfloat16")
     in_one_step = jax.tree.map(np.asarray, detjax.jit(heads_gradients)(*case))
     monkeypatch.setattr("detjax.pallas.hopper.rope.serves_gradients", lambda *_: False)
-    in_steps = jax.tree.map(np.asarray, detjax.jit(lambda *case: heads_gradients(*case))(*case))
+    in_steps = jax.tree.map(np.asarray, detjax.jit(lambda *case: heads_gradients(*case))(*case))  # pyright: ignore[reportCallIssue]
     for a, b in zip(jax.tree.leaves(in_one_step), jax.tree.leaves(in_steps), strict=True):
         assert_same_bits(a, b)
 

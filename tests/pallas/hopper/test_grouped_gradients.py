@@ -70,7 +70,7 @@ def test_the_gradient_of_a_row_has_the_bits_of_its_experts_matmul(
     # Rows of nobody may hold anything, and have no gradient.
     x[count:], dy[count:] = np.nan, np.nan
     options: dict[str, Any] = {"layout": layout, "epilogue": epilogue}
-    dx, *next_sums = gradients(x, w, bias, dy, *sums, sizes, **options, unit=unit)
+    dx, *next_sums = gradients(x, w, bias, dy, *sums, sizes, **options, unit=unit)  # pyright: ignore[reportCallIssue]
     first = 0
     for expert, size in enumerate(sizes):
         rows = slice(first, first + size)
@@ -127,7 +127,7 @@ def test_sums_have_the_bits_of_the_portable_program(sizes: tuple[int, ...], layo
     # Bits that an addition would change.
     sums[0][:, ..., :3], sums[1][..., :3] = -0.0, -0.0
     sums[0][np.array(sizes) == 0] = np.nan
-    _, *actual = gradients(x, w, bias, dy, *sums, sizes, sequences, layout=layout)
+    _, *actual = gradients(x, w, bias, dy, *sums, sizes, sequences, layout=layout)  # pyright: ignore[reportCallIssue]
     program = grouped_matmul_gradients(portable.backward, layout=layout, epilogue=Epilogue())
     given = x, w, bias, np.array(sizes, np.int32), sequences, dy, *sums
     _, *expected = jax.tree.map(np.asarray, detjax.jit(program)(*given))
@@ -155,7 +155,7 @@ def test_microbatches_and_padding_are_schedules() -> None:
         # What fills up a group may hold anything.
         rows, grads = (np.where(here[:, None], array[place], array.dtype.type(np.nan)) for array in (x, dy))
         sequences = np.where(here, sequence_of[place], -1).astype(np.int32)
-        dx, *sums = gradients(rows, w, bias, grads, *sums, sizes, sequences, unit=unit)
+        dx, *sums = gradients(rows, w, bias, grads, *sums, sizes, sequences, unit=unit)  # pyright: ignore[reportCallIssue]
         by_row = np.zeros_like(x)
         by_row[place[here]] = dx[here]
         return by_row, sums
@@ -171,7 +171,7 @@ def test_microbatches_and_padding_are_schedules() -> None:
 def test_gradients_are_those_of_float64() -> None:
     sizes = (16, 17, 0, 30)
     x, w, bias, dy, *sums = operands(63, GATED)
-    actual = gradients(x, w, bias, dy, *sums, sizes, epilogue=GATED)
+    actual = gradients(x, w, bias, dy, *sums, sizes, epilogue=GATED)  # pyright: ignore[reportCallIssue]
     experts = np.repeat(np.arange(EXPERTS), sizes)
 
     def exact(x: jax.Array, w: jax.Array, bias: jax.Array) -> jax.Array:
@@ -304,7 +304,7 @@ def test_the_device_gives_the_bits_of_each_experts_matmul(
             end += -(-len(members) // 16) * 16
         here = jnp.asarray(index >= 0)[:, None]
         given = (jnp.where(here, array[chosen[index]], jnp.zeros((), array.dtype)) for array in (x, dy))
-        expected, expected_sums = dense(*given, jnp.int32(expert), [total[expert] for total in sums])
+        expected, expected_sums = dense(*given, jnp.int32(expert), [total[expert] for total in sums])  # pyright: ignore[reportCallIssue]
         rows = np.asarray(place)[chosen, slots]
         assert_same_bits(np.asarray(dx)[rows], np.asarray(expected)[np.flatnonzero(index >= 0)])
         assert_same_bits([total[expert] for total in next_sums], expected_sums)

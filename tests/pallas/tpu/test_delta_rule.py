@@ -44,7 +44,7 @@ def call(request: cases.Tokens, state: DeltaState, start: int, end: int) -> tupl
         filled = np.full((1, ROOM, *x.shape[1:]), np.nan, x.dtype)
         filled[0, :count] = x
         padded.append(jnp.asarray(filled))
-    o, state = ops.gated_delta_rule(*padded, state, cases.queries([start], [count]))
+    o, state = ops.gated_delta_rule(*padded, state, cases.queries([start], [count]))  # pyright: ignore[reportCallIssue]
     o = np.asarray(o)
     assert_no_races()
     assert not o[0, count:].any(), "padding rows are zeros"
@@ -169,7 +169,7 @@ def test_the_batch_slots_and_their_old_contents_and_nan_in_neighbours_change_no_
     )
     # Copies are made as soon as they are started, so that one into a buffer that is still in use would be seen.
     with interpreting(copies="eager"):
-        o, after = ops.gated_delta_rule(*map(jnp.asarray, arrays), state, queries)
+        o, after = ops.gated_delta_rule(*map(jnp.asarray, arrays), state, queries)  # pyright: ignore[reportCallIssue]
         o = np.asarray(o)
     assert_no_races()
     for index in (0, 1, 2, 3, 5):

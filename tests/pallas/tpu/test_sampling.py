@@ -59,7 +59,7 @@ def sample(arguments: dict[str, np.ndarray], *, filtered: bool = False, cores: i
 
 @pytest.mark.parametrize("seed", [0, 2**63 + 7])
 def test_random_bits_are_those_of_jax_random(seed: int) -> None:
-    words = jnp.asarray(ops.sampling.seed_words(seed), jnp.uint32)
+    words = jnp.asarray(ops.sampling.seed_words(seed), jnp.uint32)  # pyright: ignore[reportAttributeAccessIssue]
     key = jax.random.wrap_key_data(words, impl="threefry2x32")
     ids = jnp.arange(152_064, dtype=jnp.int32)
     bits = jax.jit(lambda words: gumbel.threefry((words[0], words[1]), ids.astype(jnp.uint32)))(words)
