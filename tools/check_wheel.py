@@ -60,7 +60,7 @@ def check_server(detjax: Path, checkpoint: Path, folder: Path) -> None:
     print("$", *command, flush=True)
     with log.open("w") as out, subprocess.Popen(command, cwd=folder, env=ENVIRONMENT, stdout=out, stderr=out) as server:
         try:
-            address, deadline = None, time.monotonic() + SECONDS
+            deadline = time.monotonic() + SECONDS
             while (address := re.search(r"http://127\.0\.0\.1:\d+", log.read_text())) is None:
                 if server.poll() is not None or time.monotonic() > deadline:
                     raise RuntimeError(f"detjax serve did not listen:\n{log.read_text()}")
@@ -78,8 +78,8 @@ def check_server(detjax: Path, checkpoint: Path, folder: Path) -> None:
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--uv", required=True, help="the uv executable that creates the environment")
-    parser.add_argument("--python", default=sys.executable, help="the Python of the environment")
-    parser.add_argument("--constraint", type=Path, help="a lock file with the versions to install; default: the newest")
+    parser.add_argument("--python", required=True, help="the Python of the environment")
+    parser.add_argument("--constraint", type=Path, required=True, help="a lock file with the versions to install")
     parser.add_argument("dist", type=Path, help="the folder with one sdist and one wheel")
     options = parser.parse_args(arguments)
     (wheel,), (sdist,) = options.dist.glob("*.whl"), options.dist.glob("*.tar.gz")
@@ -87,16 +87,16 @@ def main(arguments: Sequence[str]) -> None:
     with tempfile.TemporaryDirectory(prefix="detjax-wheel-") as name:
         folder = Path(name)
         run(options.uv, "venv", "--quiet", "--python", options.python, "env", folder=folder)
-        limits = [] if options.constraint is None else ["--constraint", options.constraint.resolve()]
         python, detjax = folder / "env/bin/python", folder / "env/bin/detjax"
-        install = (options.uv, "pip", "install", "--quiet", "--python", python)
-        run(*install, *limits, f"detjax[server,structured] @ {wheel.resolve().as_uri()}", folder=folder)
+        install = (options.uv, "pip", "install", "--quiet", "--python", python, "--constraint")
+        package = f"detjax[server,structured] @ {wheel.resolve().as_uri()}"
+        run(*install, options.constraint.resolve(), package, folder=folder)
         print_folder = "import detjax, pathlib; print(pathlib.Path(detjax.__file__).parent)"
-        package = Path(run(python, "-c", print_folder, folder=folder).strip())
-        if not package.is_relative_to(folder.resolve()):
-            raise RuntimeError(f"detjax is imported from {package}; accepted: the environment in {folder}")
+        installed = Path(run(python, "-c", print_folder, folder=folder).strip())
+        if not installed.is_relative_to(folder.resolve()):
+            raise RuntimeError(f"detjax is imported from {installed}; accepted: the environment in {folder}")
         run(detjax, "demo", "--asks", "100", folder=folder)
-        checkpoint = package / "demo" / "checkpoint"
+        checkpoint = installed / "demo" / "checkpoint"
         run(detjax, "generate", "--model", checkpoint, "--prompt", "ROMEO:", "--max-tokens", "8", folder=folder)
         (folder / "certified.py").write_text(_CERTIFIED)
         axes = ("--batch-axes", "[null, 0]", "--require", "proven")

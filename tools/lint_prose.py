@@ -34,7 +34,6 @@ _NOT_PROSE: Final = re.compile(r"(?s:```.*?```)|`[^`\n]+`|\]\([^)]*\)|<[^>\n]+>|
 _QUOTED: Final = re.compile(r"`+[^`]+`+|^\s*(>>>|\.\.\.) .*$", re.MULTILINE)
 """Parts of a docstring or a comment that are code."""
 
-
 _CODE: Final = "\u00b7"
 """Stands for code, so that no phrase begins in one sentence and ends in another."""
 
@@ -73,10 +72,9 @@ def prose_of_python(source: str) -> str:
     return "".join(prose).replace('"', " ")
 
 
-def prose_of(file: Path) -> str:
-    """Returns the prose of a file, each word in its line."""
-    text = file.read_text()
-    match file.suffix:
+def prose_of(text: str, suffix: str) -> str:
+    """Returns the prose of a file's text, each word in its line."""
+    match suffix:
         case ".py":
             return prose_of_python(text)
         case ".ipynb":
@@ -118,11 +116,11 @@ def register_checks() -> None:
 
 def violations(file: Path) -> list[tuple[int, str]]:
     """Returns the lines and the descriptions of the violations in a file, sorted by line."""
-    checks = dict.fromkeys(RULES["proselint"], True) | {"detjax": True}
-    results = LintFile(str(file), prose_of(file) or "\n").lint(Config(max_errors=10_000, checks=checks))
+    text, checks = file.read_text(), dict.fromkeys(RULES["proselint"], True) | {"detjax": True}
+    results = LintFile(str(file), prose_of(text, file.suffix) or "\n").lint(Config(max_errors=10_000, checks=checks))
     entries = [(result.pos[0], " ".join(result.check_result.message.split())) for result in results]
     if file.suffix == ".py":
-        tree = ast.parse(file.read_text())
+        tree = ast.parse(text)
         entries += [*docstring_violations(tree), *name_violations(tree)]
     return sorted(entries)
 

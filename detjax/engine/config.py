@@ -131,12 +131,11 @@ class EngineConfig:
             )
         # The host of one process cannot copy the state from the devices of another process.
         snapshot_bytes = 0 if spans_processes(model.mesh) else self.snapshot_bytes
-        runs_of = self.runs_of
+        runs_of, step_seconds, is_gpu = self.runs_of, self.step_seconds, backends.target() == "gpu"
         if runs_of is None:
-            runs_of = _DECODES_IN_RUNS if backends.target() == "gpu" else 0
-        step_seconds = self.step_seconds
+            runs_of = _DECODES_IN_RUNS if is_gpu else 0
         if step_seconds is None:
-            step_seconds = _SECONDS_ON_A_MESH if backends.target() == "gpu" and model.mesh is not None else math.inf
+            step_seconds = _SECONDS_ON_A_MESH if is_gpu and model.mesh is not None else math.inf
         sizes: dict[str, Any] = {"max_length": length, "num_pages": num_pages, "snapshot_bytes": snapshot_bytes}
         return dataclasses.replace(self, runs_of=runs_of, step_seconds=step_seconds, **sizes)
 

@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import gc
 import logging
-import math
 import queue
 import sys
 import threading
@@ -163,12 +162,9 @@ class Engine(RequestReader):
         self.closed: Future[None] = Future()
         self.closed.set_running_or_notify_cancel()
         self._choices = ExecutionChoices.here()
-        assert self._config.step_seconds is not None
-        self._watchdog = None
-        if self._config.step_seconds < math.inf:
-            devices = ", ".join(map(str, jax.local_devices() if model.mesh is None else model.mesh.devices.flat))
-            since = lambda: self._loop.reading_since  # noqa: E731
-            self._watchdog = Watchdog(self._config.step_seconds, since, devices, self._abandon)
+        assert resolved.step_seconds is not None
+        devices = ", ".join(map(str, jax.local_devices() if model.mesh is None else model.mesh.devices.flat))
+        self._watchdog = Watchdog(resolved.step_seconds, lambda: self._loop.reading_since, devices, self._end)
         self._thread = threading.Thread(target=self._work, name="detjax-engine", daemon=True)
         self._thread.start()
         atexit.register(self.close)  # exiting while the device computes may crash
@@ -452,20 +448,9 @@ class Engine(RequestReader):
                             except BaseException as error:  # of the sample or of the request's listener
                                 self._fail(job, error)
         except BaseException as error:
-            if self._set_end_reason(error):
-                _log.critical("the engine failed; %d samples were in flight", len(self._jobs), exc_info=error)
-                self._loop.close()
-                self._settle_all(error)
+            self._end(error)
         else:
-            if self._set_end_reason(None):
-                self._loop.close()
-                self._settle_all(None)
-
-    def _abandon(self, error: StepTimeout) -> None:
-        """Ends the engine while its thread waits for the devices, and will not be heard from again."""
-        if self._set_end_reason(error):
-            _log.critical("the engine failed; %d samples were in flight: %s", len(self._jobs), error)
-            self._settle_all(error)
+            self._end(None)
 
     def _submit(self, job: _Job) -> None:
         try:
@@ -502,21 +487,21 @@ class Engine(RequestReader):
             _run(*item)
         return True
 
-    def _set_end_reason(self, failure: BaseException | None) -> bool:
-        """Ends the engine for other threads. Returns False if it had ended before."""
+    def _end(self, failure: BaseException | None) -> None:
+        """Ends the engine, unless it has ended. The watchdog calls it while the engine's thread waits for devices."""
         state = "it was closed" if failure is None else "it has failed; its log says why"
         with self._open:
             if self._end_reason is not None:
-                return False
+                return
             self._end_reason = EngineClosed(f"Engine: {state}")
             self._end_reason.__cause__ = failure
-        if self._watchdog is not None:
-            self._watchdog.stop()
-        return True
-
-    def _settle_all(self, failure: BaseException | None) -> None:
-        """Answers all requests in flight and all calls in the inbox with the reason of the end."""
-        assert self._end_reason is not None
+        self._watchdog.stop()
+        if isinstance(failure, StepTimeout):
+            _log.critical("the engine failed; %d samples were in flight: %s", len(self._jobs), failure)
+        else:
+            if failure is not None:
+                _log.critical("the engine failed; %d samples were in flight", len(self._jobs), exc_info=failure)
+            self._loop.close()  # waits for the devices, so not if they are lost
         for job in dict.fromkeys(self._jobs.values()):
             job.settle(self._end_reason)
         self._jobs.clear()

@@ -2,6 +2,7 @@
 
 import atexit
 import logging
+import math
 import os
 import sys
 import threading
@@ -34,14 +35,15 @@ class Watchdog:
         """Starts watching.
 
         Args:
-            limit: seconds that a wait may take.
+            limit: seconds that a wait may take; infinity: any time, and nothing is watched.
             waiting_since: returns the monotonic time at which the present wait began, or None.
             devices: names of the devices, for the message.
             end: called with the error in the watchdog's thread.
         """
         self._limit, self._waiting_since, self._devices, self._call_end = limit, waiting_since, devices, end
         self._stopped = threading.Event()
-        threading.Thread(target=self._watch, name="detjax-watchdog", daemon=True).start()
+        if limit < math.inf:
+            threading.Thread(target=self._watch, name="detjax-watchdog", daemon=True).start()
 
     def stop(self) -> None:
         """Stops watching."""
