@@ -39,6 +39,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "with 0, the test runs with every tenth --share"
     )
     config.addinivalue_line("markers", text)
+    config.addinivalue_line("markers", "nightly: a large case, which runs with --all-cases only")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
