@@ -1,6 +1,7 @@
 """One engine and one server for all tests that leave them as they were."""
 
 import dataclasses
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,8 +10,9 @@ import pytest
 
 from detjax import models
 from detjax.engine import Engine
-from detjax.models import Decoder, Tokenizer
+from detjax.models import Decoder, DecoderConfig, GenerationDefaults, ModelMetadata, Tokenizer
 from tests.server.running_server import FIXTURE, MODEL, Running, serving
+from tests.server.scripted import Client, scripted
 from tests.support.one_layer import one_layer
 
 
@@ -48,3 +50,25 @@ def server(engine: Engine, loaded: tuple[Decoder, Tokenizer]) -> Iterator[Runnin
 def client(server: Running) -> Iterator[openai.OpenAI]:
     with server.client() as one:
         yield one
+
+
+@pytest.fixture(scope="session")
+def metadata() -> ModelMetadata:
+    """The model's configuration. Its checkpoint ends samples at token 509, and recommends nothing else."""
+    raw = json.loads((FIXTURE / "config.json").read_text())
+    return ModelMetadata(DecoderConfig.from_hugging_face(raw, "config.json"), GenerationDefaults(eos_token_ids=(509,)))
+
+
+@pytest.fixture(scope="session")
+def words() -> Tokenizer:
+    """The model's tokenizer, without the model."""
+    tokenizer = Tokenizer.load(FIXTURE)
+    assert tokenizer is not None
+    return tokenizer
+
+
+@pytest.fixture
+def api(metadata: ModelMetadata, words: Tokenizer) -> Iterator[Client]:
+    """A client of a server whose engine's answers are written."""
+    with scripted(metadata, words) as client:
+        yield client

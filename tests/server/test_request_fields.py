@@ -1,0 +1,495 @@
+"""Each field of a body reaches the engine as what it says, changes nothing else, and is accepted up to its limits."""
+
+import dataclasses
+import json
+from typing import Any, Final
+
+import pytest
+
+from detjax.engine import Constraint, SamplingParams
+from detjax.models import GenerationDefaults, ModelMetadata, Tokenizer
+from detjax.server.api.answer_forms import ResponseFormat, StructuredOutputs
+from detjax.server.api.field_marks import Unserved
+from detjax.server.api.request_fields import StreamOptions
+from detjax.server.api.response_fields import ResponsesRequest, TextFormat
+from detjax.server.api.schemas import ChatRequest, CompletionRequest
+from detjax.server.http import bodies
+from detjax.server.http.errors import ApiError
+from detjax.server.http.field_types import RESERVED_VARIABLES
+from tests.server.running_server import MODEL
+from tests.server.scripted import LENGTH, Client, scripted
+
+MESSAGES: Final[Any] = [{"role": "user", "content": "Hi"}]
+LEAST: Final[dict[str, Any]] = {
+    "/v1/completions": {"prompt": [5, 6, 7]},
+    "/v1/chat/completions": {"messages": MESSAGES},
+    "/v1/responses": {"input": "Hi"},
+}
+"""The least body of each endpoint."""
+LARGEST: Final = 2**31 - 1
+
+SHARED: Final[dict[str, tuple[Any, Any]]] = {
+    "temperature": (0.5, 0.5),
+    "top_p": (0.25, 0.25),
+    "top_k": (7, 7),
+    "min_p": (0.125, 0.125),
+    "seed": (9, 9),
+    "presence_penalty": (0.5, 0.5),
+    "frequency_penalty": (-0.25, -0.25),
+    "repetition_penalty": (1.5, 1.5),
+    "min_tokens": (3, 3),
+    "stop": (["x", "yz"], ("x", "yz")),
+    "stop_token_ids": ([5, 8], (5, 8)),
+    "ignore_eos": (True, True),
+    "logit_bias": ({"7": 2.5, "11": -3}, ((7, 2.5), (11, -3.0))),
+}
+"""Fields of every endpoint that are fields of `SamplingParams`: what is given, and what the engine gets."""
+
+
+def default(path: str, prompt: int) -> SamplingParams:
+    """What the engine gets for the least body, whose prompt has this many tokens."""
+    return SamplingParams(max_tokens=16 if path == "/v1/completions" else LENGTH - prompt, temperature=1.0)
+
+
+@pytest.mark.parametrize("path", LEAST)
+def test_the_least_body_has_the_documented_defaults(api: Client, path: str) -> None:
+    request = api.asked(path, **LEAST[path])
+    assert request.sampling == default(path, len(request.prompt))
+    assert (request.cache_salt, request.client, [*request.images], [*request.generated]) == (None, None, [], [])
+
+
+@pytest.mark.parametrize("path", LEAST)
+def test_a_field_reaches_the_engine_and_changes_nothing_else(api: Client, path: str) -> None:
+    plain = api.asked(path, **LEAST[path])
+    for name, (given, expected) in SHARED.items():
+        request = api.asked(path, **LEAST[path], **{name: given})
+        assert request.sampling == dataclasses.replace(plain.sampling, **{name: expected}), name
+        assert request.prompt == plain.prompt
+    salted = api.asked(path, **LEAST[path], cache_salt="salt")
+    assert (salted.cache_salt, salted.sampling) == ("salt", plain.sampling)
+    for given in ({"top_k": -1}, {"top_k": 0}, {"seed": -1}, {"stop": []}, {"ignore_eos": None}, {"logit_bias": {}}):
+        assert api.asked(path, **LEAST[path], **given) == plain, given
+    assert api.asked(path, **LEAST[path], stop="one").sampling.stop == ("one",)
+
+
+def test_lengths_samples_and_logprobs_reach_the_engine(api: Client) -> None:
+    complete, chat, respond = LEAST
+    cases: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+        (complete, {"max_tokens": 7}, {"max_tokens": 7}),
+        (complete, {"max_tokens": 0, "echo": True}, {"max_tokens": 1}),
+        (complete, {"n": 3}, {"n": 3}),
+        (complete, {"n": 3, "best_of": 3}, {"n": 3}),
+        (complete, {"logprobs": 3}, {"top_logprobs": 3}),
+        (complete, {"logprobs": 0}, {}),
+        (complete, {"echo": True}, {}),
+        (complete, {"logprobs": 3, "echo": True}, {"top_logprobs": 3, "prompt_logprobs": True}),
+        (complete, {"logprobs": 0, "echo": True}, {"prompt_logprobs": True}),
+        (complete, {"prompt_logprobs": 0}, {"prompt_logprobs": True}),
+        (complete, {"prompt_logprobs": 2}, {"top_logprobs": 2, "prompt_logprobs": True}),
+        (complete, {"prompt_logprobs": 2, "logprobs": 3}, {"top_logprobs": 3, "prompt_logprobs": True}),
+        (complete, {"prompt_logprobs": 3, "logprobs": 2}, {"top_logprobs": 3, "prompt_logprobs": True}),
+        (chat, {"max_tokens": 7}, {"max_tokens": 7}),
+        (chat, {"max_completion_tokens": 8}, {"max_tokens": 8}),
+        (chat, {"max_tokens": 9, "max_completion_tokens": 9}, {"max_tokens": 9}),
+        (chat, {"n": 3}, {"n": 3}),
+        (chat, {"logprobs": True}, {}),
+        (chat, {"logprobs": True, "top_logprobs": 3}, {"top_logprobs": 3}),
+        (chat, {"logprobs": False, "top_logprobs": 0}, {}),
+        (chat, {"prompt_logprobs": 2}, {"top_logprobs": 2, "prompt_logprobs": True}),
+        (chat, {"prompt_logprobs": 0}, {"prompt_logprobs": True}),
+        (chat, {"prompt_logprobs": 1, "logprobs": True, "top_logprobs": 3}, {"top_logprobs": 3, "prompt_logprobs": True}),
+        (respond, {"max_output_tokens": 7}, {"max_tokens": 7}),
+        (respond, {"top_logprobs": 3, "include": ["message.output_text.logprobs"]}, {"top_logprobs": 3}),
+        (respond, {"include": ["message.output_text.logprobs"]}, {}),
+        (respond, {"include": ["reasoning.encrypted_content"]}, {}),
+    ]  # fmt: skip
+    for path, given, expected in cases:
+        plain, request = api.asked(path, **LEAST[path]), api.asked(path, **LEAST[path], **given)
+        assert request == dataclasses.replace(plain, sampling=dataclasses.replace(plain.sampling, **expected)), given
+
+
+RECOMMENDED: Final = {"temperature": 0.5, "top_k": 5, "top_p": 0.75, "min_p": 0.0625, "repetition_penalty": 1.25}
+
+
+@pytest.mark.parametrize("do_sample", [True, False, None])
+def test_a_silent_request_has_what_the_checkpoint_recommends(
+    metadata: ModelMetadata, words: Tokenizer, do_sample: bool | None
+) -> None:
+    numbers = {name: value for name, value in RECOMMENDED.items() if name != "repetition_penalty"}
+    recommended = None
+    if do_sample is not None:
+        unread = json.dumps({"repetition_penalty": 1.25})
+        recommended = GenerationDefaults(eos_token_ids=(509,), do_sample=do_sample, unread=unread, **numbers)  # pyright: ignore[reportArgumentType]
+    expected = {True: RECOMMENDED, False: {"temperature": 1.0, "repetition_penalty": 1.25}, None: {"temperature": 1.0}}
+    with scripted(dataclasses.replace(metadata, generation_defaults=recommended), words) as api:
+        silent = SamplingParams(max_tokens=16, **expected[do_sample])  # pyright: ignore[reportArgumentType]
+        assert api.asked("/v1/completions", prompt=[5]).sampling == silent
+        for name, value in {
+            "temperature": 0.0,
+            "top_k": 0,
+            "top_p": 1.0,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+        }.items():
+            request = api.asked("/v1/completions", prompt=[5], **{name: value})
+            assert request.sampling == dataclasses.replace(silent, **{name: value}), name
+
+
+def test_each_prompt_of_a_request_is_a_request_of_the_engine(api: Client, words: Tokenizer) -> None:
+    for prompt, expected in (
+        ("Hi", [words.encode("Hi")]),
+        (["Hi", "You"], [words.encode("Hi"), words.encode("You")]),
+        ([5], [[5]]),
+        ([5, 6], [[5, 6]]),
+        ([[5], [6, 7]], [[5], [6, 7]]),
+    ):
+        before = len(api.script.asked)
+        api.ask("/v1/completions", prompt=prompt)
+        assert [request.prompt for request in api.script.asked[before:]] == expected
+
+
+# --- the form of the answer --------------------------------------------------------------------------------------------
+
+
+def test_forms_of_an_answer_become_constraints(api: Client) -> None:
+    complete, chat, respond = LEAST
+    schema = {"type": "object", "properties": {"a": {"const": 1}}}
+    named = {"name": "n", "description": "d", "strict": True, "schema": schema}
+    wanted = Constraint.json_schema(schema)
+    anything = Constraint.json_schema({"type": "object"})
+    forms: list[tuple[dict[str, Any], Constraint | None]] = [
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, anything),
+        ({"response_format": {"type": "json_schema", "json_schema": named}}, wanted),
+        ({"structured_outputs": {"json": schema}}, wanted),
+        ({"structured_outputs": {"json": schema, "disable_any_whitespace": True}}, wanted),
+        (
+            {"structured_outputs": {"json": schema, "disable_any_whitespace": False}},
+            Constraint.json_schema(schema, any_whitespace=True),
+        ),
+        ({"structured_outputs": {"regex": "a+"}}, Constraint("regex", "a+")),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, Constraint.choice(["a", "b"])),
+        ({"structured_outputs": {"grammar": 'start: "a"'}}, Constraint("grammar", 'start: "a"')),
+        ({"structured_outputs": {"regex": "a+"}, "response_format": {"type": "text"}}, Constraint("regex", "a+")),
+    ]
+    for path in (complete, chat):
+        for given, expected in forms:
+            assert api.asked(path, **LEAST[path], **given).sampling.constraint == expected, given
+    assert Constraint.json_schema(schema, any_whitespace=True) != wanted != anything
+    for form, expected in (
+        ({"type": "text"}, None),
+        ({"type": "json_object"}, anything),
+        ({"type": "json_schema", "name": "n", "schema": schema, "strict": True}, wanted),
+    ):
+        assert api.asked(respond, input="Hi", text={"format": form}).sampling.constraint == expected
+    assert api.asked(respond, input="Hi", text={"verbosity": "medium"}).sampling.constraint is None
+
+
+@pytest.mark.parametrize(
+    ("schema", "body", "says"),
+    [
+        (ResponseFormat, {"type": "json_object", "json_schema": {"schema": {}}}, "with no other type"),
+        (ResponseFormat, {"type": "text", "json_schema": {"schema": {}}}, "with no other type"),
+        (ResponseFormat, {"type": "json_schema"}, "accepted: json_schema with type 'json_schema'"),
+        (TextFormat, {"type": "json_object", "schema": {}}, "with no other type"),
+        (TextFormat, {"type": "json_schema"}, "accepted: schema with type 'json_schema'"),
+        (StructuredOutputs, {}, "one of json, regex, choice and grammar"),
+        (StructuredOutputs, {"regex": None}, "one of json, regex, choice and grammar"),
+        (StructuredOutputs, {"disable_any_whitespace": True}, "one of json, regex, choice and grammar"),
+        (StructuredOutputs, {"json": {}, "regex": "a"}, "one of json, regex, choice and grammar"),
+        (StructuredOutputs, {"regex": "a", "disable_any_whitespace": False}, "false only with json"),
+        (StructuredOutputs, {"choice": []}, "at least 1 item"),
+        (StructuredOutputs, {"choice": ["a"] * 1025}, "at most 1024 items"),
+    ],
+)
+def test_forms_that_contradict_themselves_are_refused(schema: Any, body: dict[str, Any], says: str) -> None:
+    with pytest.raises(ApiError, match=says):
+        bodies.parse(json.dumps(body).encode(), schema)
+    assert len(bodies.parse(json.dumps({"choice": ["a"] * 1024}).encode(), StructuredOutputs).choice or ()) == 1024
+    bodies.parse(json.dumps({"regex": "a", "disable_any_whitespace": True}).encode(), StructuredOutputs)
+
+
+# --- limits ------------------------------------------------------------------------------------------------------------
+
+type Limits = dict[str, tuple[list[Any], list[tuple[Any, str]]]]
+SAMPLING: Final[Limits] = {
+    "temperature": (
+        [0, 1e-30, 1e30],
+        [(-0.1, "equal to 0"), (9e-31, "accepted: 0, or 1e-30 to 1e30"), (1.1e30, f"equal to {10**30}")],
+    ),
+    "top_p": ([1e-9, 1], [(0, "greater than 0"), (1.001, "equal to 1")]),
+    "top_k": ([-1, 0, 1, LARGEST], [(-2, "equal to -1"), (LARGEST + 1, f"equal to {LARGEST}")]),
+    "min_p": ([0, 1], [(-0.001, "equal to 0"), (1.001, "equal to 1")]),
+    "seed": ([-1, 0, 2**64 - 1], [(-2, "equal to -1"), (2**64, f"less than {2**64}")]),
+    "presence_penalty": ([-2, 2], [(-2.01, "equal to -2"), (2.01, "equal to 2")]),
+    "frequency_penalty": ([-2, 2], [(-2.01, "equal to -2"), (2.01, "equal to 2")]),
+    "repetition_penalty": ([1e-6, 1e6], [(9e-7, "equal to 0.000001"), (1_000_001, "equal to 1000000")]),
+    "min_tokens": ([0, LARGEST], [(-1, "equal to 0"), (LARGEST + 1, f"equal to {LARGEST}")]),
+    "stop": (
+        ["a" * 256, ["a"] * 16, ["a" * 256], []],
+        [("", "at least 1 character"), ("a" * 257, "at most 256"), (["a"] * 17, "at most 16"), (["a" * 257], "256")],
+    ),
+    "stop_token_ids": (
+        [[], [0], [LARGEST], [1] * 1024],
+        [([-1], "equal to 0"), ([LARGEST + 1], f"equal to {LARGEST}"), ([1] * 1025, "at most 1024")],
+    ),
+    "logit_bias": (
+        [{"5": -100, "6": 100}, {str(token): 1 for token in range(300)}, {"0123456789": 1}],
+        [
+            ({"5": -100.5}, "equal to -100"),
+            ({"5": 100.5}, "equal to 100"),
+            ({str(token): 1 for token in range(301)}, "up to 300 entries"),
+            ({"01234567890": 1}, "should match pattern"),
+            ({"-1": 1}, "should match pattern"),
+            ({"": 1}, "should match pattern"),
+            ({"5": True}, "valid number"),
+        ],
+    ),
+    "cache_salt": (["a", "a" * 256], [("", "at least 1 character"), ("a" * 257, "at most 256")]),
+    "metadata": (
+        [{str(entry): "" for entry in range(64)}],
+        [({str(entry): "" for entry in range(65)}, "up to 64 entries"), ({"a": 1}, "valid string")],
+    ),
+    "receipt": ([True, False], [("true", "valid boolean"), (1, "valid boolean")]),
+    "stream": ([True, False], [("true", "valid boolean"), (1, "valid boolean")]),
+}
+"""Of each field the values at its limits, and those beyond with what their error says."""
+GENERATION: Final[Limits] = {
+    "n": ([1, 128], [(0, "equal to 1"), (129, "equal to 128")]),
+    "prompt_logprobs": ([0, LARGEST], [(-1, "equal to 0"), (LARGEST + 1, f"equal to {LARGEST}")]),
+}
+COUNT: Final = ([1, LARGEST], [(0, "equal to 1"), (LARGEST + 1, f"equal to {LARGEST}")])
+TOOL: Final = {"type": "function", "function": {"name": "a"}}
+CALL: Final = {"function": {"name": "a", "arguments": "{}"}}
+VARIABLES: Final = (
+    [{"a_1": "x", "b": 1, "c": 1.5, "d": True, "e": None}, {f"a{entry}": 1 for entry in range(64)}],
+    [
+        ({f"a{entry}": 1 for entry in range(65)}, "up to 64 entries"),
+        ({"a": []}, "strings, numbers, booleans or null"),
+        ({"1a": 1}, "letters, digits and underscores"),
+        *(({name: 1}, f"variables other than {name}") for name in sorted(RESERVED_VARIABLES)),
+    ],
+)
+COMPLETION: Final[Limits] = {
+    "prompt": (
+        ["", ["a"] * 2048, [0, LARGEST], [[1]] * 2048],
+        [
+            (["a"] * 2049, "at most 2048"),
+            ([[1]] * 2049, "at most 2048"),
+            ([-1], "equal to 0"),
+            ([LARGEST + 1], f"equal to {LARGEST}"),
+            ([], "accepted: a string, or a list of strings"),
+            ([[]], "at least 1 item"),
+        ],
+    ),
+    "max_tokens": ([1, LARGEST], [(-1, "equal to 0"), (LARGEST + 1, f"equal to {LARGEST}"), (0, "or 0 with echo")]),
+    "logprobs": ([0, LARGEST], [(-1, "equal to 0"), (LARGEST + 1, f"equal to {LARGEST}")]),
+    "best_of": ([1], [(2, "best_of is 2; accepted: n, which is 1"), (0, "best_of is 0")]),
+}
+CHAT: Final[Limits] = {
+    "messages": (
+        [MESSAGES * 4096, [{"role": "user", "content": [{"type": "text", "text": ""}] * 1024}]]
+        + [[{"role": "assistant", "tool_calls": [CALL] * 128}]]
+        + [[{"role": role, "content": ""}] for role in ("system", "developer", "user", "assistant", "tool")],
+        [
+            ([], "at least 1 item"),
+            (MESSAGES * 4097, "at most 4096"),
+            ([{"role": "user", "content": [{"type": "text", "text": ""}] * 1025}], "at most 1024"),
+            ([{"role": "assistant", "tool_calls": [CALL] * 129}], "at most 128"),
+            ([{"role": "assistant", "tool_calls": []}], "content is missing or null"),
+            ([{"role": "function", "content": ""}], "role"),
+        ],
+    ),
+    "max_tokens": COUNT,
+    "max_completion_tokens": COUNT,
+    "top_logprobs": ([0], [(-1, "equal to 0"), (LARGEST + 1, f"equal to {LARGEST}"), (1, "with logprobs: true")]),
+    "chat_template_kwargs": VARIABLES,
+    "tools": (
+        [[{"type": "function", "function": {"name": f"a{entry}"}} for entry in range(128)]]
+        + [[{"type": "function", "function": {"name": name}}] for name in ("a" * 64, "aZ0_-")]
+        + [[{"type": "function", "function": {"name": "a", "parameters": {}}}]],
+        [
+            ([{"type": "function", "function": {"name": f"a{entry}"}} for entry in range(129)], "at most 128"),
+            ([{"type": "function", "function": {"name": ""}}], "should match pattern"),
+            ([{"type": "function", "function": {"name": "a" * 65}}], "should match pattern"),
+            ([{"type": "function", "function": {"name": "a.b"}}], "should match pattern"),
+            ([TOOL, TOOL], "tools with different names"),
+        ],
+    ),
+}  # fmt: skip
+RESPONSE: Final[Limits] = {
+    "input": (
+        ["", [{"role": "user", "content": ""}] * 4096],
+        [([{"role": "user", "content": ""}] * 4097, "at most 4096"), ([], "at least 1 item")],
+    ),
+    "max_output_tokens": COUNT,
+    "top_logprobs": ([0], [(-1, "equal to 0"), (LARGEST + 1, f"equal to {LARGEST}"), (1, "with include")]),
+    "chat_template_kwargs": VARIABLES,
+    "include": (
+        [["message.output_text.logprobs", "reasoning.encrypted_content"], []],
+        [(["reasoning.encrypted_content"] * 3, "at most 2"), (["other"], "include.0 is 'other'")],
+    ),
+}
+SCHEMAS: Final[list[tuple[Any, str, Limits]]] = [
+    (CompletionRequest, "/v1/completions", SAMPLING | GENERATION | COMPLETION),
+    (ChatRequest, "/v1/chat/completions", SAMPLING | GENERATION | CHAT),
+    (ResponsesRequest, "/v1/responses", SAMPLING | RESPONSE),
+]
+
+
+@pytest.mark.parametrize(("schema", "path", "limits"), SCHEMAS, ids=lambda value: getattr(value, "__name__", None))
+def test_values_up_to_the_limits_are_accepted_and_others_refused(schema: Any, path: str, limits: Limits) -> None:
+    least, wrong = {"model": MODEL} | LEAST[path], list[object]()
+    for name, (accepted, refused) in limits.items():
+        for value in accepted:
+            bodies.parse(json.dumps(least | {name: value}).encode(), schema)
+        for value, says in refused:
+            with pytest.raises(ApiError) as raised:
+                bodies.parse(json.dumps(least | {name: value}).encode(), schema)
+            error = raised.value.body["error"]
+            if says not in error["message"] or error["param"] != name:
+                wrong.append((name, says, error))
+    assert wrong == []
+
+
+def test_a_second_limit_needs_another_field() -> None:
+    least = {"model": MODEL} | LEAST["/v1/completions"]
+    for given, says in (
+        ({"n": 2, "best_of": 3}, "best_of is 3; accepted: n, which is 2"),
+        ({"n": 2, "best_of": 1}, "best_of is 1; accepted: n, which is 2"),
+        ({"max_tokens": 0, "echo": False}, "max_tokens is 0; accepted: at least 1, or 0 with echo"),
+        ({"max_tokens": 0, "echo": True, "receipt": True}, "receipt is true and max_tokens is 0"),
+        ({"stream": True, "echo": True, "logprobs": 0}, "stream, echo and logprobs are given"),
+        ({"stream": True, "prompt_logprobs": 0}, None),  # the call refuses it
+        ({"stream_options": {}, "stream": False}, "stream_options is given and stream is not true"),
+        ({"stream": True, "echo": True}, None),
+        ({"stream": True, "logprobs": 0}, None),
+        ({"echo": True, "logprobs": 0}, None),
+        ({"max_tokens": 0, "echo": True}, None),
+    ):
+        body = json.dumps(least | given).encode()
+        if says is None:
+            bodies.parse(body, CompletionRequest)
+        else:
+            with pytest.raises(ApiError, match=says):
+                bodies.parse(body, CompletionRequest)
+
+
+def test_fields_of_several_kinds_are_refused_together() -> None:
+    least = {"model": MODEL, "messages": MESSAGES}
+    for given, says in (
+        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens and max_completion_tokens differ"),
+        ({"structured_outputs": {"regex": "a"}, "tools": [TOOL]}, "structured_outputs and tools are given"),
+        ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "are given; accepted"),
+    ):
+        with pytest.raises(ApiError, match=says):
+            bodies.parse(json.dumps(least | given).encode(), ChatRequest)
+    for given in (
+        {"structured_outputs": {"regex": "a"}, "tools": [TOOL], "tool_choice": "none"},
+        {"structured_outputs": {"regex": "a"}, "tools": []},
+    ):
+        bodies.parse(json.dumps(least | given).encode(), ChatRequest)
+    with pytest.raises(ApiError, match=r"include has message.output_text.logprobs and tools are given"):
+        tools = [{"type": "function", "name": "a"}]
+        given = {"model": MODEL, "input": "x", "include": ["message.output_text.logprobs"], "tools": tools}
+        bodies.parse(json.dumps(given).encode(), ResponsesRequest)
+
+
+def test_the_items_of_all_arguments_are_counted_together() -> None:
+    def body(items: int) -> bytes:
+        half = items // 2
+        calls = [{"function": {"name": "a", "arguments": "[" * count}} for count in (half, items - half)]
+        messages = [{"role": "assistant", "tool_calls": [call]} for call in calls]
+        return json.dumps({"model": MODEL, "messages": messages}).encode()
+
+    bodies.parse(body(1 << 17), ChatRequest)
+    with pytest.raises(ApiError, match=r"up to 131072 items in the arguments of all tool_calls") as raised:
+        bodies.parse(body((1 << 17) + 1), ChatRequest)
+    assert raised.value.body["error"]["param"] == "messages"
+    for item in ("{", ":", ","):
+        with pytest.raises(ApiError, match="up to 131072 items"):
+            bodies.parse(body((1 << 17) + 1).replace(b"[" * 100, item.encode() * 100), ChatRequest)
+
+
+def test_the_server_serves_as_many_samples_as_it_says(api: Client) -> None:
+    assert len(api.ask("/v1/completions", prompt=[[5]] * 8, n=128)["choices"]) == 1024
+    status, error = api.refusal("/v1/completions", prompt=[[5]] * 9, n=114)
+    assert (status, error["param"]) == (400, "n")
+    assert error["message"] == "the request has 1026 samples; accepted: up to 1024 at once"
+
+
+# --- fields without an effect -------------------------------------------------------------------------------------------
+
+
+def marked(schema: Any) -> dict[str, Unserved]:
+    return {
+        name: mark
+        for name, field in schema.model_fields.items()
+        for mark in field.metadata
+        if isinstance(mark, Unserved)
+    }
+
+
+def test_values_that_are_what_the_server_does_are_those_of_the_table() -> None:
+    """A value that is accepted without an effect is a promise, so all of them are listed here."""
+    shared: dict[str, list[Any]] = {
+        "prompt_cache_options": [{}],
+        "skip_special_tokens": [True],
+        "include_stop_str_in_output": [False],
+        "no_stop_trim": [False],
+        "return_tokens_as_token_ids": [False],
+        "return_hidden_states": [False],
+        "use_beam_search": [False],
+        "length_penalty": [1],
+        "early_stopping": [False],
+        "bad_words": [[]],
+        "logits_processors": [[]],
+        "vllm_xargs": [{}],
+    }
+    nothing = ("truncate_prompt_tokens", "allowed_token_ids", "custom_logit_processor", "guided_json", "guided_regex")
+    nothing += ("guided_choice", "guided_grammar", "guided_decoding_backend", "guided_whitespace_pattern")
+    nothing += ("structural_tag", "regex", "ebnf", "json_schema", "lora_path", "kv_transfer_params", "moderation")
+    shared |= {name: [] for name in nothing}
+    assert {name: list(mark.values) for name, mark in marked(CompletionRequest).items()} == shared | {
+        "suffix": [""],
+        "add_special_tokens": [True],
+        "prompt_embeds": [],
+    }
+    assert {name: list(mark.values) for name, mark in marked(ChatRequest).items()} == shared | {
+        "functions": [[]],
+        "function_call": ["none", "auto"],
+        "modalities": [["text"]],
+        "audio": [],
+        "prediction": [],
+        "web_search_options": [],
+        "reasoning_effort": [],
+        "thinking_token_budget": [],
+        "include_reasoning": [True],
+        "separate_reasoning": [False],
+        "verbosity": ["medium"],
+        "echo": [False],
+        "add_generation_prompt": [True],
+        "continue_final_message": [False],
+        "add_special_tokens": [False],
+        "chat_template": [],
+        "documents": [[]],
+        "mm_processor_kwargs": [{}],
+        "media_io_kwargs": [{}],
+    }
+    assert {name: list(mark.values) for name, mark in marked(ResponsesRequest).items()} == shared | {
+        "previous_response_id": [],
+        "conversation": [],
+        "background": [False],
+        "prompt": [],
+        "truncation": ["disabled"],
+        "context_management": [[]],
+    }
+    assert marked(StreamOptions)["include_obfuscation"].values == (False,)
+
+
+def test_true_is_not_one() -> None:
+    least = {"model": MODEL} | LEAST["/v1/completions"]
+    for given in ({"length_penalty": True}, {"use_beam_search": 0}, {"skip_special_tokens": 1}):
+        with pytest.raises(ApiError, match="accepted: "):
+            bodies.parse(json.dumps(least | given).encode(), CompletionRequest)
+    bodies.parse(json.dumps(least | {"length_penalty": 1.0}).encode(), CompletionRequest)
