@@ -21,9 +21,11 @@ LENGTH: Final = 400
 TOP: Final = 20
 """The engine's `top_logprobs`."""
 SCORES: Final = (-0.5, -1.25, -2.0)
-"""Logprobs of the likeliest tokens at every position, of which a request gets as many as it asks for."""
+"""Logprobs of the likeliest tokens at every position. A request gets as many as it asks for."""
 LIKELIEST: Final = (40, 41, 42)
 """Their tokens."""
+ORIGIN: Final = Origin("0123456789abcdef", "5" * 64)
+"""The origin that receipts tell."""
 
 
 class Script:
@@ -121,6 +123,6 @@ def scripted(
     script = script or Script()
     config = EngineConfig(max_length=LENGTH, top_logprobs=TOP)
     engine = ReplicatedEngine(script, metadata, tokenizer, config)
-    app = app_of(engine, metadata, tokenizer, Settings(MODEL, **{"unseeded": "fixed"} | settings), Origin())
+    app = app_of(engine, metadata, tokenizer, Settings(MODEL, **{"unseeded": "fixed"} | settings), ORIGIN)
     with contextlib.closing(app.state.texts), Client(app, script, **options or {}) as client:
         yield client

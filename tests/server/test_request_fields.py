@@ -47,7 +47,7 @@ SHARED: Final[dict[str, tuple[Any, Any]]] = {
 
 
 def default(path: str, prompt: int) -> SamplingParams:
-    """What the engine gets for the least body, whose prompt has this many tokens."""
+    """The engine's parameters for the least body, whose prompt has this many tokens."""
     return SamplingParams(max_tokens=16 if path == "/v1/completions" else LENGTH - prompt, temperature=1.0)
 
 
@@ -97,12 +97,16 @@ def test_lengths_samples_and_logprobs_reach_the_engine(api: Client) -> None:
         (chat, {"logprobs": False, "top_logprobs": 0}, {}),
         (chat, {"prompt_logprobs": 2}, {"top_logprobs": 2, "prompt_logprobs": True}),
         (chat, {"prompt_logprobs": 0}, {"prompt_logprobs": True}),
-        (chat, {"prompt_logprobs": 1, "logprobs": True, "top_logprobs": 3}, {"top_logprobs": 3, "prompt_logprobs": True}),
+        (
+            chat,
+            {"prompt_logprobs": 1, "logprobs": True, "top_logprobs": 2},
+            {"top_logprobs": 2, "prompt_logprobs": True},
+        ),
         (respond, {"max_output_tokens": 7}, {"max_tokens": 7}),
         (respond, {"top_logprobs": 3, "include": ["message.output_text.logprobs"]}, {"top_logprobs": 3}),
         (respond, {"include": ["message.output_text.logprobs"]}, {}),
         (respond, {"include": ["reasoning.encrypted_content"]}, {}),
-    ]  # fmt: skip
+    ]
     for path, given, expected in cases:
         plain, request = api.asked(path, **LEAST[path]), api.asked(path, **LEAST[path], **given)
         assert request == dataclasses.replace(plain, sampling=dataclasses.replace(plain.sampling, **expected)), given
@@ -148,7 +152,7 @@ def test_each_prompt_of_a_request_is_a_request_of_the_engine(api: Client, words:
         assert [request.prompt for request in api.script.asked[before:]] == expected
 
 
-# --- the form of the answer --------------------------------------------------------------------------------------------
+# --- the form of the answer -------------------------------------------------------------------------------------------
 
 
 def test_forms_of_an_answer_become_constraints(api: Client) -> None:
@@ -209,7 +213,7 @@ def test_forms_that_contradict_themselves_are_refused(schema: Any, body: dict[st
     bodies.parse(json.dumps({"regex": "a", "disable_any_whitespace": True}).encode(), StructuredOutputs)
 
 
-# --- limits ------------------------------------------------------------------------------------------------------------
+# --- limits -----------------------------------------------------------------------------------------------------------
 
 type Limits = dict[str, tuple[list[Any], list[tuple[Any, str]]]]
 SAMPLING: Final[Limits] = {
@@ -253,7 +257,7 @@ SAMPLING: Final[Limits] = {
     "receipt": ([True, False], [("true", "valid boolean"), (1, "valid boolean")]),
     "stream": ([True, False], [("true", "valid boolean"), (1, "valid boolean")]),
 }
-"""Of each field the values at its limits, and those beyond with what their error says."""
+"""The values at the limits of each field, and those beyond with what their error says."""
 GENERATION: Final[Limits] = {
     "n": ([1, 128], [(0, "equal to 1"), (129, "equal to 128")]),
     "prompt_logprobs": ([0, LARGEST], [(-1, "equal to 0"), (LARGEST + 1, f"equal to {LARGEST}")]),
@@ -316,7 +320,7 @@ CHAT: Final[Limits] = {
             ([TOOL, TOOL], "tools with different names"),
         ],
     ),
-}  # fmt: skip
+}
 RESPONSE: Final[Limits] = {
     "input": (
         ["", [{"role": "user", "content": ""}] * 4096],
@@ -418,7 +422,7 @@ def test_the_server_serves_as_many_samples_as_it_says(api: Client) -> None:
     assert error["message"] == "the request has 1026 samples; accepted: up to 1024 at once"
 
 
-# --- fields without an effect -------------------------------------------------------------------------------------------
+# --- fields without an effect -----------------------------------------------------------------------------------------
 
 
 def marked(schema: Any) -> dict[str, Unserved]:
