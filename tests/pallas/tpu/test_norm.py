@@ -45,12 +45,19 @@ def test_small_rows_show_where_eps_is_added() -> None:
     np.testing.assert_allclose(interpreted(NORM)(x, weight, None)[0], exact, rtol=1e-5, atol=1e-6)
 
 
-def test_exact_rows_have_the_bits_of_the_portable_backend() -> None:
-    """Rows of small whole numbers, whose squares have one sum in every order: all else is done element by element."""
-    x = np.round(normal(8, 384) * 3).astype("float32")
-    weight = normal(384)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_exact_rows_have_the_bits_of_the_portable_backend(dtype: str) -> None:
+    """Rows of small whole numbers, whose squares have one sum in every order: all else is done element by element.
+
+    Three tiles, the last of them with one row, are divided among two cores.
+    """
+    x, residual = (np.round(normal(33, 391, seed=seed) * 3).astype(np.dtype(dtype)) for seed in (0, 1))
+    weight = normal(391, dtype=dtype)
     portable = functools.partial(portable_norm.forward, eps=EPS, weight_offset=0.5)
-    assert_same_bits(interpreted(NORM)(x, weight, None)[0], compiled(portable)(x, weight, None)[0])
+    y, h = interpreted(functools.partial(NORM, schedule=Schedule(16)), cores=2)(x, weight, residual)
+    assert_same_bits([y, h], list(compiled(portable)(x, weight, residual)))
+    assert_same_bits(h, x + residual)
+    assert_same_bits(interpreted(NORM)(h, weight, None)[0], y)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -81,6 +88,14 @@ def test_the_kernel_is_one_text_for_every_number_of_rows(monkeypatch: pytest.Mon
     # A change of bits would show in the text.
     monkeypatch.setattr(tpu_rows, "LANE_GROUP", 2)
     assert kernel_text(1) != expected
+
+
+@pytest.mark.parametrize("argument", ["x", "weight", "residual"])
+def test_float16_is_refused(argument: str) -> None:
+    rows = {name: shape(*sizes) for name, sizes in (("x", (8, 64)), ("weight", (64,)), ("residual", (8, 64)))}
+    rows[argument] = shape(*rows[argument].shape, dtype="float16")
+    with pytest.raises(NotImplementedError, match=r"rms_norm: an argument or the result has dtype float16"):
+        jax.eval_shape(NORM, *rows.values())
 
 
 def test_schedules_are_checked() -> None:

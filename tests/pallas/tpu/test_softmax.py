@@ -114,7 +114,7 @@ def test_blocks_of_the_contracts_size_have_the_values_of_float64() -> None:
     np.testing.assert_allclose(interpreted(softmax.logsumexp)(x), exact(x)["logsumexp"], rtol=1e-6)
 
 
-@pytest.mark.parametrize("fn", [softmax.log_softmax, softmax.row_sums])
+@pytest.mark.parametrize("fn", [softmax.softmax, softmax.log_softmax, softmax.logsumexp, softmax.row_sums])
 def test_bits_do_not_depend_on_rows_position_or_neighbours(small_blocks: None, fn: Callable[..., Any]) -> None:
     row = 2 * normal(BLOCK + 44)
     expected = interpreted(fn)(row[None])
@@ -125,17 +125,21 @@ def test_bits_do_not_depend_on_rows_position_or_neighbours(small_blocks: None, f
         assert_same_bits(y[position], expected[0])
 
 
-def test_infinities_and_nans_stay_in_their_row(small_blocks: None) -> None:
+@pytest.mark.parametrize("name", ["softmax", "log_softmax", "logsumexp"])
+def test_infinities_and_nans_stay_in_their_row(small_blocks: None, name: str) -> None:
     x = 2 * normal(6, BLOCK + 44)
     x[1, BLOCK + 3] = np.nan
     x[2, 7] = np.inf
     x[3] = -np.inf
     x[4, :BLOCK] = -np.inf
     x[5, 1::2] = -np.inf
-    y = interpreted(softmax.log_softmax)(x)
-    assert np.isnan(y[1:4]).all()
+    y = interpreted(getattr(softmax, name))(x)
     finite = [0, 4, 5]
-    np.testing.assert_allclose(y[finite], exact(x[finite])["log_softmax"], rtol=1e-6, atol=4e-6)
+    np.testing.assert_allclose(y[finite], exact(x[finite])[name], rtol=1e-6, atol=4e-6)
+    if name == "logsumexp":
+        assert np.isnan(y[1:3]).all() and y[3] == -np.inf
+    else:
+        assert np.isnan(y[1:4]).all()
 
 
 def test_gradients_are_those_of_the_portable_backend(small_blocks: None) -> None:
@@ -164,6 +168,12 @@ def test_the_kernel_is_one_text_for_every_number_of_rows(
     # A change of bits would show in the text.
     monkeypatch.setattr(softmax, "SOFTMAX_BLOCK", 2 * BLOCK)
     assert kernel_text(fn, 1) != expected
+
+
+@pytest.mark.parametrize("name", ["softmax", "log_softmax", "logsumexp"])
+def test_float16_is_refused(name: str) -> None:
+    with pytest.raises(NotImplementedError, match=f"{name}: an argument or the result has dtype float16"):
+        jax.eval_shape(getattr(softmax, name), shape(8, 64, dtype="float16"))
 
 
 def test_schedules_are_checked() -> None:
