@@ -8,7 +8,7 @@ import hypothesis
 import pytest
 from hypothesis import strategies
 
-from detjax.server.tools.call_readers import Arguments, CallBegins, Content
+from detjax.server.tools.call_readers import Arguments, CallBegins, Content, ValueReader
 from detjax.server.tools.parsers import HermesParser, LlamaParser, MistralParser, ToolCallParser, parser_of
 
 type Calls = list[tuple[str, str]]
@@ -37,6 +37,8 @@ def parsed(parser: ToolCallParser, pieces: Iterable[str]) -> tuple[str, Calls]:
     return content, [(name, arguments) for name, arguments in calls]
 
 
+PATH = '{"dir": "C:\\\\", "q": "\\\\\\"}]", "end": "\\\\"}'
+"""Arguments with strings that end with a backslash."""
 WEATHER = '{"city": "Verona", "days": [1, 2], "text": "a \\"}</tool_call>{ b"}'
 HERMES = [
     ("No call.", ("No call.", [])),
@@ -60,6 +62,18 @@ HERMES = [
         '<tool_call>{"name": "a", "arguments": 3}</tool_call>',
         ('<tool_call>{"name": "a", "arguments": 3}</tool_call>', []),
     ),
+    (f'<tool_call>{{"name": "a", "arguments": {PATH}}}</tool_call> done', ("done", [("a", PATH)])),
+    ('<tool_call>{"name": "C:\\\\", "arguments": {}}</tool_call>', ("", [("C:\\", "{}")])),
+    (
+        '<tool_call>{"note": "\\\\", "name": "a", "arguments": {"x": "\\\\"}}</tool_call>',
+        ("", [("a", '{"x": "\\\\"}')]),
+    ),
+    ('<tool_call>{"name": "a", "arguments": {}, "arguments": {"x": 1}}</tool_call>', ("", [("a", "{}")])),
+    ('<tool_call>{"name": "a", "name": "b", "arguments": {}}</tool_call>', ("", [("a", "{}")])),
+    ('<tool_call>{"arguments": {}}</tool_call>', ('<tool_call>{"arguments": {}}</tool_call>', [])),
+    ('<tool_call>["name"]</tool_call>', ('<tool_call>["name"]</tool_call>', [])),
+    ('<tool_call>{"name": "a" "b": 1}</tool_call>', ('<tool_call>{"name": "a" "b": 1}</tool_call>', [])),
+    ('<tool_call>{"name": "a", "n": 1e5, "t": true, "arguments": {}}</tool_call>', ("", [("a", "{}")])),
     ("<tool_call>weather(3)</tool_call>", ("<tool_call>weather(3)</tool_call>", [])),
     ('<tool_call>{"name": "a", "argu', ('<tool_call>{"name": "a", "argu', [])),
 ]
@@ -67,6 +81,10 @@ LLAMA = [
     ("No call.", ("No call.", [])),
     (' {"name": "weather", "parameters": {"x": "}"}}', ("", [("weather", '{"x": "}"}')])),
     ('{"name": "a", "parameters": {}}; {"name": "b", "parameters": {"y": 2}}', ("", [("a", "{}"), ("b", '{"y": 2}')])),
+    (f'{{"name": "a", "parameters": {PATH}}}', ("", [("a", PATH)])),
+    ('{"name": "a", "parameters": {}} and more', ("", [("a", "{}")])),
+    ('{"name": "a", "parameters": {}};\t\r\n{"name": "b"}', ("", [("a", "{}"), ("b", "{}")])),
+    ('{"name": "a", "arguments": {"x": 1}}', ("", [("a", "{}")])),
     ('{"answer": 42}', ('{"answer": 42}', [])),
     ('{"name": "a"', ('{"name": "a"', [])),
     ("", ("", [])),
@@ -81,6 +99,12 @@ MISTRAL = [
     (f"I look.\n[TOOL_CALLS]weather[ARGS]{WEATHER}", ("I look.", [("weather", WEATHER)])),
     ('[TOOL_CALLS]a[CALL_ID]123456789[ARGS]{}[TOOL_CALLS]b{"x": 1}', ("", [("a", "{}"), ("b", '{"x": 1}')])),
     ('[TOOL_CALLS][TOOL_CALLS]a[ARGS]{"x": [1, ', ("[TOOL_CALLS]", [("a", '{"x": [1, ')])),
+    (f'[TOOL_CALLS] [{{"name": "a", "arguments": {PATH}}}]', ("", [("a", PATH)])),
+    (f"[TOOL_CALLS]a[ARGS]{PATH}[TOOL_CALLS]b{{}}", ("", [("a", PATH), ("b", "{}")])),
+    ("[TOOL_CALLS]a[ARGS]{} and more", ("and more", [("a", "{}")])),
+    ('[TOOL_CALLS][{"name": "a"}] and more', ("and more", [("a", "{}")])),
+    (f"[TOOL_CALLS]{'a' * 64}[ARGS]{{}}", ("", [("a" * 64, "{}")])),
+    (f"[TOOL_CALLS]{'a' * 65}[ARGS]{{}}", (f"[TOOL_CALLS]{'a' * 65}[ARGS]{{}}", [])),
     ("[TOOL_CALLS]no call at all", ("[TOOL_CALLS]no call at all", [])),
     ("[TOOL_CALLS]no call {}", ("[TOOL_CALLS]no call {}", [])),
     ("[TOOL_CALLS][1, 2]", ("[TOOL_CALLS][1, 2]", [])),
@@ -100,6 +124,39 @@ def test_a_text_that_comes_one_character_after_the_other(
     parser: type[ToolCallParser], text: str, expected: tuple[str, Calls]
 ) -> None:
     assert parsed(parser(), text) == expected
+
+
+@pytest.mark.parametrize(("parser", "text", "expected"), CASES)
+def test_a_text_that_is_cut_in_two_anywhere(
+    parser: type[ToolCallParser], text: str, expected: tuple[str, Calls]
+) -> None:
+    for cut in range(1, len(text)):
+        assert parsed(parser(), [text[:cut], text[cut:]]) == expected, cut
+
+
+@pytest.mark.parametrize(
+    ("value", "rest"),
+    [
+        ('"C:\\\\"', '"'),
+        ('"\\\\\\""', ","),
+        ('"\\\\\\\\"', "}"),
+        ('""', '"x"'),
+        ("[]", "]"),
+        ('{"a": ["]}", {}]}', "}"),
+        ("-1.5e+3", ","),
+        ("true", "}"),
+        ("null", " "),
+        ('["\\\\", "\\\\"]', "x"),
+    ],
+)
+def test_a_value_ends_where_it_ends_however_it_is_cut(value: str, rest: str) -> None:
+    text = value + rest
+    for cut in range(len(text)):
+        reader = ValueReader()
+        end = reader.read(text[:cut], 0)
+        assert end == min(cut, len(value))
+        end += reader.read(text[end:], 0)
+        assert (end, reader.is_over) == (len(value), True)
 
 
 FRAGMENTS = strategies.lists(
