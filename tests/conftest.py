@@ -2,16 +2,14 @@
 
 import gc
 import os
-import shutil
-import tempfile
 from collections.abc import Iterator
-from importlib.util import find_spec
 
 import jaxtyping
 
 # The threads of Pallas' interpreter wait for one another inside XLA's pool, which has a worker for each processor:
 # where there are two, waits at barriers take them all, and none is left to end them. XLA reads this when it starts.
 os.environ.setdefault("PJRT_NPROC", "16")
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")  # see `tests.support.tiers`
 
 with jaxtyping.install_import_hook(["detjax", "benchmarks"], "beartype.beartype"):
     import detjax  # noqa: F401
@@ -19,21 +17,13 @@ with jaxtyping.install_import_hook(["detjax", "benchmarks"], "beartype.beartype"
 import jax
 import pytest
 
-pytest_plugins = ("tests.support.case_sampling", "tests.support.cpu_times", "tests.support.hardware")
+pytest_plugins = tuple(
+    f"tests.support.{name}" for name in ("case_sampling", "cpu_times", "hardware", "kept_programs", "tiers")
+)
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-
-_cache = None
-if "--xla_backend_optimization_level=0" in os.environ.get("XLA_FLAGS", "") and find_spec("libtpu") is None:
-    # These tests are not about what XLA makes of a program, so a program that many of them need is compiled once. The
-    # folder is this process's alone: JAX writes its files in place, so that others could read half of one. JAX cannot
-    # load programs for TPUs that are not there.
-    _cache = tempfile.mkdtemp(prefix="detjax-tests-")
-    jax.config.update("jax_compilation_cache_dir", _cache)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 _MAX_PROGRAMS = 500
 """Maximum number of compiled programs that a process keeps. Each takes about 45 memory mappings, Linux allows a process
@@ -54,11 +44,6 @@ def pytest_collection_finish() -> None:
     # Imported objects stay. Scanning them for garbage over and over took a twentieth of the time.
     gc.collect()
     gc.freeze()
-
-
-def pytest_unconfigure() -> None:
-    if _cache is not None:
-        shutil.rmtree(_cache, ignore_errors=True)
 
 
 @pytest.fixture(autouse=True)

@@ -107,6 +107,8 @@ class _TaskUnpickler(pickle.Unpickler):
 def _serve(connection: Connection) -> None:
     """Compiles requested programs until the client closes the connection. Answers failures with their tracebacks."""
     task: Task = _TaskUnpickler(io.BytesIO(connection.recv_bytes())).load()
+    if jax.default_backend() == "cpu":
+        jax.config.update("jax_enable_compilation_cache", False)  # see `compilation.NotSerializable`
     with task.choices.apply(), contextlib.suppress(EOFError):
         digest = fingerprints.fingerprint().digest
         by_key = task.programs.by_key()

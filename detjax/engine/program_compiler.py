@@ -200,7 +200,7 @@ class Compilation:
         if content is None:
             try:
                 content = compilation.serialized(compiled)
-            except jax.errors.JaxRuntimeError as error:  # a CPU program with a sort, after its first run
+            except compilation.NotSerializable as error:
                 _log.info("a compiled program cannot be kept, and is compiled again at the next start: %s", error)
                 return
         self._cache.store(key, content)

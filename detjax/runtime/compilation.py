@@ -236,9 +236,29 @@ def compiled(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Callable[.
     return getattr(fn, _COMPILED)(*args, **kwargs)
 
 
+class NotSerializable(RuntimeError):
+    """A program that XLA cannot serialize, although the program itself works."""
+
+
+_OBJECT_CODE: Final = {"cpu": (b"\x7fELF", b"\xcf\xfa\xed\xfe")}
+"""The first bytes of object files (ELF and Mach-O), one of which a serialized program of a platform contains."""
+
+
 def serialized(program: Any) -> bytes:
-    """Serializes a result of `compiled`. `loaded` accepts the bytes in any process with an equal fingerprint."""
-    return pickle.dumps(serialize_executable.serialize(program))
+    """Serializes a result of `compiled`. `loaded` accepts the bytes in any process with an equal fingerprint.
+
+    Raises:
+        NotSerializable: a CPU program with a sort that has run, or a CPU program that JAX has loaded from its own
+            compilation cache. XLA serializes the latter without its code, so that its first run would fail.
+    """
+    try:
+        content = serialize_executable.serialize(program)
+    except jax.errors.JaxRuntimeError as error:
+        raise NotSerializable(str(error)) from error
+    formats = _OBJECT_CODE.get(backends.target(), (b"",))
+    if not any(start in content[0] for start in formats):
+        raise NotSerializable("it has no code; programs loaded from JAX's compilation cache lose it in XLA")
+    return pickle.dumps(content)
 
 
 def loaded(content: bytes, devices: Sequence[Any] | None = None) -> Callable[..., Any]:

@@ -17,8 +17,15 @@ from detjax.engine.step_programs import StepPrograms
 from detjax.runtime import compilation
 from detjax.runtime.fingerprints import fingerprint
 from tests.support.compiled_programs import compiled_programs
+from tests.support.kept_programs import no_kept_programs
 from tests.support.small_loops import VARIANTS, answers, small_loop
 from tests.support.waits import HANGS_AFTER
+
+
+@pytest.fixture(autouse=True)
+def serializable_programs() -> Iterator[None]:
+    with no_kept_programs():
+        yield
 
 
 @functools.cache

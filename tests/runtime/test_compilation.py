@@ -1,5 +1,7 @@
 """Pinned compiler options, programs compiled with them, and environments that are refused."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -9,6 +11,7 @@ import detjax
 from detjax import ops
 from detjax.runtime import compilation, fingerprints
 from tests.support.bits import assert_same_bits
+from tests.support.kept_programs import no_kept_programs
 
 
 @pytest.fixture(autouse=True)
@@ -153,3 +156,18 @@ def test_a_program_without_the_pinned_options_is_refused_on_a_gpu(monkeypatch: p
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     with pytest.raises(RuntimeError, match=r"softmax: traced for the portable backend .* Use detjax.jit instead"):
         jax.jit(ops.softmax).trace(jnp.ones((7, 5)))  # a shape that no other test has traced
+
+
+def test_a_program_is_serialized_with_its_code_or_not_at_all() -> None:
+    x = jnp.arange(30.0)
+
+    def program() -> Any:
+        jax.clear_caches()
+        return compilation.compiled(compilation.jit(lambda x: jnp.tanh(jnp.pad(x[3:20], 5))), x)
+
+    with no_kept_programs():
+        compiled = program()
+    assert_same_bits(compilation.loaded(compilation.serialized(compiled))(x), compiled(x))
+    program()
+    with pytest.raises(compilation.NotSerializable, match="no code; programs loaded from JAX's compilation cache"):
+        compilation.serialized(program())

@@ -1,0 +1,98 @@
+"""The tiers of the tests: a marker set from each test's path, and the optimizations with which XLA compiles.
+
+`pytest -m engine` runs a tier, and imports no other test. Tests of numerics check the code that XLA generates, so their
+programs are compiled with all of XLA's optimizations. The others are compiled with none, which would take most of
+their time.
+"""
+
+import os
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any, Final
+
+import jax
+import pytest
+from jax._src import compiler  # JAX has no public way to change a compiler option of all programs after its start
+
+TESTS: Final = Path(__file__).resolve().parents[1]
+
+TIERS: Final = {
+    "numerics": ("contract", "invariant", "models", "ops", "portable"),
+    "kernels": ("operands", "pallas/hopper", "runtime", "stock"),
+    "engine": ("audit", "bench", "benchmarks", "demo", "engine", "rl"),
+    "service": ("cli", "docs", "mutants", "server", "tools", "test_bits.py", "test_docstrings.py"),
+    "tpu": ("pallas/tpu",),
+}
+"""Folders and files of `tests` by tier. Every test is in one of them."""
+
+FAST: Final = (
+    "bench/test_arguments.py",
+    "mutants",
+)
+"""Folders and files without large programs, which `make check` runs: the marker `fast`."""
+
+UNOPTIMIZED: Final = "--xla_backend_optimization_level=0"
+_FULL_LEVEL: Final = 3
+"""XLA's default."""
+
+_can_switch: Final = os.environ.get("XLA_FLAGS") == UNOPTIMIZED
+_is_optimized = False
+
+
+def tier_of(path: Path) -> str | None:
+    """Returns the tier of a file or of a folder that has no other tier's tests."""
+    return next((tier for tier, parts in TIERS.items() if _is_in(path, parts)), None)
+
+
+def _is_in(path: Path, parts: tuple[str, ...]) -> bool:
+    return any(path.is_relative_to(TESTS / part) for part in parts)
+
+
+def _is_above(path: Path, parts: tuple[str, ...]) -> bool:
+    return any((TESTS / part).is_relative_to(path) for part in parts)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for tier, parts in TIERS.items():
+        config.addinivalue_line("markers", f"{tier}: the tier of {', '.join(parts)}")
+    config.addinivalue_line("markers", "fast: compiles no large program; `make check` runs it")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    chosen = config.getoption("markexpr")
+    parts = FAST if chosen == "fast" else TIERS.get(chosen)
+    if parts is None or _is_in(collection_path, parts) or _is_above(collection_path, parts):
+        return None
+    return collection_path.is_relative_to(TESTS) or None
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if (tier := tier_of(item.path)) is not None:
+        item.add_marker(tier)
+    if _is_in(item.path, FAST):
+        item.add_marker("fast")
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    _optimize(tier_of(item.path) == "numerics")
+    return (yield)
+
+
+def _optimize(value: bool) -> None:
+    """Switches the optimizations of this process, and of those that it starts from now on."""
+    global _is_optimized
+    if value != _is_optimized and _can_switch:
+        _is_optimized = value
+        os.environ["XLA_FLAGS"] = "" if value else UNOPTIMIZED
+        jax.clear_caches()
+
+
+def _compiled(*args: Any, _compile: Any = compiler.compile_or_get_cached, **kwargs: Any) -> Any:
+    if _is_optimized:
+        options = kwargs.get("compile_options") or args[3]
+        options.executable_build_options.debug_options.xla_backend_optimization_level = _FULL_LEVEL
+    return _compile(*args, **kwargs)
+
+
+compiler.compile_or_get_cached = _compiled
