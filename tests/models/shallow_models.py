@@ -1,0 +1,35 @@
+"""The fixtures' models cut to a few of their layers, whose programs compile fast."""
+
+import dataclasses
+import functools
+
+import numpy as np
+from flax import nnx
+
+from detjax.models import Decoder, DecoderConfig, load
+from tests.models.hugging_face import FIXTURES
+
+
+def cut(config: DecoderConfig, layers: slice) -> DecoderConfig:
+    """The configuration of some of the layers."""
+    windows, experts, delta = config.windows[layers], config.experts, config.delta
+    if experts is not None:
+        experts = dataclasses.replace(experts, layers=experts.layers[layers])
+    if delta is not None:
+        delta = dataclasses.replace(delta, layers=delta.layers[layers])
+    return dataclasses.replace(config, layers=len(windows), windows=windows, experts=experts, delta=delta)
+
+
+@functools.cache
+def shallow(name: str, first: int, stop: int, dtype: str = "float32") -> Decoder:
+    """A fixture's model with its layers from `first` to `stop` alone. Tests do not change it."""
+    model = load(FIXTURES / name, dtype=dtype, progress=False)[0]
+    model.layers = nnx.List(list(model.layers)[first:stop])
+    model.config = cut(model.config, slice(first, stop))
+    return model
+
+
+@functools.cache
+def reference(name: str) -> dict[str, np.ndarray]:
+    """What transformers computed."""
+    return dict(np.load(FIXTURES / name / "reference.npz"))
