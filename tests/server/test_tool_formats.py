@@ -1,8 +1,8 @@
 """Formats of tool calls: what an answer may be under every choice of tools, and the readers of complete answers."""
 
+import functools
 import json
 import re
-from functools import partial
 from typing import Any, Final
 
 import pytest
@@ -50,7 +50,7 @@ def marked(words: Tokenizer) -> Tokenizer:
     return with_marks(words)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def written(request: pytest.FixtureRequest, words: Tokenizer, marked: Tokenizer) -> tuple[str, ToolFormat, Tokenizer]:
     """A form's name, its format and its tokenizer, with marks as tokens of their own or, if plain, as text."""
     form = request.param.removeprefix("plain ")
@@ -74,13 +74,18 @@ def calls(form: str, *pairs: tuple[str, str]) -> str:
     return "".join(f"[TOOL_CALLS]{name}[ARGS]{text}" for name, text in pairs)
 
 
+@functools.cache
+def compiler_of(tokenizer: Tokenizer) -> ConstraintCompiler:
+    return ConstraintCompiler(tokenizer, 515, [END])
+
+
 def accepts(constraint: Constraint | None, tokenizer: Tokenizer, text: str, *, is_whole: bool = True) -> bool:
     """Returns whether an answer may be a text, or begin with it."""
     assert constraint is not None
-    compiler = ConstraintCompiler(tokenizer, 515, [END])
+    compiler = compiler_of(tokenizer)
     matcher = compiler.compile(constraint).matcher()
     for token in [*tokenizer.encode(text, add_special_tokens=False), *[END] * is_whole]:
-        if compiler.start_masks(1, {0: matcher}, partial(list, [(matcher, token)])).result().failures:
+        if compiler.start_masks(1, {0: matcher}, functools.partial(list, [(matcher, token)])).result().failures:
             return False
     return True
 
@@ -92,7 +97,7 @@ def use(*tools: Any, required: bool = False, allowed: Any = None, one: bool = Fa
 type Written = tuple[str, ToolFormat, Tokenizer]
 
 
-@pytest.mark.parametrize("written", FORMS, indirect=True)
+@pytest.mark.parametrize("written", FORMS, indirect=True, scope="module")
 def test_a_required_call_is_all_that_an_answer_may_be(written: Written) -> None:
     form, format_, tokenizer = written
     constraint = format_.constraint(use(ONE, TWO, required=True), None)
@@ -116,7 +121,7 @@ def test_a_required_call_is_all_that_an_answer_may_be(written: Written) -> None:
     assert not accepts(single, tokenizer, calls(form, ("one", SEVEN), ("two", "{}")))
 
 
-@pytest.mark.parametrize("written", FORMS, indirect=True)
+@pytest.mark.parametrize("written", FORMS, indirect=True, scope="module")
 def test_only_allowed_tools_are_called_and_only_strict_ones_keep_their_schema(written: Written) -> None:
     form, format_, tokenizer = written
     assert format_.constraint(use(ONE, TWO), None) is None
@@ -145,7 +150,7 @@ def test_only_allowed_tools_are_called_and_only_strict_ones_keep_their_schema(wr
     assert not accepts(format_.constraint(use(ONE, THREE, one=True), None), tokenizer, said + several)
 
 
-@pytest.mark.parametrize("written", FORMS, indirect=True)
+@pytest.mark.parametrize("written", FORMS, indirect=True, scope="module")
 def test_json_may_stand_in_place_of_calls(written: Written) -> None:
     form, format_, tokenizer = written
     wanted = Constraint.json_schema(NUMBER)
@@ -258,7 +263,7 @@ def test_a_tool_reaches_the_template_without_what_it_lacks() -> None:
 # --- readers of answers -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("written", FORMS, indirect=True)
+@pytest.mark.parametrize("written", FORMS, indirect=True, scope="module")
 def test_an_answer_is_read_whole_and_token_by_token(written: Written) -> None:
     form, format_, tokenizer = written
     said = "" if form == "llama" else "I look. é"
