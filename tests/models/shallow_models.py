@@ -31,5 +31,5 @@ def shallow(name: str, first: int, stop: int, dtype: str = "float32") -> Decoder
 
 @functools.cache
 def reference(name: str) -> dict[str, np.ndarray]:
-    """What transformers computed."""
+    """The results of transformers."""
     return dict(np.load(FIXTURES / name / "reference.npz"))

@@ -25,7 +25,7 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
     "Qwen3_5+": {"hidden_size": 3584, "vision_config": {"depth": 2}},
     "Qwen3_5Moe+": {"hidden_size": 3584, "vision_config": {"depth": 2}},
 }
-"""What some families need beyond `SIZES`; "+" stands for a tower."""
+"""Keys that some families need beyond `SIZES`; "+" stands for a tower."""
 
 
 def architecture(family: str) -> str:
@@ -45,10 +45,10 @@ def leaves(value: Any, path: str = "") -> dict[str, Any]:
     """The fields of nested dataclasses by their paths."""
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return {path: value}
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for field in dataclasses.fields(value):
-        found |= leaves(getattr(value, field.name), f"{path}.{field.name}" if path else field.name)
-    return found
+        result |= leaves(getattr(value, field.name), f"{path}.{field.name}" if path else field.name)
+    return result
 
 
 FAMILIES = (
@@ -71,7 +71,7 @@ FAMILIES = (
     ("Qwen3Moe", 32768, 1e-6, 2, 4, 1e4, (None, ()), False, "silu"),
     ("Qwen3Next", 32768, 1e-6, 256, 2, 1e4, (None, ()), False, "silu"),
 )
-"""What transformers' configurations have where a file says nothing."""
+"""Values of transformers' configurations where a file says nothing."""
 
 
 def some_config(family: str) -> dict[str, Any]:

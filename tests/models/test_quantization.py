@@ -18,7 +18,7 @@ from flax import nnx
 from detjax.models import CheckpointError, load, save
 from detjax.models.checkpoint.quantization import BlockFormat
 from detjax.models.checkpoint.stored_formats import stored_format
-from detjax.models.checkpoint.weight_files import open_weights
+from detjax.models.checkpoint.weight_files import StoredTensor, open_weights
 from detjax.models.configuration.json_object import JsonObject
 from tests.models.hugging_face import FIXTURES, SINGLE, changed_json, changed_tensors, copied, tensors
 from tests.support.bits import assert_same_bits
@@ -112,7 +112,7 @@ def test_fp8_is_read_as_products_in_float32(
 
 
 @pytest.mark.parametrize("scale_dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize(("shape", "group"), [((3, 64), 32), ((5, 45), 32), ((2, 3, 70), 32), ((4, 8), 128)])
+@pytest.mark.parametrize(("shape", "group"), [((3, 64), 32), ((5, 41), 32), ((2, 3, 70), 32), ((4, 8), 128)])
 def test_int4_is_read_as_products_in_float32(
     tmp_path: Path, shape: tuple[int, ...], group: int, scale_dtype: str
 ) -> None:
@@ -125,13 +125,54 @@ def test_int4_is_read_as_products_in_float32(
         assert_same_bits(values(int4_config(group), parts, tmp_path, dtype), expected.astype(np.dtype(dtype)))
 
 
-def test_a_matrix_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def fp8_parts(*shape: int) -> dict[str, np.ndarray]:
+    """Random matrices in blocks of 4 x 8."""
     random = np.random.default_rng(0)
-    codes, scales = random.integers(0, 127, (50, 24), dtype=np.uint8), random.standard_normal((13, 3), np.float32)
-    parts = {"w.weight": codes.view(ml_dtypes.float8_e4m3fn), "w.weight_scale_inv": scales}
-    whole = values(fp8_config(4, 8), parts, tmp_path)
-    monkeypatch.setattr("detjax.models.checkpoint.quantization._NUMBERS_AT_ONCE", 300)
-    assert_same_bits(values(fp8_config(4, 8), parts, tmp_path), whole)
+    grid = (*shape[:-2], -(-shape[-2] // 4), -(-shape[-1] // 8))
+    codes = random.integers(0, 127, shape, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn)
+    return {"w.weight": codes, "w.weight_scale_inv": random.standard_normal(grid, np.float32)}
+
+
+def int4_parts(*shape: int) -> dict[str, np.ndarray]:
+    """Random matrices in groups of 12."""
+    random = np.random.default_rng(0)
+    codes = random.integers(-(2**31), 2**31, (*shape[:-1], -(-shape[-1] // 8)), dtype=np.int32)
+    scales = random.standard_normal((*shape[:-1], -(-shape[-1] // 12)), np.float32)
+    return {"w.weight_packed": codes, "w.weight_scale": scales, "w.weight_shape": np.array(shape, np.int32)}
+
+
+def mxfp4_parts(*shape: int) -> dict[str, np.ndarray]:
+    random = np.random.default_rng(0)
+    draws = {"blocks": (0, 256, (*shape, 16)), "scales": (120, 130, shape)}
+    return {f"w.weight_{name}": random.integers(*draw, dtype=np.uint8) for name, draw in draws.items()}
+
+
+@pytest.mark.parametrize("at_once", [1, 97, 250, 2000])
+@pytest.mark.parametrize(
+    ("config", "parts"),
+    [
+        (fp8_config(4, 8), fp8_parts(50, 24)),
+        (fp8_config(4, 8), fp8_parts(2, 3, 13, 23)),
+        (int4_config(12), int4_parts(3, 11, 45)),
+        ({"quant_method": "mxfp4"}, mxfp4_parts(2, 11, 3)),
+    ],
+    ids=["fp8", "fp8 of several matrices", "int4", "mxfp4"],
+)
+def test_matrices_are_read_in_pieces_of_whole_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], parts: dict[str, np.ndarray], at_once: int
+) -> None:
+    whole = values(config, parts, tmp_path)
+    counts, read_bytes = list[int](), StoredTensor.read_bytes
+
+    def counted(tensor: StoredTensor, first: int, count: int) -> np.ndarray:
+        counts.append(count)
+        return read_bytes(tensor, first, count)
+
+    monkeypatch.setattr(StoredTensor, "read_bytes", counted)
+    monkeypatch.setattr("detjax.models.checkpoint.quantization._NUMBERS_AT_ONCE", at_once)
+    assert_same_bits(values(config, parts, tmp_path), whole)
+    assert sum(counts) == next(iter(parts.values())).nbytes
+    assert max(counts) <= max(at_once, 4 * 24)  # no number takes more than a byte, no row of blocks more than 96
 
 
 # --- other libraries --------------------------------------------------------------------------------------------------
@@ -280,6 +321,7 @@ def first_is(value: Any) -> Callable[[np.ndarray], np.ndarray]:
         ("fp8", f"{O_PROJ}_scale_inv", first_is(3e38), f"'{O_PROJ}' holds values beyond the range of bfloat16"),
         ("fp8", O_PROJ, first_is(np.nan), f"'{O_PROJ}' holds NaN; accepted: finite values"),
         ("fp8", O_PROJ, lambda x: x[:-1], f"'{O_PROJ}' has shape (47, 80); accepted: (48, 80), which follows from"),
+        ("fp8", O_PROJ, lambda x: x[:0], f"'{O_PROJ}' has shape (0, 80); accepted: at least 2 axes, none of them 0"),
         ("fp8", O_PROJ, lambda x: x[0], f"'{O_PROJ}' has shape (80,); accepted: at least 2 axes, none of them 0"),
         ("int4", f"{DOWN}_scale", nothing, f"'{DOWN}_scale' is missing, which belongs to '{DOWN}_packed'"),
         ("int4", f"{DOWN}_packed", nothing, f"'{DOWN}_packed' is missing, which belongs to '{DOWN}_scale'"),
@@ -288,6 +330,12 @@ def first_is(value: Any) -> Callable[[np.ndarray], np.ndarray]:
         ("int4", f"{DOWN}_shape", lambda x: x - (0, 8), "_shape' holds (40, 16); accepted: (40, 24), or up to 7"),
         ("int4", f"{DOWN}_shape", lambda x: x - (0, -1), "_shape' holds (40, 25); accepted: (40, 24), or up to 7"),
         ("int4", f"{DOWN}_shape", lambda x: x - (0, 1), "down_proj.weight' has shape (40, 23); accepted: (40, 24)"),
+        (
+            "int4",
+            f"{DOWN}_shape",
+            lambda x: x.astype(np.float32),
+            "_shape' is stored as F32; accepted: I64, I32, as pack",
+        ),
         ("int4", f"{DOWN}_packed", lambda x: x.view(np.uint32), "_packed' is stored as U32; accepted: I32, as pack-"),
         ("int4", f"{DOWN}_scale", lambda x: x[:1], "_scale' has shape (1, 1); accepted: (40, 1)"),
     ],
@@ -305,7 +353,7 @@ def test_tensors_that_are_not_the_formats_are_refused(
 
 
 def group_with(**changes: Any) -> dict[str, Any]:
-    weights = {key: changes.pop(key) for key in list(changes) if key not in GROUP}
+    weights = {key: changes.pop(key) for key in list(changes) if key not in (*GROUP, "format")}
     return {
         "config_groups": {"group_0": GROUP | changes | {"weights": GROUP["weights"] | {"group_size": 32} | weights}}
     }
@@ -323,6 +371,13 @@ def group_with(**changes: Any) -> dict[str, Any]:
         (fp8_config(128, 128, activation_scheme="static"), "activation_scheme is 'static'; accepted: dynamic"),
         (int4_config(32, format="nvfp4-pack-quantized"), "format is 'nvfp4-pack-quantized'; accepted: pack-quantized"),
         (int4_config(32, kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme is {'num_bits': 8}; accepted: null"),
+        (
+            int4_config(32, sparsity_config={"format": "dense"}),
+            "sparsity_config is {'format': 'dense'}; accepted: null",
+        ),
+        (int4_config(32, transform_config={"a": 1}), "transform_config is {'a': 1}; accepted: null"),
+        (fp8_config(128, 128) | {"weight_block_size": [128]}, "weight_block_size is [128]; accepted"),
+        (fp8_config(128, 128) | {"weight_block_size": [128, 128.0]}, "weight_block_size is [128, 128.0]; accepted"),
         (INT4, "config_groups is missing; accepted: an object"),
         (INT4 | {"config_groups": {"group_0": {"weights": None}}}, "config_groups.group_0 is {'weights': None}"),
         (INT4 | group_with(num_bits=8), "config_groups.group_0.weights.num_bits is 8; accepted: 4"),
@@ -332,6 +387,8 @@ def group_with(**changes: Any) -> dict[str, Any]:
         (INT4 | group_with(actorder="group"), "weights.actorder is 'group'; accepted: static, weight"),
         (INT4 | group_with(group_size=0), "weights.group_size is 0; accepted: an integer >= 1"),
         (INT4 | group_with(input_activations={"num_bits": 8}), "group_0.input_activations is {'num_bits': 8}"),
+        (INT4 | group_with(output_activations={"num_bits": 8}), "group_0.output_activations is {'num_bits': 8}"),
+        (INT4 | group_with(format="dense"), "group_0.format is 'dense'; accepted: pack-quantized"),
         (
             int4_config(32)
             | {"config_groups": {"a": int4_config(32)["config_groups"]["group_0"]} | int4_config(16)["config_groups"]},
@@ -345,3 +402,10 @@ def test_other_quantizations_are_refused_by_key(config: dict[str, Any], words: s
         stored_format(JsonObject(raw, "config.json"))
     assert str(error.value).startswith("config.json: quantization_config.")
     assert words in str(error.value)
+
+
+def test_keys_without_effect_and_other_orders_of_groups_are_read() -> None:
+    for changes in ({}, {"sparsity_config": {}, "transform_config": None}, group_with(actorder="weight")):
+        assert block_format(int4_config(32) | changes).block == (1, 32)
+    assert block_format(FP8 | {"weight_block_size": [3, 5]}).block == (3, 5)
+    assert stored_format(JsonObject({"quantization_config": {}}, "config.json")) is None
