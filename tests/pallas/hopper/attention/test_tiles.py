@@ -23,9 +23,8 @@ from tests.support.attention_requests import INTERPRETER, Requests, in_the_inter
 from tests.support.bits import assert_same_bits
 
 
-@pytest.mark.sampled(1)
 @in_the_interpreter
-@pytest.mark.parametrize("width", [16, 192])
+@pytest.mark.parametrize("width", [16, pytest.param(192, marks=pytest.mark.nightly)])
 def test_rows_between_packed_requests_are_not_written(width: int) -> None:
     """A request's last tile may write up to a multiple of 8 rows. Rows after these, here a gap, are not its own."""
     requests, counts, first_row, rows = Requests.random((20, 30), 2, 1, width), (10, 5), (0, 32), 64
