@@ -1,6 +1,7 @@
 """Hugging Face directories: what `load` makes of them, and what `save` writes."""
 
 import dataclasses
+import functools
 import itertools
 import json
 import re
@@ -18,6 +19,7 @@ from flax import nnx
 from safetensors import safe_open
 
 from detjax.models import CheckpointError, Decoder, DecoderConfig, GenerationDefaults, load, network, save
+from detjax.models.checkpoint.weight_files import write_weights
 from tests.models.hugging_face import (
     EMBEDDING,
     FIXTURES,
@@ -223,6 +225,14 @@ def test_a_checkpoint_that_names_no_dtype_has_the_one_it_is_stored_in(tmp_path):
     assert (model.config.dtype, model.dtype) == ("bfloat16", jnp.bfloat16)
 
 
+def test_the_older_key_of_the_dtype_counts_before_the_stored_one(tmp_path):
+    directory = copied("qwen3", tmp_path)
+    with changed_json(directory / "config.json") as raw:
+        raw["torch_dtype"] = "float16"
+        del raw["dtype"]
+    assert model_in(directory).dtype == jnp.float16
+
+
 @pytest.mark.parametrize("dtype", ["float64", "int8", "no dtype"])
 def test_a_dtype_that_weights_cannot_have_is_refused(dtype):
     with pytest.raises(ValueError, match="accepted: bfloat16, float16, float32"):
@@ -242,6 +252,21 @@ def test_a_value_beyond_the_dtype_is_an_error_but_stored_infinities_and_nans_are
     with pytest.raises(CheckpointError, match=r"model.norm.weight.*beyond the range of float16; accepted: float32"):
         load(directory, dtype="float16")
     assert np.isfinite(np.asarray(model_in(directory, dtype="bfloat16").final_norm.weight[...])[5])
+
+
+@pytest.mark.parametrize(
+    ("bits", "dtype"), [(0x7F7F8000, "bfloat16"), (0xFF7F8000, "bfloat16"), (0x477FF000, "float16")]
+)
+def test_the_smallest_value_beyond_a_dtype_is_refused_and_the_largest_within_is_read(tmp_path, bits, dtype):
+    directory = copied("mistral", tmp_path)
+    with changed_tensors(directory / SINGLE) as stored:
+        stored["model.norm.weight"][:2] = np.array([np.inf, np.array(bits, np.uint32).view(np.float32)])
+    with pytest.raises(CheckpointError, match=f"beyond the range of {dtype}"):
+        load(directory, dtype=dtype)
+    with changed_tensors(directory / SINGLE) as stored:
+        stored["model.norm.weight"][1] = np.array(bits - 1, np.uint32).view(np.float32)
+    norm = np.asarray(model_in(directory, dtype=dtype).final_norm.weight[...])
+    assert np.isfinite(norm[1]) and norm[0] == np.inf
 
 
 def test_frequencies_that_old_checkpoints_store_are_passed_over(tmp_path):
@@ -269,6 +294,16 @@ def test_a_head_that_differs_from_the_embedding_it_is_tied_to_serves_with_a_warn
         model = model_in(directory)
     assert not model.config.tied_embeddings
     assert_same_bits(model.lm_head.weight[...], head)
+
+
+def test_a_head_of_equal_bytes_and_another_dtype_differs(tmp_path):
+    directory = copied("qwen3", tmp_path)
+    with changed_tensors(directory / SINGLE) as stored:
+        stored[HEAD] = stored[EMBEDDING].view(np.float16)
+        stored[HEAD][:] = 0
+        stored[EMBEDDING][:] = 0
+    with pytest.warns(UserWarning, match="tie_word_embeddings"):
+        assert not model_in(directory).config.tied_embeddings
 
 
 def test_a_single_file_counts_before_an_index(tmp_path):
@@ -305,7 +340,7 @@ def test_what_is_saved_has_the_tensors_it_was_loaded_from_and_loads_as_the_same(
     again, tokenizer_again = load(tmp_path / "saved")
     assert_same_bits(parameters(again), parameters(model))
     assert (again.config, again.generation_defaults) == (model.config, model.generation_defaults)
-    assert again.image_options == model.image_options
+    assert (again.image_options, again.video_options) == (model.image_options, model.video_options)
     assert (tokenizer_again is None) == (tokenizer is None)
     with safe_open(tmp_path / "saved" / SINGLE, framework="numpy") as file:
         assert file.metadata() == {"format": "pt"}
@@ -334,6 +369,20 @@ def test_weights_of_more_bytes_than_a_shard_are_cut_into_shards_with_an_index(tm
     assert_same_bits(parameters(model_in(tmp_path / "saved")), parameters(model))
 
 
+@pytest.mark.parametrize(
+    ("sizes", "shards"),
+    [([4, 4, 8, 9, 1], [[4, 4], [8], [9], [1]]), ([9, 8], [[9], [8]]), ([3, 5], [[3, 5]]), ([], [[]])],
+)
+def test_a_shard_is_filled_to_its_last_byte(tmp_path, sizes, shards):
+    def group(index: int, size: int) -> tuple[int, Callable]:
+        return size, lambda: {f"{index}": np.full(size, index, np.uint8)}
+
+    write_weights(tmp_path, [group(*pair) for pair in enumerate(sizes)], 8)
+    files = sorted(tmp_path.glob("*.safetensors"))
+    assert [[x.size for _, x in sorted(tensors(tmp_path, file.name).items())] for file in files] == shards
+    assert (tmp_path / INDEX).exists() == (len(shards) > 1)
+
+
 def test_a_model_in_another_dtype_is_saved_in_that_dtype(tmp_path):
     save(model_in(FIXTURES / "qwen3", dtype="float32"), tmp_path / "saved")
     raw = json.loads((tmp_path / "saved" / "config.json").read_text())
@@ -346,8 +395,13 @@ def small_config(**changes: Any) -> DecoderConfig:
     return dataclasses.replace(config, vocab_size=16, hidden_size=8, intermediate_size=8)
 
 
+@functools.cache
+def small_model() -> Decoder:
+    return Decoder(small_config(), rngs=nnx.Rngs(0), dtype=jnp.float16)
+
+
 def test_a_model_made_here_is_saved_without_ending_tokens_of_its_architecture(tmp_path):
-    model = Decoder(small_config(), rngs=nnx.Rngs(0), dtype=jnp.float16)
+    model = small_model()
     save(model, tmp_path / "saved")
     assert not (tmp_path / "saved" / "generation_config.json").exists()
     again = model_in(tmp_path / "saved")
@@ -395,11 +449,11 @@ def test_saved_files_have_the_permissions_of_any_new_file(tmp_path):
 
 
 def test_a_model_that_transformers_does_not_have_is_not_saved(tmp_path):
-    model = Decoder(small_config(qk_norm=True), rngs=nnx.Rngs(0), dtype=jnp.float32)
+    model = Decoder(small_config(qk_norm=True), rngs=nnx.Rngs(0), dtype=jnp.float16)
     with pytest.raises(ValueError, match="qk_norm is True"):
         save(model, tmp_path / "saved")
-    model = Decoder(small_config(), rngs=nnx.Rngs(0), dtype=jnp.float32)
-    model.embedding.weight = nnx.Param(jnp.zeros((17, 8), jnp.float32))
+    model = nnx.clone(small_model())
+    model.embedding.weight = nnx.Param(jnp.zeros((17, 8), jnp.float16))
     with pytest.raises(ValueError, match=r"save: parameter embedding.weight has shape \(17, 8\); accepted: \(16, 8\)"):
         save(model, tmp_path / "saved")
     with pytest.raises(ValueError, match="max_shard_bytes is 0; accepted: integers >= 1"):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from detjax.models import CheckpointError, DecoderConfig, GenerationDefaults
-from detjax.models.configuration.family import description
+from detjax.models.configuration.family import description, families, register
 from detjax.ops.rotary import LinearScaling, Llama3Scaling, RotaryEmbedding, YarnScaling
 from tests.models.hugging_face import FIXTURES, NAMES
 
@@ -341,6 +341,14 @@ def test_generation_defaults_are_those_stated_and_token_ids_fall_back_on_the_con
         ({"top_p": 1.5}, QWEN3, "generation_config.json: top_p is 1.5; accepted: a number from 0 to 1"),
         ({"top_k": 2.0}, QWEN3, "generation_config.json: top_k is 2.0"),
         ({"do_sample": "true"}, QWEN3, "generation_config.json: do_sample is 'true'"),
+        ({"top_p": -0.1}, QWEN3, "generation_config.json: top_p is -0.1"),
+        ({"min_p": 1.5}, QWEN3, "generation_config.json: min_p is 1.5; accepted: a number from 0 to 1"),
+        ({"min_p": True}, QWEN3, "generation_config.json: min_p is True"),
+        ({"top_k": -1}, QWEN3, "generation_config.json: top_k is -1"),
+        ({"pad_token_id": -1}, QWEN3, "generation_config.json: pad_token_id is -1"),
+        ({"eos_token_id": [True]}, QWEN3, "generation_config.json: eos_token_id is [True]"),
+        ({"repetition_penalty": 1e7}, QWEN3, "generation_config.json: repetition_penalty is 10000000.0"),
+        ({}, QWEN3 | {"pad_token_id": -1}, "config.json: pad_token_id is -1"),
     ],
 )
 def test_generation_defaults_of_the_wrong_kind_are_refused_by_file_and_key(raw, config, words):
@@ -356,3 +364,42 @@ def test_generation_defaults_that_are_written_are_read_as_the_same(name):
     written = read.to_hugging_face()
     assert defaults(written, fixture(name)) == read
     assert written.items() >= raw.items()
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *((key, value) for key in ("top_p", "min_p") for value in (0.0, 1.0)),
+        *(("temperature", value) for value in (0.0, 7.5)),
+        *(("top_k", value) for value in (0, 3)),
+        *(("repetition_penalty", value) for value in (1e-6, 1e6)),
+        *((f"{role}_token_id", 0) for role in ("bos", "pad")),
+        ("do_sample", True),
+    ],
+)
+def test_a_generation_default_alone_at_its_border_is_read_and_written(key, value):
+    read = defaults({key: value}, QWEN3)
+    assert getattr(read, key) == value
+    unread = json.dumps({key: value} if key == "repetition_penalty" else {})
+    changed = {} if key == "repetition_penalty" else {key: value}
+    assert read == dataclasses.replace(GenerationDefaults(), **changed, unread=unread)
+    assert read.to_hugging_face() == {"do_sample": False} | {key: value}
+    assert defaults(read.to_hugging_face(), QWEN3) == read
+
+
+def test_end_tokens_are_written_as_one_or_several():
+    for ids, written in (((), None), ((3,), 3), ((3, 5), [3, 5])):
+        read = GenerationDefaults(eos_token_ids=ids)
+        assert read.token_ids_to_hugging_face() == {"bos_token_id": None, "eos_token_id": written, "pad_token_id": None}
+
+
+def test_the_largest_integer_is_taken():
+    assert read(QWEN3, vocab_size=2**31 - 1).vocab_size == 2**31 - 1
+
+
+def test_an_architecture_is_registered_once():
+    (first, second) = list(families().values())[:2]
+    register(first)
+    with pytest.raises(ValueError, match=f"register: {first.architecture} is registered already"):
+        register(dataclasses.replace(second, architecture=first.architecture))
+    assert families()[first.architecture] is first

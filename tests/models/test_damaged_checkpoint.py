@@ -221,6 +221,15 @@ FOREIGN = {
     "adapter_model.bin": "an adapter's weights (adapter_model.bin)",
     "model.safetensors.dvc": "a pointer of DVC (model.safetensors.dvc)",
     "hf_quant_config.json": "a quantization that config.json does not describe (hf_quant_config.json)",
+    "quant_config.json": "a quantization that config.json does not describe (quant_config.json)",
+    "quantize_config.json": "a quantization that config.json does not describe (quantize_config.json)",
+    "a.ggml": "GGML (a.ggml)",
+    "a.pt": "PyTorch's format (a.pt)",
+    "a.ckpt": "PyTorch's format (a.ckpt)",
+    "a.nemo": "NeMo's format (a.nemo)",
+    "params.json": "the original format of Llama and Mistral (params.json)",
+    "model_index.json": "a pipeline of Diffusers (model_index.json)",
+    "other.safetensors.index.json": "another index of safetensors (other.safetensors.index.json)",
 }
 
 
@@ -241,9 +250,19 @@ def test_files_in_other_formats_are_named_alone_without_weights_and_besides_a_mo
     assert "accepted: a directory with config.json and safetensors" in message
 
 
+@pytest.mark.parametrize("name", [".git/a.bin", "assets/params.json", "a/b/c.bin", "README.md"])
+def test_hidden_and_deeper_files_and_objects_below_are_no_weights(tmp_path, name):
+    directory = copied("qwen3", tmp_path)
+    (directory / name).parent.mkdir(parents=True, exist_ok=True)
+    (directory / name).write_bytes(b"x")
+    load(directory)
+
+
 def test_several_files_of_several_formats_are_named_by_format(tmp_path):
-    for name in ("a.gguf", "b.gguf", "c.onnx", *(f"{number}.bin" for number in range(6))):
+    for name in ("a.gguf", "b.gguf", "c.onnx", *(f"{number}.bin" for number in range(4))):
         (tmp_path / name).write_bytes(b"x")
+    assert "PyTorch's format (0.bin, 1.bin, 2.bin, 3.bin), GGUF" in refusal(tmp_path)
+    (tmp_path / "4.bin").write_bytes(b"x")
     assert "PyTorch's format (0.bin, 1.bin, 2.bin, 3.bin, ...), GGUF (a.gguf, b.gguf) and ONNX (c.onnx)" in refusal(
         tmp_path
     )
@@ -262,7 +281,19 @@ def test_a_directory_above_the_checkpoint_names_it(tmp_path):
     assert refusal(tmp_path) == message
 
 
-@pytest.mark.parametrize("name", ["tokenizer.model", "vocab.json", "tekken.json"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tokenizer.model",
+        "vocab.json",
+        "tekken.json",
+        "merges.txt",
+        "vocab.txt",
+        "spiece.model",
+        "sentencepiece.bpe.model",
+        "a.tiktoken",
+    ],
+)
 def test_a_tokenizer_that_is_not_read_is_named(tmp_path, name):
     directory = copied("qwen3", tmp_path)
     (directory / name).write_text("{}")
