@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo docs test test-tpu test-tunix test-ray test-models test-tier test-all notebooks mutants mutate soak wheel address workflows lint format lock clean always
+.PHONY: help demo docs check test test-fast test-tpu test-tunix test-ray test-models test-tier test-all notebooks mutants mutate soak wheel address workflows lint lint-types lint-tests lint-style format lock clean always
 
 BIN := .venv/bin
 READY := .venv/.ready
@@ -39,35 +39,29 @@ demo: $(READY) ## set up, then run the demonstration
 
 # One process more than CI has cores, since some tests wait for servers.
 PYTEST = DETJAX_PTXAS=$(PTXAS) $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
-# These tests check XLA's generated code, so they run at full optimization.
-FULLY_OPTIMIZED := tests/contract tests/invariant tests/models tests/ops tests/portable
-# The others do not, and optimizing would take most of their time.
-QUICK_COMPILER := XLA_FLAGS=--xla_backend_optimization_level=0
 # Pytest's exit code is 5 if PYTEST_ARGS selects no test.
 IF_ANY := || [ $$? -eq 5 ]
 
-test: lint $(PTXAS)/.ready ## set up, lint, then run the tests (PYTEST_ARGS="-k matmul" picks some)
-	$(PYTEST) $(FULLY_OPTIMIZED) $(PYTEST_ARGS) $(IF_ANY)
-	$(QUICK_COMPILER) $(PYTEST) tests --ignore tests/pallas/tpu $(addprefix --ignore ,$(FULLY_OPTIMIZED)) $(PYTEST_ARGS) $(IF_ANY)
+check: $(READY) ## lint, and run the tests that compile no large program
+	@$(MAKE) --jobs 2 --output-sync=target lint-types lint-tests lint-style test-fast
 
-# The tests by topic, for several machines. A test checks that no folder is left out.
-TIER_numerics := $(FULLY_OPTIMIZED)
-TIER_kernels := tests/operands tests/pallas tests/runtime tests/stock
-TIER_engine := tests/audit tests/bench tests/benchmarks tests/demo tests/engine tests/rl
-TIER_service := tests/cli tests/docs tests/mutants tests/server tests/tools tests/test_bits.py tests/test_docstrings.py
+test-fast: $(READY)
+	$(BIN)/pytest -q -m fast $(PYTEST_ARGS) $(IF_ANY)
+
+test: lint $(PTXAS)/.ready ## set up, lint, then run the tests (PYTEST_ARGS="-k matmul" picks some)
+	$(PYTEST) $(PYTEST_ARGS) $(IF_ANY)
 
 test-tier: $(PTXAS)/.ready ## run the tests of one TIER: numerics, kernels, engine or service
-	$(if $(filter numerics,$(TIER)),,$(QUICK_COMPILER)) $(PYTEST) $(or $(TIER_$(TIER)),$(error TIER=$(TIER); accepted: numerics, kernels, engine or service)) \
-	  --ignore tests/pallas/tpu $(PYTEST_ARGS) $(IF_ANY)
+	$(PYTEST) -m $(or $(TIER),$(error TIER= is missing; accepted: numerics, kernels, engine or service)) $(PYTEST_ARGS) $(IF_ANY)
 
 test-tpu: $(LIBTPU)/.ready ## test the TPU kernels in the interpreter and with the TPU compiler; no TPU is needed
-	PYTHONPATH=$(LIBTPU) JAX_PLATFORMS=cpu $(QUICK_COMPILER) $(PYTEST) --dist load tests/pallas/tpu $(PYTEST_ARGS)
+	PYTHONPATH=$(LIBTPU) JAX_PLATFORMS=cpu $(PYTEST) --dist load -m tpu $(PYTEST_ARGS)
 
 test-tunix: $(TUNIX)/.ready ## test the adapter to Tunix in a separate environment (TUNIX_SOURCE=PATH tests a checkout)
-	DETJAX_TUNIX=$(TUNIX) $(QUICK_COMPILER) $(BIN)/pytest tests/rl/test_tunix.py $(PYTEST_ARGS)
+	DETJAX_TUNIX=$(TUNIX) $(BIN)/pytest tests/rl/test_tunix.py $(PYTEST_ARGS)
 
 test-ray: $(RAY)/.ready ## test replicas on Ray Serve in a separate environment
-	DETJAX_RAY=$(RAY) $(QUICK_COMPILER) $(BIN)/pytest tests/server/test_ray_serve.py $(PYTEST_ARGS)
+	DETJAX_RAY=$(RAY) $(BIN)/pytest tests/server/test_ray_serve.py $(PYTEST_ARGS)
 
 test-models: $(MODELS)/.ready ## test batch_invariant with published models in a separate environment (BONSAI_SOURCE adds six)
 	DETJAX_MODELS=$(MODELS) $(BIN)/pytest tests/invariant/test_published.py $(PYTEST_ARGS)
@@ -75,7 +69,7 @@ test-models: $(MODELS)/.ready ## test batch_invariant with published models in a
 test-all: ## run every case of every test, where the other targets run a sample of the slow ones
 	$(MAKE) test test-tpu PYTEST_ARGS="--all-cases $(PYTEST_ARGS)"
 
-# The runner's arguments: options, then files. `--pick NUMBER` runs one of the files, as CI does.
+# The runner's arguments: options, then files.
 NOTEBOOKS ?= notebooks/*.ipynb
 
 notebooks: $(READY) ## run the notebooks and compare what they print (NOTEBOOKS="--write FILE" keeps it)
@@ -110,10 +104,17 @@ workflows: $(READY) ## check the workflows; needs actionlint (ACTIONLINT=PATH)
 	$(ACTIONLINT) -no-color -shellcheck= -pyflakes=
 
 lint: $(READY) ## check style, formatting, types, the direction of imports, the rules of language and spelling
+	@$(MAKE) --jobs 2 --output-sync=target lint-types lint-tests lint-style
+
+lint-types:
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+lint-tests:
+	$(BIN)/pyright --project tests/pyrightconfig.json --pythonpath $(BIN)/python
+
+lint-style:
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/pyright --pythonpath $(BIN)/python
-	$(BIN)/pyright --project tests/pyrightconfig.json --pythonpath $(BIN)/python
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python tools/lint_prose.py README.md CONTRIBUTING.md CHANGELOG.md docs notebooks detjax benchmarks examples tests tools
 	$(BIN)/codespell README.md CONTRIBUTING.md CHANGELOG.md SECURITY.md CODE_OF_CONDUCT.md docs notebooks detjax examples benchmarks tools
@@ -137,7 +138,7 @@ lock: ## resolve all lock files again (LOCK_ARGS=--upgrade takes newer releases)
 	done
 
 clean: ## remove everything that make created
-	rm -rf .venv .release .site site $(PTXAS) $(LIBTPU) .tunix .tunix-source .ray .mutate .models .tools dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .release .site site $(PTXAS) $(LIBTPU) .tunix .tunix-source .ray .mutate .models .tools dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache .jax_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(READY): pyproject.toml requirements.lock tools/make-venv.sh

@@ -1,12 +1,11 @@
 """Runs notebooks from the first cell to the last, and compares their outputs with the stored ones.
 
-    python tools/run_notebooks.py [--write] [--pick NUMBER] notebooks/*.ipynb
+    python tools/run_notebooks.py [--write] notebooks/*.ipynb
 
 The exit code is 1 if a cell fails, if stored cells were not run in order, or if a cell's text differs from the stored
 one. Two tags allow a cell's text to differ: `timing` always, and `machine` if the notebook was written in another
 environment, that is, under another fingerprint of processor, JAX and flags that bits depend on. Images and plots are
-not compared. `--write` stores the cells' outputs in the notebook, without their execution times. `--pick` runs only one
-notebook, the one with this number modulo their count.
+not compared. `--write` stores the cells' outputs in the notebook, without their execution times.
 
 nbval could not replace it: it compares a cell always or never, on any machine, and writes nothing.
 """
@@ -139,11 +138,9 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description="Run notebooks from the first cell to the last.")
     parser.add_argument("files", type=Path, nargs="+", help="notebooks")
     parser.add_argument("--write", action="store_true", help="store the cells' outputs")
-    parser.add_argument("--pick", type=int, metavar="NUMBER", help="run only one: this number modulo their count")
     options = parser.parse_args(arguments)
-    files = options.files if options.pick is None else [options.files[options.pick % len(options.files)]]
     failures = 0
-    for file in files:
+    for file in options.files:
         try:
             execute(file, write=options.write)
         except (CellExecutionError, ValueError) as error:

@@ -1,7 +1,7 @@
-"""Chooses the cases that run: all of them with `--all-cases`, otherwise a sample of each costly test's cases.
+"""Chooses the cases that run: all of them with `--all-cases`, otherwise those that CI runs.
 
-`--share I/N` adds the I-th of N parts of the cases that the sample leaves out, and a case of every tenth test without a
-case in the sample. So N runs have every case, and ten consecutive runs have every test.
+CI runs every test: all cases of a test, or the cases that `sampled(n)` chooses, without the cases marked `nightly`.
+`--share I/N` adds the I-th of N parts of the other cases, so N runs have every case.
 """
 
 import argparse
@@ -10,14 +10,13 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-_UNSEEN = 10
-"""A share has a case of one in this many tests without a case in the sample. These tests are the most costly ones, and
-together they take longer than all others."""
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--all-cases", action="store_true", help="run every case, also of tests marked sampled")
-    text = "also run a case of every tenth other test, and part I of N, counted from 0, of the remaining cases"
+    text = "run every case, also those that are nightly or left out by a sample"
+    parser.addoption("--all-cases", action="store_true", help=text)
+    text = "run CI's cases of a test that is named with ::, which otherwise runs whole"
+    parser.addoption("--ci-cases", action="store_true", help=text)
+    text = "also run part I of N, counted from 0, of the cases that CI leaves out"
     parser.addoption("--share", type=share, metavar="I/N", help=text)
 
 
@@ -34,38 +33,50 @@ def share(text: str) -> tuple[int, int]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    text = (
-        "sampled(n): without --all-cases, n of the test's cases run, which cover as many values as possible; "
-        "with 0, the test runs with every tenth --share"
-    )
+    text = "sampled(n): in CI, n of the test's cases run, at least one, which cover as many values as possible"
     config.addinivalue_line("markers", text)
-    config.addinivalue_line("markers", "nightly: a large case, which runs with --all-cases only")
+    config.addinivalue_line("markers", "nightly: a large case, which CI leaves out; the test has a small one as well")
 
 
+@pytest.hookimpl(tryfirst=True)  # before the choices of -k and -m, to see all cases of a test
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--all-cases") or any("::" in str(argument) for argument in config.args):
-        return  # a test that is named on the command line runs whole
-    costly: dict[str, list[pytest.Item]] = defaultdict(list)
-    for item in items:
-        # On a machine with the device, all tests that need it run.
-        if item.get_closest_marker("sampled") and not item.get_closest_marker("hopper"):
-            costly[item.nodeid.partition("[")[0]].append(item)
-    left_out: list[pytest.Item] = []
-    unseen: list[pytest.Item] = []
-    for cases in costly.values():
-        mark = cases[0].get_closest_marker("sampled")
-        assert mark is not None
-        chosen = sample([_values(case) for case in cases], mark.args[0])
-        left_out += [case for index, case in enumerate(cases) if index not in chosen]
-        if not chosen:
-            unseen.append(cases[0])
+    is_named = any("::" in str(argument) for argument in config.args) and not config.getoption("--ci-cases")
+    if config.getoption("--all-cases") or is_named:
+        return
+    chosen = ci_cases(items)
+    left_out = [item for item in items if item not in chosen]
     if (given := config.getoption("--share")) is not None:
         part, parts = given
-        shared = {*left_out[part::parts], *unseen[part % _UNSEEN :: _UNSEEN]}
-        left_out = [case for case in left_out if case not in shared]
+        shared = set(left_out[part::parts])
+        left_out = [item for item in left_out if item not in shared]
     config.hook.pytest_deselected(items=sorted(left_out, key=lambda item: item.nodeid))
     unwanted = set(left_out)
     items[:] = [item for item in items if item not in unwanted]
+
+
+def ci_cases(items: Sequence[pytest.Item]) -> set[pytest.Item]:
+    """Returns the cases that CI runs.
+
+    Raises:
+        pytest.UsageError: a test has no such case.
+    """
+    tests: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        tests[item.nodeid.partition("[")[0]].append(item)
+    chosen: set[pytest.Item] = set()
+    for name, cases in tests.items():
+        mark = cases[0].get_closest_marker("sampled")
+        # On a machine with the device, all tests that need it run.
+        if cases[0].get_closest_marker("hopper"):
+            chosen.update(cases)
+            continue
+        small = [case for case in cases if not case.get_closest_marker("nightly")]
+        if mark is not None:
+            small = [small[index] for index in sample([_values(case) for case in small], mark.args[0])]
+        if not small and mark is None:  # XXX
+            raise pytest.UsageError(f"{name} has no case in CI; accepted: at least one that is not nightly, sampled(1)")
+        chosen.update(small)
+    return chosen
 
 
 def sample(cases: Sequence[Mapping[str, str]], count: int) -> set[int]:

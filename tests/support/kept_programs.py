@@ -34,14 +34,14 @@ def pytest_configure() -> None:
 
 
 # JAX writes files in place, so that another process could read half of one.
-def _put(cache: lru_cache.LRUCache, key: str, value: bytes) -> None:
+def _put(self: lru_cache.LRUCache, key: str, value: bytes) -> None:
     if not (FOLDER / key).exists():
         with tempfile.NamedTemporaryFile(dir=FOLDER, delete=False) as file:
             file.write(value)
         os.replace(file.name, FOLDER / key)
 
 
-def _get(cache: lru_cache.LRUCache, key: str) -> bytes | None:
+def _get(self: lru_cache.LRUCache, key: str) -> bytes | None:
     try:
         content = (FOLDER / key).read_bytes()
     except FileNotFoundError:

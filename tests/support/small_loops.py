@@ -2,10 +2,12 @@
 
 import functools
 from pathlib import Path
+from typing import Final
 
 from detjax.engine import BatchShapes, Completion, SamplingParams, SamplingVariant, Sequence, StepLoop, StepLoopConfig
 from detjax.models import Decoder, load
 
+FIXTURE: Final = Path(__file__).parents[1] / "fixtures" / "qwen3"
 VARIANTS = (
     SamplingVariant(filtered=False, top_logprobs=0),
     SamplingVariant(filtered=True, top_logprobs=0),
@@ -15,7 +17,7 @@ VARIANTS = (
 
 @functools.cache
 def small_model() -> Decoder:
-    return load(Path(__file__).parents[1] / "fixtures" / "qwen3", dtype="bfloat16", progress=False)[0]
+    return load(FIXTURE, dtype="bfloat16", progress=False)[0]
 
 
 def small_loop(variants: tuple[SamplingVariant, ...] = VARIANTS, runs_of: int = 0) -> StepLoop:

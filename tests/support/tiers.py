@@ -7,6 +7,7 @@ their time.
 
 import os
 from collections.abc import Generator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
@@ -59,6 +60,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    if _is_in(collection_path, TIERS["tpu"]) and find_spec("libtpu") is None:
+        return True  # `make test-tpu` installs it
     chosen = config.getoption("markexpr")
     parts = FAST if chosen == "fast" else TIERS.get(chosen)
     if parts is None or _is_in(collection_path, parts) or _is_above(collection_path, parts):

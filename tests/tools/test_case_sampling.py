@@ -22,38 +22,48 @@ def test_costly(x): pass
 @pytest.mark.parametrize("y", range(4))
 def test_costlier(y): pass
 
-@pytest.mark.sampled(0)
-@pytest.mark.parametrize("z", range(2))
-def test_costliest(z): pass
-
-@pytest.mark.sampled(0)
-def test_as_costly(): pass
+@pytest.mark.parametrize("z", [0, pytest.param(1, marks=pytest.mark.nightly)])
+def test_large(z): pass
 
 def test_cheap(): pass
 """
 
 
-def collected(folder: Path, *options: str) -> set[str]:
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "tests.support.case_sampling"]
+def collected(folder: Path, *options: str, name: str = "") -> set[str]:
+    """Returns the cases of a folder, or of the test with this name, that pytest would run."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "tests.support.case_sampling", *options]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     result = subprocess.run(
-        [*command, *options, str(folder)], cwd=folder, env=environment, capture_output=True, text=True, check=True
+        [*command, name or "."], cwd=folder, env=environment, capture_output=True, text=True, check=True
     )
     return {line.partition("::")[2] for line in result.stdout.splitlines() if "::" in line}
 
 
-def test_shares_have_every_case_and_those_that_follow_each_other_have_every_test(tmp_path: Path) -> None:
+def test_each_case_is_in_ci_or_in_a_share(tmp_path: Path) -> None:
     (tmp_path / "test_some.py").write_text(TESTS)
     everything, sample = collected(tmp_path, "--all-cases"), collected(tmp_path)
-    assert len(everything) == 15 and len(sample) == 4
-    shares = [collected(tmp_path, "--share", f"{part}/4") - sample for part in range(4)]
-    # Each of them has a case of one of the tests that the sample leaves out, and a part of the ten other cases.
-    assert [("test_costliest[0]" in one, "test_as_costly" in one) for one in shares[:2]] == [
-        (True, False),
-        (False, True),
-    ]
-    assert sum(map(len, shares)) >= 11
+    assert len(everything) == 14
+    assert {"test_large[0]", "test_cheap"} < sample and len(sample) == 5
+    shares = [collected(tmp_path, "--share", f"{part}/4") for part in range(4)]
+    assert all(one > sample for one in shares)
+    assert sum(len(one - sample) for one in shares) == 9
     assert sample.union(*shares) == everything
+
+
+def test_a_named_test_runs_whole_unless_cis_cases_are_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "test_some.py").write_text(TESTS)
+    name = "test_some.py::test_costly"
+    assert len(collected(tmp_path, name=name)) == 7
+    assert len(collected(tmp_path, "--ci-cases", name=name)) == 2
+
+
+@pytest.mark.parametrize("mark", ["nightly", "sampled(0)"])
+def test_a_test_without_a_case_in_ci_is_refused(mark: str, tmp_path: Path) -> None:
+    (tmp_path / "test_some.py").write_text(f"import pytest\n@pytest.mark.{mark}\ndef test_large(): pass\n")
+    assert collected(tmp_path, "--all-cases") == {"test_large"}
+    with pytest.raises(subprocess.CalledProcessError) as refused:
+        collected(tmp_path)
+    assert "test_some.py::test_large has no case in CI; accepted: at least one" in refused.value.stderr
 
 
 @pytest.mark.parametrize("text", ["3/3", "1", "-1/2", "a/b", "0/0"])

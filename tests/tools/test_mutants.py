@@ -15,7 +15,7 @@ def checkout(tmp_path: Path) -> Path:
     (tmp_path / "double.py").write_text(SOURCE)
     (tmp_path / "test_double.py").write_text(TEST)
     (tmp_path / "conftest.py").write_text(
-        'def pytest_addoption(parser):\n    parser.addoption("--all-cases", action="store_true")\n'
+        'def pytest_addoption(parser):\n    parser.addoption("--ci-cases", action="store_true")\n'
     )
     return tmp_path
 

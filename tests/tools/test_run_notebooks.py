@@ -8,7 +8,7 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from tools.run_notebooks import ENVIRONMENT, MACHINE, differences, main, printed, unexecuted, with_whole_streams
+from tools.run_notebooks import ENVIRONMENT, MACHINE, differences, printed, unexecuted, with_whole_streams
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -130,14 +130,6 @@ def test_a_notebook_that_prints_something_else_fails_the_command(tmp_path: Path)
     assert result.returncode == 1
     assert {"-42", "+4242"} <= set(result.stdout.splitlines())
     assert file.read_bytes() == before
-
-
-def test_a_number_picks_one_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
-    files: list[str] = []
-    monkeypatch.setattr("tools.run_notebooks.execute", lambda file, write: files.append(file.name))
-    for number in range(5):
-        assert main(["--pick", str(number), "a.ipynb", "b.ipynb", "c.ipynb"]) == 0
-    assert files == ["a.ipynb", "b.ipynb", "c.ipynb", "a.ipynb", "b.ipynb"]
 
 
 def test_there_are_notebooks() -> None:

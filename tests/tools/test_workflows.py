@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.support import tiers
+
 ROOT = Path(__file__).resolve().parents[2]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 
@@ -15,23 +17,15 @@ def jobs(name: str) -> dict[str, Any]:
     return yaml.safe_load((ROOT / ".github" / "workflows" / f"{name}.yml").read_text())["jobs"]
 
 
-def tiers() -> dict[str, list[str]]:
-    """The folders and files of each tier, as the Makefile states them."""
-    text = (ROOT / "Makefile").read_text()
-    (optimized,) = re.findall(r"^FULLY_OPTIMIZED := (.*)$", text, re.MULTILINE)
-    lists = dict(re.findall(r"^TIER_(\w+) := (.*)$", text, re.MULTILINE))
-    return {tier: paths.replace("$(FULLY_OPTIMIZED)", optimized).split() for tier, paths in lists.items()}
-
-
 def test_each_test_is_in_one_tier() -> None:
-    paths = [ROOT / path for tier in tiers().values() for path in tier]
-    for file in (ROOT / "tests").rglob("test_*.py"):
-        assert sum(file.is_relative_to(path) for path in paths) == 1, file
+    places = [tiers.TESTS / part for parts in tiers.TIERS.values() for part in parts]
+    for file in tiers.TESTS.rglob("test_*.py"):
+        assert sum(file.is_relative_to(place) for place in places) == 1, file
 
 
 @pytest.mark.parametrize(("workflow", "job"), [("ci", "test"), ("nightly", "cases")])
 def test_each_tier_runs(workflow: str, job: str) -> None:
-    assert set(jobs(workflow)[job]["strategy"]["matrix"]["tier"]) == set(tiers())
+    assert set(jobs(workflow)[job]["strategy"]["matrix"]["tier"]) == set(tiers.TIERS) - {"tpu"}
 
 
 def test_the_nights_parts_are_all_parts() -> None:
