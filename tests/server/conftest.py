@@ -13,6 +13,7 @@ from detjax.engine import Engine
 from detjax.models import Decoder, DecoderConfig, GenerationDefaults, ModelMetadata, Tokenizer
 from tests.server.running_server import FIXTURE, MODEL, Running, serving
 from tests.server.scripted import Client, scripted
+from tests.server.threads_as_processes import Machine, installed
 from tests.support.one_layer import one_layer
 
 
@@ -72,3 +73,9 @@ def api(metadata: ModelMetadata, words: Tokenizer) -> Iterator[Client]:
     """A client of a server whose engine's answers are written."""
     with scripted(metadata, words) as client:
         yield client
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """A machine whose processes are threads. They are ready, wait for calls, and answer none."""
+    return installed(monkeypatch)

@@ -3,14 +3,16 @@
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import os
 import re
 import signal
 import subprocess
 import sys
 import threading
+import urllib.request
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +26,7 @@ from starlette.testclient import TestClient
 
 from detjax.audit import Origin
 from detjax.cli import main
-from detjax.engine import Engine, EngineClosed, EngineConfig, Request, SamplingParams, Token
+from detjax.engine import Engine, Request, SamplingParams, Token
 from detjax.models import Decoder, ModelMetadata, Tokenizer
 from detjax.server import LogSettings, ProcessReplicas, Settings, app_of_replicas, create_app, no_accelerator
 from detjax.server.replicas import processes as module
@@ -35,28 +37,13 @@ from detjax.server.replicas.processes import device_shares, visible_gpus
 from detjax.server.replicated_engine import ReplicatedEngine
 from tests.server.running_server import MODEL, wait_until
 from tests.server.test_replicas import PENALIZED, REQUESTS, by_sample, responses, streamed
+from tests.server.threads_as_processes import Answering, Machine, Process
 from tests.support import commands
 from tests.support.bits import assert_same_bits
 from tests.support.waits import HANGS_AFTER
 
-LONG = Request([5, 6, 7], dataclasses.replace(PENALIZED, max_tokens=390, n=4))
+LONG = Request([5, 6, 7], dataclasses.replace(PENALIZED, max_tokens=60, n=4))
 QUIET = LogSettings(level="error")
-
-
-@pytest.fixture(scope="module")
-def replicas(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessReplicas]:
-    """Two replicas. One that is stuck is soon taken to be; where that is a mistake, no answer differs."""
-    config = EngineConfig(max_samples=4, token_budget=16, max_length=400, top_logprobs=2)
-    options = ReplicaOptions(checkpoint, config=config, cache=tmp_path_factory.mktemp("cache"))
-    with contextlib.closing(ProcessReplicas(options, 2, log=QUIET, silence=10)) as started:
-        yield started
-
-
-@pytest.fixture
-def replicated(replicas: ProcessReplicas) -> ReplicatedEngine:
-    """An engine, once both replicas are there."""
-    wait_until(lambda: None not in replicas.processes and len(ready(replicas)) == 2)
-    return ReplicatedEngine(replicas, replicas.facts.metadata, replicas.facts.tokenizer(), replicas.facts.config)
 
 
 def ready(replicas: ProcessReplicas) -> list[int]:
@@ -78,6 +65,43 @@ def assert_same_tokens(got: list[tuple[int, Token]], expected: list[tuple[int, T
         assert_same_bits(*(np.array([token.logprob for token in one], np.float32) for one in both))
 
 
+# --- replicas with the tests' engine ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def facts(engine: Engine, loaded: tuple[Decoder, Tokenizer]) -> ReplicaFacts:
+    return ReplicaFacts(ModelMetadata.from_model(loaded[0]), loaded[1].files, engine.config, Origin("an origin"))
+
+
+@pytest.fixture
+def replicas(machine: Machine, engine: Engine, facts: ReplicaFacts) -> Iterator[ProcessReplicas]:
+    """Two replicas that answer with the tests' engine."""
+
+    def program(process: Process) -> int:
+        replica = Answering(process.connection, process.connection.recv()[0])
+        process.options["replica"] = replica
+
+        async def serve() -> None:
+            serving = asyncio.create_task(replica.serve(lambda _: (engine, facts)))
+            await asyncio.to_thread(process.killed.wait)
+            serving.cancel()
+            await asyncio.gather(serving, *replica._answering.values(), return_exceptions=True)
+
+        asyncio.run(serve())
+        return 0
+
+    machine.programs = [program]
+    with contextlib.closing(ProcessReplicas(ReplicaOptions(Path()), 2, log=QUIET, silence=HANGS_AFTER)) as started:
+        yield started
+        for process in machine.started:
+            process.end()
+
+
+@pytest.fixture
+def replicated(replicas: ProcessReplicas) -> ReplicatedEngine:
+    return ReplicatedEngine(replicas, replicas.facts.metadata, replicas.facts.tokenizer(), replicas.facts.config)
+
+
 def test_concurrent_requests_have_the_answers_of_one_engine_from_both_replicas(
     replicated: ReplicatedEngine, replicas: ProcessReplicas, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,7 +113,7 @@ def test_concurrent_requests_have_the_answers_of_one_engine_from_both_replicas(
         return chosen[-1]
 
     monkeypatch.setattr(replicas._choice, "choose", noted)
-    seeded = SamplingParams(max_tokens=20, temperature=1.0, seed=11, n=3, top_logprobs=1)
+    seeded = SamplingParams(max_tokens=7, temperature=1.0, seed=11, n=3, top_logprobs=1)
     calls = [REQUESTS, [Request([8, 8], seeded)], [Request([9], seeded), Request([1, 2], seeded)], REQUESTS[:1]]
 
     async def all_at_once() -> tuple[list[Any], list[Any]]:
@@ -105,72 +129,66 @@ def test_concurrent_requests_have_the_answers_of_one_engine_from_both_replicas(
     assert chosen[:4] == [0, 1, 0, 1]
     assert {*chosen[4:]} == {0, 1}
     assert replicas._choice.in_flight == [0, 0]
+    assert asyncio.run(replicated.generate_async([])) == []
 
 
 def test_clients_get_the_responses_of_one_engine(
-    replicated: ReplicatedEngine, replicas: ProcessReplicas, engine: Engine, loaded: tuple[Decoder, Tokenizer]
+    replicas: ProcessReplicas, engine: Engine, loaded: tuple[Decoder, Tokenizer]
 ) -> None:
     settings = Settings(MODEL, unseeded="fixed")
     one, several = create_app(engine, *loaded, settings), app_of_replicas(replicas, settings)
     with contextlib.closing(one.state.texts), contextlib.closing(several.state.texts):
         got, expected = responses(several), responses(one)
-        for parts in (*got, *expected):
-            for part in parts:  # JAX in this process has the options of the tests
-                assert part.pop("system_fingerprint", "detjax-").startswith("detjax-")
+        for part in itertools.chain(*got, *expected):
+            part.pop("system_fingerprint", None)
         assert got == expected
         with TestClient(several) as client:
-            assert "detjax_lost_replicas_total" in client.get("/metrics").text
             asked = {"model": MODEL, "prompt": [1], "max_tokens": 400}
             error = client.post("/v1/completions", json=asked).json()["error"]
             assert "accepted: 400 in all, the engine's max_length" in error["message"]
             assert error["param"] == "max_tokens"
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda number: number.name)
+@pytest.mark.parametrize("is_stuck", [False, True], ids=["killed", "stuck"])
 def test_a_stream_goes_on_when_its_process_is_killed_or_stuck(
-    number: signal.Signals, replicated: ReplicatedEngine, replicas: ProcessReplicas, engine: Engine
+    is_stuck: bool,
+    replicated: ReplicatedEngine,
+    replicas: ProcessReplicas,
+    engine: Engine,
+    machine: Machine,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     expected = asyncio.run(streamed(engine, [LONG]))
-    before = replicas.processes
+    first, other = map(machine.process, replicas.processes)
+    sent = first.options["replica"]._outbox.put
+    parts = 0
 
-    async def broken() -> list[tuple[int, Token]]:
-        tokens = list[tuple[int, Token]]()
-        async for token in replicated.stream_all([LONG]):
-            if not tokens:
-                for process in [replicas.processes[place] for place, n in enumerate(replicas._choice.in_flight) if n]:
-                    assert process is not None
-                    os.kill(process, number)
-            tokens.append(token)
-        return tokens
+    def put(message: object) -> None:
+        nonlocal parts
+        if isinstance(message, Answer):
+            parts += 1
+        if parts < 3:
+            return sent(message)
+        if parts == 3:
+            parts = 4
+            if is_stuck:  # and says so
+                sent(Failed("one step of its engine has taken 31 s so far"))
+            else:
+                first.end()
 
-    for _ in range(20):  # the process may have sent all before it gets the signal
-        assert_same_tokens(asyncio.run(broken()), expected)
-        if replicated.losses:
-            break
-        wait_until(lambda: len(ready(replicas)) == 2)
-    assert replicated.losses
+    first.options["replica"]._outbox.put = put
+    assert_same_tokens(asyncio.run(streamed(replicated, [LONG])), expected)
+    assert replicated.losses == 1
     wait_until(lambda: len(ready(replicas)) == 2)
-    assert replicas.processes != before
-    assert not any(lives(process) for process in before if process not in replicas.processes and process is not None)
+    assert replicas.processes == [machine.started[2].pid, other.pid]
+    reason = "one step of its engine has taken 31 s so far" if is_stuck else "its process has ended with signal SIGKILL"
+    assert f"replica 0 is lost: {reason}; restarting it" in caplog.text
+    assert first.killed.is_set()
+    assert replicas._choice.in_flight == [0, 0]
     assert_same_tokens(asyncio.run(streamed(replicated, REQUESTS)), asyncio.run(streamed(engine, REQUESTS)))
 
 
-def test_replicas_that_cannot_start_again_fail_the_engine_until_one_does(
-    replicated: ReplicatedEngine, replicas: ProcessReplicas, engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(sys, "executable", "/bin/false")
-        for process in replicas.processes:
-            assert process is not None
-            os.kill(process, signal.SIGKILL)
-        wait_until(lambda: replicated.failure is not None)
-        assert str(replicated.failure) == "replica 0 cannot start: its process has ended with code 1"
-        assert not replicated.is_open
-        with pytest.raises(EngineClosed, match="no replica of the engine can start"):
-            asyncio.run(replicated.generate_async(REQUESTS))
-    wait_until(lambda: len(ready(replicas)) == 2)
-    assert replicated.is_open
-    assert asyncio.run(replicated.generate_async(REQUESTS)) == engine.generate(REQUESTS)
+# --- processes --------------------------------------------------------------------------------------------------------
 
 
 def test_a_replica_that_cannot_start_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,41 +240,54 @@ def test_each_replica_gets_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
         assert visible_gpus() is None
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=lambda number: number.name)
-def test_no_process_outlives_the_server(number: signal.Signals, checkpoint: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.nightly)],
+    ids=lambda number: number.name,
+)
+def test_a_server_survives_its_replicas_and_none_of_them_survives_it(
+    number: signal.Signals, checkpoint: Path, tmp_path: Path
+) -> None:
     command = [sys.executable, "-m", "detjax", "serve", checkpoint, "--port", "0", "--cache-dir", tmp_path]
     command += ["--data-parallel", "2", "--max-samples", "1", "--token-budget", "8", "--max-length", "64"]
     server = subprocess.Popen([str(part) for part in command], stderr=subprocess.PIPE, text=True)
+    asked: Any = {"model": MODEL, "prompt": "x", "max_tokens": 3, "logprobs": 0, "seed": 3}
     try:
         assert server.stderr is not None
-        processes, lines = list[int](), list[str]()
+        processes, lines = dict[str, int](), list[str]()
         while not lines or " on http://" not in lines[-1]:
             lines.append(server.stderr.readline())
             assert lines[-1], lines
-            processes += map(int, re.findall(r"replica \d is ready, process (\d+)", lines[-1]))
-        assert len(processes) == 2 and all(map(lives, processes))
+            processes |= {
+                name: int(pid) for name, pid in re.findall(r"replica (\d) is ready, process (\d+)", lines[-1])
+            }
+        assert len(processes) == 2 and all(map(lives, processes.values()))
         # A supervisor's signal reaches all processes.
-        for process in processes:
+        for process in processes.values():
             os.kill(process, signal.SIGTERM)
-        with openai.OpenAI(base_url=lines[-1].split()[2].rstrip(",") + "/v1", api_key="none", max_retries=0) as client:
-            assert client.completions.create(model=MODEL, prompt="x", max_tokens=2).choices
-        assert all(map(lives, processes))
+        url = lines[-1].split()[2].rstrip(",")
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+            first = client.completions.create(**asked).choices
+            assert all(map(lives, processes.values()))
+            os.kill(processes["0"], signal.SIGSTOP)  # so that it gets a call, and does not answer
+            with ThreadPoolExecutor(1) as threads:
+                second = threads.submit(lambda: client.completions.create(**asked).choices)
+                for _ in range(2):  # the second time the call is on its way
+                    wait_until(lambda: "detjax_prompt_tokens_total 2.0" in metrics(url))
+                os.kill(processes["0"], signal.SIGKILL)
+                assert second.result(HANGS_AFTER) == first
+            assert "detjax_lost_replicas_total 1.0" in metrics(url)
         server.send_signal(number)
         assert server.wait(HANGS_AFTER) == (0 if number == signal.SIGTERM else -number)
-        wait_until(lambda: not any(map(lives, processes)))
+        wait_until(lambda: not any(map(lives, processes.values())))
     finally:
         server.kill()
         server.communicate()
 
 
-class Told(Replica):
-    """A replica in this process, which does not end it."""
-
-    def _read(self, loop: asyncio.AbstractEventLoop) -> None:
-        with contextlib.suppress(EOFError, OSError):
-            while End() not in (messages := self._connection.recv()):
-                loop.call_soon_threadsafe(self._take, messages)
+def metrics(url: str) -> str:
+    with urllib.request.urlopen(f"{url}/metrics") as answer:
+        return answer.read().decode()
 
 
 class FrontEnd:
@@ -284,7 +315,7 @@ def replica(silence: float, start: Any) -> Iterator[FrontEnd]:
     """The front's end of the connection to a replica that runs in a thread of this process."""
     front, other = Pipe()
     loop = asyncio.new_event_loop()
-    watched = Told(other, Start(ReplicaOptions(Path()), QUIET, silence))
+    watched = Answering(other, Start(ReplicaOptions(Path()), QUIET, silence))
     serving = loop.create_task(watched.serve(start))
     thread = threading.Thread(target=lambda: loop.run_until_complete(asyncio.wait([serving])))
     thread.start()
@@ -351,10 +382,3 @@ def test_a_replica_without_signs_of_life_at_its_start_is_lost(tmp_path: Path, mo
     monkeypatch.setattr(module, "_SILENCE_AT_START", 0.2)
     with pytest.raises(ChildProcessError, match=r"replica 0 cannot start: it has sent nothing for 0\.2 s"):
         ProcessReplicas(ReplicaOptions(tmp_path), 1, silence=0.1)
-
-
-def test_a_replica_with_another_fingerprint_is_not_used(replicas: ProcessReplicas) -> None:
-    facts = dataclasses.replace(replicas.facts, origin=Origin("another"))
-    assert replicas._accept(1, replicas.facts) is None
-    assert (reason := replicas._accept(1, facts)) is not None
-    assert reason == f"its fingerprint is {facts.fingerprint}, but the other replicas have {replicas.facts.fingerprint}"
