@@ -339,7 +339,7 @@ class _StepChunks(dict[Sequence, ScheduledChunk]):
             count = min(count, sequence.snapshot_ends[0] - sequence.computed)
         is_decode = count == 1 and (sequence.is_held or not sequence.needs_rows)
         if not is_decode:
-            count = min(count, self._free_rows) if self._free_prefills else 0
+            count = min(count, self._free_rows) if self._free_prefills > 0 else 0
             self._free_rows -= padded_rows(count)
             self._free_prefills -= 1
         self._free_tokens -= count

@@ -6,6 +6,7 @@ To search for more: python -m tests.engine.schedules [FIRST] END, a range of see
 import contextlib
 import dataclasses
 import functools
+import itertools
 import random
 import sys
 from collections import Counter
@@ -30,7 +31,7 @@ from hypothesis.stateful import (
 from jaxtyping import Array
 
 from detjax import SamplingParams
-from detjax.engine import batch, page_pool, scheduler, step_programs
+from detjax.engine import batch, page_pool, scheduler, step_loop, step_programs
 from detjax.engine.batch import BatchShape, BatchShapes, SlotTable, StepBatch
 from detjax.engine.constraints import CompiledConstraint, Constraint, ConstraintCompiler, Masks, Matcher
 from detjax.engine.launcher import Launcher
@@ -46,6 +47,10 @@ from detjax.operands import kv_pages
 VOCABULARY, END = 50, 7
 PAGE = 4
 """Tokens of a page: so few that sequences have many pages."""
+MOST_LIKELIEST = 3
+"""Likeliest tokens that a program reports; requests ask for some of them."""
+SCORED_ROWS = 3
+"""Prompt tokens that are scored at once: so few that chunks have several parts."""
 _ALL_ALLOWED = 0xFFFFFFFF
 
 
@@ -57,6 +62,16 @@ def content(before: int, token: int) -> int:
 def next_token(state: int, seed: int, index: int) -> int:
     """Returns the model's next token: it depends on all tokens before it, and on the request."""
     return hash((state, seed, index)) % VOCABULARY
+
+
+def prompt_logprob(state: int, token: int) -> float:
+    """Returns the logprob of a prompt's token after others."""
+    return float(hash((state, int(token), "logprob")) % 1000)
+
+
+def likeliest(token: int, count: int) -> tuple[tuple[int, float], ...]:
+    """Returns what stands for the likeliest tokens where a token was sampled or is in a prompt."""
+    return tuple((token + number, -float(number)) for number in range(count))
 
 
 def penalty(prompt: tuple[int, ...], generated: list[int]) -> int:
@@ -79,6 +94,21 @@ def expected_tokens(sequence: Sequence) -> list[int]:
         tokens.append(END + 1 if token == END and len(tokens) < params.min_tokens else token)
         state = content(state, tokens[-1])
     return tokens
+
+
+def expected_prompt_logprobs(sequence: Sequence) -> list[tuple[float, Any]]:
+    """Returns the logprobs of a prompt that a sequence must report."""
+    result, state, top = [], 0, sequence.params.top_logprobs
+    for before, token in itertools.pairwise(sequence.prompt):
+        state = content(state, before)
+        result.append((prompt_logprob(state, token), likeliest(token, top)))
+    return result
+
+
+class TokensSoFar(list[int]):
+    """Stands for llguidance's matcher: it remembers the tokens that it consumed."""
+
+    consume_token = list.append
 
 
 class RememberingCompiler(ConstraintCompiler):
@@ -156,8 +186,8 @@ class RememberingRunner(ModelRunner):
     def copy(self, batch: StepBatch) -> StepBatch:
         return batch
 
-    def forward(self, batch: StepBatch) -> tuple[list[int], None]:
-        """Computes a step. Returns what the cache holds at each chunk's last token."""
+    def forward(self, batch: StepBatch) -> tuple[list[int], list[int]]:
+        """Computes a step. Returns what the cache holds at each chunk's last token, and at each prefill row."""
         queries, decodes = batch.queries, len(batch.held)
         held = batch.held < len(self.last)
         decoded = np.where(held, self.last[np.where(held, batch.held, 0)], batch.token[:decodes])
@@ -177,7 +207,8 @@ class RememberingRunner(ModelRunner):
                 assert not position or self.held[slot] == (position, before)
                 self.held[slot] = position + 1, content(before, tokens[row])
             self.cache[places[row]] = content(before, tokens[row])
-        return [self.cache[places[row]] if row in places else 0 for row in batch.last_row.tolist()], None
+        held_at = [self.cache[places[row]] if row in places else 0 for row in range(len(tokens))]
+        return [held_at[row] for row in batch.last_row.tolist()], held_at[decodes:]
 
     def sample(
         self, batch: StepBatch, hidden: list[int], needed: SamplingVariant, allowed: Array | None
@@ -201,9 +232,10 @@ class RememberingRunner(ModelRunner):
             sampled[chunk] = token + 1 if token in barred else token
             self.last[slot] = sampled[chunk]
             self.seen[slot][1].append(int(sampled[chunk]))
-        none, logprobs = np.zeros((len(sampled), 0)), sampled.astype(np.float32)
+        logprobs = sampled.astype(np.float32)
         distribution = (-logprobs).tolist() if needed.distribution else None
-        return _TokensOnTheHost(sampled.tolist(), logprobs.tolist(), none, none, distribution)
+        top = _likeliest_arrays(sampled, needed.top_logprobs)
+        return _TokensOnTheHost(sampled.tolist(), logprobs.tolist(), *top, distribution)
 
     def steps_of_run(self, shape: BatchShape, needed: SamplingVariant) -> int:
         has_run = step_programs.has_runs(shape, len(self.last)) and step_programs.run_variants([needed])
@@ -242,8 +274,10 @@ class RememberingRunner(ModelRunner):
     def put_slot(self, slot: int, rows: tuple[int, int]) -> None:
         self.held[slot] = rows
 
-    def score(self, rows: None, first: int, tokens: np.ndarray) -> SampledTokens:
-        raise AssertionError("no request asks for prompt logprobs")
+    def score(self, rows: list[int], first: int, tokens: np.ndarray) -> SampledTokens:
+        assert 0 < len(tokens) <= SCORED_ROWS
+        logprobs = [prompt_logprob(rows[first + index], token) for index, token in enumerate(tokens.tolist())]
+        return _TokensOnTheHost(tokens.tolist(), logprobs, *_likeliest_arrays(tokens, MOST_LIKELIEST))
 
     def programs(self, batches: Any) -> StepPrograms:
         raise AssertionError("there is nothing to compile")
@@ -265,6 +299,12 @@ class RememberingRunner(ModelRunner):
 
     def update_weights(self, params: Any) -> None:
         raise AssertionError("there are no weights")
+
+
+def _likeliest_arrays(tokens: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the likeliest tokens in the form of a program's results."""
+    number = np.arange(count)
+    return tokens[:, None] + number, np.broadcast_to(-number.astype(np.float64), (len(tokens), count))
 
 
 class _TokensOnTheHost(SampledTokens):
@@ -301,7 +341,7 @@ class Schedule:
         table = SlotTable(slots, num_pages, named_in_queries=keeps_slots)
         self.runner = RememberingRunner(slots, run_steps)
         self.loop = StepLoop(self.scheduler, shapes, table, self.runner, launcher)
-        start: Any = list
+        start: Any = TokensSoFar
         self.constraint = CompiledConstraint(RememberingCompiler(), start)
         self.sequences: list[Sequence] = []
         self.expected: dict[Sequence, list[int]] = {}
@@ -320,18 +360,26 @@ class Schedule:
                 frequency_penalty=0.5 if more_tokens % 2 else 0.0,
                 min_tokens=max_tokens // 2 if has_minimum else 0,
                 sampling_logprobs=more_tokens % 4 == 1,
+                top_logprobs=max_tokens % 3,
                 constraint=Constraint.choice(["x"]) if max_tokens % 3 == 0 and not has_minimum else None,
             )
+        is_resumed = more_tokens % 4 == 2
+        params = dataclasses.replace(params, prompt_logprobs=more_tokens == 5)
         context = RequestContext(
             end_tokens=frozenset([END]),
             prefix_root=prefix_root(client),
             client=client,
             constraint=None if params.constraint is None else self.constraint,
         )
-        for sequence in samples(prompt, params, context):
+        together = samples(prompt, params, context)
+        if is_resumed:  # another engine has sampled some tokens of each sample, or all of them
+            known = [expected_tokens(one)[: max_tokens // 2 + index] for index, one in enumerate(together)]
+            together = samples(prompt, params, context, known)
+        for sequence in together:
             assert pages_needed(sequence) <= self.pool.num_pages
-            self.expected[sequence] = expected_tokens(sequence)
-            self.loop.submit(sequence)
+            self.expected[sequence], self.read[sequence] = expected_tokens(sequence), sequence.given
+            if sequence.finish_reason is None:
+                self.loop.submit(sequence)
             self.sequences.append(sequence)
 
     def cancel(self, index: int) -> None:
@@ -371,8 +419,13 @@ class Schedule:
         for sequence, expected in self.expected.items():
             assert sequence.finish_reason is not None
             assert sequence.finish_reason == "cancelled" or sequence.generated == expected
-            wanted = sequence.generated if sequence.params.sampling_logprobs else []
-            assert sequence.output.sampling_logprobs == [-token for token in wanted]
+            new, params, output = sequence.generated[sequence.given :], sequence.params, sequence.output
+            assert output.logprobs == new
+            assert output.sampling_logprobs == [-token for token in new if params.sampling_logprobs]
+            assert output.top_logprobs == [likeliest(token, params.top_logprobs) for token in new]
+            scored = expected_prompt_logprobs(sequence) if params.prompt_logprobs else []
+            assert output.prompt_logprobs == scored[: len(output.prompt_logprobs)]
+            assert sequence.finish_reason == "cancelled" or len(output.prompt_logprobs) == len(scored)
 
 
 def play(draw: random.Random, actions: int) -> int:
@@ -475,6 +528,7 @@ def small_pages() -> Iterator[None]:
         for module in (batch, scheduler, kv_pages):
             patch.setattr(module, "QUERY_UNIT", 2)
         patch.setattr(batch, "_MIN_ROWS", 8)
+        patch.setattr(step_loop, "SCORED_ROWS", SCORED_ROWS)
         yield
 
 

@@ -567,22 +567,3 @@ def test_more_tokens_than_a_step_can_hold_back_are_refused(shared: Engine, monke
     params = dataclasses.replace(params, stop_token_ids=(*range(400, 515), *range(20, 100)))
     with pytest.raises(ValueError, match="515 tokens have a bias or are held back by min_tokens; accepted: up to 512"):
         shared.generate([Request([1], params)])
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"max_samples": 0}, "max_samples is 0; accepted: at least 1"),
-        ({"token_budget": 0}, "token_budget is 0; accepted: at least 1"),
-        ({"max_length": 1}, "max_length is 1; accepted: 2 to"),
-        ({"num_pages": 3}, "num_pages is 3; accepted: at least 4, for one request of 400 tokens"),
-        ({"snapshot_bytes": -1}, "snapshot_bytes is -1; accepted: 0 and more"),
-        ({"snapshot_tokens": 0}, "snapshot_tokens is 0; accepted: at least 1"),
-        ({"runs_of": -1}, "runs_of is -1; accepted: 0 and more, or None"),
-        ({"top_logprobs": 516}, "top_logprobs is 516; accepted: 0 to 515"),
-        ({"kv_cache_dtype": "q4_0"}, r"Engine: .*q4_0 of 80 numbers; accepted: multiples of 32"),
-    ],
-)
-def test_bad_settings_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        engine(**options)

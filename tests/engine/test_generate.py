@@ -187,38 +187,6 @@ def test_top_logprobs_begin_with_the_greedy_token(model: Decoder) -> None:
         assert len(top) == 4
 
 
-def test_recommended_settings_are_the_checkpoints(model: Decoder) -> None:
-    defaults = model.generation_defaults
-    params = SamplingParams.recommended(model, max_tokens=3, top_k=7)
-    assert (params.temperature, params.top_p) == (defaults.temperature, defaults.top_p)
-    assert (params.max_tokens, params.top_k) == (3, 7)
-
-
-def test_a_checkpoint_that_does_not_sample_is_greedy(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    silent = dataclasses.replace(model.generation_defaults, do_sample=False)
-    monkeypatch.setattr(model, "generation_defaults", silent)
-    assert SamplingParams.recommended(model) == SamplingParams()
-
-
-def test_recommended_penalties_are_not_left_out_in_silence(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    unread = '{"encoder_repetition_penalty": 1.1, "repetition_penalty": 1.2}'
-    penalized = dataclasses.replace(model.generation_defaults, unread=unread)
-    monkeypatch.setattr(model, "generation_defaults", penalized)
-    with pytest.warns(UserWarning, match=r"leaves out {'encoder_repetition_penalty': 1.1}"):
-        assert SamplingParams.recommended(model).repetition_penalty == 1.2
-
-
-@pytest.mark.parametrize("do_sample", [False, True])
-def test_a_recommended_repetition_penalty_is_used(
-    model: Decoder, monkeypatch: pytest.MonkeyPatch, do_sample: bool
-) -> None:
-    unread = '{"repetition_penalty": 1.2}'
-    penalized = dataclasses.replace(model.generation_defaults, unread=unread, do_sample=do_sample)
-    monkeypatch.setattr(model, "generation_defaults", penalized)
-    assert SamplingParams.recommended(model).repetition_penalty == 1.2
-    assert SamplingParams.recommended(model, repetition_penalty=1.0).repetition_penalty == 1
-
-
 def test_no_prompts_give_no_generations(model: Decoder) -> None:
     assert generate(model, []) == []
 
@@ -245,28 +213,6 @@ def test_bad_requests_are_refused(model: Decoder, prompts: list, params: Samplin
 def test_a_chunk_of_no_tokens_is_refused(model: Decoder) -> None:
     with pytest.raises(ValueError, match="prefill_chunk is 0; accepted: at least 1"):
         generate(model, [[1]], prefill_chunk=0)
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("max_tokens", 0),
-        ("temperature", -0.1),
-        ("temperature", float("nan")),
-        ("top_k", -1),
-        ("top_p", 0.0),
-        ("top_p", 1.5),
-        ("min_p", -0.1),
-        ("seed", -1),
-        ("seed", 2**64),
-        ("n", 0),
-        ("stop", ("",)),
-        ("top_logprobs", -1),
-    ],
-)
-def test_sampling_parameters_out_of_range_are_refused(field: str, value: object) -> None:
-    with pytest.raises(ValueError, match=rf"{field} is .*; accepted: "):
-        SamplingParams(**{field: value})
 
 
 @pytest.mark.sampled(0)

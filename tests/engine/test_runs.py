@@ -18,7 +18,6 @@ from detjax.engine import (
     BatchShapes,
     Constraint,
     Engine,
-    EngineConfig,
     Request,
     SamplingVariant,
     Sequence,
@@ -363,15 +362,6 @@ def test_batches_of_so_many_decodes_have_runs(runs_of: int) -> None:
         for needed in VARIANTS:
             has_run = not shape.rows and shape.decodes in sizes and needed in VARIANTS[:2]
             assert loop._runner.steps_of_run(shape, needed) == (RUN_STEPS if has_run else 1)
-
-
-def test_runs_are_for_gpus_unless_asked_for() -> None:
-    assert EngineConfig().resolved(loaded()[0]).runs_of == 0
-    assert EngineConfig(runs_of=3).resolved(loaded()[0]).step_loop().runs_of == 3
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("detjax.runtime.backends.target", lambda: "gpu")
-        assert EngineConfig().resolved(loaded()[0]).runs_of == 64
-        assert EngineConfig(runs_of=0).resolved(loaded()[0]).runs_of == 0
 
 
 # --- models that devices share ----------------------------------------------------------------------------------------

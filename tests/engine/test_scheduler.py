@@ -1,5 +1,6 @@
 """The scheduler and its pages: schedules change no result; and what they do to pages, slots and steps."""
 
+import dataclasses
 import itertools
 import os
 import subprocess
@@ -15,7 +16,7 @@ from detjax import SamplingParams
 from detjax.engine.batch import BatchShape, BatchShapes, SlotTable
 from detjax.engine.constraints import CompiledConstraint, Constraint
 from detjax.engine.page_pool import PagePool, digests, prefix_root
-from detjax.engine.scheduler import ScheduledChunk, ScheduledStep, Scheduler
+from detjax.engine.scheduler import ScheduledChunk, ScheduledStep, Scheduler, StepLimits, pages_needed
 from detjax.engine.sequence import RequestContext, Sequence, samples
 from detjax.engine.snapshots import MAX_PER_STEP, SlotCopies, SnapshotCache
 from detjax.engine.step_loop import StepLoop
@@ -23,6 +24,8 @@ from tests.engine import schedules
 from tests.engine.schedules import END, PAGE, RememberingCompiler, RememberingRunner, expected_tokens
 
 ROOT = Path(__file__).parents[2]
+FEW, MANY = range(400), [range(first, first + 2_400) for first in range(400, 10_000, 2_400)]
+"""Seeds of random schedules."""
 
 
 @pytest.fixture
@@ -35,15 +38,14 @@ def test_random_schedules_change_no_token_and_leak_no_page() -> None:
     schedules.shrink(30)
 
 
-@pytest.mark.sampled(0)
-@pytest.mark.parametrize("first", range(0, 10_000, 2_500))
-def test_ten_thousand_random_schedules_change_no_token_and_leak_no_page(first: int) -> None:
+@pytest.mark.parametrize("seeds", [FEW, *(pytest.param(part, marks=pytest.mark.nightly) for part in MANY)])
+def test_ten_thousand_random_schedules_change_no_token_and_leak_no_page(seeds: range) -> None:
     # In a process of its own, which does not check the type of each argument of each call.
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    script = [sys.executable, "-m", schedules.__name__, str(first), str(first + 2_500)]
+    script = [sys.executable, "-m", schedules.__name__, str(seeds.start), str(seeds.stop)]
     run = subprocess.run(script, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, (run.stdout + run.stderr)[-5000:]
-    assert int(run.stdout) > 1000, "hardly any decodes were in runs of steps"
+    assert int(run.stdout) > len(seeds) // 4, "hardly any decodes were in runs of steps"
 
 
 def sequence(prompt: tuple[int, ...], **params: int) -> Sequence:
@@ -110,6 +112,129 @@ def test_a_prompt_whose_logprobs_are_asked_for_is_computed_whole() -> None:
     step = loop.scheduler.plan()
     assert (scored.computed, scored.named_pages) == (0, 0)
     assert [(chunk.start, chunk.is_decode) for chunk in step.chunks] == [(0, False)]
+
+
+@pytest.mark.usefixtures("small_pages")
+def test_a_prompt_of_one_token_is_no_decode_where_its_rows_are_needed() -> None:
+    loop = serving_loop(1, 8, 10)
+    for params, is_decode in ((SamplingParams(max_tokens=2), True), ({"prompt_logprobs": True}, False)):
+        params = params if isinstance(params, SamplingParams) else SamplingParams(max_tokens=2, **params)
+        one = Sequence((3,), params)
+        loop.submit(one)
+        assert [chunk.is_decode for chunk in chunks(run(loop))] == [is_decode, True]
+        assert one.generated == expected_tokens(one)
+
+
+# The last token of a sequence is not computed.
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens", "pages"),
+    [
+        (1, 1, 1),
+        (1, 128, 1),
+        (1, 129, 2),
+        (100, 29, 1),
+        (100, 30, 2),
+        (128, 1, 1),
+        (129, 1, 2),
+        (200, 57, 2),
+        (256, 2, 3),
+    ],
+)
+def test_a_sequence_needs_the_pages_of_all_its_tokens_but_the_last(prompt: int, max_tokens: int, pages: int) -> None:
+    assert pages_needed(Sequence((1,) * prompt, SamplingParams(max_tokens=max_tokens))) == pages
+
+
+@pytest.mark.usefixtures("small_pages")
+@pytest.mark.parametrize("keeps_prefixes", [False, True])
+@pytest.mark.parametrize("run_steps", [1, 4])
+def test_a_pool_of_exactly_one_sequences_pages_serves_it(keeps_prefixes: bool, run_steps: int) -> None:
+    for length, max_tokens in itertools.product(range(1, 2 * PAGE + 2), range(1, PAGE + 3)):
+        (one,) = never_ending(1, tuple(range(length)), max_tokens=max_tokens)
+        loop = serving_loop(2, 5, pages_needed(one), keeps_prefixes, run_steps)
+        loop.submit(one)
+        in_use = 0
+        for _ in range(length + max_tokens + 2):
+            loop.step()
+            in_use = max(in_use, loop.scheduler.pool.in_use)
+        assert one.generated == expected_tokens(one), (length, max_tokens)
+        assert loop.is_idle and loop.scheduler.preemptions == 0
+        assert in_use <= loop.scheduler.pool.num_pages == -(-(length + max_tokens - 1) // PAGE)
+
+
+@pytest.mark.usefixtures("small_pages")
+@pytest.mark.parametrize(
+    ("prefills", "rows", "counts"), [(1, 40, [3]), (2, 40, [3, 3]), (3, 40, [3, 3, 3]), (3, 6, [3, 2])]
+)
+def test_a_step_has_no_more_prefills_and_rows_than_its_limits_say(prefills: int, rows: int, counts: list[int]) -> None:
+    limits = StepLimits(slots=4, tokens=40, prefills=prefills, rows=rows, prefill_chunk=3)
+    scheduler = Scheduler(PagePool(20), limits)
+    for _ in range(4):
+        scheduler.submit(sequence((1, 2, 3, 4), max_tokens=1))
+    assert [chunk.count for chunk in scheduler.plan().prefills] == counts
+
+
+@pytest.mark.usefixtures("small_pages")
+def test_the_tokens_of_a_step_are_limited_over_all_its_chunks() -> None:
+    limits = StepLimits(slots=4, tokens=7, prefills=4, rows=40, prefill_chunk=5)
+    scheduler = Scheduler(PagePool(20), limits)
+    for length in (9, 1, 3, 6):
+        scheduler.submit(sequence(tuple(range(length)), max_tokens=1))
+    step = scheduler.plan()
+    planned = [
+        [(len(one.sequence.prompt), one.count, one.completes) for one in some] for some in (step.prefills, step.decodes)
+    ]
+    # One token is left for the third sequence, which is computed like a decode, and none for the last one.
+    assert planned == [[(9, 5, False)], [(1, 1, True), (3, 1, False)]]
+
+
+@pytest.mark.usefixtures("small_pages")
+def test_decodes_come_before_prefills_of_sequences_that_got_their_slot_earlier() -> None:
+    limits = StepLimits(slots=2, tokens=3, prefills=2, rows=40, prefill_chunk=2)
+    scheduler = Scheduler(PagePool(20), limits)
+    long, short = sequence(tuple(range(20)), max_tokens=1), sequence((5,), max_tokens=6)
+    for one in (long, short):
+        scheduler.submit(one)
+    scheduler.mark_submitted(scheduler.plan())
+    assert (long.turn, short.turn, long.computed, short.is_held) == (0, 1, 2, True)
+    scheduler.limits = dataclasses.replace(limits, prefill_chunk=3)
+    step = scheduler.plan()
+    assert [(chunk.sequence, chunk.count) for chunk in step.chunks] == [(short, 1), (long, 2)]
+
+
+@pytest.mark.usefixtures("small_pages")
+def test_tokens_that_a_sequence_has_already_are_not_counted_as_tokens_of_the_prompt_in_the_cache() -> None:
+    loop, prompt, known = serving_loop(1, 64, 40), tuple(range(PAGE + 1)), tuple(range(20, 20 + 2 * PAGE))
+    params, context = SamplingParams(max_tokens=3 * PAGE), RequestContext(end_tokens=frozenset([END]))
+    cached = []
+    for _ in range(2):
+        (one,) = samples(prompt, params, context, [known])
+        loop.submit(one)
+        starts = [chunk.start for chunk in chunks(run(loop))]
+        cached.append((starts[0], one.cached_tokens))
+    assert cached == [(0, 0), (3 * PAGE, PAGE + 1)]
+
+
+@pytest.mark.usefixtures("small_pages")
+def test_all_samples_say_what_the_first_one_found_in_the_cache() -> None:
+    loop, prompt = serving_loop(3, 64, 40), tuple(range(3 * PAGE + 1))
+    for cached in (0, 3 * PAGE):
+        together = samples(prompt, SamplingParams(max_tokens=2, n=3), RequestContext())
+        for one in together:
+            loop.submit(one)
+        run(loop)
+        assert [one.cached_tokens for one in together] == [cached] * 3
+
+
+@pytest.mark.usefixtures("small_pages")
+def test_a_preempted_sequence_says_what_it_found_when_it_first_got_a_slot() -> None:
+    loop = serving_loop(2, 8, 5)
+    first, second = never_ending(2, max_tokens=12)
+    for one in (first, second):
+        loop.submit(one)
+    run(loop)
+    assert loop.scheduler.preemptions == 1
+    # Its own pages were still in the cache when it came back.
+    assert [one.cached_tokens for one in (first, second)] == [0, 0]
 
 
 @pytest.mark.usefixtures("small_pages")
@@ -317,6 +442,49 @@ def test_chosen_chunks_have_two_shapes_that_share_their_sampling_program(slots: 
     assert len(list(shapes)) == 2
     assert min(shape.rows for shape in shapes) == 0
     assert max(shape.rows for shape in shapes) >= chunk
+
+
+def test_the_shapes_of_a_serving_engine_grow_by_four() -> None:
+    # Capacities for decodes, rows of prefills, prefills, and samples.
+    assert [dataclasses.astuple(shape) for shape in BatchShapes.for_serving(5, 300)] == [
+        (1, 0, 0, 1),
+        (4, 0, 0, 4),
+        (5, 0, 0, 5),
+        *[(decodes, rows, 5, 5) for rows in (64, 256, 304) for decodes in (0, 1, 5)],
+    ]
+    assert [dataclasses.astuple(shape) for shape in BatchShapes.for_serving(2, 3)] == [
+        (1, 0, 0, 1),
+        (2, 0, 0, 2),
+        (0, 8, 1, 1),
+        (2, 8, 1, 2),
+    ]
+    assert BatchShapes.for_serving(5, 300).limits == StepLimits(
+        slots=5, tokens=300, prefills=5, rows=304, prefill_chunk=300
+    )
+
+
+def test_a_step_gets_the_cheapest_shape_that_holds_it() -> None:
+    shapes = BatchShapes.for_serving(5, 300)
+
+    def shape_of(decodes: int, *prefills: int) -> tuple[int, ...]:
+        some = [ScheduledChunk(sequence((1,)), 0, count, True, False) for count in (*[1] * decodes, *prefills)]
+        step = ScheduledStep(tuple(some[:decodes]), tuple(some[decodes:]))
+        return dataclasses.astuple(shapes.smallest(step))[:2]
+
+    assert [shape_of(decodes) for decodes in (1, 2, 4, 5)] == [(1, 0), (4, 0), (4, 0), (5, 0)]
+    assert [shape_of(decodes, 3) for decodes in (0, 1, 2, 4)] == [(0, 64), (1, 64), (5, 64), (5, 64)]
+    # Each prefill has rows of its own, whose number is a multiple of 8.
+    assert [shape_of(0, *lengths) for lengths in ([64], [65], [57, 1], [56, 1], [256], [249, 1], [248, 1])] == [
+        (0, 64),
+        (0, 256),
+        (0, 256),
+        (0, 64),
+        (0, 256),
+        (0, 304),
+        (0, 256),
+    ]
+    step = ScheduledStep((ScheduledChunk(sequence((1,)), 0, 1, True, True),))
+    assert shapes.smallest(step, lambda shape: shape.decodes != 1) == BatchShape(4, 0, 0, 4)
 
 
 def test_a_pool_of_no_pages_is_refused() -> None:

@@ -1,6 +1,5 @@
 """An engine whose devices never finish a step ends with a message, and so does its process."""
 
-import math
 import os
 import subprocess
 import sys
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 
 import detjax
-from detjax import EngineConfig, Request, SamplingParams
+from detjax import Request, SamplingParams
 from detjax.engine import EngineClosed
 from detjax.engine.step_programs import SampledTokens
 from detjax.engine.watchdog import EXIT_CODE_OF_A_FAILED_ENGINE, StepTimeout, Watchdog
@@ -87,13 +86,6 @@ def test_steps_that_finish_are_left_alone() -> None:
         assert engine.generate([REQUEST]) == first and engine.failure is None
     assert not ended
     watchdog.stop()
-
-
-def test_only_gpus_that_share_a_model_have_a_limit_by_default() -> None:
-    config = EngineConfig(max_samples=2, token_budget=8, max_length=32)
-    assert config.resolved(small_model()).step_seconds == math.inf
-    with pytest.raises(ValueError, match=r"step_seconds is 0\.0; accepted: more than 0, or None"):
-        EngineConfig(step_seconds=0.0).resolved(small_model())
 
 
 _LOST = """

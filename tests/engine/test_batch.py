@@ -1,0 +1,194 @@
+"""The arrays of a step: each chunk's tokens, places and parameters are in its own rows."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from detjax.engine.batch import (
+    BatchShape,
+    SlotTable,
+    logit_adjustments,
+    no_adjustments,
+    sampling_arrays,
+)
+from detjax.engine.sampling_params import SamplingParams
+from detjax.engine.scheduler import ScheduledChunk, ScheduledStep
+from detjax.engine.sequence import RequestContext, Sequence
+from tests.support.small_loops import VARIANTS, small_loop
+
+PARAMS = SamplingParams(
+    max_tokens=9,
+    temperature=0.5,
+    top_k=7,
+    top_p=0.25,
+    min_p=0.125,
+    presence_penalty=1.5,
+    frequency_penalty=-0.75,
+    repetition_penalty=1.25,
+    logit_bias=((3, 2.0), (90, -4.0)),
+    min_tokens=3,
+    seed=(5 << 32) | 6,
+)
+
+
+def test_each_parameter_has_its_own_array() -> None:
+    arrays = sampling_arrays([SamplingParams(), PARAMS], [4, 2])
+    assert {name: values.tolist() for name, values in arrays._asdict().items()} == {
+        "seed": [[0, 0], [5, 6]],
+        "position": [0, 0],
+        "sample_index": [4, 2],
+        "temperature": [0.0, 0.5],
+        "top_k": [0, 7],
+        "top_p": [1.0, 0.25],
+        "min_p": [0.0, 0.125],
+    }
+    assert [str(values.dtype) for values in arrays] == [
+        "uint32",
+        "int32",
+        "int32",
+        "float32",
+        "int32",
+        *["float32"] * 2,
+    ]
+
+
+def test_each_adjustment_has_its_own_array_and_tokens_that_are_held_back_have_no_other_bias() -> None:
+    row = logit_adjustments(PARAMS, [90, 11])
+    assert [float(values[0]) for values in (row.repetition, row.reciprocal, row.frequency, row.presence)] == [
+        1.25,
+        np.float32(1) / np.float32(1.25),
+        -0.75,
+        1.5,
+    ]
+    assert row.biased.shape == row.bias.shape == (1, 512)
+    biases = {int(token): float(bias) for token, bias in zip(row.biased[0], row.bias[0], strict=True)}
+    assert biases == {3: 2.0, 90: -np.inf, 11: -np.inf, -1: 0.0}
+    none = no_adjustments(3)
+    assert [values.tolist() for values in none[:4]] == [[1.0] * 3, [1.0] * 3, [0.0] * 3, [0.0] * 3]
+    assert {*none.biased.ravel().tolist()} == {-1} and none.biased.shape == (3, 512)
+
+
+def chunk(prompt: tuple[int, ...], slot: int, start: int, count: int, **fields: Any) -> ScheduledChunk:
+    context = RequestContext(end_tokens=frozenset([8, 9]))
+    one = Sequence(prompt, dataclasses.replace(PARAMS, seed=slot), index=10 + slot, context=context)
+    one.slot, one.page_ids = slot, [20 + slot, 30 + slot][: 1 + (start + count > 128)]
+    one.is_held = fields.pop("is_held", False)
+    is_decode = fields.pop("is_decode", False)
+    return ScheduledChunk(one, start, count, start + count >= len(prompt), is_decode, **fields)
+
+
+def batch_of(step: ScheduledStep, shape: BatchShape, **options: Any) -> Any:
+    return SlotTable(6, 3, **options.pop("table", {})).batch(step, shape, **options)
+
+
+PROMPT = tuple(range(100, 300))
+STEP = ScheduledStep(
+    decodes=(
+        chunk((1, 2, 3), 4, 3, 1, is_held=True, is_decode=True),
+        chunk(PROMPT, 1, 199, 1, is_decode=True),
+        chunk(PROMPT, 0, 150, 1, is_decode=True),
+    ),
+    prefills=(chunk(PROMPT, 5, 120, 11), chunk((7, 6), 2, 0, 2)),
+)
+SHAPE = BatchShape(decodes=4, rows=32, prefills=3, sampled=6)
+
+
+def test_tokens_and_positions_of_each_chunk_are_in_its_rows() -> None:
+    batch = batch_of(STEP, SHAPE)
+    assert batch.shape == SHAPE
+    # The first decode's token is in its slot. The second prefill begins at a multiple of 8 rows.
+    assert batch.token.tolist() == [0, 299, 250, 0, *range(220, 231), *[0] * 5, 7, 6, *[0] * 14]
+    assert batch.held.tolist() == [4, 6, 6, 0]
+    assert batch.last_row.tolist() == [0, 1, 2, 4 + 10, 4 + 16 + 1, 0]
+    # Prefills that do not end the prompt sample nothing, and neither do unused rows.
+    assert batch.slot.tolist() == [4, 1, 6, 6, 2, 6]
+    assert batch.queries.start.tolist() == [3, 199, 150, 0, 120, 0, 0]
+    assert batch.queries.count.tolist() == [1, 1, 1, 0, 11, 2, 0]
+    assert batch.queries.page_table.tolist() == [
+        [24, 0, 0],
+        [21, 31, 0],
+        [20, 30, 0],
+        [0, 0, 0],
+        [25, 35, 0],
+        [22, 0, 0],
+        [0, 0, 0],
+    ]
+    assert (batch.queries.slots, batch.queries.coordinates, batch.images, batch.steps) == (None, None, None, None)
+
+
+def test_each_row_is_sampled_for_its_position_with_the_parameters_of_its_sequence() -> None:
+    batch = batch_of(STEP, SHAPE)
+    assert batch.sampling.position.tolist() == [4, 200, 151, 131, 2, 0]
+    assert batch.sampling.seed[:, 1].tolist() == [4, 1, 0, 5, 2, 0]
+    assert batch.sampling.sample_index.tolist() == [14, 11, 10, 15, 12, 0]
+    assert batch.sampling.top_p.tolist() == [0.25] * 5 + [0.0]
+    assert batch.adjustments is None
+    adjusted = batch_of(STEP, SHAPE, adjusted=True).adjustments
+    assert adjusted.frequency.tolist() == [-0.75] * 5 + [0.0]
+    assert [{8, 9} <= {*row[np.isneginf(bias)]} for row, bias in zip(adjusted.biased, adjusted.bias, strict=True)] == [
+        True,
+        *[True] * 4,
+        False,
+    ]
+
+
+def test_states_in_slots_and_coordinates_are_named_where_a_model_has_them() -> None:
+    batch = batch_of(STEP, SHAPE, table={"named_in_queries": True, "coordinates": 3})
+    assert batch.queries.slots.tolist() == [4, 1, 0, 0, 5, 2, 0]
+    expected = [3, 199, 150, 0, *range(120, 131), *[0] * 5, 0, 1, *[0] * 14]
+    assert batch.queries.coordinates.tolist() == [[position] * 3 for position in expected]
+
+
+@pytest.mark.parametrize(
+    ("generated", "unread", "is_barred"), [(0, 0, True), (2, 0, True), (1, 1, True), (2, 1, False)]
+)
+def test_ends_are_held_back_until_a_sample_has_its_least_tokens(generated: int, unread: int, is_barred: bool) -> None:
+    table, shape = SlotTable(1, 1), BatchShape(1, 0, 0, 1)
+    one = chunk((1, 2), 0, 1, 1, is_decode=True)
+    step = ScheduledStep((one,))
+    for count, is_held_back in ((0, True), (generated, is_barred)):  # also after a step in which they were
+        one.sequence.generated[:] = [5] * count
+        one.sequence.unread = unread if count == generated else 0
+        adjustments = table.batch(step, shape, adjusted=True).adjustments
+        assert adjustments is not None
+        assert int(np.isneginf(np.asarray(adjustments.bias)).sum()) == 2 * is_held_back
+
+
+def test_pages_that_a_sequence_gets_later_are_in_its_table_and_those_of_an_earlier_one_are_not() -> None:
+    table, shape = SlotTable(1, 3), BatchShape(1, 0, 0, 1)
+    one = chunk((1, 2), 0, 1, 1, is_decode=True)
+    tables = []
+    for pages in ([4, 5], [4, 5, 6]):
+        one.sequence.page_ids[:] = pages
+        tables.append(table.batch(ScheduledStep((one,)), shape).queries.page_table.tolist())
+    tables.append(
+        table.batch(ScheduledStep((chunk((1, 2), 0, 1, 1, is_decode=True),)), shape).queries.page_table.tolist()
+    )
+    one.sequence.page_ids = [9, 8]  # after a preemption
+    tables.append(table.batch(ScheduledStep((one,)), shape).queries.page_table.tolist())
+    assert tables == [[[4, 5, 0]], [[4, 5, 6]], [[20, 0, 0]], [[9, 8, 0]]]
+
+
+def test_each_decode_takes_part_in_as_many_steps_of_a_run_as_it_has_tokens() -> None:
+    decodes = (chunk((1,), 3, 0, 1, is_decode=True, later=2), chunk((1,), 1, 0, 1, is_decode=True))
+    batch = batch_of(ScheduledStep(decodes), BatchShape(4, 0, 0, 4))
+    assert batch.steps.tolist() == [3, 1, 0, 0]
+    assert batch.as_empty_run().steps.tolist() == [0] * 4
+    sampled = [batch.at_step_of_run(jnp.int32(number), 6) for number in range(4)]
+    assert [np.asarray(step.slot).tolist() for step in sampled] == [[3, 1, 6, 6], [3, 6, 6, 6], [3, 6, 6, 6], [6] * 4]
+    assert [np.asarray(step.sampling.position)[0] for step in sampled[:3]] == [1, 2, 3]
+    assert all(step.steps is None for step in sampled)
+
+
+def test_copies_on_the_device_are_what_is_copied() -> None:
+    """Arrays that equal one of the last step are not copied again: equal in bytes, shape and dtype."""
+    runner = small_loop(VARIANTS[:1])._runner
+    for step, shape in ((ScheduledStep(), SHAPE), (STEP, SHAPE), (ScheduledStep(), BatchShape(1, 0, 0, 1))) * 2:
+        batch = batch_of(step, shape, adjusted=True)
+        for array, copied in zip(jax.tree.leaves(batch), jax.tree.leaves(runner.copy(batch)), strict=True):
+            assert (array.dtype, array.shape) == (copied.dtype, copied.shape)
+            assert array.tobytes() == np.asarray(copied).tobytes()
