@@ -88,7 +88,7 @@ DONATED = {
     "matmul of carried gradients": [2],
     "embedding gradient": [3],
     "head gradient": [2],
-    "gradients of a decoder": range(19),
+    "gradients of a decoder": range(11),
     "gradients of experts": [0],
     "gradients of few experts": [0],
     "gradients of a decoder, packed": range(19),
@@ -286,15 +286,15 @@ def combination_of_experts(tokens: int, count: int, width: int) -> Program:
     return fn, [array(tokens * count, width), *weights, array(tokens, width)]
 
 
-def _config() -> DecoderConfig:
-    """A decoder of two layers."""
+def _config(layers: int = 2) -> DecoderConfig:
+    """A small decoder."""
     return DecoderConfig.from_hugging_face(
         {
             "architectures": ["Qwen3ForCausalLM"],
             "model_type": "qwen3",
             "hidden_size": 1024,
             "intermediate_size": 3072,
-            "num_hidden_layers": 2,
+            "num_hidden_layers": layers,
             "num_attention_heads": 16,
             "num_key_value_heads": 8,
             "head_dim": 128,
@@ -568,7 +568,7 @@ def programs() -> dict[str, Program]:
         "norm gradient in float32": norm_gradients(100, 2560, "float32", residual=True),
         "embedding gradient": embedding_gradient(8192, 1024, 151936),
         "head gradient": head_gradient(2048, 1024, 151936),
-        "gradients of a decoder": decoder_gradients(Rows(4, 256)),
+        "gradients of a decoder": decoder_gradients(Rows(4, 256), _config(1)),
         "gradients of a decoder, packed": decoder_gradients(Packed(1024)),
         "gradients of the small policy": decoder_gradients(Rows(64, 48), small_policy(2, 128)[0].config),
         "adamw": adamw_update(1024 * 3072),

@@ -75,20 +75,13 @@ def test_calls_cut_anywhere_have_the_bits_of_the_portable_program(dtype: str, mo
     x[5:9] = 0  # Zeros have signs, too.
     whole, last = on_portable(x, weight)
     monkeypatch.setattr(convolution.portable, "forward", None)
-    for ends in ([ROOM, LENGTH], [1, 2, 3, 4, 8, 9, 31, 32, LENGTH]):
+    # Slots keep the last 19 inputs.
+    for ends in ([ROOM, LENGTH], [1, 2, 3, 4, 8, 9, 31, 32, LENGTH], range(1, LENGTH + 1), [18, 37, LENGTH]):
         y, kept = in_calls(x, weight, ends)
         assert_same_bits(y, whole)
         assert_same_bits(kept, last)
-
-
-@in_the_interpreter
-@pytest.mark.sampled(0)
-def test_calls_cut_at_every_position_have_the_bits_of_one() -> None:
-    x, weight = arrays()
-    whole, _ = on_portable(x, weight)
-    assert_same_bits(in_calls(x, weight, range(1, LENGTH + 1))[0], whole)
-    for cut in range(1, 24):
-        assert_same_bits(in_calls(x, weight, [cut, cut + 18 if cut < 18 else cut + 1, LENGTH])[0], whole)
+    for cut in (5, 16, 19, 20):
+        assert_same_bits(in_calls(x, weight, [cut, cut + 18, LENGTH])[0], whole)
 
 
 @in_the_interpreter
@@ -137,13 +130,12 @@ def test_packed_requests_slots_and_their_old_contents_change_no_bit(rows: int) -
 
 
 @in_the_interpreter
-@pytest.mark.sampled(0)
-@pytest.mark.parametrize("channels", [192, 1024])
+@pytest.mark.parametrize("channels", [192, pytest.param(1024, marks=pytest.mark.nightly)])
 def test_every_schedule_gives_the_same_bits(channels: int) -> None:
     x, weight = arrays(channels=channels, length=13)
     rows = RequestRows(*(jnp.array([n], jnp.int32) for n in (0, 0, 13, 0)), TokenLimits(0, 13))  # pyright: ignore[reportCallIssue]
     whole, last = on_portable(x, weight)
-    for tokens in (2, 4, 8):
+    for tokens in (2, 8):
         operands = jnp.asarray(x), jnp.asarray(weight), empty(x), rows
         y, kept = convolution.forward(*operands, schedule=Schedule(tokens))
         assert_same_bits(np.asarray(y), whole)

@@ -80,25 +80,6 @@ def test_a_prompt_has_attentions_other_kernel(model: Decoder) -> None:
     assert counts["dot"] == 0
 
 
-def check_that_neighbours_do_not_matter(model: Decoder) -> None:
-    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 128, (3, 4)))
-
-    def logits(tokens: jax.Array) -> jax.Array:
-        return detjax.jit(lambda tokens: model(tokens))(tokens)
-
-    with detjax.use_backend("hopper"), plgpu.force_gpu_interpret_mode(INTERPRETER):
-        together, alone = logits(tokens), logits(tokens[1:2])
-    assert_same_bits(together[1:2], alone)
-    with detjax.use_backend("portable"):
-        np.testing.assert_allclose(together, logits(tokens), atol=0.05)
-
-
-@pytest.mark.sampled(0)
-@pytest.mark.usefixtures("matrix_unit", "attention_in_the_interpreter", "two_multiprocessors")
-def test_a_request_is_the_same_alone_and_in_a_batch(model: Decoder) -> None:
-    check_that_neighbours_do_not_matter(model)
-
-
 @pytest.fixture(scope="module")
 def gemma() -> Decoder:
     raw = {
@@ -130,7 +111,17 @@ def test_kernels_serve_norms_of_branches_and_sums(gemma: Decoder) -> None:
     assert counts["dot"] == 0
 
 
-@pytest.mark.sampled(0)
 @pytest.mark.usefixtures("matrix_unit", "attention_in_the_interpreter", "two_multiprocessors")
-def test_a_request_with_norms_of_branches_is_the_same_alone_and_in_a_batch(gemma: Decoder) -> None:
-    check_that_neighbours_do_not_matter(gemma)
+@pytest.mark.parametrize("name", ["model", pytest.param("gemma", marks=pytest.mark.nightly)])
+def test_a_request_is_the_same_alone_and_in_a_batch(name: str, request: pytest.FixtureRequest) -> None:
+    model: Decoder = request.getfixturevalue(name)
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 128, (2, 3)))
+
+    def logits(tokens: jax.Array) -> jax.Array:
+        return detjax.jit(lambda tokens: model(tokens))(tokens)
+
+    with detjax.use_backend("hopper"), plgpu.force_gpu_interpret_mode(INTERPRETER):
+        together, alone = logits(tokens), logits(tokens[1:2])
+    assert_same_bits(together[1:2], alone)
+    with detjax.use_backend("portable"):
+        np.testing.assert_allclose(together, logits(tokens), atol=0.05)

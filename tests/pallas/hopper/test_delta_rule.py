@@ -25,7 +25,7 @@ in_the_interpreter = pytest.mark.usefixtures("hopper_in_the_interpreter")
 SHAPE = Shape(key_heads=1, heads=2, key_dim=64, value_dim=64)
 ROOM = 96
 """The rows of a call of several tokens, mostly padding if it has few: one program serves calls of all lengths."""
-LENGTH = 150
+LENGTH = 133
 
 
 @pytest.fixture
@@ -70,15 +70,15 @@ def test_decode_verify_steps_and_prefill_have_the_bits_of_the_contract() -> None
     whole, _ = in_calls(request, [ROOM, LENGTH])
     assert error(whole, cases.recurrence(request)) < 4e-3
     assert differing(whole, emulated(request, Places())) < 2e-3
-    for places in CHANGES.values():
-        assert differing(whole, emulated(request, places)) > 5e-2
+    for name in ("state", "weights in one term"):
+        assert differing(whole, emulated(request, CHANGES[name])) > 5e-2
 
     o, _ = in_calls(request, [61, *range(62, 68), 72, 73, 89, 105, 126, *range(127, 132), LENGTH])
     assert_same_bits(o, whole)
 
 
 @in_the_interpreter
-@pytest.mark.sampled(0)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kept", [63, 79, 124])
 def test_dropped_tokens_leave_no_trace(kept: int) -> None:
     """Drafts are refused, some of them or all, before and after the end of a chunk."""
@@ -127,10 +127,13 @@ def test_packed_requests_slots_and_their_old_contents_change_no_bit() -> None:
 
 
 @in_the_interpreter
-@pytest.mark.sampled(0)
 @pytest.mark.parametrize(
     ("dtype", "shape"),
-    [("bfloat16", Shape(2, 4, 128, 64)), ("float16", Shape(1, 1, 64, 128)), ("float16", Shape(1, 1, 128, 128))],
+    [
+        ("float16", Shape(1, 1, 128, 128)),
+        pytest.param("bfloat16", Shape(2, 4, 128, 64), marks=pytest.mark.nightly),
+        pytest.param("float16", Shape(1, 1, 64, 128), marks=pytest.mark.nightly),
+    ],
 )
 def test_heads_of_all_widths_are_right(dtype: str, shape: Shape) -> None:
     request = cases.tokens(ROOM, dtype=dtype, shape=shape)

@@ -13,10 +13,10 @@ import detjax
 from detjax import ops
 from detjax.operands.options import Epilogue
 from detjax.ops import AccumulatedWeight, RotaryEmbedding
-from detjax.pallas.hopper import elements, embedding, norm_gradient, rope_gradient
+from detjax.pallas.hopper import elements, embedding, norm_gradient, rope_gradient, token_sums
 from detjax.pallas.hopper.matmul.kernel import Operands, product, product_keeping_sums
 from detjax.pallas.hopper.matmul.plan import Schedule
-from detjax.pallas.hopper.token_sums import CHAIN_SLOTS, CHAIN_STEPS, token_sums
+from detjax.pallas.hopper.token_sums import CHAIN_SLOTS, CHAIN_STEPS
 from detjax.portable import elements as portable_elements
 from detjax.portable import embedding as portable_embedding
 from detjax.rl.trainer.losses import ClippedRatio
@@ -61,14 +61,21 @@ def close(actual: Any, expected: Any, tolerance: float) -> None:
 def test_tokens_are_added_in_the_contracts_order(rows: int, width: int) -> None:
     # Sums of few bfloat16 numbers are exact in float32, in any order.
     start, x = normal(width), normal(rows, width, seed=1)
-    assert_same_bits(interpreted(token_sums, start, x), added_in_order(start, x))
+    assert_same_bits(interpreted(token_sums.token_sums, start, x), added_in_order(start, x))
+
+
+def test_a_chain_uses_its_slots_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, number in (("CHAIN_STEPS", 4), ("CHAIN_LOADS", 2)):
+        monkeypatch.setattr(token_sums, name, number)
+    start, x = normal(16), normal(16 * 4 * (CHAIN_SLOTS + 1) + 5, 16, seed=1)
+    assert_same_bits(interpreted(lambda *arrays: token_sums.token_sums(*arrays), start, x), added_in_order(start, x))
 
 
 @pytest.mark.hopper
 @pytest.mark.parametrize(("rows", "width"), [(16, 16), (1000, 80), (8192, 1024), (131072, 128)])
 def test_the_device_adds_tokens_in_the_contracts_order(rows: int, width: int) -> None:
     start, x = normal(width), normal(rows, width, seed=1)
-    assert_same_bits(np.asarray(detjax.jit(token_sums)(start, x)), added_in_order(start, x))
+    assert_same_bits(np.asarray(detjax.jit(token_sums.token_sums)(start, x)), added_in_order(start, x))
 
 
 # --- matmul -----------------------------------------------------------------------------------------------------------
@@ -108,9 +115,18 @@ def test_schedules_that_would_read_beyond_the_sums_are_refused(schedule: Schedul
         next_sums(dz, x, sums, schedule)
 
 
-@pytest.mark.sampled(0)
-@pytest.mark.parametrize("schedule", [None, Schedule(16, 24), Schedule(64, 24, "tokens")], ids=str)
-@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize(
+    ("schedule", "gated"),
+    [
+        (Schedule(16, 24), True),
+        (Schedule(64, 24, "tokens"), False),
+        *(
+            pytest.param(*case, marks=pytest.mark.nightly)
+            for case in ((None, True), (None, False), (Schedule(16, 24), False), (Schedule(64, 24, "tokens"), True))
+        ),
+    ],
+    ids=str,
+)
 def test_the_sums_of_an_epilogue_are_kept(schedule: Schedule | None, gated: bool) -> None:
     parts = 2 if gated else 1
     x, w = normal(70, 64, dtype="bfloat16"), normal(parts, 40, 64, dtype="bfloat16")
@@ -165,7 +181,16 @@ def test_gradients_of_norms_are_those_of_float64(rows: int, width: int, dtype: s
     close(interpreted(norm_gradients, *operands), exact_norm_gradients(*operands), tolerance)
 
 
-@pytest.mark.parametrize(("rows", "width"), [(7, 80), (40, 128), (48, 896), (33, 1024), (20, 1536)])
+@pytest.mark.parametrize(
+    ("rows", "width"),
+    [
+        (7, 80),
+        (33, 896),
+        (20, 1536),
+        pytest.param(40, 128, marks=pytest.mark.nightly),
+        pytest.param(33, 1024, marks=pytest.mark.nightly),
+    ],
+)
 def test_weights_of_norms_add_tokens_in_the_contracts_order(rows: int, width: int) -> None:
     # The mean of the squares is 1 in whatever order it is added, so the factor is known.
     h = np.sign(normal(rows, width)).astype(jnp.bfloat16)
@@ -211,15 +236,20 @@ def heads_case(tokens: int, heads: int, kv_heads: int, width: int, dtype: str) -
     return qkv, gradients, np.arange(tokens)[None], weights, (normal(width), normal(width, seed=9))
 
 
-@pytest.mark.sampled(0)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "width", "dtype", "offset"),
     [
-        (4, 2, 64, "bfloat16", 0.0),
-        (16, 8, 128, "bfloat16", 0.0),
         (3, 1, 32, "float16", 0.0),
-        (2, 2, 256, "float32", 0.0),
-        (4, 1, 256, "bfloat16", 1.0),
+        (2, 2, 64, "float32", 1.0),
+        *(
+            pytest.param(*case, marks=pytest.mark.nightly)
+            for case in (
+                (4, 2, 64, "bfloat16", 0.0),
+                (16, 8, 128, "bfloat16", 0.0),
+                (2, 2, 256, "float32", 0.0),
+                (4, 1, 256, "bfloat16", 1.0),
+            )
+        ),
     ],
 )
 def test_gradients_of_heads_are_those_of_the_separate_steps(
@@ -236,7 +266,6 @@ def test_gradients_of_heads_are_those_of_the_separate_steps(
     close(in_one_step, in_steps, {"bfloat16": 4e-3, "float16": 1e-3, "float32": 1e-6}[dtype])
 
 
-@pytest.mark.sampled(0)
 def test_gradients_of_heads_continue_sums_over_microbatches() -> None:
     qkv, gradients, positions, weights, sums = heads_case(32, 4, 2, 64, "bfloat16")
     with detjax.use_backend("hopper"):
@@ -305,7 +334,15 @@ def test_adamw_in_a_kernel_has_the_bits_of_the_portable_one(size: int) -> None:
         assert_same_bits(a, np.asarray(b))
 
 
-@pytest.mark.parametrize(("size", "slices"), [(100, 1), (4096, 8), (512 * 9, 2), (512 * 16 * 37, 8)])
+@pytest.mark.parametrize(
+    ("size", "slices"),
+    [
+        (100, 1),
+        (512 * 9, 2),
+        pytest.param(4096, 8, marks=pytest.mark.nightly),
+        pytest.param(512 * 16 * 37, 8, marks=pytest.mark.nightly),
+    ],
+)
 def test_squares_of_slices(size: int, slices: int) -> None:
     # Sums of whole numbers are exact, so the interpreter's own order within a row does not matter.
     leaf = np.random.default_rng(0).integers(-9, 10, size).astype(np.float32)
@@ -326,7 +363,6 @@ def test_heads_that_the_kernel_does_not_serve_are_told_apart() -> None:
     assert not serves(16, (16, 8), 96)  # threads hold powers of two
 
 
-@pytest.mark.sampled(0)
 @pytest.mark.usefixtures("matrix_unit")
 def test_one_pass_has_the_bits_of_logprobs_and_their_gradients() -> None:
     hidden, head = normal(30, 64, dtype="bfloat16"), normal(130, 64, dtype="bfloat16") * jnp.bfloat16(0.25)

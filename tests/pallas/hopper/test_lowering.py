@@ -5,13 +5,15 @@ import functools
 import itertools
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from hypothesis import Phase, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from detjax.bench import shapes
@@ -156,10 +158,6 @@ ANY_PROBLEM = st.builds(
 )
 
 
-# The same examples everywhere, and no search for smaller ones: an example takes a second.
-FIXED = settings(deadline=None, derandomize=True, database=None, phases=[Phase.generate])
-
-
 def padded(problem: Problem) -> Problem:
     """The problem with sizes that the copy engine can address, as schedules are looked up for."""
     in_64s = problem.layout == "kn" or problem.token_layout == "km"
@@ -173,25 +171,50 @@ def padded(problem: Problem) -> Problem:
     )
 
 
-@pytest.mark.sampled(0)
-@settings(FIXED, max_examples=12)
-@given(ANY_PROBLEM.map(padded))
-def test_there_is_a_schedule_that_fits_every_problem(problem: Problem) -> None:
+NIGHTS = [pytest.param(seed, marks=pytest.mark.nightly) for seed in range(2, 12)]
+
+
+def drawn_problem(seed: int) -> Problem:
+    """A random problem, the same for the same seed."""
+    random = np.random.default_rng(seed)
+    dtypes = ["bfloat16", "float16", "float32"]
+
+    def draw(*choices: Any) -> Any:
+        return choices[random.integers(len(choices))]
+
+    extras = (None, *map(jnp.dtype, dtypes))
+    return Problem(
+        *(int(random.integers(1, draw(100, 2000))) for _ in range(3)),
+        parts=draw(1, 2),
+        dtype=jnp.dtype(draw(*dtypes[:2])),
+        out_dtype=jnp.dtype(draw(*dtypes)),
+        residual_dtype=draw(*extras),
+        bias_dtype=draw(*extras),
+        token_layout=draw("mk", "km"),
+        layout=draw("nk", "kn"),
+    )
+
+
+@pytest.mark.parametrize("seed", [0, 1, *NIGHTS])
+def test_there_is_a_schedule_for_every_problem_and_its_product_lowers_for_cuda(seed: int) -> None:
+    problem = drawn_problem(seed)
     for device_kind in (H200, "a kind that nobody tuned for"):
-        default_schedule(problem, device_kind).check(problem)
-
-
-@pytest.mark.sampled(0)
-@settings(FIXED, max_examples=10)
-@given(ANY_PROBLEM)
-def test_every_product_lowers_for_cuda(problem: Problem) -> None:
+        default_schedule(padded(problem), device_kind).check(padded(problem))
     assert "mosaic_gpu" in lowered(problem, None)
 
 
-@pytest.mark.sampled(0)
-@pytest.mark.parametrize("layout", ["nk", "kn"])
-def test_there_is_a_schedule_for_any_number_of_tokens(layout: Any) -> None:
-    for m in (*range(1, 9), *range(16, 73, 8), 9000):
+@pytest.mark.parametrize(
+    ("layout", "tokens"),
+    [
+        ("nk", (1, 7, 8, 72, 9000)),
+        *(
+            pytest.param(layout, (*range(1, 9), *range(16, 73, 8), 9000), marks=pytest.mark.nightly)
+            for layout in ("nk", "kn")
+        ),
+    ],
+)
+def test_there_is_a_schedule_for_any_number_of_tokens(layout: Any, tokens: Sequence[int]) -> None:
+    for m in tokens:
         problem = Problem(m, 1216, 1088, layout=layout)
         default_schedule(problem, H200).check(problem)
 
@@ -224,6 +247,18 @@ def test_biases_lie_where_the_copy_engine_can_put_them(rows: Any, columns: int) 
     plan = Plan(problem, Schedule(*((columns, 64) if rows == "weights" else (64, columns)), rows))
     assert plan.bias_size * 2 % 128 == 0
     assert plan.bias_size >= (64 if rows == "weights" else columns)
+
+
+def test_sizes_are_padded_to_what_the_copy_engine_can_address() -> None:
+    def sizes(*given: int, **layouts: Any) -> tuple[int, int, int]:
+        problem = Problem(*given, **layouts).addressable
+        return problem.m, problem.n, problem.k
+
+    assert sizes(7, 1, 1) == (7, 8, 16)
+    assert sizes(8, 8, 16) == (8, 8, 16)
+    assert sizes(9, 9, 17) == (16, 16, 32)
+    assert sizes(9, 9, 17, layout="kn") == (16, 64, 64)
+    assert sizes(9, 9, 65, token_layout="km") == (64, 16, 128)
 
 
 # --- names ------------------------------------------------------------------------------------------------------------

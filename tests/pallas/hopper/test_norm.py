@@ -152,12 +152,11 @@ def test_norm_and_rope_together_give_the_bits_of_the_two_steps(width: int, dtype
         assert_same_bits(y, rotated(interpreted(norm_alone, group, weight), cos, sin, heads=group.shape[1:2])[0])
 
 
-@pytest.mark.sampled(0)
 def test_every_schedule_of_heads_gives_the_same_bits() -> None:
     x, (cos, sin) = whole_numbers(9, 6, 128, dtype="bfloat16"), angles(9, 64)
     weights = normal(128), normal(128, seed=1)
     expected = rotated(x, cos, sin, *weights, heads=(4, 2))
-    for threads, tokens, heads in ((2, 8, 1), (4, 4, 2), (8, 1, 1), (16, 2, 2), (16, 8, 1)):
+    for threads, tokens, heads in ((2, 8, 1), (16, 2, 2)):
         schedule = rope.Schedule(threads, tokens, heads)
         assert_same_bits(rotated(x, cos, sin, *weights, heads=(4, 2), schedule=schedule), expected)
     alone = rotated(x[4:5], cos[4:5], sin[4:5], *weights, heads=(4, 2))
@@ -295,6 +294,7 @@ def test_norms_lower_for_cuda(width: int, dtype: str) -> None:
             assert "mosaic_gpu" in lowered(fn, x, jax.ShapeDtypeStruct((width,), dtype), x)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("width", [20, 64, 80, 128, 256])
 @pytest.mark.parametrize("tokens", [1, 64, 4096])
 def test_heads_lower_for_cuda(width: int, tokens: int) -> None:

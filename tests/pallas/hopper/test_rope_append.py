@@ -2,7 +2,7 @@
 GPU, and lowering."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -32,13 +32,18 @@ def exactly(case: Append) -> Append:
     return case.changed(qkv=jnp.asarray(random.integers(-7, 8, case.arrays["qkv"].shape), case.arrays["qkv"].dtype))
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_the_kernel_has_the_bits_of_the_portable_backend(case: Append) -> None:
-    case = exactly(case)
+FEW_CASES = "at capacity", "beyond the capacity", "norms with an offset", "no norms"
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in FEW_CASES else pytest.param(name, marks=pytest.mark.nightly) for name in CASES]
+)
+def test_the_kernel_has_the_bits_of_the_portable_backend(name: str) -> None:
+    case = exactly(CASES[name])
     result = interpreted(case)
     assert_same_bits(result, interpreted(case, "portable"))
-    assert_same_bits(result, interpreted(case.in_steps))
+    if name in ("norms with an offset", "float16", "one key head"):
+        assert_same_bits(result, interpreted(case.in_steps))
     assert [case.written(pool) for pool in result[1:]] == [case.slots()] * 2
 
 
@@ -52,12 +57,19 @@ def test_what_is_in_the_pages_stays() -> None:
     assert_same_bits(interpreted(nothing)[1:], (k_pages, v_pages))
 
 
-SCHEDULES = [(2, 8, 1), (4, 4, 2), (8, 1, 1), (16, 1, 4), (16, 8, 4)]
+FEW_SCHEDULES = (16, 1, 4), (4, 4, 2)
+SCHEDULES = [(2, 8, 1), (8, 1, 1), (16, 8, 4)]
 
 
-@pytest.mark.sampled(0)
-@pytest.mark.parametrize("kv_heads", [1, 6])
-def test_every_schedule_writes_the_same_bits(kv_heads: int) -> None:
+@pytest.mark.parametrize(
+    ("kv_heads", "schedules"),
+    [
+        (6, FEW_SCHEDULES),
+        pytest.param(6, SCHEDULES, marks=pytest.mark.nightly),
+        pytest.param(1, (*FEW_SCHEDULES, *SCHEDULES), marks=pytest.mark.nightly),
+    ],
+)
+def test_every_schedule_writes_the_same_bits(kv_heads: int, schedules: Sequence[tuple[int, int, int]]) -> None:
     # Nine tokens: with two or more to a CTA, the last one moves up to tokens that another CTA writes too.
     case = exactly(Append.random((126, 250, 0), (3, 2, 3), 3, heads=8, kv_heads=kv_heads, width=128))
     random = np.random.default_rng(0)
@@ -73,11 +85,10 @@ def test_every_schedule_writes_the_same_bits(kv_heads: int) -> None:
 
     expected = appended(None)
     assert case.written(expected[1].k) == case.slots()
-    for threads, tokens, heads in SCHEDULES:
+    for threads, tokens, heads in schedules:
         assert_same_bits(appended(rope.Schedule(threads, tokens, heads)), expected)
 
 
-@pytest.mark.sampled(0)
 def test_gradients_have_the_bits_of_the_separate_steps() -> None:
     case = exactly(CASES["ragged"])
     pools = {name: jnp.zeros_like(case.arrays[name]) for name in ("k_pages", "v_pages")}
@@ -98,6 +109,7 @@ def test_vmap_gives_the_bits_of_each() -> None:
         assert_same_bits(jax.tree.map(lambda x, i=i: x[i], results), interpreted(functools.partial(case, qkv=one)))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("width", [20, 64, 80, 128, 256])
 @pytest.mark.parametrize(("batch", "tokens"), [(1, 1), (64, 1), (3, 7), (4, 1024)])
 def test_it_lowers_for_cuda(width: int, batch: int, tokens: int) -> None:

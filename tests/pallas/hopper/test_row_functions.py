@@ -64,7 +64,7 @@ def on_portable(fn: Callable[..., Any], arrays: list[jax.Array]) -> Any:
 
 
 @in_the_interpreter
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
 @pytest.mark.parametrize("name", SHAPES)
 def test_functions_have_the_bits_of_the_portable_program(

@@ -15,7 +15,7 @@ from jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks import get_races  # JAX 
 import detjax
 from detjax import ops
 from detjax.contract import SOFTMAX_BLOCK
-from detjax.pallas.hopper.row_stream import RowStream
+from detjax.pallas.hopper.row_stream import RowStream, fold_blocks
 from detjax.pallas.hopper.softmax import (
     Problem,
     Schedule,
@@ -82,10 +82,27 @@ def test_exponentials_are_powers_of_two_of_a_rounded_product() -> None:
     assert re.search(r"sub a b.*mul \S+ 1\.442695.*exp2", jaxpr, re.DOTALL), jaxpr
 
 
+@pytest.mark.parametrize("blocks", [1, 63, 64, 127, 128, 193])
+def test_blocks_are_folded_in_ascending_order(blocks: int) -> None:
+    def step(block: Any, carry: jax.Array) -> jax.Array:
+        return carry * jnp.uint32(31) + jnp.asarray(block).astype(jnp.uint32)
+
+    expected = functools.reduce(lambda carry, block: (31 * carry + block) % 2**32, range(blocks), 1)
+    assert int(jax.jit(lambda carry: fold_blocks(blocks, step, carry))(jnp.uint32(1))) == expected
+
+
 BLOCKS = 5
 
 
-@pytest.mark.parametrize("schedule", [Schedule(1, 16, 2), Schedule(2, 8, 2, "global"), Schedule(0, 4, 3)], ids=name_of)
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        Schedule(2, 8, 2, "global"),
+        Schedule(0, 4, 3),
+        pytest.param(Schedule(1, 16, 2), marks=pytest.mark.nightly),
+    ],
+    ids=name_of,
+)
 def test_blocks_are_added_left_to_right(schedule: Schedule) -> None:
     # A block has its largest number some times and -inf else, so its sum is a whole number in any order of addition.
     random, rows = np.random.default_rng(0), 12
@@ -128,10 +145,16 @@ SCHEDULES = (
 )
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize(("fn", "schedules"), [(log_softmax, SCHEDULES), (softmax, SCHEDULES[::3])])
+@pytest.mark.parametrize(
+    ("fn", "schedules"),
+    [
+        (log_softmax, SCHEDULES[::2]),
+        pytest.param(log_softmax, SCHEDULES, marks=pytest.mark.nightly),
+        pytest.param(softmax, SCHEDULES[::3], marks=pytest.mark.nightly),
+    ],
+)
 def test_every_schedule_gives_the_same_bits(fn: Callable[..., Any], schedules: tuple[Schedule, ...]) -> None:
-    x = logits(3, 2 * SOFTMAX_BLOCK + 300)
+    x = logits(2, 2 * SOFTMAX_BLOCK + 300)
     expected = interpreted(functools.partial(fn, schedule=schedules[0]), x)
     for schedule in schedules[1:]:
         assert_same_bits(interpreted(functools.partial(fn, schedule=schedule), x), expected)
@@ -140,8 +163,8 @@ def test_every_schedule_gives_the_same_bits(fn: Callable[..., Any], schedules: t
 def test_every_schedule_of_logsumexp_gives_the_same_bits() -> None:
     x = logits(3, SOFTMAX_BLOCK + 1)
     expected = interpreted(functools.partial(logsumexp, schedule=Schedule(0, 2, 1)), x)
-    for schedule in (Schedule(0, 5, 4), Schedule(0, 8, 100)):
-        assert_same_bits(interpreted(functools.partial(logsumexp, schedule=schedule), x), expected)
+    # With more CTAs than blocks.
+    assert_same_bits(interpreted(functools.partial(logsumexp, schedule=Schedule(0, 8, 100)), x), expected)
 
 
 def test_sums_for_gradients_have_the_same_bits_in_every_schedule_and_for_a_row_alone() -> None:
@@ -156,7 +179,7 @@ def test_a_row_does_not_depend_on_how_many_there_are_nor_on_its_neighbours() -> 
     fn = functools.partial(log_softmax, schedule=Schedule(1, 5, 2))
     anchor = logits(1, 4300, seed=1)
     expected = interpreted(fn, anchor)
-    for rows, position in ((2, 0), (4, 3)):
+    for rows, position in ((3, 2),):
         batch = logits(rows, 4300, seed=rows).at[position].set(anchor[0])
         assert_same_bits(interpreted(fn, batch)[position], expected[0])
 
@@ -176,14 +199,13 @@ def test_infinities_and_nans_stay_in_their_row(cluster: int) -> None:
     np.testing.assert_allclose(result[kept], exact(x)["log_softmax"][kept], rtol=1e-6, atol=4e-6)
 
 
-@pytest.mark.sampled(0)
 @pytest.mark.parametrize(
     ("fn", "schedule"),
     [
-        (log_softmax, Schedule(1, 4, 2)),
         (log_softmax, Schedule(2, 3, 2, "global")),
-        (log_softmax, Schedule(0, 3, 2)),
         (logsumexp, Schedule(0, 3, 2)),
+        pytest.param(log_softmax, Schedule(1, 4, 2), marks=pytest.mark.nightly),
+        pytest.param(log_softmax, Schedule(0, 3, 2), marks=pytest.mark.nightly),
     ],
 )
 def test_no_part_is_read_before_it_arrives_or_overwritten_before_it_is_read(
@@ -243,7 +265,7 @@ def test_every_schedule_lowers_for_cuda(width: int) -> None:
     lowered(functools.partial(softmax, schedule=default_schedule(problem(x, rewritten=False))), x)
 
 
-@pytest.mark.parametrize("width", [1, 4096, 50257, 1_000_001])
+@pytest.mark.parametrize("width", [1, 1_000_001, *(pytest.param(n, marks=pytest.mark.nightly) for n in (4096, 50257))])
 def test_other_widths_lower_for_cuda(width: int) -> None:
     x = jax.ShapeDtypeStruct((300, width), jnp.float32)
     lowered(log_softmax, x)

@@ -1,6 +1,7 @@
 """Data that Hopper attention reads and writes: tiles of packed requests, mask words, dequantized pages."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -15,9 +16,10 @@ from detjax.operands.attention import AttentionOperands
 from detjax.operands.kv_pages import KVPages, Queries
 from detjax.operands.options import Masking
 from detjax.pallas.hopper import attention, mosaic
-from detjax.pallas.hopper.attention import backward_schedule, decode_schedule, pieces, prefill_schedule
+from detjax.pallas.hopper.attention import backward_schedule, decode, decode_schedule, pieces, prefill_schedule
 from detjax.pallas.hopper.attention.dequantize import PageRange, dequantize_pages
 from detjax.pallas.hopper.attention.mask import pack_words
+from detjax.pallas.hopper.attention.online_softmax import visible_keys
 from detjax.pallas.hopper.mosaic.tiles import mask_bits
 from tests.support.attention_requests import INTERPRETER, Requests, in_the_interpreter
 from tests.support.bits import assert_same_bits
@@ -127,3 +129,54 @@ def test_gradients_lower(width: int) -> None:
 
     operands = q, pages, pages, *integers, sinks, q, normalizers, q
     jax.jit(gradients).trace(*operands).lower(lowering_platforms=("cuda",))
+
+
+def test_the_pages_that_tiles_visit_are_dequantized(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the borders of blocks, and at least one block for each request, of those in its table."""
+    read: list[PageRange] = []
+
+    def dequantize(pages: ops.QuantizedPages, page_range: PageRange, dtype: object) -> tuple[jax.Array, jax.Array]:
+        read.append(page_range)
+        return jnp.zeros(pages.shape, "bfloat16"), page_range.table
+
+    def ranges(start: list[int], length: list[int], count: int, **options: Any) -> list[tuple[int, int]]:
+        queries = Queries(jnp.zeros((len(start), 3), jnp.int32), jnp.array(start), jnp.array(length))
+        attention._dequantized(kv, queries, count, Masking(1.0, **options), jnp.dtype("bfloat16"))
+        return [*zip(np.asarray(read[-1].first).tolist(), np.asarray(read[-1].end).tolist(), strict=True)]
+
+    monkeypatch.setattr(attention, "dequantize_pages", dequantize)
+    pages = ops.quantize_kv(jnp.zeros((2, 1, KV_BLOCK, 32)), "int8")
+    kv = KVPages(pages, pages)
+    starts, lengths = [0, 127, 127, 255, 300], [300, 128, 129, 256, 384]
+    assert ranges(starts, lengths, 1) == [(0, 1), (0, 1), (0, 1), (0, 2), (0, 3)]
+    assert ranges(starts, lengths, 2) == [(0, 1), (0, 1), (0, 2), (0, 2), (0, 3)]
+    assert ranges(starts, lengths, 1, causal=False) == [(0, 3), (0, 1), (0, 2), (0, 2), (0, 3)]
+    assert ranges([127, 128, 129, 256, 257], [300] * 5, 1, window=2) == [(0, 1), (0, 2), (1, 2), (1, 3), (2, 3)]
+    # Padding queries after a request's end see no key.
+    assert ranges([300, 500], [128, 128], 1, causal=False, window=2) == [(2, 3), (2, 3)]
+
+
+def test_a_window_may_be_longer_than_positions_are_counted() -> None:
+    positions = jnp.arange(3, dtype=jnp.int32)
+    end, first = visible_keys(Masking(1.0, window=2**31 + 5), jnp.int32(0), positions, jnp.int32(2))
+    assert end.tolist() == [1, 2, 2]
+    assert (first <= 0).all()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "width", "is_served"),
+    [
+        (16, 1, 64, True),
+        (17, 1, 64, False),
+        (1, 64, 128, True),
+        (1, 65, 128, False),
+        (1, 32, 192, True),
+        (1, 33, 192, False),
+        (1, 1, 48, False),
+    ],
+)
+def test_decode_serves_few_tokens_of_heads_that_fit_a_tile(
+    tokens: int, heads: int, width: int, is_served: bool
+) -> None:
+    pages = jnp.zeros((1, 2, KV_BLOCK, width), "bfloat16")
+    assert decode.serves(jnp.zeros((1, tokens, 2 * heads, width), "bfloat16"), KVPages(pages, pages)) == is_served
