@@ -66,12 +66,14 @@ def follow(
         rows_may_return: whether rows may leave their positions if they return to them.
     """
     tracer = BatchAxisTracer(batch, sharded, sizes, rows_may_return=rows_may_return)
-    results = [tracer.result(place) for place in tracer.jaxpr(jaxpr, places)]
+    makers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+    places_of_results = tracer.jaxpr(jaxpr, places)
+    results = [tracer.result(place) for place in places_of_results]
+    for atom, place in zip(jaxpr.outvars, places_of_results, strict=True):
+        if isinstance(place, (Single, Vector)) and not tracer.findings:
+            what = "gives every row what belongs to one row, or to its position in the batch"
+            tracer.mixes(makers[atom], Mixing.MOVE, what)
     return results, list(dict.fromkeys(tracer.findings))
-
-
-_MAX_ROUNDS: Final = 5
-"""Rounds in which the places of a loop's carries settle: a carry can change from shared to rows to unknown."""
 
 
 def operation_places(eqn: core.JaxprEqn, places: Sequence[Place], batch: int) -> list[Place]:
@@ -182,7 +184,7 @@ class BatchAxisTracer(RowRules):
             self.findings.extend(filter(None, findings))
         elif isinstance(place, Counts) and place.keys is not None:
             self.findings.append(self.counted_at[place.keys])
-        elif not isinstance(place, (Index, Counts, Vector, Single)) or place == Single(0):
+        elif not isinstance(place, (Index, Counts, Vector, Single)):
             return place
         return UNKNOWN
 
@@ -289,15 +291,18 @@ class BatchAxisTracer(RowRules):
     # Control flow ---------------------------------------------------------------------------------------------------
 
     def _rounds(self, carries: list[Place], step: Callable[[list[Place]], list[Place]], eqn: Any) -> list[Place]:
-        """Returns the places of carries once the loop's body no longer changes them."""
+        """Returns the places of carries once the loop's body no longer changes them.
+
+        Iterations may hand a place from carry to carry, so there can be many rounds. They end because a place only ever
+        becomes less certain: fewer uniform axes, then rows, then unknown.
+        """
         carries = [place.plain if isinstance(place, Shared) else place for place in carries]
-        for _ in range(_MAX_ROUNDS):
+        while True:
             after = [self._joined((x, y), eqn) for x, y in zip(carries, step(carries), strict=True)]
             after = [place.plain if isinstance(place, Shared) else place for place in after]
             if after == carries:
-                break
+                return carries
             carries = after
-        return carries
 
     def scan(self, eqn: core.JaxprEqn, places: list[Place]) -> tuple[list[Place], list[Place]]:
         """Returns the places of a scan's results, and of the arguments of its body."""
@@ -342,13 +347,20 @@ class BatchAxisTracer(RowRules):
         )
         if not ends_by_row and not isinstance(test, (Shared, Single)):
             return [self.mixes(eqn, Mixing.OTHER, "loops until every row is done")] * len(eqn.outvars)
-        return carries
+        return [self._decided(test, place, eqn) for place in carries] if isinstance(test, Single) else carries
 
     def _cond(self, eqn: core.JaxprEqn, places: list[Place]) -> list[Place]:
         if not isinstance(places[0], (Shared, Single)):
             return [self.mixes(eqn, Mixing.OTHER, "branches on a value of rows")] * len(eqn.outvars)
         branches = [self.jaxpr(branch, places[1:]) for branch in eqn.params["branches"]]
-        return [self._joined(results, eqn) for results in zip(*branches, strict=True)]
+        results = [self._joined(results, eqn) for results in zip(*branches, strict=True)]
+        return [self._decided(places[0], place, eqn) for place in results] if isinstance(places[0], Single) else results
+
+    def _decided(self, row: Single, place: Place, eqn: core.JaxprEqn) -> Place:
+        """Returns the place of a result of control flow that one row decides."""
+        if isinstance(place, Shared) or place == row:
+            return row
+        return place if place is UNKNOWN else self.mixes(eqn, Mixing.SLOT, "combines a row with another one")
 
     def _shard_map(self, eqn: core.JaxprEqn, places: list[Place]) -> list[Place]:
         sizes = eqn.params["mesh"].shape

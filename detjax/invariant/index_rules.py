@@ -98,7 +98,10 @@ class IndexRules(abc.ABC):
             self._values[eqn.outvars[0]] = operands[0]
             return
         try:
-            key = name, operands, tuple(sorted((k, v) for k, v in eqn.params.items() if not isinstance(v, core.Jaxpr)))
+            params = [
+                (k, id(v) if isinstance(v, core.Jaxpr) else v) for k, v in eqn.params.items() if k != "update_jaxpr"
+            ]
+            key = name, operands, tuple(sorted(params))
             hash(key)
         except TypeError:
             key = self.fresh(), operands, ()

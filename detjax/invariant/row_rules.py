@@ -448,7 +448,8 @@ class RowRules(IndexRules):
         if not isinstance(rows, Rows):
             return self.mixes(eqn, Mixing.OTHER, Mixing.OTHER.value)
         moves = eqn.params["window_strides"][rows.axis] != 1 or tuple(eqn.params["padding"][rows.axis]) != (0, 0)
-        if moves or eqn.params["window_dimensions"][rows.axis] != 1:
+        spreads = eqn.params.get("base_dilation", {rows.axis: 1})[rows.axis] != 1
+        if moves or spreads or eqn.params["window_dimensions"][rows.axis] != 1:
             mixing = Mixing.SUM if equations.kind(eqn) is Kind.SUM else Mixing.MOVE
             return self.mixes(eqn, mixing, "has windows over the batch")
         return rows

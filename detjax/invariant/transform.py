@@ -281,11 +281,16 @@ class _Whole(NamedTuple):
         makers = {var: eqn for eqn in self.jaxpr.eqns for var in eqn.outvars}
         axes = arguments.spread("batch_invariant", "out_axes", out_axes, self.shapes)
         for atom, place, axis in zip(self.jaxpr.outvars, self.result_places, axes, strict=True):
-            if not isinstance(place, Shared) or isinstance(atom, core.Literal) or atom not in makers:
+            if not isinstance(place, Shared) or isinstance(atom, core.Literal):
                 continue
-            ndim, mixing = equations.aval(atom).ndim, Mixing.SIZE if place.sized else Mixing.SLOT
+            aval, mixing = equations.aval(atom), Mixing.SIZE if place.sized else Mixing.SLOT
+            ndim = aval.ndim
             if place.sized or (axis is not None and -ndim <= axis < ndim and axis % ndim not in place.uniform):
-                yield BatchAxisTracer(self.batch).finding(makers[atom], mixing, mixing.value)
+                if atom in makers:
+                    yield BatchAxisTracer(self.batch).finding(makers[atom], mixing, mixing.value)
+                elif atom in self.jaxpr.constvars:
+                    shape, dtype = tuple(aval.shape), str(aval.dtype)
+                    yield Finding(mixing, "constant", mixing.value, "an unknown line", (shape,), (dtype,))
 
 
 def _one_row(
