@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import datetime
+import itertools
 import json
 import re
 import socket
@@ -108,30 +109,92 @@ def test_generate_prints_the_text_alone(checkpoint: Path) -> None:
     assert (result.exit_code, result.stdout, result.stderr) == (0, f"{expected.completions[0].text}\n", "")
 
 
-def test_generate_quantizes_the_cache_that_it_is_asked_to(checkpoint: Path) -> None:
-    arguments = ("--prompt", "ROMEO:", "--max-tokens", 5, "--kv-cache-dtype", "q4_0", "--json")
-    (printed,) = json.loads(run("generate", "--model", checkpoint, *arguments).stdout)["generations"]
-    model, tokenizer = models.load(checkpoint, progress=False)
-    (expected,) = detjax.generate(
-        model, ["ROMEO:"], SamplingParams(max_tokens=5), tokenizer=tokenizer, kv_cache_dtype="q4_0"
-    )
-    assert printed["completions"][0]["logprobs"] == list(expected.completions[0].logprobs)
+class Generating:
+    """Stands in for the engine's `generate`: keeps what it is given, and answers each sample with two tokens.
+
+    Attributes:
+        given: the arguments of the last call, by name.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.given: dict[str, Any] = {}
+        monkeypatch.setattr(engine, "generate", self._generate)
+
+    def _generate(self, model: Any, prompts: Any, sampling: Any, **options: Any) -> list[engine.Generation]:
+        self.given = {"model": model, "prompts": prompts, "sampling": sampling} | options
+        top = (((40, -0.5), (41, -1.0)),) * 2
+        completions = tuple(
+            engine.Completion((40, 41), (-0.5, -1.25), top, f"text {sample}", "stop") for sample in range(sampling.n)
+        )
+        return [engine.Generation((5, 6), completions)] * len(prompts)
 
 
-def test_generate_heads_each_of_several_texts(checkpoint: Path) -> None:
-    result = run(
-        *("generate", "--model", checkpoint, "--prompt", "ROMEO:", "--prompt", "-", "--n", 2),
-        *("--temperature", 1, "--max-tokens", 3, "--logprobs", 2),
-        text="JULIET:\nO\n",
+@pytest.fixture
+def generating(monkeypatch: pytest.MonkeyPatch) -> Generating:
+    return Generating(monkeypatch)
+
+
+def test_the_options_of_generate_reach_the_engine(checkpoint: Path, generating: Generating) -> None:
+    ran = run("generate", "--model", checkpoint, "--prompt", "ROMEO:")
+    assert (ran.exit_code, ran.stdout, ran.stderr) == (0, "text 0\n", "")
+    model = generating.given.pop("model")
+    assert model.dtype == "bfloat16"
+    tokenizer = generating.given.pop("tokenizer")
+    assert tokenizer.encode("x") == models.load(checkpoint, progress=False)[1].encode("x")
+    silent = {"prompts": ["ROMEO:"], "sampling": SamplingParams(), "images": [[]], "kv_cache_dtype": None}
+    assert generating.given == silent | {"progress": False}
+    for option, field, value in (
+        ("--max-tokens", "max_tokens", 7),
+        ("--temperature", "temperature", 0.5),
+        ("--top-k", "top_k", 3),
+        ("--top-p", "top_p", 0.25),
+        ("--min-p", "min_p", 0.125),
+        ("--seed", "seed", 2**64 - 1),
+        ("--n", "n", 3),
+        ("--logprobs", "top_logprobs", 2),
+    ):
+        assert run("generate", "--model", checkpoint, "--prompt", "x", option, value).exit_code == 0
+        assert generating.given["sampling"] == dataclasses.replace(SamplingParams(), **{field: value}), option
+    run("generate", "--model", checkpoint, "--prompt", "x", "--stop", "a", "--stop", "bc")
+    assert generating.given["sampling"] == SamplingParams(stop=("a", "bc"))
+    for quantized in ("int8", "fp8_e4m3", "q4_0"):
+        run("generate", "--model", checkpoint, "--prompt", "x", "--kv-cache-dtype", quantized)
+        assert generating.given["kv_cache_dtype"] == quantized
+    run("generate", "--model", checkpoint, "--prompt", "x", "--dtype", "float32")
+    assert generating.given["model"].dtype == "float32"
+
+
+def test_generate_heads_each_of_several_texts(checkpoint: Path, generating: Generating) -> None:
+    options = ("generate", "--model", checkpoint, "--prompt", "ROMEO:", "--prompt", "-")
+    result = run(*options, "--n", 2, "--logprobs", 2, text="JULIET:\nO\n")
+    scored = "40\t'I'\t-0.500000\t'I' -0.500000\t'J' -1.000000\n41\t'J'\t-1.250000\t'I' -0.500000\t'J' -1.000000\n"
+    tokenizer = generating.given["tokenizer"]
+    scored = scored.replace("'I'", repr(tokenizer.decode([40]))).replace("'J'", repr(tokenizer.decode([41])))
+    assert generating.given["prompts"] == ["ROMEO:", "JULIET:\nO"]
+    assert result.stdout == "".join(
+        f"=== prompt {prompt} of 2, sample {sample} of 2: {text!r}\ntext {sample - 1}\n{scored}"
+        for prompt, text in enumerate(("ROMEO:", "JULIET:\nO"), 1)
+        for sample in (1, 2)
     )
-    heads = [line for line in result.stdout.splitlines() if line.startswith("===")]
-    assert heads == [
-        "=== prompt 1 of 2, sample 1 of 2: 'ROMEO:'",
-        "=== prompt 1 of 2, sample 2 of 2: 'ROMEO:'",
-        "=== prompt 2 of 2, sample 1 of 2: 'JULIET:\\nO'",
-        "=== prompt 2 of 2, sample 2 of 2: 'JULIET:\\nO'",
-    ]
-    assert sum(line.count("\t") == 4 for line in result.stdout.splitlines()) == 12
+    plain = run(*options, text="O\n\n")
+    assert generating.given["prompts"] == ["ROMEO:", "O\n"]
+    heads = [line for line in plain.stdout.splitlines() if line.startswith("===")]
+    assert heads == ["=== prompt 1 of 2, sample 1 of 1: 'ROMEO:'", "=== prompt 2 of 2, sample 1 of 1: 'O\\n'"]
+    alone = run("generate", "--model", checkpoint, "--prompt", "x", "--logprobs", 0)
+    assert alone.stdout == f"text 0\n{scored}"
+
+
+def test_generate_writes_every_field_of_its_json(checkpoint: Path, generating: Generating) -> None:
+    options = ("--prompt", "x", "--prompt", "y", "--n", 2, "--logprobs", 2, "--json")
+    printed = json.loads(run("generate", "--model", checkpoint, *options).stdout)
+    top = [[{"token": 40, "logprob": -0.5}, {"token": 41, "logprob": -1.0}]] * 2
+    completion = {"finish_reason": "stop", "tokens": [40, 41], "logprobs": [-0.5, -1.25], "top_logprobs": top}
+    completions = [{"text": f"text {sample}"} | completion for sample in range(2)]
+    fingerprint = fingerprints.fingerprint()
+    assert printed == {
+        "generations": [{"prompt": text, "prompt_tokens": [5, 6], "completions": completions} for text in "xy"],
+        "fingerprint": dataclasses.asdict(fingerprint) | {"digest": fingerprint.digest},
+    }
 
 
 def test_generate_writes_json_that_holds_the_bits(checkpoint: Path) -> None:
@@ -149,13 +212,11 @@ def test_generate_writes_json_that_holds_the_bits(checkpoint: Path) -> None:
     assert printed["fingerprint"]["digest"] == fingerprints.fingerprint().digest
 
 
-def test_chat_wraps_the_prompt_in_the_template() -> None:
-    options = ("--chat", "--max-tokens", 2, "--temperature", 0, "--json")
-    result = run("generate", "--model", FIXTURES / "qwen3", "--prompt", "Hello", *options)
+def test_chat_wraps_the_prompt_in_the_template(generating: Generating) -> None:
+    assert run("generate", "--model", FIXTURES / "qwen3", "--prompt", "Hello", "--chat").exit_code == 0
     _, tokenizer = models.load(FIXTURES / "qwen3", progress=False)
     text = tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}])
-    printed = json.loads(result.stdout)["generations"][0]
-    assert printed["prompt_tokens"] == tokenizer.encode(text, add_special_tokens=False)
+    assert generating.given["prompts"] == [tokenizer.encode(text, add_special_tokens=False)]
 
 
 @pytest.mark.parametrize(
@@ -191,38 +252,43 @@ def model_of_images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_generate_shows_images(model_of_images: Path) -> None:
-    file, options = model_of_images / "image.png", ("--max-tokens", 4, "--json")
-    shown = run("generate", "--model", model_of_images, "--prompt", "<vs><img><ve>Hi", "--image", file, *options)
-    chatted = run("generate", "--model", model_of_images, "--prompt", "Hi", "--image", file, "--chat", *options)
-    model, tokenizer = towers.model("qwen2_5_vl-tiny"), towers.character_tokenizer()
-    for result, text in ((shown, "<vs><img><ve>Hi"), (chatted, "user:<vs><img><ve>Hi;")):
-        params = SamplingParams.recommended(model, max_tokens=4)
-        images = [towers.images("qwen2_5_vl-tiny")[1:]]
-        (expected,) = detjax.generate(model, [text], params, images=images, tokenizer=tokenizer)
-        (given,) = json.loads(result.stdout)["generations"]
-        assert given["completions"][0]["tokens"] == list(expected.completions[0].tokens)
+def test_generate_shows_images(model_of_images: Path, generating: Generating) -> None:
+    file = model_of_images / "image.png"
+    options = ("generate", "--model", model_of_images, "--image", file, "--image", file)
+    run(*options, "--prompt", "<vs><img><ve>Hi", "--prompt", "y")
+    assert generating.given["prompts"] == ["<vs><img><ve>Hi", "y"]
+    expected = towers.images("qwen2_5_vl-tiny")[1]
+    assert [len(shown) for shown in generating.given["images"]] == [2, 2]
+    for shown in itertools.chain(*generating.given["images"]):
+        np.testing.assert_array_equal(shown, expected)
+    run(*options, "--prompt", "Hi", "--chat")
+    tokens = towers.character_tokenizer().encode("user:<vs><img><ve><vs><img><ve>Hi;")
+    assert generating.given["prompts"] == [tokens]
 
 
-@pytest.mark.sampled(0)
-def test_generate_shows_videos(model_of_images: Path, tmp_path: Path) -> None:
-    """The frames are some of an animation, and all images of a directory."""
+def test_generate_shows_videos(model_of_images: Path, tmp_path: Path, generating: Generating) -> None:
+    """The frames are some of an animation, and all images of a directory, in the order of their names."""
     frames = np.repeat(np.arange(0, 240, 24, dtype=np.uint8), 16 * 24 * 3).reshape(10, 16, 24, 3)
     pictures = [PIL.Image.fromarray(frame) for frame in frames]
     file, folder = tmp_path / "video.webp", tmp_path / "frames"
-    folder.mkdir()
+    (folder / "a folder").mkdir(parents=True)
     pictures[0].save(file, save_all=True, append_images=pictures[1:], duration=100, lossless=True)
-    for number in (0, 2, 5, 7):
+    for number in (7, 0, 5, 2):
         pictures[number].save(folder / f"{number}.png")
-    options = ("--model", model_of_images, "--prompt", "Hi", "--chat", "--max-tokens", 4, "--json")
-    results = [run("generate", *options, "--video", file), run("generate", *options, "--video", folder, "--fps", 4)]
-    model, tokenizer = towers.model("qwen2_5_vl-tiny"), towers.character_tokenizer()
-    params = SamplingParams.recommended(model, max_tokens=4)
-    video = models.Video(frames[[0, 2, 5, 7]], 4.0)
-    (expected,) = detjax.generate(model, ["user:<vs><video><ve>Hi;"], params, images=[[video]], tokenizer=tokenizer)
-    for result in results:
-        (given,) = json.loads(result.stdout)["generations"]
-        assert given["completions"][0]["tokens"] == list(expected.completions[0].tokens)
+    options = ("generate", "--model", model_of_images, "--prompt", "Hi", "--chat")
+    tokens = towers.character_tokenizer().encode("user:<vs><img><ve><vs><video><ve>Hi;")
+    for video, fps, rate in (
+        (file, (), 4.0),
+        (folder, ("--fps", 4), 4.0),
+        (folder, (), 2.0),
+        (folder, ("--fps", 0.5), 0.5),
+    ):
+        assert run(*options, "--video", video, *fps, "--image", model_of_images / "image.png").exit_code == 0
+        ((image, shown),) = generating.given["images"]
+        np.testing.assert_array_equal(image, towers.images("qwen2_5_vl-tiny")[1])
+        np.testing.assert_array_equal(shown.frames, frames[[0, 2, 5, 7]])
+        assert shown.fps == rate
+        assert generating.given["prompts"] == [tokens]
 
 
 def test_frames_of_a_second_are_those_of_a_video(model_of_images: Path) -> None:

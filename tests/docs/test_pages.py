@@ -19,6 +19,8 @@ EXAMPLES = {
     "train_wrapped_model.py": "weights after 3 steps on 1, 2, 4 devices: 1 digest",
     "verify_answers.py": "another token: refused at token 3",
 }
+QUICK = ("docs/concepts/backends.md", "docs/develop/two_devices.md", "docs/guide/install.md")
+"""Pages that start no server and load no model. The others compile for a minute."""
 
 
 @pytest.fixture
@@ -35,9 +37,9 @@ def environment() -> dict[str, str]:
     return os.environ | {"PATH": commands, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": "cache"}
 
 
-# A server compiles for a minute before it answers, so CI alone runs pages.
-@pytest.mark.sampled(0)
-@pytest.mark.parametrize("page", RUN)
+@pytest.mark.parametrize(
+    "page", [page if page in QUICK else pytest.param(page, marks=pytest.mark.nightly) for page in RUN]
+)
 def test_the_blocks_of_a_page_run_as_written(page: str, checkout: Path) -> None:
     command = [sys.executable, "-m", "tests.support.page_blocks", page]
     subprocess.run(command, cwd=checkout, env=environment(), check=True)
@@ -49,6 +51,10 @@ def test_an_example_runs_and_prints_what_it_shows(example: str, printed: str, ch
     command = [sys.executable, "-W", "error", f"examples/{example}"]
     result = subprocess.run(command, cwd=checkout, env=environment(), stdout=subprocess.PIPE, text=True, check=True)
     assert printed in result.stdout
+
+
+def test_pages_that_are_run_often_are_there() -> None:
+    assert set(QUICK) < set(RUN)
 
 
 def test_examples_are_short() -> None:
