@@ -325,3 +325,51 @@ def test_a_damaged_file_is_named(tmp_path, name, contents, words):
         Tokenizer.load(tmp_path)
     assert str(error.value).startswith(str(tmp_path))
     assert words in str(error.value)
+
+
+def test_a_tokenizer_says_which_templates_it_has(tmp_path: Path) -> None:
+    none = made_of(tmp_path)
+    assert (none.has_chat_template, none.tool_template) == (False, None)
+    plain = made_of(tmp_path, {"chat_template": "plain"})
+    assert (plain.has_chat_template, plain.tool_template) == (True, "plain")
+    tools = made_of(tmp_path, {"chat_template": [{"name": "tool_use", "template": "tools"}]})
+    assert (tools.has_chat_template, tools.tool_template) == (False, "tools")
+    both = made_of(tmp_path, chat_template_dot_jinja="plain", additional_chat_templates__tool_use_dot_jinja="tools")
+    assert (both.has_chat_template, both.tool_template) == (True, "tools")
+    other = both.with_chat_template("other")
+    assert (other.tool_template, other.apply_chat_template(HELLO, tools=[{}])) == ("other", "other")
+    assert both.tool_template == "tools"
+    with pytest.raises(CheckpointError, match="chat template 'default' is damaged"):
+        both.with_chat_template("{% if %}")
+
+
+def test_tokens_that_add_no_text_are_known(tokenizer: Tokenizer) -> None:
+    (end,) = tokenizer.encode("<|im_end|>", add_special_tokens=False)
+    assert [tokenizer.is_left_out(token) for token in (end, 10**6, *tokenizer.encode("a b"))] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+    assert end in tokenizer.added_tokens and tokenizer.encode("a")[0] not in tokenizer.added_tokens
+
+
+def test_added_tokens_may_all_be_made_special(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    trained = tokenizers.Tokenizer.from_file(str(FIXTURE / "tokenizer.json"))
+    trained.add_tokens(["<tool>"])
+    trained.save(str(tmp_path / "tokenizer.json"))
+    read = Tokenizer.load(tmp_path)
+    assert read is not None
+    (added,) = read.encode("<tool>", add_special_tokens=False)
+    assert (read.is_left_out(added), read.decode([added]), added in read.added_tokens) == (False, "<tool>", True)
+    special = tokenizers.Tokenizer.from_str(read.with_all_added_special())
+    assert special.decode([added]) == "" and read.decode([added]) == "<tool>"
+
+
+def test_bytes_have_tokens_only_where_the_tokenizer_is_not_byte_level(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    fallback = with_byte_fallback(tmp_path)
+    assert (tokenizer.is_byte_level, fallback.is_byte_level) == (True, False)
+    tokens = {fallback._tokenizer.id_to_token(token): token for token in range(len(fallback))}
+    assert [fallback.byte_of(tokens[name]) for name in ("<0x00>", "<0xFF>", "a", "<unk>")] == [0, 255, None, None]
+    assert fallback.byte_of(10**6) is None
+    assert {tokenizer.byte_of(token) for token in range(len(tokenizer))} == {None}
