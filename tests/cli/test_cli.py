@@ -627,16 +627,16 @@ def test_what_serve_cannot_do_here_is_said_before_the_model_is_loaded(
 
 def test_demo_reports_both_numerics_and_writes_its_files(checkpoint: Path, tmp_path: Path) -> None:
     result = run(
-        *("demo", "--model", checkpoint, "--asks", 24, "--max-tokens", 3, "--seed", 1),
+        *("demo", "--model", checkpoint, "--asks", 7, "--max-tokens", 3, "--seed", 1),
         *("--output", tmp_path / "demo.png", "--json", tmp_path / "demo.json"),
     )
     assert result.exit_code == 0
-    assert "24 of 24" in result.stdout
+    assert "7 of 7" in result.stdout
     assert "detjax gave one answer regardless of the load" in result.stdout
-    assert "asked 24 times" in result.stderr and "24/24" in result.stderr
+    assert "asked 7 times" in result.stderr and "7/7" in result.stderr
     printed = json.loads((tmp_path / "demo.json").read_text())
-    assert (printed["asks"], printed["dtype"], printed["detjax"]["unique_logprob_bits"]) == (24, "bfloat16", 1)
-    assert sum(completion["count"] for completion in printed["stock"]["completions"]) == 24
+    assert (printed["asks"], printed["dtype"], printed["detjax"]["unique_logprob_bits"]) == (7, "bfloat16", 1)
+    assert sum(completion["count"] for completion in printed["stock"]["completions"]) == 7
     assert printed["fingerprint"]["digest"] in result.stdout
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["demo.json", "demo.png"]
