@@ -10,6 +10,7 @@ from starlette.testclient import TestClient
 
 from detjax.audit import Origin
 from detjax.engine import EngineConfig, Generation, PromptLogprobs, Request, Token
+from detjax.engine.request_reader import RequestReader
 from detjax.models import ModelMetadata, Tokenizer
 from detjax.server import Settings
 from detjax.server.app import app_of
@@ -38,6 +39,7 @@ class Script:
         reason: why the samples end.
         error: what they answer instead.
         cached: tokens of the prompt that came from the prefix cache.
+        reader: refuses requests as an engine does; None: they are all accepted.
     """
 
     failure: BaseException | None = None
@@ -48,11 +50,13 @@ class Script:
         self.reason = "length"
         self.error: Exception | None = None
         self.cached = 0
+        self.reader: RequestReader | None = None
 
     async def stream(self, requests: Sequence[Request], *, is_whole: bool) -> AsyncGenerator[Batch]:
         self.asked += requests
-        if self.error is not None:
-            yield self.error
+        error = self.error or (self.reader and _refusal(self.reader, requests, is_streamed=not is_whole))
+        if error is not None:
+            yield error
             return
         for index, request in enumerate(requests):
             samples = [self._sample(request, sample) for sample in range(request.sampling.n)]
@@ -75,6 +79,16 @@ class Script:
 
     def _top(self, request: Request) -> tuple[tuple[int, float], ...]:
         return tuple(zip(LIKELIEST, SCORES, strict=True))[: request.sampling.top_logprobs]
+
+
+def _refusal(reader: RequestReader, requests: Sequence[Request], *, is_streamed: bool) -> ValueError | None:
+    """Returns the error of the first request that an engine refuses, if any."""
+    for number, request in enumerate(requests):
+        try:
+            reader.samples_of(f"request {number}", request, is_streamed=is_streamed)
+        except ValueError as error:
+            return error
+    return None
 
 
 class Client(TestClient):
@@ -117,11 +131,17 @@ def scripted(
     tokenizer: Tokenizer,
     script: Script | None = None,
     options: dict[str, Any] | None = None,
+    is_strict: bool = False,
     **settings: Any,
 ) -> Iterator[Client]:
-    """A client of a server. `options` are the client's, and `settings` the server's."""
+    """A client of a server. `options` are the client's, and `settings` the server's.
+
+    A strict server refuses requests that an engine cannot serve.
+    """
     script = script or Script()
     config = EngineConfig(max_length=LENGTH, top_logprobs=TOP)
+    if is_strict:
+        script.reader = RequestReader(metadata, tokenizer, config)
     engine = ReplicatedEngine(script, metadata, tokenizer, config)
     app = app_of(engine, metadata, tokenizer, Settings(MODEL, **{"unseeded": "fixed"} | settings), ORIGIN)
     with contextlib.closing(app.state.texts), Client(app, script, **options or {}) as client:

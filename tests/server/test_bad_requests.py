@@ -11,7 +11,7 @@ from typing import Any
 import openai
 import pytest
 import schemathesis.openapi
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis import Case, GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.schemas import APIOperation
@@ -22,9 +22,9 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from detjax.engine import Engine, Request, SamplingParams
-from detjax.models import Decoder, Tokenizer
+from detjax.models import Decoder, ModelMetadata, Tokenizer
 from tests.server.running_server import MODEL, Running, serving, streams_held, wait_until
-from tests.support.waits import HANGS_AFTER
+from tests.server.scripted import Client, scripted
 
 COMPLETION = {"model": MODEL, "prompt": "x", "max_tokens": 1}
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
@@ -58,7 +58,20 @@ def wait_until_idle(server: Running) -> None:
     wait_until(is_idle)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module")
+def strict(metadata: ModelMetadata, words: Tokenizer) -> Iterator[Client]:
+    """A client of a server that refuses what an engine refuses, and computes nothing."""
+    with scripted(metadata, words, is_strict=True) as client:
+        yield client
+
+
+def refusal(client: Client, body: Any, path: str = "completions") -> tuple[int, dict[str, Any]]:
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    answer = client.post(f"/v1/{path}", content=content, headers={"Content-Type": "application/json"})
+    return answer.status_code, answer.json()
+
+
+@pytest.fixture
 def unharmed(server: Running) -> Iterator[None]:
     """After each test the server answers as before, and nothing is in flight."""
     yield
@@ -204,9 +217,9 @@ def unharmed(server: Running) -> Iterator[None]:
     ],
     ids=lambda value: str(value)[:200],
 )
-def test_what_cannot_be_served_is_refused_by_name(server: Running, body: Any, says: str) -> None:
+def test_what_cannot_be_served_is_refused_by_name(strict: Client, body: Any, says: str) -> None:
     path = "chat/completions" if isinstance(body, dict) and "messages" in body else "completions"
-    status, response = post(server.url, body, path)
+    status, response = refusal(strict, body, path)
     error = response["error"]
     assert (status, error["type"]) == (400, "invalid_request_error")
     assert says in error["message"]
@@ -248,17 +261,17 @@ def test_what_cannot_be_served_is_refused_by_name(server: Running, body: Any, sa
 )
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_error_names_the_field_by_its_name_in_the_body(
-    server: Running, path: str, fields: dict[str, Any], param: str, stream: bool
+    strict: Client, path: str, fields: dict[str, Any], param: str, stream: bool
 ) -> None:
     base = {"completions": COMPLETION, "chat/completions": CHAT, "responses": {"model": MODEL}}[path]
-    status, response = post(server.url, base | fields | ({"stream": True} if stream else {}), path)
+    status, response = refusal(strict, base | fields | ({"stream": True} if stream else {}), path)
     assert (status, response["error"]["param"]) == (400, param)
     assert "\n" not in response["error"]["message"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_look_ahead_is_refused_in_a_line(server: Running, stream: bool) -> None:
-    _, response = post(server.url, COMPLETION | {"structured_outputs": {"regex": "(?=a)b"}, "stream": stream})
+def test_a_look_ahead_is_refused_in_a_line(strict: Client, stream: bool) -> None:
+    _, response = refusal(strict, COMPLETION | {"structured_outputs": {"regex": "(?=a)b"}, "stream": stream})
     assert response["error"]["message"] == (
         'the constraint\'s regex is not valid: at 1(8): invalid regex "(?=a)b" (in regex): regex parse error: '
         "look-around, including look-ahead and look-behind, is not supported; accepted: the syntax of Rust's crate "
@@ -266,6 +279,7 @@ def test_a_look_ahead_is_refused_in_a_line(server: Running, stream: bool) -> Non
     )
 
 
+@pytest.mark.usefixtures("unharmed")
 def test_other_models_paths_methods_and_types_are_refused(server: Running) -> None:
     status, response = post(server.url, COMPLETION | {"model": "gpt"})
     assert (status, response["error"]["code"]) == (404, "model_not_found")
@@ -281,18 +295,16 @@ def test_other_models_paths_methods_and_types_are_refused(server: Running) -> No
         urllib.request.urlopen(f"{server.url}/page/../app.py")
 
 
-def test_chats_with_a_model_that_has_no_chat_template_are_refused(
-    engine: Engine, loaded: tuple[Decoder, Tokenizer]
-) -> None:
-    model, tokenizer = loaded
-    files = {name: content for name, content in tokenizer.files.items() if name != "chat_template.jinja"}
-    with serving(engine, (model, Tokenizer(files, "the test"))) as running:
+def test_chats_with_a_model_that_has_no_chat_template_are_refused(metadata: ModelMetadata, words: Tokenizer) -> None:
+    files = {name: content for name, content in words.files.items() if name != "chat_template.jinja"}
+    with scripted(metadata, Tokenizer(files, "the test")) as client:
         for stream in (False, True):
-            status, response = post(running.url, CHAT | {"stream": stream}, "chat/completions")
+            status, response = refusal(client, CHAT | {"stream": stream}, "chat/completions")
             assert (status, response["error"]["type"]) == (400, "invalid_request_error")
             assert response["error"]["message"] == "the model has no chat template; accepted: /v1/completions"
 
 
+@pytest.mark.usefixtures("unharmed")
 def test_requests_that_are_too_large_are_refused(engine: Engine, loaded: tuple[Decoder, Tokenizer]) -> None:
     with serving(engine, loaded, max_body=2000) as running:
         assert post(running.url, COMPLETION | {"prompt": "x" * 1000})[0] == 400  # too many tokens
@@ -303,6 +315,7 @@ def test_requests_that_are_too_large_are_refused(engine: Engine, loaded: tuple[D
             assert connection.recv(100).startswith(b"HTTP/1.1 413")
 
 
+@pytest.mark.usefixtures("unharmed")
 def test_requests_that_are_sent_too_slowly_are_refused(engine: Engine, loaded: tuple[Decoder, Tokenizer]) -> None:
     with serving(engine, loaded, body_seconds=0.05) as running:
         with socket.create_connection(("127.0.0.1", int(running.url.rsplit(":", 1)[1]))) as connection:
@@ -310,6 +323,7 @@ def test_requests_that_are_sent_too_slowly_are_refused(engine: Engine, loaded: t
             assert connection.recv(100).startswith(b"HTTP/1.1 408")
 
 
+@pytest.mark.usefixtures("unharmed")
 def test_an_answer_that_takes_too_long_is_ended(engine: Engine, loaded: tuple[Decoder, Tokenizer]) -> None:
     with streams_held(engine), serving(engine, loaded, request_seconds=1) as running:
         with running.client() as client, pytest.raises(openai.APIError, match="took longer than"):
@@ -325,6 +339,7 @@ def test_an_answer_that_takes_too_long_is_ended(engine: Engine, loaded: tuple[De
     assert engine.stats().pages_in_use == 0
 
 
+@pytest.mark.usefixtures("unharmed")
 def test_clients_that_vanish_are_dropped(server: Running) -> None:
     host = ("127.0.0.1", int(server.url.rsplit(":", 1)[1]))
     draw = random.Random(0)
@@ -343,23 +358,24 @@ def test_clients_that_vanish_are_dropped(server: Running) -> None:
 
 # The warning is about schemathesis' own strategies.
 @pytest.mark.filterwarnings("ignore:Do not use the `random` module inside strategies")
-def test_nothing_makes_the_server_fail(engine: Engine, loaded: tuple[Decoder, Tokenizer]) -> None:
+@pytest.mark.parametrize("examples", [8, pytest.param(100, marks=pytest.mark.nightly)])
+def test_nothing_makes_the_server_fail(strict: Client, examples: int) -> None:
     statuses: set[int] = set()
     always = [not_a_server_error, status_code_conformance, response_schema_conformance]
     checks = {GenerationMode.POSITIVE: always, GenerationMode.NEGATIVE: [*always, negative_data_rejection]}
+    options: Any = {"deadline": None, "database": None, "derandomize": True, "suppress_health_check": [*HealthCheck]}
 
     def no_server_error(operation: APIOperation, mode: GenerationMode) -> None:
-        @settings(max_examples=30, deadline=None, database=None, derandomize=True, suppress_health_check=[*HealthCheck])
+        @settings(max_examples=examples, phases=[Phase.explicit, Phase.generate], **options)
         @given(case=operation.as_strategy(mode))
         def check(case: Case) -> None:
-            statuses.add(case.call_and_validate(checks=checks[mode], timeout=HANGS_AFTER).status_code)
+            statuses.add(case.call_and_validate(checks=checks[mode]).status_code)
 
         check()
 
-    with serving(engine, loaded, max_in_flight=4) as running:
-        for result in schemathesis.openapi.from_url(f"{running.url}/openapi.json").get_all_operations():
-            operation = result.ok()  # pyright: ignore[reportAttributeAccessIssue]
-            no_server_error(operation, GenerationMode.POSITIVE)
-            if operation.body:
-                no_server_error(operation, GenerationMode.NEGATIVE)
+    for result in schemathesis.openapi.from_asgi("/openapi.json", strict.app).get_all_operations():
+        operation = result.ok()  # pyright: ignore[reportAttributeAccessIssue]
+        no_server_error(operation, GenerationMode.POSITIVE)
+        if operation.body:
+            no_server_error(operation, GenerationMode.NEGATIVE)
     assert statuses >= {200, 400, 404}
