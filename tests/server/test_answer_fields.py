@@ -546,10 +546,12 @@ def test_seeds_are_drawn_for_each_prompt_that_samples_and_has_none(metadata: Mod
         assert seeds("/v1/completions", prompt=[[5], [6]], n=2) == [100, 100, 101, 101]
         assert seeds("/v1/chat/completions", messages=MESSAGES, n=2) == [102, 102]
         assert seeds("/v1/responses", input="Hi") == [103]
+        assert seeds("/v1/responses", input="Hi", seed=None) == [104]
+        assert seeds("/v1/completions", prompt=[5], seed=-1) == [105]
         for given in ({"seed": 7}, {"temperature": 0}, {"max_tokens": 0, "echo": True}):
             (choice,) = api.ask("/v1/completions", prompt=[5], **given)["choices"]
             assert choice["seed"] == given.get("seed", 0)
-        assert next(drawn) == 104
+        assert next(drawn) == 106
 
 
 def test_a_chat_without_a_length_takes_the_room_that_is_left(api: Client) -> None:

@@ -358,7 +358,7 @@ def test_clients_that_vanish_are_dropped(server: Running) -> None:
 
 # The warning is about schemathesis' own strategies.
 @pytest.mark.filterwarnings("ignore:Do not use the `random` module inside strategies")
-@pytest.mark.parametrize("examples", [8, pytest.param(100, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("examples", [12, pytest.param(100, marks=pytest.mark.nightly)])
 def test_nothing_makes_the_server_fail(strict: Client, examples: int) -> None:
     statuses: set[int] = set()
     always = [not_a_server_error, status_code_conformance, response_schema_conformance]

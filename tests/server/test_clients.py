@@ -10,9 +10,10 @@ from typing import Any, Final
 import pytest
 
 from detjax.engine import Engine
-from detjax.models import Decoder, Tokenizer
+from detjax.models import Decoder, ModelMetadata, Tokenizer
 from tests.server.client_scenarios import SCENARIOS
 from tests.server.running_server import MODEL, Running, serving
+from tests.server.scripted import Client, scripted
 from tests.server.tool_models import HERMES
 
 RECORDED: Final = json.loads((Path(__file__).parent / "client_payloads.json").read_text())
@@ -83,6 +84,13 @@ WRITTEN: Final[dict[str, dict[str, Any]]] = {
 
 
 @pytest.fixture(scope="module")
+def client(metadata: ModelMetadata, words: Tokenizer) -> Iterator[Client]:
+    """A client of a server whose chat template has tools, and that computes nothing."""
+    with scripted(metadata, words.with_chat_template(HERMES), is_strict=True) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
 def server(engine: Engine, loaded: tuple[Decoder, Tokenizer]) -> Iterator[Running]:
     """A server whose chat template has tools."""
     with serving(engine, (loaded[0], loaded[1].with_chat_template(HERMES))) as running:
@@ -104,14 +112,14 @@ def answer(server: Running, path: str, body: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("payload", RECORDED, ids=lambda payload: f"{payload['client']} {payload['path']}")
-def test_recorded_requests_are_served(server: Running, payload: dict[str, Any]) -> None:
-    assert answer(server, payload["path"], payload["body"])
+def test_recorded_requests_are_served(client: Client, payload: dict[str, Any]) -> None:
+    assert client.ask(payload["path"], **payload["body"])
 
 
 @pytest.mark.parametrize("sender", WRITTEN)
-def test_requests_that_stand_in_sources_are_served(server: Running, sender: str) -> None:
+def test_requests_that_stand_in_sources_are_served(client: Client, sender: str) -> None:
     body = WRITTEN[sender]
-    assert answer(server, "/v1/chat/completions" if "messages" in body else "/v1/completions", body)
+    assert client.ask("/v1/chat/completions" if "messages" in body else "/v1/completions", **body)
 
 
 @pytest.mark.parametrize("sender", ["openai, model_dump of a message", "lm-eval, chat", "defaults of vLLM's fields"])

@@ -270,7 +270,7 @@ def test_a_certificate_that_cannot_be_used_is_named(certificate: tuple[Path, Pat
         ConnectionSettings(key=certificate[1])
 
 
-@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("second", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.nightly)])
 def test_a_second_signal_ends_the_process_at_once_and_tells_clients(second: signal.Signals) -> None:
     command = [sys.executable, "-m", "tests.server.stub_server"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

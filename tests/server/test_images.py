@@ -15,8 +15,9 @@ import PIL.Image
 import pytest
 
 from detjax.engine import Engine, Request, SamplingParams
-from detjax.models import Decoder, Tokenizer, Video, load
+from detjax.models import Decoder, ModelMetadata, Tokenizer, Video, load
 from tests.server.running_server import MODEL, Running, serving
+from tests.server.scripted import scripted
 from tests.support import towers
 from tests.support.towers import character_tokenizer
 
@@ -248,9 +249,9 @@ def test_a_chat_has_the_times_that_the_prompt_says() -> None:
     PIL.Image.fromarray(given["image_1"]).save(file, "PNG")
     texts = [{"type": "text", "text": text} for text in ("See this. ", "And ", "?")]
     parts = [texts[0], video_part(frame_list(clip()), fps=3), texts[1], part(data_url(file.getvalue())), texts[2]]
-    with Engine(*loaded, max_samples=2, token_budget=64, max_length=256) as engine, serving(engine, loaded) as running:
-        status, response = chat(running, parts)
-    assert status == 200, response
+    with scripted(ModelMetadata.from_model(loaded[0]), loaded[1], is_strict=True) as client:
+        messages = [{"role": "user", "content": parts}]
+        response = client.ask("/v1/chat/completions", messages=messages, max_tokens=4, return_token_ids=True)
     prompt = "".join(towers.CHARACTERS[token] for token in response["prompt_token_ids"] if token < 100)
     written = "<0.2 seconds><0.8 seconds><1.5 seconds><2.2 seconds>"
     assert prompt == f"user:See this. {written}And ?;"

@@ -19,9 +19,6 @@ from tests.server.running_server import MODEL, Running, serving, streams_held, w
 from tests.support.bits import assert_same_bits
 from tests.support.waits import HANGS_AFTER
 
-CLIENTS = 500
-DISTINCT = 50
-
 
 def params(index: int) -> SamplingParams:
     return SamplingParams(max_tokens=3 + index % 5, seed=index, temperature=1.0, ignore_eos=True)
@@ -50,18 +47,21 @@ async def streamed(client: openai.AsyncOpenAI, index: int) -> np.ndarray:
     return np.float32(logprobs)
 
 
-def test_five_hundred_streams_have_the_bits_of_requests_alone(server: Running, engine: Engine) -> None:
+@pytest.mark.parametrize(("clients", "distinct"), [(90, 15), pytest.param(500, 50, marks=pytest.mark.nightly)])
+def test_many_streams_have_the_bits_of_requests_alone(
+    server: Running, engine: Engine, clients: int, distinct: int
+) -> None:
     async def all_at_once() -> list[np.ndarray]:
         async with server.client(openai.AsyncOpenAI, timeout=HANGS_AFTER) as client:
-            return await asyncio.gather(*(streamed(client, index % DISTINCT) for index in range(CLIENTS)))
+            return await asyncio.gather(*(streamed(client, index % distinct) for index in range(clients)))
 
     alone = []
-    for index in range(DISTINCT):
+    for index in range(distinct):
         engine.forget_prefixes()
         (generation,) = engine.generate([Request(prompt(index), params(index))])
         alone.append(np.float32(generation.completions[0].logprobs))
     answers = asyncio.run(all_at_once())
-    assert_same_bits(answers, [alone[index % DISTINCT] for index in range(CLIENTS)])
+    assert_same_bits(answers, [alone[index % distinct] for index in range(clients)])
     assert engine.stats().pages_in_use == 0
 
 

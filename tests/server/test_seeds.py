@@ -51,7 +51,9 @@ def said(answer: Any) -> list[tuple[str, int]]:
 
 
 @pytest.mark.parametrize("path", ASKED)
-@pytest.mark.parametrize("unseeded", [{}, {"seed": None}, {"seed": -1}])
+@pytest.mark.parametrize(
+    "unseeded", [{}, *(pytest.param({"seed": seed}, marks=pytest.mark.nightly) for seed in (None, -1))]
+)
 def test_eight_requests_are_eight_draws_and_each_can_be_asked_again(
     running: Running, path: str, unseeded: dict[str, Any]
 ) -> None:

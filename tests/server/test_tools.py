@@ -1,20 +1,16 @@
 """Chats with tools: OpenAI's client gets calls that follow what it asked for, and the same ones whole and streamed."""
 
-import dataclasses
 import json
 import unittest.mock
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import openai
 import pytest
 
 from detjax.engine import Completion, Engine, Generation, Request, Token
-from detjax.engine.constraints import ConstraintCompiler
 from detjax.models import Decoder, Tokenizer
-from detjax.server.tools.definitions import ChatTool, ToolUse
-from detjax.server.tools.formats import tool_format
+from detjax.server.tools.definitions import ChatTool
 from tests.server.running_server import MODEL, Running, serving
 from tests.server.tool_models import HERMES, NOW, TEMPLATES, UNKNOWN, WEATHER, WITHOUT_TOOLS, with_marks
 
@@ -95,7 +91,7 @@ def check_weather(arguments: str) -> None:
     assert 0 <= value["days"] <= 9
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", range(3))
 def test_a_required_call_follows_its_schema_in_every_format(running: Running, seed: int) -> None:
     asked = ASKED | {"tool_choice": "required", "parallel_tool_calls": False, "seed": seed}
@@ -113,7 +109,7 @@ def test_a_required_call_follows_its_schema_in_every_format(running: Running, se
     assert len(ids) == 1
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 def test_a_named_tool_is_called_in_every_format(running: Running) -> None:
     asked = ASKED | {"tool_choice": NAMED, "n": 3}
     with running.client() as client:
@@ -125,7 +121,7 @@ def test_a_named_tool_is_called_in_every_format(running: Running) -> None:
     assert len({choice.message.tool_calls[0].id for choice in choices}) == 3
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 def test_strict_tools_and_content_of_a_form_are_kept_where_the_answer_is_free(running: Running) -> None:
     strict = {"type": "function", "function": WEATHER["function"] | {"strict": True}}
     with running.client() as client:
@@ -140,7 +136,7 @@ def test_strict_tools_and_content_of_a_form_are_kept_where_the_answer_is_free(ru
 
 def test_content_of_a_form_may_stand_in_place_of_calls(tooled: openai.OpenAI) -> None:
     kinds = set[str]()
-    for seed in range(8):
+    for seed in range(2):
         (choice,) = tooled.chat.completions.create(**ASKED, response_format=JSON, seed=seed).choices
         kinds.add(choice.finish_reason)
         if choice.finish_reason == "stop":
@@ -179,46 +175,6 @@ def test_the_template_gets_tools_and_calls_and_results(
     assert 'arguments": {"city": "Verona"}}' in text
     assert usage is not None
     assert usage.prompt_tokens == len(marked.encode(text, add_special_tokens=False))
-
-
-@pytest.mark.parametrize("form", [*TEMPLATES, "plain hermes", "plain mistral named"])
-def test_a_strict_constraint_allows_text_and_only_calls_that_follow_the_schema(
-    loaded: tuple[Decoder, Tokenizer], marked: Tokenizer, form: str
-) -> None:
-    plain = form.startswith("plain ")
-    tokenizer = (loaded[1] if plain else marked).with_chat_template(TEMPLATES[form.removeprefix("plain ")])
-    written = tool_format(tokenizer)
-    assert written is not None
-    strict = ChatTool(type="function", function=WEATHER["function"] | {"strict": True}).function
-    free = ToolUse([strict, ChatTool(**NOW).function], is_required=False, allowed=None, at_most_one=False)
-    constraint = written.constraint(free, None)
-    assert constraint is not None
-    compiler = ConstraintCompiler(tokenizer, 515, [509])
-    before, after = WRITTEN[form.removeprefix("plain ")]
-
-    def is_allowed(text: str) -> bool:
-        matcher = compiler.compile(constraint).matcher()
-        for token in tokenizer.encode(text, add_special_tokens=False):
-            if compiler.start_masks(1, {0: matcher}, partial(list, [(matcher, token)])).result().failures:
-                return False
-        return True
-
-    said = "" if form == "llama" else "I look. "
-    assert is_allowed("Some text, é, and no call.")
-    assert is_allowed(f'{said}{before % "weather"}{{"city": "Verona", "days": 3}}{after}')
-    assert not is_allowed(f'{said}{before % "weather"}{{"city": "Rome", "days": 3}}{after}')
-    assert not is_allowed(f"{said}{before % 'other'}{{}}{after}")
-    loose = dataclasses.replace(free, tools=[strict.model_copy(update={"strict": False})])
-    assert written.constraint(loose, None) is None
-
-
-WRITTEN = {
-    "hermes": ('<tool_call>\n{"name": "%s", "arguments": ', "}\n</tool_call>"),
-    "llama": ('{"name": "%s", "parameters": ', "}"),
-    "mistral list": ('[TOOL_CALLS] [{"name": "%s", "arguments": ', "}]"),
-    "mistral named": ("[TOOL_CALLS]%s[ARGS]", ""),
-}
-"""Text before and after the arguments of a call in each format."""
 
 
 def test_tools_reach_the_template_as_it_expects_them() -> None:
