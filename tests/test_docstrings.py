@@ -4,8 +4,9 @@ import ast
 import doctest
 import importlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -54,17 +55,35 @@ _DOCSTRINGS = {cleaned(name) for name in public_names()}
 PUBLIC = {place for place, docstring in EXAMPLES.items() if docstring in _DOCSTRINGS}
 
 
+COSTLY = {
+    "audit/verification/verify.py:verify",
+    "engine/engine.py:Engine",
+    "engine/step_loop.py:StepLoop",
+    "ops/delta_rule.py:gated_delta_rule",
+}
+"""Examples that compile for seconds."""
+
+
+def cases(places: Iterable[str]) -> list[Any]:
+    """The places in order. Costly ones are left to the night."""
+    return [pytest.param(place, marks=pytest.mark.nightly) if place in COSTLY else place for place in sorted(places)]
+
+
+def test_costly_examples_are_there() -> None:
+    assert COSTLY < EXAMPLES.keys()
+
+
 def test_every_public_name_has_an_example_among_those_that_run() -> None:
     assert [name for name in public_names() if cleaned(name) not in EXAMPLES.values()] == []
 
 
-@pytest.mark.parametrize("place", sorted(PUBLIC))
+@pytest.mark.parametrize("place", cases(PUBLIC))
 def test_examples_of_public_names_are_true(place: str) -> None:
     check(place)
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("place", sorted(EXAMPLES.keys() - PUBLIC))
+@pytest.mark.parametrize("place", cases(EXAMPLES.keys() - PUBLIC))
 def test_other_examples_are_true(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # one writes a file
     check(place)
