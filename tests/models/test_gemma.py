@@ -1,7 +1,6 @@
 """Gemma 2 and 3: what their configurations say, and the bits of norms of branches, of bounds and of two rotations."""
 
 import dataclasses
-import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,11 @@ from flax import nnx
 
 import detjax
 from detjax import ops
-from detjax.models import CheckpointError, Decoder, DecoderConfig, GenerationDefaults, KVCache, digest, load, save
+from detjax.models import CheckpointError, Decoder, DecoderConfig, GenerationDefaults, digest, load, save
 from detjax.models.configuration.family import description
 from detjax.ops.rotary import LinearScaling, RotaryEmbedding
-from tests.support.bits import assert_same_bits, same_bits
+from tests.models.shallow_models import reference, shallow
+from tests.support.bits import assert_same_bits
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 NAMES = ["gemma2", "gemma3"]
@@ -49,19 +49,6 @@ def fixture(name: str) -> tuple[Decoder, jax.Array]:
     tokens = np.load(FIXTURES / name / "reference.npz")["tokens"][:140]
     others = np.random.default_rng(0).integers(0, model.config.vocab_size, (2, 140))
     return model, jnp.asarray(np.concatenate([tokens[None], others]), jnp.int32)
-
-
-def logits(model: Decoder, tokens: jax.Array) -> jax.Array:
-    graphdef, state = nnx.split(model)
-    return detjax.jit(lambda state, tokens: nnx.merge(graphdef, state)(tokens))(state, tokens)
-
-
-@functools.cache
-def own_logits(name: str) -> jax.Array:
-    """The logits of the fixture's first sequence, by XLA's own operations."""
-    model, tokens = fixture(name)
-    with detjax.use_backend("stock"):
-        return logits(model, tokens[:1])
 
 
 # --- configurations ---------------------------------------------------------------------------------------------------
@@ -192,63 +179,10 @@ def test_rows_of_the_embedding_are_multiplied_by_a_rounded_root() -> None:
         assert_same_bits(detjax.jit(decoder.embedding)(tokens), (rows * root).astype(dtype))
 
 
-@pytest.mark.sampled(0)
-@pytest.mark.parametrize(
-    ("name", "changes"),
-    [
-        ("gemma2", {"attention_soft_cap": None}),
-        ("gemma2", {"logit_soft_cap": None}),
-        ("gemma2", {"query_pre_attn_scalar": None}),
-        ("gemma3", {"logit_soft_cap": None}),
-        ("gemma3", {"query_pre_attn_scalar": None}),
-        ("gemma3", {"window_rope": None}),
-    ],
-)
-def test_every_option_is_in_the_network(name: str, changes: dict[str, Any]) -> None:
-    model, tokens = fixture(name)
-    other = Decoder(dataclasses.replace(model.config, **changes), rngs=nnx.Rngs(0), dtype=jnp.float32)
-    nnx.update(other, nnx.state(model))
-    with detjax.use_backend("stock"):  # whose programs compile fast
-        difference = np.abs(np.asarray(logits(other, tokens[:1]) - own_logits(name))).max()
-    assert difference > 1e-2
-    assert digest(other) != digest(model)
-
-
-@pytest.mark.sampled(0)
-@pytest.mark.parametrize("name", NAMES)
-def test_a_request_is_the_same_in_every_batch_and_slot(name: str) -> None:
-    model, tokens = fixture(name)
-    model = load(FIXTURES / name, progress=False)[0]
-    alone = logits(model, tokens[:1])[0]
-    for batch, slot in ((2, 1), (17, 5)):
-        several = jnp.resize(tokens[1:], (batch, tokens.shape[1])).at[slot].set(tokens[0])
-        assert_same_bits(logits(model, several)[slot], alone)
-
-
-def test_stock_xla_fails_the_test_of_batches() -> None:
-    model, tokens = fixture("gemma3")
-    with detjax.use_backend("stock"):
-        alone = logits(model, tokens[:1])[0]
-        several = jnp.resize(tokens[1:], (17, tokens.shape[1])).at[5].set(tokens[0])
-        assert not same_bits(logits(model, several)[5], alone)
-
-
-def loss_of(model: Decoder, tokens: jax.Array) -> Any:
-    graphdef = nnx.split(model)[0]
-
-    def loss(state: Any, tokens: jax.Array) -> jax.Array:
-        decoder = nnx.merge(graphdef, state)
-        hidden, _ = decoder.hidden(tokens[:, :-1])
-        return -jnp.mean(decoder.logprobs(hidden, tokens[:, 1:]))
-
-    return loss
-
-
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_logprobs_in_training_have_the_bits_of_logits(name: str) -> None:
-    model, tokens = fixture(name)
-    graphdef, state = nnx.split(model)
+    tokens = jnp.asarray(reference(name)["tokens"][None, :43], jnp.int32)
+    graphdef, state = nnx.split(shallow(name, 0, 1))
 
     def logprobs(state: Any, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
         decoder = nnx.merge(graphdef, state)
@@ -258,68 +192,6 @@ def test_logprobs_in_training_have_the_bits_of_logits(name: str) -> None:
         return decoder.logprobs(hidden, chosen), taken
 
     assert_same_bits(*detjax.jit(logprobs)(state, tokens))
-
-
-@pytest.mark.sampled(0)
-@pytest.mark.parametrize("name", NAMES)
-def test_gradients_are_those_of_plain_jax(name: str) -> None:
-    model, tokens = fixture(name)
-    gradient, state = jax.grad(loss_of(model, tokens)), nnx.state(model)
-    gradients = detjax.jit(gradient)(state, tokens[:2])
-    with detjax.use_backend("stock"):
-        # A program of its own, since JAX would take the one under contract from its cache.
-        expected = detjax.jit(lambda *arguments: gradient(*arguments))(state, tokens[:2])
-    for (path, a), e in zip(jax.tree.leaves_with_path(gradients), jax.tree.leaves(expected), strict=True):
-        error = np.linalg.norm(np.asarray(a - e)) / np.linalg.norm(np.asarray(e))
-        assert error < 2e-4, f"{jax.tree_util.keystr(path)}: relative error {error:.1e}"
-
-
-@pytest.mark.sampled(0)
-@pytest.mark.parametrize("name", NAMES)
-def test_a_quantized_cache_gives_the_same_bits_in_chunks(name: str) -> None:
-    model, tokens = fixture(name)
-    graphdef, state = nnx.split(model)
-    step = detjax.jit(lambda state, tokens, cache: nnx.merge(graphdef, state)(tokens, cache))
-
-    def in_chunks(tokens: jax.Array, size: int) -> np.ndarray:
-        cache = KVCache.empty(model.config, *tokens.shape, jnp.float32, quantized="int8")  # pyright: ignore[reportCallIssue]
-        chunks = []
-        for start in range(0, tokens.shape[1], size):
-            out, cache = step(state, tokens[:, start : start + size], cache)
-            chunks.append(np.asarray(out))
-        return np.concatenate(chunks, axis=1)
-
-    whole = in_chunks(tokens[:1], 140)
-    assert_same_bits(in_chunks(tokens, 35)[:1], whole)
-    assert 0 < np.abs(whole - np.asarray(logits(model, tokens[:1]))).max() < 1
-
-
-@pytest.mark.sampled(0)
-@pytest.mark.parametrize("name", NAMES)
-def test_the_engine_reuses_prefixes_and_takes_new_weights_with_the_same_bits(name: str) -> None:
-    model, tokens = fixture(name)
-    config = detjax.EngineConfig(max_samples=4, max_length=160)
-    params = detjax.SamplingParams(max_tokens=6, ignore_eos=True, seed=3, temperature=0.8)
-    prompt = tokens[0].tolist()
-    request = detjax.Request(prompt, params)
-    other = Decoder(model.config, rngs=nnx.Rngs(1), dtype=jnp.float32)
-    with detjax.Engine(model, None, config) as engine:
-        first, again = (engine.submit(request).result().completions[0] for _ in range(2))
-        engine.update_weights(nnx.state(other))
-        updated = engine.submit(request).result().completions[0]
-    assert (first.tokens, first.logprobs) == (again.tokens, again.logprobs)
-    alone = detjax.generate(model, [prompt, [5, 6]], params)[0].completions[0]
-    assert (first.tokens, first.logprobs) == (alone.tokens, alone.logprobs)
-    alone = detjax.generate(other, [prompt], params)[0].completions[0]
-    assert (updated.tokens, updated.logprobs) == (alone.tokens, alone.logprobs)
-    graphdef, state = nnx.split(model)
-    sequence = jnp.asarray([[*prompt, *first.tokens]], jnp.int32)
-
-    def logprobs(state: Any, sequence: jax.Array) -> jax.Array:
-        decoder = nnx.merge(graphdef, state)
-        return decoder.logprobs(decoder.hidden(sequence[:, :-1])[0], sequence[:, 1:])
-
-    assert_same_bits(np.asarray(first.logprobs, np.float32), detjax.jit(logprobs)(state, sequence)[0, -6:])
 
 
 @pytest.mark.parametrize("name", NAMES)

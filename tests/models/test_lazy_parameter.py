@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import sys
 import tracemalloc
@@ -77,13 +78,17 @@ def test_no_more_is_read_than_a_part(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert read == [("a", 5 * 4), ("b", 5 * 4)]
 
 
+@functools.cache
+def tied_model() -> models.Decoder:
+    return models.Decoder(small_config(1, 16, 8, tied=True), rngs=nnx.Rngs(0))
+
+
 @pytest.mark.parametrize("differs_at", [None, 0, 8, 15])
 def test_a_tied_head_is_compared_to_its_end(
     differs_at: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checkpoint, "_COMPARED_AT_ONCE", 7)
-    model = models.Decoder(small_config(1, 16, 8, tied=True), rngs=nnx.Rngs(0))
-    models.save(model, tmp_path / "model")
+    models.save(tied_model(), tmp_path / "model")
     file = tmp_path / "model" / "model.safetensors"
     stored = safetensors.numpy.load_file(file)
     head = stored["model.embed_tokens.weight"].copy()

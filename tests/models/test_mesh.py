@@ -21,7 +21,9 @@ from detjax import models, ops
 from detjax.models.mesh import checked, shardings_of
 from detjax.models.network import parameters
 from detjax.models.parts.sharding import OutputSharding, ShardGroup, head_shards, outputs
+from tests.models.shallow_models import shallow
 from tests.support.bits import assert_same_bits
+from tests.support.one_layer import one_layer
 from tests.support.simulated_devices import ALL_HOLD, ROOT, run_on_devices
 
 FIXTURES = ROOT / "tests" / "fixtures"
@@ -86,58 +88,67 @@ def test_outputs_are_cut_into_multiples_of_what_kernels_load() -> None:
 # Bits.
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("devices", [8, 2])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_number_of_devices_gives_the_bits_of_one(family: str, devices: int) -> None:
-    run_on_devices(__name__, family, str(devices))
+@pytest.mark.parametrize(
+    ("case", "devices"),
+    [
+        ("deepseek-v3", 8),
+        ("engine", 2),
+        *(
+            pytest.param(case, devices, marks=pytest.mark.nightly)
+            for devices in (8, 2)
+            for case in (*(f"{family} whole" for family in FAMILIES), "engine whole")
+        ),
+    ],
+)
+def test_every_number_of_devices_gives_the_bits_of_one(case: str, devices: int) -> None:
+    run_on_devices(__name__, case, str(devices))
 
 
-def test_the_usual_cut_fails_the_test_of_devices() -> None:
-    run_on_devices(__name__, "usual cut")
-
-
-@pytest.mark.sampled(0)
-def test_an_engine_and_a_checkpoint_are_shared() -> None:
-    run_on_devices(__name__, "engine")
-
-
-def main(case: str, devices: str = "") -> None:
-    """Compares a model on one device and on more of eight."""
+def main(case: str, devices: str) -> None:
+    """Compares a model on one device and on more of eight. A case that is not `whole` has one layer."""
     assert jax.device_count() == 8
-    if case == "engine":
-        compare_engines()
-    elif case == "usual cut":
-        compare_with_the_usual_cut()
+    name, _, whole = case.partition(" ")
+    if name == "engine":
+        compare_engines(int(devices), is_whole=whole != "")
     else:
-        compare_family(FIXTURES / case, int(devices))
+        compare_family(FIXTURES / name, int(devices), is_whole=whole != "")
+        compare_with_the_usual_cut()
     print(ALL_HOLD)
 
 
-def compare_family(folder: Path, devices: int) -> None:
+def compare_family(folder: Path, devices: int, *, is_whole: bool) -> None:
     """A whole sequence, and its prefill in two pieces and a decode."""
     model, _ = models.load(folder, dtype="float32", progress=False)
+    if not is_whole:
+        last = model.config.layers - 1
+        model = shallow(folder.name, last, last + 1)
     tokens = np.random.default_rng(0).integers(0, model.config.vocab_size, (2, 11))
-    expected, shards = outputs_of(model, tokens)
-    assert_same_bits(shards, expected)
+    sizes = (4, 6, 1) if is_whole else (10, 1)
+    expected, pieces = outputs_of(model, tokens, sizes)
+    assert_same_bits(pieces, expected)
     mesh = models.mesh_of(devices)
     assert mesh is not None
     shared = models.sharded(model, mesh)
     assert models.digest(shared) == models.digest(model)
-    for result in outputs_of(shared, tokens):
+    for result in outputs_of(shared, tokens, sizes):
         assert_same_bits(result, expected)
     sharding = sum(one is not None for one in shardings_of(shared, mesh))
     assert (sharding > len(parameters(model)) / 4) == (folder.name not in HARDLY_CUT)
 
 
-def outputs_of(model: models.Decoder, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Logits of all tokens in one call, and in three."""
+def outputs_of(model: models.Decoder, tokens: np.ndarray, sizes: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Logits of all tokens in one call, and in pieces; a long piece is padded to all tokens."""
+    batch, length = tokens.shape
     whole = model(jnp.asarray(tokens))
-    cache, shards = model.empty_cache(len(tokens), tokens.shape[1]), []
-    for shard in np.split(tokens, (4, 10), axis=1):
-        logits, cache = model(jnp.asarray(shard), cache)
-        shards.append(logits)
-    return np.asarray(whole), np.concatenate(shards, axis=1)
+    cache, pieces, start = model.empty_cache(batch, length), [], 0
+    for size in sizes:
+        piece = tokens[:, start : start + size]
+        if size > length // 2:
+            piece = np.pad(piece, ((0, 0), (0, length - size)))
+        logits, cache = model(jnp.asarray(piece), cache, jnp.full(batch, size))
+        pieces.append(logits[:, :size])
+        start += size
+    return np.asarray(whole), np.concatenate(pieces, axis=1)
 
 
 def compare_with_the_usual_cut() -> None:
@@ -156,26 +167,28 @@ def compare_with_the_usual_cut() -> None:
         assert (np.asarray(detjax.jit(usual)(x, w)) != np.asarray(expected)).mean() > 0.2
 
 
-def compare_engines() -> None:
-    """Answers of an engine with warm programs, of its cache of programs, and after new weights."""
-    model, tokenizer = models.load(detjax.demo.CHECKPOINT, progress=False)
-    mesh = models.mesh_of(4)
-    assert mesh is not None
-    shared, _ = models.load(detjax.demo.CHECKPOINT, progress=False, mesh=mesh)
-    assert models.digest(shared) == models.digest(model)
-    rng, vocabulary = np.random.default_rng(0), model.config.vocab_size
-    options = [{"temperature": 0.0}, {"top_p": 0.9, "top_logprobs": 2}, {"temperature": 0.7, "frequency_penalty": 0.5}]
-    params = [detjax.SamplingParams(max_tokens=8, seed=seed, **some) for seed, some in enumerate(options)]
-    prompts = [rng.integers(0, vocabulary, size).tolist() for size in (3, 150, 20)]
-    expected = [answer.completions for answer in detjax.generate(model, prompts, params)]
-    requests = [detjax.Request(*pair) for pair in zip(prompts, params, strict=True)]
+def compare_engines(devices: int, *, is_whole: bool) -> None:
+    """Answers of an engine, of its warm programs and its cache of programs if it is large, and after new weights."""
+    checkpoint = detjax.demo.CHECKPOINT if is_whole else FIXTURES / "qwen3"
+    mesh = models.mesh_of(devices)
     with tempfile.TemporaryDirectory() as folder:
-        for _ in range(2):  # the second one finds its programs
-            with detjax.Engine(shared, max_samples=2, token_budget=32, max_length=256) as engine:
-                engine.warm_up(cache=Path(folder) / "programs")
+        if not is_whole:
+            small, tokenizer = one_layer(checkpoint, seed=1)
+            checkpoint = Path(folder) / "small"
+            models.save(small, checkpoint, tokenizer=tokenizer)
+        model, tokenizer = models.load(checkpoint, progress=False)
+        shared, _ = models.load(checkpoint, progress=False, mesh=mesh)
+        assert models.digest(shared) == models.digest(model)
+        requests = requests_of(model.config.vocab_size, is_whole=is_whole)
+        prompts, params = [list(one.prompt) for one in requests], [one.params for one in requests]
+        expected = [answer.completions for answer in detjax.generate(model, prompts, params)]
+        options = {"max_samples": 2, "token_budget": 32, "max_length": 256}
+        for _ in range(2 if is_whole else 1):  # the second one finds its programs
+            with detjax.Engine(shared, **options) as engine:
+                if is_whole:
+                    engine.warm_up(cache=Path(folder) / "programs")
                 assert [answer.completions for answer in engine.generate(requests)] == expected
-                other = jax.tree.map(lambda x: 2 * x, nnx.state(model))
-                engine.update_weights(other)
+                engine.update_weights(jax.tree.map(lambda x: 2 * x, nnx.state(model)))
                 changed = [answer.completions for answer in engine.generate(requests)]
                 assert changed != expected
                 engine.update_weights(nnx.state(model))
@@ -183,8 +196,9 @@ def compare_engines() -> None:
         models.save(shared, Path(folder) / "saved", tokenizer=tokenizer)
         again, _ = models.load(Path(folder) / "saved", progress=False)
         assert models.digest(again) == models.digest(model)
-    with detjax.Engine(model, max_samples=2, token_budget=32, max_length=256, mesh=models.mesh_of(2)) as engine:
-        assert [answer.completions for answer in engine.generate(requests)] == expected
+    if is_whole:
+        with detjax.Engine(model, **options, mesh=models.mesh_of(2)) as engine:
+            assert [answer.completions for answer in engine.generate(requests)] == expected
     hidden, _ = model.hidden(jnp.ones((1, 3), jnp.int32))
     assert_same_bits(
         np.asarray(shared.logprobs(hidden, jnp.ones((1, 3), jnp.int32))),
@@ -193,6 +207,18 @@ def compare_engines() -> None:
     with pytest.raises(NotImplementedError, match="would be added across devices; accepted: a model that each device"):
         graph, state = nnx.split(shared)
         jax.grad(lambda state: nnx.merge(graph, state)(jnp.ones((1, 3), jnp.int32)).sum())(state)
+
+
+def requests_of(vocabulary: int, *, is_whole: bool) -> list[detjax.Request]:
+    """Greedy and random samples, some with adjusted logits if there are many."""
+    rng = np.random.default_rng(0)
+    options = [{"temperature": 0.0}, {"top_p": 0.9, "top_logprobs": 2}, {"temperature": 0.7, "frequency_penalty": 0.5}]
+    sizes = (3, 150, 20)
+    if not is_whole:
+        options, sizes = [{"temperature": 0.0}, {"temperature": 0.7, "top_logprobs": 2}], (131, 20)
+    params = [detjax.SamplingParams(max_tokens=8, seed=seed, **some) for seed, some in enumerate(options)]
+    prompts = [rng.integers(0, vocabulary, size).tolist() for size in sizes]
+    return [detjax.Request(*pair) for pair in zip(prompts, params, strict=True)]
 
 
 # What is refused.

@@ -1,7 +1,9 @@
 """Vision towers: patches, rows and logits of transformers, and rows that no pack and no chunk changes."""
 
+import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -17,6 +19,8 @@ from tests.support.bits import assert_same_bits, same_bits
 from tests.support.towers import NAMES, QWEN2_5_VL, QWEN3_5, model, random_patches, reference, reference_patches
 
 TOLERANCE = 2e-4
+PIECE = 41
+"""Tokens at a time, which end within images."""
 by_name = pytest.mark.parametrize("name", NAMES)
 
 
@@ -33,10 +37,14 @@ def test_patches_are_those_of_transformers(name: str) -> None:
     assert_same_bits(np.concatenate([image.pixels for image in patches]), reference(name)["patches"])
 
 
-@pytest.mark.sampled(1)
+@functools.cache
+def rows_of_prompt(name: str) -> np.ndarray:
+    return np.concatenate(rows_of(name, *reference_patches(name)))
+
+
 @by_name
 def test_rows_are_those_of_transformers(name: str) -> None:
-    rows = np.concatenate(rows_of(name, *reference_patches(name)))
+    rows = rows_of_prompt(name)
     np.testing.assert_allclose(rows, reference(name)["rows"], rtol=0, atol=TOLERANCE)
 
 
@@ -110,56 +118,62 @@ def prompt_arrays(name: str, tokens: np.ndarray) -> tuple[np.ndarray, ImageRows]
     coordinates, _ = token_coordinates(tokens.tolist(), config.placeholders, grids)
     present = tokens == config.image_token
     rows = np.zeros((len(tokens), config.hidden_size), np.float32)
-    rows[present] = np.concatenate(rows_of(name, *reference_patches(name)))
+    rows[present] = rows_of_prompt(name)
     return coordinates, ImageRows(present, rows)
 
 
-def logits_of(name: str, sizes: list[int]) -> np.ndarray:
-    """Logits of the reference's tokens, a given number at a time."""
-    tokens = reference(name)["tokens"]
-    coordinates, images = prompt_arrays(name, tokens)
+@functools.cache
+def program(name: str, backend: str) -> Any:
+    """A program of the model, of this backend alone: JAX would take it from its cache for another."""
     graphdef, state = nnx.split(model(name))
-    slots = jnp.zeros(1, jnp.int32) if model(name).has_slots else None
 
     @detjax.jit
-    def program(state: Any, tokens: Any, queries: Queries, kept: Any, images: ImageRows) -> Any:
+    def logits(state: Any, tokens: Any, queries: Queries, kept: Any, images: ImageRows) -> Any:
         decoder = nnx.merge(graphdef, state)
         hidden, kept = decoder.hidden_states(tokens, queries, kept, images=images)
         return decoder.logits(hidden), kept
 
-    kept, logits, start = model(name).empty_state(2, slots=1), [], 0
-    for size in sizes:
-        part = slice(start, start + size)
-        table, (first, length) = ops.contiguous_page_table(1, 256), (jnp.array([n]) for n in (start, start + size))
-        queries = Queries(
-            table, first, length, jnp.array([size]), slots=slots, coordinates=jnp.asarray(coordinates[None, part])
-        )
-        some = ImageRows(*(jnp.asarray(x[None, part]) for x in images))
-        out, kept = program(state, jnp.asarray(tokens[None, part]), queries, kept, some)
-        logits.append(np.asarray(out)[0])
-        start += size
+    return functools.partial(logits, state)
+
+
+def logits_of(name: str, size: int, backend: str) -> np.ndarray:
+    """Logits of the reference's tokens, a given number at a time; the last ones are padded."""
+    tokens = reference(name)["tokens"]
+    coordinates, images = prompt_arrays(name, tokens)
+    slots = jnp.zeros(1, jnp.int32) if model(name).has_slots else None
+    kept, logits = model(name).empty_state(2, slots=1), []
+    for start in range(0, len(tokens), size):
+        count = min(size, len(tokens) - start)
+
+        def padded(x: np.ndarray, start: int = start, count: int = count) -> jax.Array:
+            part = x[start : start + count]
+            return jnp.asarray(np.pad(part, [(0, size - count), *[(0, 0)] * (x.ndim - 1)])[None])
+
+        table, (first, length) = ops.contiguous_page_table(1, 256), (jnp.array([n]) for n in (start, start + count))
+        queries = Queries(table, first, length, jnp.array([count]), slots=slots, coordinates=padded(coordinates))
+        some = ImageRows(*map(padded, images))
+        with detjax.use_backend(backend):  # pyright: ignore[reportArgumentType]
+            out, kept = program(name, backend)(padded(tokens), queries, kept, some)
+        logits.append(np.asarray(out)[0, :count])
     return np.concatenate(logits)
+
+
+@pytest.mark.parametrize("backend", ["stock", pytest.param("portable", marks=pytest.mark.nightly)])
+@by_name
+def test_logits_are_those_of_transformers(name: str, backend: str) -> None:
+    np.testing.assert_allclose(logits_of(name, 163, backend), reference(name)["logits"], rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.sampled(1)
 @by_name
-def test_logits_are_those_of_transformers(name: str) -> None:
-    logits = logits_of(name, [len(reference(name)["tokens"])])
-    np.testing.assert_allclose(logits, reference(name)["logits"], rtol=0, atol=TOLERANCE)
-
-
-@pytest.mark.sampled(0)
-@by_name
 def test_chunks_that_cut_images_give_the_bits_of_prefill(name: str) -> None:
-    whole = logits_of(name, [163])
-    assert_same_bits(logits_of(name, [20] * 8 + [3]), whole)
+    assert_same_bits(logits_of(name, PIECE, "portable"), logits_of(name, 163, "portable"))
 
 
 @pytest.mark.sampled(1)
 @by_name
 def test_stock_xla_fails_the_test_of_chunks(name: str) -> None:
-    with detjax.use_backend("stock"):
-        assert not same_bits(logits_of(name, [20] * 8 + [3]), logits_of(name, [163]))
+    assert not same_bits(logits_of(name, PIECE, "stock"), logits_of(name, 163, "stock"))
 
 
 @pytest.mark.parametrize("sections", [(2, 1, 5), (3, 3, 2)])

@@ -35,7 +35,6 @@ def test_patches_are_those_of_transformers() -> None:
         assert video_patches(other, **options()).digest != patches.digest
 
 
-@pytest.mark.sampled(0)
 def test_rows_are_those_of_transformers_alone_and_in_a_pack() -> None:
     tower = model(VIDEO_NAME).vision
     assert tower is not None
