@@ -19,28 +19,31 @@ LAYERS = 2
 INTERPRETER = plgpu.InterpretGPUParams(inline_mgpu="_hack_model_inline_mgpu_tokamax")
 
 
+def decoder(raw: dict[str, Any], layers: int = LAYERS) -> Decoder:
+    config = DecoderConfig.from_hugging_face(raw | {"num_hidden_layers": layers}, "test")
+    return Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)
+
+
+QWEN: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 128,
+    "tie_word_embeddings": False,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "hidden_act": "silu",
+    "max_position_embeddings": 512,
+}
+
+
 @pytest.fixture(scope="module")
 def model() -> Decoder:
-    config = DecoderConfig.from_hugging_face(
-        {
-            "architectures": ["Qwen3ForCausalLM"],
-            "model_type": "qwen3",
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "num_hidden_layers": LAYERS,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 64,
-            "vocab_size": 128,
-            "tie_word_embeddings": False,
-            "rms_norm_eps": 1e-6,
-            "rope_theta": 1e6,
-            "hidden_act": "silu",
-            "max_position_embeddings": 512,
-        },
-        "test",
-    )
-    return Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)
+    return decoder(QWEN)
 
 
 def kernel_counts(jaxpr: Any) -> collections.Counter[str]:
@@ -80,23 +83,24 @@ def test_a_prompt_has_attentions_other_kernel(model: Decoder) -> None:
     assert counts["dot"] == 0
 
 
+GEMMA: dict[str, Any] = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 128,
+    "sliding_window": 3,
+    "sliding_window_pattern": 2,
+    "final_logit_softcapping": 2.0,
+    "query_pre_attn_scalar": 40,
+}
+
+
 @pytest.fixture(scope="module")
 def gemma() -> Decoder:
-    raw = {
-        "architectures": ["Gemma3ForCausalLM"],
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "vocab_size": 128,
-        "sliding_window": 3,
-        "sliding_window_pattern": 2,
-        "final_logit_softcapping": 2.0,
-        "query_pre_attn_scalar": 40,
-    }
-    return Decoder(DecoderConfig.from_hugging_face(raw, "test"), rngs=nnx.Rngs(0), dtype=jnp.bfloat16)
+    return decoder(GEMMA)
 
 
 def test_kernels_serve_norms_of_branches_and_sums(gemma: Decoder) -> None:
@@ -112,16 +116,23 @@ def test_kernels_serve_norms_of_branches_and_sums(gemma: Decoder) -> None:
 
 
 @pytest.mark.usefixtures("matrix_unit", "attention_in_the_interpreter", "two_multiprocessors")
-@pytest.mark.parametrize("name", ["model", pytest.param("gemma", marks=pytest.mark.nightly)])
-def test_a_request_is_the_same_alone_and_in_a_batch(name: str, request: pytest.FixtureRequest) -> None:
-    model: Decoder = request.getfixturevalue(name)
-    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 128, (2, 3)))
+@pytest.mark.parametrize(
+    ("raw", "layers", "tokens"),
+    [
+        (QWEN, 1, (2, 1)),
+        pytest.param(QWEN, LAYERS, (3, 4), marks=pytest.mark.nightly),
+        pytest.param(GEMMA, LAYERS, (3, 4), marks=pytest.mark.nightly),
+    ],
+    ids=["small", "qwen", "gemma"],
+)
+def test_a_request_is_the_same_alone_and_in_a_batch(raw: dict[str, Any], layers: int, tokens: tuple[int, int]) -> None:
+    model, ids = decoder(raw, layers), jnp.asarray(np.random.default_rng(0).integers(0, 128, tokens))
 
     def logits(tokens: jax.Array) -> jax.Array:
         return detjax.jit(lambda tokens: model(tokens))(tokens)
 
     with detjax.use_backend("hopper"), plgpu.force_gpu_interpret_mode(INTERPRETER):
-        together, alone = logits(tokens), logits(tokens[1:2])
+        together, alone = logits(ids), logits(ids[1:2])
     assert_same_bits(together[1:2], alone)
     with detjax.use_backend("portable"):
-        np.testing.assert_allclose(together, logits(tokens), atol=0.05)
+        np.testing.assert_allclose(together, logits(ids), atol=0.05)

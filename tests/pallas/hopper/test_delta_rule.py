@@ -85,7 +85,7 @@ def test_dropped_tokens_leave_no_trace(kept: int) -> None:
     request, drafts = (cases.tokens(LENGTH, seed, shape=SHAPE) for seed in range(2))
     whole, _ = in_calls(request, [ROOM, LENGTH])
     _, state = in_calls(request, [60, kept])
-    for accepted in (0, 1, 7, DROPPABLE_TOKENS):
+    for accepted in (0, 7):
         mixed = Tokens(
             *(
                 np.concatenate([x[: kept + accepted], y[kept + accepted :]])

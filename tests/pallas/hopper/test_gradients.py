@@ -1,6 +1,7 @@
 """The Hopper kernels of gradients: numbers and bits in Pallas' interpreter, and order where there is a Hopper GPU."""
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +23,7 @@ from detjax.portable import embedding as portable_embedding
 from detjax.rl.trainer.losses import ClippedRatio
 from detjax.rl.trainer.microbatches import Microbatch
 from detjax.rl.trainer.optimizers import adamw
-from tests.pallas.hopper.interpreter import interpreted, lowered, normal
+from tests.pallas.hopper.interpreter import interpreted, kernels_interpreted, lowered, normal
 from tests.support.bits import assert_same_bits
 
 CONTINUING = (
@@ -119,17 +120,16 @@ def test_schedules_that_would_read_beyond_the_sums_are_refused(schedule: Schedul
     ("schedule", "gated"),
     [
         (Schedule(16, 24), True),
-        (Schedule(64, 24, "tokens"), False),
         *(
             pytest.param(*case, marks=pytest.mark.nightly)
-            for case in ((None, True), (None, False), (Schedule(16, 24), False), (Schedule(64, 24, "tokens"), True))
+            for case in itertools.product((None, Schedule(16, 24), Schedule(64, 24, "tokens")), (True, False))
         ),
     ],
     ids=str,
 )
 def test_the_sums_of_an_epilogue_are_kept(schedule: Schedule | None, gated: bool) -> None:
     parts = 2 if gated else 1
-    x, w = normal(70, 64, dtype="bfloat16"), normal(parts, 40, 64, dtype="bfloat16")
+    x, w = normal(18, 64, dtype="bfloat16"), normal(parts, 40, 64, dtype="bfloat16")
     bias, epilogue = normal(parts, 40, dtype="bfloat16"), Epilogue("silu", gated)
 
     def fn(x: jax.Array, w: jax.Array, bias: jax.Array) -> Any:
@@ -239,13 +239,13 @@ def heads_case(tokens: int, heads: int, kv_heads: int, width: int, dtype: str) -
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "width", "dtype", "offset"),
     [
-        (3, 1, 32, "float16", 0.0),
-        (2, 2, 64, "float32", 1.0),
+        (3, 1, 32, "float16", 1.0),
         *(
             pytest.param(*case, marks=pytest.mark.nightly)
             for case in (
                 (4, 2, 64, "bfloat16", 0.0),
                 (16, 8, 128, "bfloat16", 0.0),
+                (2, 2, 64, "float32", 1.0),
                 (2, 2, 256, "float32", 0.0),
                 (4, 1, 256, "bfloat16", 1.0),
             )
@@ -267,13 +267,13 @@ def test_gradients_of_heads_are_those_of_the_separate_steps(
 
 
 def test_gradients_of_heads_continue_sums_over_microbatches() -> None:
-    qkv, gradients, positions, weights, sums = heads_case(32, 4, 2, 64, "bfloat16")
-    with detjax.use_backend("hopper"):
-        dqkv, totals = interpreted(heads_gradients, qkv, gradients, positions, weights, sums)
-        parts = []
+    qkv, gradients, positions, weights, sums = heads_case(32, 1, 1, 32, "bfloat16")
+    program, parts = jax.jit(heads_gradients), []
+    with detjax.use_backend("hopper"), kernels_interpreted():
+        dqkv, totals = program(qkv, gradients, positions, weights, sums)
         for tokens in (slice(0, 16), slice(16, 32)):
             cut = qkv[:, tokens], tuple(gradient[:, tokens] for gradient in gradients), positions[:, tokens]
-            part, sums = interpreted(heads_gradients, *cut, weights, sums)
+            part, sums = program(*cut, weights, sums)
             parts.append(part)
     assert_same_bits(np.concatenate(parts, axis=1), dqkv)
     for total, expected in zip(sums, totals, strict=True):
@@ -365,8 +365,8 @@ def test_heads_that_the_kernel_does_not_serve_are_told_apart() -> None:
 
 @pytest.mark.usefixtures("matrix_unit")
 def test_one_pass_has_the_bits_of_logprobs_and_their_gradients() -> None:
-    hidden, head = normal(30, 64, dtype="bfloat16"), normal(130, 64, dtype="bfloat16") * jnp.bfloat16(0.25)
-    ids, total, weights = np.random.default_rng(0).integers(0, 130, 30), normal(130, 64), normal(30)
+    hidden, head = normal(18, 64, dtype="bfloat16"), normal(66, 64, dtype="bfloat16") * jnp.bfloat16(0.25)
+    ids, total, weights = np.random.default_rng(0).integers(0, 66, 18), normal(66, 64), normal(18)
 
     def in_one_pass(hidden: jax.Array, total: jax.Array) -> Any:
         derivative = _scaled

@@ -54,8 +54,7 @@ def gradients(
 @pytest.mark.parametrize(
     ("unit", "sizes", "epilogue", "layout"),
     [
-        (1, (3, 0, 1, 0), GATED, "kn"),
-        (32, (0, 64, 0, 0), Epilogue("gelu_tanh"), "nk"),
+        (1, (0, 3, 0, 0), GATED, "kn"),
         *(
             pytest.param(*case, marks=pytest.mark.nightly)
             for case in (
@@ -82,11 +81,13 @@ def test_the_gradient_of_a_row_has_the_bits_of_its_experts_matmul(
         rows = slice(first, first + size)
         if size:
             dense = matmul_gradients(hopper_matmul.backward, **options)
-            expected = interpreted(dense, x[rows], w[expert], bias[expert], dy[rows])
-            assert_same_bits(dx[rows], expected[0])
+            before = [total[expert] for total in sums]
+            expected = interpreted(dense, x[rows], w[expert], bias[expert], dy[rows], *before)
+            assert_same_bits((dx[rows], *(total[expert] for total in next_sums)), expected)
+        else:
+            assert_same_bits([total[expert] for total in next_sums], [total[expert] for total in sums])
         first += size
     assert_same_bits(dx[count:], np.zeros_like(dx[count:]))
-    assert all(np.isfinite(total).all() for total in next_sums)
 
 
 @pytest.mark.usefixtures("matrix_unit", "two_multiprocessors")
@@ -145,9 +146,9 @@ def test_sums_have_the_bits_of_the_portable_program(sizes: tuple[int, ...], layo
 
 @pytest.mark.usefixtures("matrix_unit_in_steps", "two_multiprocessors")
 def test_microbatches_and_padding_are_schedules() -> None:
-    x, w, bias, dy, *sums = operands(70, Epilogue())
-    expert_of = np.random.default_rng(0).integers(0, EXPERTS, 70)
-    sequence_of = (np.arange(70) >= 33).astype(np.int32)
+    x, w, bias, dy, *sums = operands(38, Epilogue())
+    expert_of = np.random.default_rng(0).integers(0, EXPERTS, 38)
+    sequence_of = (np.arange(38) >= 17).astype(np.int32)
 
     def added(chosen: np.ndarray, unit: int, sums: Any) -> tuple[np.ndarray, Any]:
         """Returns gradients of chosen rows, whose groups are padded to multiples of `unit`, and the next sums."""
@@ -164,29 +165,10 @@ def test_microbatches_and_padding_are_schedules() -> None:
         by_row[place[here]] = dx[here]
         return by_row, sums
 
-    dx, expected = added(np.arange(70), 1, sums)
-    first, partial = added(np.arange(33), 32, sums)
-    second, actual = added(np.arange(33, 70), 1, partial)
-    assert_same_bits((np.concatenate([first[:33], second[33:]]), actual), (dx, expected))
-
-
-@pytest.mark.usefixtures("two_multiprocessors")
-def test_gradients_are_those_of_float64() -> None:
-    sizes = (16, 17, 0, 30)
-    x, w, bias, dy, *sums = operands(63, GATED)
-    actual = gradients(x, w, bias, dy, *sums, sizes, epilogue=GATED)  # pyright: ignore[reportCallIssue]
-    experts = np.repeat(np.arange(EXPERTS), sizes)
-
-    def exact(x: jax.Array, w: jax.Array, bias: jax.Array) -> jax.Array:
-        gate, up = jnp.moveaxis(jnp.einsum("mk,mpnk->mpn", x, w[experts]) + bias[experts], 1, 0)
-        return jax.nn.silu(gate) * up
-
-    with jax.enable_x64(True):
-        wide = [jnp.asarray(array, jnp.float64) for array in (x, w, bias)]
-        expected = jax.vjp(exact, *wide)[1](jnp.asarray(dy, jnp.float64))
-    for one, other, start in zip(actual, expected, (0, *sums), strict=True):
-        want = np.asarray(other) + start
-        np.testing.assert_allclose(np.asarray(one, np.float64), want, atol=1e-2 * np.abs(want).max(), rtol=0)
+    dx, expected = added(np.arange(38), 1, sums)
+    first, partial = added(np.arange(17), 16, sums)
+    second, actual = added(np.arange(17, 38), 1, partial)
+    assert_same_bits((np.concatenate([first[:17], second[17:]]), actual), (dx, expected))
 
 
 @pytest.mark.sampled(1)
