@@ -3,9 +3,11 @@
 import dataclasses
 import functools
 import json
+import math
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from flax import nnx
 import detjax
 from detjax.audit import Bisection, Trace
 from detjax.audit.bisection import digests
+from detjax.audit.bisection.bisect import _distances, drift_table
 from detjax.cli import main
 from detjax.invariant.places import Rows, Shared
 from tests.audit import planted
@@ -28,9 +31,17 @@ ROWS, PLACE = 6, 5
 AXES = (None, 0)
 
 
-def trace(defect: str | None, tokens: jax.Array, **options: Any) -> Trace:
-    fn = functools.partial(planted.model, defect)
-    return detjax.trace_digests(fn, AXES, **options)(planted.weights(), tokens)[1]
+NIGHTLY = pytest.mark.nightly
+
+
+@functools.cache
+def traced(defect: str | None, level: Any = "equations") -> Callable[..., tuple[Any, Trace]]:
+    """The planted model's traced function, compiled once for all tests."""
+    return detjax.trace_digests(functools.partial(planted.model, defect), AXES, level=level)
+
+
+def trace(defect: str | None, tokens: jax.Array, level: Any = "equations") -> Trace:
+    return traced(defect, level)(planted.weights(), tokens)[1]
 
 
 @functools.cache
@@ -48,8 +59,10 @@ def layers_that_differ(result: Bisection) -> set[str]:
     return {one.layer.split("/")[0] for one in result.isolated if one.unequal}
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("defect", planted.IN_NUMBERS)
+@pytest.mark.parametrize(
+    "defect",
+    [name if name == "a step of a scan" else pytest.param(name, marks=NIGHTLY) for name in planted.IN_NUMBERS],
+)
 def test_a_defect_is_found_in_its_layer(defect: str) -> None:
     layer = planted.IN_NUMBERS[defect]
     result = detjax.bisect(sound(), trace(defect, planted.tokens(ROWS, 0)))
@@ -64,8 +77,10 @@ def test_a_defect_is_found_in_its_layer(defect: str) -> None:
     assert drifts["head"].relative or layer == "head"
 
 
-@pytest.mark.sampled(0)
-@pytest.mark.parametrize("defect", planted.IN_ROWS)
+@pytest.mark.parametrize(
+    "defect",
+    [name if name == "a mask by position" else pytest.param(name, marks=NIGHTLY) for name in planted.IN_ROWS],
+)
 def test_what_depends_on_the_batch_is_found_in_its_layer(defect: str) -> None:
     first, second = (trace(defect, planted.tokens(ROWS, at, neighbours=1 + at)) for at in (0, PLACE))
     result = detjax.bisect(first, second, (0, PLACE), isolate=True)
@@ -74,7 +89,6 @@ def test_what_depends_on_the_batch_is_found_in_its_layer(defect: str) -> None:
     assert layers_that_differ(result) == {planted.IN_ROWS[defect]}
 
 
-@pytest.mark.sampled(0)
 def test_a_sound_function_has_no_difference(tmp_path: Path) -> None:
     other = trace(None, planted.tokens(ROWS, PLACE, neighbours=3))
     result = detjax.bisect(sound(), other, (0, PLACE), isolate=True)
@@ -99,8 +113,13 @@ def test_numbers_of_the_whole_batch_are_not_compared_between_batches() -> None:
     assert detjax.bisect(first, second).first is not None
 
 
-@pytest.mark.sampled(0)
-@pytest.mark.parametrize("defect", ["another epsilon", "weights of keys in bfloat16", "a step of a scan"])
+@pytest.mark.parametrize(
+    "defect",
+    [
+        "a step of a scan",
+        *(pytest.param(name, marks=NIGHTLY) for name in ("another epsilon", "weights of keys in bfloat16")),
+    ],
+)
 def test_isolation_tells_a_defect_from_what_it_causes(defect: str) -> None:
     result = detjax.bisect(sound(), trace(defect, planted.tokens(ROWS, 0)), isolate=True)
     assert layers_that_differ(result) == {planted.IN_NUMBERS[defect]}
@@ -108,7 +127,6 @@ def test_isolation_tells_a_defect_from_what_it_causes(defect: str) -> None:
     assert {drift.layer for drift in result.drifts if drift.ulps} >= set(after) - {"experts"}
 
 
-@pytest.mark.sampled(0)
 def test_files_name_the_block_and_functions_the_element(tmp_path: Path) -> None:
     broken = trace("a step of a scan", planted.tokens(ROWS, 0))
     at_hand, kept = detjax.bisect(sound(), broken), detjax.bisect(sound(), from_file(broken, tmp_path))
@@ -145,7 +163,6 @@ def test_a_scan_that_runs_backwards_differs_first_at_its_last_element() -> None:
     assert difference is not None and difference.iterations == (6,)
 
 
-@pytest.mark.sampled(0)
 def test_rows_of_batches_of_any_size_are_compared() -> None:
     alone = trace(None, planted.tokens(1, 0))
     result = detjax.bisect(alone, sound(), (0, 0))
@@ -172,12 +189,10 @@ def test_arrays_of_numpy_may_have_other_contents_in_the_next_run() -> None:
     assert [bool((a == b).all()) for a, b in zip(first, second, strict=True)] == [False, False]
 
 
-@pytest.mark.sampled(0)
 def test_weights_of_other_bits_are_an_argument_s_difference() -> None:
     weights = planted.weights()
     changed = weights | {"up": weights["up"].at[3, 5].set(7)}
-    traced = detjax.trace_digests(functools.partial(planted.model, None), AXES)
-    result = detjax.bisect(*(traced(w, planted.tokens(2, 0))[1] for w in (weights, changed)))
+    result = detjax.bisect(*(traced(None)(w, planted.tokens(ROWS, 0))[1] for w in (weights, changed)))
     assert result.first is not None
     assert (result.first.primitive, result.first.layer) == ("argument", "[0][0]['up']")
     assert result.first.index == (3, 5) and result.first.values is not None and result.first.values[1] == "7.0"
@@ -201,7 +216,7 @@ def test_nnx_modules_name_their_layers_and_keep_their_classes() -> None:
 
 def test_results_are_those_of_the_function() -> None:
     tokens = planted.tokens(ROWS, 0)
-    results, _ = detjax.trace_digests(functools.partial(planted.model, None), AXES)(planted.weights(), tokens)
+    results, _ = traced(None)(planted.weights(), tokens)
     np.testing.assert_allclose(results, planted.model(None, planted.weights(), tokens), rtol=1e-4, atol=1e-4)
 
 
@@ -312,16 +327,25 @@ def test_bad_input_is_named(tmp_path: Path) -> None:
         detjax.bisect(sound(), detjax.trace_digests(jnp.sin, 0)(jnp.ones((ROWS, 2)))[1], isolate=True)
 
 
-@pytest.mark.sampled(0)
+CASES = """
+import functools, jax, jax.numpy as jnp
+
+def model(factor, w, x):
+    with jax.named_scope("embed"):
+        x = jnp.tanh(x)
+    with jax.named_scope("attention"):
+        return x * jnp.float32(factor) + w[None]
+
+def case(factor):
+    return functools.partial(model, factor), (jnp.arange(3.0), jnp.ones((2, 3))), {"batch_axes": (None, 0)}
+
+sound, split = functools.partial(case, 3), functools.partial(case, 3.001)
+"""
+
+
 def test_commands_trace_and_bisect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "planted_cases.py").write_text(
-        "import functools\nfrom tests.audit import planted\n"
-        "def case(defect):\n"
-        "    fn = functools.partial(planted.model, defect)\n"
-        "    return fn, (planted.weights(), planted.tokens(2, 0)), {'batch_axes': (None, 0)}\n"
-        "sound, split = functools.partial(case, None), functools.partial(case, 'a split K')\n"
-    )
+    (tmp_path / "planted_cases.py").write_text(CASES)
     for name in ("sound", "split"):
         made = commands.run(main, "trace", f"planted_cases:{name}", "--out", f"{name}.npz")
         assert made.exit_code == 0, made.output
@@ -336,3 +360,195 @@ def test_commands_trace_and_bisect(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert (tmp_path / "drift.png").read_bytes().startswith(b"\x89PNG")
     missing = commands.run(main, "bisect", "sound.npz", "nowhere:case")
     assert missing.exit_code == 2 and "accepted: module:function" in missing.output
+
+
+# --- parts of a bisection ---------------------------------------------------------------------------------------------
+
+
+def masked(x: jax.Array) -> jax.Array:
+    with jax.named_scope("mask"):
+        scores = jnp.where(jnp.arange(x.shape[1]) < 3, x + 1, -jnp.inf)
+    with jax.named_scope("head"):
+        return jnp.maximum(scores, -9.0)
+
+
+def test_the_drift_of_equal_infinities_is_zero() -> None:
+    """Masks are in both traces: only numbers that differ count."""
+    run, x = detjax.trace_digests(masked, 0), jnp.arange(10.0).reshape(2, 5)
+    result = detjax.bisect(run(x)[1], run(x.at[1, 2].add(0.5))[1])
+    drifts = {drift.layer: drift for drift in result.drifts}
+    assert [drifts[name].largest for name in ("mask", "head")] == [0.5, 0.5]
+    assert drifts["mask"].relative == 0.0 and drifts["head"].relative == pytest.approx(0.5 / math.sqrt(487))
+    assert drifts["mask"].ulps == drifts["head"].ulps == 2**19 and drifts["head"].blocks == 0.5
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "largest", "relative", "ulps"),
+    [
+        ([-math.inf, math.inf, math.nan], [-math.inf, math.inf, math.nan], 0.0, 0.0, 0),
+        ([0.0, 0.0], [0.0, 2.0], 2.0, math.inf, 2**30),
+        ([3.0, 4.0], [3.0, 4.0 + 2**-20], 2**-20, 2**-20 / 5, 2),
+        ([0.0], [-0.0], 0.0, 0.0, 1),
+        ([], [], 0.0, 0.0, 0),
+        ([1.0, -math.inf], [1.0, 0.0], math.inf, math.nan, 0x7F800001),
+    ],
+)
+def test_distances_are_those_of_the_numbers_that_differ(
+    first: list[float], second: list[float], largest: float, relative: float, ulps: int
+) -> None:
+    measured = _distances(np.float32(first), np.float32(second))
+    assert measured["ulps"] == ulps
+    np.testing.assert_equal((measured["largest"], measured["relative"]), (largest, relative))
+
+
+def small(x: jax.Array, factor: float = 3.0) -> jax.Array:
+    with jax.named_scope("first"):
+        y = jnp.sin(x)
+    with jax.named_scope("second"):
+        return y * jnp.float32(factor)
+
+
+SMALL = detjax.trace_digests(small, (0, None))
+
+
+def test_a_file_has_all_of_a_trace_but_its_function(tmp_path: Path) -> None:
+    made = SMALL(jnp.ones((2, 3)), 3.0)[1]
+    read = from_file(made, tmp_path)
+    assert read.run is None and read.level == made.level == "equations"
+    assert (read.entries, read.batch, dict(read.fingerprint)) == (made.entries, 2, dict(made.fingerprint))
+    assert all(np.array_equal(a, b) for a, b in zip(read.digests, made.digests, strict=True))
+    layers = from_file(detjax.trace_digests(small, level="layers")(jnp.ones(3))[1], tmp_path)
+    assert layers.level == "layers" and layers.batch is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda content: content | {"format": 2}, "format 2 is not 1"),
+        (lambda content: content | {"entries": content["entries"][1:]}, "its digests do not match its entries"),
+        (lambda content: content | {"shapes": content["shapes"][1:]}, "its digests do not match its entries"),
+        (lambda content: {name: content[name] for name in content if name != "batch"}, "'batch'"),
+    ],
+)
+def test_a_file_that_is_no_whole_trace_is_refused(tmp_path: Path, change: Any, message: str) -> None:
+    file = tmp_path / "trace"
+    SMALL(jnp.ones((2, 3)), 3.0)[1].save(file)
+    with np.load(file) as arrays:
+        flat, content = arrays["digests"], json.loads(arrays["description"].tobytes())
+    description = np.frombuffer(json.dumps(change(content)).encode(), "u1")
+    with file.open("wb") as out:
+        np.savez_compressed(out, digests=flat, description=description)
+    with pytest.raises(ValueError, match=rf"trace: not a trace \({message}\); accepted: files from Trace.save"):
+        Trace.load(file)
+    with file.open("wb") as out:
+        np.savez_compressed(
+            out, digests=np.append(flat, np.uint32(1)), description=np.frombuffer(json.dumps(content).encode(), "u1")
+        )
+    with pytest.raises(ValueError, match="its digests do not match its entries"):
+        Trace.load(file)
+
+
+def test_each_field_of_a_fingerprint_that_differs_is_named() -> None:
+    made = SMALL(jnp.ones((2, 3)), 3.0)[1]
+    for name, value in made.fingerprint.items():
+        other = dataclasses.replace(made, fingerprint={**made.fingerprint, name: "another"})
+        result = detjax.bisect(made, other)
+        assert result.environments == {name: (value, "another")} and result.first is None
+        assert f"fingerprints differ in {name}" in str(result)
+    fewer = {name: value for name, value in made.fingerprint.items() if name != "jax"}
+    assert detjax.bisect(dataclasses.replace(made, fingerprint=fewer), made).environments == {
+        "jax": (None, made.fingerprint["jax"])
+    }
+
+
+def test_further_equations_of_a_function_have_no_counterpart() -> None:
+    def longer(x: jax.Array, factor: float) -> jax.Array:
+        with jax.named_scope("between"):
+            x = jnp.cos(jnp.cos(x))
+        return small(x, factor)
+
+    x = jnp.ones((2, 3))
+    result = detjax.bisect(SMALL(x, 3.0)[1], detjax.trace_digests(longer, (0, None))(x, 3.0)[1])
+    assert result.alone == (0, 2) and result.compared == 3
+    assert "0 and 2 have no counterpart" in str(result)
+    assert result.first is not None and (result.first.primitive, result.first.layer) == ("sin", "first")
+
+
+def test_results_that_differ_although_all_digests_agree_are_hidden() -> None:
+    made = SMALL(jnp.ones((2, 3)), 3.0)[1]
+    assert made.run is not None and not detjax.bisect(made, made).hidden
+
+    class Fused:
+        """The run of a program in which the compiler fused otherwise."""
+
+        def __init__(self, changes: bool) -> None:
+            assert made.run is not None
+            self.run, self.results, self.changes = made.run, made.run.results, changes
+            self.keys = made.run.keys
+
+        def values(self, keys: Any, rows: Any, *, is_sealed: bool = True) -> Any:
+            seen = self.run.values(keys, rows)
+            return (
+                seen
+                if is_sealed or not self.changes
+                else {key: np.nextafter(x, np.float32(9)) for key, x in seen.items()}
+            )
+
+    same, other = (dataclasses.replace(made, run=Fused(changes)) for changes in (False, True))
+    assert not detjax.bisect(made, same).hidden
+    result = detjax.bisect(made, other)
+    assert result.hidden and result.first is None and "Without digests the results differ" in str(result)
+    assert not detjax.bisect(made, dataclasses.replace(other, run=None)).hidden
+
+
+def test_a_run_that_cannot_be_repeated_is_told() -> None:
+    count = iter(range(1, 100))
+
+    def counted(x: jax.Array) -> jax.Array:
+        return x + jax.pure_callback(lambda: np.float32(next(count)), jax.ShapeDtypeStruct((), np.float32))
+
+    run = detjax.trace_digests(counted)
+    result = detjax.bisect(run(jnp.ones(3))[1], run(jnp.ones(3))[1])
+    assert result.first is not None and not result.first.repeats and result.first.values is None
+    assert "is not reproducible" in str(result)
+
+
+def test_a_difference_is_described_by_its_place() -> None:
+    x = jnp.ones((2, 3))
+    moved = x.at[1, 2].set(jnp.nextafter(jnp.float32(1), jnp.float32(2)))
+    runs = [SMALL(y, 3.0)[1] for y in (x, moved)]
+    first = detjax.bisect(*runs).first
+    assert first is not None
+    assert (first.primitive, first.layer, first.row, first.elements) == ("argument", "[0][0]", 1, (0, 2))
+    assert (first.index, first.values, first.ulps) == ((2,), ("1.0", "1.0000001"), 1)
+    assert str(first).startswith("argument [0][0], which differs between the runs, row 1")
+    chosen = detjax.bisect(*runs, rows=(1, 1)).first
+    assert chosen is not None and chosen.row is None and chosen.index == (2,)
+    assert detjax.bisect(*runs, rows=(0, 0)).first is None
+    across = detjax.bisect(*runs, rows=(0, 1)).first
+    assert across is not None and across.values == ("1.0", "1.0000001")
+
+
+def test_a_large_row_names_the_block_that_differs() -> None:
+    x = jnp.zeros((1, 700))
+    run = detjax.trace_digests(lambda x: x + 1, 0)
+    first = detjax.bisect(run(x)[1], run(x.at[0, 699].set(1))[1]).first
+    assert first is not None and first.elements == (512, 699) and first.index == (699,)
+    assert first.row is None, "a batch of one row has nothing to name"
+
+
+def test_a_table_of_drifts_has_numbers_only_where_they_are_known(tmp_path: Path) -> None:
+    x = jnp.ones((2, 3))
+    runs = [SMALL(x, factor)[1] for factor in (3.0, 3.5)]
+    measured = drift_table(detjax.bisect(*runs))
+    assert [column.header for column in measured.columns] == [
+        "layer",
+        "iteration",
+        "unequal blocks",
+        "relative",
+        "largest",
+        "ulps",
+    ]
+    kept = drift_table(detjax.bisect(runs[0], from_file(runs[1], tmp_path)))
+    assert [column.header for column in kept.columns] == ["layer", "iteration", "unequal blocks"]
+    assert list(kept.columns[2].cells) == ["0.0%", "100.0%"]

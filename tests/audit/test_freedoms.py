@@ -1,6 +1,7 @@
 """Proofs of certificates hold: signs of zeros, NaN, complex numbers, products in calls, programs of batches."""
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,8 +15,10 @@ from jax import Array, lax
 import detjax
 from detjax import audit, ops
 from detjax.audit import Outcome, Role
+from detjax.audit.certification import signs
 from detjax.audit.certification.certify import reading
 from detjax.audit.certification.freedoms import Exclusion, Freedoms
+from detjax.invariant import equations
 
 X = jnp.asarray(np.random.default_rng(0).standard_normal((2, 33)), jnp.float32)
 IMAGES = jnp.asarray(np.random.default_rng(1).standard_normal((2, 8, 8, 3)), jnp.float32)
@@ -276,3 +279,233 @@ def test_sizes_that_follow_the_batch_are_no_risk() -> None:
         return jnp.abs(both).max(1) + jnp.abs(picked) + jnp.zeros((x.shape[0], 1))
 
     assert audit.risks(sized, (X,), batch_sizes=(2, 3, 8)) == ()
+
+
+# --- each rule, with and without its condition ------------------------------------------------------------------------
+
+PRODUCT = 3.1
+
+
+def free(fn: Callable[[Array], Array], x: Array = X, *, is_pinned: bool = True) -> set[str]:
+    """The primitives whose bits the compiler may choose."""
+    jaxpr = jax.make_jaxpr(fn)(x)
+    known = {id(eqn): eqn.primitive.name for eqn in equations.all_equations(jaxpr)}
+    return {known[path[-1]] for path in Freedoms(jaxpr, is_pinned=is_pinned).why}
+
+
+FUSES: dict[str, Callable[[Array], Array]] = {
+    "plainly": lambda x: x * PRODUCT + 1,
+    "before": lambda x: 1 + x * PRODUCT,
+    "subtracted": lambda x: 1 - x * PRODUCT,
+    "a square": lambda x: jnp.square(x) + 1,
+    "a power": lambda x: x**3 + 1,
+    "a gradient's sum": jax.grad(lambda x: jnp.sum(x[:, 1:] * x[:, :-1])),
+    "reshaped": lambda x: (x * PRODUCT).reshape(2, 3, 11) + 1,
+    "squeezed": lambda x: lax.squeeze(x[:, :1] * PRODUCT, (1,)) + 1,
+    "broadcast": lambda x: jnp.broadcast_to((x * PRODUCT)[:, None], (2, 3, 33)) + 1,
+    "transposed": lambda x: (x[:, :, None] * PRODUCT).transpose(0, 2, 1) + 1,
+    "sliced": lambda x: (x * PRODUCT)[:, 1:] + 1,
+    "reversed": lambda x: lax.rev(x * PRODUCT, (1,)) + 1,
+    "joined": lambda x: jnp.concatenate([x * PRODUCT, x], 1) + 1,
+    "padded": lambda x: lax.pad(x * PRODUCT, np.float32(0), ((0, 0, 0), (0, 1, 0))) + 1,
+    "split": lambda x: lax.split(x * PRODUCT, (3, 30), 1)[1] + 1,
+    "stacked": lambda x: jnp.stack([x * PRODUCT, x], 1) + 1,
+    "tiled": lambda x: lax.tile(x * PRODUCT, (1, 2)) + 1,
+    "selected": lambda x: jnp.where(x > 0, x * PRODUCT, x) + 1,
+    "negated": lambda x: -(x * PRODUCT) + 1,
+    "without a gradient": lambda x: lax.stop_gradient(x * PRODUCT) + 1,
+    "as parts of a complex number": lambda x: lax.real(lax.complex(x * PRODUCT, x)) + 1,
+}
+ROUNDED_BETWEEN: dict[str, Callable[[Array], Array]] = {
+    "a sum": lambda x: (x * PRODUCT).astype(jnp.int32) + 1,
+    "a maximum": lambda x: jnp.maximum(x * PRODUCT, -1) + 1,
+    "a minimum": lambda x: jnp.minimum(x * PRODUCT, 1) + 1,
+    "a root": lambda x: jnp.sqrt(jnp.abs(x)) + 1,
+    "a whole number": lambda x: jnp.floor(x * PRODUCT) + jnp.ceil(x * PRODUCT) + jnp.sign(x * PRODUCT),
+    "a narrow number": lambda x: (x * PRODUCT).astype(jnp.bfloat16).astype(jnp.float32) + 1,
+    "a sum of a sum": lambda x: (x + 1) + 1,
+    "a quotient on a CPU": lambda x: x / x[:, ::-1] + 1,
+    "a sort": lambda x: lax.sort(x * PRODUCT, dimension=1) + 1,
+}
+
+
+@pytest.mark.parametrize("name", FUSES)
+def test_a_product_may_fuse_with_a_sum_through_what_moves_it(name: str) -> None:
+    assert free(FUSES[name]) & {"add", "sub", "add_any"}
+
+
+@pytest.mark.parametrize("name", ROUNDED_BETWEEN)
+def test_a_product_does_not_fuse_through_what_rounds_or_orders_it(name: str) -> None:
+    assert free(ROUNDED_BETWEEN[name]) == set()
+
+
+FREE: dict[str, tuple[Callable[[Array], Array], str, set[str]]] = {
+    # A function, the primitive that is a risk, and the platforms on which it is one.
+    "approximated": (jnp.exp, "exp", {"cpu"}),
+    "by a broadcast number": (lambda x: x / jnp.abs(x).sum(1, keepdims=True), "div", {"cpu"}),
+    "by a broadcast number, moved": (
+        lambda x: x.reshape(2, 3, 11) / jnp.broadcast_to(x[:, :1], (2, 33)).reshape(2, 3, 11),
+        "div",
+        {"cpu"},
+    ),
+    "by numbers of its own": (lambda x: x / x[:, ::-1], "div", set()),
+    "a quotient before a sum": (lambda x: x / x[:, ::-1] + 1, "add", {"gpu"}),
+    "a quotient by a broadcast number before a sum": (
+        lambda x: x / jnp.broadcast_to(x[:, :1], (2, 33)) + 1,
+        "add",
+        {"cpu", "gpu"},
+    ),
+    "sorted in no order": (lambda x: lax.sort(x, dimension=1, is_stable=False), "sort", {"cpu", "gpu"}),
+    "sorted": (lambda x: lax.sort(x, dimension=1), "sort", set()),
+    "sorted integers in no order": (
+        lambda x: lax.sort(x.astype(jnp.int32), dimension=1, is_stable=False),
+        "sort",
+        set(),
+    ),
+    "likeliest of zeros": (lambda x: lax.top_k(zeros(x), 2)[0], "top_k", {"gpu"}),
+    "likeliest of magnitudes": (lambda x: lax.top_k(jnp.abs(x), 2)[0], "top_k", set()),
+    "a maximum of narrow numbers": (
+        lambda x: jnp.max(jnp.abs(x.astype(jnp.bfloat16)), -1),
+        "reduce_max",
+        {"cpu"},
+    ),
+    "scattered": (lambda x: jnp.zeros((2, 9)).at[:, jnp.asarray([1, 1])].set(x[:, :2]), "scatter", {"cpu", "gpu"}),
+    "integers scattered": (
+        lambda x: jnp.zeros((2, 9), jnp.int32).at[:, jnp.asarray([1, 1])].set(x[:, :2].astype(jnp.int32)),
+        "scatter",
+        {"gpu"},
+    ),
+    "scattered at places of their own": (
+        lambda x: jnp.zeros((2, 9)).at[:, jnp.asarray([1, 2])].set(x[:, :2], unique_indices=True),
+        "scatter",
+        set(),
+    ),
+    "scattered integers": (
+        lambda x: jnp.zeros((2, 9), jnp.int32).at[:, jnp.asarray([1, 1])].add(x[:, :2].astype(jnp.int32)),
+        "scatter-add",
+        set(),
+    ),
+    "in the test of a loop": (
+        lambda x: x + lax.while_loop(lambda k: jnp.exp(k) < 9, lambda k: k + 1, jnp.float32(0)),
+        "exp",
+        {"cpu"},
+    ),
+    "in the body of a scan": (lambda x: lax.scan(lambda c, _: (jnp.tanh(c), None), x, length=2)[0], "tanh", {"cpu"}),
+    "in a branch": (lambda x: lax.cond(jnp.arange(2).sum() > 0, jnp.abs, jnp.tanh, x), "tanh", {"cpu"}),
+}
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+@pytest.mark.parametrize("name", FREE)
+def test_a_choice_is_a_risk_where_the_compiler_has_it(
+    name: str, platform: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fn, primitive, platforms = FREE[name]
+    monkeypatch.setattr("detjax.runtime.backends.target", lambda: platform)
+    assert primitive in {eqn.primitive.name for eqn in equations.all_equations(jax.make_jaxpr(fn)(X))}
+    assert (primitive in free(fn)) == (platform in platforms)
+
+
+def test_narrow_numbers_may_keep_precision_only_where_they_are_rounded_and_options_are_not_pinned() -> None:
+    narrow = X.astype(jnp.bfloat16)
+    for fn, primitives in (
+        (lambda x: x + x[:, ::-1], {"add"}),
+        (lambda x: jnp.sqrt(x), {"sqrt"}),
+        (lambda x: x[:, ::-1], set()),
+        (lambda x: jnp.maximum(x, 0), set()),
+    ):
+        for is_pinned in (False, True):
+            assert free(fn, narrow, is_pinned=is_pinned) == (set() if is_pinned else primitives)
+    assert free(lambda x: x + x[:, ::-1], is_pinned=False) == set()
+
+
+LARGEST_THEN: dict[str, tuple[Callable[[Array], Array], bool]] = {
+    # What is done with a largest number, and whether the sign of zero shows in it.
+    "an even power": (lambda m: m**2, False),
+    "an odd power": (lambda m: m**3, True),
+    "an inverse power": (lambda m: m**-2, False),
+    "an inverse odd power": (lambda m: m**-1, True),
+    "an integer": (lambda m: m.astype(jnp.int32), False),
+    "a narrow number": (lambda m: m.astype(jnp.bfloat16), True),
+    "its bits": (lambda m: lax.bitcast_convert_type(m, jnp.int32), True),
+    "a power of numbers": (lambda m: jnp.power(m, m), True),
+    "an angle": (lambda m: jnp.arctan2(m, -jnp.ones_like(m)), True),
+    "a quotient": (lambda m: m / 3, True),
+    "the remainder by it": (lambda m: lax.rem(jnp.ones_like(m), m), True),
+    "a sum with -0.0": (lambda m: m + jnp.float32(-0.0), True),
+    "a sum with what may be -0.0": (lambda m: m + m, True),
+    "a comparison": (lambda m: m >= 0, False),
+    "a cosine": (lambda m: jnp.cos(m), False),
+    "a sine": (lambda m: jnp.sin(m), True),
+    "a product of it": (lambda m: ops.matmul(m[None], jnp.ones((2, 3))), False),
+    "a product with it as the weight": (lambda m: ops.matmul(jnp.ones((3, 2)), m[:, None]), True),
+}
+
+
+@pytest.mark.parametrize("name", LARGEST_THEN)
+def test_the_sign_of_a_largest_zero_shows_in_what_keeps_it(name: str) -> None:
+    then, shows = LARGEST_THEN[name]
+    assert ("reduce_max" in free(lambda x: then(jnp.max(x, -1)))) == shows
+
+
+@pytest.mark.parametrize("name", ["add", "sub", "mul", "div", "max", "min"])
+def test_kinds_of_results_contain_what_numbers_give(name: str) -> None:
+    """Every pair of kinds, by NumPy's arithmetic on numbers of these kinds."""
+    numbers = [-np.inf, -3e38, -1.5, -1.0, -1e-45, -0.0, 0.0, 1e-45, 1.0, 1.5, 3e38, np.inf, np.nan]
+    operation = {"max": np.maximum, "min": np.minimum, "add": np.add, "sub": np.subtract, "mul": np.multiply}.get(
+        name, np.divide
+    )
+    for x, y in itertools.product(map(np.float32, numbers), repeat=2):
+        with np.errstate(all="ignore"):
+            made = signs.value_signs(operation(x, y))
+        given = signs.pairs(signs._BINARY[name], signs.value_signs(x), signs.value_signs(y))
+        # Zeros of both signs compare as equal, and NumPy returns either of them.
+        ignored = signs.ZEROS if name in ("max", "min") and x == y == 0 else signs.NONE
+        assert made & ~ignored & ~given == signs.NONE, (x, y, made, given)
+
+
+@pytest.mark.parametrize(
+    "name", ["neg", "abs", "square", "sqrt", "log", "sign", "floor", "ceil", "round", "exp", "tanh"]
+)
+def test_kinds_of_a_function_contain_what_numbers_give(name: str) -> None:
+    functions = {"neg": np.negative, "round": np.rint}
+    for x in map(np.float32, [-np.inf, -1.5, -1.0, -0.3, -1e-45, -0.0, 0.0, 1e-45, 0.3, 1.0, 1.5, np.inf, np.nan]):
+        with np.errstate(all="ignore"):
+            made = signs.value_signs(np.float32(functions.get(name, getattr(np, name, None))(x)))
+        assert made & ~signs._UNARY[name](signs.value_signs(x)) == signs.NONE, x
+
+
+def test_kinds_of_values_are_read_up_to_subnormal_numbers() -> None:
+    tiny = float(jnp.finfo(jnp.float32).tiny)
+    cases = (
+        (tiny, signs.Signs.POSITIVE),
+        (tiny / 2, signs.Signs.POSITIVE | signs.Signs.SUBNORMAL),
+        (-tiny / 2, signs.Signs.NEGATIVE | signs.Signs.SUBNORMAL),
+        (0.0, signs.Signs.PLUS_ZERO),
+        (-0.0, signs.Signs.MINUS_ZERO),
+        (-np.inf, signs.Signs.NEGATIVE),
+        (np.nan, signs.Signs.NAN),
+    )
+    for value, kinds in cases:
+        assert signs.value_signs(np.float32(value)) == kinds
+    assert signs.value_signs(np.float32([1, -0.0])) == signs.Signs.POSITIVE | signs.Signs.MINUS_ZERO
+    assert signs.value_signs(np.int32(-3)) == signs.NOT_NEGATIVE | signs.Signs.NEGATIVE
+    assert signs.value_signs(np.uint8(3)) == signs.NOT_NEGATIVE
+    assert signs.value_signs(np.zeros(2**20 + 1, np.float32)) == signs.ANY
+    assert signs.value_signs(np.zeros(2**20, np.float32)) == signs.Signs.PLUS_ZERO
+
+
+def test_subnormal_numbers_of_one_sign_count_as_zeros_of_that_sign() -> None:
+    tiny, positive, negative = signs.Signs.SUBNORMAL, signs.Signs.POSITIVE, signs.Signs.NEGATIVE
+    plus, minus = signs.Signs.PLUS_ZERO, signs.Signs.MINUS_ZERO
+    both = [plus | minus, tiny | positive | negative, tiny | positive | minus, tiny | negative | plus]
+    one = [
+        plus,
+        minus,
+        positive | negative,
+        positive | minus,
+        tiny | positive | plus,
+        tiny | negative | minus,
+        signs.NONE,
+    ]
+    assert [signs.has_zeros_of_both_signs(kinds) for kinds in (*both, *one)] == [True] * 4 + [False] * 7

@@ -87,11 +87,12 @@ def unsealed(transcript: Transcript, **changes: Any) -> Transcript:
     return dataclasses.replace(transcript, digest=None, text=None, **changes)
 
 
-batches = pytest.mark.parametrize("batch", range(BATCHES))
+batches = pytest.mark.parametrize(
+    "batch", [0, *(pytest.param(batch, marks=pytest.mark.nightly) for batch in range(1, BATCHES))]
+)
 
 
 @batches
-@pytest.mark.sampled(0)
 def test_honest_transcripts_are_verified_in_any_order(batch: int) -> None:
     transcripts = [Transcript.from_json(json.loads(json.dumps(one.as_json()))) for one in honest(batch)]
     assert transcripts == honest(batch)
@@ -141,7 +142,6 @@ ALTERATIONS: dict[str, tuple[Callable[[random.Random, Transcript], Transcript], 
 
 
 @batches
-@pytest.mark.sampled(0)
 def test_what_is_altered_is_refused_without_a_digest(batch: int) -> None:
     for kind, (alter, reasons) in ALTERATIONS.items():
         draw = random.Random(f"{kind} {batch}")
@@ -158,7 +158,6 @@ def other_temperature(draw: random.Random, params: SamplingParams) -> SamplingPa
 
 
 @batches
-@pytest.mark.sampled(0)
 def test_other_parameters_are_refused_wherever_they_give_another_answer(batch: int) -> None:
     """With its digest every transcript is refused; without, every one that these parameters do not give."""
     draw, transcripts = random.Random(batch), [one for one in honest(batch) if one.origin.kv_cache_dtype is None]
@@ -186,7 +185,6 @@ def reporting(transcript: Transcript) -> SamplingParams:
 
 
 @batches
-@pytest.mark.sampled(0)
 def test_another_weight_is_refused_by_its_digest_and_by_its_bits(batch: int) -> None:
     graph, state = nnx.split(loaded()[0])
     weights = jax.tree.leaves(state)
@@ -302,7 +300,6 @@ def test_a_transcript_of_another_environment_is_refused() -> None:
 # --- schedules of the check -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(0)
 def test_no_verdict_depends_on_sizes_and_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small steps split transcripts into chunks and batches at positions that depend on all others."""
     draw = random.Random(0)
@@ -316,7 +313,6 @@ def test_no_verdict_depends_on_sizes_and_neighbours(monkeypatch: pytest.MonkeyPa
     assert Verifier(*loaded()).verify(few) == expected[3:6]
 
 
-@pytest.mark.sampled(0)
 def test_four_bits_of_a_cache_are_those_of_the_answer() -> None:
     model, tokenizer = models.load(CHECKPOINT, progress=False)
     params = SamplingParams(max_tokens=6, temperature=1.0, seed=3)

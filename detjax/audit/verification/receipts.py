@@ -53,12 +53,17 @@ def _transcripts(
             yield place, Transcript.from_json(content, tokenizer)
             return
         answers = [content] if "output" in content else content["choices"]
-        for answer in answers:
+        indices = set[Any]()
+        for number, answer in enumerate(answers):
             if not isinstance(answer, Mapping) or not isinstance(answer.get("receipt"), Mapping):
                 raise ValueError(f"a response has no receipt; accepted: {_ACCEPTED}")
             transcript = Transcript.from_json(answer["receipt"], tokenizer)
             contradiction = next(_contradictions(content, answer, transcript, tokenizer), None)
-            name = place if answer is content else f"{place}, choice {answer.get('index', 0)}"
+            index = answer.get("index", number)
+            if index in indices:
+                raise ValueError(f"a response has two choices of index {index}; accepted: each index once")
+            indices.add(index)
+            name = place if answer is content else f"{place}, choice {index}"
             yield name, dataclasses.replace(transcript, contradiction=contradiction)
     except ValueError as error:
         raise ValueError(f"{described}: {error}") from None
