@@ -2,12 +2,8 @@
 
 import dataclasses
 import functools
-import hashlib
 import itertools
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -132,12 +128,11 @@ def test_greedy_continuations_are_those_of_transformers(name: str, backend: str)
     cases(
         ("qwen3", 0, 2, "bfloat16", (PIECE, PIECE, PIECE, 1)),
         ("gemma2", 0, 1, "float32", (PIECE,)),
-        ("gpt-oss", 0, 1, "bfloat16", (PIECE,)),
         ("deepseek-v3", 1, 2, "bfloat16", (PIECE,)),
         large=[
             *(("qwen3", 0, 2, "bfloat16", (size,)) for size in (1, 7, 64, LENGTH)),
             ("mistral", 0, 2, "bfloat16", (64,)),
-            ("mixtral", 0, 1, "bfloat16", (PIECE,)),
+            *((name, 0, 1, "bfloat16", (PIECE,)) for name in ("gpt-oss", "mixtral")),
             *((name, 0, 4, "float32", (size,)) for name in NAMES for size in (1, 64)),
         ],
     ),
@@ -321,25 +316,6 @@ def test_tokens_after_the_capacity_are_dropped() -> None:
     assert filled.lengths.tolist() == [CAPACITY] * 2
     assert_same_bits(over, filled)
     assert_same_bits(cached(piece, filled, jnp.full(2, PIECE, jnp.int32))[1], filled)
-
-
-_DIGEST = """
-import sys
-sys.path[:0] = sys.argv[1:]
-from tests.models.test_decoder import digest_of_logits
-print(digest_of_logits())
-"""
-
-
-def digest_of_logits() -> str:
-    logits = np.asarray(programs(shallow("qwen3", 0, 1, "bfloat16"))[0](tokens_of("qwen3", 3, PIECE)))
-    return hashlib.sha256(logits.tobytes()).hexdigest()
-
-
-def test_another_process_gives_the_same_bits() -> None:
-    command = [sys.executable, "-c", _DIGEST, str(Path(__file__).parents[2])]
-    there = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    assert there == digest_of_logits()
 
 
 @pytest.mark.parametrize(

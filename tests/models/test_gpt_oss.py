@@ -241,7 +241,7 @@ def test_the_gradient_of_sinks_goes_on_from_their_sum() -> None:
     np.testing.assert_allclose(sums[1], fresh + 3.0, rtol=1e-6)
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_sequences_at_once_and_one_after_another_give_one_sum_of_sinks(packed: bool) -> None:
     lengths, start = (40, 17, 3), jnp.asarray([0.5, -2.0])
     draws = [jax.random.normal(jax.random.key(seed), (3, 48, 2, 16), jnp.bfloat16) for seed in range(4)]

@@ -93,7 +93,8 @@ def test_its_checkpoint_has_the_names_of_its_parts(tmp_path: Path) -> None:
     assert {"model.layers.1.attn.k_proj.weight", "model.layers.0.ffn.up_proj.bias", "model.layers.0.ln.weight"} <= names
 
 
-def test_its_decode_gives_the_bits_of_prefill() -> None:
+@pytest.mark.parametrize("in_engine", [False, pytest.param(True, marks=pytest.mark.nightly)])
+def test_its_decode_gives_the_bits_of_prefill(in_engine: bool) -> None:
     decoder = model(1)
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 40, (2, 6)), jnp.int32)
     whole = detjax.jit(lambda tokens: decoder(tokens))(tokens)
@@ -102,6 +103,11 @@ def test_its_decode_gives_the_bits_of_prefill() -> None:
     for index in range(6):
         logits, cache = step(tokens[:, index : index + 1], cache)
         assert_same_bits(logits[:, 0], whole[:, index])
+    if in_engine:
+        (generation,) = detjax.generate(decoder, [[1, 2, 3]], SamplingParams(max_tokens=3, ignore_eos=True))
+        answer = generation.completions[0].tokens
+        likeliest = decoder(jnp.asarray([[1, 2, 3, *answer[:-1]]]))[0, 2:].argmax(axis=-1)
+        assert answer == tuple(likeliest.tolist())
 
 
 def test_it_is_unknown_without_its_file(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,10 +118,3 @@ def test_it_is_unknown_without_its_file(monkeypatch: pytest.MonkeyPatch) -> None
     config = dataclasses.replace(presets.config("tiny"), architecture="ParallelForCausalLM")
     with pytest.raises(ValueError, match=f"Decoder: architecture is .{message}"):
         Decoder(config, rngs=nnx.Rngs(0))
-
-
-def test_the_engine_serves_it() -> None:
-    (generation,) = detjax.generate(model(1), [[1, 2, 3]], SamplingParams(max_tokens=3, ignore_eos=True))
-    tokens = generation.completions[0].tokens
-    likeliest = model(1)(jnp.asarray([[1, 2, 3, *tokens[:-1]]]))[0, 2:].argmax(axis=-1)
-    assert tokens == tuple(likeliest.tolist())
