@@ -56,8 +56,8 @@ def cases() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
     sums = shape(2, INTERMEDIATE, HIDDEN, dtype="float32"), shape(2, INTERMEDIATE, dtype="float32")
     calls["carried gradients of gate and up"] = backward(Epilogue("silu", gated=True)), (x, w, bias, dy, *sums)
     dy = shape(64, VOCABULARY, dtype="float32")
-    operands = shape(64, HIDDEN), shape(VOCABULARY, HIDDEN), None, dy, shape(VOCABULARY, HIDDEN, dtype="float32")
-    calls["carried gradients of lm_head"] = backward(), operands
+    sums = shape(VOCABULARY, HIDDEN, dtype="float32"), None
+    calls["carried gradients of lm_head"] = backward(), (shape(64, HIDDEN), shape(VOCABULARY, HIDDEN), None, dy, *sums)
     calls["gradients of lm_head"] = backward(), (shape(64, HIDDEN), shape(VOCABULARY, HIDDEN), None, dy)
     x, dy = shape(64, HIDDEN, dtype="float32"), shape(64, QKV, dtype="float32")
     calls["gradients of qkv, float32"] = backward(layout="kn"), (x, shape(HIDDEN, QKV, dtype="float32"), None, dy)

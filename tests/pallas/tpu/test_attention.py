@@ -19,7 +19,7 @@ from detjax.operands.attention import AttentionOperands
 from detjax.operands.options import Masking
 from detjax.pallas.tpu import attention
 from detjax.pallas.tpu.attention import kernel as tpu_kernel
-from detjax.pallas.tpu.attention import online_softmax
+from detjax.pallas.tpu.attention import mask, online_softmax
 from detjax.pallas.tpu.attention.kernel import Problem, Schedule
 from detjax.portable import attention as portable_attention
 from tests.pallas.tpu import attention_cases
@@ -60,18 +60,24 @@ def _forward(requests: Requests, **options: Any) -> Callable[..., Any]:
     return detjax.jit(functools.partial(attention.forward, masking=requests.masking, **options))
 
 
-def _whole(requests: Requests) -> list[np.ndarray]:
-    start = np.zeros(len(requests.lengths), int)
-    return requests.rows_of_requests(_forward(requests)(requests.operands(start, max(requests.lengths)))[0], start)
-
-
 # --- numbers and the contract -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("not causal", "float32"), ("everything", "bfloat16")])
-def test_numbers_are_those_of_float64_and_of_the_portable_backend(name: str, dtype: str, interpreter: None) -> None:
-    requests = _requests(name, dtype, (170, 129))
-    operands = requests.operands(np.zeros(2, int), 170)
+@pytest.mark.parametrize(
+    ("name", "dtype", "heads", "kv_heads", "lengths"),
+    [
+        ("not causal", "float32", 4, 2, (170, 129)),
+        ("everything", "bfloat16", 6, 2, (170, 129)),
+        ("alibi", "float32", 3, 1, (129, 2)),
+        ("soft cap", "float32", 3, 1, (129, 2)),
+    ],
+)
+def test_numbers_are_those_of_float64_and_of_the_portable_backend(
+    name: str, dtype: str, heads: int, kv_heads: int, lengths: tuple[int, ...], interpreter: None
+) -> None:
+    """Three query heads that share their keys fill 126 of a tile's 128 rows."""
+    requests = _requests(name, dtype, lengths, heads=heads, kv_heads=kv_heads)
+    operands = requests.operands(np.zeros(2, int), max(lengths))
     o, normalizers = _forward(requests)(operands)
     for actual, exact in zip(requests.rows_of_requests(o, np.zeros(2, int)), requests.exact(), strict=True):
         np.testing.assert_allclose(np.asarray(actual, np.float64), exact, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
@@ -188,11 +194,14 @@ def _merged(state: Any, part: Any) -> Any:
     return state[0] * a + part[0] * b, state[1] * a + part[1] * b, m
 
 
-@pytest.mark.parametrize("options", [{}, {"window": 140}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"window": 194}], ids=str)
 def test_blocks_of_wide_values_are_merged_within_spans(
     options: dict[str, Any], interpreter: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Spans begin at absolute positions, like blocks; a window may begin within one."""
+    """Spans begin at absolute positions, like blocks; a window may begin within one.
+
+    The windows of the first tokens of tiles, at 320 and 448, begin with the last keys of blocks.
+    """
     monkeypatch.setattr(tpu_kernel, "SPAN_WIDTH", 8)
     monkeypatch.setattr(tpu_kernel, "SPAN_BLOCKS", 2)
     monkeypatch.setattr(jnp, "exp2", exact_power)
@@ -204,16 +213,36 @@ def test_blocks_of_wide_values_are_merged_within_spans(
 
 
 @pytest.mark.parametrize("has_sinks", [False, True])
-@pytest.mark.parametrize("options", [{}, {"window": 140}, {"causal": False}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"window": 194}, {"causal": False}], ids=str)
 def test_bits_are_those_of_the_contract(
     options: dict[str, Any], has_sinks: bool, interpreter: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Blocks begin at absolute positions, have accumulators of their own and are merged left to right."""
+    """Blocks begin at absolute positions, have accumulators of their own and are merged left to right.
+
+    The windows of the first tokens of tiles, at 320 and 448, begin with the last keys of blocks.
+    """
     request = ExactScores(470, Masking(scale=float(np.log(2)), **options), has_sinks)
     # The last places of exp2 are the device's own, so an exact one takes its place.
     monkeypatch.setattr(jnp, "exp2", exact_power)
     o, _ = jax.jit(functools.partial(attention.forward, masking=request.masking))(request.operands())
     assert_same_bits(o, request.expected())
+
+
+def test_zeros_are_positive(interpreter: None) -> None:
+    """The mean of 200 values, all zero but one, is a negative number that rounds to zero."""
+    requests = _requests("not causal", "bfloat16", (200,), heads=2, kv_heads=1)
+    q, kv, queries, *_ = requests.operands(np.zeros(1, int), 3)
+    v = np.where(np.arange(KV_BLOCK)[:, None] == 5, -jnp.finfo(jnp.bfloat16).tiny, 0).astype(jnp.bfloat16)
+    pages = jnp.broadcast_to(jnp.asarray(v), (*kv.k.shape[:2], KV_BLOCK, 16)).at[requests.page_table[0, 1]].set(0)
+    o, _ = _forward(requests)(AttentionOperands(jnp.zeros_like(q), ops.KVPages(jnp.zeros_like(pages), pages), queries))
+    assert_same_bits(o, np.zeros(o.shape, jnp.bfloat16))
+
+
+@pytest.mark.parametrize("group", [1, 3, 7, 71, 128, 200, 257, 1000])
+def test_rows_of_a_tile_belong_to_their_tokens(group: int) -> None:
+    for rows in (attention.default_schedule(Problem(1, group)).rows, tpu_kernel.MAX_ROWS):
+        positions = mask.query_positions(jnp.int32(0), rows, jnp.int32(5), group)
+        assert_same_bits(positions[:, 0], np.arange(rows, dtype=np.int32) // group + 5)
 
 
 def test_sums_of_a_block_have_the_contracts_order() -> None:
@@ -239,7 +268,10 @@ def test_sums_of_a_block_have_the_contracts_order() -> None:
 def test_decode_and_packed_requests_have_the_bits_of_prefill(interpreter: None) -> None:
     lengths = 160, 1, 70
     requests = _requests("everything", "bfloat16", lengths, heads=2, kv_heads=1)
-    whole, forward = _whole(requests), _forward(requests, with_normalizers=False)
+    at_zero = np.zeros(len(lengths), int)
+    results = _forward(requests)(requests.operands(at_zero, max(lengths)))
+    whole, normalizers = (requests.rows_of_requests(x, at_zero) for x in results)
+    forward = _forward(requests, with_normalizers=False)
     for start in (0, 63, 64, 127, 128, 159):
         first = np.full(len(lengths), start)
         o = requests.rows_of_requests(forward(requests.operands(first, 1))[0], first)
@@ -252,21 +284,22 @@ def test_decode_and_packed_requests_have_the_bits_of_prefill(interpreter: None) 
         packed[row : row + count] = q[first : first + count]
     integers = {"start": start, "length": lengths, "count": counts, "first_row": rows}
     queries = ops.Queries(requests.page_table, **{name: jnp.asarray(x, jnp.int32) for name, x in integers.items()})
-    ragged = detjax.jit(functools.partial(attention.ragged, masking=requests.masking))
+    ragged = detjax.jit(functools.partial(attention.ragged_with_normalizers, masking=requests.masking))
     kv = ops.KVPages(requests.k_pages, requests.v_pages)
-    o = np.asarray(ragged(AttentionOperands(jnp.asarray(packed), kv, queries, requests.sinks)))
-    for expected, first, count, row in zip(whole, start, counts, rows, strict=True):
-        assert_same_bits(o[row : row + count], expected[first : first + count])
+    results = ragged(AttentionOperands(jnp.asarray(packed), kv, queries, requests.sinks))
+    for x, expected in zip(results, (whole, normalizers), strict=True):
+        for own, first, count, row in zip(expected, start, counts, rows, strict=True):
+            assert_same_bits(x[row : row + count], own[first : first + count])
 
 
 def test_a_request_has_the_bits_it_has_alone_whatever_its_neighbours_and_pages_are(interpreter: None) -> None:
-    requests = _requests("causal", "float32", (140, 200))
+    requests = _requests("everything", "float32", (140, 200))
     q, kv, queries, sinks, _ = requests.operands(np.array([100, 150]), 70)
     q, k, v, page_table = (np.array(x) for x in (q, *kv, queries.page_table))
     numbers = np.array(queries.start), np.array(queries.length)
     queries = ops.Queries(page_table[:1], *(x[:1] for x in numbers))
-    alone = np.asarray(_forward(requests)(AttentionOperands(q[:1, :40], ops.KVPages(k, v), queries, sinks))[0])
-    assert np.isfinite(alone).all()
+    alone = _forward(requests)(AttentionOperands(q[:1, :40], ops.KVPages(k, v), queries, sinks))
+    assert np.isfinite(alone[0]).all()
     for pages in (k, v):
         pages[page_table[1]] = np.nan
     q[1] = np.inf
@@ -279,21 +312,31 @@ def test_a_request_has_the_bits_it_has_alone_whatever_its_neighbours_and_pages_a
     queries = ops.Queries(page_table[::-1], *(x[::-1] for x in numbers))
     with interpreting(cores=2):
         together = forward(AttentionOperands(q[::-1], kv, queries, sinks))
-        assert_same_bits(np.asarray(together[0])[1, :40], alone[0])
+        for x, own in zip(together, alone, strict=True):
+            assert_same_bits(x[1, :40], own[0])
 
 
-def test_a_mask_stands_for_the_option_that_it_spells_out(interpreter: None) -> None:
-    requests, start = _requests("causal", "float32", (140, 60)), np.zeros(2, int)
-    without_option = dataclasses.replace(requests, masking=dataclasses.replace(requests.masking, causal=False))
-    forward, operands = _forward(without_option), requests.operands(start, 140)
-    mask = np.tril(np.ones((140, 140), bool))
-    shared, repeated = (
-        requests.rows_of_requests(forward(operands._replace(mask=np.broadcast_to(mask, (b, h, 140, 140))))[0], start)
-        for b, h in ((1, 1), (2, 4))
-    )
-    assert_same_bits(shared, repeated)
-    for actual, exact in zip(shared, requests.exact(), strict=True):
-        np.testing.assert_allclose(actual, exact, atol=2e-6, rtol=2e-6)
+@pytest.mark.parametrize(("masks", "step_heads"), [((1, 1), 1), ((2, 1), 2), ((1, 4), 2), ((2, 4), 1)], ids=str)
+def test_each_query_of_each_head_and_request_has_its_row_of_a_mask(
+    masks: tuple[int, int], step_heads: int, interpreter: None
+) -> None:
+    """Keys are random, and all are hidden from one query."""
+    requests, start = _requests("not causal", "float32", (140, 60)), np.zeros(2, int)
+    visible = np.random.default_rng(0).random((*masks, 140, 140)) < 0.3
+    visible[..., 45, :] = False
+    forward = _forward(requests, schedule=Schedule(kv_heads=step_heads, rows=128))
+    o, normalizers = forward(requests.operands(start, 140)._replace(mask=jnp.asarray(visible)))
+    whole = np.broadcast_to(visible, (2, 4, 140, 140))
+    for row, (length, seen) in enumerate(zip(requests.lengths, whole, strict=True)):
+        q, k, v = (np.asarray(x[row, :length], np.float64) for x in (requests.q, requests.k, requests.v))
+        s = np.einsum("thk,shk->hts", q, np.repeat(k, 2, axis=1)) * requests.masking.scale
+        p = np.where(seen[:, :length, :length], np.exp(s), 0)
+        total = p.sum(axis=-1, keepdims=True)
+        total[:, 45] = 1
+        exact = np.einsum("hts,shk->thk", p / total, np.repeat(v, 2, axis=1))
+        np.testing.assert_allclose(o[row, :length], exact, atol=2e-6, rtol=2e-6)
+        np.testing.assert_allclose(normalizers[row, :length], np.log2(total)[..., 0].T, atol=2e-6, rtol=2e-6)
+        assert_same_bits(normalizers[row, 45], np.zeros(4, np.float32))
 
 
 def test_keys_after_the_end_of_a_mask_are_hidden(interpreter: None) -> None:
@@ -342,6 +385,12 @@ def test_pages_that_the_kernel_does_not_serve_are_refused(monkeypatch: pytest.Mo
     with pytest.raises(NotImplementedError, match="with 12 columns"):
         narrow = _requests("causal", "bfloat16", (3,), width=12)
         attention.forward(narrow.operands(np.zeros(1, int), 3), masking=narrow.masking)
+    for width, latent, accepted in ((264, False, 256), (584, True, 576)):
+        case = attention_cases.forward(1, 1, heads=(2, 1), width=width, value_width=128, latent=latent)
+        with pytest.raises(NotImplementedError, match=f"q with {width} columns and v_pages with 128 .* to {accepted}"):
+            _text(case)
+    with pytest.raises(NotImplementedError, match="attention: an argument or the result has dtype float16"):
+        _text(attention_cases.forward(1, 1, "float16"))
     monkeypatch.setattr(attention_cases, "COLUMNS", 320)
     with pytest.raises(NotImplementedError, match=r"a page table \(1024, 320\)"):
         _text(attention_cases.forward(1024, 1))
@@ -355,8 +404,12 @@ def test_schedules_are_checked() -> None:
         Schedule(kv_heads=4, rows=128).check(problem)
     with pytest.raises(ValueError, match="at least 70 rows"):
         Schedule(kv_heads=1, rows=64).check(Problem(kv_heads=1, group=70))
-    with pytest.raises(ValueError, match="tiles of 100 rows; accepted: 1 head or more, and positive multiples of 64"):
-        Schedule(kv_heads=1, rows=100)
+    accepted = "accepted: 1 head or more, and multiples of 64 rows up to 1024"
+    for rows in (0, 100, 1088):
+        with pytest.raises(ValueError, match=f"tiles of {rows} rows; {accepted}"):
+            Schedule(kv_heads=1, rows=rows)
+    with pytest.raises(ValueError, match="0 key heads in a step"):
+        Schedule(kv_heads=0, rows=64)
 
 
 # --- kernel texts -----------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """The TPU matmul of rows sorted by expert: each row has the bits of a matmul with its expert's weight alone."""
 
+import functools
 from typing import Any
 
 import jax
@@ -16,36 +17,41 @@ from tests.support.kernel_texts import kernel_texts
 from tests.support.products import grouped_matmul_call, matmul_call
 
 GATED = Epilogue("silu", gated=True)
-K, N = 640, 200
+CLAMPED = Epilogue("silu", gated=True, clamp=Clamp(limit=4.0, slope=1.702))
+N = 200
 EXPERTS = 4
 
 
-CLAMPED = Epilogue("silu", gated=True, clamp=Clamp(limit=4.0, slope=1.702))
-
-
 @pytest.mark.parametrize(
-    ("dtype", "layout", "epilogue", "biased"),
+    ("dtype", "layout", "k", "epilogue", "biased", "out_dtype"),
     [
-        ("bfloat16", "nk", GATED, False),
-        ("float32", "kn", Epilogue(), False),
-        ("bfloat16", "nk", CLAMPED, True),
-        ("float32", "kn", Epilogue(), True),
+        ("bfloat16", "nk", 600, GATED, False, "float32"),
+        ("bfloat16", "kn", 96, GATED, False, "bfloat16"),
+        ("float32", "kn", 512, Epilogue(), False, "float32"),
+        ("bfloat16", "kn", 600, CLAMPED, True, "bfloat16"),
+        ("float32", "nk", 600, Epilogue(), True, "bfloat16"),
     ],
 )
-def test_each_row_has_the_bits_of_its_experts_matmul(dtype: str, layout: str, epilogue: Epilogue, biased: bool) -> None:
-    """Groups end inside tiles and between them, or are empty, and rows that belong to no group are NaN."""
+def test_each_row_has_the_bits_of_its_experts_matmul(
+    dtype: str, layout: str, k: int, epilogue: Epilogue, biased: bool, out_dtype: str
+) -> None:
+    """Groups end inside tiles and between them, or are empty, and rows that belong to no group are NaN.
+
+    There are two tiles of outputs, the second of which is a part of one.
+    """
     m = 300
     stacked = (2,) if epilogue.gated else ()
-    x = normal(m, K, dtype=dtype)
-    w = normal(EXPERTS, *stacked, *((K, N) if layout == "kn" else (N, K)), dtype=dtype)
+    x = normal(m, k, dtype=dtype)
+    w = normal(EXPERTS, *stacked, *((k, N) if layout == "kn" else (N, k)), dtype=dtype)
     bias = normal(EXPERTS, *stacked, N, dtype=dtype) if biased else None
-    options: dict[str, Any] = {"layout": layout, "epilogue": epilogue, "out_dtype": dtype}
-    grouped = interpreted(grouped_matmul_call(grouped_matmul.forward, **options))
+    options: dict[str, Any] = {"layout": layout, "epilogue": epilogue, "out_dtype": out_dtype}
+    two_tiles = functools.partial(grouped_matmul.forward, schedule=Schedule(128))
+    grouped = interpreted(grouped_matmul_call(two_tiles, **options))
     single = interpreted(matmul_call(matmul.forward, **options))
     by_expert = [single(x, w[e], None if bias is None else bias[e], None) for e in range(EXPERTS)]
-    for sizes in ((300, 0, 0, 0), (0, 128, 3, 130), (1, 1, 1, 297), (0, 0, 0, 0), (100, 28, 0, 1)):
+    for sizes in ((300, 0, 0, 0), (0, 128, 3, 130), (1, 1, 1, 297), (0, 0, 0, 0), (100, 28, 0, 1), (127, 2, 0, 127)):
         experts = np.repeat(np.arange(EXPERTS), sizes)
-        expected = np.zeros((m, N), jnp.dtype(dtype))
+        expected = np.zeros((m, N), jnp.dtype(out_dtype))
         for row, expert in enumerate(experts):
             expected[row] = by_expert[expert][row]
         poisoned = x.copy()
@@ -67,6 +73,17 @@ def test_the_kernel_is_one_text_for_every_number_of_rows() -> None:
 
 def test_float32_is_multiplied_in_float32() -> None:
     assert_products_in_float32(kernel_text(8, "float32"))
+
+
+@pytest.mark.parametrize("argument", ["x", "w", "out_dtype"])
+def test_float16_is_refused(argument: str) -> None:
+    given = {"x": "bfloat16", "w": "bfloat16", "out_dtype": "bfloat16"} | {argument: "float16"}
+    options: dict[str, Any] = {"layout": "nk", "epilogue": Epilogue(), "out_dtype": given["out_dtype"]}
+    x, w = shape(8, 64, dtype=given["x"]), shape(EXPERTS, 32, 64, dtype=given["w"])
+    with pytest.raises(NotImplementedError, match="grouped_matmul: an argument or the result has dtype float16"):
+        jax.eval_shape(
+            grouped_matmul_call(grouped_matmul.forward, **options), x, w, None, shape(EXPERTS, dtype="int32")
+        )
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -202,6 +202,32 @@ def test_gradients_have_the_bits_of_the_contract(layout: str) -> None:
     assert_same_bits(dx, sum_of_steps(dy, w.T, 512))
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("layout", ["kn", "nk"])
+def test_gradients_of_gate_and_up_are_taken_at_rounded_sums(layout: str, dtype: str) -> None:
+    """One token, so that gradients of weights and biases show the sums' gradients. All sums are whole numbers."""
+    k, n = 200, 300
+    x, dy = whole_numbers(1, k, dtype=dtype, seed=0), normal(1, n, dtype=dtype, seed=1)
+    w, bias = whole_numbers(2, n, k, dtype=dtype, seed=2), whole_numbers(2, n, dtype=dtype, seed=3)
+    given = w if layout == "nk" else w.swapaxes(1, 2).copy()
+    fn = matmul_gradients(matmul.backward, layout=layout, epilogue=Epilogue("relu", gated=True))
+    dx, dw, dbias = interpreted(fn)(x, given, bias, dy)
+
+    sums = (x.astype(np.float32) @ w.astype(np.float32).swapaxes(1, 2)).reshape(2, n) + bias.astype(np.float32)
+    gate, up = sums.astype(x.dtype).astype(np.float32)
+    assert dtype == "float32" or ((gate != sums[0]).any() and (up != sums[1]).any())
+    dz = np.stack([np.where(gate > 0, up, 0), np.maximum(gate, 0)]) * dy.astype(np.float32)
+    dz = dz.astype(x.dtype)
+    # Equal as numbers: the sign of a zero is that of the derivative.
+    np.testing.assert_array_equal(dbias.astype(np.float32), dz.astype(np.float32))
+    exact = (dz.astype(np.float32)[..., None] * x.astype(np.float32)).astype(x.dtype)
+    np.testing.assert_array_equal((dw if layout == "nk" else dw.swapaxes(1, 2)).astype(np.float32), exact.astype("f4"))
+    # Outputs of gate come before those of up: a step of 512 has some of both.
+    in_one = interpreted(functools.partial(product, contraction=TOKENS_KN, out_dtype=dtype))
+    assert_same_bits(dx, in_one(dz.reshape(1, 2 * n), w.reshape(2 * n, k)))
+    assert dtype == "bfloat16" or not same_bits(dx, in_one(dz[::-1].reshape(1, 2 * n), w[::-1].reshape(2 * n, k)))
+
+
 def test_bits_of_gradients_do_not_depend_on_later_tokens_without_a_gradient() -> None:
     m, more = 40, 300
     x, w, bias, dy = (normal(*sizes, dtype="bfloat16") for sizes in ((more, 192), (136, 192), (136,), (more, 136)))

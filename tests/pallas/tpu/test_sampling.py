@@ -69,22 +69,27 @@ def test_random_bits_are_those_of_jax_random(seed: int) -> None:
 
 
 def test_tokens_are_those_of_the_portable_backend_and_logprobs_have_the_bits_of_log_softmax(small_blocks: None) -> None:
-    arguments = requests(5, 2 * BLOCK + 44, filters=True)
+    arguments = requests(11, 2 * BLOCK + 44, filters=True)
     arguments["logits"] = arguments["logits"].astype(jnp.bfloat16)
+    arguments["logits"][[2, 7], 9:] = -np.inf  # fewer tokens than a filter keeps
+    arguments["logits"][[4, 6, 8]] = -np.inf
     tokens, logprobs = sample(arguments, filtered=True)
     expected, _ = compiled(lambda arguments: portable_sampling.sample(*nouns(arguments), filtered=True))(arguments)
     assert_same_bits(tokens, expected)
     all_logprobs = interpreted(softmax.log_softmax)(arguments["logits"])
-    assert_same_bits(logprobs, all_logprobs[np.arange(5), tokens])
+    assert np.isnan(logprobs[[4, 6, 8]]).all()
+    numbers = np.delete(np.arange(11), [4, 6, 8])
+    assert_same_bits(logprobs[numbers], all_logprobs[numbers, tokens[numbers]])
 
 
 def test_sampling_logprobs_have_the_bits_of_log_softmax(small_blocks: None) -> None:
-    arguments = requests(5, 2 * BLOCK + 44, temperature=np.float32([0.7, 1.0, 2.0, 0.1, 30.0]))
-    logits, tokens = arguments["logits"].astype(jnp.bfloat16), np.int32([0, 5, BLOCK, 2 * BLOCK + 43, 9])
+    arguments = requests(6, 2 * BLOCK + 44, temperature=np.float32([0.7, 1.0, 2.0, 0.1, 30.0, 0.0]))
+    logits, tokens = arguments["logits"].astype(jnp.bfloat16), np.int32([0, 5, BLOCK, 2 * BLOCK + 43, 9, BLOCK - 1])
     logits[1, 6:] = logits[3, :9] = -np.inf
     result = interpreted(sampling.sampling_logprobs)(logits, tokens, arguments["temperature"])
-    scaled = logits.astype(np.float32) * (np.float32(1) / arguments["temperature"])[:, None]
-    assert_same_bits(result, interpreted(softmax.log_softmax)(scaled)[np.arange(5), tokens])
+    reciprocals = np.float32(1) / np.where(arguments["temperature"] == 0, np.float32(1), arguments["temperature"])
+    scaled = logits.astype(np.float32) * reciprocals[:, None]
+    assert_same_bits(result, interpreted(softmax.log_softmax)(scaled)[np.arange(6), tokens])
 
 
 def test_many_tokens_of_flat_rows_are_those_of_the_portable_backend(small_blocks: None) -> None:
@@ -155,6 +160,15 @@ def test_the_kernel_is_one_text_for_every_number_of_rows(small_blocks: None, mon
     # A change of bits would show in the text.
     monkeypatch.setattr(softmax, "SOFTMAX_BLOCK", 2 * BLOCK)
     assert kernel_text(1) != expected
+
+
+def test_float16_is_refused() -> None:
+    arguments = requests(3, 64)
+    arguments["logits"] = arguments["logits"].astype(np.float16)
+    with pytest.raises(NotImplementedError, match="sample: an argument or the result has dtype float16"):
+        jax.eval_shape(functools.partial(sampling.sample, filtered=False), *nouns(arguments))
+    with pytest.raises(NotImplementedError, match="sampling_logprobs: an argument or the result has dtype float16"):
+        jax.eval_shape(sampling.sampling_logprobs, arguments["logits"], arguments["top_k"], arguments["temperature"])
 
 
 def test_schedules_are_checked() -> None:

@@ -50,9 +50,17 @@ def test_microbatches_padding_and_packing_change_no_gradient(name: str) -> None:
     assert not same_bits(by_xla, expected)
 
 
-@pytest.mark.parametrize(("layout", "gated"), [("nk", True), ("kn", True), ("nk", False)])
-def test_sums_of_a_products_gradients_continue(layout: Any, gated: bool) -> None:
-    m, k, n, stacked = 80, 72, 136, (2,) if gated else ()
+@pytest.mark.parametrize(
+    ("layout", "gated", "m", "k", "n"),
+    [
+        ("nk", True, 300, 72, 136),
+        ("kn", True, 80, 72, 136),
+        ("nk", False, 80, 512, 256),  # whole tiles, which are updated in place
+        ("kn", False, 80, 256, 512),
+    ],
+)
+def test_sums_of_a_products_gradients_continue(layout: Any, gated: bool, m: int, k: int, n: int) -> None:
+    stacked = (2,) if gated else ()
     x, dy = normal(m, k, dtype="bfloat16"), normal(m, n, dtype="bfloat16")
     shape = (*stacked, n, k) if layout == "nk" else (*stacked, k, n)
     w, bias = normal(*shape, dtype="bfloat16"), normal(*stacked, n, dtype="bfloat16")
@@ -62,7 +70,7 @@ def test_sums_of_a_products_gradients_continue(layout: Any, gated: bool) -> None
     dx, *expected = fn(x, w, bias, dy, *starts)
     assert [sums.dtype for sums in expected] == [np.float32, np.float32]
     sums: Any = starts
-    for first, end in ((0, 16), (16, 80)):
+    for first, end in ((0, 16), (16, m)):
         part, *sums = fn(x[first:end], w, bias, dy[first:end], *sums)
         assert_same_bits(part, dx[first:end])
     assert_same_bits(sums, expected)

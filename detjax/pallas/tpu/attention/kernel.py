@@ -33,6 +33,9 @@ from detjax.pallas.tpu.attention.online_softmax import State, dot, exponentials,
 TILE_ROWS: Final = 128
 """Rows of a tile, unless more query heads share a key head."""
 
+MAX_ROWS: Final = 1024
+"""Most rows of a tile: the kernel divides row numbers by multiplying them, which is exact up to this number."""
+
 MAX_KV_HEADS: Final = 8
 """Most key heads in a grid step. Their pages are adjacent in memory, so a step has one long copy."""
 
@@ -51,17 +54,17 @@ class Schedule:
 
     Attributes:
         kv_heads: key heads in a grid step, a divisor of their number.
-        rows: rows of a tile, for which keys are loaded once: a multiple of `TPU_ATTENTION_ROWS`.
+        rows: rows of a tile, for which keys are loaded once: a multiple of `TPU_ATTENTION_ROWS`, at most `MAX_ROWS`.
     """
 
     kv_heads: int
     rows: int
 
     def __post_init__(self) -> None:
-        if self.kv_heads < 1 or self.rows < 1 or self.rows % TPU_ATTENTION_ROWS:
+        if self.kv_heads < 1 or self.rows % TPU_ATTENTION_ROWS or not 0 < self.rows <= MAX_ROWS:
             raise ValueError(
                 f"attention: the schedule has {self.kv_heads} key heads in a step and tiles of {self.rows} rows; "
-                f"accepted: 1 head or more, and positive multiples of {TPU_ATTENTION_ROWS} rows. Round them up."
+                f"accepted: 1 head or more, and multiples of {TPU_ATTENTION_ROWS} rows up to {MAX_ROWS}."
             )
 
     def check(self, problem: Problem) -> None:

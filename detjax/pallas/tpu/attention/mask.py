@@ -41,6 +41,9 @@ def present_values(v: Array, block: Array, kv_length: Array) -> Array:
 
 
 def _quotient(x: Array, divisor: int) -> Array:
-    """Returns `x // divisor` for row numbers of a tile, since integer vectors have no division."""
-    bits = 16
+    """Returns `x // divisor` for row numbers of a tile, since integer vectors have no division.
+
+    It is exact while both numbers are at most `MAX_ROWS`, since `MAX_ROWS**2 <= 2**bits`.
+    """
+    bits = 20
     return (x * ((1 << bits) // divisor + 1)) >> bits
