@@ -47,7 +47,9 @@ def generation(cached: int = 0, scores: PromptLogprobs | None = None) -> tuple[i
 
 
 class Written:
-    """Replicas whose answers are written: lists of batches, each for a call. A call without a generation is lost at its end.
+    """Replicas whose answers are written: lists of batches, each for a call.
+
+    A call without a generation is lost at its end.
 
     Attributes:
         asked: the requests of each call.
