@@ -82,14 +82,19 @@ def test_other_threads_run_while_a_text_is_encoded(tokenizer: Tokenizer) -> None
         while not is_done.wait(0.001):
             turns += 1
 
+    def turns_while_it_encodes() -> int:
+        before = turns
+        tokenizer.encode("some words " * 60_000)
+        return turns - before
+
     counting = threading.Thread(target=count)
     counting.start()
     try:
-        tokenizer.encode("some words " * 60_000)
+        # A busy machine may give the other thread few turns, but not each time.
+        assert any(turns_while_it_encodes() >= 10 for _ in range(50))
     finally:
         is_done.set()
         counting.join()
-    assert turns >= 10
 
 
 @pytest.mark.parametrize("text", ["Zwölf Boxkämpfer 🦀", "two  spaces\n\ttabs", "日本語 <|im_end|>", "\x00\x7f\xad"])
