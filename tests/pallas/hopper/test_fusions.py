@@ -1,6 +1,6 @@
 """Fusions that are switched off on Hopper: by other kernels with the same bits, or in plain JAX with its own."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -36,17 +36,24 @@ def results(name: str, case: str, *, gradients: bool = False) -> tuple[list[Any]
     return [np.asarray(x) for x in jax.tree.leaves(fused)], [np.asarray(x) for x in jax.tree.leaves(separated)]
 
 
-@pytest.mark.sampled(2)
+FEW = ("matmul_epilogue", "soft cap"), ("attention_dequantize", "q4_0"), ("sampling_logprobs", "temperatures")
+FEW_WITH_GRADIENTS = ("rms_norm_residual", "with an offset"), ("matmul_epilogue", "gelu")
+
+
+def chosen(few: Sequence[tuple[str, str]]) -> list[Any]:
+    """All cases, of which a few run every time."""
+    return [pair if pair in few else pytest.param(*pair, marks=pytest.mark.nightly) for pair in KEPT]
+
+
 @pytest.mark.usefixtures("hopper_in_the_interpreter")
-@pytest.mark.parametrize(("name", "case"), KEPT)
+@pytest.mark.parametrize(("name", "case"), chosen(FEW))
 def test_no_bit_changes_where_other_kernels_take_the_steps(name: str, case: str) -> None:
     for one, other in zip(*results(name, case), strict=True):
         assert_same_bits(one, other)
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("hopper_in_the_interpreter")
-@pytest.mark.parametrize(("name", "case"), KEPT)
+@pytest.mark.parametrize(("name", "case"), chosen(FEW_WITH_GRADIENTS))
 def test_no_bit_of_gradients_changes(name: str, case: str) -> None:
     for one, other in zip(*results(name, case, gradients=True), strict=True):
         assert_same_bits(one, other)
@@ -62,7 +69,7 @@ def test_plain_jax_gives_the_same_numbers_but_for_roundings(name: str, case: str
 
 @pytest.mark.usefixtures("hopper_in_the_interpreter")
 def test_bits_of_attention_change_in_plain_jax() -> None:
-    fused, separated = results("attention", "packed")
+    fused, separated = results("attention", "decode")
     assert any(one.tobytes() != other.tobytes() for one, other in zip(fused, separated, strict=True))
 
 

@@ -146,29 +146,31 @@ def test_sums_have_the_bits_of_the_portable_program(sizes: tuple[int, ...], layo
 
 @pytest.mark.usefixtures("matrix_unit_in_steps", "two_multiprocessors")
 def test_microbatches_and_padding_are_schedules() -> None:
-    x, w, bias, dy, *sums = operands(38, Epilogue())
+    """A sequence in groups that are padded, then another one, have the sums of both at once by the portable program."""
+    x, w, bias, dy, *sums = with_exact_steps(38)
     expert_of = np.random.default_rng(0).integers(0, EXPERTS, 38)
     sequence_of = (np.arange(38) >= 17).astype(np.int32)
 
-    def added(chosen: np.ndarray, unit: int, sums: Any) -> tuple[np.ndarray, Any]:
-        """Returns gradients of chosen rows, whose groups are padded to multiples of `unit`, and the next sums."""
+    def sorted_rows(chosen: np.ndarray, unit: int) -> tuple[np.ndarray, list[int]]:
+        """Returns chosen rows by expert, with -1 to a multiple of `unit` in each group, and the groups' sizes."""
         members = [chosen[expert_of[chosen] == expert] for expert in range(EXPERTS)]
         sizes = [-(-len(rows) // unit) * unit for rows in members]
         filled = [np.pad(r, (0, s - len(r)), constant_values=-1) for r, s in zip(members, sizes, strict=True)]
-        place = np.concatenate(filled)
+        return np.concatenate(filled), sizes
+
+    actual = sums
+    for chosen, unit in ((np.arange(17), 16), (np.arange(17, 38), 1)):
+        place, sizes = sorted_rows(chosen, unit)
         here = place >= 0
         # What fills up a group may hold anything.
         rows, grads = (np.where(here[:, None], array[place], array.dtype.type(np.nan)) for array in (x, dy))
         sequences = np.where(here, sequence_of[place], -1).astype(np.int32)
-        dx, *sums = gradients(rows, w, bias, grads, *sums, sizes, sequences, unit=unit)  # pyright: ignore[reportCallIssue]
-        by_row = np.zeros_like(x)
-        by_row[place[here]] = dx[here]
-        return by_row, sums
-
-    dx, expected = added(np.arange(38), 1, sums)
-    first, partial = added(np.arange(17), 16, sums)
-    second, actual = added(np.arange(17, 38), 1, partial)
-    assert_same_bits((np.concatenate([first[:17], second[17:]]), actual), (dx, expected))
+        _, *actual = gradients(rows, w, bias, grads, *actual, sizes, sequences, unit=unit)  # pyright: ignore[reportCallIssue]
+    place, sizes = sorted_rows(np.arange(38), 1)
+    program = grouped_matmul_gradients(portable.backward, layout="nk", epilogue=Epilogue())
+    given = x[place], w, bias, np.array(sizes, np.int32), sequence_of[place], dy[place], *sums
+    _, *expected = jax.tree.map(np.asarray, detjax.jit(program)(*given))
+    assert_same_bits([total + 0 for total in actual], [total + 0 for total in expected])
 
 
 @pytest.mark.sampled(1)

@@ -1,5 +1,7 @@
 """The sampler's Hopper kernels, in Pallas' interpreter and lowered for CUDA."""
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -43,15 +45,21 @@ def nouns(arguments: dict[str, Any]) -> tuple[Any, SamplingArrays]:
     return rows.pop("logits"), SamplingArrays(**rows)
 
 
-def sample(arguments: dict[str, jax.Array], *, filtered: bool = False, schedule: Schedule | None = None) -> Any:
-    def fn(arguments: dict[str, jax.Array]) -> Any:
-        return sampling.sample(*nouns(arguments), filtered=filtered, schedule=schedule)
+@functools.cache  # JAX compiles a program once for each function and shape
+def sampler(filtered: bool, schedule: Schedule | None) -> Callable[[dict[str, jax.Array]], Any]:
+    return lambda arguments: sampling.sample(*nouns(arguments), filtered=filtered, schedule=schedule)
 
-    return interpreted(fn, arguments)
+
+def sample(arguments: dict[str, jax.Array], *, filtered: bool = False, schedule: Schedule | None = None) -> Any:
+    return interpreted(sampler(filtered, schedule), arguments)
+
+
+def _log_softmax(x: jax.Array) -> jax.Array:
+    return softmax.log_softmax(x, Schedule(0, 4, 5))
 
 
 def log_softmax(x: jax.Array) -> np.ndarray:
-    return interpreted(lambda x: softmax.log_softmax(x, Schedule(0, 4, 5)), x)
+    return interpreted(_log_softmax, x)
 
 
 @pytest.mark.parametrize("seed", [0, 7, 2**63])
@@ -105,17 +113,22 @@ def test_every_schedule_gives_the_same_bits_and_rows_do_not_meet() -> None:
     arguments = requests(3, 4200)
     expected = sample(arguments, schedule=Schedule(0, 5, 4))
     assert_same_bits(sample(arguments, schedule=Schedule(0, 2, 1)), expected)
-    alone = sample({name: array[2:] for name, array in arguments.items()})
-    assert_same_bits(alone, [x[2:] for x in expected])
+    others = requests(3, 4200, filters=True)
+    among_others = {name: others[name].at[0].set(array[2]) for name, array in arguments.items()}
+    assert_same_bits([x[0] for x in sample(among_others, schedule=Schedule(0, 2, 1))], [x[2] for x in expected])
+
+
+@functools.cache
+def logprobs_of_samples(schedule: Schedule | None) -> Callable[..., jax.Array]:
+    return lambda *arrays: sampling.sampling_logprobs(*arrays, schedule=schedule)
 
 
 def sampling_logprobs(
     arguments: dict[str, jax.Array], tokens: np.ndarray, schedule: Schedule | None = None
 ) -> np.ndarray:
-    def fn(logits: jax.Array, tokens: jax.Array, temperature: jax.Array) -> jax.Array:
-        return sampling.sampling_logprobs(logits, tokens, temperature, schedule=schedule)
-
-    return interpreted(fn, arguments["logits"], jnp.asarray(tokens, jnp.int32), arguments["temperature"])
+    return interpreted(
+        logprobs_of_samples(schedule), arguments["logits"], jnp.asarray(tokens, jnp.int32), arguments["temperature"]
+    )
 
 
 @pytest.mark.sampled(2)
@@ -143,8 +156,8 @@ def test_no_schedule_and_no_row_changes_a_sampling_logprob() -> None:
     arguments, tokens = requests(3, 4200), np.asarray([7, 4096, 4199])
     expected = sampling_logprobs(arguments, tokens, Schedule(0, 5, 4))
     assert_same_bits(sampling_logprobs(arguments, tokens, Schedule(0, 2, 1)), expected)
-    alone = {name: array[2:] for name, array in arguments.items()}
-    assert_same_bits(sampling_logprobs(alone, tokens[2:]), expected[2:])
+    reversed_rows = {name: array[::-1] for name, array in arguments.items()}
+    assert_same_bits(sampling_logprobs(reversed_rows, tokens[::-1], Schedule(0, 2, 1)), expected[::-1])
 
 
 def test_ties_go_to_the_lowest_id_and_nan_counts_as_the_largest() -> None:
@@ -205,19 +218,14 @@ def test_blocks_of_a_vocabulary_that_devices_share_give_the_token_and_its_logpro
     assert_same_bits(result, tuple(sample(arguments)))
 
 
-def test_the_public_operation_runs_on_these_kernels() -> None:
-    arguments = requests(5, 300, filters=True)
-    with plgpu.force_gpu_interpret_mode(), detjax.use_backend("hopper"):
-        tokens, logprobs = ops.sample(*nouns(arguments))
-    assert_same_bits((tokens, logprobs), tuple(sample(arguments, filtered=True)))
-
-
-def test_the_public_operation_gives_the_logprobs_of_its_own_samples() -> None:
+def test_the_public_operation_samples_and_gives_the_logprobs_of_its_own_samples() -> None:
     logits, arrays = nouns(requests(5, 300, filters=True))
     with plgpu.force_gpu_interpret_mode(), detjax.use_backend("hopper"):
-        tokens, _ = ops.sample(logits, arrays)
+        tokens, logprobs = ops.sample(logits, arrays)
         result = ops.sampling_logprobs(logits, tokens, arrays)
         once = ops.sampling_logprobs(ops.filter_logits(logits, arrays), tokens, arrays, filtered=False)
+    assert_same_bits(tokens, portable.sample(logits, arrays, filtered=True)[0])
+    assert_same_bits(logprobs, log_softmax(logits)[np.arange(5), tokens])
     kept = np.asarray(portable.masked(logits, arrays))
     temperature = np.asarray(arrays.temperature)
     reciprocals = np.float32(1) / np.where(temperature == 0, np.float32(1), temperature)

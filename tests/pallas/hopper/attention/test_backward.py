@@ -71,8 +71,8 @@ def test_gradients_are_those_of_the_portable_backend(name: str, packed: bool) ->
 
 @in_the_interpreter
 def test_gradients_with_a_mask_are_those_of_the_portable_backend() -> None:
-    requests = Requests.random((70, 66), 2, 1, 16, causal=False)
-    mask = np.concatenate([mask_of_heads(requests), mask_of_heads(requests)[:, ::-1]])
+    requests = Requests.random((66,), 2, 1, 16, causal=False)
+    mask = mask_of_heads(requests)
     with plgpu.force_gpu_interpret_mode(INTERPRETER):
         gradients = requests.gradients("hopper", mask=mask)
     for name, expected in requests.gradients("portable", mask=mask).items():

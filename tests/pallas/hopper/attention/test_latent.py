@@ -88,7 +88,7 @@ def test_verify_steps_prefill_and_ragged_queries_have_the_bits_of_the_contract(
 
 
 @in_the_interpreter
-@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("causal", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_narrow_latents_are_right(causal: bool) -> None:
     requests = Requests.random((130, 5), 8, 1, 192, causal=causal).with_latents(128)
     start = requests.last(9)
