@@ -180,7 +180,7 @@ def compare_engines(devices: int, *, is_whole: bool) -> None:
         shared, _ = models.load(checkpoint, progress=False, mesh=mesh)
         assert models.digest(shared) == models.digest(model)
         requests = requests_of(model.config.vocab_size, is_whole=is_whole)
-        prompts, params = [list(one.prompt) for one in requests], [one.params for one in requests]
+        prompts, params = [list(one.prompt) for one in requests], [one.sampling for one in requests]
         expected = [answer.completions for answer in detjax.generate(model, prompts, params)]
         options = {"max_samples": 2, "token_budget": 32, "max_length": 256}
         for _ in range(2 if is_whole else 1):  # the second one finds its programs

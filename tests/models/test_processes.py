@@ -53,32 +53,27 @@ def main(port: str, process: str, checkpoint: str, saved: str, case: str) -> Non
     if case == "an engine":
         compare_engines(model, shared)
     else:
-        compare_tokens(model, shared)
+        compare_calls(model, shared)
         compare_with_the_usual_cut(mesh)
-        compare_logprobs(model, shared)
         compare_what_is_saved(model, shared, Path(saved))
         check_refusals(model)
     print(ALL_HOLD)
     jax.distributed.shutdown()
 
 
-def compare_tokens(model: models.Decoder, shared: models.Decoder) -> None:
-    """The likeliest tokens, from one device's logits of what the others generated."""
-    prompts = [[5, 6, 7], [*range(12)]]
-    params = detjax.SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
-    for prompt, answer in zip(prompts, detjax.generate(shared, prompts, params), strict=True):
-        tokens = answer.completions[0].tokens
-        logits = model(jnp.asarray([[*prompt, *tokens]]))[0, len(prompt) - 1 : -1]
-        assert tokens == tuple(logits.argmax(axis=-1).tolist())
-        logprobs = jnp.take_along_axis(ops.log_softmax(logits), jnp.asarray(tokens)[:, None], axis=1)[:, 0]
-        assert_same_bits(np.float32(answer.completions[0].logprobs), logprobs)
-
-
-def compare_logprobs(model: models.Decoder, shared: models.Decoder) -> None:
-    """The results of the training forward."""
-    tokens = jnp.asarray(np.random.default_rng(0).integers(0, model.config.vocab_size, (2, 7)))
-    for one, other in zip(scores(shared, tokens), scores(model, tokens), strict=True):
+def compare_calls(model: models.Decoder, shared: models.Decoder) -> None:
+    """The likeliest tokens of an engine, and the results of the training forward for these."""
+    prompt, params = [*range(12)], detjax.SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
+    (answer,) = detjax.generate(shared, [prompt], params)
+    tokens = answer.completions[0].tokens
+    sequence = jnp.asarray([[*prompt, *tokens]])
+    expected = scores(model, sequence)
+    for one, other in zip(scores(shared, sequence), expected, strict=True):
         assert_same_bits(one, other)
+    logits = expected[1][0, len(prompt) - 1 : -1]
+    assert tokens == tuple(logits.argmax(axis=-1).tolist())
+    chosen = np.take_along_axis(np.asarray(ops.log_softmax(jnp.asarray(logits))), np.asarray(tokens)[:, None], axis=1)
+    assert_same_bits(np.float32(answer.completions[0].logprobs), chosen[:, 0])
 
 
 def scores(model: models.Decoder, tokens: jax.Array) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
