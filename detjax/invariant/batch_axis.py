@@ -19,6 +19,7 @@ from detjax.invariant.places import (
     UNKNOWN,
     Counts,
     Draft,
+    Grid,
     Index,
     Letter,
     Place,
@@ -69,6 +70,7 @@ def follow(
     makers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
     places_of_results = tracer.jaxpr(jaxpr, places)
     results = [tracer.result(place) for place in places_of_results]
+    tracer.findings.extend(tracer.unfinished.values())
     for atom, place in zip(jaxpr.outvars, places_of_results, strict=True):
         if isinstance(place, (Single, Vector)) and not tracer.findings:
             what = "gives every row what belongs to one row, or to its position in the batch"
@@ -135,9 +137,13 @@ class BatchAxisTracer(RowRules):
     """Computes the places of a function's arrays, equation by equation."""
 
     def jaxpr(
-        self, jaxpr: core.Jaxpr, places: Sequence[Place | None], values: Sequence[Any] | None = None
+        self,
+        jaxpr: core.Jaxpr,
+        places: Sequence[Place | None],
+        values: Sequence[Any] | None = None,
+        recipes: Sequence[Any] | None = None,
     ) -> list[Place]:
-        """Returns the places of a jaxpr's results; `values` are the value numbers of its arguments, if known."""
+        """Returns the places of a jaxpr's results, given the value numbers and recipes of its arguments, if known."""
         env: dict[core.Var, Place] = {}
         constants = map(constant_place, jaxpr.consts)
         for var, place in zip(jaxpr.all_invars, [*constants, *places], strict=True):
@@ -146,6 +152,8 @@ class BatchAxisTracer(RowRules):
             env[var] = Shared(sized=True)
         self.set_values(jaxpr.constvars, None)
         self.set_values(jaxpr.invars, values)
+        self.set_recipes(jaxpr.constvars, None)
+        self.set_recipes(jaxpr.invars, recipes)
         self._note_integers(env)
 
         def literal(atom: core.Literal) -> Shared:
@@ -162,6 +170,7 @@ class BatchAxisTracer(RowRules):
             if is_call:
                 self.number_results(eqn)
             self._note_integers(dict(zip(eqn.outvars, results, strict=True)))
+            self.note_recipes(eqn, operand_places, results)
             return results
 
         return walk(jaxpr, [env[v] for v in jaxpr.all_invars], rule, literal)
@@ -269,7 +278,8 @@ class BatchAxisTracer(RowRules):
                 if results is not None and (isinstance(places[0], Index) or places[0].grid is not None):
                     self.set_values([v for v in equations.body(eqn).outvars if isinstance(v, core.Var)], None)
                     return results
-            return self.jaxpr(equations.body(eqn), places, list(map(self.value, eqn.invars)))
+            values, recipes = ([known(v) for v in eqn.invars] for known in (self.value, self.recipe))
+            return self.jaxpr(equations.body(eqn), places, values, recipes)
         rules = {"scan": self._scan, "while": self._while, "cond": self._cond, "shard_map": self._shard_map}
         return rules[name](eqn, places)
 
@@ -323,13 +333,75 @@ class BatchAxisTracer(RowRules):
         xs = [shifted(place, -1) for place in xs]
         ys: list[Place] = []
 
+        around = self.unfinished
+
         def step(carries: list[Place]) -> list[Place]:
+            self.unfinished = {}  # of this round alone
             results = self.jaxpr(eqn.params["jaxpr"], [*consts, *carries, *xs])
             ys[:] = results[len(carries) :]
             return results[: len(carries)]
 
         carries = self._rounds(carries, step, eqn)
-        return [*carries, *(shifted(place, 1) for place in ys)], [*consts, *carries, *xs]
+        counters = self._counters(eqn, len(consts), carries, xs)
+        self.unfinished = around | {
+            (row, recipe): finding
+            for (row, recipe), finding in self.unfinished.items()
+            if not any(self.is_index(row, one) and not self.reads(recipe, one) for one in counters)
+        }
+        stacked = [
+            self._stacked(place, var, counters)
+            for place, var in zip(ys, eqn.params["jaxpr"].outvars[len(carries) :], strict=True)
+        ]
+        inside = [*consts, *carries, *xs]
+        if self.sizes.is_parameter(eqn):
+            carries = [self._after_trips(eqn, len(consts), k, place) for k, place in enumerate(carries)]
+        return [*carries, *stacked], inside
+
+    def _counters(self, eqn: core.JaxprEqn, consts: int, carries: Sequence[Place], xs: Sequence[Place]) -> list[Any]:
+        """Returns the value numbers of integers in a scan's body that run from 0 over the batch."""
+        body, counters = eqn.params["jaxpr"], []
+        if eqn.params["length"] != self.batch:
+            return []
+        for k in range(len(carries)):
+            counter = self.value(body.invars[consts + k])
+            name, operands = self._made_by.get(self.value(body.outvars[k]), ("", ()))
+            counts = name == "add" and operands[0] == counter and isinstance(operands[1], tuple) and operands[1][2] == 1
+            if counts and self._number(eqn.invars[consts + k]) == 0:
+                counters.append(counter)
+        first = consts + len(carries)
+        for k, atom in enumerate(eqn.invars[first:]):
+            if not isinstance(atom, core.Literal) and self._grids.get(atom) == Grid(1, self.batch):
+                counters.append(self.value(body.invars[first + k]))
+        return counters
+
+    def _stacked(self, place: Place, var: Any, counters: Sequence[Any]) -> Place:
+        """Returns the place of a scan's stacked results: the batch, if each step computes the row of its number."""
+        if isinstance(place, Single) and isinstance(place.row, tuple) and self.rows_may_return:
+            for one in counters:
+                if self.is_index(place.row[0], one) and not self.reads(self.recipe(var), one):
+                    return Rows(0)
+        return shifted(place, 1)
+
+    def _after_trips(self, eqn: core.JaxprEqn, consts: int, k: int, place: Place) -> Place:
+        """Returns the place of a scan's carry, if the scan's length comes from the number of rows.
+
+        The carry may be an array into which each step writes one row, without reading the others.
+        """
+        body = eqn.params["jaxpr"]
+        before, after = body.invars[consts + k], body.outvars[k]
+        if before is after or place is UNKNOWN:
+            return place
+        if isinstance(place, Shared):
+            return Shared(place.uniform, sized=True)
+        if isinstance(place, Rows):
+            readers = [one for one in body.eqns if any(v is before or v is after for v in one.invars)]
+            writes = [one for one in readers if any(v is after for v in one.outvars)]
+            cuts = [one for one in readers if one.primitive.name == "dynamic_slice" and one.invars[0] is before]
+            is_row = [one.params["slice_sizes"][place.axis] == 1 for one in cuts]
+            is_write = [one.primitive.name in ("scatter", "dynamic_update_slice") for one in writes]
+            if len(writes) == 1 and all(is_write) and all(is_row) and len(readers) == len(writes) + len(cuts):
+                return place
+        return self.mixes(eqn, Mixing.SIZE, Mixing.SIZE.value)
 
     def _scan(self, eqn: core.JaxprEqn, places: list[Place]) -> list[Place]:
         return self.scan(eqn, places)[0]
@@ -339,6 +411,8 @@ class BatchAxisTracer(RowRules):
         step = lambda carries: self.jaxpr(eqn.params["body_jaxpr"], [*consts, *carries])  # noqa: E731
         carries = self._rounds(carries, step, eqn)
         test = self.jaxpr(eqn.params["cond_jaxpr"], [*tested, *carries])[0]
+        if isinstance(test, Shared) and test.sized:
+            return [self.mixes(eqn, Mixing.SIZE, Mixing.SIZE.value)] * len(eqn.outvars)
         # `jax.vmap` makes loops that leave a finished row unchanged: each row has its own condition then.
         ends_by_row = (
             self.rows_may_return

@@ -29,6 +29,7 @@ from detjax.invariant.places import (
     grid_axis,
     inverted,
 )
+from detjax.invariant.recipes import Recipes
 from detjax.invariant.uniform import is_uniform_along
 
 _RENAMES: Final = frozenset(
@@ -49,10 +50,11 @@ class Sort:
     size: int
 
 
-class IndexRules(abc.ABC):
+class IndexRules(Recipes):
     """Facts about indices and keys by value number: equal equations of equal values share a value number."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._values: dict[core.Var, Any] = {}
         self._known: dict[Any, int] = {}
         self._made_by: dict[int, tuple[str, tuple[Any, ...]]] = {}
@@ -75,6 +77,10 @@ class IndexRules(abc.ABC):
         if atom not in self._values:
             self._values[atom] = self.fresh()
         return self._values[atom]
+
+    def parts_of_value(self, value: Any) -> Sequence[Any]:
+        """See `Recipes`."""
+        return self._made_by.get(value, ("", ()))[1]
 
     def fresh(self) -> int:
         """Returns a new value number."""
@@ -203,6 +209,14 @@ class IndexRules(abc.ABC):
         if is_known or (isinstance(place, Shared) and place.grid is not None):
             self._values[eqn.outvars[0]] = index
         return place
+
+    def is_index(self, value: Any, counter: Any) -> bool:
+        """Returns whether a value is a counter from 0, also after `where(i < 0, i + n, i)`."""
+        name, operands = self._made_by.get(value, ("", ()))
+        if name == "select_n" and operands[1] == counter:
+            name, asked = self._made_by.get(operands[0], ("", ()))
+            return name == "lt" and asked[0] == counter and isinstance(asked[1], tuple) and asked[1][2] == 0
+        return value == counter
 
     # Sorts ------------------------------------------------------------------------------------------------------------
 

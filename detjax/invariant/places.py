@@ -27,12 +27,20 @@ class Picked:
     rows: tuple[int, ...]
 
 
-type Order = tuple[Letter | Picked, ...]
+@dataclasses.dataclass(frozen=True)
+class Written:
+    """Rows that were written one by one, so far, all by one recipe (see `recipes`)."""
+
+    rows: frozenset[int]
+    recipe: Any
+
+
+type Order = tuple[Letter | Picked | Written, ...]
 
 
 def composed(*orders: Order) -> Order:
     """Returns the order of rows that were moved by several orders in sequence."""
-    word: list[Letter | Picked] = []
+    word: list[Letter | Picked | Written] = []
     for letter in (letter for order in orders for letter in order):
         last = word[-1] if word else None
         if isinstance(letter, Letter) and last == Letter(letter.sort, not letter.inverse):
@@ -100,7 +108,7 @@ class Shared:
 
 @dataclasses.dataclass(frozen=True)
 class Single:
-    """An array of one row, identified by its index or by the value number of that index."""
+    """An array of one row, identified by its index, or by a tuple of the value number of that index."""
 
     row: Any
 

@@ -11,7 +11,19 @@ from detjax.invariant import equations
 from detjax.invariant.equations import Kind, aval
 from detjax.invariant.findings import Finding, Mixing
 from detjax.invariant.index_rules import IndexRules, is_vector
-from detjax.invariant.places import UNKNOWN, Counts, Picked, Place, Rows, Shared, Single, Vector, first_rows, is_moved
+from detjax.invariant.places import (
+    UNKNOWN,
+    Counts,
+    Picked,
+    Place,
+    Rows,
+    Shared,
+    Single,
+    Vector,
+    Written,
+    first_rows,
+    is_moved,
+)
 from detjax.invariant.sizes import Sizes
 from detjax.invariant.uniform import ALONG, is_uniform, is_uniform_along, parameter_axes
 
@@ -34,7 +46,8 @@ class RowRules(IndexRules):
         self.sharded = sharded
         self.inner_axes: frozenset[str] = frozenset()  # of meshes that the function itself shards arrays over
         self.findings: list[Finding] = []
-        self.picked_at: dict[Picked, Finding] = {}
+        self.picked_at: dict[Picked | Written, Finding] = {}
+        self.unfinished: dict[tuple[Any, Any], Finding] = {}  # writes of rows by a loop that is not known to reach all
         self.counted_at: dict[Any, Finding] = {}
         self.calls: list[core.JaxprEqn] = []  # calls around the current equation, outermost first
 
@@ -76,6 +89,8 @@ class RowRules(IndexRules):
     def _reduction(self, eqn: core.JaxprEqn, places: list[Place]) -> Place:
         rows = first_rows(places)
         axes = parameter_axes(eqn, "axes" if "axes" in eqn.params else "axis")
+        if not (self.sizes.axes(eqn) - {rows.axis}).isdisjoint(axes):
+            return self.mixes(eqn, Mixing.SIZE, Mixing.SIZE.value)
         if rows.axis in axes:
             counts = self.counted_one_hot(eqn) if self.rows_may_return else None
             if isinstance(counts, Counts):
@@ -167,9 +182,13 @@ class RowRules(IndexRules):
             return rows
         if self.rows_may_return and rows == Rows(rows.axis) and eqn.params["slice_sizes"][rows.axis] == 1:
             start = eqn.invars[1 + rows.axis]
-            number = self._number(start)
-            return Single(self.value(start) if number is None else number)
+            return Single(self._index(start))
         return self.mixes(eqn, Mixing.MOVE, "takes some rows of the batch")
+
+    def _index(self, atom: Any) -> Any:
+        """Returns the index of a row: a number, or a tuple of its value number."""
+        number = self._number(atom)
+        return (self.value(atom),) if number is None else number
 
     def _dynamic_update_slice(self, eqn: core.JaxprEqn, places: list[Place]) -> Place:
         if any(isinstance(place, Rows) for place in places[2:]):
@@ -189,13 +208,32 @@ class RowRules(IndexRules):
         shapes = [aval(v).shape for v in eqn.invars[:2]]
         written = [k for k, (size, one) in enumerate(zip(*shapes, strict=True)) if (size, one) == (self.batch, 1)]
         for axis in written:
-            start = eqn.invars[2 + axis]
-            number = self._number(start)
-            is_own = update.row == (self.value(start) if number is None else number)
-            is_free = operand == Rows(axis) or is_uniform_along(operand, eqn.invars[0], axis)
-            if is_own and is_free and self.rows_may_return:
-                return Rows(axis)
+            if update.row == self._index(eqn.invars[2 + axis]) and self._is_free(eqn, operand, axis):
+                return self._with_row(eqn, operand, axis, update.row, eqn.invars[1])
         return self.mixes(eqn, Mixing.MOVE, "writes a row where another one belongs")
+
+    def _is_free(self, eqn: core.JaxprEqn, operand: Place, axis: int) -> bool:
+        """Returns whether rows may be written to an array, which has the batch's rows or the same for each of them."""
+        has_some = isinstance(operand, Rows) and len(operand.order) == 1 and isinstance(operand.order[0], Written)
+        has_rows = operand == Rows(axis) or (has_some and isinstance(operand, Rows) and operand.axis == axis)
+        return self.rows_may_return and (has_rows or is_uniform_along(operand, eqn.invars[0], axis))
+
+    def _with_row(self, eqn: core.JaxprEqn, operand: Place, axis: int, row: Any, update: Any) -> Place:
+        """Returns the place of an array after one row is written: the whole batch once all rows are, by one recipe."""
+        recipe, what = self.recipe(update), "writes some rows of the batch"
+        if isinstance(row, tuple):  # the loop around it must reach every row
+            self.unfinished[row[0], recipe] = self.finding(eqn, Mixing.SLOT, what)
+            return Rows(axis)
+        before = operand.order[0] if isinstance(operand, Rows) and operand.order else Written(frozenset(), recipe)
+        assert isinstance(before, Written)
+        rows = before.rows | {row}
+        if before.recipe != recipe:
+            return self.mixes(eqn, Mixing.SLOT, "writes rows of the batch that were not computed in the same way")
+        if len(rows) == self.batch:
+            return Rows(axis)
+        written = Written(rows, recipe)
+        self.picked_at[written] = self.finding(eqn, Mixing.SLOT, what)
+        return Rows(axis, order=(written,))
 
     def _row_scattered(self, eqn: core.JaxprEqn, places: list[Place]) -> Place:
         """Returns the place of an array after a scatter writes one row at the index where it was read."""
@@ -205,10 +243,10 @@ class RowRules(IndexRules):
         (axis, *more), index = numbers.scatter_dims_to_operand_dims, self.unspread(self.value(eqn.invars[1]))
         number = indices.number if isinstance(indices, Shared) else None
         is_one = not more and axis in numbers.inserted_window_dims and math.prod(aval(eqn.invars[1]).shape) == 1
-        is_own = update.row == (index if number is None else number)
-        is_free = operand == Rows(axis) or is_uniform_along(operand, eqn.invars[0], axis)
-        if is_one and is_own and is_free and aval(eqn.invars[0]).shape[axis] == self.batch and self.rows_may_return:
-            return Rows(axis)
+        is_own = update.row == ((index,) if number is None else number)
+        is_whole = aval(eqn.invars[0]).shape[axis] == self.batch
+        if is_one and is_own and is_whole and self._is_free(eqn, operand, axis):
+            return self._with_row(eqn, operand, axis, update.row, eqn.invars[2])
         return self.mixes(eqn, Mixing.MOVE, "writes a row where another one belongs")
 
     def _concatenate(self, eqn: core.JaxprEqn, places: list[Place]) -> Place:
@@ -243,6 +281,8 @@ class RowRules(IndexRules):
         if not self.rows_may_return or len(lengths) != 1:
             return self.mixes(eqn, Mixing.MOVE, "joins batches")
         if numbers == list(range(self.batch)):
+            if len(set(map(self.recipe, eqn.invars))) != 1:
+                return self.mixes(eqn, Mixing.SLOT, "joins rows of the batch that were not computed in the same way")
             return Rows(axis, 1, lengths.pop())
         if all(row == numbers[0] for row in numbers):
             return Single(numbers[0])
@@ -400,6 +440,8 @@ class RowRules(IndexRules):
                 results.append(place.on(len(paired[0]) + side * len(free[0]) + free[side].index(place.axis)))
         if any(place != results[0] for place in results):
             return self.mixes(eqn, Mixing.MOVE, "combines every row with every other")
+        if not self.sizes.axes(eqn).isdisjoint(contracted[0]):
+            return self.mixes(eqn, Mixing.SIZE, Mixing.SIZE.value)
         return results[0]
 
     def _conv_general_dilated(self, eqn: core.JaxprEqn, places: list[Place]) -> Place:

@@ -43,7 +43,7 @@ class Sizes:
         return (id(eqn), at) in self._literals
 
     def is_parameter(self, eqn: core.JaxprEqn) -> bool:
-        """Returns whether a parameter of an equation comes from the number of rows."""
+        """Returns whether a parameter of an equation comes from the number of rows, such as a scan's length."""
         return id(eqn) in self._equations
 
     def constants(self, jaxpr: core.Jaxpr) -> Sequence[core.Var]:
@@ -72,7 +72,7 @@ class Sizes:
                 shapes = (getattr(aval(eqn.invars[0]), "shape", ()) for eqn in (one, two))
                 grown = frozenset(k for k, (x, y) in enumerate(zip(*shapes, strict=False)) if x != y)
                 self._axes[id(one)] = self._axes.get(id(one), frozenset()) | grown
-            if one.primitive.name in equations.ELEMENTWISE and _parameters(one) != _parameters(two):
+            if one.primitive.name in (*equations.ELEMENTWISE, "scan") and _parameters(one) != _parameters(two):
                 self._equations.add(id(one))
             bodies = list(equations.bodies(one)), list(equations.bodies(two))
             if len(bodies[0]) != len(bodies[1]):

@@ -5,7 +5,7 @@ only the elements that the trace gives to this row change.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -172,6 +172,13 @@ def test_what_works_along_an_axis_keeps_rows_apart_unless_it_is_theirs(name: str
     check_refused(lambda x: fn(x, 1), (MIDDLE,), "orders or accumulates over the batch", mixing)
 
 
+def _written_in_order(x: Array, order: Sequence[int] = range(B), *, factor: float = 2) -> Array:
+    y = jnp.ones_like(x)
+    for k in order:
+        y = y.at[k].set(jnp.sin(x[k]) * (factor if k == 3 else 2))
+    return y
+
+
 ACCEPTED: dict[str, Accepted] = {
     "elements": (lambda x, y: jnp.maximum(x, y) * 2, (X, X), WHOLE),
     "elements with what all rows share": (lambda x, w: jnp.maximum(x, w[None]), (X, shared(4)), WHOLE),
@@ -209,6 +216,41 @@ ACCEPTED: dict[str, Accepted] = {
         (X,),
         WHOLE,
     ),
+    "one function for each row": (lambda x: jnp.stack([jnp.sin(row) * 2 for row in x]), (X,), WHOLE),
+    "one function for parts of the batch": (
+        lambda x, w: jnp.concatenate([jnp.sin(x[:2]) * w[None], jnp.sin(x[2:]) * w[None]]),
+        (X, shared(4)),
+        WHOLE,
+    ),
+    "one compiled function for each row": (
+        lambda x: jnp.stack([jax.jit(lambda row: jnp.sort(row) + 1)(row) for row in x]),
+        (X,),
+        WHOLE,
+    ),
+    "one loop for each row": (
+        lambda x: jnp.stack([lax.while_loop(lambda s: s.sum() < 9, lambda s: s * s + 1, row) for row in x]),
+        (X,),
+        WHOLE,
+    ),
+    "rows of a table whose rows are equal": (
+        lambda x, w: jnp.stack([x[k] * jnp.broadcast_to(w, (B, 4))[k] for k in range(B)]),
+        (X, shared(4)),
+        WHOLE,
+    ),
+    "rows written one by one": (_written_in_order, (X,), WHOLE),
+    "rows written by a loop": (
+        lambda x: lax.fori_loop(0, B, lambda k, y: y.at[k].set(jnp.sin(x[k]) + y[k]), jnp.ones_like(x)),
+        (X,),
+        WHOLE,
+    ),
+    "rows written by a loop within a loop": (
+        lambda x: lax.fori_loop(
+            0, 3, lambda j, y: lax.fori_loop(0, B, lambda k, y: y.at[k].set(x[k] * (j + 1)), y), jnp.ones_like(x)
+        ),
+        (X,),
+        WHOLE,
+    ),
+    "a loop over rows' numbers": (lambda x: lax.map(lambda k: jnp.sin(x[k]), jnp.arange(B)), (X,), WHOLE),
     "cut and joined": (lambda x: jnp.concatenate([x[:2], x[2:4], x[4:]]), (X,), WHOLE),
     "copies of each row": (
         lambda x: jnp.concatenate([jnp.broadcast_to(x[k : k + 1], (3, 4)) for k in range(B)]),
@@ -381,7 +423,7 @@ def test_rows_are_where_the_trace_says(name: str) -> None:
 
 
 def _later(x: Array) -> Array:
-    """Nine carries, the last of which gets in the tenth iteration what the first has after one."""
+    """Nine carries: what the first has after one iteration, the last one gets in the tenth."""
 
     def step(carry: tuple[Array, ...], _: None) -> tuple[tuple[Array, ...], None]:
         return (spread(x), *carry[:-1]), None
@@ -406,7 +448,129 @@ _BATCHED = lax.GatherDimensionNumbers(
     start_indices_batching_dims=(0,),
 )
 
+SAME, SOME_WRITTEN = "that were not computed in the same way", "writes some rows of the batch"
+
+
+def _loop_of_rows(x: Array, first: int, last: int, row: Callable[[Any], Array]) -> Array:
+    return lax.fori_loop(first, last, lambda k, y: y.at[k].set(row(k)), jnp.zeros_like(x))
+
+
 REFUSED: dict[str, Refused] = {
+    "another function for odd rows": (
+        lambda x: jnp.stack([jnp.sin(x[k]) if k % 2 else jnp.cos(x[k]) for k in range(B)]),
+        (X,),
+        SAME,
+        SLOT,
+    ),
+    "another function for the first row": (lambda x: jnp.concatenate([x[:1] * 0, x[1:]]), (X,), SAME, SLOT),
+    "another loop for the first row": (
+        lambda x: jnp.stack(
+            [lax.while_loop(lambda s: s.sum() < 9, lambda s, k=k: s * s + (1 if k else 2), x[k]) for k in range(B)]
+        ),
+        (X,),
+        SAME,
+        SLOT,
+    ),
+    "another branch for the first row": (
+        lambda x: jnp.stack([lax.cond(x[k, 0] > 0, jnp.sin, jnp.cos if k else jnp.tan, x[k]) for k in range(B)]),
+        (X,),
+        SAME,
+        SLOT,
+    ),
+    "another compiled function for the first row": (
+        lambda x: jnp.stack([jax.jit(lambda row, k=k: row * (3 if k else 2))(x[k]) for k in range(B)]),
+        (X,),
+        SAME,
+        SLOT,
+    ),
+    "another column of the first row": (
+        lambda x: jnp.concatenate([x[:1, 1:3], x[1:, :2]]),
+        (X,),
+        SAME,
+        SLOT,
+    ),
+    "another array's first row": (lambda x, y: jnp.concatenate([y[:1], x[1:]]), (X, X), SAME, SLOT),
+    "rows of a table whose rows differ": (
+        lambda x, w: jnp.stack([x[k] * w[k] for k in range(B)]),
+        (X, shared(B, 4)),
+        SAME,
+        SLOT,
+    ),
+    "rows times numbers of theirs": (
+        lambda x: jnp.stack([x[k] * jnp.arange(float(B))[k] for k in range(B)]),
+        (X,),
+        SAME,
+        SLOT,
+    ),
+    "rows times numbers that are cut out by a number": (
+        lambda x: jnp.stack([x[k] * lax.dynamic_slice(jnp.arange(float(B)), (k,), (1,)) for k in range(B)]),
+        (X,),
+        SAME,
+        SLOT,
+    ),
+    "rows times numbers of a loop": (lambda x: _loop_of_rows(x, 0, B, lambda k: x[k] * k), (X,), SOME_WRITTEN, SLOT),
+    "rows times a table's numbers in a loop": (
+        lambda x: _loop_of_rows(x, 0, B, lambda k: x[k] * jnp.arange(float(B))[k]),
+        (X,),
+        SOME_WRITTEN,
+        SLOT,
+    ),
+    "a loop over all rows but the last": (
+        lambda x: _loop_of_rows(x, 0, B - 1, lambda k: x[k]),
+        (X,),
+        SOME_WRITTEN,
+        SLOT,
+    ),
+    "a loop over all rows but the first": (lambda x: _loop_of_rows(x, 1, B, lambda k: x[k]), (X,), SOME_WRITTEN, SLOT),
+    "a loop from another number": (
+        lambda x: lax.fori_loop(1, B + 1, lambda k, y: y.at[k].set(x[k]), jnp.zeros_like(x)),
+        (X,),
+        SOME_WRITTEN,
+        SLOT,
+    ),
+    "a loop in steps of two": (
+        lambda x: lax.scan(lambda s, _: ((s[0] + 2, s[1].at[s[0]].set(x[s[0]])), None), (0, x * 0), length=B)[0][1],
+        (X,),
+        SOME_WRITTEN,
+        SLOT,
+    ),
+    "two writes in a loop, and the first depends on its number": (
+        lambda x: lax.fori_loop(
+            0, B, lambda k, s: (s[0].at[k].set(x[k] * k), s[1].at[k].set(x[k])), (jnp.zeros_like(x),) * 2
+        )[0],
+        (X,),
+        SOME_WRITTEN,
+        SLOT,
+    ),
+    "a sum that runs over rows": (
+        lambda x: lax.fori_loop(
+            0, B, lambda k, s: (s[0].at[k].set(s[1] + x[k]), s[1] + x[k]), (jnp.zeros_like(x), jnp.zeros(4))
+        )[0],
+        (X,),
+        "combines a row with another one",
+        SLOT,
+    ),
+    "only the first row written": (lambda x: x.at[0].set(0 * x[0]), (X,), SOME_WRITTEN, SLOT),
+    "all rows written but one": (lambda x: _written_in_order(x, range(B - 1)), (X,), SOME_WRITTEN, SLOT),
+    "one row written in another way": (lambda x: _written_in_order(x, factor=3), (X,), SAME, SLOT),
+    "rows of numbers that run backwards": (
+        lambda x: lax.map(lambda k: x[k], jnp.arange(B)[::-1]),
+        (X,),
+        "what belongs to one row",
+        MOVE,
+    ),
+    "rows of numbers times the numbers": (
+        lambda x: lax.map(lambda k: x[k] * k, jnp.arange(B)),
+        (X,),
+        "what belongs to one row",
+        MOVE,
+    ),
+    "the last row of a loop": (
+        lambda x: x + lax.fori_loop(0, B, lambda k, y: x[k], jnp.zeros(4))[None],
+        (X,),
+        "combines a row with another one",
+        SLOT,
+    ),
     "elements on two axes": (lambda x: jnp.maximum(x[:, None], x[None]), (X,), "on two axes", SLOT),
     "elements with numbers of slots": (lambda x: jnp.maximum(x, spread(x)), (X,), POSITION, SLOT),
     "elements with a constant for each slot": (lambda x: x + SLOTS[:, None], (X,), POSITION, SLOT),
