@@ -4,9 +4,12 @@ import dataclasses
 import errno
 import fcntl
 import functools
+import importlib.metadata
 import os
 from pathlib import Path
+from typing import Any
 
+import jax
 import pytest
 
 import detjax
@@ -64,8 +67,95 @@ def test_a_name_depends_on_all_that_the_program_depends_on(monkeypatch: pytest.M
     assert len(set(before.values())) == len(before)
     other = dataclasses.replace(ours, variants=(variant._replace(filtered=False),))
     assert len(set(program_cache._names(other).values()) - set(before.values())) == 1
+
+
+def test_a_name_depends_on_each_part_of_a_network_alone() -> None:
+    """Two networks differ in one part only where a developer changes how models are split, which a name must show."""
+    ours = programs()
+    network, weights = ours.network, ours.parameters.weights
+    other = split(small_model().layers[0])[0]
+    parts: dict[str, Any] = {
+        "graph": other.graph,
+        "tree": other.tree,
+        "paths": (network.paths[0][:-1], *network.paths[1:]),
+        "order": network.order[::-1],
+    }
+    changed = [dataclasses.replace(ours, network=dataclasses.replace(network, **{name: parts[name]})) for name in parts]
+    first = weights[0]
+    for shape, dtype in (((*first.shape[:-1], first.shape[-1] + 1), first.dtype), (first.shape, "float16")):
+        one = jax.ShapeDtypeStruct(shape, dtype)
+        changed.append(dataclasses.replace(ours, parameters=Parameters((one, *weights[1:]))))
+    names = [name for some in (ours, *changed) for name in program_cache._names(some).values()]
+    assert len({*names}) == len(names) == 7 * len(ours.by_key())
+
+
+def test_a_name_depends_on_the_shapes_the_dtypes_and_the_structure_of_arguments(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ours = programs()
+    (key, program), *_ = ours.by_key().items()
+    array = jax.ShapeDtypeStruct((3,), "int32")
+    arguments: list[tuple[Any, ...]] = [
+        (array,),
+        (jax.ShapeDtypeStruct((4,), "int32"),),
+        (jax.ShapeDtypeStruct((3,), "uint32"),),
+        ((array,),),
+        ([array],),
+        (array, None),
+        (None, array),
+    ]
+    names = []
+    for some in arguments:
+        monkeypatch.setattr(StepPrograms, "by_key", lambda _, some=some: {key: program._replace(args=some)})
+        names.append(program_cache._names(ours)[key])
+    monkeypatch.setattr(StepPrograms, "by_key", lambda _: {"another key": program._replace(args=arguments[0])})
+    names.append(program_cache._names(ours)["another key"])
+    assert len({*names}) == len(names) == 8
+
+
+def test_a_name_depends_on_the_fusions_that_are_switched_off() -> None:
+    """Also where no bit depends on them, so that the fingerprint is the same: the programs are others."""
+    plain, digest = program_cache._names(programs()), detjax.fingerprint().digest
+    every = {*plain.values()}
+    for names in (("qk_rope",), ("rms_norm_residual",), ("qk_rope", "rms_norm_residual")):
+        with detjax.without_fusions(*names):
+            assert detjax.fingerprint().digest == digest
+            others = program_cache._names(programs())
+        assert others.keys() == plain.keys() and not every & {*others.values()}
+        every |= {*others.values()}
+    assert program_cache._names(programs()) == plain
+
+
+def test_a_name_depends_on_this_packages_files_and_on_the_libraries_that_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "engine").mkdir()
+    monkeypatch.setattr(program_cache, "__file__", str(tmp_path / "engine" / "program_cache.py"))
+    one, two = tmp_path / "one.py", tmp_path / "engine" / "two.py"
+
+    def digest() -> str:
+        return program_cache._sources.__wrapped__()
+
+    one.write_text("a = 1\n")
+    two.write_text("b = 2\n")
+    digests = [digest()]
+    for path, text in ((one, "a = 2\n"), (two, "b = 3\n"), (one, "a = 2\nb")):
+        path.write_text(text)
+        digests.append(digest())
+    one.rename(tmp_path / "three.py")
+    digests.append(digest())
+    version = importlib.metadata.version
+    for library in ("flax", "jaxtyping"):
+        monkeypatch.setattr(
+            importlib.metadata, "version", lambda name, library=library: version(name) + "x" * (name == library)
+        )
+        digests.append(digest())
+    assert len({*digests}) == 7
+    monkeypatch.undo()
+    (tmp_path / "notes.txt").write_text("no source")
+    before = program_cache._names(programs())
     monkeypatch.setattr(program_cache, "_sources", lambda: "other files")
-    assert not set(program_cache._names(ours).values()) & set(before.values())
+    assert not {*program_cache._names(programs()).values()} & {*before.values()}
 
 
 def test_programs_of_a_network_with_unknown_classes_are_not_kept(
@@ -141,6 +231,13 @@ def test_a_directory_that_others_can_write_to_is_refused(tmp_path: Path, monkeyp
             ProgramCache(tmp_path, programs())
     tmp_path.chmod(0o755)
     prepare_cache(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "access", lambda path, mode: mode != os.W_OK | os.X_OK)
+        with pytest.raises(OSError, match=f"{tmp_path}.* cannot be written; accepted: "):
+            prepare_cache(tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match=r"file.* cannot be made \(.*\); accepted: "):
+        prepare_cache(tmp_path / "file")
     with monkeypatch.context() as patch:
         patch.setattr(os, "geteuid", lambda: 12345)
         with pytest.raises(OSError, match=r"belongs to user .* this process to user 12345; accepted: "):

@@ -1,12 +1,18 @@
 """Sequences: what ends them, and what the samples of a request share."""
 
+import dataclasses
+import math
+
 import pytest
 
 from detjax import SamplingParams
+from detjax.engine import Completion, NotFinite
+from detjax.engine.page_pool import digests
 from detjax.engine.sequence import RequestContext, Sequence, samples
 from detjax.engine.validation import end_tokens
 from detjax.models import GenerationDefaults
 from tests.support.memory import allocated
+from tests.support.small_loops import small_tokenizer
 
 
 @pytest.mark.parametrize(("last", "tokens"), [(11, [5, 11]), (12, [5, 12]), (13, [5, 13]), (14, [5, 14, 6])])
@@ -19,6 +25,93 @@ def test_every_end_token_ends_a_sequence(last: int, tokens: list[int]) -> None:
             sequence.add(token, -1.0, (), batch=1)
     assert sequence.generated == tokens
     assert sequence.finish_reason == ("length" if last == 14 else "stop")
+
+
+def test_a_token_that_ends_a_sample_does_so_even_if_it_is_the_last_one() -> None:
+    params = SamplingParams(max_tokens=2)
+    for last, reason in ((9, "stop"), (5, "length")):
+        one = Sequence((1,), params, context=RequestContext(end_tokens=frozenset([9])))
+        reasons = [one.add(token, -1.0, (), batch=1).finish_reason for token in (5, last)]
+        assert reasons == [None, reason]
+        assert (one.missing, one.has_all) == (0, True)
+
+
+def test_tokens_in_flight_count_towards_the_length_and_the_most_tokens() -> None:
+    one = Sequence((1, 2, 3), SamplingParams(max_tokens=5), generated=(4, 4))
+    assert (one.length, one.missing, one.has_all, one.given) == (5, 3, False, 2)
+    one.unread = 2
+    assert (one.length, one.missing, one.has_all) == (7, 1, False)
+    one.unread = 3
+    assert (one.length, one.missing, one.has_all) == (8, 0, True)
+
+
+def test_not_a_number_ends_a_sample_and_minus_infinity_does_not() -> None:
+    one = Sequence((1, 2, 3), SamplingParams(max_tokens=9))
+    # A constraint may force a token that the model never chooses.
+    assert one.add(4, -math.inf, (), batch=1).finish_reason is None
+    token = one.add(5, math.nan, (), batch=1)
+    assert (token.finish_reason, one.finish_reason) == ("failed", "failed")
+    with pytest.raises(NotFinite, match="logits for position 4 hold NaN or infinity"):
+        one.completion()
+
+
+def test_what_was_computed_for_a_token_is_in_it_and_in_the_completion() -> None:
+    params = SamplingParams(max_tokens=2, top_logprobs=1, sampling_logprobs=True)
+    one = Sequence((1,), params, index=3)
+    one.cached_tokens = 7
+    first = one.add(4, -1.5, ((8, -0.5),), -2.5, batch=6)
+    assert dataclasses.asdict(first) == {
+        "sample": 3,
+        "token": 4,
+        "logprob": -1.5,
+        "top_logprobs": ((8, -0.5),),
+        "text": None,
+        "finish_reason": None,
+        "batch": 6,
+        "cached_tokens": 7,
+        "sampling_logprob": -2.5,
+    }
+    one.add(5, -3.0, ((9, -0.25),), -4.0, batch=1)
+    assert one.completion() == Completion(
+        tokens=(4, 5),
+        logprobs=(-1.5, -3.0),
+        top_logprobs=(((8, -0.5),), ((9, -0.25),)),
+        text=None,
+        finish_reason="length",
+        sampling_logprobs=(-2.5, -4.0),
+    )
+
+
+def test_a_continued_sample_has_the_rest_alone_and_its_streams_text_goes_on() -> None:
+    tokenizer = small_tokenizer()
+    whole = tokenizer.encode("He said no, and no again.")
+    context = RequestContext(tokenizer=tokenizer, is_streamed=True)
+    params = SamplingParams(max_tokens=len(whole))
+    for count in range(len(whole)):
+        one = Sequence((1,), params, context=context, generated=whole[:count])
+        texts = [one.add(token, -1.0, (), batch=1).text or "" for token in whole[count:]]
+        completion = one.completion()
+        assert completion.tokens == tuple(whole[count:])
+        assert completion.text == "".join(texts) == tokenizer.decode(whole)[len(tokenizer.decode(whole[:count])) :]
+        assert one.text == tokenizer.decode(whole)
+    ended = Sequence((1,), params, context=context, generated=whole)
+    assert (ended.finish_reason, ended.completion().tokens, ended.completion().text) == ("length", (), "")
+    with pytest.raises(ValueError, match="tokens for sample 0, which ends after 2 of them"):
+        Sequence((1,), dataclasses.replace(params, max_tokens=2), context=context, generated=whole)
+
+
+def test_rows_are_needed_for_a_prompts_logprobs() -> None:
+    assert not Sequence((1,), SamplingParams()).needs_rows
+    assert Sequence((1,), SamplingParams(prompt_logprobs=True)).needs_rows
+
+
+def test_digests_of_samples_are_those_of_the_prompt_then_of_their_own_tokens() -> None:
+    first, second = samples(tuple(range(128)), SamplingParams(n=2), RequestContext(prefix_root=b"root"))
+    assert first.digests() == second.digests() == digests(range(128), root=b"root") != digests(range(128))
+    first.generated.extend(range(128))
+    second.generated.extend([0] * 128)
+    assert first.digests() == digests([*range(128)] * 2, root=b"root")
+    assert first.digests()[0] == second.digests()[0] and first.digests()[1] != second.digests()[1]
 
 
 def test_only_the_first_sample_leads_and_has_the_prompts_logprobs() -> None:
