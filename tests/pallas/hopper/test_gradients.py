@@ -255,7 +255,7 @@ def heads_case(tokens: int, heads: int, kv_heads: int, width: int, dtype: str) -
 def test_gradients_of_heads_are_those_of_the_separate_steps(
     heads: int, kv_heads: int, width: int, dtype: str, offset: float
 ) -> None:
-    case = heads_case(32, heads, kv_heads, width, dtype)
+    case = heads_case(16, heads, kv_heads, width, dtype)
     gradients = functools.partial(heads_gradients, norm_offset=offset)
     with detjax.use_backend("hopper"):
         lowered(gradients, *case)

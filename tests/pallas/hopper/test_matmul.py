@@ -186,7 +186,7 @@ def test_epilogues_have_the_values_of_float64(name: str, schedule: Schedule) -> 
 
 @pytest.mark.parametrize("name", hopper_activations.ACTIVATIONS)
 def test_activations_are_those_of_float64(name: Any) -> None:
-    z = np.concatenate([np.linspace(-9, 9, 4001), [-100.0, 0.0, 100.0]])
+    z = np.concatenate([np.linspace(-9, 9, 4001), [-20.0, 0.0, 20.0]])
     actual = np.asarray(jax.jit(hopper_activations.ACTIVATIONS[name])(z.astype(np.float32)))
     with jax.enable_x64(True):
         expected = np.asarray(ACTIVATIONS[name](jnp.asarray(z.astype(np.float32), jnp.float64)))

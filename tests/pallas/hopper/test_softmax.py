@@ -258,7 +258,7 @@ def test_the_default_schedules_lower_for_cuda(width: int, dtype: str) -> None:
 @pytest.mark.parametrize("width", VOCABULARIES)
 def test_every_schedule_lowers_for_cuda(width: int) -> None:
     x = jax.ShapeDtypeStruct((64, width), jnp.bfloat16)
-    for cluster in range(2, 9):
+    for cluster in (2, 3, 8):
         slots = 2 * -(-(width // SOFTMAX_BLOCK + 1) // cluster)
         if slots <= 26:
             lowered(functools.partial(log_softmax, schedule=Schedule(cluster, slots, 3)), x)
