@@ -55,7 +55,7 @@ class Written:
         asked: the requests of each call.
     """
 
-    failure = None
+    failure: BaseException | None = None
 
     def __init__(self, *answers: list[Any]) -> None:
         self.asked: list[list[Request]] = []
