@@ -235,3 +235,23 @@ def test_a_stream_ends_with_its_events_an_error_or_its_client() -> None:
     assert b'"code":"timeout"' in error
     assert b"".join(streamed(guard(), held(), HANGS_AFTER, leaves)) == b"12"
     assert ended == [True, True]
+
+
+def test_others_have_turns_while_events_come_without_a_pause() -> None:
+    """Nobody reads the stream, so that its events wait."""
+
+    async def fast() -> AsyncGenerator[bytes]:
+        for _ in range(50):
+            yield b"x" * (SENT_TOGETHER // 4)
+
+    async def answer() -> int:
+        guard, turns = Guard(capacity=3, seconds=HANGS_AFTER, max_pending_bytes=1 << 30), 0
+        response = EventStream(guard, b"1", fast(), later(), contextlib.ExitStack())
+        queue = guard.backlog.open(lambda: None)
+        filling = asyncio.ensure_future(response._fill(queue))
+        while not filling.done():
+            turns += 1
+            await asyncio.sleep(0)
+        return turns
+
+    assert asyncio.run(answer()) > 40

@@ -415,6 +415,19 @@ def test_the_items_of_all_arguments_are_counted_together() -> None:
             bodies.parse(body((1 << 17) + 1).replace(b"[" * 100, item.encode() * 100), ChatRequest)
 
 
+def test_the_items_of_all_calls_of_a_response_are_counted_together() -> None:
+    def body(items: int) -> bytes:
+        half = items // 2
+        call = {"type": "function_call", "call_id": "c", "name": "f"}
+        calls = [call | {"arguments": "[" * count} for count in (half, items - half)]
+        return json.dumps({"model": MODEL, "input": calls}).encode()
+
+    bodies.parse(body(1 << 17), ResponsesRequest)
+    with pytest.raises(ApiError, match=r"up to 131072 items in the arguments of all tool_calls") as raised:
+        bodies.parse(body((1 << 17) + 1), ResponsesRequest)
+    assert raised.value.body["error"]["param"] == "input"
+
+
 def test_the_server_serves_as_many_samples_as_it_says(api: Client) -> None:
     assert len(api.ask("/v1/completions", prompt=[[5]] * 8, n=128)["choices"]) == 1024
     status, error = api.refusal("/v1/completions", prompt=[[5]] * 9, n=114)
