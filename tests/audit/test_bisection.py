@@ -241,6 +241,43 @@ def test_a_digest_has_no_order_and_sees_every_element(dtype: str) -> None:
     assert digests.digest(distant[0])[0, 0] != digests.digest(distant[1])[0, 0]
 
 
+def reference(words: np.ndarray) -> np.ndarray:
+    """The digests of rows of 32-bit words `[B, elements, words]`, by NumPy."""
+    batch, elements, parts = words.shape
+    size = digests.block_size(elements)
+    blocks = max(1, -(-elements // size))
+    padded = np.zeros((batch, blocks, size * parts), np.uint32)
+    flat = words.reshape(batch, -1)
+    padded.reshape(batch, -1)[:, : flat.shape[1]] = flat
+    with np.errstate(over="ignore"):
+        mixed = padded + np.arange(size * parts, dtype=np.uint32) * np.uint32(0x9E3779B9)
+        mixed = (mixed ^ (mixed >> np.uint32(16))) * np.uint32(0x7FEB352D)
+        return (mixed ^ (mixed >> np.uint32(15))).sum(axis=2, dtype=np.uint32)
+
+
+def test_a_digest_is_the_same_number_in_every_version() -> None:
+    """Files of other versions are compared with new traces."""
+    draw = np.random.default_rng(0)
+    x = draw.standard_normal((2, 3, 107)).astype(np.float32)
+    expected = reference(x.view(np.uint32).reshape(2, 321, 1))
+    assert expected.shape == (2, 2) and np.array_equal(digests.digest(jnp.asarray(x)), expected)
+    narrow = x.astype(jnp.bfloat16)
+    words = narrow.view(np.uint16).astype(np.uint32).reshape(2, 321, 1)
+    assert np.array_equal(digests.digest(jnp.asarray(narrow)), reference(words))
+    with jax.enable_x64(True):
+        wide = x.astype(np.float64)
+        assert np.array_equal(digests.digest(jnp.asarray(wide)), reference(wide.view(np.uint32).reshape(2, 321, 2)))
+    assert digests.digest(jnp.zeros((3, 0))).shape == (3, 1)
+
+
+def test_the_parts_of_complex_numbers_and_keys_are_in_their_digests() -> None:
+    z = jax.lax.complex(jnp.ones((1, 3)), jnp.zeros((1, 3)))
+    turned = jax.lax.complex(jnp.zeros((1, 3)), jnp.ones((1, 3)))
+    assert digests.digest(z)[0, 0] != digests.digest(turned)[0, 0] != digests.digest(jnp.conj(turned))[0, 0]
+    keys = jax.random.split(jax.random.key(0), 2)
+    assert np.array_equal(digests.plain(keys), jax.random.key_data(keys))
+
+
 def test_digests_are_added_along_lanes_before_across_them_on_a_cpu() -> None:
     program = jax.jit(digests.digest).lower(jnp.zeros((2, 4096))).compile().as_text()
     assert program is not None

@@ -10,7 +10,8 @@ import pytest
 
 from detjax import cli
 from detjax.audit import Transcript, compare, read_logprobs
-from detjax.audit.comparison.compare import THRESHOLDS
+from detjax.audit.comparison.compare import THRESHOLDS, Threshold
+from detjax.audit.comparison.logprob_files import ScoredTokens
 from detjax.engine import SamplingParams
 from tests.support import commands
 
@@ -195,3 +196,76 @@ def test_the_command_prints_every_measure_and_ends_with_1_beyond_a_threshold(tmp
     assert set(json.loads(failed.output)["beyond"]) == {"k1", "k2", "k3"}
     absent = commands.run(cli.main, "divergence", files["a"], tmp_path / "absent")
     assert absent.exit_code == 2
+
+
+@pytest.mark.parametrize(("is_least", "within"), [(False, [True, True, False]), (True, [False, True, True])])
+def test_a_bound_itself_is_within_it_and_nan_is_not(is_least: bool, within: list[bool]) -> None:
+    threshold = Threshold("measure", 0.5, is_least, "source")
+    assert [threshold.holds(x) for x in (0.25, 0.5, 0.75)] == within
+    assert not threshold.holds(math.nan)
+
+
+def test_thresholds_are_those_of_the_literature() -> None:
+    bounds = {name: (one.bound, one.is_least) for name, one in THRESHOLDS.items()}
+    upper = dict.fromkeys(("k1", "k2", "k3"), (0.01, False))
+    assert bounds == upper | {"effective_share": (0.3, True), "smallest_ratio": (1e-4, True)}
+
+
+@pytest.mark.parametrize(
+    ("value", "read"),
+    [(-9999.0, -math.inf), (-9998.5, -9998.5), (-1e30, -math.inf), ("-inf", -math.inf), (None, math.nan)],
+)
+def test_logprobs_from_9999_on_are_minus_infinity(value: Any, read: float, tmp_path: Path) -> None:
+    (sample,) = read_logprobs(written(tmp_path / "a", {"logprobs": [value]}))
+    np.testing.assert_equal(sample.logprobs, np.float32([read]))
+
+
+def test_the_likeliest_token_of_vllm_is_the_first_by_rank_or_by_logprob(tmp_path: Path) -> None:
+    entries: list[dict[str, Any]] = [
+        {"7": {"logprob": -1.0, "rank": 2}, "3": {"logprob": -0.5, "rank": 1}},
+        {"7": {"logprob": -1.0, "rank": 3}},  # the likeliest one is unknown
+        {"7": {"logprob": -0.25}, "3": {"logprob": -0.5}},
+        {"7": {"logprob": -0.25}},
+        {"7": -0.75, "3": -0.5},
+    ]
+    (sample,) = read_logprobs(written(tmp_path / "a", {"token_ids": [7] * 5, "logprobs": entries}))
+    assert list(sample.likeliest_ids or ()) == [3, None, 7, None, 3]
+    assert sample.logprobs.tolist() == [-1.0, -1.0, -0.25, -0.25, -0.75] and sample.texts is None
+
+
+def test_an_echoed_prompt_is_left_out_where_ids_say_how_long_the_answer_is(tmp_path: Path) -> None:
+    logprobs = {
+        "tokens": ["p", "q", "a"],
+        "token_logprobs": [None, -2.0, -0.5],
+        "top_logprobs": [None, {"q": -2.0}, {"a": -0.5, "b": -0.25}],
+    }
+    file = written(tmp_path / "a", {"choices": [{"token_ids": [9], "logprobs": logprobs}, {"logprobs": logprobs}]})
+    answer, whole = read_logprobs(file)
+    assert (answer.ids, answer.texts, answer.likeliest_texts) == ([9], ["a"], ["b"])
+    assert answer.logprobs.tolist() == [-0.5]
+    assert whole.ids is None and whole.texts == ["p", "q", "a"] and whole.likeliest_texts == [None, "q", "b"]
+
+
+def test_ratios_and_shares_are_those_of_the_probabilities() -> None:
+    one, other = (
+        ScoredTokens(np.float32(x), ids=[1, 2, 3]) for x in ([-1.0, -2.0, -math.inf], [-2.0, -1.0, -math.inf])
+    )
+    measured = compare([one], [other])
+    assert (measured.largest_ratio, measured.smallest_ratio) == (math.e, math.exp(-1))
+    assert measured.effective_share == measured.divergence.effective_sample_size / 3
+    assert measured.top1_agreement is None
+    impossible = compare([other], [ScoredTokens(np.float32([-2.0, -math.inf, 0.0]), ids=[1, 2, 3])])
+    assert (impossible.largest_ratio, impossible.smallest_ratio) == (math.inf, 0.0)
+    unknown = compare([one], [ScoredTokens(np.float32([math.nan, -1.0, -1.0]), ids=[1, 2, 3])])
+    assert math.isnan(unknown.largest_ratio) and math.isnan(unknown.smallest_ratio)
+    assert {"k1", "k2", "k3", "effective_share", "smallest_ratio"} == set(unknown.beyond())
+    none = compare([], [])
+    assert (none.largest_ratio, none.smallest_ratio, none.effective_share) == (1.0, 1.0, 1.0)
+
+
+def test_ids_count_where_both_sides_have_them_and_texts_otherwise() -> None:
+    numbers = np.float32([-1.0, -1.0])
+    first = ScoredTokens(numbers, ids=[1, 2], texts=["a", "b"])
+    assert compare([first], [ScoredTokens(numbers, ids=[1, 3], texts=["a", "b"])]).first_other_token == (0, 1)
+    assert compare([first], [ScoredTokens(numbers, texts=["a", "b"])]).first_other_token is None
+    assert compare([first], [ScoredTokens(numbers, texts=["c", "b"])]).first_other_token == (0, 0)

@@ -1,7 +1,7 @@
 """Every idiom of docs/idioms.md is accepted, with the bits of each row alone, or refused, as the page says."""
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import jax
@@ -19,7 +19,14 @@ from tests.support.bits import assert_same_bits
 
 ACCEPTED = [name for name, idiom in registry.ALL.items() if idiom.is_accepted]
 REFUSED = [name for name, idiom in registry.ALL.items() if not idiom.is_accepted]
-
+COSTLY = frozenset(
+    (
+        "cholesky cumulative depthwise_convolution dot_product_attention einsum_of_four experts_by_one_hot "
+        "experts_by_sorting expm float16 grad_inside graphs hessian_inside inverse_and_determinant lengths_and_mask "
+        "linen_lstm linen_scan_and_remat nnx_attention nnx_ensemble nnx_layers nnx_rnn quantile statistics u_net"
+    ).split()
+)
+"""Idioms whose parts others have: their bits are compared in nightly runs, and CI checks that they are accepted."""
 
 pytestmark = pytest.mark.usefixtures("lenient_promotion")
 
@@ -82,15 +89,25 @@ def _check(name: str, batches: Sequence[int]) -> None:
     jax.effects_barrier()
 
 
-@pytest.mark.parametrize("name", ACCEPTED)
+def _cases(*, quick: Container[str]) -> list[Any]:
+    return [name if name in quick else pytest.param(name, marks=pytest.mark.nightly) for name in ACCEPTED]
+
+
+@pytest.mark.parametrize("name", _cases(quick=set(ACCEPTED) - COSTLY))
 def test_an_accepted_idiom_has_the_bits_and_gradients_of_each_row_alone(name: str) -> None:
     _check(name, [33])
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("name", ACCEPTED)
+@pytest.mark.parametrize("name", _cases(quick=("custom_vjp", "top_k")))
 def test_an_accepted_idiom_has_them_in_small_batches(name: str) -> None:
     _check(name, [2, 3, 7])
+
+
+@pytest.mark.parametrize("name", sorted(COSTLY))
+def test_a_costly_idiom_is_accepted(name: str) -> None:
+    idiom = registry.ALL[name]
+    assert idiom.is_accepted
+    jax.eval_shape(detjax.batch_invariant(idiom.make()), *_rows(idiom, _among(3, 0)))
 
 
 @pytest.mark.parametrize("name", REFUSED)

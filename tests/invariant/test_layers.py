@@ -52,7 +52,6 @@ def test_attention_takes_a_mask_of_each_row_or_of_all() -> None:
         np.testing.assert_allclose(layer(x, mask=mask), original(x, mask=mask), rtol=0, atol=2e-5)
 
 
-@pytest.mark.sampled(0)
 def test_layers_are_replaced_in_place() -> None:
     model, original = (Transformer(jnp.float32, nnx.Rngs(0)) for _ in range(2))
     assert detjax.models.nnx.replace_layers(model) == 11
@@ -86,7 +85,6 @@ def test_a_linen_layer_is_flax_layer_with_rows_of_their_own(name: str) -> None:
     assert_same_bits(layer.apply(variables, x[1:2])[0], y[1])
 
 
-@pytest.mark.sampled(0)
 def test_linen_layers_work_within_a_model_that_trains() -> None:
     class Model(nn.Module):
         layers: Any

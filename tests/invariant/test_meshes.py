@@ -126,12 +126,11 @@ def _refused() -> None:
 
 
 def _trains() -> None:
-    digests = [train_wrapped_model.train(devices) for devices in (1, 2, 4)]
+    digests = [train_wrapped_model.train(devices) for devices in (1, 4)]
     assert len(set(digests)) == 1
     # Where each device adds its part of the batch by itself, they do.
-    for devices in (1, 2):
-        train_wrapped_model.SHARDS = devices
-        assert train_wrapped_model.train(devices) not in digests
+    train_wrapped_model.SHARDS = 2
+    assert train_wrapped_model.train(2) not in digests
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Models that know nothing of detjax: a row has the same bits in every batch, close to the original's numbers."""
 
+import functools
 from typing import Any
 
 import jax
@@ -16,13 +17,14 @@ pytestmark = pytest.mark.usefixtures("lenient_promotion")
 
 
 @pytest.mark.sampled(1)
+@pytest.mark.parametrize("batches", [(17,), pytest.param((2, 3), marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", models.NAMES)
-def test_a_row_has_the_bits_that_it_has_alone(name: str, dtype: str) -> None:
+def test_a_row_has_the_bits_that_it_has_alone(name: str, dtype: str, batches: tuple[int, ...]) -> None:
     case = models.load(name, jnp.dtype(dtype))
     fn = detjax.batch_invariant(case.fn, case.axes)
     alone = fn(case.weights, *case.inputs(1, 0))[0]
-    for rows in (2, 17):
+    for rows in batches:
         for position in (0, rows - 1):
             assert_same_bits(fn(case.weights, *case.among(rows, position))[position], alone)
 
@@ -55,40 +57,41 @@ def _gradients(case: models.Case, fn: Any) -> Any:
             return jnp.sum(fn(weights, *(floats or inputs)).astype(jnp.float32) * cotangents)
 
         floats = inputs if jnp.issubdtype(inputs[0].dtype, jnp.floating) else ()
-        return jax.grad(loss, argnums=(0, 1) if floats else 0)(case.weights, *floats)
+        return jax.grad(loss, argnums=(0, 1) if floats else (0,))(case.weights, *floats)
 
     return gradients
 
 
-@pytest.mark.sampled(0)
-@pytest.mark.parametrize("name", models.NAMES)
-def test_gradients_are_close_to_the_original(name: str) -> None:
+NAMES = ["linen convolution", *(pytest.param(x, marks=pytest.mark.nightly) for x in models.NAMES if "linen" not in x)]
+ROWS = 3
+
+
+@functools.cache
+def _both(name: str) -> tuple[models.Case, Any, Any, tuple[int, ...]]:
+    """A model with its gradients and the original's, and the shape of a row's cotangent."""
     case = models.load(name)
-    inputs = case.inputs(3, 0)
-    shape = jax.eval_shape(case.fn, case.weights, *inputs).shape
-    cotangents = jax.random.normal(jax.random.key(1), shape)
-    actual = _gradients(case, detjax.batch_invariant(case.fn, case.axes))(cotangents, *inputs)
-    expected = _gradients(case, case.fn)(cotangents, *inputs)
-    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+    shape = jax.eval_shape(case.fn, case.weights, *case.inputs(1, 0)).shape[1:]
+    return case, _gradients(case, detjax.batch_invariant(case.fn, case.axes)), _gradients(case, case.fn), shape
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_are_close_to_the_original(name: str) -> None:
+    case, gradients, original, shape = _both(name)
+    inputs, cotangents = case.among(ROWS, 2), jax.random.normal(jax.random.key(1), (ROWS, *shape))
+    pairs = zip(*(jax.tree.leaves(fn(cotangents, *inputs)) for fn in (gradients, original)), strict=True)
+    for a, e in pairs:
         np.testing.assert_allclose(a, e, rtol=0, atol=2e-5 * max(1.0, float(jnp.abs(e).max())))
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("name", ["linen convolution", "scanned layers", "mixture"])
-def test_a_rows_gradient_has_the_bits_that_it_has_alone(name: str) -> None:
-    case = models.load(name)
-    gradients = _gradients(case, detjax.batch_invariant(case.fn, case.axes))
-    shape = jax.eval_shape(case.fn, case.weights, *case.inputs(1, 0)).shape[1:]
-    cotangents = jax.random.normal(jax.random.key(1), (3, *shape))
-    _, alone = gradients(cotangents[2:], *case.inputs(1, 0))
-    _, among = gradients(cotangents, *case.among(3, 2))
-    assert_same_bits(among[2], alone[0])
-
-
-@pytest.mark.sampled(0)
-def test_rows_without_a_gradient_add_nothing_to_those_of_weights() -> None:
-    case = models.load("nnx transformer")
-    gradients = _gradients(case, detjax.batch_invariant(case.fn, case.axes))
-    inputs = case.among(4, 0)
-    cotangents = jax.random.normal(jax.random.key(1), (4, models.LENGTH, models.VOCABULARY)).at[2:].set(0)
-    assert_same_bits(gradients(cotangents, *inputs), gradients(cotangents[:2], *(x[:2] for x in inputs)))
+@pytest.mark.parametrize("name", NAMES)
+def test_a_rows_gradient_has_the_bits_that_it_has_alone_and_weights_get_zeros_from_others(name: str) -> None:
+    """All other rows have zeros as cotangents, so that they add nothing to the gradients of weights."""
+    case, gradients, _, shape = _both(name)
+    cotangents = jax.random.normal(jax.random.key(1), (ROWS, *shape)).at[:2].set(0)
+    weights_alone, *alone = gradients(cotangents[2:], *case.inputs(1, 0))
+    weights, *among = gradients(cotangents, *case.among(ROWS, 2))
+    for rows, row in zip(among, alone, strict=True):
+        assert_same_bits(rows[2], row[0])
+        assert not jnp.any(rows[:2])
+    # Zeros of either sign are one number, which sums of nothing end as.
+    assert_same_bits(*(jax.tree.map(lambda x: x + 0, tree) for tree in (weights, weights_alone)))

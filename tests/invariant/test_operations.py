@@ -34,7 +34,7 @@ def test_rows_of_a_function_with_operations_are_those_alone(
     slopes = jax.jit(jax.grad(lambda x: jnp.sum(detjax.batch_invariant(function)(x) ** 2)))
     results, gradient = invariant(X), slopes(X)
     np.testing.assert_allclose(results, function(X), atol=1e-5)
-    for start, count in ((0, 1), (5, 3), (9, 8)):
+    for start, count in ((0, 1), (9, 3)):
         rows = slice(start, start + count)
         assert_same_bits(invariant(X[rows]), results[rows])
         assert_same_bits(slopes(X[rows]), gradient[rows])

@@ -149,7 +149,9 @@ def test_a_row_has_the_bits_that_it_has_alone() -> None:
         assert_same_bits(batched.run(program, [jnp.tile(X, (22, 1, 1))[1 : 1 + rows]], [])[0][0], alone[0])
 
 
-@pytest.mark.parametrize("gated", [False, True], ids=["like GPT-2", "like Qwen3"])
+@pytest.mark.parametrize(
+    "gated", [pytest.param(False, marks=pytest.mark.nightly, id="like GPT-2"), pytest.param(True, id="like Qwen3")]
+)
 def test_no_part_of_a_transformer_runs_in_a_loop_over_rows(gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     in_loops: list[str] = []
     known: list[int] = []

@@ -10,7 +10,7 @@ TOGETHER = 10
 PROGRAMS = 2000
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("first", range(0, PROGRAMS, TOGETHER))
 def test_no_proof_of_a_random_program_is_false(first: int) -> None:
     programs = [Program.from_seed(seed) for seed in range(first, first + TOGETHER)]
