@@ -1,5 +1,11 @@
 """The choice of the backend that serves."""
 
+import os
+import pathlib
+import platform
+from types import SimpleNamespace
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -100,3 +106,81 @@ def test_the_hopper_backend_is_refused_without_a_hopper_gpu() -> None:
         detjax.use_backend("hopper"),
     ):
         ops.matmul(x, x, layout="nk")
+
+
+def device(platform: str, capability: str | None = None) -> Any:
+    return SimpleNamespace(platform=platform, compute_capability=capability, id=3, device_kind="kind")
+
+
+@pytest.mark.parametrize(
+    ("here", "serving"),
+    [
+        (device("gpu", "9.0"), "hopper"),
+        (device("gpu", "8.9"), "portable"),
+        (device("gpu", "10.0"), "portable"),
+        (device("gpu"), "portable"),
+        (device("tpu"), "tpu"),
+        (device("cpu", "9.0"), "portable"),
+    ],
+)
+def test_a_device_is_served_by_the_best_backend_that_runs_on_it(
+    here: Any, serving: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jax, "devices", lambda: [here, device("gpu", "9.0")])
+    monkeypatch.setattr(backends, "runs_here", backends.runs_here.__wrapped__)
+    assert [name for name in backends.BACKENDS if backends.runs_here(name)] == [*dict.fromkeys([serving, "portable"])]
+    assert detjax.backend() == serving
+    monkeypatch.setenv("DETJAX_BACKEND", "")  # as if it was not set
+    assert detjax.backend() == serving
+
+
+def test_devices_have_names_and_processors_their_model_and_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert backends.device_name() == f"cpu:0 ({backends.device_kind()})"
+    assert backends.device_kind().endswith(f", {os.cpu_count()} cores")
+    monkeypatch.setattr(jax, "devices", lambda: [device("gpu")])
+    assert backends.device_name() == "gpu:3 (kind)"
+    assert backends.device_kind(device("tpu")) == "kind"
+    cpuinfo = "model name : A\nmodel : 7\ncpu family : 6\n"
+    monkeypatch.setattr(pathlib.Path, "read_text", lambda *_, **__: cpuinfo)
+    assert backends._processor.__wrapped__() == f"A family 6 model 7, {os.cpu_count()} cores"
+    monkeypatch.setattr(pathlib.Path, "read_text", lambda *_, **__: "model name : A\n")
+    monkeypatch.setattr(platform, "processor", lambda: "B")
+    assert backends._processor.__wrapped__() == f"B, {os.cpu_count()} cores"
+
+
+def test_a_device_that_cannot_serve_is_refused_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    backends.check_device()
+    for name in ("portable", "stock"):
+        with detjax.use_backend(name):
+            backends.check_device()
+    for name in ("hopper", "tpu"):
+        with detjax.use_backend(name), pytest.raises(ValueError, match=f"backend is '{name}', which serves .*cpu:0"):
+            backends.check_device()
+    guards = ("", "_host_to_device", "_device_to_host", "_device_to_device")
+    for name in guards:
+        for value in ("disallow", "disallow_explicit", "log", "allow"):
+            with monkeypatch.context() as patch:
+                patch.setattr(jax, "config", SimpleNamespace(**{f"jax_transfer_guard{name}": value}))
+                if value.startswith("disallow"):
+                    with pytest.raises(ValueError, match=f"JAX_TRANSFER_GUARD{name.upper()} is '{value}'"):
+                        backends.check_device()
+                else:
+                    backends.check_device()
+
+    def none() -> Any:
+        raise RuntimeError("no such platform")
+
+    monkeypatch.setattr(jax, "devices", none)
+    monkeypatch.setenv("JAX_PLATFORMS", "abacus")
+    with pytest.raises(ValueError, match=r"finds no device for JAX_PLATFORMS='abacus' \(no such platform\)"):
+        backends.check_device()
+
+
+def test_programs_are_traced_for_the_devices_platform_or_for_a_given_one() -> None:
+    assert backends.target() == "cpu"
+    with backends.tracing_for("tpu"):
+        assert backends.target() == "tpu"
+        with backends.tracing_for("gpu"):
+            assert backends.target() == "gpu"
+        assert backends.target() == "tpu"
+    assert backends.target() == "cpu"

@@ -11,14 +11,16 @@ import detjax
 from detjax import ops
 from detjax.cli import main
 from detjax.engine.launcher import LauncherThread
-from detjax.runtime import fusions
+from detjax.runtime import compilation, fusions
 from detjax.runtime.compilation import ExecutionChoices
 from tests.support import commands
+from tests.support.small_loops import small_model
 
 
 @pytest.fixture(autouse=True)
 def no_choice_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(fusions.FUSIONS_VARIABLE, raising=False)
+    for variable in (fusions.FUSIONS_VARIABLE, "DETJAX_BACKEND"):
+        monkeypatch.delenv(variable, raising=False)
 
 
 def test_contexts_add_names_and_give_them_back() -> None:
@@ -85,17 +87,18 @@ def test_an_engines_threads_have_the_choices_of_the_one_that_made_them() -> None
     assert thread.submit(fusions.unfused).result() == ("sample",)
     thread.close()
     seen = []
-    with detjax.without_fusions("sample"), detjax.use_backend("stock"):
+    with detjax.without_fusions("sample"), detjax.use_backend("stock"), compilation.chained(True):
         choices = ExecutionChoices.here()
 
     def work() -> None:
         with choices.apply():
-            seen.append((detjax.backend(), fusions.unfused()))
+            seen.append((detjax.backend(), fusions.unfused(), compilation.is_chained()))
 
     other = threading.Thread(target=work)
     other.start()
     other.join()
-    assert seen == [("stock", ("sample",))]
+    assert seen == [("stock", ("sample",), True)]
+    assert ExecutionChoices.here() == ExecutionChoices("portable", (), False)
 
 
 def test_the_fingerprint_names_the_fusions_whose_bits_may_change() -> None:
@@ -108,14 +111,52 @@ def test_the_fingerprint_names_the_fusions_whose_bits_may_change() -> None:
         assert detjax.fingerprint().separated_fusions == "[]"
 
 
-def test_an_engine_answers_without_fusions_in_the_same_bits() -> None:
-    from detjax.demo import CHECKPOINT
+CHANGES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "matmul_epilogue": (("matmul",), ("tpu",)),
+    "grouped_matmul_epilogue": (("grouped_matmul",), ("tpu",)),
+    "rms_norm_residual": (("rms_norm",), ()),
+    "qk_rope": (("qk_rope",), ()),
+    "qk_rope_append_kv": (("qk_rope_append_kv",), ()),
+    "attention_dequantize": (("attention",), ()),
+    "sampling_logprobs": (("sampling_logprobs",), ()),
+    "token_logprobs": (("token_logprobs", "token_logprobs_and_gradients"), ()),
+    "sample": (("sample",), ("hopper", "tpu")),
+    "softmax": (("softmax", "log_softmax", "logsumexp"), ("hopper", "tpu")),
+    "attention": (("attention", "ragged_attention"), ("hopper", "tpu")),
+    "gated_delta_rule": (("gated_delta_rule",), ("hopper", "tpu")),
+}
+"""Operations, and backends on which bits may change. Fingerprints depend on these, so they are written out twice."""
 
-    decoder, tokenizer = detjax.models.load(CHECKPOINT)
+
+def test_these_fusions_change_bits_on_these_backends() -> None:
+    assert {name: (one.operations, one.changes_bits_on) for name, one in fusions.FUSIONS.items()} == CHANGES
+    for backend in ("hopper", "tpu", "portable", "stock"):
+        with detjax.use_backend(backend), detjax.without_fusions(*CHANGES):
+            changing = sorted(name for name, (_, backends) in CHANGES.items() if backend in backends)
+            assert fusions.unfused_with_other_bits() == tuple(changing)
+
+
+def test_operations_whose_steps_are_plain_jax_are_served_by_the_portable_backend() -> None:
+    in_plain_jax = {"sample", "softmax", "attention", "gated_delta_rule"}
+    for name, (operations, _) in CHANGES.items():
+        for operation in operations:
+            with detjax.use_backend("hopper"):
+                assert fusions.serving_backend(operation) == "hopper"
+                with detjax.without_fusions(name):
+                    expected = "portable" if name in in_plain_jax else "hopper"
+                    assert fusions.serving_backend(operation) == expected
+                    assert fusions.is_unfused(name)
+            with detjax.use_backend("stock"), detjax.without_fusions(name):
+                assert fusions.serving_backend(operation) == "stock" and not fusions.is_unfused(name)
+    with detjax.use_backend("hopper"), detjax.without_fusions("softmax"):
+        assert fusions.serving_backend("attention") == "hopper" and not fusions.is_unfused("attention")
+
+
+def test_an_engine_answers_without_fusions_in_the_same_bits() -> None:
     sampling = detjax.SamplingParams(max_tokens=3, temperature=1.0, seed=4)
 
     def answer() -> detjax.Completion:
-        return detjax.generate(decoder, [[1, 2, 3]], sampling, tokenizer=tokenizer)[0].completions[0]
+        return detjax.generate(small_model(), [[1, 2, 3]], sampling, prefill_chunk=1)[0].completions[0]
 
     fused = answer()
     with detjax.without_fusions(*fusions.FUSIONS):
