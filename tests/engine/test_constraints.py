@@ -417,7 +417,7 @@ def test_a_sample_does_not_fail_for_the_states_that_its_neighbours_have_reached(
     (a,), (b,) = (TOKENIZER.encode(letter) for letter in "ab")
 
     def steps(matcher: Matcher, seed: int, count: int) -> bool:
-        """Returns whether a sample fails within so many random tokens."""
+        """Returns whether a sample fails within this number of random tokens."""
         draw = random.Random(seed)
         return any(accept(compiler, matcher, draw.choice([a, b])).failures for _ in range(count))
 

@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 
-import detjax
-import detjax.demo
 from detjax import SamplingParams
-from detjax.engine import Constraint, Engine, EngineClosed, Request
+from detjax.engine import Constraint, EngineClosed, Request
 from detjax.engine.batch import BatchShapes, SlotTable, StepBatch
 from detjax.engine.constraints import CompiledConstraint, ConstraintCompiler, Masks, Matcher
 from detjax.engine.launcher import Launcher, LauncherThread
@@ -22,6 +20,7 @@ from detjax.engine.step_loop import StepLoop
 from detjax.runtime import backends
 from tests.engine import schedules
 from tests.engine.schedules import END, RememberingCompiler, RememberingRunner, expected_tokens
+from tests.support.small_loops import small_engine
 from tests.support.waits import HANGS_AFTER
 
 
@@ -193,7 +192,6 @@ def test_a_constraint_that_fails_after_the_end_of_its_sample_is_no_failure(
 def test_an_exception_while_a_step_is_launched_ends_the_engine_with_its_traceback(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, constraint: Constraint | None
 ) -> None:
-    model, tokenizer = detjax.models.load(detjax.demo.CHECKPOINT, progress=False)
     failure, samples = MemoryError("no memory left"), 0
 
     def broken_sample(runner: ModelRunner, *args: Any) -> Any:
@@ -205,7 +203,7 @@ def test_an_exception_while_a_step_is_launched_ends_the_engine_with_its_tracebac
 
     sample = ModelRunner.sample
     monkeypatch.setattr(ModelRunner, "sample", broken_sample)
-    with Engine(model, tokenizer, max_samples=2, token_budget=16, max_length=64) as engine:
+    with small_engine() as engine:
         params = SamplingParams(max_tokens=20, constraint=constraint)
         error = engine.submit(Request("ROMEO:", params)).exception(HANGS_AFTER)
         assert isinstance(error, EngineClosed)
@@ -218,7 +216,6 @@ def test_an_exception_while_a_step_is_launched_ends_the_engine_with_its_tracebac
 
 
 def test_masks_that_cannot_be_computed_end_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, tokenizer = detjax.models.load(detjax.demo.CHECKPOINT, progress=False)
     start_masks, failure, count = ConstraintCompiler.start_masks, MemoryError("no memory left"), 0
 
     def fail_later(compiler: ConstraintCompiler, *args: Any) -> Future[Masks]:
@@ -232,15 +229,14 @@ def test_masks_that_cannot_be_computed_end_the_engine(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(ConstraintCompiler, "start_masks", fail_later)
     params = SamplingParams(max_tokens=20, constraint=Constraint("regex", "[a-z]{15}"))
-    with Engine(model, tokenizer, max_samples=2, token_budget=16, max_length=64) as engine:
+    with small_engine() as engine:
         assert isinstance(engine.submit(Request("ROMEO:", params)).exception(HANGS_AFTER), EngineClosed)
         assert engine.closed.exception(HANGS_AFTER) is failure
 
 
 def test_closing_an_engine_ends_its_threads() -> None:
-    model, tokenizer = detjax.models.load(detjax.demo.CHECKPOINT, progress=False)
     before = {*threading.enumerate()}
-    with Engine(model, tokenizer, max_samples=2, token_budget=16, max_length=64) as engine:
+    with small_engine() as engine:
         future = engine.submit(Request("ROMEO:", SamplingParams(max_tokens=50)))
         names = {thread.name for thread in {*threading.enumerate()} - before}
         assert {"detjax-engine", "detjax-launcher"} <= names

@@ -166,11 +166,17 @@ def test_a_pool_of_exactly_one_sequences_pages_serves_it(keeps_prefixes: bool, r
     ("prefills", "rows", "counts"), [(1, 40, [3]), (2, 40, [3, 3]), (3, 40, [3, 3, 3]), (3, 6, [3, 2])]
 )
 def test_a_step_has_no_more_prefills_and_rows_than_its_limits_say(prefills: int, rows: int, counts: list[int]) -> None:
-    limits = StepLimits(slots=4, tokens=40, prefills=prefills, rows=rows, prefill_chunk=3)
-    scheduler = Scheduler(PagePool(20), limits)
-    for _ in range(4):
-        scheduler.submit(sequence((1, 2, 3, 4), max_tokens=1))
-    assert [chunk.count for chunk in scheduler.plan().prefills] == counts
+    large = StepLimits(slots=4, tokens=40, prefills=4, rows=40, prefill_chunk=3)
+    small = dataclasses.replace(large, prefills=prefills, rows=rows)
+    for are_running in (False, True):
+        scheduler = Scheduler(PagePool(20), large if are_running else small)
+        for seed in range(4):
+            scheduler.submit(sequence((seed, 1, 2, 3, 4, 5, 6), max_tokens=1))
+        if are_running:
+            scheduler.mark_submitted(scheduler.plan())
+            assert len(scheduler.running) == 4
+            scheduler.limits = small
+        assert [chunk.count for chunk in scheduler.plan().prefills] == counts
 
 
 @pytest.mark.usefixtures("small_pages")

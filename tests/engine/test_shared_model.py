@@ -43,27 +43,15 @@ class Calls:
 _RUN = ModelRunner._run
 
 
-def check_priming() -> None:
-    """Every program that exchanges first runs once without links, and has the bits of one device."""
-    calls, expected = Calls(), answers(small_loop())
+def main() -> None:
+    """Compares answers of a model that two devices share, whose programs another process compiles, with one device's.
+
+    Every program that exchanges first runs once without links.
+    """
+    calls, used, expected = Calls(), list[Hashable](), answers(small_loop(VARIANTS_OF_TWO))
     buffers = Buffers(jnp.zeros(1, jnp.int32), LINKS, NOWHERE)
     model_runner.device_buffers = lambda mesh: None if mesh is None else buffers
     ModelRunner._run = lambda self, program, *, is_linked=True: calls.run(self, program, is_linked=is_linked)
-    assert answers(shared_loop()) == expected
-    by_key: dict[Hashable, list[bool]] = {}
-    for key, is_linked in calls.exchanges:
-        by_key.setdefault(key, []).append(is_linked)
-    exchanging = {key: linked for key, linked in by_key.items() if key[0] != "_note_seen"}  # pyright: ignore[reportIndexIssue]
-    assert {key[0] for key in exchanging} == {"_forward", "_sample", "_score", "_decode_run"}  # pyright: ignore[reportIndexIssue]
-    for key, linked in exchanging.items():
-        assert linked[0] is False, key
-        assert all(linked[1:]), key
-        assert len(linked) > 1, key
-
-
-def check_processes() -> None:
-    """Other processes compile the programs of devices that share a model, and no bit depends on it."""
-    expected, used = answers(small_loop()), []
 
     class Counted(program_compiler.CompilerProcess):
         def compiled(self, key: Hashable) -> bytes:
@@ -73,16 +61,26 @@ def check_processes() -> None:
 
     program_compiler.CompilerProcess = Counted
     loop = shared_loop()
-    loop.warm_up(ProgramCompiler(processes=2))
+    loop.warm_up(ProgramCompiler(processes=1))
     loop.wait_for_programs()
-    assert len(used) == len(loop.programs().by_key())
+    assert {*used} == {*loop.programs().by_key()} == {*loop._runner._compiled}
+    assert len(used) == len({*used})
     assert answers(loop) == expected
+    by_key: dict[Hashable, list[bool]] = {}
+    for key, is_linked in calls.exchanges:
+        by_key.setdefault(key, []).append(is_linked)
+    assert {*by_key} == {*used}
+    for key, linked in by_key.items():
+        # No device waits for another one while tokens are noted.
+        assert linked[0] is (key[0] == "_note_seen"), key  # pyright: ignore[reportIndexIssue]
+        assert all(linked[1:]), key
+        assert len(linked) > 1, key
     loop.close()
+    print(ALL_HOLD)
 
 
-@pytest.mark.parametrize("check", ["check_priming", "check_processes"])
-def test_devices_that_share_a_model(check: str) -> None:
-    run_on_devices(__name__, check, devices=2)
+def test_devices_that_share_a_model_have_the_bits_of_one_whoever_compiles_their_programs() -> None:
+    run_on_devices(__name__, devices=2)
 
 
 def test_the_links_of_an_engine_are_what_its_programs_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +91,4 @@ def test_the_links_of_an_engine_are_what_its_programs_are_given(monkeypatch: pyt
 
 
 if __name__ == "__main__":
-    import sys
-
-    globals()[sys.argv[1]]()
-    print(ALL_HOLD)
+    main()
