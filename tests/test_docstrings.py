@@ -59,6 +59,7 @@ COSTLY = {
     "audit/verification/verify.py:verify",
     "engine/engine.py:Engine",
     "engine/step_loop.py:StepLoop",
+    "models/mesh.py:sharded",
     "ops/delta_rule.py:gated_delta_rule",
 }
 """Examples that compile for seconds."""
