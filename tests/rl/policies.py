@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Final
 
 import jax.numpy as jnp
 from flax import nnx
@@ -19,6 +20,9 @@ from detjax.rl.trainer.step import Plan
 from detjax.rl.trainer.trainer import Trainer
 
 LEARNING_RATE = 3e-3
+ADAMW = adamw(LEARNING_RATE)
+ENGINE: Final = {"max_samples": 4, "token_budget": 24, "max_length": 64}
+"""The sizes of the engine that tests share."""
 
 
 @functools.cache
@@ -45,7 +49,7 @@ def trainer(
     dtype: DTypeLike = jnp.bfloat16,
     distribution: Distribution = Distribution(),  # noqa: B008
 ) -> Trainer:
-    return Trainer(policy(dtype), adamw(LEARNING_RATE), LogLikelihood(), Plan(layout), distribution=distribution)
+    return Trainer(policy(dtype), ADAMW, LogLikelihood(), Plan(layout), distribution=distribution)
 
 
 def config(kind: str, steps: int) -> RunConfig:

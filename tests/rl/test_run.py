@@ -1,12 +1,12 @@
 """Whole runs: the trainer sees the sampler's bits, and a run that is killed and resumed ends with the same weights."""
 
 import dataclasses
+import functools
 import hashlib
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -16,32 +16,21 @@ import pytest
 import detjax
 from detjax.audit.comparison.divergence import divergence
 from detjax.engine import Engine, SamplingParams
-from detjax.models import Decoder
 from detjax.operands.options import Distribution
+from detjax.ops.token_logprobs import CHUNK
 from detjax.rl.policy_gradients.policy_gradient import PolicyGradient
 from detjax.rl.rollouts import Rollout, rollouts, seed_of
-from detjax.rl.runs.run import Run, RunConfig, trainer_for
+from detjax.rl.runs.run import Run, RunConfig
 from detjax.rl.runs.run_state import RunState
+from detjax.rl.trainer.entropy import entropies
 from detjax.rl.trainer.microbatches import Layout, Packed, Rows, Sample
-from detjax.rl.trainer.placement import Placement
-from detjax.rl.trainer.step import Plan
-from detjax.rl.trainer.train_state import initial_state
 from detjax.rl.trainer.trainer import Trainer
 from tests.rl import policies
-from tests.rl.training_cases import ADAMW, network
-from tests.support.bits import assert_same_bits
+from tests.support.bits import assert_same_bits, same_bits
 
 PROMPTS = ("1+2=", "34=", "7+9=", "5281=", "12=")
-
-
-def engine_for(model: Decoder) -> Engine:
-    return Engine(model, policies.tokenizer(), max_samples=8, token_budget=64, max_length=64)
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[Engine]:
-    with engine_for(policies.policy()) as engine:
-        yield engine
+ROWS, PACKED = Rows(4, 32), Packed(64)
+"""The layouts of these tests, which share programs."""
 
 
 def made(config: RunConfig, layout: Layout, engine: Engine | None = None) -> Run:
@@ -52,8 +41,8 @@ def digest(trainer: Trainer) -> str:
     return hashlib.sha256(b"".join(np.asarray(weight).tobytes() for weight in trainer.weights)).hexdigest()
 
 
-def sampled(engine: Engine, temperature: float = 1.0) -> list[Rollout]:
-    sampling = SamplingParams(12, temperature, n=3)
+def sampled(engine: Engine, distribution: Distribution) -> list[Rollout]:
+    sampling = SamplingParams(12, n=3, sampling_logprobs=True, **dataclasses.asdict(distribution))
     seeds = [seed_of(5, index) for index in range(len(PROMPTS))]
     return [one for group in rollouts(engine, PROMPTS, sampling, seeds) for one in group]
 
@@ -62,175 +51,131 @@ def samples_of(flat: list[Rollout]) -> list[Sample]:
     return [Sample(one.tokens, np.ones(len(one.completion), np.float32), one.logprobs) for one in flat]
 
 
-@pytest.mark.parametrize("layout", [Rows(4, 32), Packed(64)], ids=["rows", "packed"])
+@pytest.mark.parametrize("layout", [ROWS, PACKED], ids=["rows", "packed"])
 def test_the_trainer_sees_the_samplers_bits_after_every_step(engine: Engine, layout: Layout) -> None:
     trainer = policies.trainer(layout)
-    for step in range(2):
+    for temperature in (0.6, 1.0):
         engine.update_weights(trainer.params)
-        flat = sampled(engine, 1.0 if step else 0.6)
+        flat = sampled(engine, Distribution(temperature))
         by_trainer = trainer.logprobs(samples_of(flat))
         between = divergence([one.logprobs for one in flat], by_trainer)
         assert between.unequal_tokens == 0
         assert (between.k1, between.k2, between.k3) == (0.0, 0.0, 0.0)
+        # The model's logprobs are those of the distribution at temperature 1 alone.
+        own = [one.sampling_logprobs for one in flat]
+        assert same_bits(own, by_trainer) == (temperature == 1)
         report = trainer.step(samples_of(flat))
         # The forward pass of the step itself has these bits, too.
-        assert [x.tobytes() for x in report.logprobs] == [x.tobytes() for x in by_trainer]
+        assert_same_bits(report.logprobs, by_trainer)
+    # The control: weights of one step later.
+    assert not same_bits(trainer.logprobs(samples_of(flat)), by_trainer)
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "distribution",
-    [Distribution(1.5, top_k=5), Distribution(0.6), Distribution(1.0, top_p=0.7, min_p=0.05), Distribution(0.0)],
-    ids=["top-k", "cool", "top-p", "greedy"],
+    [
+        pytest.param(Distribution(1.3, top_k=9, top_p=0.9, min_p=0.05), id="all filters"),
+        *(
+            pytest.param(one, id=name, marks=pytest.mark.nightly)
+            for name, one in {
+                "top-k": Distribution(1.5, top_k=5),
+                "cool": Distribution(0.6),
+                "top-p": Distribution(1.0, top_p=0.7, min_p=0.05),
+                "greedy": Distribution(0.0),
+            }.items()
+        ),
+    ],
 )
 def test_the_trainer_sees_the_bits_of_the_distribution_that_was_drawn_from(
     engine: Engine, distribution: Distribution
 ) -> None:
-    trainer = policies.trainer(Packed(128), distribution=distribution)
+    trainer = policies.trainer(PACKED, distribution=distribution)
     engine.update_weights(trainer.params)
-    sampling = SamplingParams(12, n=3, sampling_logprobs=True, **dataclasses.asdict(distribution))
-    groups = rollouts(engine, PROMPTS, sampling, [seed_of(6, index) for index in range(len(PROMPTS))])
-    flat = [one for group in groups for one in group]
-    by_trainer = trainer.logprobs(samples_of(flat))
-    assert divergence([one.sampling_logprobs for one in flat], by_trainer).unequal_tokens == 0
-    report = trainer.step(samples_of(flat))
-    assert [x.tobytes() for x in report.logprobs] == [x.tobytes() for x in by_trainer]
+    flat = sampled(engine, distribution)
+    report = trainer.step([one.sample(np.ones(len(one.completion), np.float32)) for one in flat])
+    assert_same_bits(report.logprobs, [one.sampling_logprobs for one in flat])
+    assert not same_bits(report.logprobs, [one.logprobs for one in flat])
     assert (report.gradient_norm == 0) == (distribution.temperature == 0)
 
 
-@pytest.mark.sampled(0)
-def test_stock_numerics_differ_between_sampler_and_trainer() -> None:
-    with detjax.use_backend("stock"), engine_for(policies.policy()) as engine:
-        trainer = policies.trainer(Rows(4, 32))
-        flat = sampled(engine)
-        between = divergence([one.logprobs for one in flat], trainer.logprobs(samples_of(flat)))
-    assert between.unequal_share > 0.2
-    assert between.k3 > 0
+SUPERVISED = policies.config("supervised", 9)
+
+
+@functools.cache
+def whole_run() -> str:
+    """The digest of the weights after an undisturbed run."""
+    run = made(SUPERVISED, ROWS)
+    losses = [metrics["loss"] for _, metrics in run.steps()]
+    assert losses[-1] < 0.75 * losses[0]
+    return digest(run.trainer)
 
 
 def test_a_supervised_run_lowers_the_loss_and_does_not_depend_on_the_layout() -> None:
-    config, digests = policies.config("supervised", 12), set()
-    for layout in (Rows(8, 16), Packed(48)):
-        run = made(config, layout)
-        losses = [metrics["loss"] for _, metrics in run.steps()]
-        assert losses[-1] < 0.75 * losses[0]
-        digests.add(digest(run.trainer))
-    assert len(digests) == 1
+    run = made(SUPERVISED, PACKED)
+    assert len(list(run.steps())) == 9
+    assert digest(run.trainer) == whole_run() != digest(policies.trainer(PACKED))
 
 
 def test_a_run_of_policy_gradients_has_no_unequal_bit_at_any_step(engine: Engine) -> None:
-    run = made(policies.config("reinforcement", 3), Packed(256), engine)
+    run = made(policies.config("reinforcement", 3), PACKED, engine)
     metrics = [metrics for _, metrics in run.steps()]
     assert [one["unequal_tokens"] for one in metrics] == [0, 0, 0]
     assert all(one["k3"] == 0.0 and one["effective_sample_size"] == one["tokens"] for one in metrics)
 
 
-def test_the_step_size_rises_and_falls_as_the_configuration_says() -> None:
-    config = dataclasses.replace(
-        policies.config("supervised", 11), learning_rate=0.5, warmup=4, final_share=0.1, max_norm=1e9
-    )
-    optimizer = trainer_for(config, policies.policy(), Plan(Packed(64))).optimizer
-    param, rates = jnp.zeros(1), []
-    state = optimizer.init(param)
-    for _ in range(config.steps):
-        # With gradients of 1, the quotient of the moments is 1.
-        change, state = optimizer.update(jnp.ones(1), state, param)
-        rates.append(-float(np.asarray(change)[0]))
-    expected = [0.5 * min(1, (step + 1) / 4) * (1 - 0.9 * step / 10) for step in range(11)]
-    np.testing.assert_allclose(rates, expected, rtol=1e-3)
-    assert trainer_for(config, policies.policy(), Plan(Rows(1, 64))).optimizer is optimizer
-
-
 KILLED = """
 import os, signal, sys
 from pathlib import Path
+import jax
 from detjax.rl.trainer.microbatches import Packed, Rows
 from detjax.rl.runs.run_state import RunState
-from tests.rl import policies
-from tests.rl.test_run import digest, made
+from tests.rl.test_run import SUPERVISED, made
 
-config = policies.config("supervised", 9)
-run = made(config, eval(sys.argv[2]))
-with RunState(Path(sys.argv[1]), config.as_json()) as state:
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+run = made(SUPERVISED, eval(sys.argv[2]))
+with RunState(Path(sys.argv[1]), SUPERVISED.as_json()) as state:
     for step, _ in run.steps(state, save_every=2):
         if step == int(sys.argv[3]):
             os.kill(os.getpid(), signal.SIGKILL)
-print(digest(run.trainer))
 """
 
 
 # The step that is killed may or may not have been saved. Each process lays its batches out in its own way.
-KILLS = ("Packed(48)", 2), ("Rows(3, 32)", 5), ("Packed(128)", 7)
+KILLS = ("Packed(48)", 5), ("Rows(3, 32)", 6), ("Packed(128)", 7)
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("kills", [KILLS[:1], KILLS], ids=["once", "three times"])
+@pytest.mark.parametrize("kills", [KILLS[:1], pytest.param(KILLS, marks=pytest.mark.nightly)], ids=["once", "thrice"])
 def test_a_run_that_is_killed_and_resumed_ends_with_the_same_bytes(
     tmp_path: Path, kills: tuple[tuple[str, int], ...]
 ) -> None:
-    def process(directory: str, layout: str, killed_after: int) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-c", KILLED, str(tmp_path / directory), layout, str(killed_after)]
-        # The processes share their programs. None is killed while it writes one.
-        environment = os.environ | {"PYTHONPATH": os.getcwd(), "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "programs")}
-        environment |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-        return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-
-    whole = process("whole", "Rows(8, 16)", 99)
-    assert whole.returncode == 0, whole.stderr
     for layout, killed_after in kills:
-        assert process("killed", layout, killed_after).returncode == -signal.SIGKILL
-    resumed = process("killed", "Rows(2, 16)", 99)
-    assert resumed.returncode == 0, resumed.stderr
-    assert resumed.stdout == whole.stdout
+        command = [sys.executable, "-c", KILLED, str(tmp_path), layout, str(killed_after)]
+        environment = os.environ | {"PYTHONPATH": os.getcwd()}
+        process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert process.returncode == -signal.SIGKILL, process.stderr
+    run = made(SUPERVISED, PACKED)
+    with RunState(tmp_path, SUPERVISED.as_json()) as state:
+        steps = [step for step, _ in run.steps(state)]
+    # The saves after step 2 were complete when the one after step 4 began.
+    assert steps[0] > 1 and steps[-1] == 8
+    assert digest(run.trainer) == whole_run()
 
 
-def test_a_state_of_another_run_is_refused_by_what_differs(tmp_path: Path) -> None:
+def test_a_finished_run_has_nothing_left_to_do_in_any_dtype(tmp_path: Path) -> None:
     config = policies.config("supervised", 2)
-    run = made(config, Rows(8, 16))
+    first, again = made(config, ROWS), made(config, ROWS)
+    wider = Run(config, policies.trainer(ROWS, jnp.float32), policies.tokenizer(), policies.end_token())
     with RunState(tmp_path, config.as_json()) as state:
-        list(run.steps(state))
-    other = dataclasses.replace(config, seed=1)
-    with RunState(tmp_path, other.as_json()) as state, pytest.raises(ValueError, match="configuration has seed 0"):
-        list(made(other, Rows(8, 16)).steps(state))
-    wider = Run(config, policies.trainer(Rows(8, 16), jnp.float32), policies.tokenizer(), policies.end_token())
-    with RunState(tmp_path, config.as_json()) as state:
-        # Masters are float32 whatever the weights' dtype: the saved state serves, and the weights are rounded again.
-        assert not list(wider.steps(state))
-
-
-def test_a_state_with_a_weight_that_is_not_trained_is_found_again(tmp_path: Path) -> None:
-    net, weights = network("deepseek-v3", "float32")
-    state = initial_state(weights, ADAMW, Placement(2), trained=net.trained)
-    assert None in state.optimizer
-    with RunState(tmp_path, {}) as saved:
-        saved.save(3, state)
-    with RunState(tmp_path, {}) as saved:
-        newest = saved.newest(state)
-    assert newest is not None
-    assert newest[0] == 3
-    assert_same_bits(newest[1], state)
-
-
-def test_a_finished_run_has_nothing_left_to_do(tmp_path: Path) -> None:
-    config = policies.config("supervised", 2)
-    with RunState(tmp_path, config.as_json()) as state:
-        first = made(config, Rows(8, 16))
-        list(first.steps(state))
-    with RunState(tmp_path, config.as_json()) as state:
-        again = made(config, Rows(8, 16))
-        assert not list(again.steps(state))
+        assert len(list(first.steps(state))) == 2
+    for run in (again, wider):
+        with RunState(tmp_path, config.as_json()) as state:
+            assert not list(run.steps(state))
     assert digest(again.trainer) == digest(first.trainer)
-
-
-def test_learning_from_rollouts_needs_an_engine() -> None:
-    with pytest.raises(ValueError, match="engine is None; accepted: an engine"):
-        made(policies.config("reinforcement", 1), Rows(8, 16))
-
-
-def test_an_engine_with_another_cache_is_refused(engine: Engine) -> None:
-    config = dataclasses.replace(policies.config("reinforcement", 1), kv_cache_dtype="q4_0")
-    with pytest.raises(ValueError, match="the engine's kv_cache_dtype is None; accepted: q4_0"):
-        made(config, Rows(8, 16), engine)
+    assert_same_bits(again.trainer.state, first.trainer.state)
+    # Masters are float32 whatever the weights' dtype: the saved state serves, and the weights are rounded again.
+    rounded = [np.asarray(weight).astype("bfloat16") for weight in wider.trainer.weights]
+    assert_same_bits(rounded, list(map(np.asarray, first.trainer.weights)))
 
 
 def test_weights_of_terms_come_from_advantages_corrections_and_lengths() -> None:
@@ -252,28 +197,44 @@ ENTROPIES = {
     "model": Distribution(),
     "cool": Distribution(0.6),
     "top-k": Distribution(1.5, top_k=3),
+    "top-p": Distribution(1.0, top_p=0.7),
     "min-p": Distribution(1.0, top_p=0.9, min_p=0.2),
     "greedy": Distribution(0.0),
 }
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ENTROPIES)
 def test_the_entropy_is_that_of_the_distribution_over_all_tokens(name: str) -> None:
-    drawn = ENTROPIES[name]
+    drawn, model = ENTROPIES[name], policies.policy(jnp.float32)
+    hidden = 4 * np.random.default_rng(0).standard_normal((7, model.config.hidden_size)).astype(np.float32)
+    result = detjax.jit(lambda hidden: entropies(model, hidden, drawn))(jnp.asarray(hidden))
+    logits = np.asarray(model.logits(jnp.asarray(hidden)), np.float64)
+    expected = [expected_entropy(row, drawn) for row in logits]
+    assert result.dtype == jnp.float32 and np.ptp(expected) > (0.1 if drawn.temperature else -1)
+    np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_entropies_have_the_same_bits_in_any_number_of_chunks() -> None:
+    model = policies.policy(jnp.float32)
+    hidden = np.random.default_rng(0).standard_normal((3, CHUNK // 3 + 1, model.config.hidden_size)).astype(np.float32)
+    assert hidden[..., 0].size > CHUNK
+    together = entropies(model, jnp.asarray(hidden), Distribution())
+    assert together.shape == hidden.shape[:2]
+    for row in range(3):
+        assert_same_bits(entropies(model, jnp.asarray(hidden[row]), Distribution()), together[row])
+
+
+def test_scores_are_logprobs_and_entropies_of_completions_in_any_layout() -> None:
     given = [Sample(np.arange(1, 9, dtype=np.int32), np.zeros(5, np.float32), np.zeros(5, np.float32))]
     given.append(Sample(np.arange(3, 20, dtype=np.int32), np.zeros(9, np.float32), np.zeros(9, np.float32)))
-    scores = policies.trainer(Packed(64), distribution=drawn).scores(given)
-    rows = policies.trainer(Rows(1, 32), distribution=drawn).scores(given)
-    assert [x.tobytes() for x in rows.entropies] == [x.tobytes() for x in scores.entropies]
-    by_trainer = policies.trainer(Packed(64), distribution=drawn).logprobs(given)
-    assert [x.tobytes() for x in scores.logprobs] == [x.tobytes() for x in by_trainer]
-    for sample, entropies in zip(given, scores.entropies, strict=True):
-        logits = np.asarray(policies.policy()(jnp.asarray(sample.tokens[None])), np.float64)
-        logits = logits[0, sample.prompt_tokens - 1 : -1]
-        assert entropies.shape == sample.weights.shape
-        for row, entropy in zip(logits, entropies, strict=True):
-            np.testing.assert_allclose(entropy, expected_entropy(row, drawn), rtol=1e-3, atol=1e-4)
+    packed, rows = policies.trainer(PACKED), policies.trainer(ROWS)
+    scores = packed.scores(given)
+    assert_same_bits(rows.scores(given), scores)
+    assert_same_bits(scores.logprobs, packed.logprobs(given))
+    for sample, values in zip(given, scores.entropies, strict=True):
+        hidden, _ = policies.policy().hidden(jnp.asarray(sample.tokens[None]), None)
+        expected = entropies(policies.policy(), hidden[0, sample.prompt_tokens - 1 : -1], Distribution())
+        np.testing.assert_allclose(values, expected, rtol=1e-6)
 
 
 def expected_entropy(logits: np.ndarray, drawn: Distribution) -> float:

@@ -203,7 +203,7 @@ def test_states_are_saved_after_every_few_steps_and_after_the_last(
 ) -> None:
     trainer, state = RecordingTrainer(Distribution()), RecordingState(newest)
     assert [step for step, _ in unchecked(made(SUPERVISED, trainer).steps)(state, save_every=every)] == steps
-    # A run goes on from the state that was saved, whose number of steps is the trainer's state here.
+    # A run continues from the saved state, which is the number of steps here.
     assert state.saved == [(step, step) for step in saved] and state.like == [0]
     assert trainer.state == 5
 

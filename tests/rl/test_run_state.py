@@ -22,7 +22,7 @@ CONFIGURATION = {"kind": "supervised", "seed": 3, "distribution": {"temperature"
 
 
 def state(number: float = 1, size: int = 7, dtype: Any = jnp.float32) -> TrainState:
-    """A state with more leaves than digits, one of which is not trained."""
+    """A state with more than ten leaves, and a master without optimizer state."""
     masters = tuple(jnp.arange(size, dtype=dtype) + number * index for index in range(5))
     moments = tuple(AdamState(jnp.int32(number + index), x * 2, x * 3) for index, x in enumerate(masters[:4]))
     return TrainState(masters, (*moments, None))

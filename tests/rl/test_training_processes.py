@@ -3,76 +3,73 @@
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
 import pytest
 from jax.sharding import Mesh
 
+from detjax.models import Decoder
 from detjax.rl.functional import Training
 from detjax.rl.runs.run_state import RunState
-from detjax.rl.trainer.losses import ClippedRatio, LogLikelihood
-from detjax.rl.trainer.microbatches import Packed, Rows, Sample
+from detjax.rl.trainer.microbatches import Rows, Sample
 from detjax.rl.trainer.placement import Placement, on_host
 from detjax.rl.trainer.step import Plan
 from detjax.rl.trainer.trainer import Trainer
-from tests.rl.training_cases import ADAMW, network, samples, two_steps
+from tests.rl.training_cases import ADAMW, LOSS, network, samples
 from tests.support.bits import assert_same_bits, same_bits
 from tests.support.processes import DEVICES, PROCESSES, join, run_in_processes
 from tests.support.simulated_devices import ALL_HOLD
 
 ALL = PROCESSES * DEVICES
+LAYOUT = Rows(2, 48)
 
 
-def test_devices_of_two_processes_train_the_bits_of_one_device() -> None:
-    run_in_processes(__name__, flags="--xla_backend_optimization_level=0")
+@pytest.mark.parametrize("part", ["trainers", pytest.param("functions", marks=pytest.mark.nightly)])
+def test_devices_of_two_processes_train_the_bits_of_one_device(part: str) -> None:
+    run_in_processes(__name__, part, flags="--xla_backend_optimization_level=0")
 
 
-def main(port: str, process: str) -> None:
+def main(port: str, process: str, part: str) -> None:
     join(port, process)
-    batches = samples(19, seed=0), samples(19, seed=1)
-    model = network("qwen3, tied", "float32")
-    expected = two_steps(model, batches, Plan(Rows(2, 64)))
-    for plan in (
-        Plan(Rows(3, 64), devices=ALL, is_sharded=True),
-        Plan(Packed(64), devices=(jax.devices()[0], jax.devices()[-1]), rematerialized=True),
-    ):
-        assert_same_bits(two_steps(model, batches, plan), expected)
-    reversed_order = two_steps(model, [batch[::-1] for batch in batches], Plan(Rows(3, 64), devices=ALL))
-    assert not same_bits(reversed_order, expected)
-    compare_trainers(model, batches)
-    compare_functions(model, batches[0])
-    check_refusals()
+    batches = samples(11, longest=33, seed=0), samples(11, longest=33, seed=1)
+    net, weights = network("qwen3, tied", "float32")
+    model = net.with_weights(weights)
+    one = Trainer(model, ADAMW, LOSS, Plan(LAYOUT))
+    if part == "functions":
+        compare_functions(one, model, batches[0])
+    else:
+        compare_trainers(one, model, batches)
+        check_refusals()
     print(ALL_HOLD)
     jax.distributed.shutdown()
 
 
-def compare_trainers(model: Any, batches: Sequence[Sequence[Sample]]) -> None:
-    """Reports and weights of the class that users have."""
-    net, weights = model
-    one, all_devices = (
-        Trainer(net.with_weights(weights), ADAMW, ClippedRatio(0.3, 0.5), plan)
-        for plan in (Plan(Rows(2, 64)), Plan(Rows(2, 64), devices=ALL, is_sharded=True))
-    )
+def compare_trainers(one: Trainer, model: Decoder, batches: Sequence[Sequence[Sample]]) -> None:
+    """Reports, states and weights where each device of both processes has a part of the state."""
+    parts, other_order = (Trainer(model, ADAMW, LOSS, Plan(LAYOUT, devices=ALL, is_sharded=True)) for _ in range(2))
     for batch in batches:
-        reports = one.step(batch), all_devices.step(batch)
-        assert_same_bits(*(report.logprobs for report in reports))
-        assert reports[0].gradient_norm == reports[1].gradient_norm
-    assert_same_bits(jax.tree.map(on_host, all_devices.weights), one.weights)
-    assert_same_bits(all_devices.logprobs(batches[0]), one.logprobs(batches[0]))
+        report = one.step(batch)
+        assert_same_bits(tuple(parts.step(batch)), tuple(report))
+        other_order.step(batch[::-1])
+    assert_same_bits(jax.tree.map(on_host, parts.state), jax.device_get(one.state))
+    assert_same_bits(jax.tree.map(on_host, parts.weights), one.weights)
+    assert_same_bits(parts.logprobs(batches[0]), one.logprobs(batches[0]))
+    assert not same_bits(jax.tree.map(on_host, other_order.weights), one.weights)
 
 
-def compare_functions(model: Any, batch: Sequence[Sample]) -> None:
-    """The pure functions, which take a mesh."""
-    net, weights = model
-    training, params = Training(net.with_weights(weights), ADAMW, LogLikelihood()), net.state(weights)
-    results = []
-    for mesh in (None, Mesh(np.array(jax.devices()), ("batch",))):
-        given = training.loss_and_gradients(params, batch, microbatch=Rows(2, 64), mesh=mesh)
-        state, norm = training.update(training.init(params), given.gradients)
-        results.append(jax.tree.map(on_host, (given, state, norm)))
-    assert_same_bits(*results)
+def compare_functions(one: Trainer, model: Decoder, batch: Sequence[Sample]) -> None:
+    """The pure functions on a device of each process, which has the whole state, against the trainer's first step."""
+    training = Training(model, ADAMW, LOSS)
+    params = training.network.state(one.weights)
+    mesh = Mesh(np.array([jax.devices()[0], jax.devices()[-1]]), ("batch",))
+    given = training.loss_and_gradients(params, batch, microbatch=LAYOUT, mesh=mesh)
+    state, norm = training.update(training.init(params), given.gradients)
+    first = Trainer(model, ADAMW, LOSS, Plan(LAYOUT))
+    report = first.step(batch)
+    assert_same_bits((given.logprobs, float(norm)), tuple(report))
+    assert_same_bits(jax.tree.map(on_host, state.training), jax.device_get(first.state))
+    assert_same_bits(jax.tree.map(on_host, state.params), first.params)
 
 
 def check_refusals() -> None:

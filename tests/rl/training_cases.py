@@ -1,6 +1,7 @@
 """Small models and batches for tests of training, and two whole steps as a pytree of all that they give."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,12 +20,14 @@ from detjax.rl.trainer.gradients import Loss
 from detjax.rl.trainer.losses import ClippedRatio
 from detjax.rl.trainer.microbatches import Sample
 from detjax.rl.trainer.optimizers import adamw
-from detjax.rl.trainer.placement import on_host
+from detjax.rl.trainer.placement import Placement, on_host
 from detjax.rl.trainer.step import Plan, batch_gradients
 from detjax.rl.trainer.train_state import initial_state, update, weights_of
 
 VOCABULARY = 64
 ADAMW = adamw(1e-2, weight_decay=0.1)
+LOSS = ClippedRatio(0.3, 0.5)
+"""The loss of most tests, which share its programs."""
 
 
 def _config(**options: Any) -> DecoderConfig:
@@ -38,8 +41,7 @@ CONFIGS = {
     "qwen2": _config(architecture="Qwen2ForCausalLM", qk_norm=False, qkv_bias=True, tied_embeddings=False),
     "gemma3": _config(
         architecture="Gemma3ForCausalLM",
-        layers=2,
-        windows=(11, None),
+        windows=(11,),
         activation="gelu_tanh",
         window_rope=RotaryEmbedding(16, 100.0),
         query_pre_attn_scalar=20,
@@ -50,14 +52,12 @@ CONFIGS = {
         qk_norm=False,
         latent=LatentOptions(q_rank=20, kv_rank=12, nope_dim=10, value_dim=14),
         rope=RotaryEmbedding(8, 10_000.0),
-        layers=2,
-        windows=(None, None),
         experts=GroupedExpertsOptions(
             experts=8,
             chosen=3,
             inner_width=16,
             normalized=True,
-            layers=(False, True),
+            layers=(True,),
             groups=4,
             kept_groups=2,
             factor=2.5,
@@ -67,11 +67,14 @@ CONFIGS = {
 }
 
 
-def network(name: str, dtype: Any) -> tuple[Network[Decoder], Weights]:
+@functools.cache
+def network(name: str, dtype: str) -> tuple[Network[Decoder], Weights]:
     """The network of one of `CONFIGS`, and random weights; biases and norms are random, too."""
     net, weights = split(Decoder(CONFIGS[name], rngs=nnx.Rngs(0), dtype=dtype))
     random = np.random.default_rng(1)
-    return net, tuple(x + jnp.asarray(random.standard_normal(x.shape) / 8, x.dtype) for x in weights)
+    weights = tuple(x + jnp.asarray(random.standard_normal(x.shape) / 8, x.dtype) for x in weights)
+    # Where a trainer has them, so that all tests share the programs of its second step.
+    return net, Placement().everywhere(weights)
 
 
 def samples(count: int, longest: int = 60, seed: int = 0) -> list[Sample]:
@@ -93,7 +96,7 @@ def two_steps(
     batches: Sequence[Sequence[Sample]],
     plan: Plan,
     *,
-    loss: Loss = ClippedRatio(),  # noqa: B008
+    loss: Loss = LOSS,
     update_plan: Plan | None = None,
 ) -> dict[str, Any]:
     """All results of two training steps: gradients, logprobs, norms, masters, moments and weights.
