@@ -131,7 +131,7 @@ class _Batch(ControlFlow):
             return self._at_once(eqn, values, mapped)
         if name == "reduce_sum":
             # Numbers narrower than float32 are added in float32 and rounded once.
-            wide = values[0].astype(jnp.promote_types(values[0].dtype, jnp.float32))
+            wide = values[0].astype(loops.at_least_float32(values[0].dtype))
             return [rounded(_halved(wide, [axis + 1 for axis in eqn.params["axes"]], lax.add, 0.0), values[0].dtype)]
         if name == "cumsum":
             axis = eqn.params["axis"] + 1
@@ -211,7 +211,7 @@ def _halved(x: Array, axes: Sequence[int], combined: Callable[[Array, Array], Ar
 
 def _added_examples(x: Array) -> Array:
     """Returns the sum over the examples in ascending order, at least in float32."""
-    wide = lax.optimization_barrier(x.astype(jnp.promote_types(x.dtype, jnp.float32)))
+    wide = lax.optimization_barrier(x.astype(loops.at_least_float32(x.dtype)))
 
     def add(total: Array, rows: Array, _: None) -> Array:
         return functools.reduce(jnp.add, [rows[row] for row in range(rows.shape[0])], total)

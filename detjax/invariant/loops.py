@@ -56,7 +56,7 @@ def run(
     room = max(count, _MIN_EXAMPLES)
     start = (
         [jnp.zeros((room, *x.shape), x.dtype) for x in mapped],
-        [jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)) for x in added],
+        [jnp.zeros(x.shape, at_least_float32(x.dtype)) for x in added],
     )
 
     def step(index: Array, carry: tuple[list[Array], list[Array]]) -> tuple[list[Array], list[Array]]:
@@ -67,6 +67,11 @@ def run(
     out, totals = varying.fori_loop(0, trips, step, start)
     out = [x[:count] for x in out]
     return [*map(_wrapped, out, result_keys), *totals]
+
+
+def at_least_float32(dtype: Any) -> Any:
+    """Returns the dtype in which numbers of a floating-point dtype are added."""
+    return jnp.float32 if jnp.dtype(dtype).itemsize < 4 else dtype
 
 
 def _data(x: Array) -> Array:

@@ -236,6 +236,18 @@ def other_axis(x: Array) -> Array:
     return lax.rev(x.reshape(-1, 11, 3), (1,) if x.shape[0] != 4 else (2,))
 
 
+def other_direction(x: Array) -> Array:
+    return lax.cummax(jnp.abs(x), axis=1, reverse=x.shape[0] == 4)
+
+
+def other_recall(x: Array) -> Array:
+    return lax.approx_max_k(x, 3, recall_target=0.9 if x.shape[0] != 4 else 0.95)[0]
+
+
+def other_stability(x: Array) -> Array:
+    return lax.sort(x.astype(jnp.int32), dimension=1, is_stable=x.shape[0] == 4)
+
+
 def other_constant(x: Array) -> Array:
     return jnp.maximum(x, np.full((1, 33), 1 / x.shape[0], np.float32))
 
@@ -261,6 +273,9 @@ def other_branch(x: Array) -> Array:
         number_of_rows,
         number_of_rows_as_an_integer,
         other_axis,
+        other_direction,
+        other_recall,
+        other_stability,
         other_constant,
         other_result,
         other_branch,

@@ -30,6 +30,13 @@ def shared_trips(w: Array, x: Array) -> Array:
     return lax.while_loop(lambda state: state[0] < 3, body, (0, x))[1]
 
 
+def backwards(w: Array, x: Array) -> Array:
+    """A recurrence from the last position to the first, with a product with a weight in each step."""
+    step = lambda state, x: ((y := jnp.tanh(state @ w + x)), y - state)  # noqa: E731
+    state, seen = lax.scan(step, jnp.zeros_like(x[:, 0]), jnp.swapaxes(x, 0, 1), reverse=True)
+    return jnp.swapaxes(seen, 0, 1) + state[:, None]
+
+
 def layers_by_number(w: Array, x: Array) -> Array:
     """A loop that takes its weight by the loop's counter, which no row may change."""
     stack = jnp.stack([w, w * 2])
@@ -103,6 +110,7 @@ def moves(w: Array, x: Array) -> Array:
 ALL: tuple[Callable[[Array, Array], Array], ...] = (
     own_trips,
     shared_trips,
+    backwards,
     layers_by_number,
     shared_branch,
     own_branch,

@@ -20,17 +20,16 @@ from tests.support.bits import assert_same_bits, same_bits
 _FEW = [functions.own_gradient, functions.transposed, functions.attention, functions.moves]
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("fn", functions.ALL, ids=lambda fn: fn.__name__)
 def test_a_row_has_the_bits_that_it_has_alone(fn: Callable[..., Array]) -> None:
     invariant = detjax.batch_invariant(fn, (None, 0))
     x = inputs(5)
     y = invariant(W, x)
-    np.testing.assert_allclose(y, fn(W, x), rtol=0, atol=2e-5)
+    np.testing.assert_allclose(y, jax.jit(fn)(W, x), rtol=0, atol=2e-5)
     assert_same_bits(invariant(W, x[3:4])[0], y[3])
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("fn", functions.DIFFERENTIABLE, ids=lambda fn: fn.__name__)
 def test_gradients_are_the_functions(fn: Callable[..., Array]) -> None:
     x = inputs(3)
@@ -45,7 +44,6 @@ def test_gradients_are_the_functions(fn: Callable[..., Array]) -> None:
     assert_same_bits(gradients(invariant, x[2:])[1][0], actual[1][2])
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("fn", functions.ALL, ids=lambda fn: fn.__name__)
 def test_accelerators_get_the_functions_numbers(fn: Callable[..., Array]) -> None:
     x = inputs(3)
@@ -117,10 +115,48 @@ def test_on_accelerators_no_compiler_chooses_among_zeros_of_both_signs() -> None
     # Limits of dtypes without infinities, and axes whose size is not a power of two:
     for dtype in (jnp.float32, jnp.bfloat16, jnp.float8_e4m3fn):
         x = jnp.asarray(np.random.default_rng(1).standard_normal((3, 2, 13)), dtype)
-        for fn in (lambda x: x.max(-1), lambda x: x.min((0, 1)), lambda x: (x - x).max(-1), lambda x: -abs(x).max(-1)):
+        for fn in (
+            lambda x: x.max(-1),
+            lambda x: x.min((0, 1)),
+            lambda x: (x - x).max(-1),
+            lambda x: (-abs(x)).max(-1),
+            lambda x: abs(x).min(-1),
+        ):
             one = Program.from_jaxpr(jax.make_jaxpr(fn)(x[0]))
             (largest,) = jax.jit(lambda x, one=one: batched.run(one, [x], []))(x)
             np.testing.assert_array_equal(largest, jax.vmap(fn)(x))
+
+
+ALONG_A_ROW: dict[str, Callable[[Array], Array]] = {
+    "a sum": lambda x: x.sum(1),
+    "a sum over all": lambda x: x.sum(),
+    "a running sum": lambda x: lax.cumsum(x, 1),
+    "a running sum backwards": lambda x: lax.cumsum(x, 0, reverse=True),
+    "so far largest": lambda x: lax.cummax(x, 1),
+    "so far largest backwards": lambda x: lax.cummax(x, 0, reverse=True),
+    "so far smallest backwards": lambda x: lax.cummin(x, 1, reverse=True),
+    "a largest negative number": lambda x: (-abs(x)).max(0),
+    "a product": lambda x: x.prod(1),
+    "a largest of windows": lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (1, 2), (1, 2), "SAME"),
+}
+
+
+def test_on_accelerators_what_works_along_a_row_has_the_functions_numbers() -> None:
+    x = jnp.asarray(np.random.default_rng(4).standard_normal((3, 2, 13)), jnp.float32)
+    with jax.numpy_dtype_promotion("standard"):
+        whole = lambda x: {name: fn(x) for name, fn in ALONG_A_ROW.items()}  # noqa: E731
+        program = Program.from_jaxpr(jax.make_jaxpr(whole)(x[0]))
+        made = jax.jit(lambda x: batched.run(program, [x], []))(x)
+        expected = jax.tree.leaves(jax.vmap(whole)(x))
+    for name, a, e in zip(sorted(ALONG_A_ROW), made, expected, strict=True):
+        np.testing.assert_allclose(a, e, rtol=0, atol=1e-5, err_msg=name)
+
+
+def test_on_accelerators_narrow_numbers_are_added_in_float32() -> None:
+    x = jnp.full((2, 300), 1, jnp.bfloat16)
+    program = Program.from_jaxpr(jax.make_jaxpr(lambda x: lax.reduce_sum_p.bind(x, axes=(0,), out_sharding=None))(x[0]))
+    (made,) = batched.run(program, [x], [])
+    assert made.dtype == jnp.bfloat16 and made.tolist() == [300.0, 300.0]
 
 
 def test_on_accelerators_a_product_is_rounded_before_it_is_added() -> None:
@@ -130,6 +166,24 @@ def test_on_accelerators_a_product_is_rounded_before_it_is_added() -> None:
     expected = np.asarray(x) * np.asarray(y) + np.asarray(z)
     assert not same_bits(jax.jit(fn)(x, y, z), expected), "the compiler fuses nothing here: the test says nothing"
     assert_same_bits(jax.jit(lambda *rows: batched.run(program, rows, []))(x, y, z)[0], expected)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"mode": "clip"}, {"mode": "fill"}, {"mode": "fill", "fill_value": 5.0}, {"mode": "promise_in_bounds"}],
+    ids=str,
+)
+def test_rows_of_a_table_are_those_of_the_function_in_every_mode(options: dict[str, Any]) -> None:
+    table = W[:7, :3]
+    tokens = (
+        jnp.asarray([[0, 6], [3, 2], [6, 0]]) if "promise" in str(options) else jnp.asarray([[0, 6], [7, 2], [99, 0]])
+    )
+
+    def fn(table: Array, tokens: Array) -> Array:
+        return table.at[tokens].get(**options)
+
+    made = detjax.batch_invariant(fn, (None, 0))(table, tokens)
+    assert_same_bits(made, fn(table, tokens))
 
 
 def test_the_loop_over_one_example_is_that_over_two() -> None:
@@ -196,6 +250,15 @@ def test_weights_get_the_rows_gradients_in_ascending_order() -> None:
     x = inputs(4)
     parts = [gradient(invariant, x[k : k + 1]) for k in range(4)]
     assert_same_bits(gradient(invariant, x), parts[0] + parts[1] + parts[2] + parts[3])
+
+
+@pytest.mark.parametrize("target", ["cpu", "gpu"])
+def test_gradients_of_narrow_weights_are_added_in_float32_and_rounded_once(target: Any) -> None:
+    x = jnp.broadcast_to(jnp.asarray([256, 1, 1, 1], jnp.bfloat16)[:, None], (4, 3))
+    with backends.tracing_for(target):
+        invariant = detjax.batch_invariant(lambda w, x: x * w[None], (None, 0))
+        gradient = jax.grad(lambda w: jnp.sum(invariant(w, x).astype(jnp.float32)))(jnp.ones(3, jnp.bfloat16))
+    assert gradient.dtype == jnp.bfloat16 and gradient.tolist() == [260.0] * 3
 
 
 def test_rows_may_lie_on_other_axes_and_results_in_trees() -> None:

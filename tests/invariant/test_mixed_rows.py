@@ -299,7 +299,71 @@ def _with_capacity(x: Array, capacity: int = 4) -> Array:
     return jnp.where(kept[:, None], made, 0).reshape(x.shape)
 
 
+def _sizes_from_one(x: Array) -> Array:
+    tokens, experts, _ = _routed(x)
+    order = jnp.argsort(experts[:, 0])
+    made = lax.ragged_dot(tokens[order], WEIGHTS, jnp.ones(EXPERTS, int).at[experts[:, 0]].add(1))
+    return jnp.zeros_like(made).at[order].set(made).reshape(x.shape)
+
+
+def _sorted_by_the_larger_of_two_keys(x: Array) -> Array:
+    tokens, experts, _ = _routed(x)
+    order = jnp.argsort(jnp.maximum(experts[:, 0], jnp.argmin(tokens, 1) % EXPERTS))
+    made = lax.ragged_dot(tokens[order], WEIGHTS, jnp.bincount(experts[:, 0], length=EXPERTS))
+    return jnp.zeros_like(made).at[order].set(made).reshape(x.shape)
+
+
+def _with_groups(
+    x: Array,
+    *,
+    shift: int = 1,
+    first: int = 0,
+    at: int = 0,
+    blank: int = 0,
+    mark: int = 1,
+    minus: int = 1,
+    reverse: tuple[bool, bool] = (False, False),
+    other_keys: bool = False,
+) -> Array:
+    """Each token's expert, counted from where the experts' tokens start among the sorted ones, as `jnp.repeat` does."""
+    tokens, experts, _ = _routed(x)
+    keys = experts[:, 0]
+    order = jnp.argsort(keys)
+    counts = jnp.zeros(EXPERTS, int).at[(keys + 1) % EXPERTS if other_keys else keys].add(1)
+    before = jnp.concatenate([counts[-shift:], counts[:-shift]]).at[at].set(first)
+    starts = lax.cumsum(before, reverse=reverse[0])
+    marks = jnp.full(len(keys), blank).at[starts].add(mark)
+    group = lax.cumsum(marks, reverse=reverse[1]) - minus
+    made = tokens[order] * ROUTER[0][group][:, None]
+    return jnp.zeros_like(made).at[order].set(made).reshape(x.shape)
+
+
+def test_groups_that_are_counted_from_the_keys_are_those_of_the_tokens() -> None:
+    _is_accepted(_with_groups)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"shift": 2},
+        {"first": 1},
+        {"at": 1},
+        {"blank": 1},
+        {"mark": 2},
+        {"minus": 2},
+        {"reverse": (True, False)},
+        {"reverse": (False, True)},
+        {"other_keys": True},
+    ],
+    ids=str,
+)
+def test_groups_that_are_counted_otherwise_are_refused(change: dict[str, Any]) -> None:
+    _is_refused(lambda x: _with_groups(x, **change))
+
+
 MISSORTED = [
+    _sizes_from_one,
+    _sorted_by_the_larger_of_two_keys,
     _without_return,
     _back_by_other_keys,
     _sizes_of_other_keys,

@@ -57,6 +57,12 @@ def test_a_function_that_mixes_rows_is_refused_with_its_line(fn: Callable[..., A
         detjax.batch_invariant(fn)(X)
 
 
+@pytest.mark.parametrize("traced_for", ["row", "batch"])
+def test_a_batch_of_one_shows_what_depends_on_the_position(traced_for: Any) -> None:
+    with pytest.raises(detjax.UnsafeFunction, match="depend on its position in the batch"):
+        jax.eval_shape(detjax.batch_invariant(_numbered, traced_for=traced_for), X[:1])
+
+
 def test_it_may_warn_instead() -> None:
     with pytest.warns(detjax.UnsafeFunctionWarning, match=r"reduce_sum .*reduces over the batch"):
         y = detjax.batch_invariant(_whitened, on_unsafe="warn")(X)

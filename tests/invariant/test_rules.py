@@ -615,6 +615,12 @@ REFUSED: dict[str, Refused] = {
         "splits the batch axis in two",
         MOVE,
     ),
+    "split within a row's elements": (
+        lambda x: x.reshape(15, 4),
+        (rows(2, B, 6, axis=1),),
+        "splits the batch axis in two",
+        MOVE,
+    ),
     "split into columns": (lambda x: x.reshape(4, B), (X,), "splits the batch axis in two", MOVE),
     "moved rows, split": (
         lambda x: x.reshape(-1)[jnp.argsort(x.reshape(-1))].reshape(B, 4),
@@ -795,6 +801,12 @@ REFUSED: dict[str, Refused] = {
     "rows set at indices of theirs": (
         lambda x, i: jnp.zeros((6, 4)).at[i].set(x),
         (X, rows(B, most=6)),
+        "writes numbers of different rows into one array",
+        MOVE,
+    ),
+    "columns set at indices of rows": (
+        lambda x, i: x.at[:, i].set(7.0),
+        (X, rows(B, most=4)),
         "writes numbers of different rows into one array",
         MOVE,
     ),
@@ -1105,6 +1117,100 @@ REFUSED: dict[str, Refused] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_mixes_rows_is_named(name: str) -> None:
     check_refused(*REFUSED[name])
+
+
+# What all rows share ------------------------------------------------------------------------------------------------
+
+W, SLOT_NUMBERS = shared(4), jnp.arange(float(B))
+
+
+def _alike(w: Array) -> Array:
+    return jnp.broadcast_to(w, (B, 4))
+
+
+EQUAL: dict[str, Callable[[Array], Array]] = {
+    "broadcast": _alike,
+    "on single elements": lambda w: jnp.sin(_alike(w)) * _alike(w),
+    "transposed": lambda w: jnp.broadcast_to(w[:, None], (4, B)).T,
+    "reshaped": lambda w: jnp.broadcast_to(w[:, None], (B, 4, 1)).reshape(B, 1, 4).reshape(B, 4),
+    "squeezed": lambda w: lax.squeeze(jnp.broadcast_to(w, (1, B, 4)), (0,)),
+    "reduced": lambda w: jnp.broadcast_to(w[:, None], (B, 4, 3)).sum(2),
+    "reduced over copies": lambda w: jnp.broadcast_to(w, (3, B, 4)).max(0),
+    "sliced": lambda w: jnp.broadcast_to(w, (B + 2, 4))[1 : B + 1],
+    "cut": lambda w: lax.dynamic_slice(jnp.broadcast_to(w, (B + 2, 4)), (1, 0), (B, 4)),
+    "split": lambda w: lax.split(jnp.broadcast_to(w, (B + 2, 4)), (2, B), 0)[1],
+    "padded columns": lambda w: lax.pad(_alike(w)[:, :3], np.float32(1), ((0, 0, 0), (1, 0, 0))),
+    "tiled": lambda w: lax.tile(w[None], (B, 1)),
+    "running along columns": lambda w: jnp.cumsum(_alike(w), 1),
+    "sorted columns": lambda w: jnp.sort(_alike(w), 1),
+    "joined columns": lambda w: jnp.concatenate([_alike(w)[:, :1], _alike(w)[:, 1:]], 1),
+    "updated columns": lambda w: lax.dynamic_update_slice(_alike(w), 2 * _alike(w)[:, :2], (0, 1)),
+    "looked up": lambda w: w[jnp.broadcast_to(jnp.asarray([2, 0, 1, 1]), (B, 4))],
+    "looked up in each": lambda w: jnp.take_along_axis(
+        _alike(w), jnp.broadcast_to(jnp.asarray([[3, 0, 1, 1]]), (B, 4)), 1
+    ),
+    "columns looked up": lambda w: _alike(w)[:, jnp.asarray([2, 0, 1, 1])],
+    "products": lambda w: _alike(w) @ jnp.ones((4, 4)),
+    "products from the right": lambda w: jnp.einsum("ij,bj->bi", jnp.ones((4, 4)), _alike(w)),
+    "products in pairs": lambda w: jnp.einsum("bi,bij->bj", _alike(w), jnp.broadcast_to(w, (B, 4, 4))),
+    "in a loop": lambda w: lax.fori_loop(0, 2, lambda _, y: y * 2, _alike(w)),
+    "in a branch": lambda w: lax.cond(w[0] > 0, lambda: _alike(w), lambda: -_alike(w)),
+}
+NUMBERED: dict[str, Callable[[Array], Array]] = {
+    "counted": lambda w: lax.broadcasted_iota(jnp.float32, (B, 4), 0),
+    "broadcast": lambda w: jnp.broadcast_to(SLOT_NUMBERS[:, None], (B, 4)),
+    "on single elements": lambda w: jnp.sin(_alike(w)) * lax.broadcasted_iota(jnp.float32, (B, 4), 0),
+    "transposed": lambda w: jnp.broadcast_to(SLOT_NUMBERS, (4, B)).T,
+    "reshaped": lambda w: jnp.arange(4.0 * B).reshape(B, 4),
+    "squeezed": lambda w: lax.squeeze(jnp.broadcast_to(SLOT_NUMBERS[:, None], (1, B, 4)), (0,)),
+    "reduced": lambda w: jnp.broadcast_to(SLOT_NUMBERS[:, None, None], (B, 4, 3)).sum(2),
+    "sliced": lambda w: jnp.broadcast_to(jnp.arange(B + 2.0)[:, None], (B + 2, 4))[1 : B + 1],
+    "cut": lambda w: lax.dynamic_slice(jnp.broadcast_to(jnp.arange(B + 2.0)[:, None], (B + 2, 4)), (1, 0), (B, 4)),
+    "split": lambda w: lax.split(jnp.broadcast_to(jnp.arange(B + 2.0)[:, None], (B + 2, 4)), (2, B), 0)[1],
+    "padded": lambda w: lax.pad(jnp.zeros((B - 1, 4)), np.float32(1), ((1, 0, 0), (0, 0, 0))),
+    "padded in between": lambda w: lax.pad(jnp.zeros((3, 4)), np.float32(1), ((0, 0, 1), (0, 0, 0))),
+    "tiled": lambda w: lax.tile(jnp.broadcast_to(SLOT_NUMBERS[:, None], (B, 2)), (1, 2)),
+    "running": lambda w: jnp.cumsum(_alike(w), 0),
+    "running products": lambda w: jnp.cumprod(_alike(w), 0),
+    "joined": lambda w: jnp.concatenate([jnp.zeros((2, 4)), jnp.ones((B - 2, 4))]),
+    "joined with numbers": lambda w: jnp.concatenate(
+        [_alike(w)[:, :1], jnp.broadcast_to(SLOT_NUMBERS[:, None], (B, 3))], 1
+    ),
+    "updated in part": lambda w: lax.dynamic_update_slice(jnp.zeros((B, 4)), jnp.ones((2, 4)), (0, 0)),
+    "updated with numbers": lambda w: lax.dynamic_update_slice(
+        jnp.zeros((B, 4)), jnp.broadcast_to(SLOT_NUMBERS[:, None], (B, 2)), (0, 1)
+    ),
+    "numbers updated": lambda w: lax.dynamic_update_slice(
+        jnp.broadcast_to(SLOT_NUMBERS[:, None], (B, 4)), jnp.zeros((B, 2)), (0, 1)
+    ),
+    "looked up at numbers": lambda w: jnp.broadcast_to(w[jnp.arange(B) % 4][:, None], (B, 4)),
+    "looked up in numbers": lambda w: jnp.take_along_axis(
+        jnp.arange(4.0 * B).reshape(B, 4), jnp.broadcast_to(jnp.asarray([[3, 0, 1, 1]]), (B, 4)), 1
+    ),
+    "columns of numbers looked up": lambda w: jnp.arange(4.0 * B).reshape(B, 4)[:, jnp.asarray([2, 0, 1, 1])],
+    "products": lambda w: jnp.arange(4.0 * B).reshape(B, 4) @ jnp.ones((4, 4)),
+    "products from the right": lambda w: jnp.einsum("ij,bj->bi", jnp.ones((4, 4)), jnp.arange(4.0 * B).reshape(B, 4)),
+    "products in pairs": lambda w: jnp.einsum("bi,bij->bj", jnp.arange(4.0 * B).reshape(B, 4), jnp.ones((B, 4, 4))),
+    "products in pairs with numbers": lambda w: jnp.einsum(
+        "bi,bij->bj", _alike(w), jnp.broadcast_to(SLOT_NUMBERS[:, None, None], (B, 4, 4))
+    ),
+    "selected": lambda w: jnp.where(SLOT_NUMBERS[:, None] < 2, _alike(w), 0.0),
+    "drawn": lambda w: jax.random.normal(jax.random.key(0), (B, 4)),
+    "written": lambda w: jnp.zeros((B, 4)).at[1].set(w),
+    "in a loop": lambda w: lax.fori_loop(0, 2, lambda _, y: y + SLOT_NUMBERS[:, None], _alike(w)),
+    "in a branch": lambda w: lax.cond(w[0] > 0, lambda: _alike(w), lambda: jnp.arange(4.0 * B).reshape(B, 4)),
+    "stacked by a scan": lambda w: lax.scan(lambda k, _: (k + 1, k * w), 0.0, length=B)[1],
+}
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_numbers_that_are_equal_for_all_rows_may_meet_them(name: str) -> None:
+    check_accepted(lambda x, w: x + EQUAL[name](w), (X, W), WHOLE)
+
+
+@pytest.mark.parametrize("name", NUMBERED)
+def test_numbers_that_differ_from_row_to_row_may_not_meet_them(name: str) -> None:
+    check_refused(lambda x, w: x + NUMBERED[name](w), (X, W), POSITION, SLOT)
 
 
 # Sorts --------------------------------------------------------------------------------------------------------------
