@@ -257,7 +257,8 @@ def test_gradients_of_narrow_weights_are_added_in_float32_and_rounded_once(targe
     x = jnp.broadcast_to(jnp.asarray([256, 1, 1, 1], jnp.bfloat16)[:, None], (4, 3))
     with backends.tracing_for(target):
         invariant = detjax.batch_invariant(lambda w, x: x * w[None], (None, 0))
-        gradient = jax.grad(lambda w: jnp.sum(invariant(w, x).astype(jnp.float32)))(jnp.ones(3, jnp.bfloat16))
+        gradients = detjax.jit(jax.grad(lambda w: jnp.sum(invariant(w, x).astype(jnp.float32))))
+        gradient = gradients(jnp.ones(3, jnp.bfloat16))
     assert gradient.dtype == jnp.bfloat16 and gradient.tolist() == [260.0] * 3
 
 
