@@ -26,9 +26,31 @@ TIERS: Final = {
 }
 """Folders and files of `tests` by tier. Every test is in one of them."""
 
-FAST: Final = (
-    "bench/test_arguments.py",
-    "mutants",
+FAST: Final = tuple(
+    f"{folder}/{name}"
+    for folder, names in {
+        "audit": ("test_comparison.py", "test_divergence.py"),
+        "bench": ("test_bits.py", "test_provenance.py", "test_serve.py", "test_timing.py", "test_tune.py"),
+        "benchmarks": ("test_display.py", "test_expressions.py", "test_goals.py", "test_results.py"),
+        "cli": ("test_options.py",),
+        "docs": ("test_project_files.py",),
+        "engine": ("test_sequence.py", "test_waiting_queue.py"),
+        "mutants": ("test_lists.py",),
+        "operands": ("test_rounding.py",),
+        "rl": (
+            "test_advantages.py",
+            "test_characters.py",
+            "test_corrections.py",
+            "test_expression.py",
+            "test_log.py",
+            "test_microbatches.py",
+            "test_verifiers.py",
+        ),
+        "runtime": ("test_backends.py", "test_jax_options.py"),
+        "server": ("test_json_pieces.py", "test_operations.py", "test_replica_choice.py", "test_text_routes.py"),
+        "tools": ("",),
+    }.items()
+    for name in names
 )
 """Folders and files without large programs, which `make check` runs: the marker `fast`."""
 
