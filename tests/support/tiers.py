@@ -98,6 +98,11 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         item.add_marker("fast")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # A process drops its programs where it switches to other optimizations, so it switches once.
+    items.sort(key=lambda item: tier_of(item.path) != "numerics")
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     _optimize(tier_of(item.path) == "numerics")
