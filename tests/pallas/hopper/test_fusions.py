@@ -43,7 +43,7 @@ FEW_WITH_GRADIENTS = (("rms_norm_residual", "with an offset"),)
 
 
 def chosen(few: Sequence[tuple[str, str]]) -> list[Any]:
-    """All cases, of which a few run every time."""
+    """All cases; a few run every time."""
     return [pair if pair in few else pytest.param(*pair, marks=pytest.mark.nightly) for pair in KEPT]
 
 
