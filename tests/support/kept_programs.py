@@ -53,8 +53,9 @@ def _get(self: lru_cache.LRUCache, key: str) -> bytes | None:
 def pytest_sessionstart(session: pytest.Session) -> None:
     if not hasattr(session.config, "workerinput") and FOLDER.exists():
         for file in FOLDER.iterdir():
-            if time.time() - file.stat().st_mtime > _MAX_AGE:
-                file.unlink(missing_ok=True)
+            with contextlib.suppress(FileNotFoundError):  # another run has renamed or deleted it
+                if time.time() - file.stat().st_mtime > _MAX_AGE:
+                    file.unlink()
 
 
 @contextlib.contextmanager
