@@ -4,13 +4,20 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 
+import detjax
+from detjax import models
+from detjax.bench import presets, serve
 from detjax.bench.__main__ import main
 from detjax.bench.serve import Workload, digest, percentiles
-from detjax.engine import Completion, Generation
+from detjax.engine import Completion, EngineConfig, Generation, Request, Token
 from tests.support import commands
 from tests.support.waits import HANGS_AFTER
 
@@ -20,8 +27,140 @@ TINY += ["--requests", "1", "--prompt", "1", "2", "--output", "1", "1"]
 SMALL = ["--preset", "tiny", "--max-samples", "4", "--token-budget", "64", "--max-length", "128"]
 
 
-@pytest.mark.sampled(0)
-def test_requests_in_another_order_are_answered_with_the_same_bits(tmp_path: Path) -> None:
+class Answering:
+    """An engine that answers each request at once, by its tokens, seed and length.
+
+    Attributes:
+        submitted: the requests, in the order in which they came.
+        cancelled: the number of requests whose listener cancelled them.
+        calls: other calls.
+    """
+
+    made: ClassVar[list["Answering"]] = []
+
+    def __init__(self, decoder: Any, *, config: EngineConfig) -> None:
+        self.decoder, self.config, self.backend = decoder, config, detjax.backend()
+        self.submitted: list[Request] = []
+        self.cancelled, self.calls = 0, list[str]()
+        Answering.made.append(self)
+
+    def __enter__(self) -> "Answering":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.calls.append("close")
+
+    def warm_up(self, *, progress: bool) -> None:
+        self.calls.append("warm up")
+
+    def forget_prefixes(self) -> None:
+        self.calls.append("forget")
+
+    def stats(self) -> Any:
+        return SimpleNamespace(preemptions=3)
+
+    def submit(self, request: Request, listener: Callable[[Token], None]) -> Future[Generation]:
+        self.submitted.append(request)
+        future: Future[Generation] = Future()
+        count = request.sampling.max_tokens
+        first = hash((tuple(request.prompt), request.sampling.seed)) % 97
+        tokens = tuple(first + index for index in range(count))
+        logprobs = tuple(-(token / 7) for token in tokens)
+        if self.is_wrong(request):
+            logprobs = (*logprobs[:-1], logprobs[-1] - 2**-20)
+        for token, logprob in zip(tokens, logprobs, strict=True):
+            try:
+                listener(Token(0, token, logprob, (), None, None, 1, 0))
+            except Exception:
+                self.cancelled += 1
+                future.cancel()
+                return future
+        completion = Completion(tokens, logprobs, ((),) * count, None, "length")
+        future.set_result(Generation(tuple(request.prompt), (completion,)))
+        return future
+
+    def is_wrong(self, request: Request) -> bool:
+        """Says whether an answer has another bit."""
+        return False
+
+
+class Batched(Answering):
+    """An engine whose answers depend on the requests before them."""
+
+    def is_wrong(self, request: Request) -> bool:
+        return len(self.submitted) == 12
+
+
+@pytest.fixture
+def answering(monkeypatch: pytest.MonkeyPatch) -> list[Answering]:
+    """The engines that the command makes, which answer at once."""
+    monkeypatch.setattr(serve, "Engine", Answering)
+    monkeypatch.setattr(Answering, "made", [])
+    return Answering.made
+
+
+def test_runs_are_of_the_same_requests_in_other_orders_and_among_others(answering: list[Answering]) -> None:
+    workload = Workload(9, (3, 70), (2, 5), temperature=0.5, seed=4)
+    model: Any = SimpleNamespace(mesh=None, config=SimpleNamespace(vocab_size=50, layers=7))
+    config = EngineConfig(max_samples=4, token_budget=64, max_length=128)
+    result = serve.Experiment(workload, config, orders=3, background=12).run(lambda: model, "a model")
+    (engine,) = answering
+    assert (engine.decoder, engine.config, engine.calls[0], engine.calls[-1]) == (model, config, "warm up", "close")
+    drawn = workload.draw(50)
+    orders = [engine.submitted[9 * number : 9 * number + 9] for number in range(3)]
+    assert orders[0] == drawn and all(sorted(map(drawn.index, one)) == list(range(9)) for one in orders)
+    assert len({tuple(map(drawn.index, one)) for one in orders}) == 3
+    # Background requests differ from the workload's and come among them; a third of them is cancelled midway.
+    last = engine.submitted[27:]
+    others = [one for one in last if one not in drawn]
+    assert [one for one in last if one in drawn] == drawn and 6 <= len(others) <= 12 and engine.cancelled >= 2
+    assert last[0] not in drawn or last[1] not in drawn
+    assert all(one.sampling.temperature == 0.9 and len(one.prompt) <= 70 for one in others)
+    # Before each run, and after the background's end.
+    assert engine.calls.count("forget") == 2 * 4
+    assert result["same_bits"] and (result["model"], result["layers"], result["devices"]) == ("a model", 7, 1)
+    assert list(result["runs"]) == ["order 1", "order 2", "order 3", "among 12 others"]
+    for run_result in result["runs"].values():
+        assert run_result["digest"] == result["runs"]["order 1"]["digest"] and run_result["preemptions"] == 3
+        assert len(run_result["requests"]["latency"]) == 9
+        assert run_result["prompt_tokens"] == sum(len(one.prompt) for one in drawn)
+        assert run_result["generated_tokens"] == sum(one.sampling.max_tokens for one in drawn)
+    assert result["workload"]["seed"] == 4 and result["engine"]["token_budget"] == 64
+
+
+def test_statistics_are_of_the_times_of_each_requests_tokens() -> None:
+    def generation(prompt: int, tokens: int) -> Generation:
+        return Generation((1,) * prompt, (Completion((5,) * tokens, (-1.0,) * tokens, ((),) * tokens, None, "length"),))
+
+    watched = [serve._Watch(1.0, [3.0, 4.0, 6.0]), serve._Watch(2.0, [2.5])]
+    result = serve._statistics(watched, [generation(4, 3), generation(2, 1)], 5.0)
+    assert (result["prompt_tokens"], result["generated_tokens"], result["seconds"]) == (6, 4, 5.0)
+    assert (result["generated_tokens_per_second"], result["tokens_per_second"]) == (0.8, 2.0)
+    requests = {"time_to_first_token": [2.0, 0.5], "time_per_token": [1.5], "latency": [5.0, 0.5]}
+    assert result["requests"] == requests
+    assert result["percentiles"]["time_between_tokens"]["p50"] == 1.5
+    assert result["percentiles"]["latency"]["p50"] == 2.75
+
+
+@pytest.mark.parametrize(
+    ("engine", "numerics", "code"), [(Answering, "detjax", 0), (Batched, "detjax", 1), (Batched, "stock", 0)]
+)
+def test_answers_that_depend_on_their_order_fail_the_command_unless_nothing_is_promised(
+    engine: type[Answering], numerics: str, code: int, answering: list[Answering], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve, "Engine", engine)
+    run = commands.run(main, "serve", *SMALL, "--layers", "1", *LOAD, "--numerics", numerics)
+    assert run.exit_code == code, run.output
+    assert ("DIFFERENT BITS" in run.output) == (engine is Batched)
+    assert [one.backend for one in answering] == ["portable" if numerics == "detjax" else "stock"]
+
+
+@pytest.mark.parametrize("is_real", [False, pytest.param(True, marks=pytest.mark.nightly)])
+def test_requests_in_another_order_are_answered_with_the_same_bits(
+    is_real: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_real:
+        monkeypatch.setattr(serve, "Engine", Answering)
     out, chart = tmp_path / "serve.json", tmp_path / "serve.png"
     options = "--runs-of", "4", "--out", str(out), "--plot", str(chart)
     run = commands.run(main, "serve", *SMALL, *LOAD, *options)
@@ -41,24 +180,36 @@ def test_requests_in_another_order_are_answered_with_the_same_bits(tmp_path: Pat
     assert chart.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.sampled(0)
-def test_devices_that_share_the_model_give_the_answers_of_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_real", [False, pytest.param(True, marks=pytest.mark.nightly)])
+def test_devices_that_share_the_model_give_the_answers_of_one(
+    is_real: bool, answering: list[Answering], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     load = ["--requests", "3", "--prompt", "3", "20", "--output", "2", "4", "--max-samples", "2", "--layers", "1"]
     size = ["--preset", "tiny", "--token-budget", "16", "--max-length", "64"]
     simulated = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
+    if not is_real:
+        asked: list[int] = []
+        mesh = SimpleNamespace(size=2)
+        monkeypatch.setattr(models, "mesh_of", lambda devices: asked.append(devices) or (mesh if devices > 1 else None))
+        config = SimpleNamespace(vocab_size=50, layers=1)
+        monkeypatch.setattr(presets, "decoder", lambda name, layers, mesh: SimpleNamespace(mesh=mesh, config=config))
     results = []
     for devices in (1, 2):
         out = tmp_path / f"{devices}.json"
         options = ["--tensor-parallel", str(devices), "--out", str(out)]
-        run = subprocess.run(
-            [sys.executable, "-m", "detjax.bench", "serve", *size, *load, *options],
-            env={**os.environ, "XLA_FLAGS": simulated},
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=HANGS_AFTER,
-        )
-        assert run.returncode == 0, run.stdout + run.stderr
+        if not is_real:
+            run = commands.run(main, "serve", *size, *load, *options)
+            assert run.exit_code == 0 and asked[-1] == devices, run.output
+        else:
+            done = subprocess.run(
+                [sys.executable, "-m", "detjax.bench", "serve", *size, *load, *options],
+                env={**os.environ, "XLA_FLAGS": simulated},
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=HANGS_AFTER,
+            )
+            assert done.returncode == 0, done.stdout + done.stderr
         results.append(json.loads(out.read_text()))
     assert [result["devices"] for result in results] == [1, 2]
     assert results[1]["runs"]["order 1"]["digest"] == results[0]["runs"]["order 1"]["digest"]

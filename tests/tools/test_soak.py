@@ -195,7 +195,7 @@ class Standing:
 
     @property
     def is_late(self) -> bool:
-        """Whether the answers alone, and those of the warm-up, have been given."""
+        """True after the answers alone and most of the warm-up."""
         return self.served > 60
 
     def answer(self, path: str, body: dict[str, Any]) -> bytes:
@@ -258,7 +258,7 @@ class StandingProcess:
 
 
 class StandingWatch:
-    """What a watch sees of a server that stands in."""
+    """The observations of a server that stands in."""
 
     def __init__(self, fault: str | None) -> None:
         self._fault, self._asked = fault, 0
