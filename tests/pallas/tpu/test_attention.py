@@ -288,8 +288,8 @@ def test_decode_and_packed_requests_have_the_bits_of_prefill(interpreter: None) 
     kv = ops.KVPages(requests.k_pages, requests.v_pages)
     results = ragged(AttentionOperands(jnp.asarray(packed), kv, queries, requests.sinks))
     for x, expected in zip(results, (whole, normalizers), strict=True):
-        for own, first, count, row in zip(expected, start, counts, rows, strict=True):
-            assert_same_bits(x[row : row + count], own[first : first + count])
+        for request, first, count, row in zip(expected, start, counts, rows, strict=True):
+            assert_same_bits(x[row : row + count], request[first : first + count])
 
 
 def test_a_request_has_the_bits_it_has_alone_whatever_its_neighbours_and_pages_are(interpreter: None) -> None:
@@ -312,8 +312,8 @@ def test_a_request_has_the_bits_it_has_alone_whatever_its_neighbours_and_pages_a
     queries = ops.Queries(page_table[::-1], *(x[::-1] for x in numbers))
     with interpreting(cores=2):
         together = forward(AttentionOperands(q[::-1], kv, queries, sinks))
-        for x, own in zip(together, alone, strict=True):
-            assert_same_bits(x[1, :40], own[0])
+        for x, expected in zip(together, alone, strict=True):
+            assert_same_bits(x[1, :40], expected[0])
 
 
 @pytest.mark.parametrize(("masks", "step_heads"), [((1, 1), 1), ((2, 1), 2), ((1, 4), 2), ((2, 4), 1)], ids=str)

@@ -29,7 +29,7 @@ from tests.support.kernel_texts import kernel_texts
 
 DTYPES = ("float32", "bfloat16")
 SHAPE = cases.Shape(2, 4, 24, 40)
-"""Heads whose scale `24^(-1/2)` is no power of two: a factor of one may be moved from a sum to its terms."""
+"""The scale `24^(-1/2)` rounds. A power of two could be moved from a sum to its terms without changing a bit."""
 ROOM = 160
 """The rows of a call, mostly padding if it has few tokens: one program serves calls of all lengths."""
 
@@ -212,7 +212,7 @@ def test_schedules_change_no_bit(interpreter: None) -> None:
 @pytest.mark.parametrize(
     ("starts", "counts", "visits"),
     [
-        ([64, 65, 200], [1, 1, 1], 6),  # decode: each state is a chunk behind
+        ([64, 65, 200], [1, 1, 1], 6),  # decode: each state stands before the previous chunk
         ([127, 191, 319, 255], [2, 2, 2, 2], 12),
         ([0, 0], [63, 65], 3),
         ([1, 0, 100], [127, 0, 28], 4),
@@ -225,8 +225,8 @@ def test_all_chunks_of_all_requests_are_visited(starts: list[int], counts: list[
     first = np.concatenate([[0], np.cumsum(counts)[:-1]]).astype(np.int32)
     start, count = np.array(starts, np.int32), np.array(counts, np.int32)
     rows = RequestRows(*map(jnp.asarray, (first, start, count, np.arange(len(starts), dtype=np.int32))), None)
-    behind = jnp.asarray(np.maximum(start // DELTA_CHUNK - 1, 0))
-    plan, number = Visits.from_rows(rows, behind, total)
+    chunks = jnp.asarray(np.maximum(start // DELTA_CHUNK - 1, 0))
+    plan, number = Visits.from_rows(rows, chunks, total)
     assert number == visits <= plan.slot.size
     tokens = [[] for _ in starts]
     for slot, chunk, low, high in zip(*(x.tolist() for x in (plan.slot, plan.chunk, plan.low, plan.high)), strict=True):

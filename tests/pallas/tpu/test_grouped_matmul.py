@@ -37,7 +37,7 @@ def test_each_row_has_the_bits_of_its_experts_matmul(
 ) -> None:
     """Groups end inside tiles and between them, or are empty, and rows that belong to no group are NaN.
 
-    There are two tiles of outputs, the second of which is a part of one.
+    There are two tiles of outputs, and the second is not full.
     """
     m = 300
     stacked = (2,) if epilogue.gated else ()

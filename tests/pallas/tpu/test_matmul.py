@@ -218,11 +218,11 @@ def test_gradients_of_gate_and_up_are_taken_at_rounded_sums(layout: str, dtype: 
     assert dtype == "float32" or ((gate != sums[0]).any() and (up != sums[1]).any())
     dz = np.stack([np.where(gate > 0, up, 0), np.maximum(gate, 0)]) * dy.astype(np.float32)
     dz = dz.astype(x.dtype)
-    # Equal as numbers: the sign of a zero is that of the derivative.
+    # Equal as numbers: a product with zero keeps a sign.
     np.testing.assert_array_equal(dbias.astype(np.float32), dz.astype(np.float32))
     exact = (dz.astype(np.float32)[..., None] * x.astype(np.float32)).astype(x.dtype)
     np.testing.assert_array_equal((dw if layout == "nk" else dw.swapaxes(1, 2)).astype(np.float32), exact.astype("f4"))
-    # Outputs of gate come before those of up: a step of 512 has some of both.
+    # The outputs of gate come before the outputs of up: a step of 512 has some of both.
     in_one = interpreted(functools.partial(product, contraction=TOKENS_KN, out_dtype=dtype))
     assert_same_bits(dx, in_one(dz.reshape(1, 2 * n), w.reshape(2 * n, k)))
     assert dtype == "bfloat16" or not same_bits(dx, in_one(dz[::-1].reshape(1, 2 * n), w[::-1].reshape(2 * n, k)))
