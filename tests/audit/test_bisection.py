@@ -164,20 +164,33 @@ def test_a_scan_that_runs_backwards_differs_first_at_its_last_element() -> None:
 
 
 def test_rows_of_batches_of_any_size_are_compared() -> None:
-    alone = trace(None, planted.tokens(1, 0))
-    result = detjax.bisect(alone, sound(), (0, 0))
-    assert result.compared > 50
+    x = jnp.arange(18.0).reshape(6, 3)
+    alone, among = SMALL(x[:1], 3.0)[1], SMALL(x, 3.0)[1]
+    result = detjax.bisect(alone, among, (0, 0))
+    assert result.compared == len(among.entries) == 3 and result.first is None
+    other = detjax.bisect(alone, among, (0, 4)).first
+    assert other is not None and other.values == ("0.0", "12.0")
     with pytest.raises(ValueError, match=r"1 and 6 rows; accepted: .* rows=\(i, j\)"):
-        detjax.bisect(alone, sound())
+        detjax.bisect(alone, among)
     with pytest.raises(ValueError, match="rows contains 6; accepted: 0 to 5"):
-        detjax.bisect(alone, sound(), (0, 6))
+        detjax.bisect(alone, among, (0, 6))
+    with pytest.raises(ValueError, match="rows contains 1; accepted: 0 to 0"):
+        detjax.bisect(alone, among, (1, 0))
+    with pytest.raises(ValueError, match="rows contains -1; accepted: 0 to 5"):
+        detjax.bisect(alone, among, (0, -1))
 
 
 def test_layers_alone_have_digests_that_find_the_layer() -> None:
-    runs = [trace(defect, planted.tokens(ROWS, 0), level="layers") for defect in (None, "a split K")]
+    def fn(x: jax.Array, factor: float) -> jax.Array:
+        for layer in range(3):
+            with jax.named_scope(f"layer_{layer}"):
+                x = jnp.sin(jnp.cos(x) * jnp.float32(factor if layer == 1 else 2))
+        return x
+
+    runs = [detjax.trace_digests(fn, (0, None), level="layers")(jnp.ones((2, 3)), factor)[1] for factor in (2, 2.5)]
     result = detjax.bisect(*runs)
-    assert len(runs[0].entries) < len(sound().entries) / 2
-    assert result.first is not None and result.first.layer.startswith("attention")
+    assert [entry.primitive for entry in runs[0].entries] == ["argument", "sin", "sin", "sin"]
+    assert result.first is not None and result.first.layer == "layer_1"
 
 
 def test_arrays_of_numpy_may_have_other_contents_in_the_next_run() -> None:
@@ -589,3 +602,19 @@ def test_a_table_of_drifts_has_numbers_only_where_they_are_known(tmp_path: Path)
     kept = drift_table(detjax.bisect(runs[0], from_file(runs[1], tmp_path)))
     assert [column.header for column in kept.columns] == ["layer", "iteration", "unequal blocks"]
     assert list(kept.columns[2].cells) == ["0.0%", "100.0%"]
+
+
+def test_every_value_that_leaves_an_isolated_layer_counts() -> None:
+    def fn(x: jax.Array, factor: float) -> jax.Array:
+        with jax.named_scope("both"):
+            first, second = jnp.sin(x) * jnp.float32(factor), jnp.cos(x)[:, :2]
+        with jax.named_scope("after"):
+            return first + jnp.pad(second, ((0, 0), (0, 2)))
+
+    x = jnp.arange(8.0).reshape(2, 4) + 1
+    run = detjax.trace_digests(fn, (0, None))
+    result = detjax.bisect(run(x, 2.0)[1], run(x, 3.0)[1], isolate=True)
+    assert result.isolated is not None
+    layers = {one.layer: one for one in result.isolated}
+    assert (layers["both"].compared, layers["both"].unequal) == (2, 8 / 12) and layers["both"].ulps > 0
+    assert (layers["after"].compared, layers["after"].unequal, layers["after"].ulps) == (1, 0.0, 0)

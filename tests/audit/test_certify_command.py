@@ -76,6 +76,8 @@ def test_axes_are_json(module: str) -> None:
         (("{module}:centred", "--args", "{module}:rows", "--require", "refuted"), "accepted: proven, observed"),
         (("{module}:centred", "--args", "{module}:rows", "--batch-axes", "first"), "--batch-axes is 'first'"),
         (("{module}:centred", "--args", "{module}:rows", "--batch-axes", "0.5"), "--batch-axes is '0.5'"),
+        (("{module}:centred", "--args", "{module}:rows", "--batch-axes", "true"), "--batch-axes is 'true'"),
+        (("{module}:centred", "--args", "{module}:rows", "--batch-axes", "[[0, false]]"), "accepted: an integer, null"),
         (("{module}:centred", "--args", "{module}:both", "--batch-axes", "0"), "batches have 3, 4 rows"),
     ],
 )

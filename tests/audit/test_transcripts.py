@@ -234,3 +234,15 @@ def test_no_choice_hides_another_of_its_index(tmp_path: Path) -> None:
 def test_each_field_that_contradicts_a_receipt_is_named(value: Any, field: str, tmp_path: Path) -> None:
     (one,) = read(tmp_path, value).values()
     assert one.contradiction is not None and f"the response's {field} is" in one.contradiction
+
+
+def test_entries_of_a_list_and_lines_are_named_by_their_positions(tmp_path: Path) -> None:
+    one, other = ({"prompt": [1], "tokens": [k]} for k in (1, 2))
+    whole = tmp_path / "whole.json"
+    whole.write_text(json.dumps([one, other], indent=1))
+    assert {name: made.tokens for name, made in read_transcripts(whole).items()} == {"entry 0": (1,), "entry 1": (2,)}
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text(f"{json.dumps(one)}\n\n{json.dumps(other)}\n")
+    assert list(read_transcripts(lines)) == ["line 1", "line 3"]
+    whole.write_text(json.dumps(one, indent=1))
+    assert list(read_transcripts(whole)) == ["line 1"]
