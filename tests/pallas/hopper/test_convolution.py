@@ -130,6 +130,19 @@ def test_packed_requests_slots_and_their_old_contents_change_no_bit(rows: int) -
 
 
 @in_the_interpreter
+def test_requests_without_a_slot_write_to_none() -> None:
+    x, weight = arrays(length=3)
+    kept = jnp.full((6, TAPS - 1 + DROPPABLE_TOKENS, CHANNELS), jnp.nan, jnp.bfloat16)
+    operands = jnp.asarray(x[:, None]), jnp.asarray(weight), kept, queries([0] * 3, [1] * 3, [6, -1, 2])
+    y, after = ops.causal_convolution(*operands)
+    assert_same_bits(
+        np.asarray(y[:, 0]), np.concatenate([on_portable(x[row : row + 1], weight)[0] for row in range(3)])
+    )
+    assert np.isnan(np.asarray(after[jnp.array([0, 1, 3, 4, 5])])).all()
+    assert not np.isnan(np.asarray(after[2])).all()
+
+
+@in_the_interpreter
 @pytest.mark.parametrize("channels", [192, pytest.param(1024, marks=pytest.mark.nightly)])
 def test_every_schedule_gives_the_same_bits(channels: int) -> None:
     x, weight = arrays(channels=channels, length=13)

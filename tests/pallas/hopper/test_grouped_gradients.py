@@ -55,6 +55,7 @@ def gradients(
     ("unit", "sizes", "epilogue", "layout"),
     [
         (1, (0, 3, 0, 0), GATED, "kn"),
+        (8, (0, 8, 0, 0), Epilogue(), "nk"),
         *(
             pytest.param(*case, marks=pytest.mark.nightly)
             for case in (
