@@ -15,10 +15,10 @@ import numpy as np
 from flax import nnx
 
 from detjax import SamplingParams
-from detjax.engine.batch import BatchShapes, SlotTable, StepBatch
+from detjax.engine.batch import BatchShape, BatchShapes, SlotTable, StepBatch
 from detjax.engine.model_runner import ModelRunner, StateSizes
 from detjax.engine.page_pool import PagePool, prefix_root
-from detjax.engine.scheduler import ScheduledStep, Scheduler, pages_needed
+from detjax.engine.scheduler import ScheduledStep, Scheduler, StepLimits, pages_needed
 from detjax.engine.sequence import RequestContext, Sequence, samples
 from detjax.engine.snapshots import SnapshotCache
 from detjax.engine.step_loop import StepLoop
@@ -56,8 +56,14 @@ KINDS: Final[Mapping[str, Kind]] = {
     "sinks": Kind("gpt-oss"),
     "int8": Kind("qwen3", "int8"),
     "fp8_e4m3": Kind("qwen3", "fp8_e4m3"),
+    "sections": Kind("qwen2_5_vl-tiny"),
 }
 
+_FEW_SHAPES: Final = BatchShapes(
+    [BatchShape(3, 0, 0, 3), BatchShape(3, 32, 3, 3)],
+    StepLimits(slots=3, tokens=29, prefills=3, rows=32, prefill_chunk=29),
+)
+"""Two shapes, so that few programs are compiled. Steps cut prompts at other places when there are several."""
 SHAPES: Final = (
     BatchShapes.for_serving(4, 48),
     BatchShapes.for_chunks(3, 100),
@@ -100,11 +106,12 @@ class CountingRunner(ModelRunner):
 class Cases:
     """The requests of a kind of state, and their answers where each is alone."""
 
-    def __init__(self, kind: Kind) -> None:
-        self.kind, self.model = kind, model_of(kind)
+    def __init__(self, kind: Kind, is_small: bool = False) -> None:
+        """Small cases have one sampling program, short answers, and the same programs for requests that are alone."""
+        self.kind, self.model, self.is_small = kind, model_of(kind), is_small
         self.longest = min(self.model.config.max_positions, 400)
         self.pages_per_sequence = -(-(self.longest - 1) // 128)
-        self.requests = [self._request(index) for index in range(_REQUESTS)]
+        self.requests = _small_requests() if is_small else [self._request(index) for index in range(_REQUESTS)]
         self._answers: dict[int, list[Sequence]] = {}
 
     def _request(self, index: int) -> tuple[tuple[int, ...], SamplingParams]:
@@ -137,7 +144,8 @@ class Cases:
         if index not in self._answers:
             self._answers[index] = samples(*self.requests[index], RequestContext())
             for sample in self._answers[index]:
-                loop = self.loop(BatchShapes.for_chunks(1, self.longest), _PAGES, snapshots=None)
+                shapes = _FEW_SHAPES if self.is_small else BatchShapes.for_chunks(1, self.longest)
+                loop = self.loop(shapes, _PAGES, snapshots=None)
                 loop.submit(sample)
                 while not loop.is_idle:
                     loop.step()
@@ -156,11 +164,13 @@ class Cases:
         cache = SnapshotCache(snapshots) if snapshots is not None and has_slots else None
         pool = PagePool(num_pages, keeps_prefixes=snapshots is not None, snapshots=cache)
         scheduler = Scheduler(pool, shapes.limits)
-        table = SlotTable(slots, self.pages_per_sequence, named_in_queries=has_slots)
+        sections = self.model.config.rope.sections
+        coordinates = None if sections is None else len(sections)
+        table = SlotTable(slots, self.pages_per_sequence, named_in_queries=has_slots, coordinates=coordinates)
         runner = CountingRunner(
             self.model,
             StateSizes(_PAGES, slots, self.kind.quantization),
-            variants=_VARIANTS,
+            variants=_VARIANTS[:1] if self.is_small else _VARIANTS,
             empty_batch=functools.partial(table.batch, ScheduledStep()),
             runs_of=runs_of,
         )
@@ -168,8 +178,8 @@ class Cases:
 
 
 @functools.cache
-def cases_of(kind: Kind) -> Cases:
-    return Cases(kind)
+def cases_of(kind: Kind, is_small: bool = False) -> Cases:
+    return Cases(kind, is_small)
 
 
 def bits(sequence: Sequence, count: int | None = None) -> list[Any]:
@@ -226,23 +236,27 @@ class Schedule:
                 del snapshots._kept[self.draw.choice([*snapshots._kept])]
 
     def end(self, findings: Findings) -> None:
-        """Every answer has the bits that it has alone, and nothing stays in use."""
-        while not self.loop.is_idle:
-            self.loop.step()
-        assert self.loop.scheduler.pool.in_use == 0
-        for sample, alone in self.expected.items():
-            is_cancelled = sample.finish_reason == "cancelled"
-            count = len(sample.generated) if is_cancelled else None
-            assert_same_bits(bits(sample, count), bits(alone, count))
-            findings.cancelled += is_cancelled
-            findings.answers += not is_cancelled
-            findings.cached_tokens += sample.cached_tokens
-        findings.preemptions += self.loop.scheduler.preemptions
-        snapshots = self.loop.scheduler.pool.snapshots
-        findings.snapshot_hits += 0 if snapshots is None else snapshots.hits
-        assert isinstance(self.loop._runner, CountingRunner)
-        findings.runs += self.loop._runner.runs
-        findings.schedules += 1
+        finish(self.loop, self.expected, findings)
+
+
+def finish(loop: StepLoop, expected: Mapping[Sequence, Sequence], findings: Findings) -> None:
+    """Every answer has the bits that it has alone, and nothing stays in use."""
+    while not loop.is_idle:
+        loop.step()
+    assert loop.scheduler.pool.in_use == 0
+    for sample, alone in expected.items():
+        is_cancelled = sample.finish_reason == "cancelled"
+        count = len(sample.generated) if is_cancelled else None
+        assert_same_bits(bits(sample, count), bits(alone, count))
+        findings.cancelled += is_cancelled
+        findings.answers += not is_cancelled
+        findings.cached_tokens += sample.cached_tokens
+    findings.preemptions += loop.scheduler.preemptions
+    snapshots = loop.scheduler.pool.snapshots
+    findings.snapshot_hits += 0 if snapshots is None else snapshots.hits
+    assert isinstance(loop._runner, CountingRunner)
+    findings.runs += loop._runner.runs
+    findings.schedules += 1
 
 
 def play(kind: Kind, seed: int, shapes: BatchShapes, findings: Findings, actions: int = 12) -> None:
@@ -259,6 +273,43 @@ def play(kind: Kind, seed: int, shapes: BatchShapes, findings: Findings, actions
     except Exception as failure:
         failure.add_note(f"in the schedule of {actions} actions with seed {seed}")
         raise
+
+
+def _small_requests() -> list[tuple[tuple[int, ...], SamplingParams]]:
+    """Two prompts that share a page, a short one, and one whose answer needs a second page."""
+    shared = random.Random(0).choices(range(90), k=128)
+    prompts = (*shared, 3, 4, 5), (7, 8, 9), tuple(range(3, 95)) + tuple(range(30)), (*shared, *[9] * 9)
+    params = (
+        SamplingParams(max_tokens=6, ignore_eos=True),
+        SamplingParams(max_tokens=11, temperature=0.8, seed=1, ignore_eos=True),
+        SamplingParams(max_tokens=9, temperature=1.3, seed=2, top_k=20, ignore_eos=True),
+        SamplingParams(max_tokens=5, temperature=0.8, seed=3, ignore_eos=True),
+    )
+    return [*zip(prompts, params, strict=True)]
+
+
+def play_small(name: str) -> Findings:
+    """Plays one schedule in which everything happens that may happen to a sequence, with few programs and steps."""
+    findings, expected, cases = Findings(), dict[Sequence, Sequence](), cases_of(KINDS[name], is_small=True)
+    loop = cases.loop(_FEW_SHAPES, 4, snapshots=5, runs_of=3)
+
+    def submit(index: int, steps: int) -> Sequence:
+        (sample,), (alone,) = samples(*cases.requests[index], RequestContext()), cases.answers(index)
+        expected[sample] = alone
+        loop.submit(sample)
+        for _ in range(steps):
+            loop.step()
+        return sample
+
+    submit(2, 4)
+    submit(1, 1)
+    preempted = submit(0, 5)
+    loop.scheduler.cancel(submit(1, 3))
+    finish(loop, {}, Findings())
+    assert preempted.finish_reason is not None
+    submit(3, 1)
+    finish(loop, expected, findings)
+    return findings
 
 
 def search(name: str, seeds: range, findings: Findings) -> None:

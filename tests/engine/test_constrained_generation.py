@@ -10,10 +10,9 @@ from concurrent.futures import Future
 import pytest
 
 import detjax
-import detjax.demo
-from detjax.engine import Completion, Constraint, Engine, EngineConfig, Generation, Request, SamplingParams
+from detjax.engine import Completion, Constraint, Engine, Generation, Request, SamplingParams
 from detjax.engine.constraints import ConstraintCompiler, Masks, Matcher
-from detjax.models import Decoder, Tokenizer
+from tests.support.small_loops import small_engine, small_model, small_tokenizer
 from tests.support.waits import HANGS_AFTER
 
 SCHEMAS = [
@@ -27,13 +26,6 @@ CONSTRAINTS = [
     for schema in SCHEMAS
 ]
 CONSTRAINTS += [Constraint.choice(["O Romeo", "O Juliet"]), Constraint("regex", "[A-Z]{2,4}: [a-z ]{3,12}[.]")]
-
-
-@pytest.fixture(scope="module")
-def loaded() -> tuple[Decoder, Tokenizer]:
-    model, tokenizer = detjax.models.load(detjax.demo.CHECKPOINT, progress=False)
-    assert tokenizer is not None
-    return model, tokenizer
 
 
 def requests() -> list[Request]:
@@ -52,12 +44,17 @@ def requests() -> list[Request]:
     free = [
         SamplingParams(max_tokens=30, temperature=0.7, seed=seed, presence_penalty=float(seed)) for seed in range(2)
     ]
-    return [Request(f"{name}:", params) for params in (*constrained, *free) for name in ("ROMEO", "JULIET")]
+    return [
+        # Many samples need one more page for the tokens that they generate.
+        Request([*small_tokenizer().encode(f"{name}:"), *[7] * 116], params)
+        for params in (*constrained, *free)
+        for name in ("ROMEO", "JULIET")
+    ]
 
 
 @pytest.fixture(scope="module")
-def alone(loaded: tuple[Decoder, Tokenizer]) -> list[Generation]:
-    with Engine(*loaded, max_samples=1, token_budget=64, max_length=128) as engine:
+def alone() -> list[Generation]:
+    with small_engine(prefix_cache=False) as engine:
         return [engine.submit(request).result() for request in requests()]
 
 
@@ -66,7 +63,6 @@ def text_of(completion: Completion) -> str:
     return completion.text
 
 
-@pytest.mark.sampled(0)
 def test_every_answer_is_what_its_constraint_asks_for(alone: list[Generation]) -> None:
     texts = [text_of(generation.completions[0]) for generation in alone]
     assert all(generation.completions[0].finish_reason == "stop" for generation in alone[:12])
@@ -82,25 +78,15 @@ def test_every_answer_is_what_its_constraint_asks_for(alone: list[Generation]) -
     assert all(text.endswith(".") and text[:2].isupper() for text in texts[10:12])
 
 
-@pytest.mark.sampled(0)
-@pytest.mark.parametrize(
-    "config",
-    [
-        EngineConfig(max_samples=16, token_budget=24, max_length=128),
-        EngineConfig(max_samples=8, token_budget=128, max_length=128, num_pages=2),
-    ],
-    ids=["small steps", "few pages"],
-)
-def test_answers_have_the_same_bits_in_a_crowd(
-    loaded: tuple[Decoder, Tokenizer], alone: list[Generation], config: EngineConfig
-) -> None:
-    with Engine(*loaded, config) as engine:
+@pytest.mark.parametrize("pages", [None, 3])
+def test_answers_have_the_same_bits_in_a_crowd(alone: list[Generation], pages: int | None) -> None:
+    with small_engine(pages=pages) as engine:
         assert engine.generate(requests()) == alone
+        assert pages is None or engine.stats().preemptions > 0
 
 
-@pytest.mark.sampled(0)
 def test_no_answer_depends_on_when_its_masks_are_there(
-    loaded: tuple[Decoder, Tokenizer], alone: list[Generation], monkeypatch: pytest.MonkeyPatch
+    alone: list[Generation], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Masks come late by chance, some requests are cancelled meanwhile, and the others get all of their tokens."""
     draw, start_masks = random.Random(0), ConstraintCompiler.start_masks
@@ -111,7 +97,7 @@ def test_no_answer_depends_on_when_its_masks_are_there(
         matchers: Mapping[int, Matcher],
         accepted: Callable[[], Iterable[tuple[Matcher, int]]],
     ) -> Future[Masks]:
-        before, after = (draw.choice([0.0, 0.0, 0.003, 0.02]) for _ in range(2))
+        before, after = (draw.choice([0.0, 0.0, 0.003, 0.01]) for _ in range(2))
 
         def accepted_late() -> list[tuple[Matcher, int]]:
             time.sleep(before)
@@ -122,7 +108,7 @@ def test_no_answer_depends_on_when_its_masks_are_there(
         return start_masks(compiler, rows, matchers, accepted_late)
 
     monkeypatch.setattr(ConstraintCompiler, "start_masks", start_late)
-    with Engine(*loaded, max_samples=6, token_budget=24, max_length=128, num_pages=4) as engine:
+    with small_engine(pages=4) as engine:
         futures = [engine.submit(request) for request in requests()]
         cancelled = [engine.submit(dataclasses.replace(request, prompt="HAMLET:")) for request in requests()[::5]]
         time.sleep(0.1)
@@ -132,21 +118,20 @@ def test_no_answer_depends_on_when_its_masks_are_there(
         assert engine.stats().pages_in_use == 0
 
 
-@pytest.mark.sampled(0)
-def test_generate_answers_as_the_engine_does(loaded: tuple[Decoder, Tokenizer], alone: list[Generation]) -> None:
-    model, tokenizer = loaded
+def test_generate_answers_as_the_engine_does(alone: list[Generation]) -> None:
     some = requests()[:4]
     answers = detjax.generate(
-        model, [str(one.prompt) for one in some], [one.sampling for one in some], tokenizer=tokenizer
+        small_model(),
+        [one.prompt for one in some],
+        [one.sampling for one in some],
+        tokenizer=small_tokenizer(),
+        prefill_chunk=1,
     )
     assert [answer.completions for answer in answers] == [generation.completions for generation in alone[:4]]
 
 
-@pytest.mark.sampled(0)
-def test_logprobs_are_those_that_the_model_gives_the_text(
-    loaded: tuple[Decoder, Tokenizer], alone: list[Generation]
-) -> None:
-    with Engine(*loaded, max_samples=4, token_budget=64, max_length=128) as engine:
+def test_logprobs_are_those_that_the_model_gives_the_text(alone: list[Generation]) -> None:
+    with small_engine() as engine:
         for generation in alone[:4]:
             prompt, completion = generation.prompt_tokens, generation.completions[0]
             scoring = Request([*prompt, *completion.tokens], SamplingParams(1, prompt_logprobs=True))
@@ -155,19 +140,17 @@ def test_logprobs_are_those_that_the_model_gives_the_text(
             assert scored.logprobs[len(prompt) - 1 :] == completion.logprobs
 
 
-@pytest.mark.sampled(0)
-def test_samples_of_one_request_are_constrained_each_by_itself(loaded: tuple[Decoder, Tokenizer]) -> None:
-    params = SamplingParams(max_tokens=40, temperature=1.5, seed=1, n=6, constraint=CONSTRAINTS[1])
-    with Engine(*loaded, max_samples=4, token_budget=64, max_length=128) as engine:
+def test_samples_of_one_request_are_constrained_each_by_itself() -> None:
+    params = SamplingParams(max_tokens=40, temperature=1.5, seed=1, n=4, constraint=CONSTRAINTS[1])
+    with small_engine() as engine:
         (answer,) = engine.generate([Request("ROMEO:", params)])
     lists = [tuple(json.loads(text_of(completion))) for completion in answer.completions]
     assert len(set(lists)) > 1
 
 
-@pytest.mark.sampled(0)
-def test_a_constraint_that_becomes_too_complex_ends_its_own_request(loaded: tuple[Decoder, Tokenizer]) -> None:
+def test_a_constraint_that_becomes_too_complex_ends_its_own_request() -> None:
     costly = SamplingParams(max_tokens=20, constraint=Constraint("regex", "(a{1000}){1000}"))
-    with Engine(*loaded, max_samples=4, token_budget=64, max_length=128) as engine:
+    with small_engine() as engine:
         futures = [engine.submit(Request("ROMEO:", costly)), engine.submit(requests()[0])]
         with pytest.raises(ValueError, match="the sample's constraint failed"):
             futures[0].result()
@@ -175,11 +158,11 @@ def test_a_constraint_that_becomes_too_complex_ends_its_own_request(loaded: tupl
         assert engine.stats().pages_in_use == 0
 
 
-def test_a_constraint_needs_an_end(loaded: tuple[Decoder, Tokenizer]) -> None:
+def test_a_constraint_needs_an_end() -> None:
     with pytest.raises(ValueError, match="constraint is given with ignore_eos True"):
         SamplingParams(constraint=CONSTRAINTS[0], ignore_eos=True)
     with (
-        Engine(loaded[0], max_samples=1, token_budget=64, max_length=128) as engine,
+        Engine(small_model(), max_samples=1, token_budget=64, max_length=128) as engine,
         pytest.raises(ValueError, match="constraints need a tokenizer"),
     ):
         engine.submit(Request([1, 2], SamplingParams(8, constraint=CONSTRAINTS[0])))

@@ -8,35 +8,38 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-import detjax.demo
 from detjax.engine import Constraint, Engine, Generation, Request, SamplingParams, Token
-from detjax.models import Tokenizer, load
+from detjax.models import Tokenizer
 from tests.support.bits import assert_same_bits
+from tests.support.small_loops import small_engine, small_tokenizer
 
-LONG = "O Romeo, Romeo! wherefore art thou Romeo? Deny thy father and refuse thy name. " * 4
+LONG = "O Romeo, Romeo! wherefore art thou Romeo? Deny thy father and refuse thy name. " * 2
 REQUESTS = {
-    "greedy": Request("ROMEO:", SamplingParams(max_tokens=24)),
-    "sampled": Request(LONG, SamplingParams(max_tokens=40, temperature=1.0, top_p=0.9, seed=3, top_logprobs=3)),
+    "greedy": Request("ROMEO:", SamplingParams(max_tokens=16)),
+    "sampled": Request(
+        LONG, SamplingParams(max_tokens=20, ignore_eos=True, temperature=1.0, top_p=0.9, seed=3, top_logprobs=3)
+    ),
     "penalties": Request(
         "JULIET:",
         SamplingParams(
-            max_tokens=30,
+            max_tokens=20,
             presence_penalty=1.5,
             frequency_penalty=1.5,
             repetition_penalty=1.3,
+            logit_bias=((40, 6.0), (41, 5.7)),
             ignore_eos=True,
             sampling_logprobs=True,
         ),
     ),
     "least tokens": Request(
-        "ROMEO:", SamplingParams(max_tokens=30, temperature=0.9, min_tokens=20, stop_token_ids=tuple(range(259, 320)))
+        "ROMEO:", SamplingParams(max_tokens=30, temperature=0.9, min_tokens=20, stop_token_ids=tuple(range(100, 300)))
     ),
     "constraint": Request(
         "JULIET:",
         SamplingParams(max_tokens=40, temperature=1.0, seed=2, constraint=Constraint("regex", "[A-Z]{4}: [a-z ]{20}")),
     ),
-    "stop string": Request("ROMEO:", SamplingParams(max_tokens=60, temperature=1.0, seed=5, stop=("e t", "ou"))),
-    "samples": Request("ROMEO:", SamplingParams(max_tokens=20, temperature=1.0, seed=1, n=3, stop=("th",))),
+    "stop string": Request("ROMEO:", SamplingParams(max_tokens=40, temperature=1.0, seed=5)),
+    "samples": Request("ROMEO:", SamplingParams(max_tokens=20, temperature=1.0, seed=1, n=3)),
 }
 
 
@@ -49,16 +52,13 @@ class Answer(NamedTuple):
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    model, tokenizer = load(detjax.demo.CHECKPOINT, progress=False)
-    with Engine(model, tokenizer, max_samples=8, token_budget=16, max_length=512) as one:
+    with small_engine() as one:
         yield one
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    read = load(detjax.demo.CHECKPOINT, progress=False)[1]
-    assert read is not None
-    return read
+    return small_tokenizer()
 
 
 def answers(engine: Engine, requests: list[Request]) -> list[Answer]:
@@ -75,12 +75,26 @@ def cut(request: Request, whole: Answer, lengths: list[int]) -> Request:
     return dataclasses.replace(request, generated=given)
 
 
+def request_of(engine: Engine, name: str) -> Request:
+    """Returns a request; with a stop string in the middle of its first sample's text if the name says so."""
+    request = REQUESTS[name]
+    if name not in ("stop string", "samples"):
+        return request
+    text = engine.generate([request])[0].completions[0].text
+    assert text is not None
+    start = next(start for start in range(8, len(text)) if text.find(text[start : start + 2]) == start)
+    stopped = dataclasses.replace(request.sampling, stop=("a text that never comes", text[start : start + 2]))
+    return dataclasses.replace(request, sampling=stopped)
+
+
 @pytest.mark.parametrize("name", REQUESTS)
 def test_the_rest_has_the_bits_of_an_unbroken_run(engine: Engine, name: str) -> None:
-    request = REQUESTS[name]
+    request = request_of(engine, name)
     (whole,) = answers(engine, [request])
     counts = [len(completion.tokens) for completion in whole.generation.completions]
     assert min(counts) > 3
+    is_stopped = [completion.finish_reason == "stop" for completion in whole.generation.completions]
+    assert any(is_stopped) or name not in ("least tokens", "constraint", "stop string", "samples")
     cuts = [[length] * len(counts) for length in (1, 2, 7, max(counts) // 2)]
     # Samples that have ended already, and samples that have nothing yet.
     cuts += [counts, [counts[0]], [0, 5]]

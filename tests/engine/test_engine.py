@@ -6,6 +6,7 @@ import functools
 import random
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -235,6 +236,105 @@ def test_an_exception_of_a_listener_ends_its_request_alone(shared: Engine) -> No
     assert shared.stats().pages_in_use == 0
 
 
+def test_streams_of_several_requests_say_whose_each_token_is_and_end_with_their_generations(shared: Engine) -> None:
+    some = [requests()[index] for index in (3, 1, 7)]
+    params = SamplingParams(n=2, max_tokens=3, temperature=1.0, ignore_eos=True)
+    some.append(Request([1, 2], params))
+
+    async def events() -> list[tuple[int, Token | Generation]]:
+        return [event async for event in shared.stream_events(some)]
+
+    async def tokens() -> list[tuple[int, Token]]:
+        return [event async for event in shared.stream_all(some)]
+
+    expected = asyncio.run(shared.generate_async(some))
+    assert expected == shared.generate(some)
+    seen = asyncio.run(events())
+    for number, generation in enumerate(expected):
+        *streamed, last = [event for index, event in seen if index == number]
+        assert last == generation
+        by_sample: dict[int, list[int]] = {}
+        for token in streamed:
+            assert isinstance(token, Token)
+            by_sample.setdefault(token.sample, []).append(token.token)
+        assert [tuple(by_sample[sample]) for sample in range(len(by_sample))] == [
+            completion.tokens for completion in generation.completions
+        ]
+    assert Counter(number for number, _ in asyncio.run(tokens())) == Counter(
+        number for number, event in seen if isinstance(event, Token)
+    )
+
+
+def test_cancelling_a_task_cancels_its_requests(shared: Engine) -> None:
+    long, expected = Request([1, 2], SamplingParams(max_tokens=290, ignore_eos=True)), shared.generate(requests()[2:3])
+
+    async def cancelled() -> None:
+        started = asyncio.create_task(shared.generate_async([long, long]))
+        async for _ in shared.stream(requests()[1]):  # the others have been submitted before
+            pass
+        started.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await started
+
+    asyncio.run(cancelled())
+    assert shared.generate(requests()[2:3]) == expected
+    assert shared.stats()[:2] == (0, 0) and shared.stats().pages_in_use == 0
+
+
+def test_no_request_is_started_if_one_of_them_cannot_be_served(shared: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared, "_start", None)
+    with pytest.raises(ValueError, match="request 1 has no tokens"):
+        shared.generate([Request([1]), Request([])])
+    with pytest.raises(ValueError, match="the request has no tokens"):
+        shared.submit(Request([]))
+
+
+def test_statistics_are_those_of_the_requests_in_flight(shared: Engine) -> None:
+    stats, busy, hold = list[EngineStats](), list[float](), threading.Event()
+
+    def listen(token: Token) -> None:
+        if not stats:
+            assert hold.wait(HANGS_AFTER)
+            time.sleep(0.002)
+        stats.append(shared.stats())
+        busy.append(shared.busy_seconds)
+
+    # Two samples of a page each, and one of two pages, fill the three slots.
+    many = SamplingParams(max_tokens=5, n=2, temperature=1.0, ignore_eos=True)
+    futures = [shared.submit(Request([1, 2], many), listen)]
+    futures += [shared.submit(Request([3] * length, dataclasses.replace(many, n=1))) for length in (130, 4, 5)]
+    hold.set()
+    for future in futures:
+        future.result(HANGS_AFTER)
+    assert max(one.running for one in stats) == 3 and max(one.waiting for one in stats) in (2, 3)
+    assert all(one.running + one.waiting <= 5 for one in stats)
+    assert all(one.pages_in_use >= one.running for one in stats)
+    assert {(one.num_pages, one.snapshots, one.snapshot_bytes, one.snapshot_hits) for one in stats} == {(9, 0, 0, 0)}
+    assert busy[0] >= 0.002 and min(busy) > 0
+    shared.generate([requests()[0]])
+    while shared._busy_since is not None:  # the thread notes soon that it has nothing to do
+        time.sleep(0.001)
+    assert shared.busy_seconds == 0
+
+
+@pytest.mark.parametrize("is_in_lockstep", [False, True])
+def test_engines_in_lockstep_start_a_call_when_all_earlier_ones_are_answered(is_in_lockstep: bool) -> None:
+    order, hold = list[str](), threading.Event()
+
+    def listen(name: str, token: Token) -> None:
+        assert hold.wait(HANGS_AFTER)
+        order.append(name)
+
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    with small_engine() as one:
+        assert one._in_lockstep is False
+        one._in_lockstep = is_in_lockstep
+        futures = [one.submit(Request([1, 2, 3], params), functools.partial(listen, name)) for name in "ab"]
+        hold.set()
+        assert len({future.result(HANGS_AFTER) for future in futures}) == 1
+    assert (order == [*"aaaabbbb"]) is is_in_lockstep and Counter(order) == Counter(a=4, b=4)
+
+
 def test_the_samples_of_a_request_share_what_has_its_size(shared: Engine) -> None:
     params = SamplingParams(n=128, max_tokens=50, stop=("x" * 200,), stop_token_ids=tuple(range(400)))
     prompt = list(range(240))
@@ -252,11 +352,26 @@ def test_the_samples_of_a_request_share_what_has_its_size(shared: Engine) -> Non
 
 
 def test_a_listener_that_waits_for_the_engine_is_refused(shared: Engine) -> None:
-    def listen(_: Token) -> None:
-        shared.generate([Request([3])])
+    calls = (
+        lambda: shared.generate([Request([3])]),
+        shared.warm_up,
+        lambda: shared.update_weights({}),
+        shared.forget_prefixes,
+    )
+    for call in calls:
+        with pytest.raises(RuntimeError, match="accepted in on_token: submit"):
+            shared.submit(Request([1, 2]), lambda _, call=call: call()).result(HANGS_AFTER)
 
-    with pytest.raises(RuntimeError, match="accepted in on_token: submit"):
-        shared.submit(Request([1, 2]), listen).result(HANGS_AFTER)
+
+def test_a_listener_may_submit_a_request(shared: Engine) -> None:
+    futures, expected = [], shared.generate(requests()[1:2])
+
+    def listen(token: Token) -> None:
+        if token.finish_reason is not None:
+            futures.append(shared.submit(requests()[1]))
+
+    shared.submit(requests()[0], listen).result(HANGS_AFTER)
+    assert [future.result(HANGS_AFTER) for future in futures] == expected
 
 
 def test_the_streamed_text_is_that_of_the_completion(shared: Engine) -> None:
@@ -282,6 +397,12 @@ def test_new_weights_give_new_answers_and_forget_cached_pages() -> None:
     with small_engine() as one:
         (before,) = one.generate([request])
         one.update_weights(changed)
+        # They are used where they are, without a copy.
+        places = [
+            {x.unsafe_buffer_pointer() for x in jax.tree.leaves(arrays)}
+            for arrays in (changed, one._loop._runner._parameters.weights)
+        ]
+        assert places[0] == places[1]
         (after,) = one.generate([request])
         assert after.cached_tokens == 0
         one.update_weights(state)
@@ -301,6 +422,8 @@ def test_weights_are_not_replaced_while_a_request_is_in_flight(shared: Engine) -
         await anext(stream)
         with pytest.raises(RuntimeError, match="update_weights: 1 samples are in flight; accepted: none"):
             shared.update_weights(state)
+        with pytest.raises(RuntimeError, match="warm_up: 1 samples are in flight; accepted: none"):
+            shared.warm_up()
         await stream.aclose()  # pyright: ignore[reportAttributeAccessIssue]
 
     asyncio.run(while_streaming())

@@ -1,5 +1,6 @@
 """Images of prompts: their tokens, chunks that cut them, pages that hold them, and requests that share a step."""
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -7,19 +8,24 @@ import pytest
 
 import detjax
 from detjax.engine import Completion, Engine, Request, SamplingParams
+from detjax.engine.model_runner import ModelRunner
 from detjax.engine.page_pool import digests
+from detjax.engine.step_programs import SamplingVariant
 from detjax.models import Decoder, Video, load
 from detjax.models.vision.images import ImagePatches
 from detjax.models.vision.prompt_images import ImageReader, PromptImages, with_image_tokens
 from tests.support import towers
 from tests.support.compiled_programs import compiled_programs
+from tests.support.small_loops import with_pages
 from tests.support.towers import IMAGE, NAMES, VIDEO_NAME, VIDEO_TOKEN, reference, with_one_token_each
 
 GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
+NIGHTLY = pytest.mark.nightly
 SETTINGS: dict[str, Any] = {"max_samples": 4, "token_budget": 48, "max_length": 256, "snapshot_tokens": 1}
+SETTINGS |= {"num_pages": 8, "top_logprobs": 2}
 
 
-@pytest.fixture(scope="module", params=NAMES[:2])
+@pytest.fixture(scope="module", params=[NAMES[0], pytest.param(NAMES[1], marks=NIGHTLY)])
 def name(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -54,10 +60,20 @@ def generated(model: Decoder, requests: list[Request], **options: Any) -> list[C
 # --- answers ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("prefill_chunk", [1, 128, 13])
-def test_greedy_continuations_are_those_of_transformers(prefill_chunk: int, name: str, model: Decoder) -> None:
+@pytest.mark.parametrize(
+    ("name", "prefill_chunk"),
+    [
+        (NAMES[0], 13),
+        (NAMES[1], 128),
+        *(
+            pytest.param(*case, marks=NIGHTLY)
+            for case in ((NAMES[0], 1), (NAMES[0], 128), (NAMES[1], 1), (NAMES[1], 13))
+        ),
+    ],
+)
+def test_greedy_continuations_are_those_of_transformers(prefill_chunk: int, name: str) -> None:
     """Runs a prompt alone, and in chunks next to a text and the same prompt with its images in reverse order."""
+    model = towers.model(name)
     continuation = tuple(reference(name)["continuation"].tolist())
     params = SamplingParams(max_tokens=len(continuation), ignore_eos=True)
     request = Request(prompt(name), params, images=images(name))
@@ -71,28 +87,44 @@ def test_greedy_continuations_are_those_of_transformers(prefill_chunk: int, name
     assert answer.tokens == continuation
 
 
-@pytest.mark.sampled(0)
-@pytest.mark.parametrize("num_pages", [None, 3])
-def test_an_engine_gives_a_request_the_same_answer_in_a_crowd(num_pages: int | None, name: str, model: Decoder) -> None:
+def requests_of(what: str, params: SamplingParams) -> list[Request]:
+    """Requests; the last one is the first one again."""
+    if what == "conversation":
+        requests = [conversation(params=params), conversation(3.0, params=params), Request([9, 8, 7, 6], params)]
+    elif what == "video":
+        requests = [
+            Request(with_one_token_each(prompt(VIDEO_NAME)), params, images=shown()),
+            Request(prompt(VIDEO_NAME), params, images=[shown()[0], Video(towers.video().frames, 0.5)]),
+            Request([5, VIDEO_TOKEN, 6], params, images=shown()[1:]),
+        ]
+    else:
+        other = [255 - images(what)[0], images(what)[1]]
+        requests = [
+            Request(prompt(what), params, images=images(what)),
+            Request(with_one_token_each(prompt(what)), params, images=other),
+            Request([9, 8, 7, 6], params),
+            Request([5, IMAGE, 6], params, images=images(what)[1:]),
+        ]
+    return [*requests, requests[0]]
+
+
+@pytest.mark.parametrize(
+    "what", [NAMES[0], *(pytest.param(x, marks=NIGHTLY) for x in (NAMES[1], "video", "conversation"))]
+)
+def test_an_engine_gives_a_request_the_same_answer_in_a_crowd(what: str) -> None:
     """With 3 pages, sequences are preempted and computed again. Steps of 48 tokens cut the images."""
+    model = towers.model({"video": VIDEO_NAME, "conversation": "qwen3-5-vl"}.get(what, what))
     params = SamplingParams(max_tokens=24, temperature=0.8, seed=5, ignore_eos=True, top_logprobs=2)
-    other = [255 - images(name)[0], images(name)[1]]
-    requests = [
-        Request(prompt(name), params, images=images(name)),
-        Request(with_one_token_each(prompt(name)), params, images=other),
-        Request([9, 8, 7, 6], params),
-        Request([5, IMAGE, 6], params, images=images(name)[1:]),
-        Request(prompt(name), params, images=images(name)),
-    ]
-    with Engine(model, None, num_pages=num_pages, **SETTINGS, top_logprobs=2) as engine:
-        together = [generation.completions[0] for generation in engine.generate(requests)]
-        assert num_pages is None or engine.stats().preemptions > 0
-    assert together[0] == together[4] != together[1]
-    alone = [generated(model, [request])[0] for request in requests[:4]]
-    assert together[:4] == alone
+    requests = requests_of(what, params)
+    with Engine(model, towers.character_tokenizer(), **SETTINGS | {"prefix_cache": False}) as engine:
+        alone = [engine.generate([request])[0] for request in requests[:-1]]
+        together = engine.generate(requests)
+    assert together[:-1] == alone and together[-1] == together[0] != together[1]
+    with with_pages(Engine(model, towers.character_tokenizer(), **SETTINGS), 3) as engine:
+        assert engine.generate(requests) == together
+        assert engine.stats().preemptions > 0
 
 
-@pytest.mark.sampled(0)
 def test_prompts_with_other_images_share_no_pages_with_them(name: str, model: Decoder) -> None:
     tokens = [7 + index % 50 for index in range(60)] + prompt(name)
     first = Request(tokens, GREEDY, images=images(name))
@@ -102,23 +134,28 @@ def test_prompts_with_other_images_share_no_pages_with_them(name: str, model: De
     assert [answer.cached_tokens for answer in answers] == [0, 0, 128, 128]
     assert answers[0] == answers[2] and answers[1] == answers[3]
     assert answers[0].completions != answers[1].completions
-    assert [answer.completions[0] for answer in answers[:2]] == generated(model, [first, other])
 
 
-@pytest.mark.sampled(0)
-def test_samples_of_a_request_share_its_images(name: str, model: Decoder) -> None:
+def test_samples_of_a_request_share_its_images(name: str, model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     params = SamplingParams(max_tokens=8, temperature=0.9, seed=3, n=3, ignore_eos=True)
-    request = Request(prompt(name), params, images=images(name))
-    (offline,) = detjax.generate(model, [prompt(name)], params, images=[images(name)])
+    request, seen, image_rows = Request(prompt(name), params, images=images(name)), list[int](), ModelRunner.image_rows
+
+    def noted(runner: ModelRunner, given: Any) -> Any:
+        seen.append(len(given))
+        return image_rows(runner, given)
+
+    monkeypatch.setattr(ModelRunner, "image_rows", noted)
     with Engine(model, None, **SETTINGS) as engine:
-        (generation,) = engine.generate([request])
-    assert generation == offline and len({completion.tokens for completion in generation.completions}) > 1
+        (three,) = engine.generate([request])
+        assert seen == [2]
+        (one,) = engine.generate([dataclasses.replace(request, sampling=dataclasses.replace(params, n=1))])
+    assert one.completions == three.completions[:1] and len({one.tokens for one in three.completions}) == 3
 
 
-@pytest.mark.sampled(0)
-@pytest.mark.parametrize("name", [NAMES[1], VIDEO_NAME])
-def test_no_image_waits_for_a_program_after_warming_up(name: str) -> None:
+@pytest.mark.parametrize("name", [VIDEO_NAME, pytest.param(NAMES[1], marks=NIGHTLY)])
+def test_no_image_waits_for_a_program_after_warming_up(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Images of several sizes, a video, and several images of one request."""
+    monkeypatch.setattr(SamplingVariant, "for_serving", lambda _: (SamplingVariant(False, 0),))
     model = towers.model(name)
     given: list[list[Any]] = [[reference(name)["image_0"]], [random_image(40, 8), random_image(60, 60)]]
     given += [[towers.video()]] if name == VIDEO_NAME else []
@@ -144,8 +181,7 @@ def shown() -> list[Any]:
     return [reference(VIDEO_NAME)["image_0"], towers.video()]
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("prefill_chunk", [128, 13])
+@pytest.mark.parametrize("prefill_chunk", [13, pytest.param(128, marks=NIGHTLY)])
 def test_greedy_continuations_of_a_video_are_those_of_transformers(prefill_chunk: int) -> None:
     """Runs a prompt alone, and in chunks next to a text and the same frames at another rate."""
     continuation = tuple(reference(VIDEO_NAME)["continuation"].tolist())
@@ -157,32 +193,15 @@ def test_greedy_continuations_of_a_video_are_those_of_transformers(prefill_chunk
     assert answer.tokens == continuation and all(other.tokens != answer.tokens for other in rest)
 
 
-@pytest.mark.sampled(0)
-def test_an_engine_gives_a_video_the_same_answer_in_a_crowd() -> None:
-    params = SamplingParams(max_tokens=24, temperature=0.8, seed=5, ignore_eos=True)
-    requests = [
-        Request(with_one_token_each(prompt(VIDEO_NAME)), params, images=shown()),
-        Request(prompt(VIDEO_NAME), params, images=[shown()[0], Video(towers.video().frames, 0.5)]),
-        Request([5, VIDEO_TOKEN, 6], params, images=shown()[1:]),
-    ]
-    model = towers.model(VIDEO_NAME)
-    with Engine(model, None, num_pages=3, **SETTINGS) as engine:
-        together = [generation.completions[0] for generation in engine.generate([*requests, requests[0]])]
-        assert engine.stats().preemptions > 0
-    assert together[:3] == [generated(model, [request])[0] for request in requests] and together[3] == together[0]
-
-
-@pytest.mark.sampled(0)
 def test_frames_have_places_of_their_own_where_the_prompt_says_their_times() -> None:
     model, frames = towers.model("qwen3-5-vl"), reference(VIDEO_NAME)["video"][:4]
     tokens = [5, VIDEO_TOKEN, 6, VIDEO_TOKEN, 7]
-    (alone,) = generated(model, [Request(tokens, GREEDY, images=[Video(frames, 2.0)])])
-    (swapped, again) = generated(
+    (whole, swapped, again) = generated(
         model,
-        [Request(tokens, GREEDY, images=[Video(part, 2.0)]) for part in (frames[[2, 3, 0, 1]], frames)],
-        prefill_chunk=5,
+        [Request(tokens, GREEDY, images=[Video(part, 2.0)]) for part in (frames, frames[[2, 3, 0, 1]], frames)],
+        prefill_chunk=13,
     )
-    assert again == alone != swapped
+    assert again == whole != swapped
     with pytest.raises(ValueError, match=r"1 places for images.* and 2 images"):
         generated(model, [Request([5, VIDEO_TOKEN], GREEDY, images=[Video(frames, 2.0)])])
 
@@ -196,8 +215,7 @@ def conversation(pace: float = 1.0, is_text: bool = True, params: SamplingParams
     return Request(prompt, params, images=[slower, given["image_1"]])
 
 
-@pytest.mark.sampled(0)
-@pytest.mark.parametrize("prefill_chunk", [13, 128])
+@pytest.mark.parametrize("prefill_chunk", [13, pytest.param(128, marks=NIGHTLY)])
 def test_the_times_of_frames_are_written_as_by_transformers(prefill_chunk: int) -> None:
     """The whole prompt and the greedy continuation, with the video alone and in chunks next to slower ones."""
     given, model = reference("qwen3-5-vl"), towers.model("qwen3-5-vl")
@@ -224,23 +242,7 @@ def test_the_times_of_frames_are_written_as_by_transformers(prefill_chunk: int) 
         assert tokens[1] != tokens[0]
 
 
-@pytest.mark.sampled(0)
-def test_an_engine_gives_a_conversation_with_times_the_same_answer_in_a_crowd() -> None:
-    params = SamplingParams(max_tokens=24, temperature=0.8, seed=5, ignore_eos=True)
-    requests = [conversation(params=params), conversation(3.0, params=params), Request([9, 8, 7, 6], params)]
-    model, tokenizer = towers.model("qwen3-5-vl"), towers.character_tokenizer()
-    alone = [
-        detjax.generate(model, [one.prompt], one.sampling, images=[one.images], tokenizer=tokenizer)[0]
-        for one in requests
-    ]
-    with Engine(model, tokenizer, num_pages=3, **SETTINGS) as engine:
-        together = engine.generate([*requests, requests[0]])
-        assert engine.stats().preemptions > 0
-    assert together[:3] == alone and together[3] == together[0]
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("name", [VIDEO_NAME, "qwen3-5-vl"])
+@pytest.mark.parametrize("name", [VIDEO_NAME, pytest.param("qwen3-5-vl", marks=NIGHTLY)])
 def test_videos_of_equal_frames_share_no_pages_with_slower_ones(name: str) -> None:
     """A page's digest depends on the pace where positions do, and on the tokens of times where prompts say them."""
     model, tokenizer = towers.model(name), towers.character_tokenizer()
@@ -332,7 +334,10 @@ def test_digests_of_pages_depend_on_the_images_in_them() -> None:
     assert len({*plain, *shown}) == 6  # each page's digest depends on those before it
     other_end = digests(tokens, images=[spans[0], (300, 310, b"c")])
     assert other_end[:2] == shown[:2] and other_end[2] != shown[2]
-    assert digests(tokens, images=[(128, 200, b"a")])[0] == plain[0]
+    for span in ((128, 256, b"a"), (255, 256, b"a"), (128, 129, b"a")):
+        between = digests(tokens, images=[span])
+        assert (between[0], between[1] == plain[1]) == (plain[0], False)
+    assert digests(tokens, images=[(256, 257, b"a")])[:2] == plain[:2]
 
 
 def test_arrangements_of_an_image_have_digests_of_their_own() -> None:

@@ -1,19 +1,19 @@
 """Programs are compiled in threads or processes, before the first step or in the background; no bit depends on it."""
 
 import functools
+import itertools
 import os
 import threading
 from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
 import pytest
 
 from detjax.engine import BatchShapes, Completion, StepLoop, program_compiler
 from detjax.engine.compiler_process import CompilerFailed, CompilerProcess, Task
 from detjax.engine.program_compiler import Compilation, ProgramCompiler
-from detjax.engine.step_programs import StepPrograms
+from detjax.engine.step_programs import SamplingVariant, StepPrograms
 from detjax.runtime import compilation
 from detjax.runtime.fingerprints import fingerprint
 from tests.support.compiled_programs import compiled_programs
@@ -28,9 +28,18 @@ def serializable_programs() -> Iterator[None]:
         yield
 
 
+PLAIN = VARIANTS[:1]
+_NUM_PAGES = itertools.count(3)
+
+
+def new_loop(variants: tuple[SamplingVariant, ...] = PLAIN, runs_of: int = 0) -> StepLoop:
+    """Returns a loop whose programs nothing has compiled. One for a CPU that has run cannot be serialized any more."""
+    return small_loop(variants, runs_of, num_pages=next(_NUM_PAGES))
+
+
 @functools.cache
-def expected() -> list[Completion]:
-    return answers(small_loop())
+def expected(variants: tuple[SamplingVariant, ...] = PLAIN) -> list[Completion]:
+    return answers(small_loop(variants))
 
 
 def compilation_of(loop: StepLoop) -> Compilation:
@@ -66,38 +75,34 @@ class CompilerHere:
 
 @pytest.fixture
 def compilers_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[CompilerHere]]:
-    expected()
-    jax.clear_caches()  # a program for a CPU that has run cannot be serialized any more
     monkeypatch.setattr(program_compiler, "CompilerProcess", CompilerHere)
-    yield CompilerHere
+    with no_kept_programs():
+        yield CompilerHere
     CompilerHere.before = staticmethod(lambda key: None)
 
 
-@pytest.mark.sampled(0)
 def test_programs_of_processes_have_the_same_bits_and_the_next_start_compiles_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bits = expected()
-    first = small_loop(runs_of=1)
+    first = new_loop(runs_of=1)
     first.warm_up(ProgramCompiler(tmp_path, processes=2))
     assert not compilation_of(first).pending
-    assert sum("_decode_run" in key for key in first._runner._compiled) == 2
-    assert answers(first) == bits
-    jax.clear_caches()
-    second = small_loop(runs_of=1)
+    assert sum("_decode_run" in key for key in first._runner._compiled) == 1
+    assert answers(first) == expected()
+    second = small_loop(PLAIN, 1, num_pages=first.scheduler.pool.num_pages)
     with monkeypatch.context() as patch, compiled_programs() as compiled:
         patch.setattr(program_compiler, "CompilerProcess", None)
         second.warm_up(ProgramCompiler(tmp_path, processes=2))
-        assert answers(second) == bits
+        assert answers(second) == expected()
         steps = "_forward", "_sample", "_score", "_decode_run"
         assert not [name for name in compiled if any(step in name for step in steps)]
 
 
-@pytest.mark.sampled(0)
 def test_programs_of_threads_are_kept_too(tmp_path: Path) -> None:
-    first, second = small_loop(VARIANTS[:1]), small_loop(VARIANTS[:1])
-    first.warm_up(ProgramCompiler(tmp_path, processes=0))
-    jax.clear_caches()
+    first = new_loop()
+    second = small_loop(PLAIN, num_pages=first.scheduler.pool.num_pages)
+    with no_kept_programs():
+        first.warm_up(ProgramCompiler(tmp_path, processes=0))
     seen: list[int] = []
 
     def track(programs: Any, count: int) -> Any:
@@ -108,10 +113,9 @@ def test_programs_of_threads_are_kept_too(tmp_path: Path) -> None:
     assert seen == [0]
 
 
-@pytest.mark.sampled(0)
 def test_steps_take_larger_programs_until_theirs_are_there(compilers_here: type[CompilerHere]) -> None:
-    bits, go_on = expected(), threading.Event()
-    loop = small_loop()
+    bits, go_on = expected(VARIANTS), threading.Event()
+    loop = new_loop(VARIANTS)
     keys = programs_of(loop).by_key()
     rare = {key for key, program in keys.items() if not program.is_essential}
 
@@ -133,7 +137,6 @@ def test_steps_take_larger_programs_until_theirs_are_there(compilers_here: type[
     loop.close()
 
 
-@pytest.mark.sampled(0)
 def test_where_a_process_fails_this_one_compiles_what_is_essential_and_nothing_else(
     compilers_here: type[CompilerHere], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -141,21 +144,20 @@ def test_where_a_process_fails_this_one_compiles_what_is_essential_and_nothing_e
         raise CompilerFailed("out of memory")
 
     compilers_here.before = staticmethod(fail)
-    loop = small_loop()
+    loop = new_loop()
     rare = {key for key, program in programs_of(loop).by_key().items() if not program.is_essential}
     loop.warm_up(ProgramCompiler(processes=2, in_background=True))
     loop.wait_for_programs()
     assert compilation_of(loop).pending == rare
     assert caplog.messages == ["a process that compiles programs has failed: out of memory"] * 2
     assert answers(loop) == expected()
-    other = small_loop(VARIANTS[:1])
+    other = small_loop(PLAIN, num_pages=loop.scheduler.pool.num_pages)
     other.warm_up(ProgramCompiler(processes=1))
     assert not compilation_of(other).pending
 
 
-@pytest.mark.sampled(0)
 def test_closing_a_loop_ends_what_is_still_compiled(compilers_here: type[CompilerHere]) -> None:
-    loop = small_loop()
+    loop = new_loop()
     closing, programs = threading.Event(), programs_of(loop).by_key()
 
     def wait(key: Hashable) -> None:
@@ -171,9 +173,8 @@ def test_closing_a_loop_ends_what_is_still_compiled(compilers_here: type[Compile
     assert compilation_of(loop).pending
 
 
-@pytest.mark.sampled(0)
 def test_without_processes_nothing_is_left_for_later() -> None:
-    loop = small_loop(VARIANTS[:2])
+    loop = new_loop()
     loop.warm_up(ProgramCompiler(processes=0, in_background=True))
     assert not compilation_of(loop).pending
 

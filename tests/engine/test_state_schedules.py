@@ -6,12 +6,17 @@ from tests.engine import state_schedules
 from tests.engine.state_schedules import BLOCK, KINDS, Findings
 
 SCHEDULES = 1000
+MANY = [pytest.param(first, marks=pytest.mark.nightly) for first in range(0, SCHEDULES, BLOCK)]
 
 
-@pytest.mark.sampled(0)
-@pytest.mark.parametrize("first", range(0, SCHEDULES, BLOCK))
+@pytest.mark.parametrize("first", ["small", *MANY])
 @pytest.mark.parametrize("kind", KINDS)
-def test_random_schedules_change_no_bit(kind: str, first: int) -> None:
+def test_random_schedules_change_no_bit(kind: str, first: int | str) -> None:
     findings = Findings()
-    state_schedules.search(kind, range(first, min(first + BLOCK, SCHEDULES)), findings)
+    if isinstance(first, str):
+        findings = state_schedules.play_small(kind)
+        assert findings.runs and findings.preemptions and findings.cached_tokens and findings.cancelled
+        assert findings.snapshot_hits or kind != "slots"
+    else:
+        state_schedules.search(kind, range(first, min(first + BLOCK, SCHEDULES)), findings)
     assert findings.answers
