@@ -61,9 +61,9 @@ def test_the_trainer_sees_the_samplers_bits_after_every_step(engine: Engine, lay
         between = divergence([one.logprobs for one in flat], by_trainer)
         assert between.unequal_tokens == 0
         assert (between.k1, between.k2, between.k3) == (0.0, 0.0, 0.0)
-        # The model's logprobs are those of the distribution at temperature 1 alone.
-        own = [one.sampling_logprobs for one in flat]
-        assert same_bits(own, by_trainer) == (temperature == 1)
+        # Only at temperature 1 does the distribution have the model's logprobs.
+        drawn = [one.sampling_logprobs for one in flat]
+        assert same_bits(drawn, by_trainer) == (temperature == 1)
         report = trainer.step(samples_of(flat))
         # The forward pass of the step itself has these bits, too.
         assert_same_bits(report.logprobs, by_trainer)
@@ -210,7 +210,7 @@ def test_the_entropy_is_that_of_the_distribution_over_all_tokens(name: str) -> N
     result = detjax.jit(lambda hidden: entropies(model, hidden, drawn))(jnp.asarray(hidden))
     logits = np.asarray(model.logits(jnp.asarray(hidden)), np.float64)
     expected = [expected_entropy(row, drawn) for row in logits]
-    assert result.dtype == jnp.float32 and np.ptp(expected) > (0.1 if drawn.temperature else -1)
+    assert result.dtype == jnp.float32 and np.ptp(expected) > (0.02 if drawn.temperature else -1)
     np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-5)
 
 

@@ -1,18 +1,31 @@
 """The command `detjax train`."""
 
+import contextlib
 import json
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from detjax import cli, models
+from detjax.engine import EngineConfig
+from detjax.models import GenerationDefaults
+from detjax.operands.options import Distribution
+from detjax.rl.policy_gradients.policy_gradient import PolicyGradient
+from detjax.rl.runs import command
+from detjax.rl.runs.run import RunConfig
+from detjax.rl.trainer.microbatches import Packed
+from detjax.rl.trainer.step import Plan
+from tests.rl import policies
 from tests.support import commands
 from tests.support.commands import Result
 
 SMALL = ("--task", "addition:1", "--task", "brackets:1", "--layers", "1", "--width", "32", "--prompts", "8")
 
 
-def run(*arguments: str) -> Result:
+def run(*arguments: object) -> Result:
     return commands.run(cli.main, "train", *arguments)
 
 
@@ -66,6 +79,90 @@ def test_samplers_of_other_numerics_are_seen_by_the_trainer(
     assert line["unequal_tokens"] > 0 and line["k3"] > 0
 
 
+class Stop(BaseException):
+    """Ends a command."""
+
+
+def test_each_option_reaches_what_it_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, Any] = {}
+
+    def recorded(name: str, returned: Any = None) -> Callable[..., Any]:
+        def call(*given: Any, **named: Any) -> Any:
+            seen[name] = (given, named)
+            return contextlib.nullcontext() if returned is None else returned
+
+        return call
+
+    def run_of(*given: Any) -> Any:
+        def steps(*given: Any, **named: Any) -> Any:
+            seen["steps"] = named
+            raise Stop
+
+        seen["Run"] = given
+        return SimpleNamespace(steps=steps)
+
+    policy = policies.policy(), policies.tokenizer()
+    for name, returned in (("small_policy", policy), ("trainer_for", "trainer"), ("RunState", None), ("Engine", None)):
+        monkeypatch.setattr(command, name, recorded(name, returned))
+    monkeypatch.setattr(command, "Run", run_of)
+    monkeypatch.setattr(command, "_ENGINE_SAMPLES", 4)
+    sizes = "--layers", 3, "--width", 96, "--dtype", "float16", "--microbatch-tokens", 112, "--devices", 2
+    counts = "--steps", 7, "--prompts", 5, "--samples", 3, "--max-tokens", 9, "--save-every", 4, "--seed", 12
+    learning = "--temperature", 0.5, "--learning-rate", 0.25, "--kind", "reinforcement", "--kv-cache-dtype", "int8"
+    gradient = "--estimator", "rloo", "--correction", "sequence_masked", "--task", "sorting:3", "--task", "addition:2"
+    with pytest.raises(Stop):
+        run(tmp_path / "new", *sizes, *counts, *learning, *gradient)
+    config = RunConfig(
+        kind="reinforcement",
+        tasks=(("sorting", 3), ("addition", 2)),
+        steps=7,
+        seed=12,
+        prompts=5,
+        samples=3,
+        max_tokens=9,
+        distribution=Distribution(0.5),
+        kv_cache_dtype="int8",
+        policy_gradient=PolicyGradient(estimator="rloo", correction="sequence_masked"),
+        learning_rate=0.25,
+    )
+    assert seen["small_policy"] == ((3, 96), {"seed": 12, "dtype": "float16"})
+    assert seen["trainer_for"] == ((config, policy[0], Plan(Packed(112), devices=2)), {})
+    origin = config.as_json() | {"model": models.digest(*policy), "dtype": "float16"}
+    assert seen["RunState"] == ((tmp_path / "new" / "states", origin), {})
+    engine = EngineConfig(max_samples=4, token_budget=16, max_length=112, kv_cache_dtype="int8")
+    assert seen["Engine"] == ((*policy, engine), {})
+    assert seen["Run"] == (config, "trainer", policy[1], policies.end_token(), None)
+    assert seen["steps"] == {"save_every": 4}
+    # A supervised run samples nothing, and rollouts are no longer than the model's positions.
+    del seen["Engine"]
+    with pytest.raises(Stop):
+        run(tmp_path / "supervised", "--task", "addition:1")
+    assert "Engine" not in seen and seen["trainer_for"][0][0] == RunConfig(
+        kind="supervised", tasks=(("addition", 1),), steps=100
+    )
+    assert seen["trainer_for"][0][2] == Plan(Packed(1024)) and seen["small_policy"][0] == (2, 128)
+    with pytest.raises(Stop):
+        run(tmp_path / "long", "--task", "addition:1", "--kind", "reinforcement")
+    assert seen["Engine"][0][2].max_length == policy[0].config.max_positions == 128
+
+
+def test_models_without_tokenizer_or_end_token_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = "--model", tmp_path / "model", "--task", "addition:1"
+    models.save(policies.policy(), tmp_path / "model")
+    result = run(tmp_path / "run", *start)
+    assert result.exit_code == 2 and "has no tokenizer; accepted: a checkpoint with one" in " ".join(
+        result.output.split()
+    )
+    for defaults in (None, GenerationDefaults(), GenerationDefaults(eos_token_ids=(7, 3))):
+        decoder = policies.policy()
+        decoder.generation_defaults = defaults
+        if defaults is not None and defaults.eos_token_ids:
+            assert command._end_token(decoder) == 3
+        else:
+            with pytest.raises(ValueError, match="the model has no end-of-sequence token; accepted: a model with one"):
+                command._end_token(decoder)
+
+
 def test_a_run_that_has_ended_is_not_written_over(ended: Path) -> None:
     result = run(str(ended), *SMALL, "--steps", "2")
     assert result.exit_code == 2
@@ -86,6 +183,9 @@ def test_a_run_that_has_ended_is_not_written_over(ended: Path) -> None:
             "--kv-cache-dtype is 'int4'; accepted: int8",
         ),
         (("--task", "addition:1", "--steps", "0"), "--steps is 0; accepted: at least 1"),
+        (("--task", "addition:1", "--prompts", "0"), "--prompts is 0; accepted: at least 1"),
+        (("--task", "addition:1", "--samples", "0"), "--samples is 0; accepted: at least 1"),
+        (("--task", "addition:1", "--max-tokens", "0"), "--max-tokens is 0; accepted: at least 1"),
         (("--task", "addition:1", "--save-every", "0"), "--save-every is 0; accepted: at least 1"),
         (("--task", "addition:1", "--microbatch-tokens", "20"), "tokens is 20; accepted: positive multiples of 16"),
         (("--task", "addition:1", "--width", "33"), "and a width that is a multiple of 32"),
