@@ -23,7 +23,7 @@ DISTRIBUTIONS = {
 
 
 def drawn() -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Hidden states, a head, tokens, every third of which is the least likely one, and factors of logprobs."""
+    """Hidden states, a head, tokens (every third is the least likely one), and factors of logprobs."""
     random = np.random.default_rng(0)
     hidden, head = (random.standard_normal(shape).astype(np.float32) for shape in ((TOKENS, D), (VOCABULARY, D)))
     logits = hidden @ head.T
