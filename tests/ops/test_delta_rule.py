@@ -166,9 +166,9 @@ def test_the_batch_slots_their_old_contents_and_neighbours_of_nan_change_no_bit(
         o, state = ops.gated_delta_rule(*map(jnp.asarray, rows), state, cases.queries(starts, part, slots))  # pyright: ignore[reportCallIssue]
         for index, count in enumerate(part):
             outputs[index].append(np.asarray(o)[index, :count])
-    *outputs, of_nan = [np.concatenate(parts) for parts in outputs]
+    *outputs, poisoned = [np.concatenate(parts) for parts in outputs]
     assert_same_bits(outputs, alone)
-    assert np.isnan(of_nan.astype(np.float32)).all()
+    assert np.isnan(poisoned.astype(np.float32)).all()
     assert_same_bits(*(jax.tree.map(lambda x: np.asarray(x)[[1, 3]], some) for some in (old, state)))
     assert not np.isnan(np.asarray(state.s)[slots[:4]]).any()
 
@@ -318,12 +318,12 @@ def test_gradients_of_a_part_of_a_request_are_those_of_the_whole(dtype: str, sta
     state = cases.empty_state(SLOTS, dtype)
     _, state = padded_call(cases.tokens(139, 1, dtype), state, 0, 139, SLOTS - 2)
     _, state = padded_call(request, state, 0, start, SLOTS - 2)
-    # One more request, which begins, stands before it, and another one behind it.
+    # One more request, which begins, stands before it, and another one after it.
     others = [cases.tokens(count, 2, dtype) for count in (9, 17)]
     parts, dos = [others[0], request.cut(start, 139), others[1]], [others[0].v, do[start:], others[1].v]
-    before, given, behind = packed_gradients(parts, dos, state, [0, start, 0])
+    before, given, after = packed_gradients(parts, dos, state, [0, start, 0])
     assert_same_bits(given, whole)
-    assert_same_bits([before, behind], [gradients(other, other.v) for other in others])
+    assert_same_bits([before, after], [gradients(other, other.v) for other in others])
 
 
 def test_arguments_that_do_not_fit_are_refused() -> None:
