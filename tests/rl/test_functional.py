@@ -1,10 +1,8 @@
 """Pure functions of training: a loop of one's own reaches the weights of `detjax train`, on any number of devices."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -12,17 +10,14 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from detjax import cli
-from detjax.engine import Engine
+from detjax.engine import Engine, SamplingParams
+from detjax.operands.options import Distribution
 from detjax.rl import functional
 from detjax.rl.rollouts import prompt_seeds
-from detjax.rl.runs.policy import CHECKPOINT
 from detjax.rl.trainer.losses import ClippedRatio, LogLikelihood
 from detjax.rl.trainer.microbatches import Packed, Rows
-from detjax.rl.trainer.optimizers import adamw
 from tests.rl import policies
 from tests.rl.training_cases import samples
-from tests.support import commands
 from tests.support.bits import assert_same_bits, same_bits
 
 ROOT = Path(__file__).parents[2]
@@ -34,14 +29,13 @@ def for_policy(batch: list[Any]) -> list[Any]:
 
 
 def training(loss: Any = LogLikelihood()) -> functional.Training:  # noqa: B008
-    return functional.Training(policies.policy(), adamw(policies.LEARNING_RATE), loss)
+    return functional.Training(policies.policy(), policies.ADAMW, loss)
 
 
-@pytest.mark.sampled(0)
 def test_steps_are_those_of_the_trainer_whatever_the_microbatches_are() -> None:
     functions, trainer = training(), policies.trainer(Rows(4, 32))
     state = functions.init(nnx.state(policies.policy()))
-    for batch, microbatch in zip(map(for_policy, BATCHES), (Packed(64), Rows(1, 48)), strict=True):
+    for batch, microbatch in zip(map(for_policy, BATCHES), (Packed(64), Rows(4, 32)), strict=True):
         loss, gradients, logprobs = functions.loss_and_gradients(state.params, batch, microbatch=microbatch)
         report = trainer.step(batch)
         assert [x.tobytes() for x in logprobs] == [x.tobytes() for x in report.logprobs]
@@ -83,19 +77,31 @@ def test_the_value_of_a_clipped_ratio_is_the_one_whose_gradient_is_computed() ->
     np.testing.assert_allclose(value, total, rtol=1e-9)
 
 
-def test_rollouts_are_functions_of_params_prompts_and_seed() -> None:
-    with Engine(policies.policy(), policies.tokenizer(), max_samples=8, token_budget=64, max_length=64) as engine:
-        rollout = training().rollout_function(engine, max_tokens=8, samples=2)
-        params, prompts = nnx.state(policies.policy()), ["1+2=", "34="]
-        other = jax.tree.map(lambda x: 2 * x, params)
-        first = rollout(params, prompts, 7)
-        changed = rollout(other, prompts, 7), rollout(params, prompts, 8), rollout(params, ["1+2=", "35="], 7)
-        again = rollout(params, prompts, 7)
+def test_rollouts_are_functions_of_params_prompts_and_seed(engine: Engine) -> None:
+    rollout = training().rollout_function(engine, max_tokens=8, samples=2)
+    params, prompts = nnx.state(policies.policy()), ["1+2=", "34="]
+    other = jax.tree.map(lambda x: 2 * x, params)
+    first = rollout(params, prompts, 7)
+    changed = rollout(other, prompts, 7), rollout(params, prompts, 8), rollout(params, ["1+2=", "35="], 7)
+    again = rollout(params, prompts, 7)
     assert [len(group) for group in first.tokens] == [2, 2]
+    assert all(len(one) <= 8 for group in first.tokens for one in group)
     assert_same_bits(again, first)
     assert not any(same_bits(one, first) for one in changed)
     # A prompt's completions depend on its place and on the seed, not on the other prompts.
     assert_same_bits(changed[2].tokens[0], first.tokens[0])
+
+
+def test_rollouts_are_drawn_from_the_distribution_with_its_logprobs(engine: Engine) -> None:
+    drawn = Distribution(0.7, top_k=5, top_p=0.9, min_p=0.01)
+    functions = functional.Training(policies.policy(), policies.ADAMW, LogLikelihood(), distribution=drawn)
+    asked: list[Any] = []
+    with mock.patch.object(functional.rollouts, "rollouts", lambda *given: asked.append(given) or []):
+        functions.rollout_function(engine, max_tokens=8, samples=3)(nnx.state(policies.policy()), ["1+2=", "3="], 7)
+    ((_, prompts, sampling, seeds),) = asked
+    assert (prompts, seeds) == (["1+2=", "3="], prompt_seeds(7, 2))
+    wanted = {"n": 3, "sampling_logprobs": True, "temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.01}
+    assert sampling == SamplingParams(8, **wanted)
 
 
 def test_seeds_of_prompts_differ() -> None:
@@ -108,28 +114,11 @@ def test_gradients_of_other_shapes_or_dtypes_are_refused() -> None:
     state = functions.init(params)
     with pytest.raises(ValueError, match=r"the gradient of .* is bfloat16\[.*\]; accepted: float32\["):
         functions.update(state, params)
-
-
-@pytest.mark.sampled(0)
-def test_the_example_reaches_the_weights_of_the_command_on_two_devices(tmp_path: Path) -> None:
-    tasks = "--task", "addition:2", "--task", "brackets:5"
-    counts = "--prompts", "8", "--samples", "4", "--max-tokens", "16", "--steps", "3"
-    learn = "--kind", "reinforcement", "--model", str(CHECKPOINT), *tasks, *counts
-    result = commands.run(cli.main, "train", tmp_path / "command", *learn)
-    assert result.exit_code == 0, result.output
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    flags = environment.get("XLA_FLAGS", "")
-    environment["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count=2"
-    command = [sys.executable, "-W", "error", "examples/training_loop.py", str(CHECKPOINT), str(tmp_path / "loop")]
-    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert len(run.stdout.splitlines()) == 3
-    before, there, here = (
-        (folder / "model.safetensors").read_bytes()
-        for folder in (CHECKPOINT, tmp_path / "command" / "model", tmp_path / "loop")
-    )
-    assert here == there
-    assert here != before
+    wide = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
+    leaves, structure = jax.tree.flatten(wide)
+    leaves[-1] = leaves[-1][None]
+    with pytest.raises(ValueError, match=r"the gradient of .* is float32\[1, .*\]; accepted: float32\["):
+        functions.update(state, jax.tree.unflatten(structure, leaves))
 
 
 def test_the_guide_shows_the_example() -> None:

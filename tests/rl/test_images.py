@@ -1,5 +1,7 @@
 """Samples with images: the sampler's logprobs in the trainer, and towers that no step changes."""
 
+import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -33,6 +35,7 @@ def requests(name: str) -> list[Request]:
     ]
 
 
+@functools.cache
 def sampled(name: str) -> tuple[list[Sample], list[np.ndarray]]:
     """A sample of each request's answer, and the sampler's logprobs."""
     model, given = towers.model(name, "bfloat16"), requests(name)
@@ -54,25 +57,10 @@ def trainer(name: str, layout: Layout, **options: Any) -> Trainer:
     return Trainer(towers.model(name, "bfloat16"), adamw(1e-2), LogLikelihood(), Plan(layout, shards=2, **options))
 
 
-@pytest.mark.sampled(0)
-@pytest.mark.parametrize("name", NAMES)
-def test_the_trainer_has_the_logprobs_of_the_sampler(name: str) -> None:
+@pytest.mark.parametrize("name", [NAMES[0], pytest.param(NAMES[1], marks=pytest.mark.nightly)])
+def test_a_step_has_the_samplers_bits_in_every_layout_and_leaves_the_tower(name: str) -> None:
     samples, logprobs = sampled(name)
-    for layout in (Rows(2, 160), Packed(320)):
-        assert_same_bits(trainer(name, layout).logprobs(samples), logprobs)
     assert not same_bits(logprobs[0], logprobs[2])
-
-
-def test_stock_numerics_differ_between_sampler_and_trainer() -> None:
-    with detjax.use_backend("stock"):
-        samples, logprobs = sampled(NAMES[0])
-        assert not same_bits(trainer(NAMES[0], Rows(2, 160)).logprobs(samples), logprobs)
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("name", NAMES)
-def test_a_step_has_the_same_bits_in_every_layout_and_leaves_the_tower(name: str) -> None:
-    samples, logprobs = sampled(name)
     before = jax.tree.map(np.asarray, split(towers.model(name, "bfloat16"))[1])
     after = []
     for layout in (Rows(2, 160), Packed(320)):
@@ -82,6 +70,17 @@ def test_a_step_has_the_same_bits_in_every_layout_and_leaves_the_tower(name: str
     assert_same_bits(after[0], after[1])
     for path, old, new in zip(one.network.paths, before, after[0], strict=True):
         assert same_bits(old, new) == (path[0] == "vision"), path
+
+
+@pytest.mark.parametrize("name", [NAMES[0], pytest.param(NAMES[1], marks=pytest.mark.nightly)])
+def test_the_trainer_has_the_logprobs_of_the_sampler_and_sees_which_image_is_whose(name: str) -> None:
+    samples, logprobs = sampled(name)
+    one = trainer(name, Packed(320))
+    assert_same_bits(one.logprobs(samples), logprobs)
+    exchanged = [dataclasses.replace(samples[0], images=samples[2].images), samples[1]]
+    result = one.logprobs(exchanged)
+    assert not same_bits(result[0], logprobs[0])
+    assert_same_bits(result[1], logprobs[1])
 
 
 def test_images_that_are_not_those_of_the_prompt_are_refused() -> None:
