@@ -74,11 +74,21 @@ def rows(width: int, dtype: str, seed: int = 0) -> np.ndarray:
     return x.astype(DTYPES[dtype])
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("with_residual", [False, True])
-def test_rms_norm(dtype: str, with_residual: bool) -> None:
-    for width in WIDTHS:
+@pytest.mark.parametrize(
+    ("dtype", "with_residual", "widths"),
+    [
+        ("float32", False, (5, 4100)),
+        ("bfloat16", True, (129,)),
+        ("float16", True, (513,)),
+        *(
+            pytest.param(dtype, with_residual, WIDTHS, marks=pytest.mark.nightly)
+            for dtype in DTYPES
+            for with_residual in (False, True)
+        ),
+    ],
+)
+def test_rms_norm(dtype: str, with_residual: bool, widths: tuple[int, ...]) -> None:
+    for width in widths:
         x, residual = rows(width, dtype), rows(width, dtype, 1) if with_residual else None
         weight = rows(width, dtype, 2)[0]
         given = None if residual is None else jnp.asarray(residual)
@@ -93,10 +103,16 @@ def test_rms_norm(dtype: str, with_residual: bool) -> None:
             assert_has_the_bits_of_one(result[row], scaled)
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_softmax_family(dtype: str) -> None:
-    for width in WIDTHS:
+@pytest.mark.parametrize(
+    ("dtype", "widths"),
+    [
+        ("float32", (5, 4097)),
+        ("bfloat16", (9216,)),
+        *(pytest.param(dtype, WIDTHS, marks=pytest.mark.nightly) for dtype in DTYPES),
+    ],
+)
+def test_the_softmax_family(dtype: str, widths: tuple[int, ...]) -> None:
+    for width in widths:
         x = rows(width, dtype)
         x[0] *= x.dtype.type(4)  # blocks with very different maxima
         m, total = emulation.softmax_statistics(x, DEVICE)
@@ -161,12 +177,24 @@ OPTIONS = {
 }
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", OPTIONS)
-def test_attention(name: str, dtype: str) -> None:
+IN_BFLOAT16 = ("window", "alibi", "sink")
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "lengths"),
+    [
+        *((name, "bfloat16" if name in IN_BFLOAT16 else "float32", (300,)) for name in OPTIONS),
+        ("causal", "float32", (3,)),
+        *(
+            pytest.param(name, dtype, (3, 300, 513), marks=pytest.mark.nightly)
+            for name in OPTIONS
+            for dtype in ("float32", "bfloat16")
+        ),
+    ],
+)
+def test_attention(name: str, dtype: str, lengths: tuple[int, ...]) -> None:
     options = OPTIONS[name]
-    for keys in (3, 300, 513):
+    for keys in lengths:
         q, k, v = attention_inputs(keys, dtype)
         start = keys - len(q)
 

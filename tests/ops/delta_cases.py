@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -50,7 +51,9 @@ def tokens(count: int, seed: int = 0, dtype: str = "bfloat16", shape: Shape = SH
 
 
 def empty_state(slots: int, dtype: str = "bfloat16", shape: Shape = SHAPE) -> ops.DeltaState:
-    return ops.DeltaState.empty(slots, *shape, jnp.dtype(dtype))
+    # NumPy makes the zeros, because JAX compiles a program for each shape of zeros.
+    made = jax.eval_shape(lambda: ops.DeltaState.empty(slots, *shape, jnp.dtype(dtype)))
+    return jax.tree.map(lambda x: jnp.asarray(np.zeros(x.shape, x.dtype)), made)
 
 
 def shape_of(request: Tokens) -> Shape:
@@ -67,9 +70,9 @@ def queries(starts: Sequence[int], counts: Sequence[int], slots: Sequence[int] |
 
 def call(request: Tokens, state: ops.DeltaState, start: int, end: int) -> tuple[np.ndarray, ops.DeltaState]:
     """The outputs of some of a request's tokens, and the next state of slot 0."""
-    some = [jnp.asarray(x)[None] for x in request.cut(start, end)]
+    some = [jnp.asarray(x[None]) for x in request.cut(start, end)]
     o, state = ops.gated_delta_rule(*some, state, queries([start], [end - start]))  # pyright: ignore[reportCallIssue]
-    return np.asarray(o[0]), state
+    return np.asarray(o)[0], state
 
 
 def in_calls(request: Tokens, ends: Sequence[int]) -> np.ndarray:

@@ -80,20 +80,25 @@ def test_a_program_of_two_operations_gives_the_bits_of_two_programs(g: str, f: s
     assert_same_bits(detjax.jit(both)(w["x"], w, v), PROGRAMS[f](between, v))
 
 
-@pytest.mark.sampled(0)
-@pytest.mark.parametrize("g", [g for g in FIRST if g != "sample"])
-def test_roundings_stay_where_the_compiler_may_drop_them(g: str) -> None:
+@pytest.mark.parametrize(
+    ("g", "lasts"),
+    [
+        ("matmul gated", ("rms_norm", "residual of matmul", "log_softmax")),
+        *(pytest.param(g, tuple(LAST), marks=pytest.mark.nightly, id=g) for g in FIRST if g != "sample"),
+    ],
+)
+def test_roundings_stay_where_the_compiler_may_drop_them(g: str, lasts: tuple[str, ...]) -> None:
     w = _weights("bfloat16")
     between = PROGRAMS[g](w["x"], w)
     v = _weights(between.dtype)
 
     def followed_by_each(x: jax.Array, w: dict[str, jax.Array], v: dict[str, jax.Array]) -> Any:
         y = FIRST[g](x, w)
-        return {f: last(y, v) for f, last in LAST.items()}
+        return {f: LAST[f](y, v) for f in lasts}
 
     # Not what detjax.jit would compile with: that the bits stay does not hang on this option alone.
     excess = jax.jit(followed_by_each, compiler_options={"xla_allow_excess_precision": True})
-    assert_same_bits(excess(w["x"], w, v), {f: PROGRAMS[f](between, v) for f in LAST})
+    assert_same_bits(excess(w["x"], w, v), {f: PROGRAMS[f](between, v) for f in lasts})
 
 
 def test_a_sampled_token_is_embedded_in_the_same_program() -> None:
@@ -126,11 +131,10 @@ def test_a_whole_block_in_one_program_gives_the_bits_of_its_operations(dtype: st
         return x
 
     step_by_step = w["x"]
-    for name in chain:
-        step_by_step = detjax.jit(ON_ROWS[name])(step_by_step, w)
-    assert_same_bits(detjax.jit(block)(w["x"], w), step_by_step)
+    for name in chain * 2:
+        step_by_step = PROGRAMS[name](step_by_step, w)
     scanned = detjax.jit(lambda x, w: jax.lax.scan(lambda x, _: (block(x, w), None), x, length=2)[0])(w["x"], w)
-    assert_same_bits(scanned, detjax.jit(block)(step_by_step, w))
+    assert_same_bits(scanned, step_by_step)
 
 
 # The negative control. Of all pairs these are where XLA's own operations move on a CPU; not one does in bfloat16.

@@ -46,8 +46,8 @@ class Shape:
 
 
 SHAPES = {
-    "groups of 1, window": Shape(2, 2, {"window": 20}),
     "groups of 2, bfloat16, later positions": Shape(4, 2, {}, dtype="bfloat16", starts=(5, 0, 100, 121, 7, 64)),
+    "groups of 1, window": Shape(2, 2, {"window": 20}),
     "groups of 4": Shape(4, 1, {}),
     "soft cap, sinks and slopes": Shape(2, 1, {"soft_cap": 3.0, "alibi_slopes": (0.5, 0.25)}, sinks=True),
 }
@@ -102,7 +102,7 @@ def whole_step(shape: Shape, queries: ops.Queries, qkv: Any, kv: ops.KVPages, su
     return y, pullback((dy, jax.tree.map(lambda x: jnp.ones_like(x) / 8, written)))
 
 
-@pytest.mark.sampled(0)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", SHAPES)
 def test_sequences_in_one_row_have_the_gradients_of_sequences_in_rows_of_their_own(name: str) -> None:
     shape, rows = SHAPES[name], sum(UNITS) + SPARE
@@ -126,7 +126,7 @@ def test_sequences_in_one_row_have_the_gradients_of_sequences_in_rows_of_their_o
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("name", ["groups of 4", "soft cap, sinks and slopes"])
+@pytest.mark.parametrize("name", ["soft cap, sinks and slopes", "groups of 4"])
 def test_attention_gives_the_gradients_of_each_request_whatever_stands_in_rows_of_nobody(name: str) -> None:
     shape, rows = SHAPES[name], sum(round_up(length, QUERY_UNIT) for length in LENGTHS) + SPARE
     sinks = jnp.asarray(shape.drawn(shape.heads, seed=6)) if shape.sinks else None

@@ -86,34 +86,50 @@ def values_and_gradients(fn: Callable[..., Any], arrays: list[Any]) -> tuple[Any
     return results, pullback(jax.tree.unflatten(tree, cotangents))
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("backend", ["portable", "stock"])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", FUNCTIONS)
+IN_BFLOAT16 = ("gated_rms_norm", "sigmoid_gated by a column", "weighted_sum")
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "backend"),
+    [
+        *((name, "bfloat16" if name in IN_BFLOAT16 else "float32", "portable") for name in FUNCTIONS),
+        ("decay_and_rate", "bfloat16", "portable"),
+        ("layer_norm", "bfloat16", "stock"),
+        *(
+            pytest.param(name, dtype, backend, marks=pytest.mark.nightly)
+            for name in FUNCTIONS
+            for dtype in DTYPES
+            for backend in ("portable", "stock")
+        ),
+    ],
+)
 def test_values_and_gradients_are_those_of_float64(name: str, dtype: str, backend: str) -> None:
     fn, reference, *_ = FUNCTIONS[name]
     arrays = arguments(name, dtype)
     with detjax.use_backend(backend):
-        given = values_and_gradients(fn, [jnp.asarray(x) for x in arrays])
+        given = detjax.jit(functools.partial(values_and_gradients, fn))([jnp.asarray(x) for x in arrays])
     with jax.enable_x64(True):
-        exact = values_and_gradients(reference, [jnp.asarray(x.astype(np.float64)) for x in arrays])
+        exact = jax.jit(functools.partial(values_and_gradients, reference))([x.astype(np.float64) for x in arrays])
         exact = jax.tree.map(np.asarray, exact)
     for x, y in zip(jax.tree.leaves(given), jax.tree.leaves(exact), strict=True):
         x = np.asarray(x, np.float64)
         assert np.abs(x - y).max() <= TOLERANCE[dtype] * max(1, np.abs(y).max())
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_the_number_of_rows_and_their_neighbours_change_no_bit(name: str, dtype: str) -> None:
     fn, _, _, rows = FUNCTIONS[name]
-    arrays = [jnp.asarray(x) for x in arguments(name, dtype)]
+    arrays = arguments(name, dtype)
+    fn = detjax.jit(fn)
     whole = jax.tree.map(np.asarray, fn(*arrays))
-    for first, count in ((0, 1), (5, 2), (36, 1), (3, 17), (20, 16)):
+    for first, count in ((0, 1), (36, 1), (3, 17)):
         part = fn(*(x[first : first + count] for x in arrays[:rows]), *arrays[rows:])
         assert_same_bits(jax.tree.map(np.asarray, part), at(whole, slice(first, first + count)))
-    poisoned = [x.at[7].set(jnp.nan) for x in arrays[:rows]]
+    poisoned = [
+        np.where(np.arange(37).reshape(-1, *[1] * (x.ndim - 1)) == 7, np.nan, x).astype(x.dtype) for x in arrays[:rows]
+    ]
     kept = np.delete(np.arange(37), 7)
     assert_same_bits(at(fn(*poisoned, *arrays[rows:]), kept), at(whole, kept))
 
@@ -150,9 +166,9 @@ def inputs(count: int, dtype: str, seed: int = 0) -> tuple[np.ndarray, np.ndarra
 def in_calls(x: np.ndarray, weight: np.ndarray, ends: list[int]) -> np.ndarray:
     kept, outputs = ops.empty_inputs(1, TAPS, CHANNELS, x.dtype), []
     for start, end in itertools.pairwise((0, *ends)):
-        some = jnp.asarray(x[start:end])[None]
+        some = jnp.asarray(x[None, start:end])
         y, kept = ops.causal_convolution(some, jnp.asarray(weight), kept, queries([start], [end - start]))
-        outputs.append(np.asarray(y[0]))
+        outputs.append(np.asarray(y)[0])
     return np.concatenate(outputs)
 
 
@@ -172,9 +188,9 @@ def test_the_convolution_and_its_gradients_are_those_of_float64(dtype: str, back
         return ops.causal_convolution(x[None], weight, kept, queries([0], [40]))[0][0]
 
     with detjax.use_backend(backend):
-        given = values_and_gradients(fn, [jnp.asarray(x) for x in arrays])
+        given = detjax.jit(functools.partial(values_and_gradients, fn))([jnp.asarray(x) for x in arrays])
     with jax.enable_x64(True):
-        exact = values_and_gradients(convolution, [jnp.asarray(x.astype(np.float64)) for x in arrays])
+        exact = jax.jit(functools.partial(values_and_gradients, convolution))([x.astype(np.float64) for x in arrays])
         exact = jax.tree.map(np.asarray, exact)
     for x, y in zip(jax.tree.leaves(given), jax.tree.leaves(exact), strict=True):
         x = np.asarray(x, np.float64)
@@ -207,7 +223,7 @@ def test_gradients_of_a_part_of_a_request_are_those_of_the_whole(dtype: str) -> 
 def test_calls_of_any_length_give_the_bits_of_one(dtype: str) -> None:
     x, weight = inputs(60, dtype)
     whole = in_calls(x, weight, [60])
-    for ends in ([1, 2, 3, 4, 5, 60], [30, 60], list(range(1, 61)), [2, 29, 31, 60]):
+    for ends in ([2, 31, 60], list(range(1, 61))):
         assert_same_bits(in_calls(x, weight, ends), whole)
 
 
@@ -221,9 +237,9 @@ def test_dropped_inputs_leave_no_trace() -> None:
 
 
 def _call(x: np.ndarray, weight: np.ndarray, kept: jax.Array, start: int, end: int) -> tuple[np.ndarray, jax.Array]:
-    some = jnp.asarray(x[start:end])[None]
+    some = jnp.asarray(x[None, start:end])
     y, kept = ops.causal_convolution(some, jnp.asarray(weight), kept, queries([start], [end - start]))
-    return np.asarray(y[0]), kept
+    return np.asarray(y)[0], kept
 
 
 def test_packed_inputs_slots_and_neighbours_change_no_bit() -> None:
@@ -236,7 +252,7 @@ def test_packed_inputs_slots_and_neighbours_change_no_bit() -> None:
     for request, start, count, slot in zip(requests, starts, counts, slots, strict=True):
         expected.append(in_calls(request, weight, [40])[start : start + count])
         if start:
-            before = jnp.asarray(request[:start])[None]
+            before = jnp.asarray(request[None, :start])
             _, kept = ops.causal_convolution(before, jnp.asarray(weight), kept, queries([0], [start], [slot]))
     x = np.full((1 + 40, CHANNELS), np.nan, jnp.bfloat16)
     packed = ops.Queries.packed(
