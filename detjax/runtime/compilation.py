@@ -241,7 +241,7 @@ class NotSerializable(RuntimeError):
 
 
 _OBJECT_CODE: Final = {"cpu": (b"\x7fELF", b"\xcf\xfa\xed\xfe")}
-"""The first bytes of object files (ELF and Mach-O), one of which a serialized program of a platform contains."""
+"""The first bytes of object files, ELF and Mach-O, in serialized programs of a platform."""
 
 
 def serialized(program: Any) -> bytes:

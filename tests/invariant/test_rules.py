@@ -72,7 +72,7 @@ def elements(place: Place, shape: tuple[int, ...], row: int) -> np.ndarray:
     assert isinstance(place, Rows) and not place.order
     assert shape[place.axis] == place.outer * B * place.inner
     index = np.arange(shape[place.axis]) // place.inner % B
-    return np.broadcast_to(np.expand_dims(index == row, [k for k in range(len(shape)) if k != place.axis]), shape)
+    return np.broadcast_to(np.expand_dims(index == row, [k for k in range(len(shape)) if k != place.axis]), shape)  # pyright: ignore[reportCallIssue]
 
 
 def numbers(x: Any) -> np.ndarray:

@@ -83,7 +83,9 @@ def test_tokens_without_a_place_have_pages_of_their_own_that_do_not_exist() -> N
 def test_pages_tell_their_sizes() -> None:
     pages = KVPages.empty(3, 2, 8, "bfloat16")
     assert (pages.num_pages, pages.kv_heads, pages.value_width, pages.values_are_keys) == (3, 2, 8, False)
-    assert pages.k.shape == (3, 2, KV_BLOCK, 8) and pages.quantized is None and pages.k.dtype == jnp.bfloat16
+    assert (
+        pages.k.shape == (3, 2, KV_BLOCK, 8) and pages.quantized is None and np.asarray(pages.k).dtype == jnp.bfloat16
+    )
     latent = KVPages(jnp.ones((3, 1, KV_BLOCK, 8)), KeyColumns(5))
     assert (latent.value_width, latent.values_are_keys) == (5, True)
     assert latent.numbers[1].shape == (3, 1, KV_BLOCK, 5)

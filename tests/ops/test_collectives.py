@@ -69,7 +69,7 @@ def main() -> None:
         in_specs=P("d"),
         out_specs=(P(), P("d"), P(), P("d")),
     )
-    totals, scattered, of_products, gradients = detjax.jit(program)(terms, a, b)
+    totals, scattered, products, gradients = detjax.jit(program)(terms, a, b)
     for dtype, x in terms.items():
         expected = as_tree(x)
         assert np.asarray(totals[dtype]).tobytes() == expected.tobytes(), dtype
@@ -77,7 +77,7 @@ def main() -> None:
         # The negative control: in a different order the sum is different, unless the last rounding hides it.
         assert dtype != "float32" or as_tree(x[[1, 2, 3, 4, 5, 6, 7, 0]]).tobytes() != expected.tobytes()
     # Products are rounded before they are added.
-    assert np.asarray(of_products).tobytes() == as_tree(a * b).tobytes()
+    assert np.asarray(products).tobytes() == as_tree(a * b).tobytes()
     # Gradients are moved, not added: each term has the gradient of the sum.
     expected = np.asarray(jax.jit(lambda a: jnp.cos(a) * jnp.asarray(b[0]))(a))
     assert np.asarray(gradients).tobytes() == expected.tobytes()

@@ -216,7 +216,7 @@ GRADIENT_ROOM = 139
 
 @detjax.jit
 def _gradients(arrays: Sequence[jax.Array], do: jax.Array, state: ops.DeltaState, queries: ops.Queries) -> Any:
-    return jax.vjp(lambda *x: ops.gated_delta_rule(*x, state, queries)[0], *arrays)[1](do)
+    return jax.vjp(lambda *x: ops.gated_delta_rule(*x, state, queries)[0], *arrays)[1](do)  # pyright: ignore[reportCallIssue]
 
 
 def gradients(request: cases.Tokens, do: np.ndarray) -> list[np.ndarray]:

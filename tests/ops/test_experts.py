@@ -122,8 +122,8 @@ def test_gradients_are_those_of_float64_and_rows_depend_on_themselves_alone(dtyp
         return jax.vjp(lambda x, logits, residual: mixture(x, w, logits, residual=residual), x, logits, dout)[1](dout)
 
     program = detjax.jit(gradients)
-    *actual, of_residual = program(x, w, logits, dout)
-    assert_same_bits(of_residual, dout)
+    *actual, dresidual = program(x, w, logits, dout)
+    assert_same_bits(dresidual, dout)
     with jax.enable_x64(True):
         wide = [jnp.asarray(np.asarray(a).astype(np.float64)) for a in (x, w, logits, dout)]
 
@@ -167,7 +167,7 @@ def test_absent_tokens_have_no_rows() -> None:
 
 
 def test_ids_of_experts_elsewhere_have_no_rows_and_add_nothing() -> None:
-    """The id after the last expert stands for those of other devices, any number of times."""
+    """The id after the last expert stands for experts of other devices, any number of times."""
     ids = jnp.asarray([[0, 2, 3], [3, 3, 3], [1, 3, 3]], jnp.int32)
     rows = ops.expert_rows(ids, 3)
     assert rows.group_sizes.tolist() == [1, 1, 1]

@@ -53,7 +53,7 @@ def counting(monkeypatch: pytest.MonkeyPatch, kills: int, fault: str = "none") -
     seen: list[dict[str, str]] = []
 
     def process(folder: Path, arguments: Sequence[str]) -> subprocess.Popen[str]:
-        seen.append(dict(itertools.batched(arguments[1:], 2)))  # pyright: ignore[reportArgumentType]
+        seen.append(dict(itertools.batched(arguments[1:], 2)))  # pyright: ignore[reportArgumentType, reportCallIssue]
         # The first two processes and the last one end by themselves.
         is_killed = 2 < len(seen) < 3 + kills
         command = [sys.executable, "-S", "-c", COUNTING, arguments[0], fault, str(is_killed), *arguments[1:]]

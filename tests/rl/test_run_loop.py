@@ -309,7 +309,7 @@ def test_the_step_size_rises_and_falls(
     optimizer: Callable[..., Any] = running._optimizer.__wrapped__
     rate = optimizer(0.3, warmup, share, steps)
     rates = [rate(count) if callable(rate) else rate for count in map(np.int32, range(steps))]
-    np.testing.assert_allclose(rates, [0.3 * factor for factor in factors], rtol=1e-7)
+    np.testing.assert_allclose(np.array(rates), [0.3 * factor for factor in factors], rtol=1e-7)
 
 
 def test_equal_runs_share_their_optimizer_and_so_their_programs() -> None:

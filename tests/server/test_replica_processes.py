@@ -179,7 +179,7 @@ def test_replicas_that_cannot_start_again_fail_the_engine_until_one_does(
 
 def test_attempts_to_start_come_later_and_later(monkeypatch: pytest.MonkeyPatch) -> None:
     pauses = list[float]()
-    lifes = iter([True, False, False, True, *[False] * 8])
+    lives = iter([True, False, False, True, *[False] * 8])
 
     class Ending:
         """An event that is set after the last life, and notes how long somebody waits for it."""
@@ -193,7 +193,7 @@ def test_attempts_to_start_come_later_and_later(monkeypatch: pytest.MonkeyPatch)
         def set(self) -> None: ...
 
     def live(replica: Any) -> str:
-        replica.is_ready = next(lifes)
+        replica.is_ready = next(lives)
         return "why"
 
     names = ("Lock", "Thread", "Condition")

@@ -224,7 +224,7 @@ def test_all_chunks_of_all_requests_are_visited(starts: list[int], counts: list[
     total = sum(counts)
     first = np.concatenate([[0], np.cumsum(counts)[:-1]]).astype(np.int32)
     start, count = np.array(starts, np.int32), np.array(counts, np.int32)
-    rows = RequestRows(*map(jnp.asarray, (first, start, count, np.arange(len(starts), dtype=np.int32))), None)
+    rows = RequestRows(*map(jnp.asarray, (first, start, count, np.arange(len(starts), dtype=np.int32))), None)  # pyright: ignore[reportCallIssue]
     chunks = jnp.asarray(np.maximum(start // DELTA_CHUNK - 1, 0))
     plan, number = Visits.from_rows(rows, chunks, total)
     assert number == visits <= plan.slot.size
