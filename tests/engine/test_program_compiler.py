@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 
 from detjax.engine import BatchShapes, Completion, StepLoop, program_compiler
@@ -75,6 +76,10 @@ class CompilerHere:
 
 @pytest.fixture
 def compilers_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[CompilerHere]]:
+    for variants in (PLAIN, VARIANTS):
+        expected(variants)
+    # Loops of other pages share programs of sampling, and a program for a CPU that has run cannot be serialized.
+    jax.clear_caches()
     monkeypatch.setattr(program_compiler, "CompilerProcess", CompilerHere)
     with no_kept_programs():
         yield CompilerHere
