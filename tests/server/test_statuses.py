@@ -366,6 +366,9 @@ def test_hosts_are_compared_without_port_case_and_last_dot(metadata: ModelMetada
         expected = (
             "the request is for the host 'attacker'; accepted: localhost, [::1], *.Example.com. Start the server with "
         )
+        for names in (("localhost", "attacker"), ("localhost", "localhost")):
+            twice = [("Host", name) for name in names]
+            assert api.get("/health", headers=twice).status_code == 403, "a proxy may have read the other one"
         answer = api.get("/health", headers={"Host": "Attacker:80"})
         assert answer.json() == error(f"{expected}--allowed-host to accept another one.", code="host_not_allowed")
     for hosts in (("*",), None):
