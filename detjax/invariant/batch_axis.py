@@ -74,7 +74,7 @@ def follow(
     for atom, place in zip(jaxpr.outvars, places_of_results, strict=True):
         if isinstance(place, (Single, Vector)) and not tracer.findings:
             what = "gives every row what belongs to one row, or to its position in the batch"
-            tracer.mixes(makers[atom], Mixing.MOVE, what)
+            tracer.mixes(makers[atom], Mixing.MOVE, what)  # pyright: ignore[reportArgumentType]
     return results, list(dict.fromkeys(tracer.findings))
 
 

@@ -73,7 +73,7 @@ class Recipes(abc.ABC):
                 axes = frozenset((place.axis,)) if isinstance(place, Rows) else frozenset()
                 if isinstance(place, Shared):
                     is_cut = name in ("slice", "dynamic_slice") and isinstance(operand, Shared)
-                    axes = operand.uniform if is_cut else place.uniform  # pyright: ignore[reportAttributeAccessIssue]
+                    axes = operand.uniform if is_cut else place.uniform  # pyright: ignore
                 # A cut through numbers that are all equal along an axis may be anywhere.
                 cuts = name == "dynamic_slice" and isinstance(operand, Shared)
                 kept = [v for k, v in enumerate(atoms) if not (cuts and k and k - 1 in operand.uniform)]  # pyright: ignore
