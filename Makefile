@@ -41,9 +41,10 @@ demo: $(READY) ## set up, then run the demonstration
 PYTEST = DETJAX_PTXAS=$(PTXAS) $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
 # Pytest's exit code is 5 if PYTEST_ARGS selects no test.
 IF_ANY := || [ $$? -eq 5 ]
+LINTERS := lint-types lint-tests lint-style
 
 check: $(READY) ## lint, and run the tests that compile no large program
-	@$(MAKE) --jobs 2 --output-sync=target lint-types lint-tests lint-style test-fast
+	@$(MAKE) --jobs 2 --output-sync=target $(LINTERS) test-fast
 
 test-fast: $(READY)
 	$(BIN)/pytest -q -m fast $(PYTEST_ARGS) $(IF_ANY)
@@ -52,7 +53,8 @@ test: lint $(PTXAS)/.ready ## set up, lint, then run the tests (PYTEST_ARGS="-k 
 	$(PYTEST) $(PYTEST_ARGS) $(IF_ANY)
 
 test-tier: $(PTXAS)/.ready ## run the tests of one TIER: numerics, kernels, engine or service
-	$(PYTEST) -m $(or $(TIER),$(error TIER= is missing; accepted: numerics, kernels, engine or service)) $(PYTEST_ARGS) $(IF_ANY)
+	$(PYTEST) -m $(or $(filter numerics kernels engine service,$(TIER)),$(error TIER=$(TIER); accepted: numerics, kernels, engine or service)) \
+	  $(PYTEST_ARGS) $(IF_ANY)
 
 test-tpu: $(LIBTPU)/.ready ## test the TPU kernels in the interpreter and with the TPU compiler; no TPU is needed
 	PYTHONPATH=$(LIBTPU) JAX_PLATFORMS=cpu $(PYTEST) --dist load -m tpu $(PYTEST_ARGS)
@@ -104,7 +106,7 @@ workflows: $(READY) ## check the workflows; needs actionlint (ACTIONLINT=PATH)
 	$(ACTIONLINT) -no-color -shellcheck= -pyflakes=
 
 lint: $(READY) ## check style, formatting, types, the direction of imports, the rules of language and spelling
-	@$(MAKE) --jobs 2 --output-sync=target lint-types lint-tests lint-style
+	@$(MAKE) --jobs 2 --output-sync=target $(LINTERS)
 
 lint-types:
 	$(BIN)/pyright --pythonpath $(BIN)/python

@@ -240,8 +240,8 @@ class NotSerializable(RuntimeError):
     """A program that XLA cannot serialize, although the program itself works."""
 
 
-_OBJECT_CODE: Final = {"cpu": (b"\x7fELF", b"\xcf\xfa\xed\xfe")}
-"""The first bytes of object files, ELF and Mach-O, in serialized programs of a platform."""
+_OBJECT_FILES: Final = b"\x7fELF", b"\xcf\xfa\xed\xfe"
+"""The first bytes of object files, ELF and Mach-O in serialized CPU programs."""
 
 
 def serialized(program: Any) -> bytes:
@@ -255,8 +255,7 @@ def serialized(program: Any) -> bytes:
         content = serialize_executable.serialize(program)
     except jax.errors.JaxRuntimeError as error:
         raise NotSerializable(str(error)) from error
-    formats = _OBJECT_CODE.get(backends.target(), (b"",))
-    if not any(start in content[0] for start in formats):
+    if backends.target() == "cpu" and not any(start in content[0] for start in _OBJECT_FILES):
         raise NotSerializable("it has no code; programs loaded from JAX's compilation cache lose it in XLA")
     return pickle.dumps(content)
 
