@@ -1,4 +1,4 @@
-"""Fixtures of the kernels' tests: a mark for tests that need the GPU, and a model of its matrix unit."""
+"""Fixtures of the kernels' tests: a model of the matrix unit, and other parts of a GPU that the interpreter lacks."""
 
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -11,16 +11,6 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, shared_memory  #
 
 from detjax.pallas.hopper import device, mosaic
 from detjax.pallas.hopper.attention import decode_merge
-from detjax.runtime import backends
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "hopper: runs kernels on a Hopper GPU; skipped without one")
-
-
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("hopper") and not backends.runs_here("hopper"):
-        pytest.skip("needs a Hopper GPU")
 
 
 class _Product:
