@@ -7,12 +7,13 @@ The modules are read from the bottom up: `request` and `sampling_params`, then `
 from detjax.engine.batch import BatchShapes as BatchShapes
 from detjax.engine.config import EngineConfig as EngineConfig
 from detjax.engine.config import EngineStats as EngineStats
-from detjax.engine.constraints import Constraint as Constraint
+from detjax.engine.constraint import Constraint as Constraint
 from detjax.engine.engine import Engine as Engine
 from detjax.engine.engine import EngineClosed as EngineClosed
 from detjax.engine.field_error import FieldError as FieldError
 from detjax.engine.generate import generate as generate
 from detjax.engine.program_cache import prepare_cache as prepare_cache
+from detjax.engine.request import Aborted as Aborted
 from detjax.engine.request import Completion as Completion
 from detjax.engine.request import Generation as Generation
 from detjax.engine.request import NotFinite as NotFinite

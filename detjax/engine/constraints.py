@@ -1,39 +1,32 @@
-"""Constraints on a sample's text, such as a JSON schema, as masks of the tokens that may come next.
+"""Compiles constraints on a sample's text, such as a JSON schema, to masks of the tokens that may come next.
 
-A mask is a function of the constraint and the sample's tokens so far, so a constrained answer has the same bits in
-every batch. llguidance computes the masks on the host while the device computes hidden states.
+llguidance computes the masks; see `token_masks`.
 """
 
 import collections
-import concurrent.futures
 import contextlib
 import dataclasses
 import functools
 import json
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, Final
 
-import jax
 import numpy as np
-from jaxtyping import Array, UInt32
+from jaxtyping import UInt32
 
 from detjax.engine import json_schemas
+from detjax.engine.constraint import FORMATS, Constraint
 from detjax.engine.field_error import FieldError
+from detjax.engine.sampling_params import SamplingParams
+from detjax.engine.token_masks import MaskComputer, Matcher, TokenRules, all_allowed
 from detjax.models import DecoderConfig, GenerationDefaults, Tokenizer
-from detjax.operands.numerics import ceil_div
 
 if TYPE_CHECKING:
     import llguidance
 
-_FORMATS: Final[Mapping[str, Any]] = {"json_schema": None, "regex": "regex", "grammar": "lark", "choice": "choice"}
-"""The kinds of constraints, with llguidance's names; it has a separate function for schemas."""
-_WORD_BITS: Final = 32
-"""Tokens of one word of a mask. Bit i of word w stands for token 32 w + i."""
-_ALL_ALLOWED: Final = np.uint32(0xFFFFFFFF)
-"""A word of a mask that allows all of its tokens."""
 _MAX_COMPILED: Final = 64
 """Maximum number of constraints that are kept compiled."""
 _SLICES: Final = [
@@ -66,55 +59,6 @@ own limit it takes 1.1 s and 265 MB, and all requests would wait. A state of a l
 has its own lexer: for 256 samples of a typical schema they took 0.1 to 0.9 MB each."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Constraint:
-    r"""A restriction on the text of a sample.
-
-    Attributes:
-        kind: "json_schema": JSON that a schema accepts; "regex": text that fully matches a regular expression in the
-            syntax of Rust's crate regex; "grammar": text of a context-free grammar in llguidance's variant of Lark's
-            syntax; "choice": one of several texts.
-        text: the schema as JSON, the expression, the grammar, or the texts as a JSON list.
-
-    Example:
-        >>> from detjax.engine import Constraint
-        >>> Constraint.choice(["yes", "no"])
-        Constraint(kind='choice', text='["yes","no"]')
-        >>> Constraint.json_schema({"type": "integer"}).text
-        '{"type":"integer"}'
-    """
-
-    kind: str
-    text: str
-
-    def __post_init__(self) -> None:
-        """Checks the kind.
-
-        Raises:
-            ValueError: the kind is unknown.
-        """
-        if self.kind not in _FORMATS:
-            raise ValueError(f"Constraint: kind is {self.kind!r}; accepted: {', '.join(_FORMATS)}")
-
-    @classmethod
-    def json_schema(cls, schema: Mapping[str, Any], *, any_whitespace: bool = False) -> "Constraint":
-        """Returns a constraint to JSON that a schema accepts; `{"type": "object"}` accepts any object.
-
-        Args:
-            schema: the schema. Its `x-guidance` may have options of llguidance.
-            any_whitespace: allow any white space between the parts of JSON. By default the JSON is one line with at
-                most one space after each comma and colon, because models may emit white space until they run out of
-                tokens.
-        """
-        options = {"x-guidance": json_schemas.ANY_WHITE_SPACE | schema.get("x-guidance", {})} if any_whitespace else {}
-        return cls("json_schema", _compact({**schema, **options}))
-
-    @classmethod
-    def choice(cls, texts: Sequence[str]) -> "Constraint":
-        """Returns a constraint to one of several texts."""
-        return cls("choice", _compact(list(texts)))
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class CompiledConstraint:
     """A constraint that was validated for the tokens of a model.
@@ -127,63 +71,12 @@ class CompiledConstraint:
     compiler: "ConstraintCompiler"
     start: "Callable[[], llguidance.LLMatcher]"
 
-    def matcher(self, begun: Sequence[int] = ()) -> "Matcher":
+    def matcher(self, begun: Sequence[int] = ()) -> Matcher:
         """Returns a matcher positioned after the tokens that a text has already."""
         return Matcher(self, begun)
 
 
-_DONE: Final[Future[None]] = Future()
-_DONE.set_result(None)
-
-
-class Matcher:
-    """The position of one sample in its constraint.
-
-    Samples share no matchers. Copies of one matcher would share a lexer: its lock would serialize their masks, and its
-    states count towards the constraint's limits, so a sample could fail because of its neighbours' tokens.
-
-    Attributes:
-        constraint: the constraint.
-        starting: done once the llguidance matcher exists; None before `ConstraintCompiler.start_masks`.
-    """
-
-    def __init__(self, constraint: CompiledConstraint, begun: Sequence[int] = ()) -> None:
-        self.constraint = constraint
-        self.starting: Future[None] | None = None
-        self._begun = tuple(begun)
-
-    @functools.cached_property
-    def state(self) -> "llguidance.LLMatcher":
-        """The llguidance matcher, made on first use. This takes up to 50 ms, mostly without the GIL."""
-        return self._advance(self.constraint.start())
-
-    def begin_with(self, new: "llguidance.LLMatcher") -> None:
-        """Uses a new llguidance matcher that no other sample has."""
-        self.state, self.starting = self._advance(new), _DONE
-
-    def _advance(self, new: "llguidance.LLMatcher") -> "llguidance.LLMatcher":
-        for token in self._begun:  # if a token is refused, the sample's next mask reports it
-            new.consume_token(token)
-        return new
-
-    def end(self) -> None:
-        """Frees the llguidance matcher in the background, once nothing else uses it."""
-        self.constraint.compiler.free(self)
-
-
-class Masks(NamedTuple):
-    """The tokens that may come next in the rows of a step.
-
-    Attributes:
-        allowed: a bit per token, on the device; see `ops.adjust_logits`.
-        failures: error messages of the rows whose constraints failed. These rows allow all tokens.
-    """
-
-    allowed: UInt32[Array, "R W"]
-    failures: Mapping[int, str]
-
-
-class ConstraintCompiler:
+class ConstraintCompiler(MaskComputer):
     """Compiles constraints for the tokens of one model, with a cache of recent ones. It is thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer, vocabulary: int, end_tokens: Sequence[int]) -> None:
@@ -203,11 +96,10 @@ class ConstraintCompiler:
         if not end_tokens:
             message = "constraints need a model with an end-of-sequence token, and this model has none"
             raise FieldError(message, "constraint")
-        self._vocabulary = vocabulary
+        super().__init__(vocabulary)
         self._library = llguidance
         self._tokenizer = _library_tokenizer(tokenizer, vocabulary, end_tokens)
         self._executor = llguidance.LLExecutor()
-        self._threads = ThreadPoolExecutor(thread_name_prefix="detjax-constraints")
         self._pool = MatcherPool(self._threads)
         self._compiled: collections.OrderedDict[Constraint, CompiledConstraint] = collections.OrderedDict()
         self._lock = threading.Lock()
@@ -233,39 +125,6 @@ class ConstraintCompiler:
         """Frees the matcher of an ended sample in the background."""
         self._pool.free(matcher)
 
-    def start_masks(
-        self, rows: int, matchers: Mapping[int, Matcher], accepted: Callable[[], Iterable[tuple[Matcher, int]]]
-    ) -> Future[Masks]:
-        """Starts computing the tokens that each row allows, in other threads and without the GIL.
-
-        Until the result is there, the matchers may only be passed to `start_masks` of later steps.
-
-        Args:
-            rows: the number of rows, R.
-            matchers: by row; from this compiler or another one for the same tokens. Other rows allow all tokens.
-            accepted: returns matchers, each with its sample's last token, which it has not consumed yet. It is called
-                in another thread, so it may wait for the tokens, and must wait for the masks of earlier steps. A
-                constraint that refuses its token or becomes too complex is among the failures from then on.
-        """
-        if begin := [matcher for matcher in matchers.values() if matcher.starting is None]:
-            self._start(begin)
-
-        def masks() -> Masks:
-            concurrent.futures.wait({matcher.starting for matcher in matchers.values() if matcher.starting is not None})
-            # The device waits for everything after `accepted`, which waits for the last tokens.
-            allowed = all_allowed(rows, self._vocabulary)
-            by_state = [(matcher.state, row) for row, matcher in matchers.items()]
-            last_tokens = [(matcher.state, token) for matcher, token in accepted()]
-            if last_tokens:
-                self._library.numpy.consume_token_par(self._executor, last_tokens)
-            if by_state:
-                self._library.numpy.fill_next_token_bitmask_par(self._executor, by_state, allowed.view(np.int32))
-            failures = {row: one_line(state.get_error()) for state, row in by_state if state.is_error()}
-            allowed[[*failures]] = _ALL_ALLOWED
-            return Masks(jax.device_put(allowed), failures)
-
-        return self._threads.submit(masks)
-
     def masks_of(self, constraint: CompiledConstraint, tokens: Sequence[int]) -> Iterator[UInt32[np.ndarray, "W"]]:
         """Yields the mask of allowed tokens at the position of each token of a text, on the host.
 
@@ -282,8 +141,9 @@ class ConstraintCompiler:
                 return
 
     def _start(self, matchers: Sequence[Matcher]) -> None:
-        """Starts making llguidance matchers for those that get none from the pool."""
-        matchers = self._pool.hand_out(matchers)
+        """Starts making llguidance matchers for those that need one and get none from the pool."""
+        super()._start([matcher for matcher in matchers if matcher.constraint is None])
+        matchers = self._pool.hand_out([matcher for matcher in matchers if matcher.constraint is not None])
 
         def make(part: Sequence[Matcher]) -> None:
             for matcher in part:
@@ -295,6 +155,17 @@ class ConstraintCompiler:
             for matcher in part:
                 matcher.starting = starting
 
+    def _fill(
+        self, allowed: np.ndarray, matchers: Mapping[int, Matcher], last_tokens: Sequence[tuple[Matcher, int]]
+    ) -> dict[int, str]:
+        by_state = [(matcher.state, row) for row, matcher in matchers.items() if matcher.constraint is not None]
+        consumed = [(matcher.state, token) for matcher, token in last_tokens if matcher.constraint is not None]
+        if consumed:
+            self._library.numpy.consume_token_par(self._executor, consumed)
+        if by_state:
+            self._library.numpy.fill_next_token_bitmask_par(self._executor, by_state, allowed.view(np.int32))
+        return {row: one_line(state.get_error()) for state, row in by_state if state.is_error()}
+
     def _compile(self, constraint: Constraint) -> CompiledConstraint:
         library = self._library.LLMatcher
         kind, text = constraint.kind, constraint.text
@@ -305,7 +176,7 @@ class ConstraintCompiler:
                 grammar = library.grammar_from_json_schema(json_schemas.prepared_schema(text))
             else:
                 text = json_schemas.prepared_grammar(text) if kind == "grammar" else text
-                grammar = self._library.grammar_from(_FORMATS[kind], text)
+                grammar = self._library.grammar_from(FORMATS[kind], text)
         except ValueError as error:
             raise _invalid(kind, str(error)) from None
         limits = self._library.LLParserLimits(**_LIMITS)
@@ -346,12 +217,14 @@ class MatcherPool:
         """
         without = []
         with self._lock:
-            for constraint, count in collections.Counter(matcher.constraint for matcher in matchers).items():
+            constraints = [matcher.constraint for matcher in matchers if matcher.constraint is not None]
+            for constraint, count in collections.Counter(constraints).items():
                 wanted = max(self._wanted[constraint], count) if constraint in self._matchers else 0
                 self._wanted[constraint] = min(wanted, _MAX_POOLED)
                 self._matchers.setdefault(constraint, [])
                 self._matchers.move_to_end(constraint)
             for matcher in matchers:
+                assert matcher.constraint is not None
                 if pooled := self._matchers[matcher.constraint]:
                     matcher.begin_with(pooled.pop())
                 else:
@@ -395,7 +268,7 @@ class MatcherPool:
 
 
 class ModelConstraints:
-    """Compiles the constraints of one model's requests.
+    """Compiles the constraints and the rules of one model's requests.
 
     The first constraint makes the model's compiler, which takes up to a second for a large vocabulary.
     """
@@ -414,17 +287,26 @@ class ModelConstraints:
         """
         return None if constraint is None else self._compiler.compile(constraint)
 
+    def rules(self, params: SamplingParams, end_tokens: Collection[int]) -> TokenRules | None:
+        """Returns the rules of a request whose samples end at these tokens; None if all tokens may be chosen.
+
+        Raises:
+            ValueError: the model's vocabulary does not have the tokens, or no token is left to choose.
+        """
+        if not params.allowed_token_ids and not params.bad_words:
+            return None
+        return TokenRules(self._computer, self._vocabulary, params, end_tokens, self._tokenizer)
+
+    @functools.cached_property
+    def _computer(self) -> MaskComputer:
+        return MaskComputer(self._vocabulary)
+
     @functools.cached_property
     def _compiler(self) -> ConstraintCompiler:
         if self._tokenizer is None:
             message = "constraints need a tokenizer, and none was given. Pass the checkpoint's tokenizer."
             raise FieldError(message, "constraint")
         return ConstraintCompiler(self._tokenizer, self._vocabulary, self._end_tokens)
-
-
-def all_allowed(rows: int, vocabulary: int) -> UInt32[np.ndarray, "R W"]:
-    """Returns masks that allow every token of a vocabulary in each row."""
-    return np.full((rows, ceil_div(vocabulary, _WORD_BITS)), _ALL_ALLOWED)
 
 
 def one_line(error: str) -> str:
@@ -497,7 +379,3 @@ def _check_choice(text: str) -> None:
         texts = None
     if not isinstance(texts, list) or not texts or not all(isinstance(one, str) for one in texts):
         raise _invalid("choice", "it is not a list of strings; accepted: a JSON list of at least one string")
-
-
-def _compact(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))

@@ -1,6 +1,7 @@
 """The model runner: holds the model's state and the slots' state on the device, and runs the programs of steps."""
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+import functools
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -10,7 +11,6 @@ from jaxtyping import Array, PyTree
 
 from detjax.engine import step_programs
 from detjax.engine.batch import BatchShape, StepBatch
-from detjax.engine.constraints import all_allowed
 from detjax.engine.program_compiler import Compilation, ProgramCompiler
 from detjax.engine.step_programs import (
     Parameters,
@@ -25,9 +25,20 @@ from detjax.engine.step_programs import (
     shapes_of,
     state_in_slots,
 )
+from detjax.engine.token_masks import all_allowed
 from detjax.models import Decoder
 from detjax.models.decoder import ImageRows
-from detjax.models.mesh import device_buffers, everywhere, placement, replicate, spans_processes, whole_shapes
+from detjax.models.mesh import (
+    device_buffers,
+    empty_state,
+    everywhere,
+    placement,
+    replicate,
+    shardings_of,
+    spans_processes,
+    whole,
+    whole_shapes,
+)
 from detjax.models.network import abstract, split
 from detjax.models.parts.vision import Patches
 from detjax.models.vision.images import VisualInput, empty_pack, rows_by, window_counts
@@ -72,7 +83,11 @@ class StateSizes(NamedTuple):
 
 
 class ModelRunner:
-    """The model, its state, and the last sampled token of each slot."""
+    """The model, its state, and the last sampled token of each slot.
+
+    Attributes:
+        has_weights: True if all weights are on the devices.
+    """
 
     def __init__(
         self,
@@ -105,22 +120,80 @@ class ModelRunner:
         self._placements = placement(model, model.mesh)
         self._vocabulary = model.config.vocab_size
         self._hidden = jax.ShapeDtypeStruct((model.config.hidden_size,), model.dtype)
-        self._variants = tuple(variants)
-        self._runs_of = runs_of
+        self._variants, self._runs_of = tuple(variants), runs_of
         self._compiled: dict[Hashable, Callable[..., Any]] = {}
         self._compilation: Compilation | None = None
         self._free: dict[int, Array] = {}
-        self._state = model.empty_state(sizes.num_pages, sizes.kv_cache_dtype, sizes.slots)
         self._in_slots = model.layers_in_slots
-        adjusts = any(variant.adjusted for variant in variants)
-        seen = none_seen(sizes.slots, self._vocabulary) if adjusts else None
-        empty = SlotState(jnp.zeros(sizes.slots, jnp.int32), seen)
-        self._slots = replicate(empty, self._everywhere)
-        self._shapes = whole_shapes(model)
+        self._shapes, self._dtypes = whole_shapes(model), [weight.dtype for weight in weights]
+        self._mesh = model.mesh
+        self._shardings = [None] * len(weights) if model.mesh is None else shardings_of(model, model.mesh)
+        self.has_weights = True
+        self._resting: list[np.ndarray | None] | None = None
+        """The weights on the host while they are not on the devices, None for lost ones."""
+        # Not `model.empty_state`, because the model would keep its weights in memory.
+        size = StateSize(sizes.num_pages, model.dtype, sizes.kv_cache_dtype, sizes.slots)
+        self._empty_state = functools.partial(empty_state, model.mesh, declarations(model.config), size)
+        self._num_slots = sizes.slots
+        self.make_state()
         self._copies: dict[tuple[np.dtype, tuple[int, ...], bytes], Array] = {}
         self._vision = model.config.vision
         self._windows = [] if self._vision is None or not image_tokens else window_counts(self._vision, image_tokens)
         self._without_images: dict[int, ImageRows] = {}
+
+    # --- memory -------------------------------------------------------------------------------------------------------
+
+    def make_state(self) -> None:
+        """Allocates an empty cache."""
+        adjusts = any(variant.adjusted for variant in self._variants)
+        seen = none_seen(self._num_slots, self._vocabulary) if adjusts else None
+        empty = SlotState(jnp.zeros(self._num_slots, jnp.int32), seen)
+        self._state, self._slots = self._empty_state(), replicate(empty, self._everywhere)
+
+    def drop_state(self) -> None:
+        """Releases the cache and all other arrays on the devices but the weights. Then no step can run."""
+        jax.block_until_ready((self._state, self._slots))
+        del self._state, self._slots
+        for kept in (self._copies, self._free, self._without_images):
+            kept.clear()
+
+    def take_weights(self, *, copies: bool) -> None:
+        """Removes the weights from the devices, and copies them to the host if `copies`."""
+        self._resting = [self.weight(number) if copies else None for number in range(len(self._shapes))]
+        self._parameters, self.has_weights = self._parameters._replace(weights=()), False
+
+    def put_weights_back(self) -> None:
+        """Puts the weights that `take_weights` copied back on the devices. Lost ones stay missing."""
+        assert self._resting is not None
+        resting, self._resting = self._resting, None
+        placed = [None if x is None else put(x) for put, x in zip(self._placements, resting, strict=True)]
+        self._set_weights(tuple(jax.block_until_ready(placed)))
+
+    def _set_weights(self, weights: tuple[Any, ...]) -> None:
+        self._parameters = self._parameters._replace(weights=weights)
+        self.has_weights = all(weight is not None for weight in weights)
+
+    def weight(self, number: int) -> np.ndarray | None:
+        """Returns a whole weight on the host, by its number in `Network.paths`; None: it is lost."""
+        if self._resting is not None:
+            return self._resting[number]
+        weight = self._parameters.weights[number]
+        # Without a mesh, NumPy would share the device's memory on a CPU.
+        return None if weight is None else np.array(whole(weight, self._shardings[number], self._mesh))
+
+    def replace_weights(self, new: Mapping[int, np.ndarray]) -> None:
+        """Replaces some whole weights, by their numbers. The devices never hold both an old and a new one.
+
+        If a device fails, the remaining weights are undefined.
+        """
+        assert self._resting is None
+        weights = list(self._parameters.weights)
+        self._parameters = self._parameters._replace(weights=())
+        for number, value in new.items():
+            assert (value.shape, value.dtype) == (self._shapes[number], self._dtypes[number])
+            weights[number] = None  # released before the new one comes
+            weights[number] = jax.block_until_ready(self._placements[number](value))
+        self._set_weights(tuple(weights))
 
     def update_weights(self, params: PyTree[Array]) -> None:
         """Replaces the model's weights by a result of `nnx.split(model)[1]` with the same shapes and dtypes.
@@ -128,12 +201,11 @@ class ModelRunner:
         Raises:
             ValueError: the weights do not fit the model.
         """
-        pairs = zip(self._shapes, self._parameters.weights, strict=True)
-        expected = [jax.ShapeDtypeStruct(shape, weight.dtype) for shape, weight in pairs]
+        pairs = zip(self._shapes, self._dtypes, strict=True)
+        expected = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in pairs]
         _check_weights(self._network.state(tuple(expected)), params)
         weights = self._network.weights(params)
-        placed = tuple(put(x) for put, x in zip(self._placements, weights, strict=True))
-        self._parameters = self._parameters._replace(weights=placed)
+        self._set_weights(tuple(put(x) for put, x in zip(self._placements, weights, strict=True)))
 
     def image_rows(self, images: Sequence[VisualInput]) -> list[np.ndarray]:
         """Returns the vision tower's rows of each image, on the host."""

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 from detjax.engine import sequence as sequences
 from detjax.engine.config import EngineConfig
-from detjax.engine.constraints import Constraint, ModelConstraints
+from detjax.engine.constraint import Constraint
+from detjax.engine.constraints import ModelConstraints
 from detjax.engine.field_error import FieldError
 from detjax.engine.page_pool import prefix_root
 from detjax.engine.request import Request
@@ -123,6 +124,7 @@ class RequestReader:
             prefix_root=prefix_root(request.cache_salt),
             client=request.client,
             constraint=self._constraints.compile(params.constraint),
+            rules=self._constraints.rules(params, ends),
             images=PromptImages(images, prompt, self._model_config) if images else None,
         )
         try:

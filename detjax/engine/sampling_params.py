@@ -7,7 +7,7 @@ import warnings
 from typing import Any, Final
 
 from detjax import ops
-from detjax.engine.constraints import Constraint
+from detjax.engine.constraint import Constraint
 from detjax.engine.field_error import FieldError
 from detjax.models import Decoder, ModelMetadata
 
@@ -32,13 +32,18 @@ class SamplingParams:
         repetition_penalty: divides the logit of each token of the prompt or the answer so far, or multiplies it if it
             is negative; 1: none.
         logit_bias: (token, bias) pairs; the bias is added to the token's logit; -100 to 100.
-        min_tokens: minimum number of tokens before a token may end the sample. Stop strings still end it earlier.
+        min_tokens: minimum number of tokens before a token or a stop string may end the sample.
         seed: seed of the random choices, 0 to 2^64 - 1. A choice depends on the seed, the token's position and the
             sample's index, and on no other request.
         n: number of samples of the prompt.
+        allowed_token_ids: tokens that may be chosen; (): all tokens. An end token must be among them to be chosen.
+        bad_words: words that are not generated, in a text or at its beginning: the last token of a word is not chosen
+            after its other tokens. They need a tokenizer.
         stop: strings that end the text, which is cut before the first of them. They need a tokenizer.
         stop_token_ids: tokens that end a sample. They are part of its tokens.
         ignore_eos: do not end a sample at the model's end-of-sequence tokens.
+        include_stop_str_in_output: the text includes the stop string, or the text of the token, that ended it.
+        skip_special_tokens: the text has no special tokens.
         top_logprobs: number of likeliest tokens to report at each step.
         prompt_logprobs: also report logprobs of the prompt's tokens, with the likeliest tokens at each position.
         sampling_logprobs: also report each token's logprob under the distribution it was drawn from.
@@ -62,9 +67,13 @@ class SamplingParams:
     min_tokens: int = 0
     seed: int = 0
     n: int = 1
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[str, ...] = ()
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
     top_logprobs: int = 0
     prompt_logprobs: bool = False
     sampling_logprobs: bool = False
@@ -88,6 +97,11 @@ class SamplingParams:
             "repetition_penalty": (1e-6 <= self.repetition_penalty <= 1e6, "above 0: 1e-6 to 1e6"),
             "min_tokens": (0 <= self.min_tokens <= self.max_tokens, f"0 to {self.max_tokens}, max_tokens"),
             "n": (self.n >= 1, "at least 1"),
+            "allowed_token_ids": (min(self.allowed_token_ids, default=0) >= 0, "token ids, which are at least 0"),
+            "bad_words": (
+                not isinstance(self.bad_words, str) and all(self.bad_words),
+                "a tuple of strings that are not empty",
+            ),
             "stop": (not isinstance(self.stop, str) and all(self.stop), "a tuple of strings that are not empty"),
             "top_logprobs": (self.top_logprobs >= 0, "at least 0"),
         }
@@ -157,12 +171,24 @@ class SamplingParams:
     @functools.cached_property
     def needs(self) -> tuple[bool, int, bool, bool, bool]:
         """The fields of the smallest `SamplingVariant` that can sample for the request."""
-        return self.filtered, self.top_logprobs, self.adjusted, self.constraint is not None, self.sampling_logprobs
+        return self.filtered, self.top_logprobs, self.adjusted, self.masked, self.sampling_logprobs
 
     @property
     def filtered(self) -> bool:
         """True if top-k, top-p or min-p may exclude tokens."""
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+    @property
+    def masked(self) -> bool:
+        """True if a constraint or a rule may exclude tokens."""
+        return self.constraint is not None or bool(self.allowed_token_ids or self.bad_words)
+
+    @property
+    def field_of_masks(self) -> str:
+        """The name of a field that excludes tokens."""
+        if self.constraint is not None:
+            return "constraint"
+        return "allowed_token_ids" if self.allowed_token_ids else "bad_words"
 
     @property
     def penalized(self) -> bool:

@@ -6,12 +6,13 @@ import math
 from collections.abc import Sequence as Seq
 from typing import overload
 
-from detjax.engine.constraints import CompiledConstraint, Matcher
+from detjax.engine.constraints import CompiledConstraint
 from detjax.engine.page_pool import Digest, digests
 from detjax.engine.request import Completion, NotFinite, PromptLogprobs, Token
 from detjax.engine.sampling_params import SamplingParams
 from detjax.engine.snapshots import Snapshot
 from detjax.engine.text_stream import StopStrings, TextStream
+from detjax.engine.token_masks import Matcher, TokenRules
 from detjax.models import Tokenizer
 from detjax.models.vision.prompt_images import PromptImages
 
@@ -57,6 +58,7 @@ class RequestContext:
         prefix_root: the root of page digests; see `page_pool.prefix_root`.
         client: identifies the client for round-robin scheduling.
         constraint: restricts the text; None: any text.
+        rules: forbid single tokens; None: any tokens.
         images: the prompt's images, if it has any.
     """
 
@@ -66,6 +68,7 @@ class RequestContext:
     prefix_root: Digest = b""
     client: str | None = None
     constraint: CompiledConstraint | None = None
+    rules: TokenRules | None = None
     images: PromptImages | None = None
 
 
@@ -104,7 +107,7 @@ class Sequence:
         generated: the generated tokens that have been read, including those given in the request.
         given: the number of generated tokens given in the request.
         output: logprobs of the generated tokens and of the prompt.
-        finish_reason: "stop", "length", "cancelled" or "failed" after the end; None before it.
+        finish_reason: "stop", "length", "abort", "cancelled" or "failed" after the end; None before it.
         failure: the exception that ended a sequence that failed.
         cached_tokens: tokens of the prompt that the request's first sample found in the prefix cache.
         computed: number of leading tokens whose keys and values submitted steps write to the cache.
@@ -159,7 +162,14 @@ class Sequence:
         # Decoding text takes longer than everything else here, so do it per token only if needed.
         needs_text = self.context.is_streamed or bool(params.stop) or len(generated) > 0
         tokenizer = self.context.tokenizer
-        self._text_stream = TextStream(tokenizer, self._stop) if tokenizer is not None and needs_text else None
+        self._text_stream = None
+        if tokenizer is not None and needs_text:
+            self._text_stream = TextStream(
+                tokenizer,
+                self._stop,
+                includes_stop=params.include_stop_str_in_output,
+                skip_special_tokens=params.skip_special_tokens,
+            )
         self.given = len(generated)
         self._streamed_length = self._take(generated)
         """Characters that a stream has already sent for the given tokens."""
@@ -180,8 +190,9 @@ class Sequence:
 
     @functools.cached_property
     def matcher(self) -> Matcher | None:
-        """The sample's matcher, if it has a constraint. It is made on first use, when the sample runs."""
-        return None if self.context.constraint is None else self.context.constraint.matcher(self.generated)
+        """The sample's matcher, if it has a constraint or rules. It is made on first use, when the sample runs."""
+        constraint, rules = self.context.constraint, self.context.rules
+        return None if constraint is None and rules is None else Matcher(constraint, self.generated, rules)
 
     @property
     def length(self) -> int:
@@ -205,10 +216,13 @@ class Sequence:
 
     @property
     def text(self) -> str | None:
-        """The generated text, cut before a stop string; None without a tokenizer."""
+        """The generated text up to what ended it; None without a tokenizer."""
         if self.context.tokenizer is None:
             return None
-        return self.context.tokenizer.decode(self.generated) if self._text_stream is None else self._text_stream.text
+        if self._text_stream is not None:
+            return self._text_stream.text
+        tokens = shown_tokens(self.generated, self.params, is_stopped=self.finish_reason == "stop")
+        return self.context.tokenizer.decode(tokens, self.params.skip_special_tokens)
 
     def completion(self) -> Completion:
         """Returns the completion of an ended sample, or raises the exception of a failed one."""
@@ -226,8 +240,13 @@ class Sequence:
         )
 
     def scored_prompt(self) -> PromptLogprobs | None:
-        """Returns the prompt's logprobs if the request asks for them."""
-        return self.output.scored_prompt() if self.params.prompt_logprobs else None
+        """Returns the prompt's logprobs if the request asks for them, and if they were computed before an abort."""
+        is_scored = self.params.prompt_logprobs and len(self.output.prompt_logprobs) == len(self.prompt) - 1
+        return self.output.scored_prompt() if is_scored else None
+
+    def held_back(self) -> str | None:
+        """Returns the end of an ended sample's text that a stream has not sent; None without a tokenizer."""
+        return None if self._text_stream is None else self._text_stream.take_new(is_last=True)
 
     def digests(self) -> list[Digest]:
         """Returns the digests of the full pages whose tokens have been read."""
@@ -268,9 +287,12 @@ class Sequence:
 
     def _note_end(self) -> None:
         """Adds the last token's text, and ends the sequence if the token does."""
-        token = self.generated[-1]
-        is_stopped = self._text_stream is not None and self._text_stream.add(token)
-        if is_stopped or token in self.context.end_tokens:
+        token, params = self.generated[-1], self.params
+        is_stopped = token in self.context.end_tokens
+        if self._text_stream is not None and (not is_stopped or params.include_stop_str_in_output):
+            # min_tokens bars end tokens from the choice, but stop strings may consist of any tokens.
+            is_stopped |= self._text_stream.add(token, may_stop=len(self.generated) > params.min_tokens)
+        if is_stopped:
             self.finish_reason = "stop"
         elif len(self.generated) == self.params.max_tokens:
             self.finish_reason = "length"
@@ -281,6 +303,11 @@ class Sequence:
             f"the model's logits for position {len(self.tokens) - 1} hold NaN or infinity; accepted: finite numbers. "
             "Check the weights of the checkpoint, and whether the dtype is wide enough for the activations."
         )
+
+
+def shown_tokens(tokens: Seq[int], params: SamplingParams, *, is_stopped: bool) -> Seq[int]:
+    """Returns the tokens whose text a sample without stop strings shows, given whether an end token stopped it."""
+    return tokens[:-1] if is_stopped and not params.include_stop_str_in_output else tokens
 
 
 def samples(

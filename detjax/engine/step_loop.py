@@ -15,7 +15,6 @@ from jaxtyping import Array, PyTree
 
 from detjax.contract import KV_BLOCK
 from detjax.engine.batch import BatchShapes, SlotTable, StepBatch
-from detjax.engine.constraints import Masks, Matcher
 from detjax.engine.field_error import FieldError
 from detjax.engine.launcher import Launcher
 from detjax.engine.model_runner import ModelRunner, StateSizes, bytes_of_snapshot
@@ -26,6 +25,7 @@ from detjax.engine.scheduler import ScheduledChunk, ScheduledStep, Scheduler
 from detjax.engine.sequence import Sequence
 from detjax.engine.snapshots import SlotCopies, SnapshotCache
 from detjax.engine.step_programs import SCORED_ROWS, SampledTokens, SamplingVariant, StepPrograms
+from detjax.engine.token_masks import Masks, Matcher, computer_for
 from detjax.models import Decoder
 from detjax.models.vision.images import ImageOptions
 from detjax.operands.options import KVQuantization
@@ -246,6 +246,48 @@ class StepLoop:
     def _empty_batches(self) -> list[StepBatch]:
         return [self._slots.batch(ScheduledStep(), shape) for shape in self._shapes]
 
+    @property
+    def has_unread(self) -> bool:
+        """True if steps are in flight."""
+        return bool(self._in_flight)
+
+    @property
+    def has_weights(self) -> bool:
+        """True if all weights are on the devices."""
+        return self._runner.has_weights
+
+    def drain(self) -> list[tuple[Sequence, Token]]:
+        """Returns the tokens of all steps in flight, and launches no further step."""
+        return [token for _ in range(len(self._in_flight)) for token in self._read(self._in_flight.popleft())]
+
+    def sleep(self, *, keeps_weights: bool) -> None:
+        """Releases the devices' memory. Steps in flight must have been read; running sequences wait again.
+
+        Args:
+            keeps_weights: copy the weights to the host. Otherwise they are lost.
+        """
+        self.scheduler.preempt_all()
+        self.scheduler.pool.forget_prefixes()
+        self._runner.drop_state()
+        self._runner.take_weights(copies=keeps_weights)
+
+    def wake_weights(self) -> None:
+        """Puts the weights from the host back on the devices."""
+        self._runner.put_weights_back()
+
+    def wake_state(self) -> None:
+        """Allocates the cache again."""
+        self._runner.make_state()
+
+    def weight(self, number: int) -> np.ndarray | None:
+        """Returns a weight on the host; see `ModelRunner.weight`."""
+        return self._runner.weight(number)
+
+    def replace_weights(self, new: Mapping[int, np.ndarray]) -> None:
+        """Replaces some weights, by their numbers, and clears the prefix cache. The loop must be idle."""
+        self._runner.replace_weights(new)
+        self.scheduler.pool.forget_prefixes()
+
     def update_weights(self, params: PyTree[Array]) -> None:
         """Replaces the weights and clears the prefix cache. The loop must be idle.
 
@@ -368,7 +410,7 @@ class StepLoop:
                     continue
                 if row in launched.failures:
                     message = f"the sample's constraint failed: {launched.failures[row]}"
-                    sequence.failure = FieldError(message, "constraint")
+                    sequence.failure = FieldError(message, sequence.params.field_of_masks)
                 token = sequence.add(*tokens.at(row, sequence.params), batch=size)
                 self.scheduler.accept_token(sequence)
                 if token.finish_reason is not None and sequence.matcher is not None:
@@ -414,6 +456,6 @@ def _start_masks(previous: _InFlightStep | None, planned: _PlannedStep) -> Futur
             if tokens[row] not in end_tokens:
                 yield matcher, tokens[row]
 
-    some = next(iter([*matchers.values(), *(matcher for _, matcher, _ in accepting)]), None)
+    computer = computer_for([*matchers.values(), *(matcher for _, matcher, _ in accepting)])
     rows = planned.batch.shape.sampled
-    return None if some is None else some.constraint.compiler.start_masks(rows, matchers, accepted)
+    return None if computer is None else computer.start_masks(rows, matchers, accepted)

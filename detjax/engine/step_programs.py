@@ -18,8 +18,8 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Bool, Float, Float32, Int32, PyTree, UInt16, UInt32
 
 from detjax.engine.batch import BatchShape, StepBatch, no_adjustments
-from detjax.engine.constraints import all_allowed
 from detjax.engine.sampling_params import SamplingParams
+from detjax.engine.token_masks import all_allowed
 from detjax.models.cache import State
 from detjax.models.decoder import Decoder, ImageRows
 from detjax.models.network import Network, Weights

@@ -33,7 +33,8 @@ from jaxtyping import Array
 from detjax import SamplingParams
 from detjax.engine import batch, page_pool, scheduler, step_loop, step_programs
 from detjax.engine.batch import BatchShape, BatchShapes, SlotTable, StepBatch
-from detjax.engine.constraints import CompiledConstraint, Constraint, ConstraintCompiler, Masks, Matcher
+from detjax.engine.constraint import Constraint
+from detjax.engine.constraints import CompiledConstraint, ConstraintCompiler
 from detjax.engine.launcher import Launcher
 from detjax.engine.model_runner import ModelRunner
 from detjax.engine.page_pool import PagePool, prefix_root
@@ -42,6 +43,7 @@ from detjax.engine.sequence import RequestContext, Sequence, samples
 from detjax.engine.snapshots import SnapshotCache
 from detjax.engine.step_loop import StepLoop
 from detjax.engine.step_programs import SampledTokens, SamplingVariant, StepPrograms
+from detjax.engine.token_masks import Masks, Matcher
 from detjax.operands import kv_pages
 
 VOCABULARY, END = 50, 7

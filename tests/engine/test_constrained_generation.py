@@ -11,7 +11,8 @@ import pytest
 
 import detjax
 from detjax.engine import Completion, Constraint, Engine, Generation, Request, SamplingParams
-from detjax.engine.constraints import ConstraintCompiler, Masks, Matcher
+from detjax.engine.constraints import ConstraintCompiler
+from detjax.engine.token_masks import Masks, Matcher
 from tests.support.small_loops import small_engine, small_model, small_tokenizer
 from tests.support.waits import HANGS_AFTER
 

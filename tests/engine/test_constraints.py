@@ -16,7 +16,9 @@ import tokenizers
 
 import detjax.demo
 from detjax.engine import constraints
-from detjax.engine.constraints import Constraint, ConstraintCompiler, Masks, Matcher
+from detjax.engine.constraint import Constraint
+from detjax.engine.constraints import ConstraintCompiler
+from detjax.engine.token_masks import Masks, Matcher
 from detjax.models import Tokenizer
 from tests.support.tokenizers import with_byte_fallback
 

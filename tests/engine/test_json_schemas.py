@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 import detjax.demo
-from detjax.engine.constraints import Constraint, ConstraintCompiler
+from detjax.engine.constraint import Constraint
+from detjax.engine.constraints import ConstraintCompiler
 from detjax.engine.json_schemas import prepared_grammar, prepared_schema
 from detjax.models import Tokenizer
 

@@ -10,13 +10,14 @@ import pytest
 from detjax import SamplingParams
 from detjax.engine import Constraint, EngineClosed, Request
 from detjax.engine.batch import BatchShapes, SlotTable, StepBatch
-from detjax.engine.constraints import CompiledConstraint, ConstraintCompiler, Masks, Matcher
+from detjax.engine.constraints import CompiledConstraint, ConstraintCompiler
 from detjax.engine.launcher import Launcher, LauncherThread
 from detjax.engine.model_runner import ModelRunner
 from detjax.engine.page_pool import PagePool
 from detjax.engine.scheduler import Scheduler
 from detjax.engine.sequence import RequestContext, Sequence
 from detjax.engine.step_loop import StepLoop
+from detjax.engine.token_masks import Masks, Matcher
 from detjax.runtime import backends
 from tests.engine import schedules
 from tests.engine.schedules import END, RememberingCompiler, RememberingRunner, expected_tokens

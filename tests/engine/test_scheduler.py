@@ -14,7 +14,8 @@ import pytest
 
 from detjax import SamplingParams
 from detjax.engine.batch import BatchShape, BatchShapes, SlotTable
-from detjax.engine.constraints import CompiledConstraint, Constraint
+from detjax.engine.constraint import Constraint
+from detjax.engine.constraints import CompiledConstraint
 from detjax.engine.page_pool import PagePool, digests, prefix_root
 from detjax.engine.scheduler import ScheduledChunk, ScheduledStep, Scheduler, StepLimits, pages_needed
 from detjax.engine.sequence import RequestContext, Sequence, samples

@@ -18,7 +18,7 @@ import detjax
 from detjax import models
 from detjax.contract import SOFTMAX_BLOCK
 from detjax.engine import step_programs
-from detjax.engine.constraints import all_allowed
+from detjax.engine.token_masks import all_allowed
 from detjax.engine.step_programs import SampledRows, SamplingVariant, SlotState
 from detjax.models.network import split
 from detjax.models.parts.logits import vocabulary_sharding

@@ -20,11 +20,12 @@ from detjax.contract import KV_BLOCK, QUERY_UNIT
 from detjax.engine import sequence as sequences
 from detjax.engine import step_programs
 from detjax.engine.batch import BatchShape, BatchShapes, SlotTable, logit_adjustments, sampling_arrays
-from detjax.engine.constraints import CompiledConstraint, all_allowed
+from detjax.engine.constraints import CompiledConstraint
 from detjax.engine.page_pool import Digest, PagePool, digests
 from detjax.engine.sampling_params import SamplingParams
 from detjax.engine.scheduler import ScheduledChunk, Scheduler, StepLimits, pages_needed
 from detjax.engine.step_programs import SampledRows, SampledTokens, SamplingVariant, SlotState
+from detjax.engine.token_masks import TokenRules, all_allowed, masks_of
 from detjax.models import Decoder
 from detjax.models.network import split
 from detjax.operands.numerics import round_up
@@ -57,6 +58,7 @@ class Answer:
         index: the index of the sample in its request.
         end_tokens: tokens that end the sample, which `min_tokens` holds back.
         constraint: the constraint on the text.
+        rules: the rules for single tokens.
     """
 
     prompt: tuple[int, ...]
@@ -65,6 +67,7 @@ class Answer:
     index: int = 0
     end_tokens: frozenset[int] = frozenset()
     constraint: CompiledConstraint | None = None
+    rules: TokenRules | None = None
 
 
 class Replayed(NamedTuple):
@@ -252,7 +255,7 @@ class _Replay:
         return _Pending(rows, tokens.start_copy())
 
     def _allowed(self, rows: list[_Rows], size: int) -> np.ndarray:
-        """Returns the masks of the rows' constraints."""
+        """Returns the masks of the rows' constraints and rules."""
         allowed, row = all_allowed(size, self._vocabulary), 0
         for one in rows:
             for position in range(one.first, one.first + one.count):
@@ -262,12 +265,12 @@ class _Replay:
         return allowed
 
     def _mask(self, sequence: _Known, position: int) -> np.ndarray | None:
-        """Returns the mask of a token; None without a constraint, and after a token that the constraint refuses."""
-        constraint = sequence.answer.constraint
-        if constraint is None:
+        """Returns the mask of a token; None if it has none, and after a token that the constraint refuses."""
+        answer = sequence.answer
+        if not answer.params.masked:
             return None
         if position == 0 or sequence.number not in self._masks:
-            masks = constraint.compiler.masks_of(constraint, sequence.answer.tokens)
+            masks = masks_of(answer.constraint, answer.rules, answer.tokens, self._vocabulary)
             self._masks[sequence.number] = masks
         return next(self._masks[sequence.number], None)
 

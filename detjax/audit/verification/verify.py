@@ -167,7 +167,8 @@ class Verifier:
             count, reason = end, "stop"
         text = None
         if self._tokenizer is not None and transcript.text is not None:
-            text = self._tokenizer.decode(tokens[:count])
+            shown = sequences.shown_tokens(tokens[:count], params, is_stopped=reason == "stop")
+            text = self._tokenizer.decode(shown, params.skip_special_tokens)
         return count, reason, text
 
     def _origin_verdict(self, transcript: Transcript, environment: str) -> Verdict | None:
@@ -212,6 +213,7 @@ class Verifier:
             index=transcript.index,
             end_tokens=ends,
             constraint=self._constraints.compile(params.constraint),
+            rules=self._constraints.rules(params, ends),
         )
 
 

@@ -150,9 +150,9 @@ class Tokenizer:
             return bytes([int(match[1], 16)])
         return written.replace(_SPACE, " ").encode()
 
-    def stream(self) -> IncrementalDecoder:
+    def stream(self, skip_special_tokens: bool = True) -> IncrementalDecoder:
         """Returns an incremental decoder of tokens."""
-        return IncrementalDecoder(self)
+        return IncrementalDecoder(self if skip_special_tokens else _WithSpecialTokens(self))
 
     def byte_of(self, token: int) -> int | None:
         """Returns the byte that a token of a tokenizer which is not byte-level stands for; None for other tokens."""
@@ -299,6 +299,23 @@ class Tokenizer:
                 "objects with a name and a template"
             )
         return templates
+
+
+class _WithSpecialTokens:
+    """A tokenizer whose texts include special tokens."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.is_byte_level = tokenizer.is_byte_level
+
+    def byte_of(self, token: int) -> int | None:
+        return self._tokenizer.byte_of(token)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
+
+    def is_left_out(self, token: int) -> bool:
+        return not self._tokenizer.token_bytes(token)
 
 
 @functools.cache

@@ -46,6 +46,8 @@ def _check_params(number: int, params: SamplingParams, distribution: Distributio
         "logit_bias": params.logit_bias,
         "min_tokens": params.min_tokens,
         "constraint": params.constraint,
+        "allowed_token_ids": params.allowed_token_ids,
+        "bad_words": params.bad_words,
     }
     for name, value in changes.items():
         if value:
