@@ -9,13 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
+from detjax.engine import sequence as sequences
 from detjax.engine import step_programs
 from detjax.engine.batch import BatchShape, StepBatch
 from detjax.engine.program_compiler import Compilation, ProgramCompiler
+from detjax.engine.prompt_scores import empty_rows, scored_rows
 from detjax.engine.step_programs import (
     Parameters,
     SampledTokens,
     SamplingVariant,
+    ScoredRows,
     SlotState,
     StepProgram,
     StepPrograms,
@@ -27,6 +30,7 @@ from detjax.engine.step_programs import (
 )
 from detjax.engine.token_masks import all_allowed
 from detjax.models import Decoder
+from detjax.models.cache import declarations
 from detjax.models.decoder import ImageRows
 from detjax.models.mesh import (
     device_buffers,
@@ -40,6 +44,7 @@ from detjax.models.mesh import (
     whole_shapes,
 )
 from detjax.models.network import abstract, split
+from detjax.models.parts.state import StateSize
 from detjax.models.parts.vision import Patches
 from detjax.models.vision.images import VisualInput, empty_pack, rows_by, window_counts
 from detjax.operands.options import KVQuantization
@@ -367,6 +372,29 @@ class ModelRunner:
             self._run(program, is_linked=False)
         return self._run(program)
 
+    def score_drawn(
+        self, rows: Array, first: int, sequence: sequences.Sequence, position: int, count: int
+    ) -> SampledTokens:
+        """Returns the result of `score` for `count` tokens of a sequence's prompt from a position on.
+
+        It includes their logprobs under the request's sampling distribution.
+        """
+        return self._score_drawn(rows, first, scored_rows(sequence, position, count, self._vocabulary))
+
+    def _score_drawn(self, rows: Array, first: int, scored: ScoredRows) -> SampledTokens:
+        take, top = step_programs.take_rows(rows, first), most_likeliest(self._variants)
+        is_new = self._needs_priming(take.key)
+        hidden = self._run(take, is_linked=not is_new)  # a copy of rows exchanges nothing
+        program = step_programs.score_drawn(hidden, scored, top)
+        if self._needs_priming(program.key):
+            self._run(program, is_linked=False)
+        return self._run(program)
+
+    @functools.cached_property
+    def _scored(self) -> ScoredRows | None:
+        """Rows for compiling `score_drawn`; None if no variant reports sampling logprobs."""
+        return empty_rows(self._vocabulary) if any(variant.distribution for variant in self._variants) else None
+
     def programs(self, batches: Iterable[StepBatch]) -> StepPrograms:
         """Returns all programs that steps of these shapes may need, given an empty batch of each shape."""
         return StepPrograms(
@@ -382,6 +410,7 @@ class ModelRunner:
             images=tuple(shapes_of(patches) for patches in self._empty_packs()),
             everywhere=self._everywhere,
             runs_of=self._runs_of,
+            scored=None if self._scored is None else shapes_of(self._scored),
         )
 
     def _empty_packs(self) -> list[Patches]:
@@ -430,6 +459,8 @@ class ModelRunner:
                     self._decode_run(self.copy(self._empty_batch(shape).as_empty_run()), variant)
             if shape.rows and ("rows", shape.rows) not in sizes:
                 self.score(rows, 0, np.zeros(1, np.int32))
+                if self._scored is not None:
+                    self._score_drawn(rows, 0, self._scored)
             sizes |= {("sampled", shape.sampled), ("rows", shape.rows)}
         if self._slots.seen is not None:
             self.note_seen(0, (), ())

@@ -27,12 +27,13 @@ class Request:
             about each other.
         client: identifies the client for round-robin scheduling: while samples wait, clients get slots in turn.
             Requests without a client share one turn.
+        id: names the request for `Engine.abort`; requests may share an id.
         generated: tokens that each sample has already, in the order of the samples, to resume a request that another
             engine began; missing lists are empty. The sample continues as if it had never been interrupted, including
             `max_tokens`, penalties and constraints. The answer holds the tokens after them, and the text that a stream
             had not sent yet.
 
-    No bit of the answer depends on `cache_salt` or `client`.
+    No bit of the answer depends on `cache_salt`, `client` or `id`.
 
     Example:
         >>> detjax.Request([3, 1, 4]).sampling.max_tokens
@@ -43,8 +44,13 @@ class Request:
     sampling: SamplingParams = dataclasses.field(default_factory=SamplingParams)
     cache_salt: str | None = None
     client: str | None = None
+    id: str | None = dataclasses.field(default=None, compare=False)
     images: Sequence[GivenImage] = dataclasses.field(default=(), compare=False, repr=False)
     generated: Sequence[Sequence[int]] = ()
+
+
+type TopLogprobs = tuple[tuple[int, float], ...]
+"""The likeliest tokens at one position with their logprobs, the likeliest first."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +69,7 @@ class Token:
         cached_tokens: see `Generation.cached_tokens`.
         sampling_logprob: its logprob under the distribution it was drawn from, as in `Completion`; None unless the
             request asks for it.
+        sampling_top_logprobs: the likeliest tokens under this distribution.
 
     Only `batch` and `cached_tokens` depend on other requests.
     """
@@ -70,12 +77,26 @@ class Token:
     sample: int
     token: int
     logprob: float
-    top_logprobs: tuple[tuple[int, float], ...]
+    top_logprobs: TopLogprobs
     text: str | None
     finish_reason: str | None
     batch: int
     cached_tokens: int = dataclasses.field(default=0, compare=False)
     sampling_logprob: float | None = None
+    sampling_top_logprobs: TopLogprobs = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Aborted:
+    """The end of a streamed sample that `Engine.abort` ended. It has no token.
+
+    Attributes:
+        sample: index of the sample in the request.
+        text: the end of the sample's text that had been held back; None without a tokenizer.
+    """
+
+    sample: int
+    text: str | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,10 +109,13 @@ class Completion:
             float32 numbers.
         top_logprobs: the likeliest tokens at each step and their logprobs, as many as the request asks for.
         text: the tokens as text, cut before a stop string; None without a tokenizer.
-        finish_reason: "stop" (an end token or a stop string) or "length".
+        finish_reason: "stop" (an end token or a stop string), "length", or "abort" if `Engine.abort` ended it, perhaps
+            before its first token.
         sampling_logprobs: each token's logprob under the distribution it was drawn from, after penalties, biases,
             masks, temperature and filters; exact float32 numbers, the bits of `ops.sampling_logprobs`. Empty unless
             the request asks for them.
+        sampling_top_logprobs: the likeliest tokens at each step under this distribution, as many as in `top_logprobs`.
+            Tokens that cannot be drawn have the logprob -inf.
 
     Example:
         >>> detjax.Completion((5,), (-0.5,), (), " a", "length").finish_reason
@@ -100,10 +124,11 @@ class Completion:
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
-    top_logprobs: tuple[tuple[tuple[int, float], ...], ...]
+    top_logprobs: tuple[TopLogprobs, ...]
     text: str | None
     finish_reason: str
     sampling_logprobs: tuple[float, ...] = ()
+    sampling_top_logprobs: tuple[TopLogprobs, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,10 +138,15 @@ class PromptLogprobs:
     Attributes:
         logprobs: exact float32 numbers.
         top_logprobs: the likeliest tokens at each position, as in `Completion`.
+        sampling_logprobs: logprobs under the distribution that the request's parameters draw from, if it asks for
+            `sampling_logprobs`; see `SamplingParams.scored_answer`. -inf for tokens that cannot be drawn.
+        sampling_top_logprobs: the likeliest tokens under this distribution.
     """
 
     logprobs: tuple[float, ...]
-    top_logprobs: tuple[tuple[tuple[int, float], ...], ...]
+    top_logprobs: tuple[TopLogprobs, ...]
+    sampling_logprobs: tuple[float, ...] = ()
+    sampling_top_logprobs: tuple[TopLogprobs, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -46,7 +46,11 @@ class SamplingParams:
         skip_special_tokens: the text has no special tokens.
         top_logprobs: number of likeliest tokens to report at each step.
         prompt_logprobs: also report logprobs of the prompt's tokens, with the likeliest tokens at each position.
-        sampling_logprobs: also report each token's logprob under the distribution it was drawn from.
+        sampling_logprobs: also report each token's logprob under the distribution it was drawn from, and the likeliest
+            tokens under it; with `prompt_logprobs`, also those of the prompt's tokens.
+        scored_answer: number of tokens at the prompt's end that count as generated in their sampling logprobs. Their
+            penalties, `min_tokens` and bad words are then those of an answer to the tokens before them. By default,
+            each token of the prompt is scored as the first token of an answer.
         constraint: restricts the text, for example to JSON of a schema. It needs a tokenizer. A sample that reaches
             `max_tokens` may be incomplete.
 
@@ -77,6 +81,7 @@ class SamplingParams:
     top_logprobs: int = 0
     prompt_logprobs: bool = False
     sampling_logprobs: bool = False
+    scored_answer: int = 0
     constraint: Constraint | None = None
 
     def __post_init__(self) -> None:
@@ -104,11 +109,22 @@ class SamplingParams:
             ),
             "stop": (not isinstance(self.stop, str) and all(self.stop), "a tuple of strings that are not empty"),
             "top_logprobs": (self.top_logprobs >= 0, "at least 0"),
+            "scored_answer": (
+                self.scored_answer == 0 or (self.scored_answer > 0 and self.prompt_logprobs and self.sampling_logprobs),
+                "0, or with prompt_logprobs and sampling_logprobs more",
+            ),
         }
         for name, (is_accepted, description) in accepted.items():
             if not is_accepted:
                 raise FieldError(f"SamplingParams: {name} is {getattr(self, name)!r}; accepted: {description}", name)
         self._check_biases()
+        if self.constraint is not None and self.prompt_logprobs and self.sampling_logprobs:
+            raise FieldError(
+                "SamplingParams: prompt_logprobs and sampling_logprobs are given with a constraint; accepted: two of "
+                "the three, because a constraint is about the answer's text and gives the prompt's tokens no "
+                "probability",
+                "sampling_logprobs",
+            )
         if self.constraint is not None and (self.ignore_eos or self.min_tokens):
             raise FieldError(
                 f"SamplingParams: constraint is given with ignore_eos {self.ignore_eos} and min_tokens "

@@ -8,16 +8,13 @@ from typing import overload
 
 from detjax.engine.constraints import CompiledConstraint
 from detjax.engine.page_pool import Digest, digests
-from detjax.engine.request import Completion, NotFinite, PromptLogprobs, Token
+from detjax.engine.request import Completion, NotFinite, PromptLogprobs, Token, TopLogprobs
 from detjax.engine.sampling_params import SamplingParams
 from detjax.engine.snapshots import Snapshot
 from detjax.engine.text_stream import StopStrings, TextStream
 from detjax.engine.token_masks import Matcher, TokenRules
 from detjax.models import Tokenizer
 from detjax.models.vision.prompt_images import PromptImages
-
-type TopLogprobs = tuple[tuple[int, float], ...]
-"""The likeliest tokens at one position with their logprobs, the likeliest first."""
 
 
 class TokenIds(Seq[int]):
@@ -78,20 +75,26 @@ class SampleOutput:
     Attributes:
         logprobs: one per generated token.
         sampling_logprobs: one per generated token, if the request asks for them.
+        sampling_top_logprobs: the likeliest tokens at each generated token under the sampling distribution, if the
+            request asks for it.
         top_logprobs: the likeliest tokens at each generated token.
         prompt_logprobs: the logprob and the likeliest tokens at each prompt token from the second one on.
+        prompt_sampling_logprobs: the same under the sampling distribution, if the request asks for it.
     """
 
     def __init__(self) -> None:
         self.logprobs: list[float] = []
         self.sampling_logprobs: list[float] = []
         self.top_logprobs: list[TopLogprobs] = []
+        self.sampling_top_logprobs: list[TopLogprobs] = []
         self.prompt_logprobs: list[tuple[float, TopLogprobs]] = []
+        self.prompt_sampling_logprobs: list[tuple[float, TopLogprobs]] = []
 
     def scored_prompt(self) -> PromptLogprobs:
         """Returns the prompt's logprobs."""
-        logprobs, top = zip(*self.prompt_logprobs, strict=True) if self.prompt_logprobs else ((), ())
-        return PromptLogprobs(logprobs, top)
+        scores = self.prompt_logprobs, self.prompt_sampling_logprobs
+        fields = (values for pairs in scores for values in (zip(*pairs, strict=True) if pairs else ((), ())))
+        return PromptLogprobs(*fields)
 
 
 class Sequence:
@@ -237,6 +240,7 @@ class Sequence:
             text=None if text is None else text[self._streamed_length :],
             finish_reason=self.finish_reason,
             sampling_logprobs=tuple(self.output.sampling_logprobs),
+            sampling_top_logprobs=tuple(self.output.sampling_top_logprobs),
         )
 
     def scored_prompt(self) -> PromptLogprobs | None:
@@ -257,7 +261,14 @@ class Sequence:
         return self._digests
 
     def add(
-        self, token: int, logprob: float, top: TopLogprobs, sampling_logprob: float | None = None, *, batch: int
+        self,
+        token: int,
+        logprob: float,
+        top: TopLogprobs,
+        sampling_logprob: float | None = None,
+        sampling_top: TopLogprobs = (),
+        *,
+        batch: int,
     ) -> Token:
         """Appends the next generated token, and ends the sequence if it is the last one; for the arguments see `Token`.
 
@@ -268,6 +279,7 @@ class Sequence:
         self.output.top_logprobs.append(top)
         if sampling_logprob is not None:
             self.output.sampling_logprobs.append(sampling_logprob)
+            self.output.sampling_top_logprobs.append(sampling_top)
         text = None
         try:
             if math.isnan(logprob):
@@ -282,7 +294,16 @@ class Sequence:
         except BaseException as error:  # the tokenizer library raises BaseException when it panics
             self.finish_reason, self.failure = "failed", error
         return Token(
-            self.index, token, logprob, top, text, self.finish_reason, batch, self.cached_tokens, sampling_logprob
+            self.index,
+            token,
+            logprob,
+            top,
+            text,
+            self.finish_reason,
+            batch,
+            self.cached_tokens,
+            sampling_logprob,
+            sampling_top,
         )
 
     def _note_end(self) -> None:

@@ -69,8 +69,10 @@ class _PromptScore:
         for index in range(self.count):
             # A preempted sequence computes some of its logprobs twice.
             if self.position + index == len(logprobs) + 1:
-                _, logprob, top, _ = tokens.at(index, self.sequence.params)
+                _, logprob, top, sampling_logprob, sampling_top = tokens.at(index, self.sequence.params)
                 logprobs.append((logprob, top))
+                if sampling_logprob is not None:
+                    self.sequence.output.prompt_sampling_logprobs.append((sampling_logprob, sampling_top))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -382,9 +384,12 @@ class StepLoop:
         # The hidden state at a position gives the logprob of the token after it.
         end = min(chunk.start + chunk.count + 1, len(prompt))
         for position in range(chunk.start + 1, end, SCORED_ROWS):
-            tokens = np.asarray(prompt[position : min(position + SCORED_ROWS, end)], np.int32)
-            scored = self._runner.score(hidden, first_row + position - 1 - chunk.start, tokens)
-            yield _PromptScore(chunk.sequence, position, len(tokens), scored.start_copy())
+            count, row = min(SCORED_ROWS, end - position), first_row + position - 1 - chunk.start
+            if chunk.sequence.params.sampling_logprobs:
+                scored = self._runner.score_drawn(hidden, row, chunk.sequence, position, count)
+            else:
+                scored = self._runner.score(hidden, row, np.asarray(prompt[position : position + count], np.int32))
+            yield _PromptScore(chunk.sequence, position, count, scored.start_copy())
 
     def _read(self, step: _InFlightStep) -> Iterator[tuple[Sequence, Token]]:
         """Reads a step's results after later steps have been started."""

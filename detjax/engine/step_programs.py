@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Bool, Float, Float32, Int32, PyTree, UInt16, UInt32
 
 from detjax.engine.batch import BatchShape, StepBatch, no_adjustments
+from detjax.engine.request import TopLogprobs
 from detjax.engine.sampling_params import SamplingParams
 from detjax.engine.token_masks import all_allowed
 from detjax.models.cache import State
@@ -39,7 +40,7 @@ _SEEN_ENTRIES: Final = 1024
 """Tokens of a sequence that one program records as seen."""
 _SLOT: Final = "slot"
 """The size of programs that copy one slot."""
-_COUNT: Final = np.uint16
+COUNT: Final = np.uint16
 """The dtype of token counts. They saturate at its largest number, as the contract says."""
 
 
@@ -58,7 +59,7 @@ class Parameters(NamedTuple):
 class SampledTokens(NamedTuple):
     """Sampled tokens, one per row, with their logprobs and the likeliest tokens at their positions.
 
-    `sampling_logprob` is None if the program does not compute it.
+    The fields of the sampling distribution are None if the program does not compute them.
     """
 
     token: Any
@@ -66,6 +67,8 @@ class SampledTokens(NamedTuple):
     top_tokens: Any
     top_logprobs: Any
     sampling_logprob: Any = None
+    sampling_top_tokens: Any = None
+    sampling_top_logprobs: Any = None
 
     def start_copy(self) -> "SampledTokens":
         """Starts copying the arrays to the host, and returns them."""
@@ -92,17 +95,21 @@ class SampledTokens(NamedTuple):
         """Waits for the tokens, but not for the other arrays, and returns them."""
         return np.asarray(self.token).tolist()
 
-    def at(self, row: int, params: SamplingParams) -> tuple[int, float, tuple[tuple[int, float], ...], float | None]:
+    def at(self, row: int, params: SamplingParams) -> tuple[int, float, TopLogprobs, float | None, TopLogprobs]:
         """Returns one row of the result of `read` for a request with these parameters.
 
-        The row is the token, its logprob, the likeliest tokens with their logprobs, and the token's sampling logprob.
+        The row is the token, its logprob, the likeliest tokens with their logprobs, and the token's sampling logprob
+        and the likeliest tokens under the sampling distribution.
         """
-        top, likeliest, sampling_logprob = params.top_logprobs, (), None
+        top, likeliest, sampling_logprob, sampling_top = params.top_logprobs, (), None, ()
         if top:  # few requests ask for them, and all requests wait here
             likeliest = zip(self.top_tokens[row, :top].tolist(), self.top_logprobs[row, :top].tolist(), strict=True)
         if params.sampling_logprobs and self.sampling_logprob is not None:
             sampling_logprob = self.sampling_logprob[row]
-        return self.token[row], self.logprob[row], tuple(likeliest), sampling_logprob
+            if top and self.sampling_top_tokens is not None:
+                arrays = self.sampling_top_tokens[row, :top], self.sampling_top_logprobs[row, :top]
+                sampling_top = zip(*(x.tolist() for x in arrays), strict=True)
+        return self.token[row], self.logprob[row], tuple(likeliest), sampling_logprob, tuple(sampling_top)
 
 
 class SamplingVariant(NamedTuple):
@@ -188,6 +195,26 @@ class SeenEntries(NamedTuple):
     token: Int32[Arrays, "n"]
     generated: UInt16[Arrays, "n"]
     in_prompt: Bool[Arrays, "n"]
+
+
+class ScoredRows(NamedTuple):
+    """Given tokens of one sequence at consecutive positions, and what their sampling distributions depend on.
+
+    Attributes:
+        token: the tokens.
+        is_generated: whether penalties on later tokens regard each of them as generated; otherwise as in the prompt.
+        sampling: sampling parameters; seeds, positions and sample indices do not matter.
+        adjustments: logit adjustments.
+        allowed: a bit per token that may be chosen.
+        seen: the tokens before the first one, without a row axis.
+    """
+
+    token: Int32[Arrays, "n"]
+    is_generated: Bool[Arrays, "n"]
+    sampling: SamplingArrays
+    adjustments: LogitAdjustments
+    allowed: UInt32[Arrays, "n W"]
+    seen: SeenTokens
 
 
 class StepProgram(NamedTuple):
@@ -284,6 +311,17 @@ def score(rows: Any, first: int, tokens: np.ndarray, top: int) -> StepProgram:
     return StepProgram(_score, len(rows), (rows, np.int32(first), padded), {"top": top}, purpose)
 
 
+def take_rows(rows: Any, first: int) -> StepProgram:
+    """Returns the program that copies `SCORED_ROWS` hidden states in consecutive rows."""
+    args = rows, np.int32(first)
+    return StepProgram(_take_rows, len(rows), args, {}, f"sampling logprobs of prompts: up to {len(rows)} rows")
+
+
+def score_drawn(hidden: Any, rows: ScoredRows, top: int) -> StepProgram:
+    """Returns the program that computes logprobs of given tokens, also under the distribution they are drawn from."""
+    return StepProgram(_score_drawn, len(rows.token), (hidden, rows), {"top": top}, "sampling logprobs of prompts")
+
+
 def note_seen(seen: SeenTokens, slot: int, entries: SeenEntries, *, is_first: bool) -> StepProgram:
     """Returns the program that records tokens of the sequence in a slot."""
     args = seen, np.int32(slot), np.bool_(is_first), entries
@@ -328,6 +366,7 @@ class StepPrograms:
         images: patches of each size that the vision tower may get.
         everywhere: the replicated sharding over the devices that share the model; None: one device.
         runs_of: maximum number of decodes of a run; 0: no runs.
+        scored: rows of prompts to score under sampling distributions; None if no variant reports these.
     """
 
     network: Network
@@ -342,6 +381,7 @@ class StepPrograms:
     images: tuple[Patches, ...] = ()
     everywhere: NamedSharding | None = None
     runs_of: int = 0
+    scored: ScoredRows | None = None
 
     @property
     def mesh(self) -> Mesh | None:
@@ -359,7 +399,7 @@ class StepPrograms:
         programs = [
             *(self._layers(batch) for batch in batches),
             *(program for batch in by_size.values() for program in self._sampling(batch)),
-            *(self._scoring(batch) for batch in batches if batch.shape.rows),
+            *(program for batch in batches if batch.shape.rows for program in self._scoring(batch)),
             *(
                 decode_run(batch.as_empty_run(), self.state, self.slots.last, variant)
                 for batch in batches
@@ -396,8 +436,12 @@ class StepPrograms:
             program = sample(batch, self._rows(count), self.slots, variant, masks)
             yield program._replace(is_essential=variant in essential)
 
-    def _scoring(self, batch: StepBatch) -> StepProgram:
-        return score(self._rows(batch.shape.rows), 0, np.zeros(1, np.int32), most_likeliest(self.variants))
+    def _scoring(self, batch: StepBatch) -> Iterator[StepProgram]:
+        rows, top = self._rows(batch.shape.rows), most_likeliest(self.variants)
+        yield score(rows, 0, np.zeros(1, np.int32), top)
+        if self.scored is not None:
+            yield take_rows(rows, 0)
+            yield score_drawn(self._rows(SCORED_ROWS), self.scored, top)
 
     def _rows(self, count: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((count, *self.hidden.shape), self.hidden.dtype)
@@ -531,7 +575,7 @@ def _sampled(logits: Logits, rows: SampledRows, seen: SeenTokens | None, *, vari
     if choices is not logits or logprob is None:
         logprob = logits.logprobs(choice.token)
     top = logits.top_logprobs(variant.top_logprobs)
-    return SampledTokens(choice.token, logprob, *top, choice.sampling_logprob)
+    return SampledTokens(choice.token, logprob, *top, choice.sampling_logprob, *choice.sampling_top)
 
 
 class _Choice(NamedTuple):
@@ -541,27 +585,31 @@ class _Choice(NamedTuple):
         token: the tokens.
         logprob: their logprobs under the logits.
         sampling_logprob: their logprobs under the distribution they were drawn from.
+        sampling_top: the likeliest tokens under it, with their logprobs.
     """
 
     token: Int32[Array, "R"]
     logprob: Float32[Array, "R"] | None
     sampling_logprob: Float32[Array, "R"] | None
+    sampling_top: tuple[Int32[Array, "R n"], Float32[Array, "R n"]] | tuple[None, None]
 
 
 def _choice(choices: Logits, sampling: SamplingArrays, variant: SamplingVariant) -> _Choice:
     """Returns tokens sampled from the logits."""
     if not variant.distribution:
-        return _Choice(*choices.sample(sampling, filtered=variant.filtered), None)
+        return _Choice(*choices.sample(sampling, filtered=variant.filtered), None, (None, None))
     # Filters sort the logits, which takes longer than everything else: apply them once for both.
     kept = choices.filtered(sampling) if variant.filtered else choices
     token, logprob = kept.sample(sampling, filtered=False)
-    return _Choice(token, None if variant.filtered else logprob, kept.sampling_logprobs(token, sampling))
+    sampling_top = kept.sampling_top_logprobs(variant.top_logprobs, sampling)
+    sampling_logprob = kept.sampling_logprobs(token, sampling)
+    return _Choice(token, None if variant.filtered else logprob, sampling_logprob, sampling_top)
 
 
 def _with_tokens(seen: SeenTokens, by_row: SeenTokens, slot: Int32[Array, "R"], token: Int32[Array, "R"]) -> SeenTokens:
     """Adds a token of each row to the seen tokens of the slots."""
     count = by_row.generated[jnp.arange(len(token), dtype=jnp.int32), token]
-    count += (count < np.iinfo(_COUNT).max).astype(_COUNT)
+    count += (count < np.iinfo(COUNT).max).astype(COUNT)
     return seen._replace(generated=seen.generated.at[slot, token].set(count, mode="drop", unique_indices=True))
 
 
@@ -605,7 +653,7 @@ def _put_slot(network: Network, parameters: Parameters, state: State, slot: Int3
 
 def none_seen(slots: int, vocabulary: int) -> SeenTokens:
     """Returns the seen tokens of empty slots."""
-    return SeenTokens(jnp.zeros((slots, vocabulary), _COUNT), jnp.zeros((slots, vocabulary), bool))
+    return SeenTokens(jnp.zeros((slots, vocabulary), COUNT), jnp.zeros((slots, vocabulary), bool))
 
 
 def seen_entries(prompt: Sequence[int], generated: Sequence[int], vocabulary: int) -> Iterator[SeenEntries]:
@@ -614,7 +662,7 @@ def seen_entries(prompt: Sequence[int], generated: Sequence[int], vocabulary: in
     in_prompt = np.zeros(vocabulary, bool)
     in_prompt[np.asarray(prompt, np.int64)] = True
     tokens = np.flatnonzero(in_prompt | (count > 0)).astype(np.int32)
-    count = np.minimum(count, np.iinfo(_COUNT).max).astype(_COUNT)
+    count = np.minimum(count, np.iinfo(COUNT).max).astype(COUNT)
     for first in range(0, max(len(tokens), 1), _SEEN_ENTRIES):
         # Padding lies beyond the vocabulary, and all entries are distinct.
         token = np.arange(vocabulary, vocabulary + _SEEN_ENTRIES, dtype=np.int32)
@@ -642,3 +690,54 @@ def _score(
 def _scored(logits: Logits, tokens: Int32[Array, "n"], *, top: int) -> SampledTokens:
     """Returns given tokens with their logprobs and the likeliest tokens at their positions."""
     return SampledTokens(tokens, logits.logprobs(tokens), *logits.top_logprobs(top))
+
+
+@functools.partial(compilation.jit, static_argnums=0)
+def _take_rows(
+    network: Network, parameters: Parameters, rows: Float[Array, "rows D"], first: np.int32 | Int32[Array, ""]
+) -> Float[Array, "n D"]:
+    """Returns the hidden states of `SCORED_ROWS` consecutive rows. Beyond the end, the last one repeats."""
+    return rows[jnp.minimum(first + jnp.arange(SCORED_ROWS, dtype=jnp.int32), rows.shape[0] - 1)]
+
+
+@functools.partial(compilation.jit, static_argnums=0, static_argnames="top")
+def _score_drawn(
+    network: Network, parameters: Parameters, hidden: Float[Array, "n D"], rows: ScoredRows, *, top: int
+) -> SampledTokens:
+    """Returns logprobs of given tokens, each from the hidden state of its own row."""
+    # Small integers decide what each row has seen; the scan adds no number that bits depend on.
+    _, seen = lax.scan(_seen_after, SeenTokens(*map(jnp.asarray, rows.seen)), (rows.token, rows.is_generated))
+    with _model(network, parameters) as model:
+        token, _, *arrays, _ = rows
+        return model.with_logits(_drawn, hidden, jnp.asarray(token), *arrays, seen, top=top)
+
+
+def _seen_after(seen: SeenTokens, row: tuple[Array, Array]) -> tuple[SeenTokens, SeenTokens]:
+    """Returns the tokens that are seen after a row's token, and before it."""
+    token, is_generated = row
+    count, in_prompt = seen.generated[token], seen.in_prompt[token]
+    count += (is_generated & (count < np.iinfo(COUNT).max)).astype(COUNT)
+    return SeenTokens(
+        seen.generated.at[token].set(count), seen.in_prompt.at[token].set(in_prompt | ~is_generated)
+    ), seen
+
+
+def _drawn(
+    logits: Logits,
+    token: Int32[Array, "n"],
+    sampling: SamplingArrays,
+    adjustments: LogitAdjustments,
+    allowed: UInt32[Arrays, "n W"],
+    seen: SeenTokens,
+    *,
+    top: int,
+) -> SampledTokens:
+    """Returns given tokens with their logprobs under the model and under the distribution they are drawn from."""
+    kept = logits.adjusted(seen, adjustments, allowed).filtered(sampling)
+    return SampledTokens(
+        token,
+        logits.logprobs(token),
+        *logits.top_logprobs(top),
+        kept.sampling_logprobs(token, sampling),
+        *kept.sampling_top_logprobs(top, sampling),
+    )

@@ -55,6 +55,12 @@ def encode_prompt(
         raise FieldError(
             f"{name}: top_logprobs is {params.top_logprobs}; accepted: up to {config.vocab_size}", "top_logprobs"
         )
+    if params.scored_answer >= len(tokens):
+        raise FieldError(
+            f"{name} has {len(tokens)} tokens and scored_answer is {params.scored_answer}; accepted: up to "
+            f"{len(tokens) - 1}, because an answer follows at least one token",
+            "scored_answer",
+        )
     biased = next((token for token, _ in params.logit_bias if token >= config.vocab_size), None)
     if biased is not None:
         raise FieldError(

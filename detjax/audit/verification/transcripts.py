@@ -18,7 +18,7 @@ type TopLogprobs = tuple[tuple[int, float], ...]
 
 _INFINITY: Final = "-inf"
 """The logprob minus infinity in JSON, which has no infinities."""
-_REPORTS: Final = ("top_logprobs", "prompt_logprobs", "sampling_logprobs")
+_REPORTS: Final = ("top_logprobs", "prompt_logprobs", "sampling_logprobs", "scored_answer")
 """Sampling parameters of reports, which a transcript leaves out: it shows them by its fields."""
 _DEFAULTS: Final = SamplingParams()
 _SAMPLING: Final = tuple(one.name for one in dataclasses.fields(SamplingParams) if one.name not in _REPORTS)
@@ -241,9 +241,9 @@ def _sampling(content: Any) -> SamplingParams:
             value = Constraint(**value)
         elif name == "logit_bias":
             value = tuple((_integer(name, token), _real(name, bias)) for token, bias in value)
-        elif name == "stop":
+        elif name in ("stop", "bad_words"):
             value = (value,) if isinstance(value, str) else tuple(value)
-        elif name == "stop_token_ids":
+        elif name in ("stop_token_ids", "allowed_token_ids"):
             value = _tokens(name, value)
         elif isinstance(default, bool):
             value = bool(value)
