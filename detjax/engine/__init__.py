@@ -13,6 +13,8 @@ from detjax.engine.engine import EngineClosed as EngineClosed
 from detjax.engine.field_error import FieldError as FieldError
 from detjax.engine.generate import generate as generate
 from detjax.engine.program_cache import prepare_cache as prepare_cache
+from detjax.engine.reasoning_budget import ReasoningBudget as ReasoningBudget
+from detjax.engine.reasoning_budget import ReasoningMarks as ReasoningMarks
 from detjax.engine.request import Aborted as Aborted
 from detjax.engine.request import Completion as Completion
 from detjax.engine.request import Generation as Generation

@@ -11,12 +11,23 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal, get_args
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, PyTree
 from rich.console import Console
@@ -24,9 +35,10 @@ from rich.progress import track
 
 from detjax.engine import sequence as sequences
 from detjax.engine.config import EngineConfig, EngineStats
+from detjax.engine.job import ABORT, Job
 from detjax.engine.launcher import LauncherThread
 from detjax.engine.program_compiler import ProgramCompiler
-from detjax.engine.request import Generation, Request, Token
+from detjax.engine.request import Aborted, Generation, Request, Token
 from detjax.engine.request_reader import RequestReader
 from detjax.engine.step_loop import StepLoop
 from detjax.engine.step_programs import StepProgram
@@ -39,6 +51,11 @@ _log: Final = logging.getLogger("detjax.engine")
 _SWITCH_INTERVAL: Final = 0.0005
 """Python's switch interval after a warm-up, in seconds. Threads that launch steps need the GIL for moments; with the
 default of 5 ms they would wait as long as a step takes."""
+REMEMBERED: Final = 1 << 16
+"""Maximum number of ids of aborted requests that are remembered for requests that arrive later."""
+
+Part = Literal["weights", "kv_cache"]
+"""A part of the devices' memory that `Engine.sleep` releases."""
 
 
 class EngineClosed(RuntimeError):
@@ -46,46 +63,6 @@ class EngineClosed(RuntimeError):
 
     The message is safe to show to clients. The cause of a failure is in `__cause__` and in the log.
     """
-
-
-class _Job:
-    """A request in flight."""
-
-    def __init__(self, samples: list[sequences.Sequence], on_token: Callable[[Token], None] | None) -> None:
-        self.samples = samples
-        self.future: Future[Generation] = Future()
-        self._on_token = on_token
-        self._unfinished = sum(sample.finish_reason is None for sample in samples)
-
-    def deliver(self, token: Token) -> None:
-        """Passes a token to the listener. The last token of the request settles its future.
-
-        Raises:
-            BaseException: the sample or the listener has failed, and the request with it.
-        """
-        failure = self.samples[token.sample].failure
-        # All tokens of a run are read before the first is delivered; a failure belongs to the last one.
-        if failure is not None and token.finish_reason is not None:
-            raise failure
-        if self._on_token is not None:
-            self._on_token(token)
-        self._unfinished -= token.finish_reason is not None
-        self.settle_if_done()
-
-    def settle_if_done(self) -> None:
-        """Sets the future's result if every sample has ended."""
-        if not self._unfinished:
-            first = self.samples[0]
-            completions = tuple(sample.completion() for sample in self.samples)
-            self.settle(Generation(first.prompt, completions, first.scored_prompt(), first.cached_tokens))
-
-    def settle(self, outcome: Generation | BaseException) -> None:
-        """Sets the future's result or exception, unless the request was cancelled."""
-        if self.future.set_running_or_notify_cancel():
-            if isinstance(outcome, BaseException):
-                self.future.set_exception(outcome)
-            else:
-                self.future.set_result(outcome)
 
 
 class Engine(RequestReader):
@@ -154,9 +131,16 @@ class Engine(RequestReader):
         self._loop = StepLoop.for_model(model, self._config.step_loop(), LauncherThread())
 
         # Only the engine's thread uses the fields below; other threads send it functions through the inbox.
-        self._jobs: dict[sequences.Sequence, _Job] = {}
+        self._jobs: dict[sequences.Sequence, Job] = {}
         self._inbox: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._end_reason: EngineClosed | None = None
+        self._is_paused = False
+        self._asleep = set[Part]()
+        self._held: dict[Job, None] = {}
+        """Requests that wait for the engine to wake up."""
+        self._aborted: OrderedDict[str, None] = OrderedDict()
+        self._fatal: BaseException | None = None
+        """An exception that leaves the devices in an undefined state."""
         self._busy_since: float | None = None
         self._open = threading.Lock()
         self.closed: Future[None] = Future()
@@ -255,17 +239,23 @@ class Engine(RequestReader):
         """
         async with contextlib.aclosing(self.stream_all([request])) as tokens:
             async for _, token in tokens:
-                yield token
+                if isinstance(token, Token):
+                    yield token
 
-    async def stream_all(self, requests: Sequence[Request]) -> AsyncGenerator[tuple[int, Token]]:
-        """Yields the tokens of several requests as they arrive, each with the index of its request; see `stream`."""
+    async def stream_all(self, requests: Sequence[Request]) -> AsyncGenerator[tuple[int, Token | Aborted]]:
+        """Yields the tokens of several requests as they arrive, each with the index of its request; see `stream`.
+
+        A sample that `abort` ends has an `Aborted` instead of its last token.
+        """
         async with contextlib.aclosing(self.stream_events(requests)) as events:
             async for number, event in events:
-                if isinstance(event, Token):
+                if not isinstance(event, Generation):
                     yield number, event
 
-    async def stream_events(self, requests: Sequence[Request]) -> AsyncGenerator[tuple[int, Token | Generation]]:
-        """Yields the tokens of `stream_all`, and after the last token of each request its generation."""
+    async def stream_events(
+        self, requests: Sequence[Request]
+    ) -> AsyncGenerator[tuple[int, Token | Aborted | Generation]]:
+        """Yields what `stream_all` does, and at the end of each request its generation."""
         loop = asyncio.get_running_loop()
         events: asyncio.Queue[tuple[int, Token | None]] = asyncio.Queue()
 
@@ -282,13 +272,17 @@ class Engine(RequestReader):
                 if token is not None:
                     yield number, token
                     continue
-                yield number, jobs[number].future.result()
+                generation = jobs[number].future.result()
+                for sample in jobs[number].samples:
+                    if sample.finish_reason == ABORT:
+                        yield number, Aborted(sample.index, sample.held_back())
+                yield number, generation
                 unanswered -= 1
 
     @contextlib.contextmanager
     def _started(
         self, requests: Iterable[Request], on_token: Callable[[int, Token], None] | None = None
-    ) -> Iterator[list[_Job]]:
+    ) -> Iterator[list[Job]]:
         """Starts the requests. Leaving the context cancels unfinished ones."""
         jobs = [
             self._job(f"request {number}", request, on_token and functools.partial(on_token, number))
@@ -301,15 +295,12 @@ class Engine(RequestReader):
             for job in jobs:
                 job.future.cancel()
 
-    def _job(self, name: str, request: Request, on_token: Callable[[Token], None] | None = None) -> _Job:
-        return _Job(self.samples_of(name, request, is_streamed=on_token is not None), on_token)
+    def _job(self, name: str, request: Request, on_token: Callable[[Token], None] | None = None) -> Job:
+        return Job(self.samples_of(name, request, is_streamed=on_token is not None), on_token, request.id)
 
-    def _start(self, jobs: list[_Job]) -> None:
+    def _start(self, jobs: list[Job]) -> None:
         def submit() -> None:
-            wanted = [job for job in jobs if not job.future.cancelled()]
-            self._loop.compute_images(job.samples[0] for job in wanted)
-            for job in wanted:
-                self._submit(job)
+            self._admit([job for job in jobs if not job.future.cancelled()])
 
         def settle(submitted: Future[Any]) -> None:
             if (error := submitted.exception()) is not None:  # the engine ended before it took the requests
@@ -320,12 +311,108 @@ class Engine(RequestReader):
         for job in jobs:
             job.future.add_done_callback(functools.partial(self._cancel, job))
 
-    def _cancel(self, job: _Job, future: "Future[Generation]") -> None:
+    def _cancel(self, job: Job, future: "Future[Generation]") -> None:
         if future.cancelled():
             with contextlib.suppress(EngineClosed):
                 self._call(functools.partial(self._remove, job))
 
+    # --- pauses, aborts and sleep -------------------------------------------------------------------------------------
+
+    def pause(self) -> None:
+        """Stops computing until `resume`. Requests in flight keep their pages, and later ones wait."""
+        self._refuse_in_lockstep("pause")
+        self._call(functools.partial(setattr, self, "_is_paused", True)).result()
+
+    def resume(self) -> None:
+        """Ends a `pause`."""
+        self._refuse_in_lockstep("resume")
+        self._call(functools.partial(setattr, self, "_is_paused", False)).result()
+
+    def abort(self, ids: Collection[str]) -> int:
+        """Ends the requests with these ids, and returns their number.
+
+        Their answers have the tokens so far, and the finish reason "abort" for samples that had not ended. A request
+        that arrives later with one of these ids ends at once: it may have been on its way.
+        """
+        self._refuse_in_lockstep("abort")
+        wanted = frozenset(ids)
+
+        def abort() -> int:
+            jobs = [job for job in dict.fromkeys([*self._jobs.values(), *self._held]) if job.id in wanted]
+            for job in jobs:
+                self._abort(job)
+            self._aborted |= dict.fromkeys(wanted)
+            while len(self._aborted) > REMEMBERED:
+                self._aborted.popitem(last=False)
+            return len(jobs)
+
+        return self._call(abort).result()
+
+    def sleep(self, *, keeps_weights: bool = True) -> None:
+        """Releases the devices' memory until `wake_up`, except for compiled programs.
+
+        The cache is dropped. Requests in flight wait, and are then computed again from their tokens, with the same
+        bits. Memory is free if nothing else refers to the weights: the caller must not keep the model.
+
+        Args:
+            keeps_weights: copy the weights to the host. Otherwise they are lost, and all of them must be replaced after
+                `wake_up`.
+
+        Raises:
+            RuntimeError: the engine is asleep.
+        """
+        self._refuse_in_lockstep("sleep")
+
+        def sleep() -> None:
+            if self._asleep:
+                raise RuntimeError("Engine.sleep: it is asleep; accepted: an engine that is awake. Call wake_up first.")
+            self._busy_since = None  # copying takes long, so it does not count as a step that is stuck
+            self._deliver(self._loop.drain())
+            self._asleep = set(get_args(Part))
+            self._loop.sleep(keeps_weights=keeps_weights)
+
+        self._call(sleep).result()
+
+    def wake_up(self, parts: Collection[Part] = get_args(Part)) -> None:
+        """Takes parts of the devices' memory again. The engine computes when it has all of them, and its weights."""
+        if unknown := set(parts) - set(get_args(Part)):
+            raise ValueError(f"Engine.wake_up: {', '.join(map(repr, sorted(unknown)))}; accepted: {get_args(Part)}")
+
+        def wake_up() -> None:
+            self._busy_since = None
+            with self._fatal_errors():
+                for part in [part for part in get_args(Part) if part in parts and part in self._asleep]:
+                    self._loop.wake_weights() if part == "weights" else self._loop.wake_state()
+                    self._asleep.remove(part)
+            self._admit_held()
+
+        self._call(wake_up).result()
+
     # --- weights, and the end -----------------------------------------------------------------------------------------
+
+    def weight(self, number: int) -> np.ndarray | None:
+        """Returns a whole weight on the host, by its number in the model's `Network.paths`; None: it was dropped."""
+        return self._call(functools.partial(self._loop.weight, number)).result()
+
+    def replace_weights(self, new: Mapping[int, np.ndarray]) -> None:
+        """Replaces some weights, by their numbers in the model's `Network.paths`, and clears the prefix cache.
+
+        The devices hold the old or the new version of a weight, never both. If a device fails, the engine ends.
+
+        Raises:
+            RuntimeError: requests are in flight, or the weights are asleep.
+        """
+        self._refuse_listeners()
+
+        def replace() -> None:
+            self._check_idle("replace_weights")
+            self._check_weights_are_awake("replace_weights")
+            self._busy_since = None
+            with self._fatal_errors():
+                self._loop.replace_weights(new)
+            self._admit_held()
+
+        self._call(replace).result()
 
     def update_weights(self, params: PyTree[Array]) -> None:
         """Replaces the weights, for example during training, and clears the prefix cache.
@@ -334,14 +421,17 @@ class Engine(RequestReader):
             params: the result of `nnx.split(model)[1]` or `nnx.state(model)`, with the same shapes and dtypes.
 
         Raises:
-            RuntimeError: requests are in flight: it would be unclear which weights answered them.
+            RuntimeError: requests are in flight: it would be unclear which weights answered them. Or the weights are
+                asleep.
             ValueError: the weights do not fit the model.
         """
         self._refuse_listeners()
 
         def update() -> None:
             self._check_idle("update_weights")
+            self._check_weights_are_awake("update_weights")
             self._loop.update_weights(params)
+            self._admit_held()
 
         self._call(update).result()
 
@@ -421,11 +511,23 @@ class Engine(RequestReader):
                 "Engine: a listener waits for the engine, which waits for the listener; accepted in on_token: submit"
             )
 
-    def _check_idle(self, name: str) -> None:
-        if self._jobs:
+    def _refuse_in_lockstep(self, name: str) -> None:
+        """Raises if devices of several processes share the model: their engines could not stop at the same step."""
+        self._refuse_listeners()
+        if self._in_lockstep:
             raise RuntimeError(
-                f"Engine.{name}: {len(self._jobs)} samples are in flight; accepted: none. Wait for them, or cancel "
-                "them."
+                f"Engine.{name}: devices of several processes share the model; accepted: devices of one process"
+            )
+
+    def _check_weights_are_awake(self, name: str) -> None:
+        if "weights" in self._asleep:
+            raise RuntimeError(f"Engine.{name}: the weights are asleep. Wake them up with wake_up(['weights']) first.")
+
+    def _check_idle(self, name: str) -> None:
+        in_flight = len(self._jobs) + sum(len(job.samples) for job in self._held)
+        if in_flight:
+            raise RuntimeError(
+                f"Engine.{name}: {in_flight} samples are in flight; accepted: none. Wait for them, or cancel them."
             )
         while not self._loop.is_idle:  # a step started before a sample ended may still be in flight
             self._loop.step()
@@ -435,24 +537,71 @@ class Engine(RequestReader):
             with self._choices.apply():  # choices are per thread
                 while self._empty_inbox():
                     self._busy_since = time.monotonic()
-                    tokens = self._loop.step()
+                    tokens = self._loop.drain() if self._rests else self._loop.step()
                     if self._end_reason is not None:  # the watchdog has given up this thread
                         return
-                    for sample, token in tokens:
-                        job = self._jobs.get(sample)
-                        if token.finish_reason is not None:
-                            self._jobs.pop(sample, None)
-                        if job is not None:
-                            try:
-                                job.deliver(token)
-                            except BaseException as error:  # of the sample or of the request's listener
-                                self._fail(job, error)
+                    self._deliver(tokens)
         except BaseException as error:
             self._end(error)
         else:
             self._end(None)
 
-    def _submit(self, job: _Job) -> None:
+    @property
+    def _is_usable(self) -> bool:
+        """True if the devices have everything that a step needs."""
+        return not self._asleep and self._loop.has_weights
+
+    @property
+    def _rests(self) -> bool:
+        """True if no step may be launched."""
+        return self._is_paused or not self._is_usable
+
+    @property
+    def _has_nothing_to_do(self) -> bool:
+        return not self._loop.has_unread if self._rests else self._loop.is_idle
+
+    @contextlib.contextmanager
+    def _fatal_errors(self) -> Iterator[None]:
+        """Ends the engine after an error in the context, which leaves the devices in an undefined state."""
+        try:
+            yield
+        except BaseException as error:
+            self._fatal = error
+            raise
+
+    def _deliver(self, tokens: Iterable[tuple[sequences.Sequence, Token]]) -> None:
+        for sample, token in tokens:
+            job = self._jobs.get(sample)
+            if token.finish_reason is not None:
+                self._jobs.pop(sample, None)
+            if job is not None:
+                try:
+                    job.deliver(token)
+                except BaseException as error:  # of the sample or of the request's listener
+                    self._fail(job, error)
+
+    def _admit(self, jobs: Sequence[Job]) -> None:
+        """Submits requests, or holds them while the engine cannot compute their images."""
+        if not self._is_usable:
+            self._held |= dict.fromkeys(jobs)
+            return
+        self._loop.compute_images(job.samples[0] for job in jobs)
+        for job in jobs:
+            self._submit(job)
+
+    def _admit_held(self) -> None:
+        held, self._held = list(self._held), {}
+        self._admit(held)
+
+    def _abort(self, job: Job) -> None:
+        """Ends one request with the tokens that it has."""
+        self._remove(job, ABORT)
+        job.abort()
+
+    def _submit(self, job: Job) -> None:
+        if job.id in self._aborted:
+            self._abort(job)
+            return
         try:
             for sample in job.samples:
                 if sample.finish_reason is None:
@@ -462,29 +611,33 @@ class Engine(RequestReader):
         except BaseException as error:
             self._fail(job, error)
 
-    def _fail(self, job: _Job, error: BaseException) -> None:
+    def _fail(self, job: Job, error: BaseException) -> None:
         """Ends one request with an exception."""
         self._remove(job)
         job.settle(error)
 
-    def _remove(self, job: _Job) -> None:
+    def _remove(self, job: Job, reason: str = "cancelled") -> None:
+        self._held.pop(job, None)
         for sample in job.samples:
             if self._jobs.pop(sample, None) is not None:
-                self._loop.scheduler.cancel(sample)
+                self._loop.scheduler.cancel(sample, reason)
 
     def _empty_inbox(self) -> bool:
-        """Calls all functions in the inbox, and waits for one if the loop is idle. Returns False at the end."""
+        """Calls all functions in the inbox, and waits for one if there is nothing to do. Returns False at the end."""
         while not self._in_lockstep or self._loop.is_idle:
-            if self._loop.is_idle:
+            is_waiting = self._has_nothing_to_do
+            if is_waiting:
                 self._busy_since = None
             try:
-                item = self._inbox.get(block=self._loop.is_idle)
+                item = self._inbox.get(block=is_waiting)
             except queue.Empty:
                 return True
             self._busy_since = time.monotonic()
             if item is None:
                 return False
             _run(*item)
+            if self._fatal is not None:
+                raise self._fatal
         return True
 
     def _end(self, failure: BaseException | None) -> None:
@@ -502,9 +655,10 @@ class Engine(RequestReader):
             if failure is not None:
                 _log.critical("the engine failed; %d samples were in flight", len(self._jobs), exc_info=failure)
             self._loop.close()  # waits for the devices, so not if they are lost
-        for job in dict.fromkeys(self._jobs.values()):
+        for job in dict.fromkeys([*self._jobs.values(), *self._held]):
             job.settle(self._end_reason)
         self._jobs.clear()
+        self._held.clear()
         while not self._inbox.empty():
             if (item := self._inbox.get()) is not None:
                 item[1].set_exception(self._end_reason)

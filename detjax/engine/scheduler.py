@@ -118,11 +118,18 @@ class Scheduler:
         assert pages_needed(sequence) <= self.pool.num_pages
         self.waiting.append(sequence)
 
-    def cancel(self, sequence: Sequence) -> None:
+    def cancel(self, sequence: Sequence, reason: str = "cancelled") -> None:
         """Ends a sequence early. Tokens that steps in flight sample for it are discarded."""
         if sequence.finish_reason is None:
-            sequence.finish_reason = "cancelled"
+            sequence.finish_reason = reason
             self.release(sequence)
+
+    def preempt_all(self) -> None:
+        """Takes back the pages and slots of all running sequences. All their tokens must have been read."""
+        for sequence in list(self.running):
+            assert not sequence.unread
+            self._evict(sequence)
+            self.waiting.put_back(sequence)
 
     def release(self, sequence: Sequence) -> None:
         """Frees the slot and the pages of an ended sequence."""

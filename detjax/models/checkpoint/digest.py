@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import json
 import os
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -24,15 +25,47 @@ def digest(model: Decoder, tokenizer: Tokenizer | None = None) -> str:
     are copied to the host, a few at a time: a model of 16 GB takes some seconds. If the devices of several processes
     share the model, each process must call this.
     """
-    weights = parameters(model)
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashlib and transfers let other threads run
-        digests = list(pool.map(_array_digest, whole_weights(model)))
-    parts = [_description(model.config), repr(model.generation_defaults)]
-    parts += [repr(options) for options in (model.image_options, model.video_options) if options is not None]
-    parts += [f"{name_of(path)}.value {digest}" for path, digest in zip(weights, digests, strict=True)]
-    files = {} if tokenizer is None else tokenizer.files
-    parts += [f"{name} {hashlib.sha256(files[name]).hexdigest()}" for name in sorted(files)]
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+    return ModelDigest.from_model(model, tokenizer).value
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelDigest:
+    """The parts of a model's digest, so that the digest of a model with some other weights can be computed.
+
+    Attributes:
+        options: descriptions of the configuration and other options.
+        names: the weights' names, in the order of `network.split`.
+        weights: the weights' digests.
+        files: descriptions of the tokenizer's files.
+    """
+
+    options: tuple[str, ...]
+    names: tuple[str, ...]
+    weights: tuple[str, ...]
+    files: tuple[str, ...]
+
+    @classmethod
+    def from_model(cls, model: Decoder, tokenizer: Tokenizer | None) -> "ModelDigest":
+        """Returns the parts of `digest`, with the same cost."""
+        given = (options for options in (model.image_options, model.video_options) if options is not None)
+        files = {} if tokenizer is None else tokenizer.files
+        return cls(
+            (_description(model.config), repr(model.generation_defaults), *map(repr, given)),
+            tuple(f"{name_of(path)}.value" for path in parameters(model)),
+            _array_digests(whole_weights(model)),
+            tuple(f"{name} {hashlib.sha256(files[name]).hexdigest()}" for name in sorted(files)),
+        )
+
+    @property
+    def value(self) -> str:
+        """The model's digest."""
+        weights = [f"{name} {digest}" for name, digest in zip(self.names, self.weights, strict=True)]
+        return hashlib.sha256(json.dumps([*self.options, *weights, *self.files]).encode()).hexdigest()
+
+    def with_weights(self, new: Mapping[int, np.ndarray]) -> "ModelDigest":
+        """Returns the parts for the model with some whole weights replaced, given by their numbers."""
+        digests = dict(enumerate(self.weights)) | dict(zip(new, _array_digests(new.values()), strict=True))
+        return dataclasses.replace(self, weights=tuple(digests.values()))
 
 
 def _description(config: DecoderConfig) -> str:
@@ -48,6 +81,11 @@ def _description(config: DecoderConfig) -> str:
     return f"{type(config).__name__}({', '.join(stated)})"
 
 
-def _array_digest(array: Array) -> str:
+def _array_digests(arrays: Iterable[Array | np.ndarray]) -> tuple[str, ...]:
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashlib and transfers let other threads run
+        return tuple(pool.map(_array_digest, arrays))
+
+
+def _array_digest(array: Array | np.ndarray) -> str:
     x = np.ascontiguousarray(jax.device_get(array))
     return f"{x.dtype} {x.shape} {hashlib.sha256(x.view(np.uint8).data).hexdigest()}"

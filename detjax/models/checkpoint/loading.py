@@ -40,13 +40,13 @@ from detjax.models.parts.parameters import Tensors
 from detjax.models.text.tokenizer import Tokenizer
 from detjax.models.vision.images import ImageOptions
 
-_CONFIG: Final = "config.json"
+CONFIG: Final = "config.json"
 _GENERATION: Final = "generation_config.json"
 _IMAGES: Final = "preprocessor_config.json"
 _VIDEOS: Final = "video_preprocessor_config.json"
 
-_EMBEDDING: Final = f"{Decoder.CHECKPOINT_NAMES['embedding']}.weight"
-_LM_HEAD: Final = f"{Decoder.CHECKPOINT_NAMES['lm_head']}.weight"
+EMBEDDING: Final = f"{Decoder.CHECKPOINT_NAMES['embedding']}.weight"
+LM_HEAD: Final = f"{Decoder.CHECKPOINT_NAMES['lm_head']}.weight"
 _COMPUTED: Final = r".*\.rotary_emb\.inv_freq"
 """The names of tensors in old checkpoints that follow from config.json."""
 _COMPARED_AT_ONCE: Final = 1 << 24
@@ -101,15 +101,14 @@ def load(
     with contextlib.ExitStack() as files:
         family = described.family
         listing, stored = open_weights(directory, files)
-        stored = _by_decoder_name(stored, family)
+        stored = by_decoder_name(stored, family)
         if block_format is not None:
             stored = block_format.dequantized(stored)
         config = _dtype_as_stored(_tied_as_stored(config, stored), described.file.raw, stored)
         weights_dtype = requested_dtype or np.dtype(config.dtype)
-        empty = _without_weights(config, weights_dtype)
-        parameters = _parameters(empty, stored)
-        skips = (_COMPUTED, *(pattern.replace("{layers}", str(config.layers)) for pattern in family.skips))
-        sizes = _checked_sizes(parameters, stored, listing, skips)
+        empty = without_weights(config, weights_dtype)
+        parameters = parameters_of_checkpoint(empty, stored)
+        sizes = _checked_sizes(parameters, stored, listing, skipped_names(family, config))
         with _progress_bar(f"Loading {directory.resolve().name}", sum(sizes), progress) as advance:
             weights = _read_weights(parameters, sizes, stored, advance, placement(empty, mesh))
     read = {listing.name, *(tensor.file.name for tensor in stored.values())}
@@ -123,7 +122,7 @@ def load(
 
 def _read_configuration(directory: Path) -> tuple[Description, DecoderConfig, GenerationDefaults]:
     """Returns the description of the decoder in `config.json`, and the options in it and `generation_config.json`."""
-    config_file, generation_file = directory / _CONFIG, directory / _GENERATION
+    config_file, generation_file = directory / CONFIG, directory / _GENERATION
     raw = parse_json_object(read_file(config_file), str(config_file))
     described = description(raw, str(config_file))
     if raw.get("model_type") is None:  # transformers cannot determine such a file's class
@@ -135,7 +134,7 @@ def _read_configuration(directory: Path) -> tuple[Description, DecoderConfig, Ge
     return described, config, GenerationDefaults.from_hugging_face(raw_defaults, str(generation_file), described)
 
 
-def _by_decoder_name(stored: Mapping[str, StoredTensor], family: Family) -> dict[str, StoredTensor]:
+def by_decoder_name(stored: Mapping[str, StoredTensor], family: Family) -> dict[str, StoredTensor]:
     """Returns the tensors by their names in the decoder.
 
     Raises:
@@ -149,6 +148,11 @@ def _by_decoder_name(stored: Mapping[str, StoredTensor], family: Family) -> dict
                 f"{tensor.file}: tensor {tensor.name!r} is the same parameter as {other.name!r}; accepted: one of them"
             )
     return by_name
+
+
+def skipped_names(family: Family, config: DecoderConfig) -> tuple[str, ...]:
+    """Returns regular expressions for the names of tensors that checkpoints of a model may have and nobody needs."""
+    return (_COMPUTED, *(pattern.replace("{layers}", str(config.layers)) for pattern in family.skips))
 
 
 def _read_image_options(directory: Path, config: DecoderConfig) -> tuple[ImageOptions | None, ImageOptions | None]:
@@ -165,7 +169,7 @@ def _read_image_options(directory: Path, config: DecoderConfig) -> tuple[ImageOp
 
 
 def _read_weights(
-    parameters: Sequence["_Parameter"],
+    parameters: Sequence["Parameter"],
     sizes: Sequence[int],
     stored: Mapping[str, StoredTensor],
     advance: Callable[[int], None],
@@ -211,7 +215,7 @@ def save(
     _check_parameters(model)
     contents = _configuration_files(model, tokenizer)
     family = family_named("save", model.config.architecture)
-    pairs = zip(_parameters(_without_weights(model.config, model.dtype)), whole_weights(model), strict=True)
+    pairs = zip(parameters_of_checkpoint(without_weights(model.config, model.dtype)), whole_weights(model), strict=True)
     groups = [_sized_tensors(family, *pair) for pair in pairs]
     with _one_writer(model.mesh) as writes:
         if writes:
@@ -257,7 +261,7 @@ def _check_parameters(model: Decoder) -> None:
             ".".join(map(str, path)): shape
             for path, shape in zip(parameters_of(decoder), whole_shapes(decoder), strict=True)
         }
-        for decoder in (model, _without_weights(model.config, model.dtype))
+        for decoder in (model, without_weights(model.config, model.dtype))
     )
     for name in [*expected, *shapes]:
         if shapes.get(name) != expected.get(name):
@@ -271,7 +275,7 @@ def _configuration_files(model: Decoder, tokenizer: Tokenizer | None) -> dict[st
     """Returns the contents of all files except for the weights, by name."""
     defaults = model.generation_defaults
     ids = (defaults or GenerationDefaults()).token_ids_to_hugging_face()
-    files = {_CONFIG: dataclasses.replace(model.config, dtype=model.dtype.name).to_hugging_face() | ids}
+    files = {CONFIG: dataclasses.replace(model.config, dtype=model.dtype.name).to_hugging_face() | ids}
     if defaults is not None:
         files[_GENERATION] = defaults.to_hugging_face()
     if model.config.vision is not None:
@@ -283,7 +287,7 @@ def _configuration_files(model: Decoder, tokenizer: Tokenizer | None) -> dict[st
 
 
 def _sized_tensors(
-    family: Family, parameter: "_Parameter", value: Array
+    family: Family, parameter: "Parameter", value: Array
 ) -> tuple[int, Callable[[], dict[str, np.ndarray]]]:
     """Returns the bytes of a parameter, and a function that returns its tensors by name."""
 
@@ -295,7 +299,7 @@ def _sized_tensors(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Parameter:
+class Parameter:
     """A parameter of a decoder: its tensors, with their shapes by name in the checkpoint, and its shape and dtype."""
 
     tensors: Tensors
@@ -308,7 +312,7 @@ class _Parameter:
         return LazyParameter(self.tensors, [stored[name] for name in self.shapes], self.shape, self.dtype)
 
 
-def _parameters(model: Decoder, stored: Collection[str] = ()) -> list[_Parameter]:
+def parameters_of_checkpoint(model: Decoder, stored: Collection[str] = ()) -> list[Parameter]:
     """Returns the parameters in the order of `network.split`'s weights, each in the form of the stored tensors."""
     parameters = []
     for path, value in parameters_of(model).items():
@@ -325,18 +329,18 @@ def _parameters(model: Decoder, stored: Collection[str] = ()) -> list[_Parameter
             tensors = tensors.other_form
         names = [prefix + tensor for tensor in tensors.names]
         shapes = dict(zip(names, tensors.shapes(value.shape), strict=True))
-        parameters.append(_Parameter(tensors, shapes, value.shape, np.dtype(value.dtype)))
+        parameters.append(Parameter(tensors, shapes, value.shape, np.dtype(value.dtype)))
     return parameters
 
 
 def tensor_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     """Returns the shapes, by name, of the tensors that `save` writes for a model of this configuration."""
     family = family_named("tensor_shapes", config.architecture)
-    parameters = _parameters(_without_weights(config, np.dtype(config.dtype)))
+    parameters = parameters_of_checkpoint(without_weights(config, np.dtype(config.dtype)))
     return {family.written_name(name): shape for one in parameters for name, shape in one.shapes.items()}
 
 
-def _without_weights(config: DecoderConfig, dtype: np.dtype) -> Decoder:
+def without_weights(config: DecoderConfig, dtype: np.dtype) -> Decoder:
     """Returns a decoder with shapes in place of weights."""
     return abstract(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=dtype))
 
@@ -352,38 +356,39 @@ def _dtype_as_stored(
     config: DecoderConfig, raw: Mapping[str, Any], stored: Mapping[str, StoredTensor]
 ) -> DecoderConfig:
     """Sets the configuration's dtype to the embedding's if `config.json`, whose contents are `raw`, has none."""
-    if raw.get("dtype") is not None or raw.get("torch_dtype") is not None or _EMBEDDING not in stored:
+    if raw.get("dtype") is not None or raw.get("torch_dtype") is not None or EMBEDDING not in stored:
         return config
-    return dataclasses.replace(config, dtype=stored[_EMBEDDING].dtype.name)
+    return dataclasses.replace(config, dtype=stored[EMBEDDING].dtype.name)
 
 
 def _tied_as_stored(config: DecoderConfig, stored: dict[str, StoredTensor]) -> DecoderConfig:
     """Unties the configuration if the files hold a different head; removes a head that repeats the embedding."""
-    if not config.tied_embeddings or _LM_HEAD not in stored:
+    if not config.tied_embeddings or LM_HEAD not in stored:
         return config
-    head = stored[_LM_HEAD]
-    embedding = stored.setdefault(_EMBEDDING, head)
-    if (head.shape, head.dtype) == (embedding.shape, embedding.dtype):
-        if head is embedding or _have_same_bytes(head, embedding):
-            del stored[_LM_HEAD]
-            return config
+    head = stored[LM_HEAD]
+    embedding = stored.setdefault(EMBEDDING, head)
+    if are_equal(head, embedding):
+        del stored[LM_HEAD]
+        return config
     warnings.warn(
-        f"{head.file}: tensor {_LM_HEAD!r} serves as it differs from {_EMBEDDING!r}, though config.json ties the two; "
+        f"{head.file}: tensor {LM_HEAD!r} serves as it differs from {EMBEDDING!r}, though config.json ties the two; "
         "set tie_word_embeddings to false there",
         stacklevel=3,
     )
     return dataclasses.replace(config, tied_embeddings=False)
 
 
-def _have_same_bytes(one: StoredTensor, other: StoredTensor) -> bool:
-    """Returns whether two tensors of equal size are equal, comparing a small part at a time."""
+def are_equal(one: StoredTensor, other: StoredTensor) -> bool:
+    """Returns whether two tensors are equal, comparing a small part at a time."""
+    if one is other or (one.shape, one.dtype) != (other.shape, other.dtype):
+        return one is other
     begins = range(0, one.size, _COMPARED_AT_ONCE)
     parts = ((begin, min(_COMPARED_AT_ONCE, one.size - begin)) for begin in begins)
     return all(np.array_equal(one.read_bytes(*part), other.read_bytes(*part)) for part in parts)
 
 
 def _checked_sizes(
-    parameters: Sequence[_Parameter], stored: Mapping[str, StoredTensor], listing: Path, skips: Sequence[str]
+    parameters: Sequence[Parameter], stored: Mapping[str, StoredTensor], listing: Path, skips: Sequence[str]
 ) -> list[int]:
     """Checks the stored tensors against the parameters, and returns the bytes of each parameter's tensors.
 

@@ -127,7 +127,7 @@ def open_weights(directory: Path, stack: contextlib.ExitStack) -> tuple[Path, di
             disagree.
     """
     if (directory / SINGLE_FILE).exists(follow_symlinks=False):
-        return directory / SINGLE_FILE, _open_file(directory / SINGLE_FILE, stack)
+        return directory / SINGLE_FILE, open_file(directory / SINGLE_FILE, stack)
     index = directory / INDEX
     if not index.exists(follow_symlinks=False):
         raise CheckpointError(
@@ -144,7 +144,7 @@ def open_weights(directory: Path, stack: contextlib.ExitStack) -> tuple[Path, di
 
     tensors: dict[str, StoredTensor] = {}
     for file in sorted(set(files.values())):
-        for name, tensor in _open_file(directory / file, stack).items():
+        for name, tensor in open_file(directory / file, stack).items():
             if files.get(name) != file:
                 said = f"puts it into {files[name]}" if name in files else "does not list it"
                 raise CheckpointError(f"{tensor.file}: tensor {name!r} lies here, but {INDEX} {said}")
@@ -187,7 +187,12 @@ def write_weights(
         (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _open_file(file: Path, stack: contextlib.ExitStack) -> dict[str, StoredTensor]:
+def open_file(file: Path, stack: contextlib.ExitStack) -> dict[str, StoredTensor]:
+    """Returns the tensors of a safetensors file by name. It stays open until `stack` closes.
+
+    Raises:
+        CheckpointError: the file is missing or damaged.
+    """
     try:
         with file.open("rb") as stream:
             refuse_pointer(file, stream.read(LONGEST_POINTER))

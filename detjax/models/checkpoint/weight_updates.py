@@ -1,0 +1,167 @@
+"""Updates of a loaded model from safetensors files: all tensors, or some of them, by their names in the checkpoint."""
+
+import contextlib
+import dataclasses
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from detjax.models.checkpoint import loading
+from detjax.models.checkpoint.digest import ModelDigest
+from detjax.models.checkpoint.directory_files import refuse_adapter
+from detjax.models.checkpoint.stored_formats import stored_format
+from detjax.models.checkpoint.weight_files import StoredTensor, open_file, open_weights
+from detjax.models.configuration.config import DecoderConfig
+from detjax.models.configuration.family import description, family_named
+from detjax.models.configuration.json_object import CheckpointError, parse_json_object, read_file
+from detjax.models.decoder import Decoder
+from detjax.models.text.tokenizer import Tokenizer
+
+_HEADER_BYTES: Final = 1 << 10
+"""Bytes of a file's header for each tensor, at most."""
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightUpdate:
+    """New weights in host memory, which fit their model.
+
+    Attributes:
+        weights: whole weights by their numbers in the model's `Network.paths`.
+        digest: the parts of the digest of the model with these weights.
+        is_whole: True if all weights are new.
+    """
+
+    weights: Mapping[int, np.ndarray]
+    digest: ModelDigest
+    is_whole: bool
+
+
+class UpdatableWeights:
+    """The facts about a loaded model's weights that its updates are checked against.
+
+    Attributes:
+        digest: the parts of the model's digest.
+    """
+
+    def __init__(self, model: Decoder, tokenizer: Tokenizer | None = None) -> None:
+        """Reads all weights of the model for their digest, and keeps none of them."""
+        self.digest = ModelDigest.from_model(model, tokenizer)
+        self._config = model.config
+        self._family = family_named("UpdatableWeights", model.config.architecture)
+        self._empty = loading.without_weights(model.config, model.dtype)
+
+    def read(self, path: Path, current: Callable[[int], np.ndarray | None], *, needs_all: bool = False) -> WeightUpdate:
+        """Reads and checks an update, and changes nothing.
+
+        Tensors are rounded to the dtype of the weights, to nearest even, as `load` does.
+
+        Args:
+            path: a safetensors file, or a directory with `model.safetensors` or shards of it and their index. If the
+                directory has a `config.json`, it must describe this model, perhaps with another storage format.
+            current: returns the present whole weight of a number, for tensors that are a part of one.
+            needs_all: refuse an update of some weights, because the others are lost.
+
+        Raises:
+            CheckpointError: a file is missing or damaged; a tensor is surplus, misshapen, of an unsupported dtype, or
+                beyond the range of the weights' dtype; no tensor is given; or a tensor is missing.
+        """
+        with contextlib.ExitStack() as files:
+            stored = self._opened(path, files)
+            parameters = loading.parameters_of_checkpoint(self._empty, stored)
+            self._check(path, parameters, stored)
+            weights: dict[int, np.ndarray] = {}
+            for number, parameter in enumerate(parameters):
+                given = [name for name in parameter.shapes if name in stored]
+                if len(given) == len(parameter.shapes):
+                    weights[number] = np.asarray(parameter.unread(stored))
+                elif given and (before := None if needs_all else current(number)) is not None:
+                    weights[number] = _partly_replaced(before, parameter, stored)
+                elif given or needs_all:
+                    missing = next(name for name in parameter.shapes if name not in stored)
+                    raise CheckpointError(
+                        f"{path}: tensor {missing!r} is missing; accepted: all tensors of the model, because its "
+                        "weights were dropped"
+                    )
+        return WeightUpdate(weights, self.digest.with_weights(weights), len(weights) == len(parameters))
+
+    def _opened(self, path: Path, files: contextlib.ExitStack) -> dict[str, StoredTensor]:
+        """Returns the tensors by their names in the decoder, without quantization."""
+        block_format = None
+        if path.is_dir():
+            refuse_adapter(path)
+            if (path / loading.CONFIG).exists(follow_symlinks=False):
+                block_format = stored_format(self._checked_configuration(path / loading.CONFIG))
+            _, tensors = open_weights(path, files)
+        else:
+            tensors = open_file(path, files)
+        stored = loading.by_decoder_name(tensors, self._family)
+        if block_format is not None:
+            stored = block_format.dequantized(stored)
+        if self._config.tied_embeddings and loading.LM_HEAD in stored:
+            self._remove_tied_head(stored)
+        return stored
+
+    def _checked_configuration(self, file: Path):
+        """Returns a `config.json` that describes the loaded model."""
+        described = description(parse_json_object(read_file(file), str(file)), str(file))
+        given = DecoderConfig.from_description(described)
+        # Weights may be stored in another dtype, and tied or not, as the tensors show.
+        given = dataclasses.replace(given, dtype=self._config.dtype, tied_embeddings=self._config.tied_embeddings)
+        for field in dataclasses.fields(DecoderConfig):
+            here, there = getattr(self._config, field.name), getattr(given, field.name)
+            if here != there:
+                raise CheckpointError(
+                    f"{file}: {field.name} is {there!r}; accepted: {here!r}, as the model has it. To serve another "
+                    "model, start another server"
+                )
+        return described.file
+
+    def _remove_tied_head(self, stored: dict[str, StoredTensor]) -> None:
+        """Removes a head that repeats the embedding."""
+        head, embedding = stored[loading.LM_HEAD], stored.get(loading.EMBEDDING)
+        if embedding is None or not loading.are_equal(head, embedding):
+            raise CheckpointError(
+                f"{head.file}: tensor {head.name!r} differs from the embedding, which the model uses as its head; "
+                "accepted: the embedding alone, or both with the same numbers"
+            )
+        del stored[loading.LM_HEAD]
+
+    def _check(self, path: Path, parameters: list[loading.Parameter], stored: Mapping[str, StoredTensor]) -> None:
+        """Checks names, shapes and dtypes before anything is read."""
+        expected = {name: shape for parameter in parameters for name, shape in parameter.shapes.items()}
+        skips = loading.skipped_names(self._family, self._config)
+        given = 0
+        for name, tensor in stored.items():
+            if name not in expected:
+                if not any(re.fullmatch(pattern, name) for pattern in skips):
+                    raise CheckpointError(
+                        f"{tensor.file}: tensor {tensor.name!r} is surplus; accepted: tensors of the loaded model, by "
+                        "the names of its checkpoint"
+                    )
+                continue
+            given += 1
+            if tensor.shape != expected[name]:
+                raise CheckpointError(
+                    f"{tensor.file}: tensor {tensor.name!r} has shape {tensor.shape}; accepted: {expected[name]}"
+                )
+            _ = tensor.dtype  # raises if it is not supported
+        if not given:
+            raise CheckpointError(f"{path} has no tensors of the model; accepted: at least one")
+
+
+def most_update_bytes(config: DecoderConfig) -> int:
+    """Returns the maximum bytes of a safetensors file with all weights of a model, in float32."""
+    shapes = loading.tensor_shapes(config)
+    return sum(4 * int(np.prod(shape, dtype=np.int64)) + _HEADER_BYTES for shape in shapes.values()) + _HEADER_BYTES
+
+
+def _partly_replaced(
+    before: np.ndarray, parameter: loading.Parameter, stored: Mapping[str, StoredTensor]
+) -> np.ndarray:
+    """Returns a whole weight in which the given tensors are new."""
+    tensors = dict(zip(parameter.shapes, parameter.tensors.split(before), strict=True))
+    read = {name: stored[name].read(parameter.dtype) for name in tensors if name in stored}
+    return parameter.tensors.join((tensors | read).values())
