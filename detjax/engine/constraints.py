@@ -23,6 +23,7 @@ from detjax.engine.field_error import FieldError
 from detjax.engine.sampling_params import SamplingParams
 from detjax.engine.token_masks import MaskComputer, Matcher, TokenRules, all_allowed
 from detjax.models import DecoderConfig, GenerationDefaults, Tokenizer
+from detjax.operands.numerics import ceil_div
 
 if TYPE_CHECKING:
     import llguidance
@@ -293,7 +294,7 @@ class ModelConstraints:
         Raises:
             ValueError: the model's vocabulary does not have the tokens, or no token is left to choose.
         """
-        if not params.allowed_token_ids and not params.bad_words:
+        if not params.has_rules:
             return None
         return TokenRules(self._computer, self._vocabulary, params, end_tokens, self._tokenizer)
 

@@ -115,7 +115,7 @@ class Completion:
             masks, temperature and filters; exact float32 numbers, the bits of `ops.sampling_logprobs`. Empty unless
             the request asks for them.
         sampling_top_logprobs: the likeliest tokens at each step under this distribution, as many as in `top_logprobs`.
-            Tokens that cannot be drawn have the logprob -inf.
+            Tokens that cannot be drawn have the logprob -inf. Empty unless the request asks for both.
 
     Example:
         >>> detjax.Completion((5,), (-0.5,), (), " a", "length").finish_reason

@@ -279,6 +279,7 @@ class Sequence:
         self.output.top_logprobs.append(top)
         if sampling_logprob is not None:
             self.output.sampling_logprobs.append(sampling_logprob)
+        if sampling_top:
             self.output.sampling_top_logprobs.append(sampling_top)
         text = None
         try:
@@ -343,7 +344,7 @@ def samples(
     """
     by_sample = [*generated, *[()] * (params.n - len(generated))]
     first = Sequence(prompt, params, context=context, generated=by_sample[0])
-    others = dataclasses.replace(params, prompt_logprobs=False)
+    others = dataclasses.replace(params, prompt_logprobs=False, scored_answer=0)
     return [
         first,
         *(

@@ -59,7 +59,7 @@ def test_what_was_computed_for_a_token_is_in_it_and_in_the_completion() -> None:
     params = SamplingParams(max_tokens=2, top_logprobs=1, sampling_logprobs=True)
     one = Sequence((1,), params, index=3)
     one.cached_tokens = 7
-    first = one.add(4, -1.5, ((8, -0.5),), -2.5, batch=6)
+    first = one.add(4, -1.5, ((8, -0.5),), -2.5, ((7, -0.75),), batch=6)
     assert dataclasses.asdict(first) == {
         "sample": 3,
         "token": 4,
@@ -70,8 +70,9 @@ def test_what_was_computed_for_a_token_is_in_it_and_in_the_completion() -> None:
         "batch": 6,
         "cached_tokens": 7,
         "sampling_logprob": -2.5,
+        "sampling_top_logprobs": ((7, -0.75),),
     }
-    one.add(5, -3.0, ((9, -0.25),), -4.0, batch=1)
+    one.add(5, -3.0, ((9, -0.25),), -4.0, ((6, -0.5),), batch=1)
     assert one.completion() == Completion(
         tokens=(4, 5),
         logprobs=(-1.5, -3.0),
@@ -79,6 +80,7 @@ def test_what_was_computed_for_a_token_is_in_it_and_in_the_completion() -> None:
         text=None,
         finish_reason="length",
         sampling_logprobs=(-2.5, -4.0),
+        sampling_top_logprobs=(((7, -0.75),), ((6, -0.5),)),
     )
 
 

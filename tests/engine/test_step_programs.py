@@ -75,6 +75,8 @@ TOKENS = SampledTokens(
     jnp.array([[[1, 2], [3, 4]], [[5, 6], [7, 8]]]),
     jnp.array([[[-1.0, -2.0], [-3.0, -4.0]], [[-5.0, -6.0], [-7.0, -8.0]]]),
     jnp.array([[-0.25, -0.75], [-1.25, -1.75]]),
+    jnp.array([[[8, 7], [6, 5]], [[4, 3], [2, 1]]]),
+    jnp.array([[[-0.5, -1.0], [-1.5, -2.0]], [[-2.5, -3.0], [-3.5, -4.0]]]),
 )
 
 
@@ -82,9 +84,10 @@ def test_a_row_of_a_step_of_a_run_is_read_with_as_much_as_its_request_asks_for()
     steps = TOKENS.read().by_step()
     assert len(steps) == 2
     asked = SamplingParams(top_logprobs=1, sampling_logprobs=True)
-    assert steps[1].at(0, asked) == (6, -2.5, ((5, -5.0),), -1.25)
-    assert steps[0].at(1, SamplingParams(top_logprobs=2)) == (5, -1.5, ((3, -3.0), (4, -4.0)), None)
-    assert steps[0].at(0, SamplingParams()) == (4, -0.5, (), None)
+    assert steps[1].at(0, asked) == (6, -2.5, ((5, -5.0),), -1.25, ((4, -2.5),))
+    assert steps[1].at(0, SamplingParams(sampling_logprobs=True)) == (6, -2.5, (), -1.25, ())
+    assert steps[0].at(1, SamplingParams(top_logprobs=2)) == (5, -1.5, ((3, -3.0), (4, -4.0)), None, ())
+    assert steps[0].at(0, SamplingParams()) == (4, -0.5, (), None, ())
     silent = TOKENS._replace(sampling_logprob=None).read()
     assert silent.sampling_logprob is None and silent.by_step()[1].at(1, asked)[3] is None
 

@@ -148,7 +148,7 @@ class Logits:
         factors = jnp.broadcast_to(reciprocal(temperature)[:, None], logits.shape)
         exponents = map_elements(sampling_exponents, logits, factors)
         # At temperature 0 no token but the likeliest one can be drawn.
-        is_likeliest = jnp.arange(logits.shape[1], dtype=jnp.int32) == jnp.argmax(logits, axis=1)[:, None]
+        is_likeliest = jnp.arange(logits.shape[1], dtype=jnp.int32)[None] == jnp.argmax(logits, axis=1)[:, None]
         greedy = jnp.where(is_likeliest, 0.0, -jnp.inf)
         exponents = jnp.where((temperature == 0)[:, None], greedy, exponents)
         return Logits(exponents, _all_of(self.sharding.size)).top_logprobs(count)

@@ -191,20 +191,35 @@ class Tokenizer:
         return changed
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **kwargs: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        *,
+        continue_final_message: bool = False,
+        **kwargs: Any,
     ) -> str:
         """Returns the text of a conversation, ready for `encode(..., add_special_tokens=False)`.
 
         Args:
             messages: each with a "role" and most with a "content"; keys with the value None are omitted.
             add_generation_prompt: whether the text ends with the beginning of an answer.
+            continue_final_message: whether the text ends with the last message's text instead, so that an answer
+                continues it; `add_generation_prompt` must be False.
             kwargs: further variables of the template, such as `tools`, a list of JSON schemas. With several templates,
                 "tool_use" is for conversations with tools, and "default" for the others.
 
         Raises:
             CheckpointError: the checkpoint has no such template, or a damaged one.
-            ValueError: `messages` is empty, or the template refuses them.
+            ValueError: `messages` is empty, the template refuses them, or the last one cannot be continued.
         """
+        if continue_final_message and add_generation_prompt:
+            raise ValueError(
+                "apply_chat_template: continue_final_message and add_generation_prompt are True; accepted: one of them"
+            )
+        if continue_final_message and messages:
+            messages = [*messages[:-1], _with_mark(messages[-1])]
+            text = self.apply_chat_template(messages, add_generation_prompt=False, **kwargs)
+            return _up_to_mark(text)
         if not messages:
             raise ValueError("apply_chat_template: messages is empty; accepted: one or more messages")
         name = "tool_use" if kwargs.get("tools") and "tool_use" in self._templates else "default"
@@ -299,6 +314,32 @@ class Tokenizer:
                 "objects with a name and a template"
             )
         return templates
+
+
+_END_OF_TEXT: Final = "{{END OF THE LAST MESSAGE}} "
+"""Marks the end of the last message in a chat template's text. Templates that trim messages remove its last space."""
+
+
+def _with_mark(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a message whose text ends with a mark."""
+    content = message.get("content")
+    if isinstance(content, str) and content:
+        return {**message, "content": content + _END_OF_TEXT}
+    if isinstance(content, list) and content and isinstance(content[-1], Mapping) and content[-1].get("text"):
+        return {**message, "content": [*content[:-1], {**content[-1], "text": content[-1]["text"] + _END_OF_TEXT}]}
+    raise ValueError("apply_chat_template: the last message does not end with text; accepted: a text to continue")
+
+
+def _up_to_mark(text: str) -> str:
+    """Returns the text before the last mark. If the template trims messages, the continued one is trimmed, too."""
+    mark = _END_OF_TEXT.strip()
+    end = text.rfind(mark)
+    if end < 0:
+        raise ValueError(
+            "apply_chat_template: the chat template leaves out the text of the last message; accepted: a message whose "
+            "text it writes"
+        )
+    return text[:end] if text.startswith(_END_OF_TEXT, end) else text[:end].rstrip()
 
 
 class _WithSpecialTokens:
