@@ -9,6 +9,7 @@ from typing import Any, Final
 from detjax import ops
 from detjax.engine.constraint import Constraint
 from detjax.engine.field_error import FieldError
+from detjax.engine.reasoning_budget import ReasoningBudget
 from detjax.models import Decoder, ModelMetadata
 
 MAX_BIASES: Final = 300
@@ -51,6 +52,7 @@ class SamplingParams:
         scored_answer: number of tokens at the prompt's end that count as generated in their sampling logprobs. Their
             penalties, `min_tokens` and bad words are then those of an answer to the tokens before them. By default,
             each token of the prompt is scored as the first token of an answer.
+        reasoning_budget: limits the tokens of the answer's reasoning, by forcing the mark that ends it.
         constraint: restricts the text, for example to JSON of a schema. It needs a tokenizer. A sample that reaches
             `max_tokens` may be incomplete.
 
@@ -82,6 +84,7 @@ class SamplingParams:
     prompt_logprobs: bool = False
     sampling_logprobs: bool = False
     scored_answer: int = 0
+    reasoning_budget: ReasoningBudget | None = None
     constraint: Constraint | None = None
 
     def __post_init__(self) -> None:
@@ -197,14 +200,21 @@ class SamplingParams:
     @property
     def masked(self) -> bool:
         """True if a constraint or a rule may exclude tokens."""
-        return self.constraint is not None or bool(self.allowed_token_ids or self.bad_words)
+        return self.constraint is not None or self.has_rules
+
+    @property
+    def has_rules(self) -> bool:
+        """True if a rule may exclude single tokens."""
+        return bool(self.allowed_token_ids or self.bad_words) or self.reasoning_budget is not None
 
     @property
     def field_of_masks(self) -> str:
         """The name of a field that excludes tokens."""
         if self.constraint is not None:
             return "constraint"
-        return "allowed_token_ids" if self.allowed_token_ids else "bad_words"
+        if self.allowed_token_ids or self.bad_words:
+            return "allowed_token_ids" if self.allowed_token_ids else "bad_words"
+        return "reasoning_budget"
 
     @property
     def penalized(self) -> bool:

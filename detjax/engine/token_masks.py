@@ -15,6 +15,7 @@ import numpy as np
 from jaxtyping import Array, UInt32
 
 from detjax.engine.field_error import FieldError
+from detjax.engine.reasoning_budget import ReasoningTokens
 from detjax.engine.sampling_params import SamplingParams
 from detjax.models import Tokenizer
 from detjax.operands.numerics import ceil_div
@@ -125,6 +126,7 @@ class Matcher:
         self._begun = tuple(begun)
         self._tokens = [*begun] if rules is not None else []
         """The sample's tokens, if there are rules, which may depend on them."""
+        self._reasoning = None if rules is None else rules.reasoning(begun)
 
     @property
     def computer(self) -> MaskComputer:
@@ -148,10 +150,12 @@ class Matcher:
         """Takes note of the sample's next token."""
         if self.rules is not None:
             self._tokens.append(token)
+        if self._reasoning is not None:
+            self._reasoning.add(token)
 
     def restrict(self, mask: UInt32[np.ndarray, "W"]) -> bool:
         """Forbids the tokens in a mask that the rules exclude. Returns whether any token is left."""
-        return self.rules is None or self.rules.restrict(mask, self._tokens, len(self._tokens))
+        return self.rules is None or self.rules.restrict(mask, self._tokens, len(self._tokens), self._reasoning)
 
     def _advance(self, new: "llguidance.LLMatcher") -> "llguidance.LLMatcher":
         for token in self._begun:  # if a token is refused, the sample's next mask reports it
@@ -169,12 +173,15 @@ def computer_for(matchers: Iterable[Matcher]) -> MaskComputer | None:
     return next((one for one in some if one.constraint is not None), some[0]).computer if some else None
 
 
-NOTHING_LEFT: Final = "allowed_token_ids, bad_words, min_tokens and the constraint together leave no token to choose"
+NOTHING_LEFT: Final = (
+    "allowed_token_ids, bad_words, min_tokens, the budget of reasoning and the constraint together leave no token to "
+    "choose"
+)
 """The error of a mask that allows no token."""
 
 
 class TokenRules:
-    """The tokens that a request's samples may choose by `allowed_token_ids` and `bad_words`.
+    """The tokens that a request's samples may choose by `allowed_token_ids`, `bad_words` and `reasoning_budget`.
 
     Attributes:
         computer: computes masks of samples without a constraint.
@@ -210,22 +217,41 @@ class TokenRules:
                 _forbid(self._always, word[0])
             else:
                 self._by_last.setdefault(word[-2], []).append(word)
+        self._budget = params.reasoning_budget
+        marks = () if self._budget is None else (*self._budget.marks.begin, *self._budget.marks.end)
+        if (unknown := next((token for token in marks if not 0 <= token < vocabulary), None)) is not None:
+            message = f"reasoning_budget has marks with token {unknown}; accepted: ids 0 to {vocabulary - 1}"
+            raise FieldError(message, "reasoning_budget")
         self._held_back = _mask_of([*end_tokens], vocabulary)
         self._min_tokens = params.min_tokens
         if not self.restrict(all_allowed(1, vocabulary)[0], (), 0):
-            name = "allowed_token_ids" if allowed else "bad_words"
+            name = "allowed_token_ids" if allowed else "bad_words" if words else "reasoning_budget"
             raise FieldError(
                 f"{name} leaves no token to choose; accepted: at least one token that bad_words does not forbid and, "
                 "with min_tokens, that does not end the sample",
                 name,
             )
 
-    def restrict(self, mask: UInt32[np.ndarray, "W"], tokens: Sequence[int], count: int) -> bool:
+    def reasoning(self, tokens: Sequence[int] = ()) -> ReasoningTokens | None:
+        """Returns the reasoning in the tokens that a sample has already; None without a budget for it."""
+        return None if self._budget is None else ReasoningTokens(self._budget.marks, tokens)
+
+    def restrict(
+        self,
+        mask: UInt32[np.ndarray, "W"],
+        tokens: Sequence[int],
+        count: int,
+        reasoning: ReasoningTokens | None = None,
+    ) -> bool:
         """Forbids tokens in the mask of the token after the first `count` tokens of a sample.
 
-        Returns whether any token is left to choose.
+        `reasoning` is the reasoning in these tokens, if the caller has it. Returns whether any token is left to choose.
         """
         mask &= self._always
+        if self._budget is not None:
+            reasoning = reasoning or ReasoningTokens(self._budget.marks, tokens[:count])
+            if (forced := reasoning.forced(self._budget.tokens)) is not None:
+                mask &= _mask_of([forced], len(mask) * _WORD_BITS)
         for word in self._by_last.get(tokens[count - 1], ()) if count else ():
             if tuple(tokens[max(0, count + 1 - len(word)) : count]) == word[:-1]:
                 _forbid(mask, word[-1])
@@ -242,10 +268,13 @@ def masks_of(
     """
     any_text = (all_allowed(1, vocabulary)[0] for _ in tokens)
     masks = any_text if constraint is None else constraint.compiler.masks_of(constraint, tokens)
+    reasoning = None if rules is None else rules.reasoning()
     for index, mask in enumerate(masks):
         if rules is not None:
-            rules.restrict(mask, tokens, index)
+            rules.restrict(mask, tokens, index, reasoning)
         yield mask
+        if reasoning is not None:
+            reasoning.add(tokens[index])
 
 
 def bad_word_tokens(words: Iterable[str], tokenizer: Tokenizer | None) -> list[tuple[int, ...]]:

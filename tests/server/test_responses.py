@@ -197,9 +197,10 @@ def test_responses_are_not_stored(client: openai.OpenAI) -> None:
         ({"truncation": "auto"}, "truncation is 'auto'; accepted: \"disabled\" or null"),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type is 'web_search'; accepted: 'function'"),
         ({"tools": TOOLS[1:], "tool_choice": NAMED}, "tool_choice names 'weather'; accepted: 'now'"),
-        ({"reasoning": {"effort": "high"}}, "reasoning.effort is 'high'; accepted: null"),
+        ({"reasoning": {"summary": "detailed"}}, 'reasoning.summary is \'detailed\'; accepted: "auto" or "none" or'),
+        ({"extra_body": {"thinking_token_budget": 3}}, "thinking_token_budget is 3, and the model's chat template has"),
         ({"input": []}, "input is []"),
-        ({"input": [{"type": "reasoning", "summary": []}]}, "accepted: items of type message, function_call or"),
+        ({"input": [{"type": "web_search_call"}]}, "accepted: items of type message, reasoning, function_call or"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_audio"}]}]},
             "input.0.content.0.type is 'input_audio'",

@@ -8,13 +8,17 @@ import hypothesis
 import pytest
 from hypothesis import strategies
 
-from detjax.server.tools.call_readers import Arguments, CallBegins, Content, ValueReader
-from detjax.server.tools.parsers import HermesParser, LlamaParser, MistralParser, ToolCallParser, parser_of
+from detjax.server.tools.call_readers import ValueReader
+from detjax.server.tools.formats import format_name
+from detjax.server.tools.json_objects import HermesParser, LlamaParser
+from detjax.server.tools.mistral import MistralParser
+from detjax.server.tools.parsers import AnswerParser
+from detjax.server.tools.parts import Arguments, CallBegins, Content
 
 type Calls = list[tuple[str, str]]
 
 
-def parsed(parser: ToolCallParser, pieces: Iterable[str]) -> tuple[str, Calls]:
+def parsed(parser: AnswerParser, pieces: Iterable[str]) -> tuple[str, Calls]:
     """The content, and the calls with the text of their arguments."""
     content, calls = "", list[list[str]]()
 
@@ -115,21 +119,19 @@ CASES += [(MistralParser, *case) for case in MISTRAL]
 
 
 @pytest.mark.parametrize(("parser", "text", "expected"), CASES)
-def test_a_whole_text(parser: type[ToolCallParser], text: str, expected: tuple[str, Calls]) -> None:
+def test_a_whole_text(parser: type[AnswerParser], text: str, expected: tuple[str, Calls]) -> None:
     assert parsed(parser(), [text]) == expected
 
 
 @pytest.mark.parametrize(("parser", "text", "expected"), CASES)
 def test_a_text_that_comes_one_character_after_the_other(
-    parser: type[ToolCallParser], text: str, expected: tuple[str, Calls]
+    parser: type[AnswerParser], text: str, expected: tuple[str, Calls]
 ) -> None:
     assert parsed(parser(), text) == expected
 
 
 @pytest.mark.parametrize(("parser", "text", "expected"), CASES)
-def test_a_text_that_is_cut_in_two_anywhere(
-    parser: type[ToolCallParser], text: str, expected: tuple[str, Calls]
-) -> None:
+def test_a_text_that_is_cut_in_two_anywhere(parser: type[AnswerParser], text: str, expected: tuple[str, Calls]) -> None:
     for cut in range(1, len(text)):
         assert parsed(parser(), [text[:cut], text[cut:]]) == expected, cut
 
@@ -172,7 +174,7 @@ FRAGMENTS = strategies.lists(
 @pytest.mark.parametrize("parser", [HermesParser, LlamaParser, MistralParser])
 @hypothesis.given(pieces=FRAGMENTS)
 @hypothesis.settings(deadline=None)
-def test_the_pieces_of_a_text_make_no_difference(parser: type[ToolCallParser], pieces: list[str]) -> None:
+def test_the_pieces_of_a_text_make_no_difference(parser: type[AnswerParser], pieces: list[str]) -> None:
     whole = parsed(parser(), ["".join(pieces)])
     assert parsed(parser(), pieces) == whole
     assert parsed(parser(), "".join(pieces)) == whole
@@ -194,7 +196,7 @@ def test_the_pieces_of_a_text_make_no_difference(parser: type[ToolCallParser], p
     ],
     ids=lambda text: text[:20],
 )
-def test_a_text_takes_time_in_proportion_to_its_length(parser: type[ToolCallParser], text: str) -> None:
+def test_a_text_takes_time_in_proportion_to_its_length(parser: type[AnswerParser], text: str) -> None:
     """It takes a second or so. Where a text is read again and again it takes hours."""
     pieces = (text[start : start + 1000] for start in range(0, len(text), 1000))
     began = time.process_time()
@@ -216,8 +218,8 @@ def test_arguments_of_complete_calls_are_json() -> None:
 
 
 def test_the_format_is_that_of_the_chat_template() -> None:
-    assert parser_of("... return <tool_call> XML tags ...") is HermesParser
-    assert parser_of('{% if tools %}{"name": function name, "parameters": ...}') is LlamaParser
-    assert parser_of("{{ '[TOOL_CALLS]' }}") is MistralParser
-    assert parser_of("<tool_call>\\n<function=example_function_name>") is None
-    assert parser_of("{{ messages }}") is None
+    assert format_name("... return <tool_call> XML tags ...") == "hermes"
+    assert format_name('{% if tools %}{"name": function name, "parameters": ...}') == "llama3_json"
+    assert format_name("{{ '[TOOL_CALLS]' }}") == "mistral"
+    assert format_name("<tool_call>\\n<function=example_function_name>") == "qwen3_coder"
+    assert format_name("{{ messages }}") is None

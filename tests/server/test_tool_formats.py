@@ -11,9 +11,7 @@ from pydantic import TypeAdapter
 from detjax.engine import Constraint, FieldError
 from detjax.engine.constraints import ConstraintCompiler
 from detjax.models import Tokenizer
-from detjax.server.tools import formats
 from detjax.server.tools.answers import Answer, AnswerReader, Call
-from detjax.server.tools.call_readers import Arguments, CallBegins, Content
 from detjax.server.tools.definitions import (
     AllowedToolsChoice,
     ChatTool,
@@ -22,7 +20,11 @@ from detjax.server.tools.definitions import (
     ToolUse,
     tool_use,
 )
-from detjax.server.tools.formats import ToolFormat, tool_format, why_no_tools
+from detjax.server.tools.formats import tool_format, why_no_tools
+from detjax.server.tools.json_objects import HermesFormat, LlamaFormat
+from detjax.server.tools.mistral import MistralListFormat, MistralNamedFormat
+from detjax.server.tools.parts import Arguments, CallBegins, Content
+from detjax.server.tools.tool_format import ToolFormat
 from tests.server.tool_models import (
     HERMES,
     LLAMA,
@@ -183,16 +185,16 @@ def test_a_template_with_ids_has_them_between_name_and_arguments(marked: Tokeniz
 
 def test_the_format_follows_the_template(words: Tokenizer) -> None:
     kinds = {
-        HERMES: formats.HermesFormat,
-        LLAMA: formats.LlamaFormat,
-        MISTRAL_LIST: formats.MistralListFormat,
-        MISTRAL_NAMED: formats.MistralNamedFormat,
+        HERMES: HermesFormat,
+        LLAMA: LlamaFormat,
+        MISTRAL_LIST: MistralListFormat,
+        MISTRAL_NAMED: MistralNamedFormat,
         WITHOUT_TOOLS: type(None),
         UNKNOWN: type(None),
     }
     assert {template: type(tool_format(words.with_chat_template(template))) for template in kinds} == kinds
     assert "ignores them" in why_no_tools(words.with_chat_template(WITHOUT_TOOLS))
-    assert "an unknown format of calls; supported: Hermes, Qwen, Llama 3 and Mistral" in why_no_tools(
+    assert "an unknown format of calls; supported: hermes, llama3_json, mistral, openai" in why_no_tools(
         words.with_chat_template(UNKNOWN)
     )
     assert "ignores them" in why_no_tools(words.with_chat_template("{{ pitools }}"))
@@ -272,9 +274,9 @@ def test_an_answer_is_read_whole_and_token_by_token(written: Written) -> None:
     shown = tokenizer.decode(tokens, skip_special_tokens=True)
     pairs = [Call("one", SEVEN), Call("two", "{}")]
     for one in (False, True):
-        read = AnswerReader(tokenizer, format_, at_most_one=one).read(tokens, shown)
+        read = AnswerReader(tokenizer, format_, use(ONE, TWO, one=one)).read(tokens, shown)
         assert read == Answer(said, pairs[:1] if one else pairs)
-        reader, stream, content = AnswerReader(tokenizer, format_, at_most_one=one), tokenizer.stream(), ""
+        reader, stream, content = AnswerReader(tokenizer, format_, use(ONE, TWO, one=one)), tokenizer.stream(), ""
         got, known = list[Call](), ""
         for token in (*tokens, None):
             if token is None:
@@ -297,9 +299,9 @@ def test_an_answer_is_read_whole_and_token_by_token(written: Written) -> None:
 def test_a_mark_that_nobody_sees_is_put_back_where_it_was(marked: Tokenizer) -> None:
     format_ = tool_format(marked.with_chat_template(MISTRAL_NAMED))
     assert format_ is not None
-    assert format_.hidden == {514: "[TOOL_CALLS]"}
+    assert format_.marks.hidden == {514: "[TOOL_CALLS]"}
     tokens = [*marked.encode("é"), 514, *marked.encode("one[ARGS]{}"), 514, *marked.encode("two[ARGS]{}")]
-    reader = AnswerReader(marked, format_, at_most_one=False)
+    reader = AnswerReader(marked, format_, use(ONE))
     assert reader.read(tokens, "éone[ARGS]{}two[ARGS]{}") == Answer("é", [Call("one", "{}"), Call("two", "{}")])
 
 
@@ -308,5 +310,5 @@ def test_long_answers_are_read_in_pieces(words: Tokenizer) -> None:
     assert format_ is not None
     for length in (4095, 4096, 4097, 9001):
         text = "x" * length + f'<tool_call>{{"name": "a", "arguments": {json.dumps({"b": "y" * length})}}}</tool_call>'
-        answer = AnswerReader(words, format_, at_most_one=False).read([], text)
+        answer = AnswerReader(words, format_, use(ONE)).read([], text)
         assert answer == Answer("x" * length, [Call("a", json.dumps({"b": "y" * length}))])

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, cast, get_args
 
 from detjax import models
-from detjax.engine import Completion, Constraint, Generation, SamplingParams
+from detjax.engine import Completion, Constraint, Generation, ReasoningBudget, ReasoningMarks, SamplingParams
 from detjax.models import Decoder, Tokenizer
 from detjax.operands.options import KVQuantization
 from detjax.runtime import fingerprints
@@ -202,7 +202,7 @@ def transcript_of(
         tokens=completion.tokens,
         logprobs=completion.logprobs,
         index=index,
-        finish_reason=completion.finish_reason,
+        finish_reason=None if completion.finish_reason == "abort" else completion.finish_reason,
         text=completion.text,
         sampling_logprobs=completion.sampling_logprobs or None,
         top_logprobs=completion.top_logprobs if sampling.top_logprobs else None,
@@ -217,7 +217,7 @@ def _sampling_json(params: SamplingParams) -> Json:
         value, default = getattr(params, name), getattr(_DEFAULTS, name)
         if value == default:
             continue
-        if isinstance(value, Constraint):
+        if isinstance(value, Constraint | ReasoningBudget):
             value = dataclasses.asdict(value)
         elif name == "logit_bias":
             value = [[token, float(bias)] for token, bias in value]
@@ -239,6 +239,8 @@ def _sampling(content: Any) -> SamplingParams:
         default: Any = getattr(_DEFAULTS, name)
         if name == "constraint":
             value = Constraint(**value)
+        elif name == "reasoning_budget":
+            value = _reasoning_budget(value)
         elif name == "logit_bias":
             value = tuple((_integer(name, token), _real(name, bias)) for token, bias in value)
         elif name in ("stop", "bad_words"):
@@ -251,6 +253,14 @@ def _sampling(content: Any) -> SamplingParams:
             value = _integer(name, value) if isinstance(default, int) else _real(name, value)
         fields[name] = value
     return SamplingParams(**fields)
+
+
+def _reasoning_budget(value: Any) -> ReasoningBudget:
+    marks = value["marks"]
+    names = ("end", "begin", "spaces")
+    tokens = {name: _tokens(f"reasoning_budget.marks.{name}", marks[name]) for name in names}
+    flags = {name: bool(marks[name]) for name in ("is_open", "repeats")}
+    return ReasoningBudget(_integer("reasoning_budget.tokens", value["tokens"]), ReasoningMarks(**tokens, **flags))
 
 
 def _cache(fields: Json) -> KVQuantization | None:

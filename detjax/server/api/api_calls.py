@@ -6,10 +6,11 @@ see `json_pieces`.
 
 import abc
 import dataclasses
+import itertools
 import secrets
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -17,16 +18,29 @@ from starlette.concurrency import run_in_threadpool
 
 from detjax.audit import Origin
 from detjax.audit.verification.transcripts import transcript_of
-from detjax.engine import Completion, Constraint, Engine, Generation, Request, SamplingParams, Token
+from detjax.engine import (
+    Aborted,
+    Completion,
+    Constraint,
+    Engine,
+    Generation,
+    PromptLogprobs,
+    Request,
+    SamplingParams,
+    Token,
+)
+from detjax.engine.job import ABORT
 from detjax.models import Tokenizer
 from detjax.models.vision.images import VisualInput
 from detjax.server.api.request_fields import SamplingRequest
 from detjax.server.http.errors import ApiError
+from detjax.server.http.settings import PROCESSED, RAW, LogprobsMode
 from detjax.server.http.streaming import event
 from detjax.server.replicated_engine import ReplicatedEngine, completion_of
 from detjax.server.text.texts import Texts
-from detjax.server.text.token_texts import Json, TokenTexts
-from detjax.server.tools.formats import ToolFormat
+from detjax.server.text.token_texts import Json, TokenTexts, TopLogprobs
+from detjax.server.tools.reasoning import ReasoningFormat
+from detjax.server.tools.tool_format import ToolFormat
 
 TOO_LONG: Final = "context_length_exceeded"
 """OpenAI's error code for a prompt that is too long. Clients check for it."""
@@ -35,6 +49,8 @@ _SAMPLING_FIELDS: Final = (
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
 )
 """Fields of a body that are also fields of `SamplingParams`."""
+NO_TOKEN: Final = -1
+"""Stands for the missing token at the end of an aborted stream."""
 _DRAWN_BITS: Final = 53
 """Bits of a seed that the server draws: JavaScript represents such numbers exactly."""
 
@@ -54,7 +70,9 @@ class ServedModel:
         tool_format: its format of tool calls; None if unknown.
         image_directory: directory of image files that requests may name, or None.
         origin: the origin of answers, for receipts.
+        reasoning_format: its format of reasoning; None if its answers have none.
         draws_seeds: True to draw an unpredictable seed for requests without one, False to use 0.
+        logprobs_mode: the distribution of the logprobs in answers; see `Settings.logprobs_mode`.
         created: start time of the server, in seconds since 1970.
     """
 
@@ -69,6 +87,8 @@ class ServedModel:
     image_directory: Path | None = None
     origin: Origin = dataclasses.field(default_factory=Origin)
     draws_seeds: bool = True
+    logprobs_mode: LogprobsMode = RAW
+    reasoning_format: ReasoningFormat | None = None
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
 
 
@@ -120,9 +140,20 @@ class ApiCall(abc.ABC):
         values = {name: getattr(body, name, None) for name in _SAMPLING_FIELDS}
         self._fields = model.defaults | {name: value for name, value in values.items() if value is not None}
         self._fields |= {"stop": body.stops, "ignore_eos": body.ignore_eos}
-        self._fields |= {"stop_token_ids": tuple(body.stop_token_ids or ())}
+        self._fields |= {"stop_token_ids": tuple(body.stop_token_ids or ())} | body.text_fields
+        self._as_ids, self._truncates_to = bool(body.return_tokens_as_token_ids), body.truncate_prompt_tokens
+        self._reports_processed = model.logprobs_mode == PROCESSED and body.reports_logprobs
+        """True if logprobs are those of the sampling distribution."""
+        self._adds_sampling_logprobs = bool(body.sampling_logprobs) and body.reports_logprobs
+        """True if logprobs of the sampling distribution are reported in addition."""
+        self._fields |= {"sampling_logprobs": bool(body.sampling_logprobs) or self._reports_processed}
         if body.logit_bias:
             self._fields |= {"logit_bias": tuple((int(token), bias) for token, bias in body.logit_bias.items())}
+
+    @property
+    def id(self) -> str:
+        """The id of the response."""
+        return self._id
 
     @property
     @abc.abstractmethod
@@ -130,15 +161,66 @@ class ApiCall(abc.ABC):
         """The number of choices in the response."""
 
     async def prepare(self) -> None:
-        """Compiles the constraint, and makes the requests to the engine."""
-        self._params = dataclasses.replace(self._params, constraint=await run_in_threadpool(self._constraint))
+        """Makes the requests to the engine, and compiles the constraint, which may depend on the prompt."""
         await self.encode_prompts()
+        limits = await run_in_threadpool(self._limits)
+        self._params = dataclasses.replace(self._params, **limits)
+        self.requests = [
+            dataclasses.replace(request, sampling=dataclasses.replace(request.sampling, **limits))
+            for request in self.requests
+        ]
         if self._returns_receipts and any(request.images for request in self.requests):
             raise ApiError(
                 400,
                 "receipt is true and the request has images; accepted: one of the two, since receipts have only tokens",
                 param="receipt",
             )
+
+    # --- logprobs -----------------------------------------------------------------------------------------------------
+
+    def _shown(self, completion: Completion) -> Completion:
+        """Returns a completion with the logprobs that the answer reports."""
+        if not self._reports_processed:
+            return completion
+        top = completion.sampling_top_logprobs or completion.top_logprobs
+        return dataclasses.replace(completion, logprobs=completion.sampling_logprobs, top_logprobs=top)
+
+    def _shown_token(self, token: Token) -> Token:
+        """Returns a token of a stream with the logprobs that the answer reports."""
+        if not self._reports_processed or token.sampling_logprob is None:
+            return token
+        return dataclasses.replace(token, logprob=token.sampling_logprob, top_logprobs=token.sampling_top_logprobs)
+
+    def _shown_scores(self, scores: PromptLogprobs | None) -> PromptLogprobs | None:
+        """Returns a prompt's scores with the logprobs that the answer reports."""
+        if scores is None or not self._reports_processed:
+            return scores
+        sampling = scores.sampling_logprobs, scores.sampling_top_logprobs
+        return dataclasses.replace(scores, logprobs=sampling[0], top_logprobs=sampling[1])
+
+    def _added_logprobs(self, values: Sequence[float]) -> Iterable[float | None]:
+        """Returns sampling logprobs if the answer reports them in addition, else None for each token."""
+        return values if self._adds_sampling_logprobs else itertools.repeat(None)
+
+    def _mode(self) -> Json:
+        """Returns the field that says which logprobs the answer reports, unless they are the model's."""
+        return {"logprobs_mode": PROCESSED} if self._reports_processed else {}
+
+    def _chat_logprob(self, token: int, logprob: float, top: TopLogprobs, sampling: float | None) -> Json:
+        """Returns a token with its logprobs in the format of chats."""
+        return self.model.token_texts.chat_json(token, logprob, top, sampling, as_ids=self._as_ids)
+
+    # --- prompts ------------------------------------------------------------------------------------------------------
+
+    def _most_prompt_tokens(self, max_tokens: int | None) -> int | None:
+        """Returns the number of tokens that a prompt is cut to, given the length of its answer; None: it is not cut."""
+        if self._truncates_to is None or self._truncates_to > 0:
+            return self._truncates_to
+        return max(self.model.engine.max_length - (max_tokens or 1), 1)
+
+    def _limits(self) -> Json:
+        """Returns the sampling parameters that limit the answer's text. Raises a ValueError if they are not valid."""
+        return {"constraint": self._constraint()}
 
     @abc.abstractmethod
     def _constraint(self) -> Constraint | None:
@@ -152,7 +234,8 @@ class ApiCall(abc.ABC):
         """Returns the request for a prompt, with its own seed if it samples and the body has none."""
         if self._draws_seeds and params.temperature > 0:
             params = dataclasses.replace(params, seed=secrets.randbits(_DRAWN_BITS))
-        return Request(prompt, params, images=images, cache_salt=self._cache_salt, client=self._caller.client)
+        caller = self._caller.client
+        return Request(prompt, params, images=images, cache_salt=self._cache_salt, client=caller, id=self._id)
 
     async def read(self, generations: Sequence[Generation]) -> None:
         """Does the slow part of making a whole response, before `full_response`."""
@@ -168,6 +251,8 @@ class ApiCall(abc.ABC):
     def _make_receipt(self, prompt: int, sample: int, completion: Completion) -> None:
         request = self.requests[prompt]
         assert not isinstance(request.prompt, str)
+        if not completion.tokens:  # aborted before its first token
+            return
         transcript = transcript_of(request.prompt, completion, request.sampling, sample, self.model.origin)
         self._receipts[prompt, sample] = transcript.sealed().as_json()
 
@@ -179,6 +264,15 @@ class ApiCall(abc.ABC):
         tokens.append(token)
         if token.finish_reason is not None:
             self._make_receipt(prompt, token.sample, completion_of(tokens))
+
+    def _record_abort(self, prompt: int, aborted: Aborted) -> Token:
+        """Makes the receipt of a streamed answer that was aborted, if it has tokens, and returns the end of its text.
+
+        The end has the form of a token, but nothing must be reported about the token itself.
+        """
+        if tokens := self._recorded.get((prompt, aborted.sample)):
+            self._make_receipt(prompt, aborted.sample, completion_of(tokens, aborted))
+        return Token(aborted.sample, NO_TOKEN, 0.0, (), aborted.text, ABORT, batch=0)
 
     def _receipt(self, prompt: int, sample: int, *, is_whole: bool = False) -> Json:
         """Returns the receipt field of an answer, if requested; with iterators for a whole response."""
@@ -203,6 +297,10 @@ class ApiCall(abc.ABC):
     @abc.abstractmethod
     def token_chunks(self, prompt: int, token: Token) -> Iterator[Json]:
         """Yields the chunks of a token: none if its text is held back, as the possible beginning of a stop string."""
+
+    @abc.abstractmethod
+    def abort_chunks(self, prompt: int, aborted: Aborted) -> Iterator[Json]:
+        """Yields the chunks at the end of a sample that was aborted."""
 
     @abc.abstractmethod
     def last_chunks(self, generated: int) -> Iterator[Json]:

@@ -1,20 +1,43 @@
 """Conversations with the tools that their answers may call."""
 
+import dataclasses
 from collections.abc import Sequence
+from typing import Final
 
 from starlette.concurrency import run_in_threadpool
 
 from detjax.engine import Constraint, FieldError, Generation
+from detjax.engine.reasoning_budget import ReasoningBudget, ReasoningMarks, ReasoningTokens
 from detjax.models.vision.images import VisualInput
 from detjax.server.api.api_calls import TOO_LONG, ServedModel
 from detjax.server.api.images import ShownPart, read_images
 from detjax.server.http.errors import ApiError
+from detjax.server.http.field_types import MAX_TOKENS
 from detjax.server.text.texts import Message as Turn
 from detjax.server.text.texts import TextRefused, TextTooLong
 from detjax.server.text.token_texts import Json
 from detjax.server.tools.answers import Answer, AnswerReader
 from detjax.server.tools.definitions import ToolUse
-from detjax.server.tools.formats import ToolFormat, why_no_tools
+from detjax.server.tools.formats import why_no_tools
+from detjax.server.tools.json_objects import HermesFormat
+
+_ENDING: Final = 512
+"""Tokens at the end of a prompt that may begin the answer's message."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptForm:
+    """The form of a conversation's prompt.
+
+    Attributes:
+        add_generation_prompt: the prompt ends with the beginning of a new message.
+        continue_final_message: the prompt ends with the text of the last message, which the answer continues.
+        most_tokens: number of last tokens that the prompt is cut to; None: it is not cut.
+    """
+
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    most_tokens: int | None = None
 
 
 class Conversation:
@@ -32,6 +55,7 @@ class Conversation:
         tools: ToolUse | None,
         field: str,
         shown: Sequence[ShownPart] = (),
+        form: PromptForm | None = None,
     ) -> None:
         """A conversation whose messages are in the `field` of the body, and contain the images and videos `shown`.
 
@@ -42,12 +66,12 @@ class Conversation:
             raise ValueError("the model has no chat template; accepted: /v1/completions")
         self.tools = tools
         self._model, self._messages, self._variables, self._field = model, messages, variables, field
-        self._shown = shown
-        self._format: ToolFormat | None = None
-        if tools is not None:
-            self._format = model.tool_format
-            if self._format is None:
-                raise ApiError(400, why_no_tools(model.tokenizer), param="tools")
+        self._shown, self._form = shown, form or PromptForm()
+        self._format, self._reasoning = model.tool_format, model.reasoning_format
+        self._ending = ""
+        """The text of the prompt's end."""
+        if tools is not None and self._format is None:
+            raise ApiError(400, why_no_tools(model.tokenizer), param="tools")
 
     def constraint(self, form: Constraint | None) -> Constraint | None:
         """Compiles and returns the answer's constraint, given the constraint `form` of an answer without calls.
@@ -55,9 +79,10 @@ class Conversation:
         Raises:
             ValueError: the constraint is not valid, or the format of tool calls cannot be combined with `form`.
         """
-        engine, constraint = self._model.engine, form
-        if self.tools is not None and self._format is not None:
-            constraint = self._format.constraint(self.tools, form)
+        engine = self._model.engine
+        rules = "" if self._reasoning is None else self._reasoning.rules(self._ending)
+        format_ = self._format or HermesFormat(self._model.tokenizer)  # any format will do without tools
+        constraint = format_.constraint(self.tools, form, rules, self._ending)
         if constraint is None:
             return None
         try:
@@ -84,6 +109,15 @@ class Conversation:
             message = f"{self._has} images, but the model reads only text; accepted: text parts"
             raise ApiError(400, message, param=self._field)
         images: list[VisualInput] = []
+        most = self._form.most_tokens
+        if self._shown and most is not None:
+            raise FieldError(
+                f"truncate_prompt_tokens is given and {self._has} images; accepted: one of them, because a part of an "
+                "image has no meaning",
+                "truncate_prompt_tokens",
+            )
+        if most is not None:
+            tokens = tokens[-most:]
         if self._shown:
             directory = self._model.image_directory
             images = await run_in_threadpool(read_images, self._shown, engine, directory, self._field)
@@ -96,7 +130,47 @@ class Conversation:
                 param=self._field,
                 code=TOO_LONG,
             )
+        self._ending = self._model.tokenizer.decode(tokens[-_ENDING:], skip_special_tokens=False)
         return tokens, images
+
+    @property
+    def stop_tokens(self) -> tuple[int, ...]:
+        """Tokens that end an answer in the model's format, in addition to the checkpoint's."""
+        return () if self._format is None else self._format.stop_tokens
+
+    def reasoning_budget(self, tokens: int | None) -> ReasoningBudget | None:
+        """Returns the limit on the answer's reasoning, given a maximum number of tokens or None, after `encode`.
+
+        Raises:
+            ValueError: the answers of the model have no reasoning, or its marks are not tokens.
+        """
+        if tokens is None or tokens < 0:
+            return None
+        if self._reasoning is None or not self._reasoning.end_tokens:
+            problem = "has no marks of reasoning" if self._reasoning is None else "marks reasoning with plain text"
+            raise FieldError(
+                f"thinking_token_budget is {tokens}, and the model's chat template {problem}; accepted: null",
+                "reasoning_budget",
+            )
+        marks = self._reasoning_marks()
+        return None if marks is None else ReasoningBudget(tokens, marks)
+
+    def _reasoning_marks(self) -> ReasoningMarks | None:
+        """Returns the tokens around the answer's reasoning; None if it has none, or if the marks are plain text."""
+        known, ending = self._reasoning, self._ending
+        if known is None or not known.end_tokens or not known.may_reason(ending):
+            return None
+        return ReasoningMarks(known.end_tokens, known.begin_tokens, known.is_open(ending), known.spaces, known.repeats)
+
+    @property
+    def has_reasoning(self) -> bool:
+        """True if answers of the model may have reasoning."""
+        return self._reasoning is not None
+
+    def reasoning_tokens(self) -> ReasoningTokens | None:
+        """Returns a counter of the tokens of an answer's reasoning; None if it has none, or if its marks are text."""
+        marks = self._reasoning_marks()
+        return None if marks is None else ReasoningTokens(marks)
 
     @property
     def _has(self) -> str:
@@ -105,10 +179,17 @@ class Conversation:
 
     async def _encoded(self) -> list[int]:
         """Returns the token ids, with one token per image."""
-        most = self._model.engine.max_length - 1
+        form = self._form
+        most = self._model.engine.max_length - 1 if form.most_tokens is None else MAX_TOKENS
         tools = {} if self.tools is None else {"tools": [tool.for_template() for tool in self.tools.tools]}
         try:
-            return await self._model.texts.encode_chat(self._messages, self._variables | tools, limit=most)
+            return await self._model.texts.encode_chat(
+                self._messages,
+                self._variables | tools,
+                limit=most,
+                add_generation_prompt=form.add_generation_prompt,
+                continue_final_message=form.continue_final_message,
+            )
         except TextRefused as error:
             raise FieldError(str(error), "prompt") from None
         except TextTooLong as error:
@@ -120,26 +201,34 @@ class Conversation:
                 code=TOO_LONG,
             ) from None
 
-    def reader(self) -> AnswerReader | None:
-        """Returns a reader for one answer, or None if answers have no calls."""
-        if self.tools is None or self._format is None:
+    def reader(self, *, shows_special: bool = False) -> AnswerReader | None:
+        """Returns a reader for one answer, or None if answers are all content; `shows_special`: see `AnswerReader`."""
+        has_messages = self._format is not None and self._format.has_messages
+        if self.tools is None and self._reasoning is None and not has_messages:
             return None
-        return AnswerReader(self._model.tokenizer, self._format, at_most_one=self.tools.at_most_one)
+        return AnswerReader(
+            self._model.tokenizer,
+            self._format,
+            self.tools,
+            self._reasoning,
+            self._ending,
+            shows_special=shows_special,
+        )
 
-    def call_id(self, answer: str, choice: int, index: int) -> str:
-        """Returns the id of a call; see `ToolFormat.call_id`."""
+    def call_id(self, answer: str, choice: int, index: int, written: str | None) -> str:
+        """Returns the id of a call: the one that the model has `written`, else the one of `ToolFormat.call_id`."""
         assert self._format is not None
-        return self._format.call_id(answer, choice, index)
+        return written or self._format.call_id(answer, choice, index)
 
-    async def read(self, generations: Sequence[Generation]) -> list[Answer]:
-        """Splits each answer into content and calls, in a thread, since long answers take long."""
+    async def read(self, generations: Sequence[Generation], *, shows_special: bool = False) -> list[Answer]:
+        """Splits each answer into its parts, in a thread, since long answers take long."""
         completions = [completion for generation in generations for completion in generation.completions]
-        if self._format is None:
-            return [Answer(completion.text or "", []) for completion in completions]
 
         def read_all() -> list[Answer]:
-            readers = (self.reader() for _ in completions)
-            pairs = zip(readers, completions, strict=True)
-            return [reader.read(one.tokens, one.text or "") for reader, one in pairs if reader is not None]
+            answers = list[Answer]()
+            for completion in completions:
+                reader, text = self.reader(shows_special=shows_special), completion.text or ""
+                answers.append(Answer(text, []) if reader is None else reader.read(completion.tokens, text))
+            return answers
 
         return await run_in_threadpool(read_all)

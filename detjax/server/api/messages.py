@@ -129,6 +129,10 @@ class Message(Body):
     tool_calls: Annotated[list[EarlierCall], Field(max_length=MAX_CALLS, fail_fast=True)] | None = Field(
         default=None, description="The calls of an earlier answer."
     )
+    reasoning: str | None = Field(
+        default=None, description="The reasoning of an earlier answer, which the chat template may leave out."
+    )
+    reasoning_content: str | None = Field(default=None, description="Another name of reasoning.")
     tool_call_id: str | None = Field(default=None, description="The id of the call whose result the message has.")
     # Clients send an answer's message back unmodified, plus empty fields of their own.
     type: Annotated[Any, Unserved("text", "message", why="the model reads text only")] = None
@@ -137,9 +141,7 @@ class Message(Body):
     audio: Annotated[Any, Unserved(why="the model reads text only")] = None
     images: Annotated[Any, Unserved([], why="the model reads text only")] = None
     function_call: Annotated[Any, Unserved(why="tool_calls has it")] = None
-    reasoning: Annotated[Any, Unserved("", why="reasoning is part of the content")] = None
-    reasoning_content: Annotated[Any, Unserved("", why="reasoning is part of the content")] = None
-    thinking_blocks: Annotated[Any, Unserved([], why="reasoning is part of the content")] = None
+    thinking_blocks: Annotated[Any, Unserved([], why="reasoning has it")] = None
     parsed: Annotated[Any, Ignored("the content has it")] = None
     prefix: Annotated[Any, Unserved(False, why="an answer is a new message")] = None
     cache_control: Annotated[Any, Unserved({"type": "ephemeral"}, why="the server decides what it caches")] = None
@@ -151,7 +153,12 @@ class Message(Body):
             raise ValueError(f"tool_calls is given with role {self.role!r}; accepted: with role 'assistant'")
         if self.tool_call_id and self.role != "tool":
             raise ValueError(f"tool_call_id is given with role {self.role!r}; accepted: with role 'tool'")
-        if self.content is None and not self.tool_calls:
+        given = {text for text in (self.reasoning, self.reasoning_content) if text}
+        if given and self.role != "assistant":
+            raise ValueError(f"reasoning is given with role {self.role!r}; accepted: with role 'assistant'")
+        if len(given) > 1:
+            raise ValueError("reasoning and reasoning_content differ; accepted: one of them")
+        if self.content is None and not self.tool_calls and not given:
             raise ValueError(
                 "content is missing or null; accepted: a string, or a list of parts of type text, image_url or "
                 "video_url"
@@ -165,8 +172,14 @@ class Message(Body):
         return (
             {"role": self.role, "content": content_for_template(self.content)}
             | {name: value for name, value in fields.items() if value is not None}
+            | reasoning_for_template(self.reasoning or self.reasoning_content)
             | calls
         )
+
+
+def reasoning_for_template(reasoning: str | None) -> dict[str, str]:
+    """Returns the fields of a message with reasoning, under the names that chat templates have for it."""
+    return dict.fromkeys(("reasoning", "reasoning_content", "thinking"), reasoning) if reasoning else {}
 
 
 def shown_part(part: Any) -> ShownPart | None:

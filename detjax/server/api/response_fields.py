@@ -8,6 +8,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import AfterValidator, Discriminator, Field, Tag, field_validator, model_validator
 
 from detjax.engine import Constraint, FieldError
+from detjax.models import Tokenizer
 from detjax.server.api.field_marks import Ignored, Unserved
 from detjax.server.api.images import ShownPart
 from detjax.server.api.messages import VideoFields, check_items, part_discriminator, shown_in
@@ -130,13 +131,35 @@ class InputResult(Body):
         return self.output if isinstance(self.output, str) else "\n".join(part.text for part in self.output)
 
 
-type InputItem = InputMessage | InputCall | InputResult
+class ReasoningText(Body):
+    type: Literal["reasoning_text", "text"] = Field(description="A text of reasoning.")
+    text: str = Field(description="The text.")
+
+
+class InputReasoning(Body):
+    type: Literal["reasoning"] = Field(description="The reasoning of an earlier answer, for the message after it.")
+    content: Annotated[list[ReasoningText], Field(max_length=MAX_PARTS, fail_fast=True)] | None = Field(
+        default=None, description="The reasoning, which the chat template may leave out."
+    )
+    summary: Annotated[Any, Ignored("content has the reasoning")] = None
+    encrypted_content: Annotated[Any, Unserved("", why="the server encrypts nothing; content has the reasoning")] = None
+    id: Annotated[str | None, Ignored(_ABOUT_ITEMS)] = None
+    status: Annotated[str | None, Ignored(_ABOUT_ITEMS)] = None
+
+    @property
+    def text(self) -> str:
+        """The reasoning as one text."""
+        return "\n".join(part.text for part in self.content or ())
+
+
+type InputItem = InputMessage | InputReasoning | InputCall | InputResult
 
 
 def _kind_of_item(value: Any) -> str | None:
     if not isinstance(value, dict):
         return None
-    tags = {"message": "<message>", "function_call": "<call>", "function_call_output": "<result>"}
+    tags = {"message": "<message>", "reasoning": "<reasoning>"}
+    tags |= {"function_call": "<call>", "function_call_output": "<result>"}
     return tags.get(str(value.get("type", "message")))
 
 
@@ -144,12 +167,14 @@ type InputItems = Annotated[
     list[
         Annotated[
             Annotated[InputMessage, Tag("<message>")]
+            | Annotated[InputReasoning, Tag("<reasoning>")]
             | Annotated[InputCall, Tag("<call>")]
             | Annotated[InputResult, Tag("<result>")],
             Discriminator(
                 _kind_of_item,
                 custom_error_type="item_type",
-                custom_error_message="accepted: items of type message, function_call or function_call_output",
+                custom_error_message="accepted: items of type message, reasoning, function_call or "
+                "function_call_output",
             ),
         ]
     ],
@@ -188,9 +213,11 @@ class TextSettings(Body):
 
 
 class Reasoning(Body):
-    effort: Annotated[Any, Unserved(why="the chat template decides; give its variables as chat_template_kwargs")] = None
-    summary: Annotated[Any, Unserved(why="reasoning is part of the text")] = None
-    generate_summary: Annotated[Any, Unserved(why="reasoning is part of the text")] = None
+    effort: str | None = Field(
+        default=None, description="The chat template's variable reasoning_effort: none, low, medium, high, ..."
+    )
+    summary: Annotated[Any, Unserved("auto", "none", why="the answer has the reasoning itself")] = None
+    generate_summary: Annotated[Any, Unserved(why="the answer has the reasoning itself")] = None
 
 
 class ResponseTool(FunctionFields):
@@ -263,7 +290,14 @@ class ResponsesRequest(SamplingRequest):
         default=None, description="Additional variables of the chat template, such as enable_thinking."
     )
     stream_options: ResponseStreamOptions | None = Field(default=None, description="Options of the stream.")
-    reasoning: Reasoning | None = Field(default=None, description="Accepted if all its fields are null.")
+    reasoning: Reasoning | None = Field(default=None, description="Options of the reasoning.")
+    thinking_token_budget: int | None = Field(
+        default=None,
+        ge=-1,
+        le=LARGEST,
+        description="Maximum number of tokens of reasoning; then the mark that ends it is forced. Default, and for -1: "
+        "no limit.",
+    )
     max_tool_calls: Annotated[int | None, Ignored("the server calls no tools itself")] = None
     previous_response_id: Annotated[Any, Unserved(why="the server keeps no answers; send all items as input")] = None
     conversation: Annotated[Any, Unserved(why="the server keeps no conversations; send all items as input")] = None
@@ -283,6 +317,12 @@ class ResponsesRequest(SamplingRequest):
             )
         if self.has_logprobs and tools is not None:
             raise FieldError(f"include has {LOGPROBS} and tools are given; accepted: one of them", "include")
+        name = self.form_given()
+        if name is not None and tools is not None:
+            raise FieldError(f"{name} and tools are given; accepted: tools with tool_choice 'none'", name)
+        form = None if self.text is None else self.text.format
+        if name is not None and form is not None and form.type != "text":
+            raise FieldError(f"text.format and {name} are given; accepted: one of them", name)
         calls = () if isinstance(self.input, str) else self.input
         try:
             check_items(item.arguments for item in calls if isinstance(item, InputCall))
@@ -291,7 +331,8 @@ class ResponsesRequest(SamplingRequest):
         return self
 
     def param_of(self, field: str) -> str:
-        names = {"prompt": "input", "max_tokens": "max_output_tokens", "constraint": "text"}
+        names = {"prompt": "input", "max_tokens": "max_output_tokens", "constraint": self.form_given() or "text"}
+        names |= {"reasoning_budget": "thinking_token_budget"}
         return names.get(field, field)
 
     @property
@@ -301,14 +342,18 @@ class ResponsesRequest(SamplingRequest):
         return [part for item in items if isinstance(item, InputMessage) for part in shown_in(item.content)]
 
     @property
+    def reports_logprobs(self) -> bool:
+        return self.has_logprobs
+
+    @property
     def has_logprobs(self) -> bool:
         """True if the answer reports logprobs."""
         return LOGPROBS in (self.include or ())
 
-    def constraint(self) -> Constraint | None:
+    def constraint(self, tokenizer: Tokenizer) -> Constraint | None:
         """Returns the constraint of an answer without calls, or None for any text."""
         form = None if self.text is None else self.text.format
-        return None if form is None else form.constraint()
+        return self.form_constraint(tokenizer) if form is None or form.type == "text" else form.constraint()
 
     def tool_use(self) -> ToolUse | None:
         """Returns the tools that the answer may call, or None."""

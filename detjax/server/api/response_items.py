@@ -1,9 +1,9 @@
-"""The items of an answer of /v1/responses, messages and calls, and the events of their growth."""
+"""The items of an answer of /v1/responses, reasoning, messages and calls, and the events of their growth."""
 
 from collections.abc import Callable, Iterator, Sequence
 
 from detjax.server.text.token_texts import Json
-from detjax.server.tools.call_readers import Arguments, CallBegins, Content, Part
+from detjax.server.tools.parts import Arguments, CallBegins, Content, Part, Reasoning
 
 
 class OutputItems:
@@ -16,13 +16,18 @@ class OutputItems:
         items: the completed items.
     """
 
-    def __init__(self, name: str, call_id: Callable[[int], str]) -> None:
-        """No items yet; `name` makes their ids unique, `call_id` makes the ids of calls."""
+    def __init__(self, name: str, call_id: Callable[[int, str | None], str]) -> None:
+        """No items yet; `name` makes their ids unique, `call_id` makes the ids of calls by index and written id."""
         self.items: list[Json] = []
         self._name, self._call_id = name, call_id
         self._open: Json | None = None
         """The current item, without its text, which is added at its end."""
         self._text: list[str] = []
+
+    @property
+    def in_message(self) -> bool:
+        """True if the current item is a message."""
+        return self._open is not None and self._open["type"] == "message"
 
     def add(self, part: Part, logprobs: Sequence[Json] = ()) -> Iterator[Json]:
         """Yields the events of a part; `logprobs` belong to its tokens, if it is content."""
@@ -32,9 +37,15 @@ class OutputItems:
                     yield from self._begin_message()
                 self._text.append(text)
                 yield self._event("response.output_text.delta", content_index=0, delta=text, logprobs=[*logprobs])
-            case CallBegins(index, name):
+            case Reasoning(text):
+                if self._open is None or self._open["type"] != "reasoning":
+                    yield from self._begin({"type": "reasoning", "summary": [], "content": []}, "rs")
+                self._text.append(text)
+                yield self._event("response.reasoning_text.delta", content_index=0, delta=text)
+            case CallBegins(index, name, id_):
                 yield from self._end("completed")
-                call = {"type": "function_call", "call_id": self._call_id(index), "name": name, "arguments": ""}
+                call_id = self._call_id(index, id_)
+                call = {"type": "function_call", "call_id": call_id, "name": name, "arguments": ""}
                 self._open = {"id": f"fc_{self._name}_{len(self.items)}", "status": "in_progress"} | call
                 yield self._event("response.output_item.added", item=self._open)
             case Arguments(_, text):
@@ -48,11 +59,14 @@ class OutputItems:
         yield from self._end(status)
 
     def _begin_message(self) -> Iterator[Json]:
+        yield from self._begin({"type": "message", "role": "assistant", "content": []}, "msg")
+
+    def _begin(self, item: Json, prefix: str) -> Iterator[Json]:
+        """Begins an item with one part of text."""
         yield from self._end("completed")
-        name = f"msg_{self._name}_{len(self.items)}"
-        self._open = {"id": name, "status": "in_progress", "type": "message", "role": "assistant", "content": []}
+        self._open = {"id": f"{prefix}_{self._name}_{len(self.items)}", "status": "in_progress"} | item
         yield self._event("response.output_item.added", item=self._open)
-        yield self._event("response.content_part.added", content_index=0, part=_text_part(""))
+        yield self._event("response.content_part.added", content_index=0, part=_part(self._open, ""))
 
     def _end(self, status: str) -> Iterator[Json]:
         """Ends the current item, if any."""
@@ -61,8 +75,12 @@ class OutputItems:
         text = "".join(self._text)
         if self._open["type"] == "message":
             yield self._event("response.output_text.done", content_index=0, text=text, logprobs=[])
-            yield self._event("response.content_part.done", content_index=0, part=_text_part(text))
-            self._open = self._open | {"content": [_text_part(text)]}
+        elif self._open["type"] == "reasoning":
+            yield self._event("response.reasoning_text.done", content_index=0, text=text)
+        if "content" in self._open:
+            part = _part(self._open, text)
+            yield self._event("response.content_part.done", content_index=0, part=part)
+            self._open = self._open | {"content": [part]}
         else:
             done = {"name": self._open["name"], "arguments": text}
             yield self._event("response.function_call_arguments.done", **done)
@@ -78,5 +96,8 @@ class OutputItems:
         return place | ({} if "item" in fields else {"item_id": self._open["id"]}) | fields
 
 
-def _text_part(text: str) -> Json:
+def _part(item: Json, text: str) -> Json:
+    """Returns the part of an item that has its text."""
+    if item["type"] == "reasoning":
+        return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}

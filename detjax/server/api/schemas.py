@@ -9,8 +9,8 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field, model_validator
 
 from detjax.engine import FieldError
-from detjax.server.api.field_marks import Ignored, Unserved
-from detjax.server.api.messages import Messages
+from detjax.server.api.field_marks import Unserved
+from detjax.server.api.messages import Messages, content_for_template
 from detjax.server.api.request_fields import GenerationRequest
 from detjax.server.http.field_types import LARGEST, Prompt, Variables
 from detjax.server.tools.definitions import ChatToolChoice, ChatTools, ToolUse, tool_use
@@ -51,6 +51,10 @@ class CompletionRequest(GenerationRequest):
         return self
 
     @property
+    def reports_logprobs(self) -> bool:
+        return self.logprobs is not None or super().reports_logprobs
+
+    @property
     def prompts(self) -> list[str | list[int]]:
         """The prompts, each as a string or as token ids."""
         prompt: Any = self.prompt
@@ -79,23 +83,36 @@ class ChatRequest(GenerationRequest):
     parallel_tool_calls: bool | None = Field(
         default=None, description="false: drop calls after the first one. Default: true."
     )
-    stream_reasoning: Annotated[bool | None, Ignored("reasoning is part of the content")] = None
+    reasoning_effort: str | None = Field(
+        default=None, description="A variable of the chat template, which decides what it means: none, low, high, ..."
+    )
+    thinking_token_budget: int | None = Field(
+        default=None,
+        ge=-1,
+        le=LARGEST,
+        description="Maximum number of tokens of reasoning; then the mark that ends it is forced. Default, and for -1: "
+        "no limit.",
+    )
+    include_reasoning: bool | None = Field(default=None, description="false: leave out the reasoning. Default: true.")
     functions: Annotated[Any, Unserved([], why="tools has it")] = None
     function_call: Annotated[Any, Unserved("none", "auto", why="tool_choice has it")] = None
     modalities: Annotated[Any, Unserved(["text"], why="the model writes text only")] = None
     audio: Annotated[Any, Unserved(why="the model writes text only")] = None
     prediction: Annotated[Any, Unserved(why="predicted answers are not supported")] = None
     web_search_options: Annotated[Any, Unserved(why="the server does not search the web")] = None
-    reasoning_effort: Annotated[
-        Any, Unserved(why="the chat template decides; give its variables as chat_template_kwargs")
-    ] = None
-    thinking_token_budget: Annotated[Any, Unserved(why="reasoning is part of the answer and of its length")] = None
-    include_reasoning: Annotated[Any, Unserved(True, why="reasoning is part of the content")] = None
-    separate_reasoning: Annotated[Any, Unserved(False, why="reasoning is part of the content")] = None
+    separate_reasoning: Annotated[Any, Unserved(True, why="reasoning is separate from the content")] = None
+    stream_reasoning: Annotated[Any, Unserved(True, why="reasoning is streamed as the content is")] = None
     verbosity: Annotated[Any, Unserved("medium", why="the model decides how much it writes")] = None
-    echo: Annotated[Any, Unserved(False, why="a chat's answer does not repeat its messages")] = None
-    add_generation_prompt: Annotated[Any, Unserved(True, why="an answer is a new message")] = None
-    continue_final_message: Annotated[Any, Unserved(False, why="an answer is a new message")] = None
+    echo: bool | None = Field(
+        default=None, description="Begin the answer with the text of the last message, if the assistant wrote it."
+    )
+    add_generation_prompt: bool | None = Field(
+        default=None,
+        description="End the prompt with the beginning of a new message. Default: true, unless continue_final_message.",
+    )
+    continue_final_message: bool | None = Field(
+        default=None, description="The answer continues the text of the last message."
+    )
     add_special_tokens: Annotated[Any, Unserved(False, why="the chat template writes all special tokens")] = None
     chat_template: Annotated[Any, Unserved(why="the chat template is the checkpoint's")] = None
     documents: Annotated[Any, Unserved([], why="the chat template gets only messages")] = None
@@ -109,18 +126,40 @@ class ChatRequest(GenerationRequest):
             raise FieldError(message, "top_logprobs")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise ValueError("max_tokens and max_completion_tokens differ; accepted: one of them")
-        if self.structured_outputs is not None and self.tool_use() is not None:
+        form = self.form_given()
+        if form is None and self.response_format is not None and self.response_format.type == "structural_tag":
+            form = "response_format"
+        if form is not None and self.tool_use() is not None:
             raise FieldError(
-                "structured_outputs and tools are given; accepted: tools with response_format, or with tool_choice "
+                f"{form} and tools are given; accepted: tools with a response_format of JSON, or with tool_choice "
                 "'none'",
-                "structured_outputs",
+                form,
+            )
+        if self.continue_final_message and self.add_generation_prompt:
+            raise FieldError(
+                "continue_final_message and add_generation_prompt are true; accepted: one of them, because an answer "
+                "continues the last message or is a new one",
+                "continue_final_message",
             )
         return self
+
+    @property
+    def reports_logprobs(self) -> bool:
+        return bool(self.logprobs) or super().reports_logprobs
 
     def param_of(self, field: str) -> str:
         if field == "max_tokens" and self.max_completion_tokens is not None:
             return "max_completion_tokens"
-        return {"prompt": "messages"}.get(field) or super().param_of(field)
+        return {"prompt": "messages", "reasoning_budget": "thinking_token_budget"}.get(field) or super().param_of(field)
+
+    @property
+    def echoed(self) -> str:
+        """The text that the answer begins with."""
+        last = self.messages[-1]
+        if not self.echo or last.role != "assistant":
+            return ""
+        content = content_for_template(last.content)
+        return content if isinstance(content, str) else ""
 
     def tool_use(self) -> ToolUse | None:
         """Returns the tools that the answer may call, or None."""

@@ -13,6 +13,21 @@ from typing import Final, Literal, get_args
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
 Unseeded = Literal["random", "fixed"]
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
+RAW: Final[LogprobsMode] = "raw_logprobs"
+PROCESSED: Final[LogprobsMode] = "processed_logprobs"
+ToolFormatName = Literal[
+    "hermes",
+    "llama3_json",
+    "mistral",
+    "openai",
+    "deepseek_v3",
+    "deepseek_v31",
+    "deepseek_v32",
+    "kimi_k2",
+    "qwen3_coder",
+    "glm45",
+]
 
 _KEY: Final = re.compile(r"[!-~]+")
 _HOST: Final = re.compile(r"\*|(\*\.)?[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]")
@@ -43,6 +58,14 @@ class Settings:
             contain their images.
         unseeded: seed for requests that sample without a seed: random draws one per prompt; fixed uses 0, so that
             repeated requests have the same answer. Answers report the seed.
+        logprobs_mode: the logprobs in answers: raw_logprobs are the model's; processed_logprobs are those of the
+            distribution that tokens are drawn from, after penalties, biases, masks, temperature and filters.
+        control_key: key for the paths that pause the server, put it to sleep and replace its weights. Default: the
+            server does not have these paths.
+        weights_directory: directory of the checkpoints that may replace the weights, and of uploads. Default: none;
+            weights can only be uploaded, to the directory for temporary files.
+        tool_format: the format in which the model writes tool calls. Default: the format in the checkpoint's chat
+            template, if it is known.
         allowed_origins: let web pages of this origin, such as https://example.com, use the server from browsers; *
             allows every origin. Default: none.
     """
@@ -61,6 +84,10 @@ class Settings:
     allowed_origins: Sequence[str] = ()
     image_directory: Path | None = None
     unseeded: Unseeded = "random"
+    logprobs_mode: LogprobsMode = RAW
+    tool_format: ToolFormatName | None = None
+    control_key: str | None = dataclasses.field(default=None, repr=False)
+    weights_directory: Path | None = None
 
     def __post_init__(self) -> None:
         """Raises a ValueError for the first invalid field, with the given and the accepted values."""
@@ -80,6 +107,15 @@ class Settings:
                     self.image_directory is None or self.image_directory.is_dir(),
                     "a directory that exists",
                 ),
+                "weights_directory": (
+                    self.weights_directory is None or self.weights_directory.is_dir(),
+                    "a directory that exists",
+                ),
+                "tool_format": (
+                    self.tool_format in (None, *get_args(ToolFormatName)),
+                    ", ".join(get_args(ToolFormatName)),
+                ),
+                "logprobs_mode": (self.logprobs_mode in get_args(LogprobsMode), ", ".join(get_args(LogprobsMode))),
                 "unseeded": (self.unseeded in get_args(Unseeded), ", ".join(get_args(Unseeded))),
                 "allowed_hosts": (all(map(_HOST.fullmatch, hosts)), "host names and addresses without a port"),
                 "allowed_origins": (
@@ -93,6 +129,21 @@ class Settings:
             raise ValueError(
                 "Settings: one of api_keys (--api-key, DETJAX_API_KEY) is empty or has white space or characters "
                 "beyond ASCII; accepted: printable ASCII characters without white space"
+            )
+        if self.control_key is not None and not _KEY.fullmatch(self.control_key):
+            raise ValueError(
+                "Settings: control_key (--control-key, DETJAX_CONTROL_KEY) is empty or has white space or characters "
+                "beyond ASCII; accepted: printable ASCII characters without white space"
+            )
+        if self.control_key in self.api_keys:
+            raise ValueError(
+                "Settings: control_key (--control-key, DETJAX_CONTROL_KEY) is one of api_keys; accepted: a key that "
+                "clients do not have"
+            )
+        if self.weights_directory is not None and self.control_key is None:
+            raise ValueError(
+                "Settings: weights_directory is given without control_key; accepted: both, since only the holder of "
+                "the control key can replace weights"
             )
 
     @property

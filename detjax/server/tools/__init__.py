@@ -1,4 +1,6 @@
-"""Tool calls: the tools of a request, the formats of calls, and incremental parsers.
+"""Answers of chats: reasoning, content and tool calls, with the formats in which models write them.
 
-Read `definitions`, then `formats`, then `answers`.
+Read `definitions` (the tools of a request), then `formats` (the formats by name) and `tool_format`, then `answers`.
+Each family of formats has its own module, with parsers and grammars: `json_objects`, `mistral`, `sectioned`, `tagged`
+with `tagged_formats`, and `harmony`. `reasoning` has the marks of reasoning.
 """

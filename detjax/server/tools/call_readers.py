@@ -4,43 +4,18 @@ Each character is read once, so the time is proportional to the text, whatever i
 would read the text again for each piece, and would return values, while clients get the model's text.
 """
 
-import dataclasses
 import enum
 import json
 import re
 from collections.abc import Iterator
 from typing import Final
 
+from detjax.server.tools.parts import Arguments, CallBegins, Part
+
 _IN_STRING: Final = re.compile(r'[^"\\]+')
 _IN_BRACKETS: Final = re.compile(r'[^"\[\]{}]+')
 _SCALAR: Final = re.compile(r"[-+.\w]+")
 _SPACE: Final = " \n\r\t"
-
-
-@dataclasses.dataclass(frozen=True)
-class Content:
-    """Text outside of tool calls."""
-
-    text: str
-
-
-@dataclasses.dataclass(frozen=True)
-class CallBegins:
-    """The beginning of a call, whose arguments follow."""
-
-    index: int
-    name: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Arguments:
-    """A piece of a call's arguments. The pieces of a call form a JSON object, if the model wrote a valid one."""
-
-    index: int
-    text: str
-
-
-type Part = Content | CallBegins | Arguments
 
 
 class ValueReader:

@@ -1,19 +1,31 @@
 """Incremental parsers that split the text of an answer into content and tool calls.
 
 Models write tool calls as text, each family in the format of its chat template. A parser gets the text in pieces, and
-its result does not depend on how the text is split, so streamed and whole answers have the same calls.
+its result does not depend on how the text is split, so streamed and whole answers have the same calls. Each format's
+module has its own parser.
 """
 
 import abc
-import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Final
 
-from detjax.server.tools.call_readers import Arguments, CallBegins, CallReader, Content, Part, ValueReader
+from detjax.server.tools.parts import Content, Part
+
+HIDDEN: Final = "\ufdd0"
+"""The character before a mark that was a special token of the answer, which its text omits. Unicode assigns it no
+character, so a model that spells out a mark in ordinary tokens does not write one."""
+
+type Written = Callable[[str], str]
+"""Returns a mark as it is in the text that parsers get: after `HIDDEN`, if it is a special token."""
 
 
-class ToolCallParser(abc.ABC):
-    """Splits an answer into content and tool calls."""
+def as_text(mark: str) -> str:
+    """Returns a mark of a tokenizer in which marks are plain text."""
+    return mark
+
+
+class AnswerParser(abc.ABC):
+    """Splits an answer into parts."""
 
     @abc.abstractmethod
     def add(self, text: str) -> Iterator[Part]:
@@ -24,15 +36,29 @@ class ToolCallParser(abc.ABC):
         """Yields the remaining parts at the end of the answer."""
 
 
-class _MarkedParser(ToolCallParser):
+class ContentParser(AnswerParser):
+    """The parser of answers that are all content."""
+
+    def add(self, text: str) -> Iterator[Part]:
+        if text:
+            yield Content(text)
+
+    def finish(self) -> Iterator[Part]:
+        yield from ()
+
+
+class MarkedParser(AnswerParser):
     """A parser of formats whose calls begin with a mark. White space around calls is dropped.
 
     If the text after a mark is not a call, such as a broken object, it is content, including the mark.
+
+    Attributes:
+        begins: the marks that begin calls.
     """
 
-    BEGIN: str
-
-    def __init__(self) -> None:
+    def __init__(self, *begins: str) -> None:
+        """A parser at the beginning of an answer."""
+        self.begins = begins
         self._text = ""
         """Pending text, at most as long as a mark or the name of a tool."""
         self._space: list[str] = []
@@ -45,12 +71,16 @@ class _MarkedParser(ToolCallParser):
     def add(self, text: str) -> Iterator[Part]:
         self._text += text
         before = None
-        while before != (len(self._text), self._in_call):
-            before = len(self._text), self._in_call
+        while before != (len(self._text), self._position()):
+            before = len(self._text), self._position()
             yield from self._read_call() if self._in_call else self._read_content()
 
+    def _position(self) -> object:
+        """Returns the state of the parser, except for its text: reading continues while the state changes."""
+        return self._in_call
+
     @abc.abstractmethod
-    def _begin_call(self) -> None:
+    def _begin_call(self, mark: str) -> None:
         """Prepares for the text after a mark."""
 
     @abc.abstractmethod
@@ -58,16 +88,16 @@ class _MarkedParser(ToolCallParser):
         """Yields parts of the text after a mark."""
 
     def _read_content(self) -> Iterator[Part]:
-        begin = self._text.find(self.BEGIN)
-        if begin < 0:
-            known = len(self._text) - _length_of_begun(self.BEGIN, self._text)
+        begin, mark = first_mark(self._text, self.begins)
+        if mark is None:
+            known = len(self._text) - length_of_begun(self._text, *self.begins)
             text, self._text = self._text[:known], self._text[known:]
             yield from self._content(text)
             return
-        text, self._text = self._text[:begin], self._text[begin + len(self.BEGIN) :]
+        text, self._text = self._text[:begin], self._text[begin + len(mark) :]
         yield from self._content(text)
         self._in_call = True
-        self._begin_call()
+        self._begin_call(mark)
 
     def _content(self, text: str) -> Iterator[Part]:
         """Yields content without trailing white space, which may precede a call."""
@@ -86,175 +116,24 @@ class _MarkedParser(ToolCallParser):
         self._space.clear()
 
 
-class HermesParser(_MarkedParser):
-    """The format of Hermes and of Qwen 2.5 and 3: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
+def first_mark(text: str, marks: tuple[str, ...], start: int = 0) -> tuple[int, str | None]:
+    """Returns the position of the first of several marks in a text, and the mark; the text's length and None without
+    one.
 
-    BEGIN = "<tool_call>"
-    END: Final = "</tool_call>"
-
-    def _begin_call(self) -> None:
-        self._call = CallReader(self._calls, "arguments")
-
-    def _read_call(self) -> Iterator[Part]:
-        call = self._call
-        if not call.is_over:
-            yield from call.add(self._text)
-            self._text = call.rest
-        if call.is_broken and not call.is_announced:
-            self._in_call = False
-            yield from self._content(self.BEGIN + call.text)
-        elif call.is_over:
-            end = self._text.find(self.END)
-            if end < 0:  # only the end tag may follow, so anything else is dropped
-                self._text = self._text[len(self._text) - _length_of_begun(self.END, self._text) :]
-                return
-            self._text = self._text[end + len(self.END) :]
-            self._calls += 1
-            self._end_calls()
-
-    def finish(self) -> Iterator[Part]:
-        if not self._in_call:
-            yield from self._content(self._text)
-        elif not self._call.is_announced:
-            yield from self._content(self.BEGIN + self._call.text)
-
-
-class MistralParser(_MarkedParser):
-    """The formats of Mistral: `[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]` and, since version 11 of its
-    tokenizers, `[TOOL_CALLS]name[ARGS]{...}` per call, optionally with `[CALL_ID]` and an id after the name.
+    If marks begin at the same position, the longest one counts.
     """
-
-    BEGIN = "[TOOL_CALLS]"
-    _HEADER: Final = re.compile(r"\s{0,16}([\w.-]{1,64})(?:\[CALL_ID\]\w{1,64})?(?:\[ARGS\])?\s{0,16}(?=\{)")
-    """The name and the marks before the arguments of a call."""
-    _LIST: Final = re.compile(r"\s{0,16}\[")
-    _LONGEST_HEADER: Final = 256
-
-    def _begin_call(self) -> None:
-        self._kept: list[str] = [self.BEGIN]
-        """Text since the mark, which becomes content if it is not a call."""
-        self._call: CallReader | None = None
-        """Reads an object of a list of calls."""
-        self._arguments: ValueReader | None = None
-        """Reads the arguments that follow a name."""
-        self._in_list = False
-
-    def _read_call(self) -> Iterator[Part]:
-        if self._arguments is not None:
-            yield from self._read_arguments(self._arguments)
-        elif self._call is not None:
-            yield from self._read_object(self._call)
-        elif self._in_list:
-            yield from self._between_objects()
-        else:
-            yield from self._read_header()
-
-    def _read_header(self) -> Iterator[Part]:
-        if match := self._HEADER.match(self._text):
-            self._text = self._text[match.end() :]
-            self._arguments = ValueReader()
-            yield CallBegins(self._calls, match[1])
-        elif self.BEGIN.startswith(self._text.lstrip()) and len(self._text) <= self._LONGEST_HEADER:
-            pass  # another mark may follow
-        elif (match := self._LIST.match(self._text)) and not self._text.lstrip().startswith(self.BEGIN):
-            self._kept.append(match[0])
-            self._text, self._in_list = self._text[match.end() :], True
-            self._call = CallReader(self._calls, "arguments")
-        elif any(mark in self._text for mark in ("{", self.BEGIN)) or len(self._text) > self._LONGEST_HEADER:
-            yield from self._give_up()
-
-    def _read_arguments(self, reader: ValueReader) -> Iterator[Part]:
-        end = reader.read(self._text, 0)
-        if end:
-            yield Arguments(self._calls, self._text[:end])
-        self._text = self._text[end:]
-        if reader.is_over:
-            self._calls += 1
-            self._end_calls()
-
-    def _read_object(self, call: CallReader) -> Iterator[Part]:
-        yield from call.add(self._text)
-        self._text = call.rest
-        if call.is_broken and not call.is_announced:
-            self._kept.append(call.text)
-            yield from self._give_up()
-        elif call.is_over:
-            self._calls += 1
-            self._kept, self._call = [], None
-
-    def _between_objects(self) -> Iterator[Part]:
-        text = self._text.lstrip()
-        if text.startswith(","):
-            self._text, self._call = text[1:], CallReader(self._calls, "arguments")
-        elif text:
-            self._text = text[text.startswith("]") :]
-            self._end_calls()
-        yield from ()
-
-    def _give_up(self) -> Iterator[Part]:
-        """Yields the text since the mark as content."""
-        self._in_call = False
-        yield from self._content("".join(self._kept))
-
-    def finish(self) -> Iterator[Part]:
-        if self._in_call and self._arguments is None and (self._call is None or not self._call.is_announced):
-            yield from self._content("".join(self._kept) + (self._call.text if self._call is not None else ""))
-        if not self._in_call or (self._arguments is None and self._call is None and not self._in_list):
-            yield from self._content(self._text)
+    positions = ((position, -len(mark), mark) for mark in marks if (position := text.find(mark, start)) >= 0)
+    position, _, mark = min(positions, default=(len(text), 0, None))
+    return position, mark
 
 
-class LlamaParser(ToolCallParser):
-    """The format of Llama 3: the answer is `{"name": ..., "parameters": {...}}` and nothing else.
-
-    Several calls are separated by semicolons. An answer that does not begin with such an object is content.
-    """
-
-    _SEPARATORS: Final = "; \n\t\r"
-
-    def __init__(self) -> None:
-        self._call: CallReader | None = CallReader(0, "parameters")
-        self._calls = 0
-        self._is_between = False
-
-    def add(self, text: str) -> Iterator[Part]:
-        while text:
-            call = self._call
-            if self._is_between:
-                text = text.lstrip(self._SEPARATORS)
-                self._is_between = not text
-                continue
-            if call is None:
-                yield Content(text)
-                return
-            if call.is_over:  # broken, and text after calls is dropped
-                return
-            yield from call.add(text)
-            text = call.rest
-            if call.is_broken and not call.is_announced and not self._calls:
-                self._call = None
-                yield Content(call.text + text)
-                return
-            if call.is_over and not call.is_broken:
-                self._calls += 1
-                self._call, self._is_between = CallReader(self._calls, "parameters"), True
-
-    def finish(self) -> Iterator[Part]:
-        call = self._call
-        if call is not None and not call.is_announced and not self._calls and call.text:
-            yield Content(call.text)
+def length_of_begun(text: str, *marks: str) -> int:
+    """Returns the length of the longest end of a text that begins a mark."""
+    most = min(len(text), max(map(len, marks), default=1) - 1)
+    lengths = range(most, 0, -1)
+    return next((length for length in lengths if any(mark.startswith(text[-length:]) for mark in marks)), 0)
 
 
-def parser_of(template: str) -> type[ToolCallParser] | None:
-    """Returns the parser for the format in a chat template, or None if the format is unknown."""
-    if MistralParser.BEGIN in template:
-        return MistralParser
-    if HermesParser.BEGIN in template and "<function=" not in template:  # Qwen 3 Coder writes XML between the tags
-        return HermesParser
-    if '"parameters"' in template and "tools" in template:
-        return LlamaParser
-    return None
-
-
-def _length_of_begun(tag: str, text: str) -> int:
-    """Returns the length of the longest end of a text that begins a tag."""
-    return next((length for length in range(len(tag) - 1, 0, -1) if text.endswith(tag[:length])), 0)
+def may_become(text: str, *marks: str) -> bool:
+    """Returns whether a text is the beginning of one of several marks, and not all of it."""
+    return any(len(text) < len(mark) and mark.startswith(text) for mark in marks)
