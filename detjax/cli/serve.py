@@ -23,7 +23,10 @@ from detjax.runtime import backends
 API_KEY_VARIABLE: Final = "DETJAX_API_KEY"
 """Environment variable with the clients' key, used if the command line has none."""
 
-_ADDRESS, _CLIENTS, _CONNECTIONS = "Address and names", "Clients", "Connections"
+CONTROL_KEY_VARIABLE: Final = "DETJAX_CONTROL_KEY"
+"""Environment variable with the control key, used if the command line has none."""
+
+_ADDRESS, _CLIENTS, _CONNECTIONS, _CONTROL = "Address and names", "Clients", "Connections", "Control by a trainer"
 
 _LOADING = Fields(Loading, positional=("model",), options={"chat_template": Option(panel=_CLIENTS)})
 _SETTINGS = Fields(
@@ -39,6 +42,13 @@ _SETTINGS = Fields(
         "allowed_hosts": Option(default="localhost when listening on it without a key, else all"),
         "separate_prefixes": Option(name="--separate-prefixes/--shared-prefixes"),
         "max_pending_bytes": Option(panel=_CONNECTIONS),
+        "control_key": Option(
+            f"Key for the paths that pause the server, put it to sleep and replace its weights. Prefer the environment "
+            f"variable {CONTROL_KEY_VARIABLE}.",
+            default=f"{CONTROL_KEY_VARIABLE}, else the server does not have these paths",
+            panel=_CONTROL,
+        ),
+        "weights_directory": Option(panel=_CONTROL),
     },
 )
 _CONNECTION_SETTINGS = Fields(
@@ -154,6 +164,8 @@ def serve(
     names = address.names or (loading.model.resolve().name,)
     if API_KEY_VARIABLE in os.environ:  # even if it is empty, so that `Settings` rejects it
         client_settings = {"api_keys": (os.environ[API_KEY_VARIABLE],)} | client_settings
+    if CONTROL_KEY_VARIABLE in os.environ:
+        client_settings = {"control_key": os.environ[CONTROL_KEY_VARIABLE]} | client_settings
     in_flight = replicas.data_parallel * config.max_samples + max_queue
     settings = server.Settings(names[0], more_names=names[1:], max_in_flight=in_flight, **client_settings)
     template, cache = loading.template(), programs.prepared_cache()
@@ -191,6 +203,7 @@ def serve(
             if programs.certify and not _are_certified(decoder, running):
                 return 1
             app = server.create_app(running, decoder, tokenizer, settings)
+            del decoder  # sleep frees the memory of weights that nothing else refers to
             _start_texts(app, held)  # the workers load the tokenizer while programs compile
             running.warm_up(progress=sys.stderr.isatty(), cache=cache, in_background=True)
         ready = f"{settings.name} on {server.url(bound, connections)}, fingerprint {app.state.fingerprint}"

@@ -22,8 +22,11 @@ from starlette.staticfiles import StaticFiles
 
 from detjax.audit import Origin
 from detjax.contract import CONTRACT_VERSION
-from detjax.engine import Engine, EngineConfig, SamplingParams
+from detjax.engine import Aborted, Engine, EngineConfig, SamplingParams
+from detjax.engine.commands import Commanded, EngineCommands
 from detjax.models import Decoder, ModelMetadata, Tokenizer
+from detjax.models.checkpoint.weight_updates import UpdatableWeights, most_update_bytes
+from detjax.runtime import fingerprints
 from detjax.server.api import openapi
 from detjax.server.api.api_calls import ApiCall, Caller, ServedModel
 from detjax.server.api.chat_calls import ChatCall
@@ -33,6 +36,10 @@ from detjax.server.api.response_calls import ResponsesCall
 from detjax.server.api.response_fields import ResponsesRequest
 from detjax.server.api.schemas import ChatRequest, CompletionRequest
 from detjax.server.api.text_routes import DetokenizeRequest, TokenizeRequest, detokenized, tokenized
+from detjax.server.control.control import Control
+from detjax.server.control.gate import Gate, Version
+from detjax.server.control.routes import ControlRoutes
+from detjax.server.control.uploads import WeightFiles
 from detjax.server.http import bodies
 from detjax.server.http.errors import ApiError, error_response, quote, to_api_error
 from detjax.server.http.guard import Admission, ClientGone, Guard
@@ -45,7 +52,7 @@ from detjax.server.http.streaming import DONE, EventStream
 from detjax.server.replicated_engine import ReplicatedEngine
 from detjax.server.text.texts import Texts
 from detjax.server.text.token_texts import TokenTexts
-from detjax.server.tools.formats import tool_format
+from detjax.server.tools.formats import reasoning_format, tool_format
 from detjax.version import __version__
 
 _PAGE: Final = Path(__file__).parent / "page"
@@ -81,7 +88,8 @@ def create_app(engine: Engine, model: Decoder, tokenizer: Tokenizer, settings: S
     """Returns the server as an ASGI application.
 
     The fingerprint requires reading all weights, which takes a while for large models. The caller closes
-    `app.state.texts`, which ends the text workers.
+    `app.state.texts`, which ends the text workers. The application does not keep the model, and neither should the
+    caller, if the server has a control key: sleep would not free the memory of its weights.
 
     Args:
         engine: generates the answers. The caller closes it.
@@ -89,14 +97,26 @@ def create_app(engine: Engine, model: Decoder, tokenizer: Tokenizer, settings: S
         tokenizer: the engine's tokenizer.
         settings: settings for clients.
     """
-    origin = Origin.here(model, tokenizer, engine.config.kv_cache_dtype)
-    return app_of(engine, ModelMetadata.from_model(model), tokenizer, settings, origin)
+    metadata, quantization = ModelMetadata.from_model(model), engine.config.kv_cache_dtype
+    if settings.control_key is None:
+        return app_of(engine, metadata, tokenizer, settings, Origin.here(model, tokenizer, quantization))
+    weights = UpdatableWeights(model, tokenizer)
+    origin = Origin(fingerprints.fingerprint().digest, weights.digest.value, quantization)
+    return app_of(engine, metadata, tokenizer, settings, origin, EngineCommands(engine, weights))
 
 
 def app_of(
-    engine: Engine | ReplicatedEngine, metadata: ModelMetadata, tokenizer: Tokenizer, settings: Settings, origin: Origin
+    engine: Engine | ReplicatedEngine,
+    metadata: ModelMetadata,
+    tokenizer: Tokenizer,
+    settings: Settings,
+    origin: Origin,
+    commands: Commanded | None = None,
 ) -> Starlette:
-    """Returns the server of `create_app` for a model that may be in other processes."""
+    """Returns the server of `create_app` for a model that may be in other processes.
+
+    `commands` runs commands in the engines, if the settings have a control key.
+    """
     fingerprint = fingerprint_of(origin, engine.config, metadata)
     texts = Texts(tokenizer, settings.text_seconds)
     served = ServedModel(
@@ -107,12 +127,26 @@ def app_of(
         _sampling_defaults(metadata),
         fingerprint,
         TokenTexts(tokenizer),
-        tool_format(tokenizer),
+        calls := tool_format(tokenizer, settings.tool_format),
         settings.image_directory,
         origin,
         draws_seeds=settings.unseeded == "random",
+        logprobs_mode=settings.logprobs_mode,
+        reasoning_format=reasoning_format(tokenizer, calls),
     )
     api = _Api(served, settings)
+    if settings.control_key is not None:
+        assert commands is not None
+
+        def version_of(digest: str) -> Version:
+            new = dataclasses.replace(origin, model=digest)
+            return Version(new, fingerprint_of(new, engine.config, metadata))
+
+        api.control = Control(api.gate, commands, version_of)
+        files = WeightFiles(settings.weights_directory, most_update_bytes(metadata.config), settings.body_seconds)
+        control = ControlRoutes(api.control, commands, files, settings.control_key, api.parse_body).routes()
+    else:
+        control = []
     document = openapi.document(settings.name, needs_key=bool(settings.api_keys))
     routes = [
         Route("/v1/completions", partial(api.generate, CompletionRequest, CompletionCall), methods=["POST"]),
@@ -126,6 +160,7 @@ def app_of(
         Route("/v1/models/{name:path}", api.retrieve_model),
         Route("/health", api.health),
         Route("/metrics", api.metrics_text),
+        *control,
         Route("/openapi.json", lambda _: JSONResponse(document)),
         Route("/", lambda _: FileResponse(_PAGE / "index.html", headers=_PAGE_HEADERS)),
         Mount("/page", _PageFiles(directory=_PAGE)),
@@ -163,7 +198,9 @@ class _Api:
     def __init__(self, served: ServedModel, settings: Settings) -> None:
         self.served, self.settings = served, settings
         self.guard = Guard(settings.max_in_flight, settings.request_seconds, settings.max_pending_bytes)
-        self.metrics = Metrics(served.engine)
+        self.gate = Gate(served.engine, Version(served.origin, served.fingerprint))
+        self.control: Control | None = None
+        self.metrics = Metrics(served.engine, self._control_numbers)
         self._keys = [key.encode() for key in settings.api_keys]
         self._long_bodies = asyncio.Lock()
         """Serializes the parsing of long bodies, to bound its memory."""
@@ -181,7 +218,7 @@ class _Api:
         """POST /v1/completions, /v1/chat/completions and /v1/responses."""
         record = record_of(request.scope)
         self._authorize(request)
-        body = await self._parse_body(request, schema)
+        body = await self.parse_body(request, schema)
         self._check_model_name(body.model)
         try:
             # Responses have the name that the client asked for.
@@ -198,7 +235,7 @@ class _Api:
                     first = await self.guard.watch(request.receive, anext(events), deadline)  # pyright: ignore
                     held = admission.pop_all()
                     return EventStream(self.guard, first, events, deadline, held, call.error_event, body)
-                generating = self.served.engine.generate_async(call.requests)
+                generating = self.gate.generate(call, (call.id, record.request_id))
                 generations = await self.guard.watch(request.receive, generating, deadline)
                 await call.read(generations)
         except ClientGone:
@@ -230,13 +267,20 @@ class _Api:
         clock = asyncio.get_running_loop().time
         start, last_times = clock(), dict[tuple[int, int], float]()
         generated = 0
-        async with contextlib.aclosing(self.served.engine.stream_all(call.requests)) as tokens:
+        has_begun = False
+        async with contextlib.aclosing(self.gate.stream(call, (call.id, record.request_id))) as tokens:
             async for prompt, token in tokens:
                 now = clock()
-                if not generated:
+                if not has_begun:
+                    has_begun = True
                     self.metrics.first_token.observe(now - start)
                     for chunk in call.first_chunks():
                         yield chunk
+                if isinstance(token, Aborted):
+                    admission.give_back()
+                    for chunk in call.abort_chunks(prompt, token):
+                        yield chunk
+                    continue
                 generated += 1
                 record.generated_tokens = generated
                 self.metrics.generated_tokens.inc()
@@ -260,7 +304,7 @@ class _Api:
     ) -> Response:
         """POST /tokenize and /detokenize."""
         self._authorize(request)
-        body = await self._parse_body(request, schema)
+        body = await self.parse_body(request, schema)
         if body.model is not None:
             self._check_model_name(body.model)
         try:
@@ -304,7 +348,7 @@ class _Api:
             accepted = ", ".join(map(repr, self.settings.names))
             raise ApiError(404, f"model is {quote(name)}; accepted: {accepted}", param="model", code="model_not_found")
 
-    async def _parse_body[Body: BaseModel](self, request: Request, schema: type[Body]) -> Body:
+    async def parse_body[Body: BaseModel](self, request: Request, schema: type[Body]) -> Body:
         content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if content_type != "application/json":
             raise ApiError(415, f"the content type is {content_type!r}; accepted: application/json")
@@ -354,7 +398,7 @@ class _Api:
             "owned_by": "detjax",
             "max_model_len": self.served.engine.max_length,
             "chat": self.served.tokenizer.has_chat_template,
-            "system_fingerprint": self.served.fingerprint,
+            "system_fingerprint": self.gate.version.fingerprint,
         }
 
     async def health(self, _: Request) -> Response:
@@ -363,7 +407,16 @@ class _Api:
             return JSONResponse({"status": "the engine has failed"}, 503)
         if self.guard.is_draining:
             return JSONResponse({"status": "shutting down"}, 503)
-        return JSONResponse({"status": "ok"})
+        # A supervisor must not restart a server that its trainer has put to sleep.
+        numbers = self._control_numbers()
+        status = "sleeping" if numbers.get("sleeping") else "paused" if numbers.get("paused") else "ok"
+        return JSONResponse({"status": status})
+
+    def _control_numbers(self) -> dict[str, int]:
+        """Returns the numbers that the metrics show about the server's control, if it has any."""
+        if (control := self.control) is None:
+            return {}
+        return {"paused": control.is_paused, "sleeping": control.is_sleeping, "weight_updates": control.updates}
 
     async def metrics_text(self, _: Request) -> Response:
         """GET /metrics."""

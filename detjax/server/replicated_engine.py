@@ -9,15 +9,30 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import AsyncGenerator, Iterable, Sequence
-from typing import Final, Protocol
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Collection, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final, Protocol
 
-from detjax.engine import Completion, Engine, EngineClosed, EngineConfig, Generation, NotFinite, Request, Token
+from detjax.engine import (
+    Aborted,
+    Completion,
+    Engine,
+    EngineClosed,
+    EngineConfig,
+    Generation,
+    NotFinite,
+    Request,
+    Token,
+)
+from detjax.engine.commands import Abort, Command
+from detjax.engine.engine import REMEMBERED
+from detjax.engine.job import ABORT
 from detjax.engine.request_reader import RequestReader
 from detjax.models import ModelMetadata, Tokenizer
 
-type Event = tuple[int, Token | Generation]
-"""The index of a request, with one of its tokens or, at its end, its generation."""
+type Event = tuple[int, Token | Aborted | Generation]
+"""The index of a request, with one of its tokens, the end of an aborted sample or, at its end, its generation."""
 type Batch = list[Event] | Exception
 """Events that arrive together, or the error of a replica that does not answer."""
 
@@ -46,6 +61,19 @@ class Replicas(Protocol):
         Raises:
             ReplicaLost: the replica is lost. A new call goes to another one.
         """
+        ...
+
+    async def command(self, command: Command) -> Any:
+        """Runs a command in all replicas; see `Commanded`. Later replicas get the same state.
+
+        Raises:
+            ReplicaLost: no replica has run it.
+        """
+        ...
+
+    @property
+    def kept_files(self) -> Collection[Path]:
+        """Files of updates that replicas need when they start again."""
         ...
 
 
@@ -109,6 +137,8 @@ class ReplicatedEngine(RequestReader):
         super().__init__(metadata, tokenizer, config)
         self._replicas = replicas
         self.losses = 0
+        self._aborted: OrderedDict[str, None] = OrderedDict()
+        """Ids of aborted requests, for calls that have lost their replica and go to one that does not know them."""
 
     @property
     def failure(self) -> BaseException | None:
@@ -128,17 +158,45 @@ class ReplicatedEngine(RequestReader):
                 pass
         return [answer.generation() for answer in answers]
 
-    async def stream_all(self, requests: Sequence[Request]) -> AsyncGenerator[tuple[int, Token]]:
+    @property
+    def kept_files(self) -> Collection[Path]:
+        """Files of updates that replicas need when they start again."""
+        return self._replicas.kept_files
+
+    async def command(self, command: Command) -> Any:
+        """Runs a command in all replicas; see `Commanded`.
+
+        Raises:
+            ValueError: prepared weights do not fit the model.
+            EngineClosed: no replica could run it.
+        """
+        if isinstance(command, Abort):
+            self._aborted |= dict.fromkeys(command.ids)
+            while len(self._aborted) > REMEMBERED:
+                self._aborted.popitem(last=False)
+        try:
+            return await self._replicas.command(command)
+        except ReplicaLost:
+            if isinstance(command, Abort):
+                return 0  # the calls end when they look for another replica
+            raise EngineClosed("no replica of the engine is ready; retry later") from None
+
+    async def stream_all(self, requests: Sequence[Request]) -> AsyncGenerator[tuple[int, Token | Aborted]]:
         """Streams tokens, like `Engine.stream_all`; raises EngineClosed after losing too many replicas."""
         answers = [_Answer(request) for request in requests]
         async with contextlib.aclosing(self._tokens(answers, is_whole=False)) as tokens:
             async for token in tokens:
                 yield token
 
-    async def _tokens(self, answers: list["_Answer"], *, is_whole: bool) -> AsyncGenerator[tuple[int, Token]]:
+    async def _tokens(self, answers: list["_Answer"], *, is_whole: bool) -> AsyncGenerator[tuple[int, Token | Aborted]]:
         """Yields every token once, regardless of lost replicas."""
         in_a_row = 0
         while unanswered := [number for number, answer in enumerate(answers) if answer.end is None]:
+            if aborted := [number for number in unanswered if answers[number].id in self._aborted]:
+                for number in aborted:
+                    for end in answers[number].abort():
+                        yield number, end
+                continue
             rest = [answers[number].rest() for number in unanswered]
             try:
                 async with contextlib.aclosing(self._replicas.stream(rest, is_whole=is_whole)) as batches:
@@ -151,6 +209,8 @@ class ReplicatedEngine(RequestReader):
                             answer = answers[unanswered[index]]
                             if isinstance(event, Generation):
                                 answer.end = event
+                            elif isinstance(event, Aborted):
+                                yield unanswered[index], event
                             elif (token := answer.take(event)) is not None:
                                 in_a_row = 0
                                 yield unanswered[index], token
@@ -170,11 +230,13 @@ class _Answer:
     """The answer to a request so far.
 
     Attributes:
+        id: the request's id.
         end: the generation that arrived last; it has only the tokens of the last replica.
     """
 
     def __init__(self, request: Request) -> None:
         self.end: Generation | None = None
+        self.id = request.id
         self._request = request
         self._tokens: list[list[Token]] = [[] for _ in range(request.sampling.n)]
         self._positions: list[int] = []
@@ -205,6 +267,19 @@ class _Answer:
         sample.append(token)
         return token
 
+    def abort(self) -> Iterator[Aborted]:
+        """Ends the answer with the tokens so far, and yields the ends of its unfinished samples."""
+        assert not isinstance(self._request.prompt, str)
+        completions = []
+        for sample, tokens in enumerate(self._tokens):
+            if tokens and tokens[-1].finish_reason is not None:
+                completions.append(completion_of(tokens))
+                continue
+            end = Aborted(sample, "")
+            completions.append(completion_of(tokens, end))
+            yield end
+        self.end = Generation(tuple(map(int, self._request.prompt)), tuple(completions))
+
     def generation(self) -> Generation:
         """Returns the complete generation."""
         assert self.end is not None
@@ -215,11 +290,11 @@ class _Answer:
         return Generation(self.end.prompt_tokens, completions, self.end.prompt, cached)
 
 
-def completion_of(tokens: Sequence[Token]) -> Completion:
-    """Returns the completion that consists of these tokens of a stream."""
-    reason = tokens[-1].finish_reason
+def completion_of(tokens: Sequence[Token], aborted: Aborted | None = None) -> Completion:
+    """Returns the completion that consists of these tokens of a stream, and of its end if it was aborted."""
+    reason = tokens[-1].finish_reason if aborted is None else ABORT
     assert reason is not None
-    texts = [token.text for token in tokens if token.text is not None]
+    texts = [one.text for one in (*tokens, aborted) if one is not None and one.text is not None]
     return Completion(
         tokens=tuple(token.token for token in tokens),
         logprobs=tuple(token.logprob for token in tokens),
@@ -227,4 +302,5 @@ def completion_of(tokens: Sequence[Token]) -> Completion:
         text="".join(texts) if texts else None,
         finish_reason=reason,
         sampling_logprobs=tuple(one for token in tokens if (one := token.sampling_logprob) is not None),
+        sampling_top_logprobs=tuple(one for token in tokens if (one := token.sampling_top_logprobs)),
     )

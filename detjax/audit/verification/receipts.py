@@ -12,6 +12,8 @@ from detjax.models import Tokenizer
 
 _MINUS_INFINITY: Final = -9999.0
 """The logprob that stands for minus infinity in the server's responses."""
+_ABORT: Final = "abort"
+"""The finish reason of an answer that its server has aborted."""
 _ACCEPTED: Final = (
     "transcripts, and responses of /v1/completions, /v1/chat/completions and /v1/responses to requests with "
     '"receipt": true'
@@ -77,13 +79,15 @@ def _contradictions(
     if fingerprint and environment is not None and environment not in fingerprint.split("-"):
         yield f"the response's system_fingerprint is {fingerprint!r}, but the receipt's environment is {environment!r}"
     fields = _fields(answer)
+    reported = transcript.sampling_logprobs if _is_processed(answer) else transcript.logprobs
     expected: Json = {
         "token_ids": list(transcript.tokens),
         "prompt_token_ids": list(transcript.prompt),
         "finish_reason": transcript.finish_reason,
         "seed": transcript.sampling.seed,
         "text": transcript.text,
-        "logprobs": transcript.logprobs and [x if math.isfinite(x) else _MINUS_INFINITY for x in transcript.logprobs],
+        "logprobs": _finite(reported),
+        "sampling_logprobs": _finite(transcript.sampling_logprobs),
     }
     for name, value in fields.items():
         if name == "text" and value != transcript.text and value in _echoes(transcript, tokenizer):
@@ -99,21 +103,38 @@ def _fields(answer: Mapping[str, Any]) -> Json:
     logprobs: Any = answer.get("logprobs")
     if "output" in answer:  # /v1/responses, where `text` is a setting
         fields = {name: answer[name] for name in ("seed",) if name in answer}
-        fields["finish_reason"] = "length" if answer.get("status") == "incomplete" else "stop"
+        reasons = {"incomplete": "length", "cancelled": _ABORT}
+        fields["finish_reason"] = reasons.get(answer.get("status", ""), "stop")
         items = answer["output"]
         if len(items) == 1 and items[0].get("type") == "message":
             (part,) = items[0]["content"]
             fields["text"], logprobs = part["text"], {"content": part.get("logprobs") or None}
     if "message" in answer and not answer["message"].get("tool_calls"):
         fields["text"] = answer["message"]["content"]
+    if fields.get("finish_reason") == _ABORT:
+        fields["finish_reason"] = None  # the answer may continue
     if fields.get("finish_reason") == "tool_calls":
         fields["finish_reason"] = "stop"
     if logprobs and "token_logprobs" in logprobs:
         count = len(answer["receipt"].get("tokens", ()))
         fields["logprobs"] = list(logprobs["token_logprobs"][-count:])  # an echoed prompt's logprobs come first
+        if "sampling_logprobs" in logprobs:
+            fields["sampling_logprobs"] = list(logprobs["sampling_logprobs"][-count:])
     elif logprobs and logprobs.get("content"):
         fields["logprobs"] = [entry["logprob"] for entry in logprobs["content"]]
+        if "sampling_logprob" in logprobs["content"][0]:
+            fields["sampling_logprobs"] = [entry["sampling_logprob"] for entry in logprobs["content"]]
     return fields
+
+
+def _is_processed(answer: Mapping[str, Any]) -> bool:
+    """Returns whether an answer's logprobs are those of the distribution that its tokens were drawn from."""
+    return answer.get("logprobs_mode") == "processed_logprobs"
+
+
+def _finite(logprobs: Sequence[float] | None) -> list[float] | None:
+    """Returns logprobs as the server writes them."""
+    return logprobs and [x if math.isfinite(x) else _MINUS_INFINITY for x in logprobs]  # pyright: ignore[reportReturnType]
 
 
 def _echoes(transcript: Transcript, tokenizer: Tokenizer | None) -> Sequence[str]:

@@ -1,7 +1,7 @@
 """Prometheus metrics, and the middleware that counts requests."""
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -19,9 +19,13 @@ _BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120
 class Metrics:
     """The metrics of a server and its engine; with replicas, the number of lost replicas instead of the engine's."""
 
-    def __init__(self, engine: Engine | ReplicatedEngine) -> None:
+    def __init__(
+        self, engine: Engine | ReplicatedEngine, control: Callable[[], Mapping[str, int]] = lambda: {}
+    ) -> None:
+        """Metrics of an engine's server; `control` returns the numbers of its control, if it has any."""
         self.registry = CollectorRegistry()
         self.registry.register(_EngineCollector(engine))
+        self.registry.register(_ControlCollector(control))
         self.requests = self._counter("requests", "HTTP requests.", "path", "status")
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of admitted requests.")
         self.generated_tokens = self._counter("generated_tokens", "Generated tokens.")
@@ -62,6 +66,21 @@ class _EngineCollector(Collector):
         yield CounterMetricFamily(
             "detjax_snapshot_hits", "Samples that resumed from a snapshot of a slot.", stats.snapshot_hits
         )
+
+
+class _ControlCollector(Collector):
+    """Reads the numbers of a server's control for each scrape."""
+
+    def __init__(self, read: Callable[[], Mapping[str, int]]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterator[Metric]:
+        numbers = self._read()
+        if not numbers:
+            return
+        yield GaugeMetricFamily("detjax_paused", "1 while requests wait for /resume.", numbers["paused"])
+        yield GaugeMetricFamily("detjax_sleeping", "1 while the devices' memory is released.", numbers["sleeping"])
+        yield CounterMetricFamily("detjax_weight_updates", "Updates of the weights.", numbers["weight_updates"])
 
 
 class RequestMetrics:

@@ -11,8 +11,10 @@ from pathlib import Path
 from detjax import models
 from detjax.audit import Origin
 from detjax.engine import Engine, EngineConfig, prepare_cache
+from detjax.engine.commands import EngineCommands
 from detjax.models import ModelMetadata, Tokenizer
-from detjax.runtime import backends
+from detjax.models.checkpoint.weight_updates import UpdatableWeights
+from detjax.runtime import backends, fingerprints
 from detjax.server.app import fingerprint_of
 
 
@@ -64,13 +66,17 @@ class ReplicaFacts:
         """The replica's `system_fingerprint`."""
         return fingerprint_of(self.origin, self.config, self.metadata)
 
+    def with_digest(self, digest: str) -> "ReplicaFacts":
+        """Returns the facts after an update of the weights to a model of this digest."""
+        return dataclasses.replace(self, origin=dataclasses.replace(self.origin, model=digest))
+
     def tokenizer(self) -> Tokenizer:
         """Creates the replica's tokenizer in this process."""
         return Tokenizer(self.tokenizer_files, "the checkpoint")
 
 
-def started_engine(options: ReplicaOptions) -> tuple[Engine, ReplicaFacts]:
-    """Loads the model, and returns its warmed-up engine and the facts.
+def started_engine(options: ReplicaOptions) -> tuple[Engine, ReplicaFacts, EngineCommands]:
+    """Loads the model, and returns its warmed-up engine, the facts, and the commands to it.
 
     Raises:
         ValueError: an option is out of range, the device is not supported, or the checkpoint has no tokenizer.
@@ -90,8 +96,10 @@ def started_engine(options: ReplicaOptions) -> tuple[Engine, ReplicaFacts]:
         with _compile_lock(options.cache):
             engine.warm_up(cache=options.cache, in_background=True)
         # Not with the number of pages: it depends on the machine's free memory, and no bit depends on it.
-        origin = Origin.here(model, tokenizer, options.config.kv_cache_dtype)
-        return engine, ReplicaFacts(ModelMetadata.from_model(model), tokenizer.files, engine.config, origin)
+        weights = UpdatableWeights(model, tokenizer)
+        origin = Origin(fingerprints.fingerprint().digest, weights.digest.value, options.config.kv_cache_dtype)
+        facts = ReplicaFacts(ModelMetadata.from_model(model), tokenizer.files, engine.config, origin)
+        return engine, facts, EngineCommands(engine, weights)
 
 
 @contextlib.contextmanager

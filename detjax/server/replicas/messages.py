@@ -6,8 +6,10 @@ import queue
 import threading
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
+from typing import Any
 
 from detjax.engine import Request
+from detjax.engine.commands import Command
 from detjax.server.http.settings import LogSettings
 from detjax.server.replicas.engine import ReplicaFacts, ReplicaOptions
 from detjax.server.replicated_engine import Batch
@@ -44,6 +46,26 @@ class Call:
 
 
 @dataclasses.dataclass(frozen=True)
+class Order:
+    """A command of a front to the replica's engine.
+
+    Attributes:
+        number: the number of the order.
+        command: the command.
+    """
+
+    number: int
+    command: Command
+
+
+@dataclasses.dataclass(frozen=True)
+class CatchUp:
+    """An answer to `Ready`: commands that give the replica the weights of the others. It is then ready again."""
+
+    commands: tuple[Command, ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class End:
     """The last message of a front."""
 
@@ -53,6 +75,19 @@ class Ready:
     """The message of a replica that takes calls."""
 
     facts: ReplicaFacts
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """The outcome of an order.
+
+    Attributes:
+        number: the number of the order.
+        result: the command's result, or the exception that ended it.
+    """
+
+    number: int
+    result: Any
 
 
 @dataclasses.dataclass(frozen=True)

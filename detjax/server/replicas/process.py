@@ -19,9 +19,22 @@ from typing import Any, Final, Protocol
 import jax
 
 from detjax.engine import Engine
+from detjax.engine.commands import Commit, EngineCommands
 from detjax.server.http.logs import logging_to_stderr
 from detjax.server.replicas.engine import ReplicaFacts, ReplicaOptions, started_engine
-from detjax.server.replicas.messages import Alive, Answer, Call, End, Failed, Outbox, Ready, Start
+from detjax.server.replicas.messages import (
+    Alive,
+    Answer,
+    Call,
+    CatchUp,
+    End,
+    Failed,
+    Order,
+    Outbox,
+    Outcome,
+    Ready,
+    Start,
+)
 from detjax.server.replicated_engine import batches
 
 _BEATS: Final = 4
@@ -47,20 +60,30 @@ class Replica:
         self._connection, self._start = connection, start
         self._outbox = Outbox(connection)
         self._engine: Engine | None = None
+        self._commands: EngineCommands | None = None
+        self._facts: ReplicaFacts | None = None
         self._answering: dict[int, asyncio.Task[None]] = {}
+        self._ordered: asyncio.Queue[Order | CatchUp] = asyncio.Queue()
 
-    async def serve(self, start: Callable[[ReplicaOptions], tuple[Engine, ReplicaFacts]] = started_engine) -> None:
+    async def serve(
+        self, start: Callable[[ReplicaOptions], tuple[Engine, ReplicaFacts, EngineCommands]] = started_engine
+    ) -> None:
         """Starts the engine, and answers calls. Returns if the engine cannot start or fails.
 
         The process ends when the front sends `End` or is gone.
         """
         loop = asyncio.get_running_loop()
         threading.Thread(target=self._read, args=(loop,), name="detjax-inbox", daemon=True).start()
-        beating = asyncio.create_task(self.beat())
+        tasks = [asyncio.create_task(self.beat())]
         try:
-            self._engine, facts = await asyncio.to_thread(start, self._start.options)
-            self._outbox.put(Ready(facts))
-            await asyncio.wrap_future(self._engine.closed)
+            self._engine, self._facts, self._commands = await asyncio.to_thread(start, self._start.options)
+            self._outbox.put(Ready(self._facts))
+            ended = asyncio.wrap_future(self._engine.closed)
+            tasks.append(asyncio.create_task(self._obey()))
+            await asyncio.wait({ended, tasks[-1]}, return_when=asyncio.FIRST_COMPLETED)
+            if not ended.done():
+                tasks[-1].result()
+            await ended
         except Exception as error:
             if self._engine is not None:
                 reason = "its engine has failed"  # the engine has logged why
@@ -70,7 +93,8 @@ class Replica:
                     _log.error("a replica could not start", exc_info=error)
             self._outbox.put(Failed(reason))
         finally:
-            beating.cancel()
+            for task in tasks:
+                task.cancel()
             self._outbox.close(_SECONDS_TO_END)
 
     async def beat(self) -> None:
@@ -98,9 +122,34 @@ class Replica:
             closing.join(_SECONDS_TO_END)
         os._exit(0)
 
-    def _take(self, calls: list[Call]) -> None:
-        for call in calls:
-            if call.requests is not None:
+    async def _obey(self) -> None:
+        """Runs commands in their order. Raises an exception if the replica cannot get the weights of the others."""
+        assert self._commands is not None and self._facts is not None
+        while True:
+            ordered = await self._ordered.get()
+            if isinstance(ordered, CatchUp):
+                for command in ordered.commands:
+                    await self._commands.command(command)
+                self._outbox.put(Ready(self._facts.with_digest(self._commands.digest)))
+                continue
+            try:
+                if isinstance(ordered.command, Commit):
+                    # Calls that were cancelled just before may not have left the engine.
+                    await asyncio.gather(*self._answering.values(), return_exceptions=True)
+                result = await self._commands.command(ordered.command)
+            except Exception as error:
+                if not isinstance(error, ValueError):
+                    _log.error("a replica could not run %s", type(ordered.command).__name__, exc_info=error)
+                # The type is kept, because the front's answer depends on it; a traceback cannot be sent.
+                kind = ValueError if isinstance(error, ValueError) else RuntimeError
+                result = kind(str(error))
+            self._outbox.put(Outcome(ordered.number, result))
+
+    def _take(self, messages: list[Call | Order | CatchUp]) -> None:
+        for call in messages:
+            if not isinstance(call, Call):
+                self._ordered.put_nowait(call)
+            elif call.requests is not None:
                 self._answering[call.number] = asyncio.create_task(self._answer(call))
             elif (task := self._answering.get(call.number)) is not None:
                 task.cancel()
@@ -119,7 +168,7 @@ class Replica:
             del self._answering[call.number]
 
 
-def _started_here(options: ReplicaOptions) -> tuple[Engine, ReplicaFacts]:
+def _started_here(options: ReplicaOptions) -> tuple[Engine, ReplicaFacts, EngineCommands]:
     """Calls `started_engine`; raises a ValueError on a TPU, which processes cannot share."""
     if jax.default_backend() == "tpu":
         raise ValueError(

@@ -7,7 +7,6 @@ on another replica, see `replicated_engine`, and a new process replaces it.
 import asyncio
 import contextlib
 import ctypes
-import functools
 import itertools
 import logging
 import math
@@ -17,7 +16,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any, Final
@@ -26,11 +26,12 @@ import jax
 from starlette.applications import Starlette
 
 from detjax.engine import EngineClosed, Request
+from detjax.engine.commands import Abort, Command, Commit, Discard, History, Prepare, Prepared
 from detjax.server.app import app_of
 from detjax.server.http.settings import LogSettings, Settings
 from detjax.server.replicas.choice import EXCESS, ReplicaChoice, first_pages
 from detjax.server.replicas.engine import ReplicaFacts, ReplicaOptions
-from detjax.server.replicas.messages import Answer, Call, End, Failed, Outbox, Ready, Start
+from detjax.server.replicas.messages import Answer, Call, CatchUp, End, Failed, Order, Outbox, Outcome, Ready, Start
 from detjax.server.replicated_engine import Batch, ReplicaLost, ReplicatedEngine
 
 SILENCE: Final = 30.0
@@ -41,6 +42,8 @@ _SECONDS_TO_END: Final = 10
 """Seconds for a process to end after `End` or a kill."""
 _LONGEST_PAUSE: Final = 60
 """Maximum number of seconds between two attempts to start a process."""
+_UNASKED: Final = -1
+"""The number of orders whose outcome nobody waits for."""
 _POLL: Final = 0.05
 """Seconds between two checks for a ready replica."""
 _log: Final = logging.getLogger(__name__)
@@ -76,12 +79,14 @@ class ProcessReplicas:
         shares = device_shares(count, options.tensor_parallel * options.expert_parallel)
         start = Start(options, log or LogSettings(), silence)
         self._facts: ReplicaFacts | None = None
+        self._history = History()
+        self._prepared = dict[_Replica, Prepared]()
+        """Replicas that have the same weights prepared."""
         self._changed = threading.Condition()
         self._choice = ReplicaChoice(count, excess)
         self._numbers = itertools.count()
         self._replicas = [
-            _Replica(number, start, share, functools.partial(self._accept, number), self._changed)
-            for number, share in enumerate(shares)
+            _Replica(number, start, share, self._accept, self._changed) for number, share in enumerate(shares)
         ]
         try:
             with self._changed:
@@ -140,12 +145,76 @@ class ProcessReplicas:
         finally:
             self._choice.in_flight[chosen] -= samples
 
-    def _accept(self, number: int, facts: ReplicaFacts) -> str | None:
-        """Returns the reason to reject a replica that has started, or None."""
+    # --- commands -----------------------------------------------------------------------------------------------------
+
+    @property
+    def kept_files(self) -> Collection[Path]:
+        """Files of updates that replicas need when they start again."""
+        return self._history.updates
+
+    async def command(self, command: Command) -> Any:
+        """Runs a command in all replicas; see `Replicas.command`.
+
+        A replica that is lost meanwhile, or fails, is started again with the state that the others then have.
+        """
+        if isinstance(command, Prepare):
+            return await self._prepare(command)
         with self._changed:
-            self._facts = known = self._facts or facts
+            ready = [replica for replica in self._replicas if replica.is_ready]
+            if isinstance(command, Commit):
+                # From here on, replicas that start get the new weights, and none serves with the old ones.
+                ready, others = [one for one in ready if one in self._prepared], ready
+                assert self._prepared and self._facts is not None
+                self._facts = self._facts.with_digest(next(iter(self._prepared.values())).digest)
+                for replica in set(others) - set(ready):
+                    replica.kill()
+            if isinstance(command, Commit | Discard):
+                self._prepared = {}
+            self._history.note(command)
+            orders = [replica.order(next(self._numbers), command) for replica in ready]
+        outcomes = await asyncio.gather(*map(asyncio.wrap_future, orders), return_exceptions=True)
+        for replica, outcome in zip(ready, outcomes, strict=True):
+            if isinstance(outcome, Exception) and not isinstance(outcome, ReplicaLost):
+                _log.error("replica %d could not run %s: %s", replica.number, type(command).__name__, outcome)
+                replica.kill()
+        results = [outcome for outcome in outcomes if not isinstance(outcome, BaseException)]
+        if not results and not isinstance(command, Commit):  # a commit counts, and all replicas start with it
+            raise ReplicaLost("no replica is ready")
+        return sum(results) if isinstance(command, Abort) else None
+
+    async def _prepare(self, command: Prepare) -> Prepared:
+        """Prepares weights in all replicas, or discards them in all.
+
+        Raises:
+            ValueError: they do not fit the model.
+            ReplicaLost: no replica is ready.
+        """
+        ready = [replica for replica in self._replicas if replica.is_ready]
+        orders = [asyncio.wrap_future(replica.order(next(self._numbers), command)) for replica in ready]
+        outcomes = dict(zip(ready, await asyncio.gather(*orders, return_exceptions=True), strict=True))
+        self._prepared = {one: outcome for one, outcome in outcomes.items() if isinstance(outcome, Prepared)}
+        failures = [one for one in outcomes.values() if isinstance(one, Exception) and not isinstance(one, ReplicaLost)]
+        if len({*self._prepared.values()}) > 1:
+            failures.append(ValueError(f"{command.path} was changed while it was read; accepted: complete files"))
+        if failures or not self._prepared:
+            with contextlib.suppress(ReplicaLost):
+                await self.command(Discard())
+            raise failures[0] if failures else ReplicaLost("no replica is ready")
+        prepared = next(iter(self._prepared.values()))
+        self._history.note_prepared(command.path, prepared)
+        return prepared
+
+    def _accept(self, facts: ReplicaFacts) -> "str | CatchUp | tuple[Command, ...]":
+        """Returns the reason to reject a replica that has started, what it must do before it is ready again, or the
+        commands that give an accepted one the state of the others.
+
+        The caller holds `_changed`.
+        """
+        self._facts = known = self._facts or facts
         if facts.fingerprint == known.fingerprint:
-            return None
+            return self._history.state_commands()
+        if self._history.updates and facts.with_digest(str(known.origin.model)).fingerprint == known.fingerprint:
+            return CatchUp(self._history.update_commands())
         return f"its fingerprint is {facts.fingerprint}, but the other replicas have {known.fingerprint}"
 
     def _first_failure(self) -> str | None:
@@ -158,7 +227,7 @@ def app_of_replicas(replicas: ProcessReplicas, settings: Settings) -> Starlette:
     facts = replicas.facts
     tokenizer = facts.tokenizer()
     engine = ReplicatedEngine(replicas, facts.metadata, tokenizer, facts.config)
-    return app_of(engine, facts.metadata, tokenizer, settings, facts.origin)
+    return app_of(engine, facts.metadata, tokenizer, settings, facts.origin, engine)
 
 
 type _Batches = asyncio.Queue[Batch | ReplicaLost | None]
@@ -178,12 +247,13 @@ class _Replica:
         number: int,
         start: Start,
         share: Mapping[str, str],
-        accept: Callable[[ReplicaFacts], str | None],
+        accept: Callable[[ReplicaFacts], str | CatchUp | tuple[Command, ...]],
         changed: threading.Condition,
     ) -> None:
         """Starts the process in the background, with environment variables `share` that assign it its devices.
 
-        When it is ready, `accept` may return a reason to reject it. Then `changed` is notified.
+        When it is ready, `accept` returns a reason to reject it, or what it has to do first. `changed` is notified of
+        its state, and guards it.
         """
         self.number = number
         self.start_failure: str | None = None
@@ -194,6 +264,10 @@ class _Replica:
         self._outbox: Outbox | None = None
         self.is_ready = False
         self._calls: dict[int, tuple[asyncio.AbstractEventLoop, _Batches]] = {}
+        self._orders: dict[int, Future[Any]] = {}
+        self._is_killed = False
+        self._caught_up: CatchUp | None = None
+        """The commands that the process had to run before it was ready, if any."""
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._watch, name=f"detjax-replica-{number}", daemon=True)
         self._thread.start()
@@ -223,6 +297,25 @@ class _Replica:
             with self._lock:
                 if self._calls.pop(call.number, None) is not None:
                     outbox.put(Call(call.number, None))
+
+    def order(self, number: int, command: Command) -> Future[Any]:
+        """Sends a command, and returns a future of its result; its exception is ReplicaLost if the replica is lost."""
+        future: Future[Any] = Future()
+        with self._lock:
+            if self._outbox is None:
+                future.set_exception(ReplicaLost("its process has ended"))
+            else:
+                self._orders[number] = future
+                self._outbox.put(Order(number, command))
+        return future
+
+    def kill(self) -> None:
+        """Lets the process take no more calls, and kills it in the background. A new one replaces it."""
+        with self._lock:
+            self.is_ready, self._is_killed = False, True
+            process = self._process
+        if process is not None:
+            threading.Thread(target=_kill, args=(process,), daemon=True).start()
 
     def tell_to_end(self) -> None:
         """Sends `End` to the process, and starts no new one."""
@@ -307,13 +400,41 @@ class _Replica:
             for message in messages:
                 if isinstance(message, Failed):
                     return message.reason
-                if isinstance(message, Ready):
-                    if (reason := self._accept(message.facts)) is not None:
-                        return reason
-                    _log.info("replica %d is ready, process %d", self.number, self.process_id)
-                    with self._changed, self._lock:
-                        self.is_ready, self.start_failure = True, None
-                        self._changed.notify_all()
+                if isinstance(message, Ready) and (reason := self._welcome(message.facts)) is not None:
+                    return reason
+                if isinstance(message, Outcome):
+                    self._note(message)
+
+    def _note(self, outcome: Outcome) -> None:
+        with self._lock:
+            order = self._orders.pop(outcome.number, None)
+        if order is None or not order.set_running_or_notify_cancel():
+            return
+        if isinstance(outcome.result, Exception):
+            order.set_exception(outcome.result)
+        else:
+            order.set_result(outcome.result)
+
+    def _welcome(self, facts: ReplicaFacts) -> str | None:
+        """Lets a replica take calls or catch up, or returns the reason to reject it."""
+        with self._changed:
+            answer = self._accept(facts)
+            if isinstance(answer, str):
+                return answer
+            if isinstance(answer, CatchUp) and answer == self._caught_up:
+                return "it has the updates of the other replicas, but not their weights; were the files changed?"
+            with self._lock:
+                assert self._outbox is not None
+                if isinstance(answer, CatchUp):
+                    self._caught_up = answer
+                    self._outbox.put(answer)
+                    return None
+                for command in answer:
+                    self._outbox.put(Order(_UNASKED, command))
+                self.is_ready, self.start_failure = True, None
+            _log.info("replica %d is ready, process %d", self.number, self.process_id)
+            self._changed.notify_all()
+        return None
 
     def _pass_on(self, answers: Sequence[Answer]) -> None:
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Batches, Batch | None]]] = {}
@@ -330,9 +451,14 @@ class _Replica:
     def _lose(self) -> bool:
         """Reports the loss to all pending calls, and returns whether the process was ready."""
         with self._lock:
-            was_ready, self.is_ready = self.is_ready, False
-            self._process = self._outbox = None
+            was_ready, self.is_ready = self.is_ready or self._is_killed, False
+            self._process = self._outbox = self._caught_up = None
+            self._is_killed = False
             calls, self._calls = self._calls, {}
+            orders, self._orders = self._orders, {}
+        for order in orders.values():
+            if order.set_running_or_notify_cancel():
+                order.set_exception(ReplicaLost(f"the process of replica {self.number} is lost"))
         for loop, batches in calls.values():
             _call_in(loop, batches.put_nowait, ReplicaLost(f"the process of replica {self.number} is lost"))
         return was_ready

@@ -1,0 +1,203 @@
+"""The control paths. Their names, parameters and answers are vLLM's and SGLang's, where these have them."""
+
+import hmac
+from collections.abc import Awaitable, Callable
+from typing import Annotated, Any, Final, cast, get_args
+
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from detjax.engine.commands import PARTS, Commanded
+from detjax.server.api.field_marks import Ignored, Unserved
+from detjax.server.control.control import Control, Mode
+from detjax.server.control.uploads import WeightFiles
+from detjax.server.http.errors import ApiError, quote, to_api_error
+from detjax.server.http.field_types import Body
+
+_MODES: Final = get_args(Mode)
+_BOOLS: Final = {"true": True, "1": True, "false": False, "0": False}
+_LONGEST_ID: Final = 128
+
+
+class AbortBody(Body):
+    """SGLang's body of /abort_request."""
+
+    rid: str | Annotated[list[Annotated[str, Field(max_length=_LONGEST_ID)]], Field(max_length=4096)] | None = None
+    abort_all: bool = False
+
+
+class UpdateBody(Body):
+    """SGLang's body of /update_weights_from_disk, with `mode`."""
+
+    model_path: str
+    mode: Mode | None = None
+    abort_all_requests: bool = False
+    load_format: Annotated[Any, Unserved("auto", "safetensors", why="weights are read from safetensors")] = None
+    flush_cache: Annotated[Any, Unserved(True, why="an update always clears the prefix cache")] = None
+    is_async: Annotated[Any, Unserved(False, why="the answer comes when the weights are in use")] = None
+    keep_pause: Annotated[Any, Unserved(False, why="an update neither pauses nor resumes the server")] = None
+    weight_version: Annotated[Any, Unserved(why="the digest of the weights names their version")] = None
+    manifest: Annotated[Any, Unserved(why="safetensors describe themselves")] = None
+    token_step: Annotated[int | None, Ignored("the digest of the weights names their version")] = None
+    torch_empty_cache: Annotated[bool | None, Ignored("it is for PyTorch")] = None
+    recapture_cuda_graph: Annotated[bool | None, Ignored("compiled programs take new weights")] = None
+
+
+class ControlRoutes:
+    """The handlers of the control paths."""
+
+    def __init__(
+        self,
+        control: Control,
+        commands: Commanded,
+        files: WeightFiles,
+        key: str,
+        parse: Callable[[Request, type[Any]], Awaitable[Any]],
+    ) -> None:
+        """Handlers that require a key; `parse` reads a JSON body."""
+        self._control, self._commands, self._files = control, commands, files
+        self._key, self._parse = key.encode(), parse
+
+    def routes(self) -> list[Route]:
+        """Returns the routes."""
+        handlers = {
+            ("POST", "/pause"): self._pause,
+            ("POST", "/resume"): self._resume,
+            ("GET", "/is_paused"): self._is_paused,
+            ("POST", "/sleep"): self._sleep,
+            ("POST", "/wake_up"): self._wake_up,
+            ("GET", "/is_sleeping"): self._is_sleeping,
+            ("POST", "/reset_prefix_cache"): self._reset_prefix_cache,
+            ("POST", "/abort_request"): self._abort_request,
+            ("POST", "/update_weights_from_disk"): self._update_weights_from_disk,
+            ("PUT", "/weights"): self._put_weights,
+        }
+        return [Route(path, self._guarded(handler), methods=[method]) for (method, path), handler in handlers.items()]
+
+    def _guarded(self, handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+        async def guarded(request: Request) -> Response:
+            kind, _, key = request.headers.get("authorization", "").partition(" ")
+            given = key.strip().encode("latin-1")
+            if kind.lower() != "bearer" or not hmac.compare_digest(given, self._key):
+                problem = "the control key is wrong" if given else "no control key was sent"
+                raise ApiError(
+                    401,
+                    f"{problem}; expected: the header 'Authorization: Bearer KEY' with this server's control key",
+                    code="invalid_control_key",
+                    headers={"WWW-Authenticate": "Bearer"},
+                )
+            try:
+                return await handler(request)
+            except Exception as error:
+                raise to_api_error(error) from error
+
+        return guarded
+
+    # --- pauses, sleep, cache -----------------------------------------------------------------------------------------
+
+    async def _pause(self, request: Request) -> Response:
+        given = _query(request, "mode", "clear_cache", "wait_for_inflight_requests")
+        waits = _flag(given, "wait_for_inflight_requests", default=False)
+        mode = _mode(given.get("mode", "wait" if waits else "abort"))
+        await self._control.pause(mode, clears_cache=_flag(given, "clear_cache", default=True))
+        return JSONResponse({"status": "paused"})
+
+    async def _resume(self, request: Request) -> Response:
+        _query(request)
+        await self._control.resume()
+        return JSONResponse({"status": "resumed"})
+
+    async def _is_paused(self, request: Request) -> Response:
+        return JSONResponse({"is_paused": self._control.is_paused})
+
+    async def _sleep(self, request: Request) -> Response:
+        given = _query(request, "level", "mode")
+        level = given.get("level", "1")
+        if level not in ("1", "2"):
+            raise ApiError(400, f"level is {quote(level)}; accepted: 1, 2", param="level")
+        await self._control.sleep(int(level), _mode(given.get("mode", "abort")))
+        return JSONResponse({"status": "sleeping", "level": int(level)})
+
+    async def _wake_up(self, request: Request) -> Response:
+        _query(request, "tags")
+        tags = [tag for given in request.query_params.getlist("tags") for tag in given.split(",")]
+        if unknown := [tag for tag in tags if tag not in PARTS]:
+            raise ApiError(400, f"tags has {quote(unknown[0])}; accepted: {', '.join(PARTS)}", param="tags")
+        await self._control.wake_up(cast(Any, tags or PARTS))
+        return JSONResponse({"is_sleeping": self._control.is_sleeping})
+
+    async def _is_sleeping(self, request: Request) -> Response:
+        return JSONResponse({"is_sleeping": self._control.is_sleeping})
+
+    async def _reset_prefix_cache(self, request: Request) -> Response:
+        _query(request, "reset_running_requests", "reset_external")
+        await self._control.forget_prefixes()
+        return JSONResponse({"success": True})
+
+    async def _abort_request(self, request: Request) -> Response:
+        body: AbortBody = await self._parse(request, AbortBody)
+        if not body.rid and not body.abort_all:
+            raise ApiError(
+                400, "rid is missing; accepted: the id of an answer or of a request, or abort_all", param="rid"
+            )
+        names = [body.rid] if isinstance(body.rid, str) else body.rid
+        count = await self._control.abort(None if body.abort_all else names)
+        return JSONResponse({"success": True, "aborted": count})
+
+    # --- weights ------------------------------------------------------------------------------------------------------
+
+    async def _update_weights_from_disk(self, request: Request) -> Response:
+        body: UpdateBody = await self._parse(request, UpdateBody)
+        if body.abort_all_requests and body.mode not in (None, "abort"):
+            raise ApiError(
+                400, f"mode is {body.mode!r} and abort_all_requests is true; accepted: one of them", param="mode"
+            )
+        mode: Mode = body.mode or ("abort" if body.abort_all_requests else "wait")
+        return await self._update(self._files.named(body.model_path), mode)
+
+    async def _put_weights(self, request: Request) -> Response:
+        mode = _mode(_query(request, "mode").get("mode", "wait"))
+        return await self._update(self._files.received(request, lambda: self._commands.kept_files), mode)
+
+    async def _update(self, source: Any, mode: Mode) -> Response:
+        """Updates the weights. Errors have SGLang's fields, too."""
+        try:
+            updated = await self._control.update(source, mode)
+        except Exception as error:
+            refused = to_api_error(error)
+            refused.body |= {"success": False, "message": refused.body["error"]["message"]}
+            raise refused from error
+        return JSONResponse(
+            {
+                "success": True,
+                "message": "the weights are in use",
+                "num_paused_requests": updated.in_flight,
+                "digest": updated.version.origin.model,
+                "system_fingerprint": updated.version.fingerprint,
+            }
+        )
+
+
+def _query(request: Request, *accepted: str) -> dict[str, str]:
+    """Returns the query's parameters. Raises an ApiError if one of them is unknown."""
+    for name in request.query_params:
+        if name not in accepted:
+            names = ", ".join(accepted) or "none"
+            raise ApiError(400, f"there is no parameter {quote(name)}; accepted: {names}", param=name[:80])
+    return dict(request.query_params)
+
+
+def _mode(given: str) -> Mode:
+    if given not in _MODES:
+        raise ApiError(400, f"mode is {quote(given)}; accepted: {', '.join(_MODES)}", param="mode")
+    return cast(Mode, given)
+
+
+def _flag(given: dict[str, str], name: str, *, default: bool) -> bool:
+    if name not in given:
+        return default
+    if (value := given[name].lower()) not in _BOOLS:
+        raise ApiError(400, f"{name} is {quote(given[name])}; accepted: true, false", param=name)
+    return _BOOLS[value]
