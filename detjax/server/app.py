@@ -146,7 +146,7 @@ def app_of(
         files = WeightFiles(settings.weights_directory, most_update_bytes(metadata.config), settings.body_seconds)
         control = ControlRoutes(api.control, commands, files, settings.control_key, api.parse_body).routes()
     else:
-        control = []
+        files, control = None, []
     document = openapi.document(settings.name, needs_key=bool(settings.api_keys))
     routes = [
         Route("/v1/completions", partial(api.generate, CompletionRequest, CompletionCall), methods=["POST"]),
@@ -180,6 +180,7 @@ def app_of(
     app.add_middleware(RequestLog)
     app.state.engine, app.state.guard, app.state.fingerprint = engine, api.guard, fingerprint
     app.state.texts = texts
+    app.state.weight_files = files
     return app
 
 

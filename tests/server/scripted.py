@@ -1,6 +1,7 @@
 """A server in this process whose engine gives written answers: no model computes, and no program is compiled."""
 
 import contextlib
+import dataclasses
 import json
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import Any, Final
@@ -35,6 +36,7 @@ class Script:
     Attributes:
         asked: the requests so far.
         tokens: the tokens of each sample; sample number s has the logprobs -1 - s, and after each token 1/8 less.
+            Logprobs of the sampling distribution are all 1/2 more, also those of prompts.
         texts: the text that each token adds.
         reason: why the samples end.
         error: what they answer instead.
@@ -67,18 +69,29 @@ class Script:
             if request.sampling.prompt_logprobs:
                 rest = len(request.prompt) - 1
                 scores = PromptLogprobs(tuple(-4 - i / 8 for i in range(rest)), (self._top(request),) * rest)
+                if request.sampling.sampling_logprobs:
+                    sampling = tuple(logprob + 0.5 for logprob in scores.logprobs)
+                    top = (self._sampling_top(request),) * rest
+                    scores = dataclasses.replace(scores, sampling_logprobs=sampling, sampling_top_logprobs=top)
             completions = tuple(map(completion_of, samples))
             yield [(index, Generation(tuple(request.prompt), completions, scores, self.cached))]  # pyright: ignore
 
     def _sample(self, request: Request, sample: int) -> list[Token]:
         top, last = self._top(request), len(self.tokens) - 1
-        return [
+        tokens = [
             Token(sample, token, -1.0 - sample - i / 8, top, text, self.reason if i == last else None, 3, self.cached)
             for i, (token, text) in enumerate(zip(self.tokens, self.texts, strict=True))
         ]
+        if not request.sampling.sampling_logprobs:
+            return tokens
+        fields = {"sampling_top_logprobs": self._sampling_top(request)}
+        return [dataclasses.replace(one, sampling_logprob=one.logprob + 0.5, **fields) for one in tokens]
 
     def _top(self, request: Request) -> tuple[tuple[int, float], ...]:
         return tuple(zip(LIKELIEST, SCORES, strict=True))[: request.sampling.top_logprobs]
+
+    def _sampling_top(self, request: Request) -> tuple[tuple[int, float], ...]:
+        return tuple((token, logprob + 0.5) for token, logprob in self._top(request))
 
 
 def _refusal(reader: RequestReader, requests: Sequence[Request], *, is_streamed: bool) -> ValueError | None:

@@ -27,6 +27,7 @@ LEAST: Final[dict[str, Any]] = {
 }
 """The least body of each endpoint."""
 LARGEST: Final = 2**31 - 1
+ONE_FORM: Final = "one of json, json_object: true, regex, choice, grammar and structural_tag"
 
 SHARED: Final[dict[str, tuple[Any, Any]]] = {
     "temperature": (0.5, 0.5),
@@ -42,6 +43,10 @@ SHARED: Final[dict[str, tuple[Any, Any]]] = {
     "stop_token_ids": ([5, 8], (5, 8)),
     "ignore_eos": (True, True),
     "logit_bias": ({"7": 2.5, "11": -3}, ((7, 2.5), (11, -3.0))),
+    "allowed_token_ids": ([5, 8, 5], (5, 8)),
+    "bad_words": (["x", "y z", "x"], ("x", "y z")),
+    "include_stop_str_in_output": (True, True),
+    "skip_special_tokens": (False, False),
 }
 """Fields of every endpoint that are fields of `SamplingParams`: what is given, and what the engine gets."""
 
@@ -69,6 +74,13 @@ def test_a_field_reaches_the_engine_and_changes_nothing_else(api: Client, path: 
     assert (salted.cache_salt, salted.sampling) == ("salt", plain.sampling)
     for given in ({"top_k": -1}, {"top_k": 0}, {"seed": -1}, {"stop": []}, {"ignore_eos": None}, {"logit_bias": {}}):
         assert api.asked(path, **LEAST[path], **given) == plain, given
+    for name in ("include_stop_str_in_output", "no_stop_trim", "return_tokens_as_token_ids", "sampling_logprobs"):
+        assert api.asked(path, **LEAST[path], **{name: False}) == plain, name
+    for given in ({"bad_words": []}, {"skip_special_tokens": True}, {"spaces_between_special_tokens": False}):
+        assert api.asked(path, **LEAST[path], **given) == plain, given
+    trimmed = api.asked(path, **LEAST[path], no_stop_trim=True)
+    assert trimmed == api.asked(path, **LEAST[path], include_stop_str_in_output=True)
+    assert trimmed.sampling.include_stop_str_in_output
     assert api.asked(path, **LEAST[path], stop="one").sampling.stop == ("one",)
 
 
@@ -197,10 +209,10 @@ def test_forms_of_an_answer_become_constraints(api: Client) -> None:
         (ResponseFormat, {"type": "json_schema"}, "accepted: json_schema with type 'json_schema'"),
         (TextFormat, {"type": "json_object", "schema": {}}, "with no other type"),
         (TextFormat, {"type": "json_schema"}, "accepted: schema with type 'json_schema'"),
-        (StructuredOutputs, {}, "one of json, regex, choice and grammar"),
-        (StructuredOutputs, {"regex": None}, "one of json, regex, choice and grammar"),
-        (StructuredOutputs, {"disable_any_whitespace": True}, "one of json, regex, choice and grammar"),
-        (StructuredOutputs, {"json": {}, "regex": "a"}, "one of json, regex, choice and grammar"),
+        (StructuredOutputs, {}, ONE_FORM),
+        (StructuredOutputs, {"regex": None}, ONE_FORM),
+        (StructuredOutputs, {"disable_any_whitespace": True}, ONE_FORM),
+        (StructuredOutputs, {"json": {}, "regex": "a"}, ONE_FORM),
         (StructuredOutputs, {"regex": "a", "disable_any_whitespace": False}, "false only with json"),
         (StructuredOutputs, {"choice": []}, "at least 1 item"),
         (StructuredOutputs, {"choice": ["a"] * 1025}, "at most 1024 items"),
@@ -248,6 +260,18 @@ SAMPLING: Final[Limits] = {
             ({"": 1}, "should match pattern"),
             ({"5": True}, "valid number"),
         ],
+    ),
+    "allowed_token_ids": (
+        [[0], [LARGEST], [1] * 1000],
+        [([], "at least 1 item"), ([-1], "equal to 0"), ([LARGEST + 1], f"equal to {LARGEST}"), ([True], "integer")],
+    ),
+    "bad_words": (
+        [[], ["a" * 256], ["a"] * 256],
+        [([""], "at least 1 character"), (["a" * 257], "at most 256"), (["a"] * 257, "at most 256"), ("a", "list")],
+    ),
+    "truncate_prompt_tokens": (
+        [-1, 1, LARGEST],
+        [(-2, "equal to -1"), (0, "accepted: at least 1, or -1"), (LARGEST + 1, f"equal to {LARGEST}")],
     ),
     "cache_salt": (["a", "a" * 256], [("", "at least 1 character"), ("a" * 257, "at most 256")]),
     "metadata": (
@@ -451,21 +475,15 @@ def test_values_that_are_what_the_server_does_are_those_of_the_table() -> None:
     """A value that is accepted without an effect is a promise, so all of them are listed here."""
     shared: dict[str, list[Any]] = {
         "prompt_cache_options": [{}],
-        "skip_special_tokens": [True],
-        "include_stop_str_in_output": [False],
-        "no_stop_trim": [False],
-        "return_tokens_as_token_ids": [False],
+        "guided_decoding_backend": ["auto", "guidance"],
         "return_hidden_states": [False],
         "use_beam_search": [False],
         "length_penalty": [1],
         "early_stopping": [False],
-        "bad_words": [[]],
         "logits_processors": [[]],
         "vllm_xargs": [{}],
     }
-    nothing = ("truncate_prompt_tokens", "allowed_token_ids", "custom_logit_processor", "guided_json", "guided_regex")
-    nothing += ("guided_choice", "guided_grammar", "guided_decoding_backend", "guided_whitespace_pattern")
-    nothing += ("structural_tag", "regex", "ebnf", "json_schema", "lora_path", "kv_transfer_params", "moderation")
+    nothing = ("custom_logit_processor", "guided_whitespace_pattern", "lora_path", "kv_transfer_params", "moderation")
     shared |= {name: [] for name in nothing}
     assert {name: list(mark.values) for name, mark in marked(CompletionRequest).items()} == shared | {
         "suffix": [""],
@@ -484,9 +502,6 @@ def test_values_that_are_what_the_server_does_are_those_of_the_table() -> None:
         "include_reasoning": [True],
         "separate_reasoning": [False],
         "verbosity": ["medium"],
-        "echo": [False],
-        "add_generation_prompt": [True],
-        "continue_final_message": [False],
         "add_special_tokens": [False],
         "chat_template": [],
         "documents": [[]],
@@ -506,7 +521,7 @@ def test_values_that_are_what_the_server_does_are_those_of_the_table() -> None:
 
 def test_true_is_not_one() -> None:
     least = {"model": MODEL} | LEAST["/v1/completions"]
-    for given in ({"length_penalty": True}, {"use_beam_search": 0}, {"skip_special_tokens": 1}):
+    for given in ({"length_penalty": True}, {"use_beam_search": 0}, {"return_hidden_states": 0}):
         with pytest.raises(ApiError, match="accepted: "):
             bodies.parse(json.dumps(least | given).encode(), CompletionRequest)
     bodies.parse(json.dumps(least | {"length_penalty": 1.0}).encode(), CompletionRequest)

@@ -210,6 +210,7 @@ def test_conversations_are_sent_in_parts_of_five_hundred_messages(served: Any, w
                 "operation": "chat",
                 "limit": 9,
                 "add_generation_prompt": True,
+                "continue_final_message": False,
                 "add_special_tokens": False,
                 "variables": {"a": 1},
                 "parts": parts,

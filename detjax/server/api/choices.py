@@ -4,7 +4,7 @@ import abc
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
-from detjax.engine import Completion, FieldError, Generation, PromptLogprobs, Token
+from detjax.engine import Aborted, Completion, FieldError, Generation, PromptLogprobs, Token
 from detjax.server.api.api_calls import NOBODY, ApiCall, Caller, ServedModel
 from detjax.server.api.request_fields import GenerationRequest, StreamOptions
 from detjax.server.text.token_texts import Json
@@ -31,7 +31,13 @@ class ChoicesCall(ApiCall):
 
     def full_response(self, generations: Sequence[Generation]) -> Json:
         choices = (
-            self._choice(self._choice_index(prompt, sample), prompt, completion, generation.prompt)
+            self._choice(
+                self._choice_index(prompt, sample),
+                prompt,
+                self._shown(completion),
+                self._shown_scores(generation.prompt),
+            )
+            | self._mode()
             | self._seed(prompt)
             | self._receipt(prompt, sample, is_whole=True)
             for prompt, generation in enumerate(generations)
@@ -66,9 +72,10 @@ class ChoicesCall(ApiCall):
         if self._num_prompt_logprobs is None or scores is None:
             return {}
         tokens = itertools.islice(self.requests[prompt].prompt, 1, None)
+        added = self._added_logprobs(scores.sampling_logprobs)
         entries = (
-            self.model.token_texts.by_token(top[: self._num_prompt_logprobs], int(token), logprob)
-            for token, logprob, top in zip(tokens, scores.logprobs, scores.top_logprobs, strict=True)
+            self.model.token_texts.by_token(top[: self._num_prompt_logprobs], int(token), logprob, sampling)
+            for token, logprob, top, sampling in zip(tokens, scores.logprobs, scores.top_logprobs, added, strict=False)
         )
         # The first token has no logprob, because no token precedes it.
         return {"prompt_logprobs": itertools.chain([None], entries)}
@@ -85,10 +92,17 @@ class ChoicesCall(ApiCall):
         self._generated += 1
         self._cached[prompt] = token.cached_tokens
         self._record_token(prompt, token)
-        for choice in self._token_choices(self._choice_index(prompt, token.sample), token):
+        for choice in self._token_choices(self._choice_index(prompt, token.sample), self._shown_token(token)):
             if choice["finish_reason"] is not None:
-                choice |= self._seed(prompt) | self._receipt(prompt, token.sample)
+                choice |= self._mode() | self._seed(prompt) | self._receipt(prompt, token.sample)
             yield self._chunk([choice]) | ({"batch": token.batch} if self._options.include_batch else {})
+
+    def abort_chunks(self, prompt: int, aborted: Aborted) -> Iterator[Json]:
+        end = self._record_abort(prompt, aborted)
+        for choice in self._abort_choices(self._choice_index(prompt, aborted.sample), end):
+            if choice["finish_reason"] is not None:
+                choice |= self._seed(prompt) | self._receipt(prompt, aborted.sample)
+            yield self._chunk([choice])
 
     def last_chunks(self, generated: int) -> Iterator[Json]:
         if self._options.include_usage:
@@ -105,6 +119,10 @@ class ChoicesCall(ApiCall):
     @abc.abstractmethod
     def _token_choices(self, index: int, token: Token) -> Iterator[Json]:
         """Yields a token's additions to its choice, if any."""
+
+    @abc.abstractmethod
+    def _abort_choices(self, index: int, end: Token) -> Iterator[Json]:
+        """Yields the end of an aborted choice; see `_record_abort`."""
 
     def _choice_index(self, prompt: int, sample: int) -> int:
         return prompt * self.requests[0].sampling.n + sample

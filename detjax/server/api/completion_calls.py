@@ -5,11 +5,20 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
-from detjax.engine import Completion, Constraint, FieldError, Generation, PromptLogprobs, SamplingParams, Token
+from detjax.engine import (
+    Completion,
+    Constraint,
+    FieldError,
+    Generation,
+    PromptLogprobs,
+    SamplingParams,
+    Token,
+)
 from detjax.server.api.api_calls import NOBODY, TOO_LONG, Caller, ServedModel
 from detjax.server.api.choices import ChoicesCall
 from detjax.server.api.schemas import CompletionRequest
 from detjax.server.http.errors import ApiError
+from detjax.server.http.field_types import MAX_TOKENS
 from detjax.server.text.texts import TextRefused, TextTooLong
 from detjax.server.text.token_texts import Json, TextOffsets, TopLogprobs, json_number
 
@@ -32,6 +41,7 @@ class CompletionCall(ChoicesCall):
             max_tokens=1 if body.max_tokens == 0 else body.max_tokens or _DEFAULT_MAX_TOKENS,
             top_logprobs=max(body.logprobs or 0, body.prompt_logprobs or 0),
             prompt_logprobs=(self._echoes and body.logprobs is not None) or body.prompt_logprobs is not None,
+            scored_answer=body.scored_answer or 0,
             **self._fields,
         )
         self._prompt_texts: list[str] = []
@@ -43,7 +53,7 @@ class CompletionCall(ChoicesCall):
         return len(self._prompts) * self._params.n
 
     def _constraint(self) -> Constraint | None:
-        if (constraint := self._body.constraint()) is not None:
+        if (constraint := self._body.constraint(self.model.tokenizer)) is not None:
             self.model.engine.compile_constraint(constraint)
         return constraint
 
@@ -52,7 +62,9 @@ class CompletionCall(ChoicesCall):
         texts = [prompt for prompt in self._prompts if isinstance(prompt, str)]
         lists = [prompt for prompt in self._prompts if not isinstance(prompt, str)]
         try:
-            tokens = await self.model.texts.encode(texts, limit=self.model.engine.max_length) if texts else lists
+            most = self._most_prompt_tokens(None if self._only_scores_prompt else self._params.max_tokens)
+            limit = self.model.engine.max_length if most is None else MAX_TOKENS
+            tokens = await self.model.texts.encode(texts, limit=limit) if texts else lists
         except TextRefused as error:
             raise FieldError(str(error), "prompt") from None
         except TextTooLong as error:
@@ -64,9 +76,12 @@ class CompletionCall(ChoicesCall):
                 param="prompt",
                 code=TOO_LONG,
             ) from None
+        whole, tokens = tokens, [prompt if most is None else prompt[-most:] for prompt in tokens]
         self.requests = [self._request(prompt, self._params) for prompt in tokens]
-        if self._echoes:
-            self._prompt_texts = texts or await self.model.texts.decode(lists, skip_special_tokens=False)
+        if self._echoes and texts and tokens == whole:
+            self._prompt_texts = texts
+        elif self._echoes:
+            self._prompt_texts = await self.model.texts.decode(tokens, skip_special_tokens=False)
 
     def full_response(self, generations: Sequence[Generation]) -> Json:
         if self._only_scores_prompt:
@@ -95,27 +110,35 @@ class CompletionCall(ChoicesCall):
     ) -> dict[str, Iterator[Any] | None]:
         """Returns the logprobs of a choice's tokens, preceded by the prompt's if `scores` are given."""
         model, length = self.model, len(echoed) + len(completion.text or "")
-        offsets = TextOffsets(model.tokenizer, start=len(echoed))
+        offsets = self._text_offsets(start=len(echoed))
         begins: Iterator[int] = (min(offsets.add(token), length) for token in completion.tokens)
         tokens, values = list[Any](completion.tokens), list[float | None](completion.logprobs)
         top = list[TopLogprobs | None](completion.top_logprobs)
+        sampling = list[float | None](completion.sampling_logprobs)
         if scores is not None:
             # The first token of a prompt has no logprob, because no token precedes it.
             prompt_tokens = list[Any](self.requests[prompt].prompt)
             tokens = [*prompt_tokens, *tokens]
             values, top = [None, *scores.logprobs, *values], [None, *scores.top_logprobs, *top]
+            sampling = [None, *scores.sampling_logprobs, *sampling]
             begins = itertools.chain(map(TextOffsets(model.tokenizer, prompt=echoed).add, prompt_tokens), begins)
+        added = {"sampling_logprobs": map(_number, sampling)} if self._adds_sampling_logprobs else {}
         return {
-            "tokens": map(model.token_texts.text, tokens),
-            "token_logprobs": (None if value is None else json_number(value) for value in values),
+            "tokens": (model.token_texts.name(token, as_id=self._as_ids) for token in tokens),
+            "token_logprobs": map(_number, values),
             "top_logprobs": map(self._by_text, tokens, values, top) if self._logprobs else None,
             "text_offset": begins,
-        }
+        } | added
+
+    def _text_offsets(self, start: int = 0) -> TextOffsets:
+        """Returns the text offsets of an answer's tokens."""
+        skips = self._params.skip_special_tokens
+        return TextOffsets(self.model.tokenizer, start=start, skip_special_tokens=skips)
 
     def _by_text(self, token: int, logprob: float | None, top: TopLogprobs | None) -> Json | None:
         if logprob is None or top is None:
             return None
-        return self.model.token_texts.by_text(top[: self._logprobs], token, logprob)
+        return self.model.token_texts.by_text(top[: self._logprobs], token, logprob, as_ids=self._as_ids)
 
     def _first_chunk_choice(self, index: int, prompt: int) -> Json | None:
         if not self._echoes and not self._returns_token_ids:
@@ -131,17 +154,28 @@ class CompletionCall(ChoicesCall):
         logprobs = None
         if self._logprobs is not None:
             logprobs = {
-                "tokens": [self.model.token_texts.text(token.token)],
+                "tokens": [self.model.token_texts.name(token.token, as_id=self._as_ids)],
                 "token_logprobs": [json_number(token.logprob)],
                 "top_logprobs": [self._by_text(token.token, token.logprob, token.top_logprobs)]
                 if self._logprobs
                 else None,
-                "text_offset": [self._offsets.setdefault(index, TextOffsets(self.model.tokenizer)).add(token.token)],
+                "text_offset": [self._offsets.setdefault(index, self._text_offsets()).add(token.token)],
             }
+            if self._adds_sampling_logprobs:
+                logprobs["sampling_logprobs"] = [_number(token.sampling_logprob)]
         elif not token.text and token.finish_reason is None and not self._returns_token_ids:
             return
         ids = {"token_ids": [token.token]} if self._returns_token_ids else {}
         yield {"index": index, "text": token.text, "logprobs": logprobs, "finish_reason": token.finish_reason} | ids
 
+    def _abort_choices(self, index: int, end: Token) -> Iterator[Json]:
+        ids = {"token_ids": []} if self._returns_token_ids else {}
+        yield {"index": index, "text": end.text or "", "logprobs": None, "finish_reason": end.finish_reason} | ids
+
     def last_chunks(self, generated: int) -> Iterator[Json]:
         return super().last_chunks(0 if self._only_scores_prompt else generated)
+
+
+def _number(logprob: float | None) -> float | None:
+    """Returns a logprob for JSON; None: the first token of a prompt has none."""
+    return None if logprob is None else json_number(logprob)

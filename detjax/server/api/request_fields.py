@@ -5,11 +5,15 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from detjax.engine import Constraint, FieldError
-from detjax.server.api.answer_forms import ResponseFormat, StructuredOutputs
+from detjax.models import Tokenizer
+from detjax.server.api.answer_forms import FormFields, ResponseFormat
 from detjax.server.api.field_marks import Ignored, Unserved
 from detjax.server.http.field_types import (
     LARGEST,
     LONGEST_SALT,
+    LONGEST_STOP,
+    MAX_ALLOWED_TOKENS,
+    MAX_BAD_WORDS,
     MAX_SAMPLES,
     MAX_STOP_TOKENS,
     Biases,
@@ -45,39 +49,24 @@ class _ClientFields(Body):
         None
     )
     prompt_cache_retention: Annotated[str | None, Ignored("the server decides what it caches")] = None
-    spaces_between_special_tokens: Annotated[bool | None, Ignored("the text has no special tokens")] = None
+    spaces_between_special_tokens: Annotated[
+        bool | None, Ignored("the tokenizer writes no spaces between special tokens")
+    ] = None
     prompt_cache_options: Annotated[Any, Unserved({}, why="the server decides what it caches")] = None
 
-    skip_special_tokens: Annotated[Any, Unserved(True, why="the text has no special tokens")] = None
-    include_stop_str_in_output: Annotated[Any, Unserved(False, why="the text ends before a stop string")] = None
-    no_stop_trim: Annotated[Any, Unserved(False, why="the text ends before a stop string")] = None
-    return_tokens_as_token_ids: Annotated[Any, Unserved(False, why="tokens are reported as text")] = None
     return_hidden_states: Annotated[Any, Unserved(False, why="hidden states are not reported")] = None
-    truncate_prompt_tokens: Annotated[Any, Unserved(why="prompts are never truncated")] = None
     use_beam_search: Annotated[Any, Unserved(False, why="beam search is not supported")] = None
     length_penalty: Annotated[Any, Unserved(1, why="beam search is not supported")] = None
     early_stopping: Annotated[Any, Unserved(False, why="beam search is not supported")] = None
-    allowed_token_ids: Annotated[Any, Unserved(why="the set of tokens cannot be restricted")] = None
-    bad_words: Annotated[Any, Unserved([], why="the set of tokens cannot be restricted")] = None
     logits_processors: Annotated[Any, Unserved([], why="the server does not run clients' code")] = None
     custom_logit_processor: Annotated[Any, Unserved(why="the server does not run clients' code")] = None
-    guided_json: Annotated[Any, Unserved(why="structured_outputs has it")] = None
-    guided_regex: Annotated[Any, Unserved(why="structured_outputs has it")] = None
-    guided_choice: Annotated[Any, Unserved(why="structured_outputs has it")] = None
-    guided_grammar: Annotated[Any, Unserved(why="structured_outputs has it")] = None
-    guided_decoding_backend: Annotated[Any, Unserved(why="llguidance computes all masks")] = None
-    guided_whitespace_pattern: Annotated[Any, Unserved(why="a schema's x-guidance has it")] = None
-    structural_tag: Annotated[Any, Unserved(why="structural tags are not supported")] = None
-    regex: Annotated[Any, Unserved(why="structured_outputs has it")] = None
-    ebnf: Annotated[Any, Unserved(why="structured_outputs has grammars")] = None
-    json_schema: Annotated[Any, Unserved(why="structured_outputs has it")] = None
     lora_path: Annotated[Any, Unserved(why="the server has one model, without adapters")] = None
     kv_transfer_params: Annotated[Any, Unserved(why="keys and values stay on their server")] = None
     vllm_xargs: Annotated[Any, Unserved({}, why="the engine is not vLLM")] = None
     moderation: Annotated[Any, Unserved(why="the server does not moderate content")] = None
 
 
-class SamplingRequest(_ClientFields):
+class SamplingRequest(_ClientFields, FormFields):
     """The fields that all generation requests share."""
 
     model: str = Field(description="A model name from /v1/models.")
@@ -112,7 +101,40 @@ class SamplingRequest(_ClientFields):
     )
     stop: Stops | None = Field(default=None, description="Strings that end a sample. The text ends before them.")
     stop_token_ids: Annotated[list[Token], Field(max_length=MAX_STOP_TOKENS, fail_fast=True)] | None = Field(
-        default=None, description="Tokens that end a sample."
+        default=None, description="Tokens that end a sample. The text ends before them."
+    )
+    include_stop_str_in_output: bool | None = Field(
+        default=None, description="The text includes the stop string, or the text of the token, that ended the sample."
+    )
+    no_stop_trim: bool | None = Field(default=None, description="SGLang's name of include_stop_str_in_output.")
+    skip_special_tokens: bool | None = Field(
+        default=None, description="false: the text includes special tokens. Default: true."
+    )
+    allowed_token_ids: (
+        Annotated[list[Token], Field(min_length=1, max_length=MAX_ALLOWED_TOKENS, fail_fast=True)] | None
+    ) = Field(default=None, description="Choose only these tokens. To end a sample, an end token must be among them.")
+    bad_words: (
+        Annotated[
+            list[Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]],
+            Field(max_length=MAX_BAD_WORDS, fail_fast=True),
+        ]
+        | None
+    ) = Field(
+        default=None,
+        description="Words that the sample does not contain, at the beginning of a text or after a space: the last "
+        "token of a word is not chosen after its other tokens.",
+    )
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=LARGEST)] | None = Field(
+        default=None,
+        description="Use only the last tokens of a prompt without images: up to this many, with -1 as many as fit.",
+    )
+    return_tokens_as_token_ids: bool | None = Field(
+        default=None, description='Report tokens of logprobs as "token_id:123" instead of their text.'
+    )
+    sampling_logprobs: bool | None = Field(
+        default=None,
+        description="Report next to each logprob the logprob under the distribution that tokens are drawn from: after "
+        "penalties, biases, masks, temperature and filters. Requires logprobs, prompt_logprobs or receipt.",
     )
     ignore_eos: bool | None = Field(default=False, description="Do not end a sample at the model's end tokens.")
     stream: bool | None = Field(default=None, description="Stream the answer while it is computed.")
@@ -134,7 +156,10 @@ class SamplingRequest(_ClientFields):
     )
     logit_bias: Biases | None = Field(default=None, description="Added to the logits of tokens, by token id.")
     min_tokens: int | None = Field(
-        default=None, ge=0, le=LARGEST, description="Number of tokens before a token may end a sample. Default: 0."
+        default=None,
+        ge=0,
+        le=LARGEST,
+        description="Number of tokens before a token or a stop string may end a sample. Default: 0.",
     )
     receipt: bool | None = Field(
         default=None,
@@ -161,6 +186,44 @@ class SamplingRequest(_ClientFields):
         """Returns the body's name for a field of `Request`, `SamplingParams` or the body itself."""
         return field
 
+    @model_validator(mode="after")
+    def _check_stop_text(self) -> "SamplingRequest":
+        given = {self.include_stop_str_in_output, self.no_stop_trim} - {None}
+        if len(given) > 1:
+            raise FieldError(
+                "include_stop_str_in_output and no_stop_trim differ; accepted: one of them", "no_stop_trim"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_sampling_logprobs(self) -> "SamplingRequest":
+        if self.sampling_logprobs and not self.reports_logprobs and not self.receipt:
+            raise FieldError(
+                "sampling_logprobs is true and the request asks for no logprobs; accepted: sampling_logprobs with "
+                "logprobs, prompt_logprobs or receipt",
+                "sampling_logprobs",
+            )
+        if self.truncate_prompt_tokens == 0:
+            message = "truncate_prompt_tokens is 0; accepted: at least 1, or -1 for as many tokens as fit"
+            raise FieldError(message, "truncate_prompt_tokens")
+        return self
+
+    @property
+    def reports_logprobs(self) -> bool:
+        """True if the answer reports logprobs."""
+        return False
+
+    @property
+    def text_fields(self) -> dict[str, Any]:
+        """The fields of `SamplingParams` about the answer's text and its tokens that differ from their defaults."""
+        fields = {
+            "include_stop_str_in_output": self.include_stop_str_in_output or self.no_stop_trim,
+            "allowed_token_ids": tuple(dict.fromkeys(self.allowed_token_ids or ())),
+            "bad_words": tuple(dict.fromkeys(self.bad_words or ())),
+        }
+        special = {"skip_special_tokens": False} if self.skip_special_tokens is False else {}
+        return {name: value for name, value in fields.items() if value} | special
+
     @property
     def stops(self) -> tuple[str, ...]:
         """The stop strings."""
@@ -178,13 +241,20 @@ class GenerationRequest(SamplingRequest):
     response_format: ResponseFormat | None = Field(
         default=None, description="Constrains the answer to JSON. It ends with the JSON, or at the token limit."
     )
-    structured_outputs: StructuredOutputs | None = Field(default=None, description="Constrains the answer's form.")
     return_token_ids: bool | None = Field(default=None, description="Report token ids of prompts and answers.")
     prompt_logprobs: int | None = Field(
         default=None,
         ge=0,
         le=LARGEST,
         description="Report logprobs of the prompt's tokens, with this many of the most likely tokens per position.",
+    )
+    scored_answer: int | None = Field(
+        default=None,
+        ge=0,
+        le=LARGEST,
+        description="Number of tokens at the prompt's end that penalties, min_tokens and bad_words regard as an answer "
+        "in their sampling logprobs. Default: 0, each token of the prompt is scored as the first one of an answer. "
+        "Requires prompt_logprobs with sampling_logprobs.",
     )
 
     @model_validator(mode="after")
@@ -198,18 +268,28 @@ class GenerationRequest(SamplingRequest):
 
     @model_validator(mode="after")
     def _check_one_constraint(self) -> "GenerationRequest":
-        if self.response_format is not None and self.response_format.type != "text" and self.structured_outputs:
-            raise ValueError("response_format and structured_outputs are given; accepted: one of them")
+        name = self.form_given()
+        if self.response_format is not None and self.response_format.type != "text" and name is not None:
+            raise ValueError(f"response_format and {name} are given; accepted: one of them")
         return self
+
+    @property
+    def reports_logprobs(self) -> bool:
+        return self.prompt_logprobs is not None
 
     def param_of(self, field: str) -> str:
         if field == "constraint":
-            return "response_format" if self.structured_outputs is None else "structured_outputs"
+            return self.form_given() or "response_format"
         if field == "top_logprobs" and (self.prompt_logprobs or 0) > (getattr(self, self._TOP_LOGPROBS) or 0):
             return "prompt_logprobs"
         return self._TOP_LOGPROBS if field == "top_logprobs" else field
 
-    def constraint(self) -> Constraint | None:
-        """Returns the answer's constraint, or None for any text."""
-        form = self.structured_outputs or self.response_format
-        return None if form is None else form.constraint()
+    def constraint(self, tokenizer: Tokenizer) -> Constraint | None:
+        """Returns the answer's constraint, or None for any text. Raises a ValueError if it is not valid."""
+        constraint = self.form_constraint(tokenizer)
+        if constraint is not None or self.response_format is None:
+            return constraint
+        try:
+            return self.response_format.constraint(tokenizer)
+        except ValueError as error:
+            raise FieldError(f"response_format: {error}", "constraint") from None

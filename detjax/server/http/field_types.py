@@ -29,6 +29,10 @@ LONGEST_STOP: Final = 256
 """Characters per stop string."""
 MAX_STOP_TOKENS: Final = 1024
 """Entries of `stop_token_ids`."""
+MAX_ALLOWED_TOKENS: Final = 1 << 18
+"""Entries of `allowed_token_ids`."""
+MAX_BAD_WORDS: Final = 256
+"""Entries of `bad_words`. Each has up to `LONGEST_STOP` characters."""
 MAX_METADATA: Final = 64
 """Entries of `metadata`."""
 MAX_VARIABLES: Final = 64
@@ -42,7 +46,8 @@ MAX_CALLS: Final = 128
 LONGEST_SALT: Final = 256
 """Characters of `cache_salt`."""
 RESERVED_VARIABLES: Final = frozenset(
-    {"add_generation_prompt", "documents", "messages", "raise_exception", "self", "strftime_now", "tools"}
+    {"add_generation_prompt", "continue_final_message", "documents", "messages", "raise_exception", "self"}
+    | {"strftime_now", "tools"}
 )
 """Chat template variables that only the server sets."""
 LARGEST: Final = 2**31 - 1

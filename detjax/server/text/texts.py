@@ -108,9 +108,12 @@ class Texts:
         *,
         limit: int,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         add_special_tokens: bool = False,
     ) -> list[int]:
         """Returns the token ids of a conversation; `variables` are additional ones for the chat template.
+
+        For the other arguments see `Tokenizer.apply_chat_template`.
 
         Raises:
             TextTooLong: the conversation has more than `limit` tokens.
@@ -120,6 +123,7 @@ class Texts:
             "operation": "chat",
             "limit": limit,
             "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
             "add_special_tokens": add_special_tokens,
             "variables": dict(variables),
         }

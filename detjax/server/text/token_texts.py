@@ -34,16 +34,27 @@ class TokenTexts:
             self._texts[token] = self._tokenizer.token_bytes(token).decode(errors="replace")
         return self._texts[token]
 
-    def chat_json(self, token: int, logprob: float, top: TopLogprobs) -> Json:
-        """Returns a token with its logprob and the most likely tokens at its position, in the format of chats."""
+    def name(self, token: int, *, as_id: bool) -> str:
+        """Returns the text of a token, or its id in vLLM's form."""
+        return f"token_id:{token}" if as_id else self.text(token)
 
-        def entry(token: int, logprob: float) -> Json:
+    def chat_json(
+        self, token: int, logprob: float, top: TopLogprobs, sampling: float | None = None, *, as_ids: bool = False
+    ) -> Json:
+        """Returns a token with its logprob and the most likely tokens at its position, in the format of chats.
+
+        `sampling` is its logprob under the sampling distribution, if the request asks for it.
+        """
+
+        def entry(token: int, logprob: float, sampling: float | None = None) -> Json:
             token_bytes = list(self._tokenizer.token_bytes(token))
-            return {"token": self.text(token), "logprob": json_number(logprob), "bytes": token_bytes}
+            drawn = {} if sampling is None else {"sampling_logprob": json_number(sampling)}
+            name = self.name(token, as_id=as_ids)
+            return {"token": name, "logprob": json_number(logprob)} | drawn | {"bytes": token_bytes}
 
-        return entry(token, logprob) | {"top_logprobs": [entry(*pair) for pair in top]}
+        return entry(token, logprob, sampling) | {"top_logprobs": [entry(*pair) for pair in top]}
 
-    def by_text(self, top: TopLogprobs, token: int, logprob: float) -> dict[str, float]:
+    def by_text(self, top: TopLogprobs, token: int, logprob: float, *, as_ids: bool = False) -> dict[str, float]:
         """Returns the most likely tokens at a position and the actual token, by text, in the format of completions.
 
         If several tokens have the same text, such as half characters, the most likely one counts. `top` is sorted by
@@ -51,19 +62,22 @@ class TokenTexts:
         """
         logprobs: dict[str, float] = {}
         for other, value in (*top, (token, logprob)):
-            logprobs.setdefault(self.text(other), json_number(value))
+            logprobs.setdefault(self.name(other, as_id=as_ids), json_number(value))
         return logprobs
 
-    def by_token(self, top: TopLogprobs, token: int, logprob: float) -> dict[str, Json]:
+    def by_token(self, top: TopLogprobs, token: int, logprob: float, sampling: float | None = None) -> dict[str, Json]:
         """Returns a prompt token and the most likely ones at its position, by id, in vLLM's format.
 
-        A token outside `top` has no known rank, so the field is omitted.
+        A token outside `top` has no known rank, so the field is omitted. `sampling` is the token's logprob under the
+        sampling distribution, if the request asks for it.
         """
         ranks = {other: rank for rank, (other, _) in enumerate(top, start=1)}
         entries: dict[str, Json] = {}
         for other, value in ((token, logprob), *top):
             rank = {"rank": ranks[other]} if other in ranks else {}
             entries[str(other)] = {"logprob": json_number(value)} | rank | {"decoded_token": self.text(other)}
+        if sampling is not None:
+            entries[str(token)]["sampling_logprob"] = json_number(sampling)
         return entries
 
 
@@ -73,12 +87,16 @@ class TextOffsets:
     Each token decodes only the last few tokens again.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, start: int = 0, prompt: str | None = None) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, *, start: int = 0, prompt: str | None = None, skip_special_tokens: bool = True
+    ) -> None:
         """Offsets of successive tokens from `start` on.
 
-        For the tokens of a prompt, `prompt` is its text: special tokens count if this text contains them.
+        For the tokens of a prompt, `prompt` is its text: special tokens count if this text contains them. For those of
+        an answer they count unless `skip_special_tokens`.
         """
         self._tokenizer, self._prompt = tokenizer, prompt
+        self._skips = skip_special_tokens and prompt is None
         self._added = frozenset(tokenizer.added_tokens)
         self._settled = start
         """Characters before the tokens that are decoded again."""
@@ -116,4 +134,4 @@ class TextOffsets:
         return not self._prompt.startswith(self._text([token]), offset)
 
     def _text(self, tokens: list[int]) -> str:
-        return self._tokenizer.decode(tokens, skip_special_tokens=self._prompt is None)
+        return self._tokenizer.decode(tokens, skip_special_tokens=self._skips)

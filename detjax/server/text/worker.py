@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from detjax.models.text.tokenizer import Tokenizer
+from detjax.models.text.written_json import written_object
 from detjax.server.text import frames as text_frames
 from detjax.server.text.bounds import bytes_per_token
 
@@ -61,9 +62,14 @@ class Worker:
         return [_json({"texts": answer}), *tokens]
 
     def _encode_chat(self, job: Job, parts: list[bytes]) -> list[bytes]:
-        messages = [message for part in parts for message in json.loads(part)]
+        messages = [_with_written_arguments(message) for part in parts for message in json.loads(part)]
         try:
-            text = self._tokenizer.apply_chat_template(messages, job["add_generation_prompt"], **job["variables"])
+            text = self._tokenizer.apply_chat_template(
+                messages,
+                job["add_generation_prompt"],
+                continue_final_message=job.get("continue_final_message", False),
+                **job["variables"],
+            )
         except ValueError as error:  # its message has the checkpoint's directory, which clients must not see
             cause = "it needs too much memory" if isinstance(error.__cause__, MemoryError) else error.__cause__
             raise Refusal(f"the chat template refuses these messages: {cause or error}") from error
@@ -83,6 +89,15 @@ class Worker:
     def _decode(self, job: Job, parts: list[bytes]) -> list[bytes]:
         texts = (self._tokenizer.decode(array.array("I", part), job["skip_special_tokens"]) for part in parts)
         return [_json({}), *(text.encode() for text in texts)]
+
+
+def _with_written_arguments(message: Job) -> Job:
+    """Returns a message whose calls have objects as arguments if they are objects, which templates write as given."""
+    for call in message.get("tool_calls") or ():
+        given = call["function"]["arguments"]
+        if isinstance(given, str) and (arguments := written_object(given or "{}")) is not None:
+            call["function"]["arguments"] = arguments
+    return message
 
 
 def serve() -> None:
