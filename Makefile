@@ -44,7 +44,7 @@ IF_ANY := || [ $$? -eq 5 ]
 LINTERS := lint-types lint-tests lint-style
 
 check: $(READY) ## lint, and run the tests that compile no large program
-	@$(MAKE) --jobs 2 --output-sync=target $(LINTERS) test-fast
+	@$(MAKE) --jobs 4 --output-sync=target $(LINTERS) test-fast
 
 test-fast: $(READY)
 	$(BIN)/pytest -q -m fast $(PYTEST_ARGS) $(IF_ANY)

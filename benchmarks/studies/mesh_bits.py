@@ -100,6 +100,7 @@ def _answers(sizes: Sizes, preset: str, layers: int | None, mesh: Mesh | None) -
     """Digests of the answers by workload, for all its orders."""
     decoder, digests, reused = presets.decoder(preset, layers, mesh), {}, 0
     with Engine(decoder, config=sizes.engine) as engine:
+        engine.warm_up(in_background=True)  # compiles in parallel
         for count in sizes.requests:
             requests = _requests(sizes, count, decoder.config.vocab_size)
             orders = ORDERS if count == sizes.requests[-1] else 1
