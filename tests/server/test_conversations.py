@@ -11,6 +11,7 @@ import PIL.Image
 import pytest
 
 from detjax.models import ModelMetadata, Tokenizer
+from detjax.models.text.written_json import WrittenObject, written_object
 from detjax.server.api import images
 from detjax.server.api.images import ShownImage, ShownVideo, read_images
 from detjax.server.api.messages import content_for_template, shown_in
@@ -19,6 +20,7 @@ from detjax.server.api.response_fields import ResponsesRequest
 from detjax.server.api.schemas import ChatRequest
 from detjax.server.http import bodies
 from detjax.server.http.errors import ApiError
+from detjax.server.text.worker import _with_written_arguments
 from tests.server.running_server import MODEL
 from tests.server.scripted import scripted
 from tests.server.tool_models import HERMES
@@ -46,7 +48,7 @@ def test_messages_reach_the_template_with_what_they_have() -> None:
         {"role": "tool", "content": "t", "tool_call_id": ""},
         {"role": "developer", "content": ""},
     )
-    function = {"name": "f", "arguments": {"x": 1}}
+    function = {"name": "f", "arguments": '{"x": 1}'}
     assert got == [
         {"role": "system", "content": "s", "name": "n"},
         {"role": "user", "content": "a\nb"},
@@ -79,7 +81,42 @@ def test_messages_reach_the_template_with_what_they_have() -> None:
 def test_arguments_that_are_no_object_stay_text(arguments: str, expected: Any) -> None:
     calls = [{"function": {"name": "f", "arguments": arguments}}]
     (message,) = template_form({"role": "assistant", "tool_calls": calls})
-    assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": expected}
+    assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": arguments}
+    given = _with_written_arguments(message)["tool_calls"][0]["function"]["arguments"]
+    assert given == expected
+    assert type(given) is (WrittenObject if isinstance(expected, dict) else str)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"x":1}',
+        ' { "b" : [1,  {"y":2}] ,\n"a":{} } ',
+        "{}",
+        '{"a": 1, "a": {"b":  2}}',
+        '{"é\\n": "\\u00e9", "n": 1.50}',
+    ],
+)
+def test_templates_write_the_arguments_of_earlier_calls_as_the_model_did(words: Tokenizer, text: str) -> None:
+    arguments = written_object(text)
+    assert arguments == json.loads(text)
+    call = {"name": "f", "arguments": arguments}
+    forms = (
+        "{{ c.arguments }}",
+        "{{ c.arguments | tojson }}",
+        "{{ '' + c.arguments + '' }}",
+        "{% if c.arguments is string %}{% else %}{{ c.arguments ~ '' }}{% endif %}",
+        "{{ (c | tojson)[27:-1] }}",
+    )
+    for form in forms:
+        template = words.with_chat_template(f"{{% set c = messages[0].c %}}{form}")
+        assert template.apply_chat_template([{"role": "x", "c": call}]) == text, form
+    values = words.with_chat_template("{% for k, v in messages[0].c|items %}{{ v | tojson }};{% endfor %}")
+    written = values.apply_chat_template([{"role": "x", "c": written_object('{"a": [1,2], "b": {"c":3}, "d": "e"}')}])
+    assert written == '[1,2];{"c":3};"e";'
+    assert written_object("[1]") is written_object('{"a"') is written_object("[" * 100_000) is None
+    sorted_ = words.with_chat_template("{{ messages[0].c | tojson(sort_keys=true) }}")
+    assert sorted_.apply_chat_template([{"role": "x", "c": written_object('{"b":1,"a":2}')}]) == '{"a": 2, "b": 1}'
 
 
 @pytest.mark.parametrize(
@@ -163,7 +200,7 @@ def test_items_become_messages_and_calls_join_the_answer_before_them() -> None:
         call(3),
     ]
     body = bodies.parse(json.dumps({"model": MODEL, "input": items}).encode(), ResponsesRequest)
-    function = {"name": "f", "arguments": {"x": 1}}
+    function = {"name": "f", "arguments": '{"x": 1}'}
 
     def made(*numbers: int) -> list[dict[str, Any]]:
         return [{"id": f"c{number}", "type": "function", "function": function} for number in numbers]

@@ -14,6 +14,8 @@ import jinja2.parser
 import jinja2.runtime
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from detjax.models.text.written_json import placeholder, with_texts
+
 
 class _GenerationBlock(jinja2.ext.Extension):
     """`{% generation %}`, which marks text for training. It renders as its contents."""
@@ -98,8 +100,17 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Returns JSON with unescaped `<`, `>`, `&` and `'`, unlike jinja2's own filter: prompts are not HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    """Returns JSON with unescaped `<`, `>`, `&` and `'`, unlike jinja2's own filter: prompts are not HTML.
+
+    Values that were written by a model keep their text, unless the template indents or sorts them.
+    """
+    texts: list[str] = []
+    if indent is None and not sort_keys:
+        value = with_texts(value, texts)
+    dumped = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    for number, text in enumerate(texts):
+        dumped = dumped.replace(json.dumps(placeholder(number)), text, 1)
+    return dumped
 
 
 def _raise_exception(message: str) -> NoReturn:

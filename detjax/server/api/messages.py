@@ -1,6 +1,5 @@
 """The messages of a conversation."""
 
-import json
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Final, Literal
 
@@ -89,12 +88,8 @@ class CalledFunction(Body):
     arguments: str = Field(description="The arguments as JSON. The chat template gets an object, if they are one.")
 
     def for_template(self) -> dict[str, Any]:
-        """Returns the function in the form that chat templates expect, with its arguments as an object if possible."""
-        try:
-            arguments = json.loads(self.arguments or "{}")
-        except (ValueError, RecursionError):  # clients also send back invalid JSON of a model
-            arguments = None
-        return {"name": self.name, "arguments": arguments if isinstance(arguments, dict) else self.arguments}
+        """Returns the function as text workers expect it; they give the chat template an object, if it is one."""
+        return {"name": self.name, "arguments": self.arguments}
 
 
 class EarlierCall(Body):
