@@ -10,7 +10,7 @@ from typing import Final
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from detjax.server.api import messages, request_fields, response_fields, schemas
+from detjax.server.api import answer_forms, messages, request_fields, response_fields, schemas
 from detjax.server.api.field_marks import Ignored, Unserved
 from detjax.server.api.text_routes import DetokenizeRequest, TokenizeRequest
 from detjax.server.http import bodies, field_types
@@ -23,6 +23,9 @@ _BODIES: Final[dict[str, type[BaseModel]]] = {
     "chat": schemas.ChatRequest,
     "responses": response_fields.ResponsesRequest,
     "stream_options": request_fields.StreamOptions,
+    "response_format": answer_forms.ResponseFormat,
+    "json_schema of response_format": answer_forms.JsonSchemaFormat,
+    "structured_outputs": answer_forms.StructuredOutputs,
     "messages": messages.Message,
     "content parts": messages.TextPart,
     "image parts": messages.ImagePart,
@@ -57,12 +60,14 @@ _LIMITS: Final = {
     "`stop`": field_types.MAX_STOPS,
     "characters of a stop string": field_types.LONGEST_STOP,
     "`stop_token_ids`": field_types.MAX_STOP_TOKENS,
+    "`allowed_token_ids`": field_types.MAX_ALLOWED_TOKENS,
+    "`bad_words`": field_types.MAX_BAD_WORDS,
     "`logit_bias`": field_types.MAX_BIASES,
     "`tools`": field_types.MAX_TOOLS,
     "`tool_calls` of a message": field_types.MAX_CALLS,
     "`metadata`": field_types.MAX_METADATA,
     "`chat_template_kwargs`": field_types.MAX_VARIABLES,
-    "`structured_outputs.choice`": field_types.MAX_CHOICES,
+    "`choice` of `structured_outputs`, `guided_choice`": field_types.MAX_CHOICES,
 }
 
 _TEXT: Final = """<!-- tools/field_table.py writes this file. -->
@@ -116,6 +121,7 @@ def text() -> str:
     for place, body in _BODIES.items():
         for name, field in body.model_fields.items():
             mark = next((mark for mark in field.metadata if isinstance(mark, Unserved | Ignored)), field)
+            name = field.alias or name
             row = f"| `{name}` | %s | {_columns(mark)} |"
             rows[type(mark)][row] = name
             places.setdefault(row, []).append(place)

@@ -191,12 +191,15 @@ class ApiCall(abc.ABC):
             return token
         return dataclasses.replace(token, logprob=token.sampling_logprob, top_logprobs=token.sampling_top_logprobs)
 
-    def _shown_scores(self, scores: PromptLogprobs | None) -> PromptLogprobs | None:
-        """Returns a prompt's scores with the logprobs that the answer reports."""
-        if scores is None or not self._reports_processed:
-            return scores
-        sampling = scores.sampling_logprobs, scores.sampling_top_logprobs
-        return dataclasses.replace(scores, logprobs=sampling[0], top_logprobs=sampling[1])
+    def _shown_generation(self, generation: Generation) -> Generation:
+        """Returns a generation with the logprobs that the answer reports."""
+        if not self._reports_processed:
+            return generation
+        scores, completions = generation.prompt, tuple(map(self._shown, generation.completions))
+        if scores is not None:
+            sampling = scores.sampling_logprobs, scores.sampling_top_logprobs or scores.top_logprobs
+            scores = dataclasses.replace(scores, logprobs=sampling[0], top_logprobs=sampling[1])
+        return dataclasses.replace(generation, completions=completions, prompt=scores)
 
     def _added_logprobs(self, values: Sequence[float]) -> Iterable[float | None]:
         """Returns sampling logprobs if the answer reports them in addition, else None for each token."""

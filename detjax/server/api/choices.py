@@ -30,13 +30,9 @@ class ChoicesCall(ApiCall):
     # --- whole responses ----------------------------------------------------------------------------------------------
 
     def full_response(self, generations: Sequence[Generation]) -> Json:
+        generations = list(map(self._shown_generation, generations))
         choices = (
-            self._choice(
-                self._choice_index(prompt, sample),
-                prompt,
-                self._shown(completion),
-                self._shown_scores(generation.prompt),
-            )
+            self._choice(self._choice_index(prompt, sample), prompt, completion, generation.prompt)
             | self._mode()
             | self._seed(prompt)
             | self._receipt(prompt, sample, is_whole=True)
