@@ -47,7 +47,7 @@ from detjax.server.http.hosts import HostCheck
 from detjax.server.http.json_pieces import TURN_BYTES, JsonPieces
 from detjax.server.http.metrics import Metrics, RequestMetrics
 from detjax.server.http.requests import CLIENT_CLOSED_REQUEST, RequestLog, RequestRecord, record_of
-from detjax.server.http.settings import Settings
+from detjax.server.http.settings import RAW, LogprobsMode, Settings
 from detjax.server.http.streaming import DONE, EventStream
 from detjax.server.replicated_engine import ReplicatedEngine
 from detjax.server.text.texts import Texts
@@ -77,9 +77,12 @@ def system_fingerprint(model: Decoder, tokenizer: Tokenizer, config: EngineConfi
     return fingerprint_of(Origin.here(model, tokenizer, config.kv_cache_dtype), config, ModelMetadata.from_model(model))
 
 
-def fingerprint_of(origin: Origin, config: EngineConfig, metadata: ModelMetadata) -> str:
+def fingerprint_of(
+    origin: Origin, config: EngineConfig, metadata: ModelMetadata, logprobs_mode: LogprobsMode = RAW
+) -> str:
     """Returns the `system_fingerprint` of a model whose digest is known."""
     settings = f"{origin.kv_cache_dtype} {config.max_length or metadata.config.max_positions}"
+    settings += "" if logprobs_mode == RAW else f" {logprobs_mode}"
     digest = hashlib.sha256(f"{origin.model} {settings}".encode()).hexdigest()
     return f"detjax-{CONTRACT_VERSION}-{origin.environment}-{digest[:16]}"
 
@@ -117,7 +120,7 @@ def app_of(
 
     `commands` runs commands in the engines, if the settings have a control key.
     """
-    fingerprint = fingerprint_of(origin, engine.config, metadata)
+    fingerprint = fingerprint_of(origin, engine.config, metadata, settings.logprobs_mode)
     texts = Texts(tokenizer, settings.text_seconds)
     served = ServedModel(
         settings.name,
@@ -140,7 +143,7 @@ def app_of(
 
         def version_of(digest: str) -> Version:
             new = dataclasses.replace(origin, model=digest)
-            return Version(new, fingerprint_of(new, engine.config, metadata))
+            return Version(new, fingerprint_of(new, engine.config, metadata, settings.logprobs_mode))
 
         api.control = Control(api.gate, commands, version_of)
         files = WeightFiles(settings.weights_directory, most_update_bytes(metadata.config), settings.body_seconds)
@@ -180,7 +183,7 @@ def app_of(
     app.add_middleware(RequestLog)
     app.state.engine, app.state.guard, app.state.fingerprint = engine, api.guard, fingerprint
     app.state.texts = texts
-    app.state.weight_files = files
+    app.state.weight_files, app.state.control, app.state.gate = files, api.control, api.gate
     return app
 
 

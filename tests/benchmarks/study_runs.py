@@ -163,6 +163,14 @@ def runs_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert {program["before_ready"] for program in content["programs"]} == {True, False}
 
 
+def runs_sleep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = run_small("sleep", tmp_path)
+    in_use = {name: one["in use"] - content["bytes"]["before"]["in use"] for name, one in content["bytes"].items()}
+    assert in_use["asleep"] < in_use["awake"] / 100
+    assert in_use["awake again"] == pytest.approx(in_use["awake"], rel=0.01)
+    assert content["has_the_same_bits"]
+
+
 def runs_verify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     content = run_small("verify", tmp_path, "--kv-cache-dtype", "int8", "--requests", "7")
     assert content["same_bits_of_all_runs"]
@@ -306,7 +314,7 @@ def runs_digests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert result["layers_over_plain"] == pytest.approx(result["layers_ms"] / result["plain_ms"])
 
 
-QUICK: Final = ("expert_schedules", "loading", "matmul")
+QUICK: Final = ("expert_schedules", "loading", "matmul", "sleep")
 """Runs of a few seconds."""
 RUNS: Final[dict[str, Callable[[Path, pytest.MonkeyPatch], None]]] = {
     "aggregation": runs_aggregation,
@@ -328,6 +336,7 @@ RUNS: Final[dict[str, Callable[[Path, pytest.MonkeyPatch], None]]] = {
     "on_policy, stock": runs_on_policy_stock,
     "portable": runs_portable,
     "ready": runs_ready,
+    "sleep": runs_sleep,
     "softmax_schedules": runs_softmax_schedules,
     "structured": runs_structured,
     "training": runs_training,

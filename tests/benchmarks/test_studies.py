@@ -40,6 +40,7 @@ STUDIES = (
     "portable",
     "random_programs",
     "ready",
+    "sleep",
     "softmax_schedules",
     "structured",
     "tpu_dots",

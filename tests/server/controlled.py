@@ -103,6 +103,5 @@ def verdicts(responses: Iterable[Any], by_fingerprint: dict[str, Any], folder: P
         file.write_text("\n".join(map(json.dumps, group)))
         model, tokenizer = by_fingerprint[name]
         transcripts = list(read_transcripts(file, tokenizer).values())
-        assert all(one.origin.model == models.digest(model, tokenizer) for one in transcripts[:1])
         results |= {str(one) for one in Verifier(model, tokenizer).verify(transcripts)}
     return results

@@ -32,7 +32,7 @@ PATHS = {
     "/update_weights_from_disk": "POST",
     "/weights": "PUT",
 }
-LONG = {"max_tokens": 300, "seed": 3, "temperature": 0.9}
+LONG = {"max_tokens": 160, "seed": 3, "temperature": 0.9}
 
 
 @pytest.fixture(scope="module")
@@ -267,9 +267,9 @@ def test_chats_and_responses_say_that_they_were_aborted(
 ) -> None:
     body: dict[str, Any] = {"model": MODEL, "stream": streams, "receipt": True, "ignore_eos": True}
     if path == "/v1/responses":
-        body |= {"input": "Who?", "max_output_tokens": 300}
+        body |= {"input": "Who?", "max_output_tokens": 200}
     else:
-        body |= {"messages": [{"role": "user", "content": "Who?"}], "max_tokens": 300}
+        body |= {"messages": [{"role": "user", "content": "Who?"}], "max_tokens": 200}
     with ThreadPoolExecutor(1) as pool:
         asking = pool.submit(trainer.http.post, path, json=body)
         until_running(trainer)

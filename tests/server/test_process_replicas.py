@@ -82,7 +82,7 @@ def replicas(machine: Machine, engine: Engine, facts: ReplicaFacts) -> Iterator[
         process.options["replica"] = replica
 
         async def serve() -> None:
-            serving = asyncio.create_task(replica.serve(lambda _: (engine, facts)))
+            serving = asyncio.create_task(replica.serve(lambda _: (engine, facts, None)))
             await asyncio.to_thread(process.killed.wait)
             serving.cancel()
             await asyncio.gather(serving, *replica._answering.values(), return_exceptions=True)

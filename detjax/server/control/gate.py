@@ -157,6 +157,10 @@ class Gate:
         """Number of streams whose readers have tokens."""
         return sum(run.has_begun for run in self._running)
 
+    def is_closed(self, reason: str) -> bool:
+        """Returns whether calls wait for a reason."""
+        return reason in self._reasons
+
     def close(self, reason: str) -> None:
         """Holds back all calls until the gate was opened for every reason for which it was closed."""
         self._reasons.add(reason)

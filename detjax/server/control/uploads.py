@@ -6,7 +6,8 @@ import errno
 import os
 import shutil
 import tempfile
-from collections.abc import AsyncGenerator, Callable, Collection
+import weakref
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -28,7 +29,7 @@ class WeightFiles:
         """Files below `directory`, and uploads of up to `most_bytes`, whose parts arrive within `seconds` each."""
         self._root = None if directory is None else directory.resolve()
         self._most_bytes, self._seconds = most_bytes, seconds
-        self._uploads: tempfile.TemporaryDirectory[str] | None = None
+        self._uploads: Path | None = None
         self._number = 0
 
     def below(self, given: str) -> Path:
@@ -76,13 +77,18 @@ class WeightFiles:
             await self._write(request, path, size)
             yield path
         finally:
-            for file in set(directory.glob("*.safetensors")) - set(kept()):
+            for file in set(self.uploads()) - set(kept()):
                 file.unlink(missing_ok=True)
+
+    def uploads(self) -> Iterator[Path]:
+        """Returns the files of uploads that have not been deleted."""
+        return iter(()) if self._uploads is None else self._uploads.glob("*.safetensors")
 
     def _upload_directory(self) -> Path:
         if self._uploads is None:
-            self._uploads = tempfile.TemporaryDirectory(prefix=".detjax-uploads-", dir=self._root)
-        return Path(self._uploads.name)
+            self._uploads = Path(tempfile.mkdtemp(prefix=".detjax-uploads-", dir=self._root))
+            weakref.finalize(self, shutil.rmtree, self._uploads, ignore_errors=True)
+        return self._uploads
 
     def _announced_size(self, request: Request, directory: Path) -> int | None:
         """Returns the size that the headers announce, if they do, and refuses it before the body is read."""
