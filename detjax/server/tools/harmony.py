@@ -169,6 +169,12 @@ class HarmonyFormat(ToolFormat):
         is_free = use is None or (use.allowed is None and not any(tool.strict for tool in use.tools))
         if form is None and is_free and not (use is not None and use.is_required):
             return None
+        if any(text not in self.marks.tokens for text in MARKS):
+            raise FieldError(
+                "the answer is constrained, and the tokenizer does not have the marks of messages as tokens; accepted: "
+                "a request without a constraint",
+                "constraint",
+            )
         header, is_message, _ = begun_message(begun).partition(MESSAGE)
         channel = header.partition(CHANNEL)[2].split()[:1]
         rules = [self.marks.text_rules("text", *MARKS)]

@@ -48,12 +48,14 @@ class Marks:
         return " ".join(f"<[{self.tokens[piece]}]>" if piece in self.tokens else literal(piece) for piece in known)
 
     def text_rules(self, name: str, *without: str) -> str:
-        """Returns a rule for text without some marks, which may have the other tokens that text has."""
-        if all(mark in self.tokens for mark in without):
-            others = [token for mark, token in self.tokens.items() if mark not in without and token not in self.hidden]
-            tokens = [f"<[{token}]>" for token in [*self.text_tokens, *others]]
-            return rf"{name}: ({' | '.join([r'/(.|\n)+/', *tokens])})*"
-        return f"{name}: {name.upper()}\n{name.upper()}: {text_without(*without)}"
+        """Returns a rule for text without some marks that are tokens. It may have the other tokens that text has."""
+        others = [token for mark, token in self.tokens.items() if mark not in without and token not in self.hidden]
+        tokens = [f"<[{token}]>" for token in [*self.text_tokens, *others]]
+        return rf"{name}: ({' | '.join([r'/(.|\n)+/', *tokens])})*"
+
+    def before_token(self, text: str) -> str:
+        """Returns the beginning of a text of the format up to the first mark that is a token."""
+        return min((text.partition(mark)[0] for mark in self.tokens), key=len, default=text)
 
 
 def literal(text: str) -> str:

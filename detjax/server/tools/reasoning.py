@@ -158,7 +158,7 @@ class ReasoningFormat:
         start = self.start(ending)
         if start is Start.CLOSED:
             return ""
-        text = ["reasoning_end: THOUGHTS LINES?", rf"THOUGHTS[lazy]: /(.|\n)*{pattern(self.end)}/"]
+        text = ["reasoning_end: thoughts LINES?", rf"thoughts[lazy]: /(.|\n)*{pattern(self.end)}/"]
         if self.end_tokens:
             thoughts = self.marks.text_rules("thoughts", self.end)
             text = [f"reasoning_end: thoughts {self.marks.literal(self.end)} LINES?", thoughts]

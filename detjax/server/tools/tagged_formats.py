@@ -6,7 +6,7 @@ pattern of strings; `format` is an annotation. All other values are JSON of thei
 
 import abc
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Final
 
 from detjax.engine import FieldError
@@ -26,19 +26,27 @@ class TaggedFormat(ToolFormat):
     """A format with tagged arguments."""
 
     PARSER: ClassVar[type[TaggedParser]]
+    TAIL: ClassVar[str]
+    """The text after a value."""
+    SPACE: ClassVar[str] = ""
+    """An expression for white space after arguments, empty for none."""
 
     def parser(self, tools: Sequence[FunctionFields], begun: str = "") -> AnswerParser:
         return self.PARSER(tools, self.marks.written)
 
+    @abc.abstractmethod
+    def _head(self, key: str, is_string: bool) -> str:
+        """Returns an expression for the text before a value, given one for the argument's key."""
+
     def _arguments(self, tools: Sequence[FunctionFields], is_required: bool) -> list[str]:
         rules = [rule for number, tool in enumerate(tools) for rule in self._tool_rules(number, tool, is_required)]
-        key = self._argument(_KEY, "any_text", True)
-        other = self._argument(_KEY, "any_json", False)
+        heads = dict.fromkeys(self._head(_KEY, is_string) for is_string in (True, False))
+        values = ["any_text", "any_json"][: len(heads)]
         return [
             *rules,
-            f"any_argument: {key}" + ("" if other == key.replace("any_text", "any_json") else f" | {other}"),
-            f"any_text: ANY_TEXT\nANY_TEXT: {text_without(self.PARSER.VALUE_END)}",
-            "any_json: %json {}",
+            f"any_argument: {' | '.join(' '.join(pair) for pair in zip(heads, values, strict=True))}",
+            *self._text_rules("any_text", [text_without(self.PARSER.VALUE_END)]),
+            *self._json_rules("any_json", {}),
         ]
 
     def _tool_rules(self, number: int, tool: FunctionFields, is_required: bool) -> Iterator[str]:
@@ -53,15 +61,34 @@ class TaggedFormat(ToolFormat):
         items = (f"argument_{number}_{place}{'' if name in required else '?'}" for place, name in enumerate(names))
         yield f"arguments_{number}: {' '.join(items) or literal('')}"
         for place, name in enumerate(names):
-            value = f"value_{number}_{place}"
+            rule = f"value_{number}_{place}"
             values = _Values(tool.name, name, schema, self.PARSER.VALUE_END)
-            is_string = values.may_be_string
-            yield f"argument_{number}_{place}: {self._argument(literal(name), value, is_string)}"
-            yield from values.rules(value)
+            yield f"argument_{number}_{place}: {self._head(literal(name), values.may_be_string)} {rule}"
+            yield from (
+                self._text_rules(rule, values.texts())
+                if values.may_be_string
+                else self._json_rules(rule, values.json_schema())
+            )
 
-    @abc.abstractmethod
-    def _argument(self, key: str, value: str, is_string: bool) -> str:
-        """Returns an expression for an argument, given expressions for its key and its value."""
+    def _text_rules(self, rule: str, texts: Iterable[str]) -> Iterator[str]:
+        """Yields the rules for a value that is one of several kinds of text, each an expression of a terminal.
+
+        A terminal includes the text after it: a terminal matches as much text as it can, including the beginning of the
+        end tag.
+        """
+        begin = self.marks.before_token(self.TAIL)
+        rest = self.marks.literal(self.TAIL.removeprefix(begin)) if begin != self.TAIL else ""
+        names = list[str]()
+        for number, text in enumerate(dict.fromkeys(texts)):
+            names.append(f"{rule}_{number}".upper())
+            yield f"{names[-1]}_TEXT: {text}"
+            yield f"{names[-1]}: {names[-1]}_TEXT {literal(begin) if begin else ''}"
+        yield f"{rule}: ({' | '.join(names)}) {rest} {self.SPACE}"
+
+    def _json_rules(self, rule: str, schema: Mapping[str, Any]) -> Iterator[str]:
+        """Yields the rules for a value that is JSON."""
+        yield f"{rule}_json: %json {json.dumps(schema)}"
+        yield f"{rule}: {rule}_json {self.marks.literal(self.TAIL)} {self.SPACE}"
 
 
 class _Values:
@@ -77,18 +104,14 @@ class _Values:
         """True if a value may be a string, which is written without quotes."""
         return "string" in types_of(self._schema, self._root)
 
-    def rules(self, rule: str) -> Iterator[str]:
-        """Yields the rule for a value, and the rules that it uses."""
-        if not self.may_be_string:
-            schema = dict(self._schema) if isinstance(self._schema, Mapping) else {}
-            known = {name: self._root[name] for name in ("$defs", "definitions") if name in self._root}
-            yield f"{rule}: %json {json.dumps(known | schema)}"
-            return
-        names = list[str]()
-        for number, expression in enumerate(dict.fromkeys(self._strings(self._schema, 0))):
-            names.append(f"{rule}_{number}".upper())
-            yield f"{names[-1]}: {expression}"
-        yield f"{rule}: {' | '.join(names)}"
+    def json_schema(self) -> dict[str, Any]:
+        """Returns the schema of values that are not strings, with the definitions that it refers to."""
+        known = {name: self._root[name] for name in ("$defs", "definitions") if name in self._root}
+        return known | (dict(self._schema) if isinstance(self._schema, Mapping) else {})
+
+    def texts(self) -> Iterator[str]:
+        """Yields expressions of terminals for the texts of values."""
+        yield from self._strings(self._schema, 0)
 
     def _strings(self, schema: Any, depth: int) -> Iterator[str]:
         """Yields expressions for the texts of the values that a schema accepts."""
@@ -177,6 +200,7 @@ class QwenCoderFormat(TaggedFormat):
 
     NAME = "qwen3_coder"
     PARSER = QwenParser
+    TAIL = "\n</parameter>\n"
     BEGIN = QwenParser.BEGIN
     MARKS = (QwenParser.BEGIN, QwenParser.END)
 
@@ -188,8 +212,8 @@ class QwenCoderFormat(TaggedFormat):
             rf'call: "\n" ({" | ".join(named)}) "</function>\n" {self.marks.literal(QwenParser.END)}',
         ]
 
-    def _argument(self, key: str, value: str, is_string: bool) -> str:
-        return rf'"<parameter=" {key} ">\n" {value} "\n</parameter>\n"'
+    def _head(self, key: str, is_string: bool) -> str:
+        return rf'"<parameter=" {key} ">\n"'
 
 
 class GlmFormat(TaggedFormat):
@@ -197,6 +221,8 @@ class GlmFormat(TaggedFormat):
 
     NAME = "glm45"
     PARSER = GlmParser
+    TAIL = "</arg_value>"
+    SPACE = r'"\n"?'
     BEGIN = GlmParser.BEGIN
     MARKS = (GlmParser.BEGIN, GlmParser.END, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
     STOPS = ("<|observation|>", "<|user|>")
@@ -206,10 +232,9 @@ class GlmFormat(TaggedFormat):
         named = (rf'{literal(tool.name)} "\n"? arguments_{number}' for number, tool in enumerate(tools))
         return [f"calls: call{more}", f"call: ({' | '.join(named)}) {self.marks.literal(GlmParser.END)}"]
 
-    def _argument(self, key: str, value: str, is_string: bool) -> str:
+    def _head(self, key: str, is_string: bool) -> str:
         mark = self.marks.literal
-        ends = rf'{mark("</arg_key>")} "\n"? {mark("<arg_value>")} {value} {mark("</arg_value>")} "\n"?'
-        return f"{mark('<arg_key>')} {key} {ends}"
+        return rf'{mark("<arg_key>")} {key} {mark("</arg_key>")} "\n"? {mark("<arg_value>")}'
 
 
 class DsmlFormat(TaggedFormat):
@@ -217,6 +242,7 @@ class DsmlFormat(TaggedFormat):
 
     NAME = "deepseek_v32"
     PARSER = DsmlParser
+    TAIL = "</｜DSML｜parameter>\n"
     BEGIN = DsmlParser.BEGIN
     MARKS = ("｜DSML｜",)
 
@@ -230,7 +256,6 @@ class DsmlFormat(TaggedFormat):
             f"call: ({' | '.join(named)}) {mark(DsmlParser.CALL_END + '\n')}",
         ]
 
-    def _argument(self, key: str, value: str, is_string: bool) -> str:
-        mark = self.marks.literal
-        head, middle = mark('<｜DSML｜parameter name="'), literal(f'" string="{str(is_string).lower()}">')
-        return f"{head} {key} {middle} {value} {mark(DsmlParser.VALUE_END + '\n')}"
+    def _head(self, key: str, is_string: bool) -> str:
+        middle = literal(f'" string="{str(is_string).lower()}">')
+        return f"{self.marks.literal('<｜DSML｜parameter name="')} {key} {middle}"
