@@ -48,10 +48,10 @@ class SamplingParams:
         top_logprobs: number of likeliest tokens to report at each step.
         prompt_logprobs: also report logprobs of the prompt's tokens, with the likeliest tokens at each position.
         sampling_logprobs: also report each token's logprob under the distribution it was drawn from, and the likeliest
-            tokens under it; with `prompt_logprobs`, also those of the prompt's tokens.
-        scored_answer: number of tokens at the prompt's end that count as generated in their sampling logprobs. Their
-            penalties, `min_tokens` and bad words are then those of an answer to the tokens before them. By default,
-            each token of the prompt is scored as the first token of an answer.
+            tokens under it; with `prompt_logprobs`, also for the prompt's tokens.
+        scored_answer: number of tokens at the prompt's end that penalties, `min_tokens` and bad words regard as an
+            answer to the tokens before them, in their sampling logprobs. By default, each token of the prompt is scored
+            as the first token of an answer.
         reasoning_budget: limits the tokens of the answer's reasoning, by forcing the mark that ends it.
         constraint: restricts the text, for example to JSON of a schema. It needs a tokenizer. A sample that reaches
             `max_tokens` may be incomplete.

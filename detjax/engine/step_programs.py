@@ -717,9 +717,9 @@ def _seen_after(seen: SeenTokens, row: tuple[Array, Array]) -> tuple[SeenTokens,
     token, is_generated = row
     count, in_prompt = seen.generated[token], seen.in_prompt[token]
     count += (is_generated & (count < np.iinfo(COUNT).max)).astype(COUNT)
-    return SeenTokens(
-        seen.generated.at[token].set(count), seen.in_prompt.at[token].set(in_prompt | ~is_generated)
-    ), seen
+    in_prompt |= ~is_generated
+    after = SeenTokens(seen.generated.at[token].set(count), seen.in_prompt.at[token].set(in_prompt))
+    return after, seen
 
 
 def _drawn(

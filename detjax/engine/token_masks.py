@@ -281,7 +281,7 @@ def bad_word_tokens(words: Iterable[str], tokenizer: Tokenizer | None) -> list[t
     """Returns the sequences of tokens whose last token `bad_words` forbids after the others, as vLLM forms them.
 
     A word is forbidden at the beginning of a text and within it: as it is without leading spaces, and after a space if
-    that gives as many tokens, of which the first differs.
+    that gives as many tokens and another first token.
 
     Raises:
         ValueError: there is no tokenizer, or a word has no tokens.

@@ -1,7 +1,8 @@
 """The text of streams, and the stop strings that end it."""
 
 import functools
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -144,3 +145,92 @@ def test_long_stop_strings_take_a_time_in_proportion_to_the_text(text: str, monk
     assert received >= len(text) - 256
     # Each of them reads each character a few times at most, and its own beginnings once.
     assert CountingString.reads <= 6 * len(stop) * len(text)
+
+
+# --- stop strings that are included, and special tokens ---------------------------------------------------------------
+
+
+def splits(text: str) -> Iterator[list[str]]:
+    """Every split of a text into pieces."""
+    for borders in itertools.product((False, True), repeat=len(text) - 1):
+        pieces = [text[0]]
+        for character, begins in zip(text[1:], borders, strict=True):
+            if begins:
+                pieces.append(character)
+            else:
+                pieces[-1] += character
+        yield pieces
+
+
+class Pieces(Tokenizer):
+    """A tokenizer whose tokens are given pieces of text, the ones in brackets special."""
+
+    def __init__(self, pieces: Sequence[str]) -> None:
+        self.pieces = pieces
+        self.is_byte_level = True
+
+    def is_left_out(self, token: int) -> bool:
+        return self.pieces[token].startswith("[")
+
+    def token_bytes(self, token: int) -> bytes:
+        return self.pieces[token].encode()
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return "".join(self.pieces[i] for i in ids if not (skip_special_tokens and self.is_left_out(i)))
+
+
+def received(pieces: Sequence[str], stop: Sequence[str], *, least: int = 0, **options: bool) -> tuple[str, str, int]:
+    """The text that a stream sends, the whole text, and the number of tokens; stop strings count after `least`."""
+    stream, sent = TextStream(Pieces(pieces), StopStrings(stop), **options), ""
+    for index in range(len(pieces)):
+        is_stopped = stream.add(index, may_stop=index >= least)
+        sent += stream.take_new(is_last=is_stopped or index == len(pieces) - 1)
+        assert stream.text.startswith(sent)
+        if is_stopped:
+            return sent, stream.text, index + 1
+    return sent, stream.text, len(pieces)
+
+
+@pytest.mark.parametrize("stop", [("cd",), ("bcd", "z"), ("abcdefgh",), ("h",), ("cde", "cdef"), ("aa",)])
+def test_an_included_stop_string_ends_the_text_however_it_is_split(stop: tuple[str, ...]) -> None:
+    text = "abcdefgh"
+    before = min((text.find(one) for one in stop if one in text), default=len(text))
+    after = min((text.find(one) + len(one) for one in stop if one in text), default=len(text))
+    for pieces in splits(text):
+        assert received(pieces, stop)[:2] == (text[:before],) * 2
+        assert received(pieces, stop, includes_stop=True)[:2] == (text[:after],) * 2
+
+
+def test_no_text_waits_for_a_stop_string_that_is_included() -> None:
+    stream = TextStream(Pieces(["ab", "cd"]), StopStrings(["abcdef"]), includes_stop=True)
+    stream.add(0)
+    assert stream.take_new(is_last=False) == "ab"
+
+
+@pytest.mark.parametrize("includes", [False, True])
+def test_stop_strings_of_the_first_tokens_are_text(includes: bool) -> None:
+    """A stop string counts if it ends after the minimum number of tokens, as in vLLM."""
+    text = "nonononono"
+    for least in range(6):
+        for pieces in ([*text], ["no"] * 5, ["non", "on", "on", "ono"], [text]):
+            lengths = [len("".join(pieces[:count])) for count in range(len(pieces) + 1)]
+            known = lengths[min(least, len(pieces))]
+            # The first "no" that ends after the text of these tokens.
+            start = next((at for at in range(0, len(text), 2) if at + 2 > known), None)
+            expected = text if start is None else text[: start + 2 * includes]
+            assert received(pieces, ["no"], least=least, includes_stop=includes)[:2] == (expected,) * 2
+
+
+def test_text_that_may_begin_a_stop_string_waits_also_after_one_that_did_not_count() -> None:
+    for pieces in splits("ababab!"):
+        sent, text, _ = received(pieces, ["abab"], least=len(pieces))
+        assert sent == text == "ababab!"
+
+
+def test_special_tokens_are_text_on_request_and_may_be_stop_strings() -> None:
+    pieces = ["a", "[s]", "b", "[t]", "c"]
+    assert received(pieces, [])[:2] == ("abc",) * 2
+    assert received(pieces, [], skip_special_tokens=False)[:2] == ("a[s]b[t]c",) * 2
+    assert received(pieces, ["[t]"], skip_special_tokens=False)[:2] == ("a[s]b",) * 2
+    assert received(pieces, ["[t]"], skip_special_tokens=False, includes_stop=True)[:2] == ("a[s]b[t]",) * 2
+    assert received(pieces, ["[t]"])[:2] == ("abc",) * 2

@@ -55,7 +55,7 @@ def test_the_last_token_of_a_word_is_barred_after_the_others_alone() -> None:
 
 
 def test_a_word_is_barred_with_and_without_a_space_before_it() -> None:
-    """As vLLM does: the form with a space counts if it has as many tokens, of which the first differs."""
+    """The form with a space counts if it has as many tokens and another first one, as in vLLM."""
     tokenizer = small_tokenizer()
     spaced = next(word for word in ("and", "the", "to", "a", "in", "is") if len(tokenizer.encode(f" {word}")) == 1)
     assert len(tokenizer.encode("a")) == 1

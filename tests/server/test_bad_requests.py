@@ -201,8 +201,8 @@ def unharmed(server: Running) -> Iterator[None]:
             CHAT | {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "foo"}}}},
             "the constraint's json_schema is not valid: Invalid type: foo",
         ),
-        (CHAT | {"structured_outputs": {"regex": "a", "choice": ["b"]}}, "accepted: one of json, regex, choice"),
-        (CHAT | {"structured_outputs": {}}, "accepted: one of json, regex, choice and grammar"),
+        (CHAT | {"structured_outputs": {"regex": "a", "choice": ["b"]}}, "accepted: one of json, json_object: true"),
+        (CHAT | {"structured_outputs": {}}, "accepted: one of json, json_object: true"),
         (CHAT | {"structured_outputs": {"regex": "(a"}}, "the constraint's regex is not valid"),
         (CHAT | {"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "constraint is given with ignore_eos True"),
         (

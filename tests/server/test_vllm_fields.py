@@ -23,7 +23,7 @@ LOGGED: Final[dict[str, dict[str, Any]]] = {
     CHAT: {"logprobs": True, "top_logprobs": 1},
     RESPOND: {"include": ["message.output_text.logprobs"], "top_logprobs": 1},
 }
-"""What asks for logprobs, with one likeliest token."""
+"""Fields that ask for logprobs, with one likeliest token."""
 
 
 # --- logprobs of the sampling distribution ----------------------------------------------------------------------------

@@ -128,7 +128,7 @@ def _fields(answer: Mapping[str, Any]) -> Json:
 
 
 def _is_processed(answer: Mapping[str, Any]) -> bool:
-    """Returns whether an answer's logprobs are those of the distribution that its tokens were drawn from."""
+    """Returns whether an answer's logprobs are logprobs under the distribution that its tokens were drawn from."""
     return answer.get("logprobs_mode") == "processed_logprobs"
 
 

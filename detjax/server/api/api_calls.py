@@ -143,7 +143,7 @@ class ApiCall(abc.ABC):
         self._fields |= {"stop_token_ids": tuple(body.stop_token_ids or ())} | body.text_fields
         self._as_ids, self._truncates_to = bool(body.return_tokens_as_token_ids), body.truncate_prompt_tokens
         self._reports_processed = model.logprobs_mode == PROCESSED and body.reports_logprobs
-        """True if logprobs are those of the sampling distribution."""
+        """True if logprobs are reported under the sampling distribution."""
         self._adds_sampling_logprobs = bool(body.sampling_logprobs) and body.reports_logprobs
         """True if logprobs of the sampling distribution are reported in addition."""
         self._fields |= {"sampling_logprobs": bool(body.sampling_logprobs) or self._reports_processed}

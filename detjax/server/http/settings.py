@@ -1,6 +1,6 @@
 """Settings of a server: its clients, connections and log.
 
-Given its seed, no answer depends on them.
+Given its seed, no answer depends on them, except for the logprobs that it reports.
 """
 
 import dataclasses

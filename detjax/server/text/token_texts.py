@@ -92,8 +92,8 @@ class TextOffsets:
     ) -> None:
         """Offsets of successive tokens from `start` on.
 
-        For the tokens of a prompt, `prompt` is its text: special tokens count if this text contains them. For those of
-        an answer they count unless `skip_special_tokens`.
+        For the tokens of a prompt, `prompt` is its text: special tokens count if this text contains them. In an
+        answer they count unless `skip_special_tokens`.
         """
         self._tokenizer, self._prompt = tokenizer, prompt
         self._skips = skip_special_tokens and prompt is None
