@@ -10,9 +10,10 @@ from flax import nnx
 
 from detjax import ops
 from detjax.models import Decoder, network
+from detjax.models.parts import experts
 from detjax.models.parts.delta_net import DeltaNet, DeltaNetOptions
 from detjax.models.parts.embedding import Embedding
-from detjax.models.parts.experts import ExpertsOptions, SoftmaxRouter
+from detjax.models.parts.experts import Experts, ExpertsOptions, SoftmaxRouter
 from detjax.models.parts.gated_experts import GatedExperts, GatedExpertsOptions
 from detjax.models.parts.norm import LayerNorm, RMSNorm
 from detjax.models.parts.parameters import random_weight
@@ -138,6 +139,28 @@ def test_a_softmax_router_does_not_round_its_logits(normalized: bool, dtype: str
     np.testing.assert_array_equal(ids, expected)
     chosen = np.take_along_axis(exact, expected, axis=1)
     np.testing.assert_allclose(weights, chosen / chosen.sum(1, keepdims=True) if normalized else chosen, rtol=2e-6)
+
+
+def test_rows_of_experts_belong_to_the_sequences_of_their_tokens_and_padding_to_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen, product = list[Any](), experts.sharded_grouped_matmul
+
+    def noted(*arguments: Any, sequences: jax.Array, **options: Any) -> Any:
+        seen.append(np.asarray(sequences))
+        return product(*arguments, sequences=sequences, **options)
+
+    monkeypatch.setattr(experts, "sharded_grouped_matmul", noted)
+    options = ExpertsOptions(experts=3, chosen=2, inner_width=4, normalized=True, layers=(True,))
+    part = Experts(20, options, "silu", rngs=nnx.Rngs(0), dtype="float32")
+    x = jnp.asarray(drawn(2, 5, 20))
+    # The second request's last two rows are padding.
+    table, start, length, count = (jnp.asarray(numbers) for numbers in ([[0], [1]], [0, 0], [5, 3], [5, 3]))
+    part(x, Queries(table, start, length, count), residual=x)
+    gate_up, down = seen
+    np.testing.assert_array_equal(gate_up, down)
+    assert np.unique_counts(gate_up[gate_up >= 0])[1].tolist() == [5 * 2, 3 * 2]
+    assert len(gate_up) > 8 * 2 and (gate_up[gate_up < 0] == -1).all()
 
 
 @pytest.mark.parametrize("dtype", NARROW)
