@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo docs check test test-fast test-tpu test-tunix test-ray test-models test-tier test-all notebooks mutants mutate soak wheel address workflows lint lint-types lint-tests lint-style format lock clean always
+.PHONY: help demo docs check test test-fast test-tpu test-tunix test-ray test-clients test-models test-tier test-all notebooks mutants mutate soak wheel address workflows lint lint-types lint-tests lint-style format lock clean always
 
 BIN := .venv/bin
 READY := .venv/.ready
@@ -12,6 +12,8 @@ TUNIX_SOURCE ?=
 TUNIX := $(if $(TUNIX_SOURCE),.tunix-source,.tunix)
 # Replicas on Ray Serve.
 RAY := .ray
+# Packages that talk to the server.
+CLIENTS := .clients
 # mutmut, and the tests' dependencies.
 MUTATE := .mutate
 # Published models for batch_invariant.
@@ -64,6 +66,9 @@ test-tunix: $(TUNIX)/.ready ## test the adapter to Tunix in a separate environme
 
 test-ray: $(RAY)/.ready ## test replicas on Ray Serve in a separate environment
 	DETJAX_RAY=$(RAY) $(BIN)/pytest tests/server/test_ray_serve.py $(PYTEST_ARGS)
+
+test-clients: $(CLIENTS)/.ready ## test the server with client packages in a separate environment
+	DETJAX_CLIENTS=$(CLIENTS) $(BIN)/pytest tests/server/test_clients.py $(PYTEST_ARGS)
 
 test-models: $(MODELS)/.ready ## test batch_invariant with published models in a separate environment (BONSAI_SOURCE adds six)
 	DETJAX_MODELS=$(MODELS) $(BIN)/pytest tests/invariant/test_published.py $(PYTEST_ARGS)
@@ -132,6 +137,7 @@ lock: ## resolve all lock files again (LOCK_ARGS=--upgrade takes newer releases)
 	"$$uv" pip compile pyproject.toml --extra test --extra notebooks --extra docs $(COMPILE) $(LOCK_ARGS) --output-file requirements.lock && \
 	"$$uv" pip compile --group ptxas --no-deps $(COMPILE) $(LOCK_ARGS) --output-file requirements-ptxas.lock && \
 	"$$uv" pip compile --group libtpu --no-deps $(COMPILE) $(LOCK_ARGS) --output-file requirements-libtpu.lock && \
+	"$$uv" pip compile --group clients $(COMPILE) $(LOCK_ARGS) --output-file requirements-clients.lock && \
 	"$$uv" pip compile --group release $(COMPILE) $(LOCK_ARGS) --output-file requirements-release.lock && \
 	for of in cpu cuda13; do \
 	  echo hatchling | "$$uv" pip compile pyproject.toml - --extra server --extra structured $$([ $$of = cpu ] || echo --extra $$of) \
@@ -140,7 +146,7 @@ lock: ## resolve all lock files again (LOCK_ARGS=--upgrade takes newer releases)
 	done
 
 clean: ## remove everything that make created
-	rm -rf .venv .release .site site $(PTXAS) $(LIBTPU) .tunix .tunix-source .ray .mutate .models .tools dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache .jax_cache
+	rm -rf .venv .release .site site $(PTXAS) $(LIBTPU) .tunix .tunix-source .ray .clients .mutate .models .tools dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache .jax_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(READY): pyproject.toml requirements.lock tools/make-venv.sh
@@ -190,6 +196,12 @@ $(RAY)/.ready: $(READY) Makefile pyproject.toml
 	@uv=$$(tools/find-uv.sh) && "$$uv" venv --quiet --python $(BIN)/python $(RAY) && \
 	"$$uv" pip install --quiet --python $(RAY)/bin/python --requirements pyproject.toml --extra ray --extra structured \
 	  'jax==0.11.2' 'jaxlib==0.11.2'
+	@touch $@
+
+$(CLIENTS)/.ready: $(READY) requirements-clients.lock
+	@rm -rf $(CLIENTS)
+	@uv=$$(tools/find-uv.sh) && "$$uv" venv --quiet --python $(BIN)/python $(CLIENTS) && \
+	"$$uv" pip sync --quiet --python $(CLIENTS)/bin/python --require-hashes requirements-clients.lock
 	@touch $@
 
 # mutmut is not in the lock either, which would need the dependencies of its terminal interface.

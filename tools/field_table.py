@@ -27,6 +27,7 @@ _BODIES: Final[dict[str, type[BaseModel]]] = {
     "json_schema of response_format": answer_forms.JsonSchemaFormat,
     "structured_outputs": answer_forms.StructuredOutputs,
     "messages": messages.Message,
+    "provider_specific_fields": messages.ProviderFields,
     "content parts": messages.TextPart,
     "image parts": messages.ImagePart,
     "image_url": messages.ImageURL,

@@ -1,7 +1,8 @@
 """Examples from the documentation of client packages, run against a server.
 
 `python tests/server/client_scenarios.py URL` runs every scenario whose package is installed against the server at URL,
-such as http://localhost:8000/v1, whose model has to be called "little".
+such as http://localhost:8000/v1, whose model has to be called "little". With `reasoning` after the URL, it runs the
+scenarios about reasoning.
 
 `python tests/server/client_scenarios.py FILE` runs every scenario whose package is installed against a server with
 fixed answers, and adds the requests that the package sent to FILE, in place of older ones of the same package and
@@ -235,6 +236,51 @@ SCENARIOS: dict[str, Callable[[str], None]] = {
 }
 """The scenario of each package, by the package's name."""
 
+THOUGHT, SAID = "He is a Montague", "Romeo."
+"""The reasoning and the content of every answer of the server for scenarios about reasoning."""
+
+
+def openai_reasoning(url: str) -> None:
+    """The second turn sends the reasoning back, as agents do between calls of tools."""
+    import openai
+
+    client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+    messages: list[Any] = [*QUESTION]
+    answer: Any = client.chat.completions.create(model=MODEL, messages=messages)
+    assert (answer.choices[0].message.reasoning, answer.choices[0].message.content) == (THOUGHT, SAID)
+    assert answer.usage.completion_tokens_details.reasoning_tokens >= 0
+    messages += [answer.choices[0].message, {"role": "user", "content": "And then?"}]
+    client.chat.completions.create(model=MODEL, messages=messages)
+    reasoning, content = "", ""
+    for chunk in client.chat.completions.create(model=MODEL, messages=messages, stream=True):
+        delta: Any = chunk.choices[0].delta
+        reasoning += getattr(delta, "reasoning", None) or ""
+        content += delta.content or ""
+    assert (reasoning, content) == (THOUGHT, SAID)
+    response = client.responses.create(model=MODEL, input="Who?")
+    assert [item.type for item in response.output] == ["reasoning", "message"]
+    assert response.output_text == SAID
+    with client.responses.stream(model=MODEL, input=[*response.output, *QUESTION]) as stream:  # type: ignore
+        thought = "".join(event.delta for event in stream if event.type == "response.reasoning_text.delta")
+    assert thought == THOUGHT
+
+
+def litellm_reasoning(url: str) -> None:
+    import litellm
+
+    given: Any = {"model": f"openai/{MODEL}", "api_base": url, "api_key": "none", "num_retries": 0}
+    message: Any = litellm.completion(messages=[*QUESTION], **given).choices[0].message  # type: ignore
+    assert (message.reasoning_content, message.content) == (THOUGHT, SAID)
+    litellm.completion(messages=[*QUESTION, message, *QUESTION[1:]], **given)
+    chunks: Any = litellm.completion(messages=[*QUESTION], stream=True, **given)
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    assert "".join(delta.content or "" for delta in deltas) == SAID
+    assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == THOUGHT
+
+
+REASONING: dict[str, Callable[[str], None]] = {"openai": openai_reasoning, "litellm": litellm_reasoning}
+"""The scenarios about reasoning, which need a server whose model reasons."""
+
 
 # --- recording --------------------------------------------------------------------------------------------------------
 
@@ -322,10 +368,10 @@ def recorder() -> Iterator[tuple[str, list[dict[str, Any]]]]:
             server.shutdown()
 
 
-def _installed() -> dict[str, Callable[[str], None]]:
+def _installed(known: dict[str, Callable[[str], None]]) -> dict[str, Callable[[str], None]]:
     """The scenarios whose packages are installed, by name and version of the package."""
     scenarios = {}
-    for package, scenario in SCENARIOS.items():
+    for package, scenario in known.items():
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             scenarios[f"{package} {importlib.metadata.version(package)}"] = scenario
     return scenarios
@@ -334,7 +380,7 @@ def _installed() -> dict[str, Callable[[str], None]]:
 def record(file: Path) -> None:
     """Adds the requests of every package that is installed to a file."""
     payloads = json.loads(file.read_text()) if file.exists() else []
-    for client, scenario in _installed().items():
+    for client, scenario in _installed(SCENARIOS).items():
         with recorder() as (url, recorded):
             scenario(url)
         payloads = [old for old in payloads if old["client"] != client]
@@ -342,12 +388,15 @@ def record(file: Path) -> None:
     file.write_text("[\n" + ",\n".join(map(json.dumps, payloads)) + "\n]\n")
 
 
-def run(url: str) -> None:
+def run(url: str, known: dict[str, Callable[[str], None]]) -> None:
     """Runs the scenario of every package that is installed against a server."""
-    for client, scenario in _installed().items():
+    for client, scenario in _installed(known).items():
         scenario(url)
         print(f"{client} works")
 
 
 if __name__ == "__main__":
-    (run if sys.argv[1].startswith("http") else lambda file: record(Path(file)))(sys.argv[1])
+    if sys.argv[1].startswith("http"):
+        run(sys.argv[1], REASONING if sys.argv[2:] == ["reasoning"] else SCENARIOS)
+    else:
+        record(Path(sys.argv[1]))

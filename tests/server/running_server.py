@@ -79,6 +79,21 @@ def streams_held(engine: Engine) -> Iterator[threading.Event]:
 
 
 @contextlib.contextmanager
+def served(app: Any, settings: ConnectionSettings | None = None) -> Iterator[str]:
+    """Serves an application in a thread while the context is open. Returns its address."""
+    server = Server(app, settings or ConnectionSettings(grace=1))
+    with contextlib.closing(bound_socket("127.0.0.1", 0)) as bound:
+        thread = threading.Thread(target=server.serve_on, args=(bound,))
+        thread.start()
+        wait_until(lambda: server.started)
+        try:
+            yield f"http://127.0.0.1:{bound.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+@contextlib.contextmanager
 def serving(
     engine: Engine,
     loaded: tuple[Decoder, Tokenizer],

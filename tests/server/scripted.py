@@ -36,7 +36,7 @@ class Script:
     Attributes:
         asked: the requests so far.
         tokens: the tokens of each sample; sample number s has the logprobs -1 - s, and after each token 1/8 less.
-            Logprobs of the sampling distribution are all 1/2 more, also those of prompts.
+            Logprobs of the sampling distribution are all 1/2 more, also in prompts.
         texts: the text that each token adds.
         reason: why the samples end.
         error: what they answer instead.

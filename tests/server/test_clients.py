@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+import os
+import subprocess
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,11 +13,12 @@ import pytest
 
 from detjax.engine import Engine
 from detjax.models import Decoder, ModelMetadata, Tokenizer
-from tests.server.client_scenarios import SCENARIOS
-from tests.server.running_server import MODEL, Running, serving
-from tests.server.scripted import Client, scripted
+from tests.server.client_scenarios import REASONING, SCENARIOS
+from tests.server.running_server import MODEL, Running, served, serving
+from tests.server.scripted import Client, Script, scripted
 from tests.server.tool_models import HERMES
 
+ROOT: Final = Path(__file__).parents[2]
 RECORDED: Final = json.loads((Path(__file__).parent / "client_payloads.json").read_text())
 """Requests of client packages, recorded by `client_scenarios`."""
 
@@ -64,6 +67,15 @@ WRITTEN: Final[dict[str, dict[str, Any]]] = {
     },
     "vllm's answer as a message": CHAT
     | {"messages": [*CHAT["messages"], ANSWER | {"reasoning_content": None, "tool_calls": []}, *CHAT["messages"]]},
+    # litellm 1.110.2 sends the reasoning of an answer back by three names.
+    "litellm's answer as a message": CHAT
+    | {
+        "messages": [
+            *CHAT["messages"],
+            ANSWER | {"reasoning_content": "So.", "provider_specific_fields": {"refusal": None, "reasoning": "So."}},
+            *CHAT["messages"],
+        ]
+    },
     # Additional fields that agents and SDKs send.
     "no tools": CHAT | {"tools": [], "tool_choice": "none", "parallel_tool_calls": False, "functions": []},
     "automatic choice of no tools": CHAT | {"tools": None, "tool_choice": "auto", "function_call": "auto"},
@@ -138,6 +150,41 @@ def test_continuous_usage_counts_the_tokens_so_far_in_every_chunk(server: Runnin
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
     assert counts == sorted(counts)
     assert (counts[-1], last["usage"]["completion_tokens"], last["choices"]) == (3, 3, [])
+
+
+@pytest.fixture(scope="module")
+def thinking(metadata: ModelMetadata, words: Tokenizer) -> Iterator[str]:
+    """The base URL of a server whose answers have reasoning. It computes nothing."""
+    template = HERMES.replace("assistant: ", "assistant: <think>\n")
+    script = Script((5, 6, 7, 8), ("He is a ", "Montague\n</th", "ink>\n\nRomeo", "."))
+    script.reason = "stop"
+    with scripted(metadata, words.with_chat_template(template), script) as client:
+        with served(client.app) as url:
+            yield f"{url}/v1"
+
+
+@pytest.mark.parametrize("package", REASONING)
+def test_packages_read_reasoning(thinking: str, package: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    REASONING[package](thinking)
+
+
+PYTHON: Final = ROOT / os.environ.get("DETJAX_CLIENTS", "nothing") / "bin" / "python"
+
+
+@pytest.mark.skipif(not PYTHON.exists(), reason="client packages have an environment of their own: make test-clients")
+@pytest.mark.parametrize("kind", ["everything", "reasoning"])
+def test_packages_in_an_environment_of_their_own_work(server: Running, thinking: str, kind: str) -> None:
+    arguments = [thinking, "reasoning"] if kind == "reasoning" else [f"{server.url}/v1"]
+    script = Path(__file__).with_name("client_scenarios.py")
+    environment = os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # otherwise it asks the network
+    command = [str(PYTHON), str(script), *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    works = {line.split()[0] for line in done.stdout.splitlines() if line.endswith(" works")}
+    known = REASONING if kind == "reasoning" else SCENARIOS
+    assert works == {*known} & {"openai", "litellm", "langchain-openai", "instructor", "openai-agents"}
 
 
 @pytest.mark.parametrize("package", SCENARIOS)

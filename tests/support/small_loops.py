@@ -8,6 +8,7 @@ from detjax.engine import (
     BatchShapes,
     Completion,
     Engine,
+    PromptLogprobs,
     SamplingParams,
     SamplingVariant,
     Sequence,
@@ -42,7 +43,7 @@ def small_loop(variants: tuple[SamplingVariant, ...] = VARIANTS, runs_of: int = 
     return StepLoop.for_model(small_model(), config)
 
 
-def answers(loop: StepLoop) -> list[Completion]:
+def answers(loop: StepLoop) -> list[tuple[Completion, PromptLogprobs | None]]:
     """Returns what a loop makes of requests for every kind of its programs."""
     params = (
         SamplingParams(max_tokens=4),
@@ -50,6 +51,15 @@ def answers(loop: StepLoop) -> list[Completion]:
         SamplingParams(max_tokens=3, repetition_penalty=1.3, top_logprobs=2),
         SamplingParams(max_tokens=2, prompt_logprobs=True),
         SamplingParams(max_tokens=6, temperature=0.7),
+        SamplingParams(
+            max_tokens=2,
+            temperature=0.7,
+            top_p=0.9,
+            repetition_penalty=1.3,
+            top_logprobs=2,
+            prompt_logprobs=True,
+            sampling_logprobs=True,
+        ),
     )
     variants = loop._runner._variants
     served = [one for one in params if any(variant.serves(SamplingVariant(*one.needs)) for variant in variants)]
@@ -58,7 +68,7 @@ def answers(loop: StepLoop) -> list[Completion]:
         loop.submit(sequence)
     while not loop.is_idle:
         loop.step()
-    return [sequence.completion() for sequence in sequences]
+    return [(sequence.completion(), sequence.scored_prompt()) for sequence in sequences]
 
 
 @functools.cache

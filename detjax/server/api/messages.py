@@ -104,6 +104,12 @@ class EarlierCall(Body):
         return named | {"type": "function", "function": self.function.for_template()}
 
 
+class ProviderFields(Body):
+    refusal: Annotated[Any, Unserved("", why="chat templates ignore it")] = None
+    reasoning: str | None = Field(default=None, description="The message's reasoning.")
+    reasoning_content: str | None = Field(default=None, description="The message's reasoning.")
+
+
 class Message(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"] = Field(description="The sender.")
     content: (
@@ -140,7 +146,9 @@ class Message(Body):
     parsed: Annotated[Any, Ignored("the content has it")] = None
     prefix: Annotated[Any, Unserved(False, why="an answer is a new message")] = None
     cache_control: Annotated[Any, Unserved({"type": "ephemeral"}, why="the server decides what it caches")] = None
-    provider_specific_fields: Annotated[Any, Unserved({}, {"refusal": None}, why="chat templates ignore it")] = None
+    provider_specific_fields: ProviderFields | None = Field(
+        default=None, description="Fields of an earlier answer that LiteLLM repeats here."
+    )
 
     @model_validator(mode="after")
     def _check_content(self) -> "Message":
@@ -148,17 +156,25 @@ class Message(Body):
             raise ValueError(f"tool_calls is given with role {self.role!r}; accepted: with role 'assistant'")
         if self.tool_call_id and self.role != "tool":
             raise ValueError(f"tool_call_id is given with role {self.role!r}; accepted: with role 'tool'")
-        given = {text for text in (self.reasoning, self.reasoning_content) if text}
+        given = {text for text in self._reasonings if text}
         if given and self.role != "assistant":
             raise ValueError(f"reasoning is given with role {self.role!r}; accepted: with role 'assistant'")
         if len(given) > 1:
-            raise ValueError("reasoning and reasoning_content differ; accepted: one of them")
+            raise ValueError(
+                "reasoning, reasoning_content and provider_specific_fields have different texts; accepted: one of them"
+            )
         if self.content is None and not self.tool_calls and not given:
             raise ValueError(
                 "content is missing or null; accepted: a string, or a list of parts of type text, image_url or "
                 "video_url"
             )
         return self
+
+    @property
+    def _reasonings(self) -> tuple[str | None, ...]:
+        """The message's reasoning under each of its names."""
+        copy = self.provider_specific_fields or ProviderFields()
+        return self.reasoning, self.reasoning_content, copy.reasoning, copy.reasoning_content
 
     def for_template(self) -> dict[str, Any]:
         """Returns the message in the form that chat templates expect."""
@@ -167,7 +183,7 @@ class Message(Body):
         return (
             {"role": self.role, "content": content_for_template(self.content)}
             | {name: value for name, value in fields.items() if value is not None}
-            | reasoning_for_template(self.reasoning or self.reasoning_content)
+            | reasoning_for_template(next(filter(None, self._reasonings), None))
             | calls
         )
 

@@ -8,6 +8,7 @@ from pydantic.json_schema import models_json_schema
 from detjax.server.api.response_fields import ResponsesRequest
 from detjax.server.api.schemas import ChatRequest, CompletionRequest
 from detjax.server.api.text_routes import DetokenizeRequest, TokenizeRequest
+from detjax.server.http.settings import PROCESSED
 from detjax.version import __version__
 
 _STRING, _INTEGER = {"type": "string"}, {"type": "integer"}
@@ -33,10 +34,15 @@ _USAGE = _object(
     prompt_tokens_details={"type": "object", "properties": {"cached_tokens": _INTEGER}},
 )
 _SEED = _INTEGER | {"description": "The answer's seed, which reproduces the answer."}
+_MODE = {
+    "const": PROCESSED,
+    "description": "The logprobs are of the distribution that tokens were drawn from. Without this field they are the "
+    "model's.",
+}
 _CHOICE = {
     "type": "object",
     "required": ["index", "finish_reason", "seed"],
-    "properties": {"index": _INTEGER, "seed": _SEED},
+    "properties": {"index": _INTEGER, "seed": _SEED, "logprobs_mode": _MODE},
 }
 _RESPONSE = _object(
     id=_STRING,

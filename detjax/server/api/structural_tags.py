@@ -159,8 +159,8 @@ class _Builder:
             if not end:
                 rest = self._expression(content, inner, depth + 1, is_last=is_last)
                 return self._rule(f"{self._marks(begin)} {rest}")
-            if self._split is not None and self._split.match(end):
-                return self._rule(f"{self._marks(begin)} {self._text([])} {self._marks(end)}")
+            if end in self._tokens:
+                return self._rule(f"{self._marks(begin)} {self._text([], without=[end])} {self._marks(end)}")
             self._refuse_mixed(end, f"{place}.end")
             return self._rule(f"{self._marks(begin)} {self._text_until(end, [])}")
         terminal = self._terminal(content, inner)

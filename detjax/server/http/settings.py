@@ -58,7 +58,7 @@ class Settings:
             contain their images.
         unseeded: seed for requests that sample without a seed: random draws one per prompt; fixed uses 0, so that
             repeated requests have the same answer. Answers report the seed.
-        logprobs_mode: the logprobs in answers: raw_logprobs are the model's; processed_logprobs are those of the
+        logprobs_mode: the logprobs in answers: raw_logprobs are the model's; processed_logprobs are under the
             distribution that tokens are drawn from, after penalties, biases, masks, temperature and filters.
         control_key: key for the paths that pause the server, put it to sleep and replace its weights. Default: the
             server does not have these paths.
