@@ -3,7 +3,11 @@
     python -m benchmarks data_parallel --out benchmarks/results/data-parallel-h100.json
 
 Writes a checkpoint of random weights. A server with one engine and one with N answer the same requests, all sent at
-once on separate connections. The exit code is 1 if an answer differs in a bit.
+once on separate connections. A server is measured when its processes have become idle, because after its start it still
+compiles programs in the background. The exit code is 1 if an answer differs in a bit.
+
+The requests do not fit into the slots of all engines at once. If they did, each of N engines would run steps of 1/N of
+the requests, which take longer per request, so the ratio would depend on the size of steps.
 
 `--small` takes a minute on a CPU, whose cores the engines share.
 """
@@ -34,6 +38,9 @@ from detjax.models import save
 _HOST: Final = "127.0.0.1"
 _READY_SECONDS: Final = 600
 """Time limit for a server's start, which reads the checkpoint and compiles, in seconds."""
+_IDLE_SHARE: Final = 0.2
+"""Processor time per second of all processes of a server that is idle. Heartbeats and polls take some."""
+_IDLE_SECONDS: Final = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,8 +56,17 @@ class Sizes:
 
     preset: str = "Qwen3-8B"
     layers: int | None = None
-    workload: Workload = Workload()  # noqa: RUF009 - it is frozen
-    server: tuple[str, ...] = ("--max-samples", "1024", "--token-budget", "8192", "--max-length", "384")
+    workload: Workload = Workload(4000)  # noqa: RUF009 - it is frozen
+    server: tuple[str, ...] = (
+        "--max-samples",
+        "1024",
+        "--token-budget",
+        "8192",
+        "--max-length",
+        "384",
+        "--max-queue",
+        "8192",
+    )
 
 
 SMALL: Final = Sizes(
@@ -63,10 +79,11 @@ def study(
     *,
     preset: options.Preset = Sizes.preset,
     layers: options.Layers = None,
+    requests: Annotated[int, Option("The number of requests.", minimum=1)] = Sizes.workload.requests,
     engines: Annotated[int, Option("The engines of the other server.", minimum=2)] = 2,
-    rounds: Annotated[int, Option("Timed runs with each server, after one whose bits are compared.", minimum=1)] = 3,
+    rounds: Annotated[int, Option("Timed runs with each server, after one whose bits are compared.", minimum=1)] = 2,
 ) -> Result:
-    sizes = SMALL if run.small else Sizes(preset, layers)
+    sizes = SMALL if run.small else Sizes(preset, layers, dataclasses.replace(Sizes.workload, requests=requests))
     content: dict[str, Any] = {"sizes": dataclasses.asdict(sizes), "servers": []}
     with tempfile.TemporaryDirectory() as directory:
         checkpoint, cache = Path(directory, "model"), Path(directory, "cache")
@@ -111,12 +128,20 @@ def _measured(sizes: Sizes, checkpoint: Path, cache: Path, engines: int, rounds:
     """Seconds until a server is ready, and of each run of the workload."""
     vocabulary = presets.config(sizes.preset, sizes.layers).vocab_size
     start = time.perf_counter()
-    with _server(sizes, checkpoint, cache, engines) as port:
+    with _server(sizes, checkpoint, cache, engines) as (port, process):
         ready = time.perf_counter() - start
+        _wait_until_idle(process)
+        idle = time.perf_counter() - start
         _, digest = asyncio.run(_answers(port, _bodies(sizes, vocabulary, with_receipts=True)))
         bodies = _bodies(sizes, vocabulary, with_receipts=False)
         seconds = [asyncio.run(_answers(port, bodies))[0] for _ in range(rounds)]
-    return {"engines": engines, "ready_after_seconds": ready, "seconds": seconds, "digest": digest}
+    return {
+        "engines": engines,
+        "ready_after_seconds": ready,
+        "idle_after_seconds": idle,
+        "seconds": seconds,
+        "digest": digest,
+    }
 
 
 def _bodies(sizes: Sizes, vocabulary: int, *, with_receipts: bool) -> list[bytes]:
@@ -138,21 +163,21 @@ def _bodies(sizes: Sizes, vocabulary: int, *, with_receipts: bool) -> list[bytes
 
 
 @contextlib.contextmanager
-def _server(sizes: Sizes, checkpoint: Path, cache: Path, engines: int) -> Iterator[int]:
-    """Runs a server of the checkpoint, and yields its port."""
+def _server(sizes: Sizes, checkpoint: Path, cache: Path, engines: int) -> Iterator[tuple[int, int]]:
+    """Runs a server of the checkpoint, and yields its port and its process, which leads the session of all others."""
     with socket.create_server((_HOST, 0)) as free:
         port = free.getsockname()[1]
     command = ["-m", "detjax", "serve", str(checkpoint), "--port", str(port), "--cache-dir", str(cache), *sizes.server]
     # A run must not hit the previous run's prefixes.
     command += ["--no-prefix-cache", "--no-access-log", "--log-level", "warning", "--data-parallel", str(engines)]
-    process = subprocess.Popen([sys.executable, *command], env=_environment())
+    process = subprocess.Popen([sys.executable, *command], env=_environment(), start_new_session=True)
     try:
         end = time.monotonic() + _READY_SECONDS
         while not _is_ready(port):
             if process.poll() is not None or time.monotonic() > end:
                 raise RuntimeError(f"data_parallel: the server of {engines} engines did not start")
             time.sleep(0.1)
-        yield port
+        yield port, process.pid
     finally:
         process.terminate()
         process.wait(60)
@@ -165,6 +190,28 @@ def _is_ready(port: int) -> bool:
             return connection.recv(64).split()[1:2] == [b"200"]
     except OSError:
         return False
+
+
+def _wait_until_idle(session: int) -> None:
+    """Waits until the processes of a session hardly use the processor."""
+    before = _processor_seconds(session)
+    while True:
+        time.sleep(_IDLE_SECONDS)
+        now = _processor_seconds(session)
+        if sum(seconds - before.get(process, 0) for process, seconds in now.items()) < _IDLE_SHARE * _IDLE_SECONDS:
+            return
+        before = now
+
+
+def _processor_seconds(session: int) -> dict[str, float]:
+    """Returns the processor time of each process of a session, from Linux's /proc."""
+    seconds = {}
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # the process has ended
+            fields = file.read_text().rpartition(")")[2].split()
+            if int(fields[3]) == session:
+                seconds[file.parent.name] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return seconds
 
 
 async def _answers(port: int, bodies: list[bytes]) -> tuple[float, str]:
