@@ -123,6 +123,8 @@ CHANGES: dict[str, Any] = {
     "frequency_penalty": -0.5,
     "repetition_penalty": 1.2,
     "logit_bias": ((5, 2.0),),
+    "allowed_token_ids": (5, 6),
+    "bad_words": ("a",),
     "min_tokens": 3,
     "constraint": Constraint.choice(["a"]),
 }

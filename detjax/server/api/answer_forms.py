@@ -190,7 +190,8 @@ def _lark(grammar: str, *, is_gbnf: bool = False) -> str:
     except ModuleNotFoundError:  # compiling the constraint reports it
         return grammar
     try:
-        return (gbnf_to_lark if is_gbnf else any_to_lark)(grammar)
+        # The header without options would be in the way of rules for reasoning.
+        return (gbnf_to_lark if is_gbnf else any_to_lark)(grammar).removeprefix("%llguidance {}").lstrip()
     except RecursionError:
         raise ValueError("the grammar is nested too deeply; accepted: fewer levels") from None
     except Exception as error:  # the library raises its own kinds

@@ -82,7 +82,7 @@ class _Builder:
     def grammar(self, form: Json) -> str:
         """Returns the grammar of a format."""
         start = self._expression(form, "format", 0, is_last=True)
-        return "\n".join(["%llguidance {}", f"start: {start}", *self._rules])
+        return "\n".join([f"start: {start}", *self._rules])
 
     # --- formats ------------------------------------------------------------------------------------------------------
 
