@@ -107,7 +107,7 @@ class CompletionCall(ChoicesCall):
 
     def _logprobs_json(
         self, prompt: int, completion: Completion, scores: PromptLogprobs | None, echoed: str
-    ) -> dict[str, Iterator[Any] | None]:
+    ) -> Json:
         """Returns the logprobs of a choice's tokens, preceded by the prompt's if `scores` are given."""
         model, length = self.model, len(echoed) + len(completion.text or "")
         offsets = self._text_offsets(start=len(echoed))
