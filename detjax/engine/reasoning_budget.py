@@ -35,7 +35,8 @@ class ReasoningBudget:
     """A limit on the tokens of reasoning, without its marks.
 
     Attributes:
-        tokens: the maximum number of tokens, over all pieces of reasoning in an answer.
+        tokens: the maximum number of tokens, over all pieces of reasoning in an answer. With a constraint, up to three
+            more may complete a character.
         marks: the tokens around the reasoning.
     """
 

@@ -33,6 +33,10 @@ _DONE: Final[Future[None]] = Future()
 _DONE.set_result(None)
 
 
+_LONGEST_CHARACTER: Final = 4
+"""Maximum number of tokens of a character."""
+
+
 class Masks(NamedTuple):
     """The tokens that may come next in the rows of a step.
 
@@ -251,7 +255,10 @@ class TokenRules:
         if self._budget is not None:
             reasoning = reasoning or ReasoningTokens(self._budget.marks, tokens[:count])
             if (forced := reasoning.forced(self._budget.tokens)) is not None:
-                mask &= _mask_of([forced], len(mask) * _WORD_BITS)
+                # A constraint may not allow the mark within a character.
+                may_wait = reasoning.count < self._budget.tokens + _LONGEST_CHARACTER
+                if not may_wait or mask[forced // _WORD_BITS] >> (forced % _WORD_BITS) & 1:
+                    mask &= _mask_of([forced], len(mask) * _WORD_BITS)
         for word in self._by_last.get(tokens[count - 1], ()) if count else ():
             if tuple(tokens[max(0, count + 1 - len(word)) : count]) == word[:-1]:
                 _forbid(mask, word[-1])

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -14,6 +15,12 @@ _MINUS_INFINITY: Final = -9999.0
 """The logprob that stands for minus infinity in the server's responses."""
 _ABORT: Final = "abort"
 """The finish reason of an answer that its server has aborted."""
+_REASONING_ENDS: Final = "</think>", "[/THINK]"
+"""Marks that end reasoning."""
+_MESSAGE: Final = "<|message|>"
+"""The mark before the text of a message in gpt-oss' format."""
+_END: Final = re.compile(r"<[|｜][^<>]{1,40}[|｜]>$")
+"""A special token at the end of an answer."""
 _ACCEPTED: Final = (
     "transcripts, and responses of /v1/completions, /v1/chat/completions and /v1/responses to requests with "
     '"receipt": true'
@@ -90,8 +97,16 @@ def _contradictions(
         "sampling_logprobs": _finite(transcript.sampling_logprobs),
     }
     for name, value in fields.items():
-        if name == "text" and value != transcript.text and value in _echoes(transcript, tokenizer):
+        if name == "reasoning":
+            if not _has_lines(transcript.text or "", value):
+                yield f"the response's reasoning {value!r} is not in the receipt's text, {transcript.text!r}"
             continue
+        if name == "text" and value != transcript.text:
+            shown = [*_echoes(transcript, tokenizer), *_after_reasoning(transcript, tokenizer)]
+            if value in shown or (value is None and "reasoning" in fields):
+                continue
+            if value is not None and _repeats_message(value, transcript, tokenizer):
+                continue
         if value != expected[name]:
             yield f"the response's {name} is {value!r}, but the receipt's is {expected[name]!r}"
 
@@ -105,12 +120,18 @@ def _fields(answer: Mapping[str, Any]) -> Json:
         fields = {name: answer[name] for name in ("seed",) if name in answer}
         reasons = {"incomplete": "length", "cancelled": _ABORT}
         fields["finish_reason"] = reasons.get(answer.get("status", ""), "stop")
-        items = answer["output"]
+        thoughts = [item for item in answer["output"] if item.get("type") == "reasoning"]
+        items = [item for item in answer["output"] if item.get("type") != "reasoning"]
+        if thoughts:
+            fields["reasoning"] = "\n".join(part["text"] for item in thoughts for part in item["content"])
         if len(items) == 1 and items[0].get("type") == "message":
             (part,) = items[0]["content"]
-            fields["text"], logprobs = part["text"], {"content": part.get("logprobs") or None}
-    if "message" in answer and not answer["message"].get("tool_calls"):
-        fields["text"] = answer["message"]["content"]
+            fields["text"] = part["text"]
+            logprobs = None if thoughts else {"content": part.get("logprobs") or None}
+    if "message" in answer:
+        message = answer["message"]
+        fields |= {"reasoning": message["reasoning"]} if message.get("reasoning") else {}
+        fields |= {} if message.get("tool_calls") else {"text": message["content"]}
     if fields.get("finish_reason") == _ABORT:
         fields["finish_reason"] = None  # the answer may continue
     if fields.get("finish_reason") == "tool_calls":
@@ -135,6 +156,38 @@ def _is_processed(answer: Mapping[str, Any]) -> bool:
 def _finite(logprobs: Sequence[float] | None) -> list[float] | None:
     """Returns logprobs as the server writes them."""
     return logprobs and [x if math.isfinite(x) else _MINUS_INFINITY for x in logprobs]  # pyright: ignore[reportReturnType]
+
+
+def _has_lines(text: str, lines: str) -> bool:
+    """Returns whether a text has lines in their order."""
+    position = 0
+    for line in lines.split("\n"):
+        if (position := text.find(line, position)) < 0:
+            return False
+        position += len(line)
+    return True
+
+
+def _repeats_message(text: str, transcript: Transcript, tokenizer: Tokenizer | None) -> bool:
+    """Returns whether a text is a part of the prompt and the answer, as in an answer to a chat with `echo`."""
+    if tokenizer is None or not text.endswith(transcript.text or ""):
+        return False
+    echoed = text.removesuffix(transcript.text or "")
+    return bool(echoed) and echoed in tokenizer.decode(transcript.prompt, skip_special_tokens=False)
+
+
+def _after_reasoning(transcript: Transcript, tokenizer: Tokenizer | None) -> Iterator[str]:
+    """Yields the possible contents of a message whose answer has reasoning, or a header, before its content."""
+    texts = [transcript.text or ""]
+    if tokenizer is not None:
+        texts.append(tokenizer.decode(transcript.tokens, skip_special_tokens=False))
+    for text in texts:
+        for mark in _REASONING_ENDS:
+            if mark in text:
+                content = _END.sub("", text.partition(mark)[2]).lstrip("\n")
+                yield from (content, content.rstrip())
+        if _MESSAGE in text:
+            yield _END.sub("", text.rpartition(_MESSAGE)[2])
 
 
 def _echoes(transcript: Transcript, tokenizer: Tokenizer | None) -> Sequence[str]:

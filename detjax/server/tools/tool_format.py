@@ -9,7 +9,7 @@ import copy
 import hashlib
 import json
 from collections.abc import Sequence
-from typing import Any, ClassVar, Final, Self
+from typing import Any, ClassVar, Final
 
 from detjax.engine import Constraint
 from detjax.models import Tokenizer
@@ -47,7 +47,7 @@ class ToolFormat(abc.ABC):
         added = {tokenizer.token_bytes(token).decode(errors="replace"): token for token in tokenizer.added_tokens}
         self.stop_tokens = tuple(added[text] for text in self.STOPS if text in added)
 
-    def with_shown_marks(self) -> Self:
+    def with_shown_marks(self) -> "ToolFormat":
         """Returns the format for answers whose text has all special tokens."""
         shown = copy.copy(self)
         shown.marks = self.marks.shown()
