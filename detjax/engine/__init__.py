@@ -1,7 +1,8 @@
 """Generation: from prompts to tokens and logprobs.
 
 The modules are read from the bottom up: `request` and `sampling_params`, then `page_pool`, `scheduler`, `batch`,
-`step_programs` and `model_runner`, then `step_loop` and `engine`. `generate` is the same loop without a thread.
+`step_programs` and `model_runner`, then `step_loop`, `engine_thread` and `engine`. `generate` is the same loop
+without a thread.
 """
 
 from detjax.engine.batch import BatchShapes as BatchShapes
@@ -9,7 +10,7 @@ from detjax.engine.config import EngineConfig as EngineConfig
 from detjax.engine.config import EngineStats as EngineStats
 from detjax.engine.constraint import Constraint as Constraint
 from detjax.engine.engine import Engine as Engine
-from detjax.engine.engine import EngineClosed as EngineClosed
+from detjax.engine.engine_thread import EngineClosed as EngineClosed
 from detjax.engine.field_error import FieldError as FieldError
 from detjax.engine.generate import generate as generate
 from detjax.engine.program_cache import prepare_cache as prepare_cache

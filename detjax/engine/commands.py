@@ -10,7 +10,8 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Final, Protocol, get_args
 
-from detjax.engine.engine import Engine, Part
+from detjax.engine.engine import Engine
+from detjax.engine.engine_thread import Part
 from detjax.models.checkpoint.weight_updates import UpdatableWeights, WeightUpdate
 
 PARTS: Final[tuple[Part, ...]] = get_args(Part)
@@ -211,6 +212,6 @@ class History:
         commands: list[Command] = []
         if self._asleep or not self._has_weights:
             commands.append(Sleep(self._has_weights))
-            if awake := tuple(part for part in PARTS if part not in self._asleep):
+            if awake := tuple(filter((set(PARTS) - self._asleep).__contains__, PARTS)):
                 commands.append(WakeUp(awake))
         return (*commands, *([Pause()] if self._is_paused else []))

@@ -66,6 +66,15 @@ def main() -> None:
     assert {*used} == {*loop.programs().by_key()} == {*loop._runner._compiled}
     assert len(used) == len({*used})
     assert answers(loop) == expected
+    loop.sleep(keeps_weights=True)
+    loop.wake_weights()
+    loop.wake_state()
+    assert answers(loop) == expected
+    weights = {number: np.asarray(loop.weight(number)) for number in range(3)}
+    loop.replace_weights({number: np.zeros_like(weight) for number, weight in weights.items()})
+    assert answers(loop) != expected
+    loop.replace_weights(weights)
+    assert answers(loop) == expected
     by_key: dict[Hashable, list[bool]] = {}
     for key, is_linked in calls.exchanges:
         by_key.setdefault(key, []).append(is_linked)

@@ -27,7 +27,9 @@ from starlette.testclient import TestClient
 from detjax.audit import Origin
 from detjax.cli import main
 from detjax.engine import Engine, Request, SamplingParams, Token
+from detjax.engine.commands import EngineCommands
 from detjax.models import Decoder, ModelMetadata, Tokenizer
+from detjax.models.checkpoint.weight_updates import UpdatableWeights
 from detjax.server import LogSettings, ProcessReplicas, Settings, app_of_replicas, create_app, no_accelerator
 from detjax.server.replicas import processes as module
 from detjax.server.replicas.engine import ReplicaFacts, ReplicaOptions
@@ -74,15 +76,18 @@ def facts(engine: Engine, loaded: tuple[Decoder, Tokenizer]) -> ReplicaFacts:
 
 
 @pytest.fixture
-def replicas(machine: Machine, engine: Engine, facts: ReplicaFacts) -> Iterator[ProcessReplicas]:
+def replicas(
+    machine: Machine, engine: Engine, facts: ReplicaFacts, loaded: tuple[Decoder, Tokenizer]
+) -> Iterator[ProcessReplicas]:
     """Two replicas that answer with the tests' engine."""
+    commands = EngineCommands(engine, UpdatableWeights(*loaded))
 
     def program(process: Process) -> int:
         replica = Answering(process.connection, process.connection.recv()[0])
         process.options["replica"] = replica
 
         async def serve() -> None:
-            serving = asyncio.create_task(replica.serve(lambda _: (engine, facts, None)))
+            serving = asyncio.create_task(replica.serve(lambda _: (engine, facts, commands)))
             await asyncio.to_thread(process.killed.wait)
             serving.cancel()
             await asyncio.gather(serving, *replica._answering.values(), return_exceptions=True)
@@ -338,7 +343,8 @@ def test_a_call_that_nobody_waits_for_ends_in_the_replica(engine: Engine, loaded
         reached.set()
         held.wait(HANGS_AFTER)
 
-    with replica(HANGS_AFTER, lambda _: (engine, facts)) as front:
+    commands = EngineCommands(engine, UpdatableWeights(*loaded))
+    with replica(HANGS_AFTER, lambda _: (engine, facts, commands)) as front:
         assert front.received(Ready) == Ready(facts)
         # The engine's thread waits in the listener of another request until the replica gets the message.
         listened = engine.submit(Request([1], SamplingParams(max_tokens=2, ignore_eos=True)), hold)

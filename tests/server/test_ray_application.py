@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import importlib
+import itertools
 import sys
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from pydantic import ValidationError
 
 from detjax.audit import Origin
 from detjax.engine import EngineConfig, Request, Token
+from detjax.engine.commands import Abort, Commit, Discard, ForgetPrefixes, Pause, Prepare, Prepared, Sleep
 from detjax.models import ModelMetadata, Tokenizer
 from detjax.server import ReplicaOptions, Settings
 from detjax.server.replicas.engine import ReplicaFacts
@@ -108,9 +110,10 @@ def test_a_replica_answers_fronts_of_its_own_fingerprint(ray: Any, tmp_path: Pat
         yield TOKENS
 
     async def answers(fingerprint: str) -> list[Any]:
-        return [batch async for batch in replica.answer(fingerprint, [Request("x")], True)]
+        state = ray.ReplicaState(fingerprint)
+        return [batch async for batch in replica.answer(state, [Request("x")], True)]
 
-    started = mock.Mock(return_value=(engine, facts))
+    started = mock.Mock(return_value=(engine, facts, None))
     with mock.patch.object(ray, "started_engine", started), mock.patch.object(ray, "batches", batches):
         replica = ray.EngineReplica(ray.Arguments(model=tmp_path, dtype="float32"))
         started.assert_called_once_with(ReplicaOptions(tmp_path, dtype="float32"))
@@ -163,12 +166,12 @@ class Response:
 
 
 @pytest.mark.parametrize("name", [None, "fingerprint", "other", *ERRORS])
-def test_a_lost_replica_is_distinct_from_other_errors(ray: Any, name: str | None) -> None:
+def test_a_lost_replica_is_distinct_from_other_errors(ray: Any, facts: ReplicaFacts, name: str | None) -> None:
     error = KeyError() if name == "other" else None
     if name in ERRORS:
         error = getattr(sys.modules["ray.exceptions"], name)()
     handle = Handle([TOKENS, None] if name == "fingerprint" else [TOKENS], error)
-    replicas = ray._RayReplicas(handle, "detjax-1")
+    replicas = ray._RayReplicas(handle, facts)
     assert replicas.failure is None
     got: list[Any] = []
 
@@ -180,9 +183,97 @@ def test_a_lost_replica_is_distinct_from_other_errors(ray: Any, name: str | None
     with contextlib.nullcontext() if says is None else pytest.raises(says) as raised:
         asyncio.run(ask())
     if name == "fingerprint":
-        assert str(raised.value) == "its fingerprint is not detjax-1"  # pyright: ignore[reportOptionalMemberAccess]
+        assert raised is not None
+        assert str(raised.value) == f"its fingerprint is not {facts.fingerprint}"
     assert (got, handle.cancelled) == ([TOKENS], 1)
-    assert handle.given == [{"method_name": "answer", "stream": True}, ("detjax-1", [Request("x")], True)]
+    state = ray.ReplicaState(facts.fingerprint)
+    assert handle.given == [{"method_name": "answer", "stream": True}, (state, [Request("x")], True)]
+
+
+class Commands:
+    """Commands of a replica whose updates change its digest to their path, and are refused if that is "bad"."""
+
+    def __init__(self) -> None:
+        self.digest, self.log = "5" * 64, list[Any]()
+        self._prepared: Path | None = None
+
+    async def command(self, command: Any) -> Any:
+        self.log.append(command)
+        match command:
+            case Prepare(path):
+                if path.name == "bad":
+                    raise ValueError("it does not fit")
+                self._prepared = path
+                return Prepared(str(path), is_whole=True)
+            case Commit():
+                self.digest = str(self._prepared)
+            case _:
+                pass
+
+
+def test_replicas_take_updates_with_the_next_call_or_do_not_answer(
+    ray: Any, tmp_path: Path, facts: ReplicaFacts
+) -> None:
+    one, other = Commands(), Commands()
+
+    async def batches(*_: Any, is_whole: bool) -> AsyncGenerator[Any]:
+        yield TOKENS
+
+    made = []
+    with mock.patch.object(ray, "batches", batches):
+        for commands in (one, other):
+            started = mock.Mock(return_value=(SimpleNamespace(is_open=True), facts, commands))
+            with mock.patch.object(ray, "started_engine", started):
+                made.append(ray.EngineReplica(ray.Arguments(model=tmp_path)))
+        turns = itertools.cycle(made)
+
+        class Replicas(Handle):
+            def options(self, **options: Any) -> "Handle":
+                name = options["method_name"]
+                call = SimpleNamespace(remote=lambda *given: getattr(next(turns), name)(*given))
+                if name == "answer":
+                    plain, call = call.remote, SimpleNamespace()
+                    call.remote = lambda *given: Response(plain(*given), lambda: None)
+                return call
+
+        replicas = ray._RayReplicas(Replicas([]), facts)
+
+        async def ask() -> list[Any]:
+            return [batch async for batch in replicas.stream([Request("x")], is_whole=True)]
+
+        async def updates() -> None:
+            assert await ask() == await ask() == [TOKENS]
+            with pytest.raises(ValueError, match="it does not fit"):
+                await replicas.command(Prepare(Path("bad")))
+            await replicas.command(Discard())
+            assert await ask() == await ask() == [TOKENS]
+            assert await replicas.command(Prepare(Path("new"))) == Prepared("new", is_whole=True)
+            assert (one.digest, other.digest) == ("5" * 64, "5" * 64)
+            await replicas.command(Commit())
+            assert replicas.kept_files == (Path("new"),)
+            assert await ask() == await ask() == [TOKENS]
+            assert (one.digest, other.digest) == ("new", "new")
+            assert not any(isinstance(command, ForgetPrefixes) for command in one.log + other.log)
+            await replicas.command(ForgetPrefixes())
+            assert await ask() == await ask() == [TOKENS]
+            assert [*map(type, (one.log[-1], other.log[-1]))] == [ForgetPrefixes] * 2
+            await replicas.command(Prepare(Path("newer")))
+            await replicas.command(Commit())
+            made[0]._answering = 1  # a call that was cancelled, but has not ended
+            with pytest.raises(ReplicaLost):
+                for _ in range(2):
+                    await ask()
+            for command in (Pause(), Sleep(True), Abort(("a",))):
+                with pytest.raises(ValueError, match="is not possible on Ray Serve"):
+                    await replicas.command(command)
+
+        asyncio.run(updates())
+
+
+def test_a_control_key_needs_a_directory_that_all_machines_have(ray: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="control_key is given without weights_directory; accepted on Ray Serve: both"):
+        ray.application(ray.Arguments(model=tmp_path, settings={"control_key": "a"}))
+    ray.application(ray.Arguments(model=tmp_path, settings={"control_key": "a", "weights_directory": tmp_path}))
 
 
 def test_a_front_serves_with_the_facts_of_a_replica(ray: Any, tmp_path: Path, facts: ReplicaFacts) -> None:

@@ -130,6 +130,19 @@ def test_new_weights_answer_as_a_server_that_began_with_them(
     assert "detjax_weight_updates_total" in trainer.http.get("/metrics").text
 
 
+def test_new_weights_do_not_see_pages_of_old_ones(
+    trainer: Trainer, fingerprints: dict[str, str], versions: Any, tmp_path: Path
+) -> None:
+    prompt = "A prompt of several pages. " * 20
+    answers = [trainer.ask(prompt), trainer.ask(prompt)]
+    assert answers[1]["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    trainer.update(Path("two"))
+    answers.append(trainer.ask(prompt))
+    assert answers[2]["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    known = {fingerprints[name]: versions[name] for name in NAMES}
+    assert verdicts(answers, known, tmp_path) == {"verified"}
+
+
 @pytest.mark.parametrize("chunked", [False, True])
 def test_uploaded_weights_are_those_of_the_file(
     trainer: Trainer, directory: Path, answers: dict[str, Any], fingerprints: dict[str, str], chunked: bool

@@ -22,7 +22,7 @@ from detjax.engine.commands import (
     Sleep,
     WakeUp,
 )
-from detjax.engine.engine import Part
+from detjax.engine.engine_thread import Part
 from detjax.server.control.gate import Gate, Version
 from detjax.server.http.errors import ApiError
 
@@ -85,13 +85,19 @@ class Control:
         self._check_operation("pause")
         if mode == "wait" and self.is_sleeping and self._gate.running:
             raise ApiError(409, f"the server is asleep, and calls in flight cannot finish. {_WAKE_UP}, or abort them")
-        self.is_paused = True
+        was_paused, self.is_paused = self.is_paused, True
         self._resumed.clear()
         self._gate.close(_PAUSED)
-        if mode == "keep":
-            await self._freeze()
-            return
-        await self._let_calls_end(mode)
+        try:
+            if mode == "keep":
+                await self._commands.command(Pause())
+                self._is_frozen = True
+                return
+            await self._let_calls_end(mode)
+        except BaseException:
+            if not was_paused:
+                await self.resume()
+            raise
         emptied, resumed = asyncio.ensure_future(self._gate.empty()), asyncio.ensure_future(self._resumed.wait())
         try:
             await asyncio.wait({emptied, resumed}, return_when=asyncio.FIRST_COMPLETED)
@@ -110,10 +116,6 @@ class Control:
         self._resumed.set()
         await self._thaw()
         self._gate.open(_PAUSED)
-
-    async def _freeze(self) -> None:
-        self._is_frozen = True
-        await self._commands.command(Pause())
 
     async def _thaw(self) -> None:
         if self._is_frozen:
@@ -173,7 +175,7 @@ class Control:
     async def wake_up(self, parts: Collection[Part] = PARTS) -> None:
         """Takes parts of the devices' memory again. With all of them, calls pass again, if there are weights."""
         with self._operating("wake_up"):
-            if wanted := tuple(part for part in PARTS if part in parts and part in self._asleep):
+            if wanted := tuple(filter((self._asleep & set(parts)).__contains__, PARTS)):
                 await self._commands.command(WakeUp(wanted))
                 self._asleep -= set(wanted)
                 self._note_awake()

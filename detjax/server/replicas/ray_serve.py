@@ -4,26 +4,34 @@ The application has two deployments. Replicas of `EngineReplica` have the model.
 `detjax serve` without a model: it reads requests, sends each to a replica, and makes the responses. If a replica dies,
 its requests continue on another one; see `replicated_engine`.
 
+Ray sends a call to one replica of its choice, so commands do not reach all of them. Instead each call has the state
+that its replica must be in, and a replica that is not takes the missing updates before it answers, or does not answer.
+
 Requires the extra `ray`. From a shell:
 
     serve run detjax.server.replicas.ray_serve:application model=MODEL_DIR replicas=3
 """
 
+import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Sequence
+import dataclasses
+import logging
+from collections.abc import AsyncGenerator, Collection, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from pydantic import BaseModel, ConfigDict, Field
 from ray import exceptions, serve  # pyright: ignore[reportMissingImports]
 from starlette.applications import Starlette
 
 from detjax.engine import EngineConfig, Request
+from detjax.engine.commands import Command, Commit, Discard, ForgetPrefixes, History, Prepare, Prepared
 from detjax.server.app import app_of
 from detjax.server.http.settings import Settings
 from detjax.server.replicas.engine import ReplicaFacts, ReplicaOptions, started_engine
 from detjax.server.replicated_engine import Batch, ReplicaLost, ReplicatedEngine, batches
 
+_log: Final = logging.getLogger(__name__)
 _HEALTH_SECONDS = 2.0
 """Seconds between two health checks, hence the longest time until a dead replica is replaced."""
 _LOST = (
@@ -72,8 +80,33 @@ class Arguments(BaseModel):
         )
 
     def server_settings(self) -> Settings:
-        """Returns the front's settings."""
-        return Settings(self.name or self.model.resolve().name, **self.settings)
+        """Returns the front's settings.
+
+        Raises:
+            ValueError: a setting is out of range, or weights could not be uploaded to all machines.
+        """
+        settings = Settings(self.name or self.model.resolve().name, **self.settings)
+        if settings.control_key is not None and settings.weights_directory is None:
+            raise ValueError(
+                "Settings: control_key is given without weights_directory; accepted on Ray Serve: both, with a "
+                "directory that has the same files on every machine"
+            )
+        return settings
+
+
+@dataclasses.dataclass(frozen=True)
+class ReplicaState:
+    """The state that a replica must be in to answer a call.
+
+    Attributes:
+        fingerprint: its fingerprint.
+        updates: the updates of the weights that lead to it, in order; see `History.updates`.
+        resets: number of times that the prefix cache was cleared.
+    """
+
+    fingerprint: str
+    updates: tuple[Path, ...] = ()
+    resets: int = 0
 
 
 class EngineReplica:
@@ -81,19 +114,63 @@ class EngineReplica:
 
     def __init__(self, arguments: Arguments) -> None:
         """Loads the model and warms up the engine; see `started_engine`."""
-        self._engine, self._facts = started_engine(arguments.options())
+        self._engine, self._facts, self._commands = started_engine(arguments.options())
+        self._resets = 0
+        self._answering = 0
+        self._changing = asyncio.Lock()
 
     def facts(self) -> ReplicaFacts:
         """Returns facts for the front."""
         return self._facts
 
+    async def prepare(self, state: ReplicaState, path: Path) -> Prepared | ValueError | None:
+        """Returns the facts about new weights, or the reason why they do not fit. Changes nothing but the state.
+
+        None: the replica cannot take the given state.
+        """
+        if not await self._takes(state):
+            return None
+        async with self._changing:
+            try:
+                return await self._commands.command(Prepare(path))
+            except ValueError as error:
+                return ValueError(str(error))  # an exception of this process would have its traceback in its text
+            finally:
+                await self._commands.command(Discard())
+
     async def answer(
-        self, fingerprint: str, requests: Sequence[Request], is_whole: bool
+        self, state: ReplicaState, requests: Sequence[Request], is_whole: bool
     ) -> AsyncGenerator[Batch | None]:
-        """Yields the batches of an answer, or only None if the front expects another fingerprint."""
-        if fingerprint != self._facts.fingerprint:
+        """Yields the batches of an answer, or only None if the replica cannot take the state that the front expects."""
+        if not await self._takes(state):
             yield None
             return
+        self._answering += 1
+        try:
+            async for batch in self._batches(requests, is_whole):
+                yield batch
+        finally:
+            self._answering -= 1
+
+    async def _takes(self, state: ReplicaState) -> bool:
+        """Takes the updates of a state that are missing. Returns False if the replica has other weights then."""
+        async with self._changing:
+            if state.fingerprint != self._facts.fingerprint:
+                if not state.updates or self._answering:  # a front updates when no call is running
+                    return False
+                try:
+                    for path in state.updates:
+                        await self._commands.command(Prepare(path))
+                        await self._commands.command(Commit())
+                except (ValueError, RuntimeError) as error:
+                    _log.error("a replica cannot take an update: %s", error)
+                self._facts = self._facts.with_digest(self._commands.digest)
+            if state.resets != self._resets:
+                await self._commands.command(ForgetPrefixes())
+                self._resets = state.resets
+            return state.fingerprint == self._facts.fingerprint
+
+    async def _batches(self, requests: Sequence[Request], is_whole: bool) -> AsyncGenerator[Batch]:
         async with contextlib.aclosing(batches(self._engine, requests, is_whole=is_whole)) as answered:
             async for batch in answered:
                 yield batch
@@ -107,24 +184,70 @@ class EngineReplica:
 class _RayReplicas:
     """The replicas of a Ray Serve handle, which sends each call to a live replica with little load."""
 
-    def __init__(self, handle: Any, fingerprint: str) -> None:
-        self._handle, self._fingerprint = handle.options(method_name="answer", stream=True), fingerprint
+    def __init__(self, handle: Any, facts: ReplicaFacts) -> None:
+        self._handle, self._facts = handle, facts
+        self._answers = handle.options(method_name="answer", stream=True)
+        self._history, self._digest, self._resets = History(), "", 0
 
     @property
     def failure(self) -> None:
         """Always None: Ray restarts replicas as long as the application exists."""
 
+    @property
+    def kept_files(self) -> Collection[Path]:
+        """Files of updates that replicas need when they start again."""
+        return self._history.updates
+
+    @property
+    def _state(self) -> ReplicaState:
+        return ReplicaState(self._facts.fingerprint, self._history.updates, self._resets)
+
     async def stream(self, requests: Sequence[Request], *, is_whole: bool) -> AsyncGenerator[Batch]:
-        response = self._handle.remote(self._fingerprint, requests, is_whole)
+        response = self._answers.remote(self._state, requests, is_whole)
         try:
             async for batch in response:
                 if batch is None:
-                    raise ReplicaLost(f"its fingerprint is not {self._fingerprint}")
+                    raise ReplicaLost(f"its fingerprint is not {self._facts.fingerprint}")
                 yield batch
         except _LOST as error:
             raise ReplicaLost("its process has ended or is unreachable") from error
         finally:
             response.cancel()
+
+    async def command(self, command: Command) -> Any:
+        """Runs a command that replicas can take with their next call; see `Replicas.command`.
+
+        Raises:
+            ValueError: the command would have to reach all replicas now, or prepared weights do not fit the model.
+        """
+        match command:
+            case Prepare(path):
+                prepare = self._handle.options(method_name="prepare")
+                try:
+                    prepared = await prepare.remote(self._state, path)
+                except _LOST as error:
+                    raise ReplicaLost("its process has ended or is unreachable") from error
+                if prepared is None:
+                    raise ReplicaLost(f"its fingerprint is not {self._facts.fingerprint}")
+                if isinstance(prepared, ValueError):
+                    raise prepared
+                self._history.note_prepared(path, prepared)
+                self._digest = prepared.digest
+                return prepared
+            case Commit():
+                self._history.note(command)
+                self._facts = self._facts.with_digest(self._digest)
+            case Discard():
+                self._history.note(command)
+            case ForgetPrefixes():
+                self._resets += 1
+            case _:
+                raise ValueError(
+                    f"{type(command).__name__} is not possible on Ray Serve, which sends a call to one replica of its "
+                    "choice; accepted: mode wait, and updates with mode wait or keep. For all of them, give each "
+                    "machine a server with --data-parallel"
+                )
+        return None
 
 
 class Front:
@@ -134,9 +257,10 @@ class Front:
         """Waits for a replica, and creates the server; `engine` is the handle of the replicas."""
         facts: ReplicaFacts = await engine.facts.remote()
         tokenizer = facts.tokenizer()
-        replicas = _RayReplicas(engine, facts.fingerprint)
+        replicas = _RayReplicas(engine, facts)
         replicated = ReplicatedEngine(replicas, facts.metadata, tokenizer, facts.config)
-        self._served = app_of(replicated, facts.metadata, tokenizer, arguments.server_settings(), facts.origin)
+        settings = arguments.server_settings()
+        self._served = app_of(replicated, facts.metadata, tokenizer, settings, facts.origin, replicated)
         self._served.state.texts.start()
 
     def __serve_build_asgi_app__(self) -> Starlette:
