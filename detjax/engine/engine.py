@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.progress import track
 
 from detjax.engine.config import EngineConfig, EngineStats
-from detjax.engine.engine_thread import EngineThread, Part
+from detjax.engine.engine_thread import EngineClosed, EngineThread, Part
 from detjax.engine.job import ABORT, Job
 from detjax.engine.program_compiler import ProgramCompiler
 from detjax.engine.request import Aborted, Generation, Request, Token
