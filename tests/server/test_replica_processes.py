@@ -212,7 +212,7 @@ def test_a_replica_with_another_fingerprint_is_not_used(machine: Machine) -> Non
     reason = f"its fingerprint is {other.fingerprint}, but the other replicas have {FACTS.fingerprint}"
     assert other.fingerprint != FACTS.fingerprint
     with started() as replicas:
-        assert (replicas._accept(1, FACTS), replicas._accept(1, other)) == (None, reason)
+        assert (replicas._accept(FACTS), replicas._accept(other)) == ((), reason)
         machine.started[0].end()
         wait_until(lambda: replicas.failure is not None)
         assert str(replicas.failure) == f"replica 0 cannot start: {reason}"
