@@ -257,10 +257,11 @@ def _sampling(content: Any) -> SamplingParams:
 
 def _reasoning_budget(value: Any) -> ReasoningBudget:
     marks = value["marks"]
-    names = ("end", "begin", "spaces")
-    tokens = {name: _tokens(f"reasoning_budget.marks.{name}", marks[name]) for name in names}
-    flags = {name: bool(marks[name]) for name in ("is_open", "repeats")}
-    return ReasoningBudget(_integer("reasoning_budget.tokens", value["tokens"]), ReasoningMarks(**tokens, **flags))
+    end, begin, spaces = (
+        _tokens(f"reasoning_budget.marks.{name}", marks[name]) for name in ("end", "begin", "spaces")
+    )
+    tokens = _integer("reasoning_budget.tokens", value["tokens"])
+    return ReasoningBudget(tokens, ReasoningMarks(end, begin, bool(marks["is_open"]), spaces, bool(marks["repeats"])))
 
 
 def _cache(fields: Json) -> KVQuantization | None:

@@ -205,11 +205,15 @@ class ResponsesCall(ApiCall):
                 parts.append(Content(""))
         elif text or (self._pending_logprobs and is_last):
             parts.append(Content(text))
+        yield from self._events(parts)
+        self._finish_reason = token.finish_reason
+
+    def _events(self, parts: Sequence[Part]) -> Iterator[Json]:
+        """Yields the events of parts, the first of which has the pending logprobs."""
         for part in parts:
             for one in self._output.add(part, self._pending_logprobs):
                 yield self._numbered(one)
             self._pending_logprobs = []
-        self._finish_reason = token.finish_reason
 
     def abort_chunks(self, prompt: int, aborted: Aborted) -> Iterator[Json]:
         end = self._record_abort(prompt, aborted)
@@ -217,10 +221,7 @@ class ResponsesCall(ApiCall):
         parts: list[Part] = [Content(text)] if text else []
         if self._reader is not None:
             parts = [*self._reader.add(end.token, text), *self._reader.finish()]
-        for part in parts:
-            for one in self._output.add(part, self._pending_logprobs):
-                yield self._numbered(one)
-            self._pending_logprobs = []
+        yield from self._events(parts)
         self._finish_reason = end.finish_reason
 
     def last_chunks(self, generated: int) -> Iterator[Json]:

@@ -61,7 +61,7 @@ class TaggedParser(MarkedParser):
             name: written(getattr(self, name)) for name in ("BEGIN", "CALL", "ARGUMENT_BEGIN", "VALUE_END", "CALL_END")
         }
         self._end = written(self.END)
-        super().__init__(*dict.fromkeys((self._tag["BEGIN"], *([self._tag["CALL"]] if self.CALL else []))))
+        super().__init__(self._tag["BEGIN"], *([self._tag["CALL"]] if self.CALL else []))
         self._tools = tools
         self._ends_value = (self._tag["ARGUMENT_BEGIN"], self._tag["CALL_END"], self._end)
         self._place = _Place.HEADER
@@ -127,8 +127,8 @@ class TaggedParser(MarkedParser):
             yield from self._end_call()
         elif match := self.ARGUMENT.match(self._text, position):
             self._text = self._text[match.end() :]
-            is_string = match.groupdict().get("string")
-            yield from self._arguments(self._writer.begin(match["key"], is_string and is_string == "true"))
+            flag = match.groupdict().get("string")
+            yield from self._arguments(self._writer.begin(match["key"], None if flag is None else flag == "true"))
             self._place, self._held, self._begins_value = _Place.VALUE, [], True
         elif len(self._text) - position > _LONGEST_HEADER:
             self._text = self._text[position + len(mark) :]
@@ -151,7 +151,7 @@ class TaggedParser(MarkedParser):
             if self.has_lines and text.endswith("\n"):  # the line break before an end tag is not part of the value
                 text, self._held = text[:-1], ["\n"]
             yield from self._arguments(self._writer.add(text))
-        if mark == self._tag["VALUE_END"]:
+        if mark is not None and mark == self._tag["VALUE_END"]:
             self._text = self._text[len(mark) :]
             self._held.append(mark)
             self._place = _Place.AFTER_VALUE
