@@ -84,6 +84,19 @@ def test_the_end_of_the_prompt_says_where_an_answer_begins(metadata: ModelMetada
             assert (choice["message"].get("reasoning"), choice["message"]["content"]) == expected
 
 
+def test_a_continued_message_continues_its_reasoning_or_its_content(metadata: ModelMetadata, words: Tokenizer) -> None:
+    for family, begun, text, expected in (
+        (HERMES, {"content": "<think>\nH"}, "m.\n</think>\n\nYes.", ("m.", "Yes.")),
+        (HERMES, {"content": "<think>\nHm.\n</think>\n\nY"}, "es. <think>", (None, "es. <think>")),
+        (HERMES, {"content": "Y"}, "<think>es.</think>", (None, "<think>es.</think>")),
+        (OPENAI, {"content": "Y"}, "es.<|return|>", (None, "es.")),
+    ):
+        with answering(family, metadata, words, text) as (client, _):
+            messages = [USER, {"role": "assistant"} | begun]
+            (choice,) = client.ask(CHAT, messages=messages, continue_final_message=True)["choices"]
+            assert (choice["message"].get("reasoning"), choice["message"]["content"]) == expected
+
+
 @pytest.mark.parametrize(
     ("ending", "expected"),
     [

@@ -130,7 +130,9 @@ class Conversation:
                 param=self._field,
                 code=TOO_LONG,
             )
-        self._ending = self._model.tokenizer.decode(tokens[-_ENDING:], skip_special_tokens=False)
+        continues = self._form.continue_final_message
+        ending = self._model.tokenizer.decode(tokens if continues else tokens[-_ENDING:], skip_special_tokens=False)
+        self._ending = self._reasoning.continued(ending) if continues and self._reasoning is not None else ending
         return tokens, images
 
     @property

@@ -139,7 +139,12 @@ class HarmonyReasoning(ReasoningFormat):
         header, message, text = begun_message(ending).partition(MESSAGE)
         if not message:
             return Start.FREE
-        return Start.OPEN if header.partition(CHANNEL)[2].split()[:1] == ["analysis"] and not text else Start.CLOSED
+        return (
+            Start.OPEN if header.partition(CHANNEL)[2].split()[:1] == ["analysis"] and END not in text else Start.CLOSED
+        )
+
+    def continued(self, text: str) -> str:
+        return text
 
     def rules(self, ending: str) -> str:
         return ""  # the format's own grammar has it

@@ -141,6 +141,11 @@ class ReasoningFormat:
             return Start.OPEN if bare == ending.rstrip(" ") else Start.OPEN_LINE
         return Start.CLOSED if bare.endswith(self.end) else Start.FREE
 
+    def continued(self, text: str) -> str:
+        """Returns the end of a prompt for an answer that continues a message, given the prompt's text."""
+        is_open = text.rfind(self.begin) > text.rfind(self.end)
+        return f"{self.begin}\n" if is_open else self.end
+
     def is_open(self, ending: str) -> bool:
         """Returns whether the prompt ends within reasoning."""
         return self.start(ending) in (Start.OPEN, Start.OPEN_LINE)
