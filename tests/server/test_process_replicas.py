@@ -369,7 +369,7 @@ def test_a_call_that_nobody_waits_for_ends_in_the_replica(engine: Engine, loaded
 
 def test_an_engine_at_one_step_for_too_long_is_said() -> None:
     stuck = SimpleNamespace(busy_seconds=0.0, closed=Future[None]())
-    with replica(50, lambda _: (stuck, None)) as front:
+    with replica(50, lambda _: (stuck, None, None)) as front:
         assert front.received(Ready) == Ready(None)  # pyright: ignore[reportArgumentType]
         assert front.received(Alive) == Alive()
         stuck.busy_seconds = 51.0

@@ -124,9 +124,9 @@ class Replica:
 
     async def _obey(self) -> None:
         """Runs commands in their order. Raises an exception if the replica cannot get the weights of the others."""
-        assert self._commands is not None and self._facts is not None
         while True:
             ordered = await self._ordered.get()
+            assert self._commands is not None and self._facts is not None
             if isinstance(ordered, CatchUp):
                 for command in ordered.commands:
                     await self._commands.command(command)
