@@ -26,6 +26,7 @@ from detjax.engine.step_programs import (
     none_seen,
     seen_entries,
     shapes_of,
+    slot_rows,
     state_in_slots,
 )
 from detjax.engine.token_masks import all_allowed
@@ -334,8 +335,9 @@ class ModelRunner:
 
     def put_slot(self, slot: int, rows: PyTree[Array | np.ndarray]) -> None:
         """Restores a slot from the result of `take_slot`, on the device or on the host."""
-        rows = jax.device_put(rows)
-        put = iter(self._run(step_programs.put_slot(state_in_slots(self._state, self._in_slots), slot, rows)))
+        state = state_in_slots(self._state, self._in_slots)
+        rows = jax.tree.map(lambda row, like: jax.device_put(row, like.sharding), rows, slot_rows(state))
+        put = iter(self._run(step_programs.put_slot(state, slot, rows)))
         layers = zip(self._state, self._in_slots, strict=True)
         self._state = tuple(next(put) if is_in_slots else layer for layer, is_in_slots in layers)
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Float32, Int32, PyTree, UInt16, UInt32
 
 from detjax.engine.batch import BatchShape, StepBatch, no_adjustments
@@ -412,8 +412,7 @@ class StepPrograms:
             programs.append(note_seen(self.slots.seen, 0, entries, is_first=True))
         if any(self.in_slots):
             state = state_in_slots(self.state, self.in_slots)
-            rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state)
-            programs += [take_slot(state, 0), put_slot(state, 0, rows)]
+            programs += [take_slot(state, 0), put_slot(state, 0, slot_rows(state))]
         # The largest one also serves smaller images.
         largest = max((len(patches.pixels) for patches in self.images), default=0)
         for patches in self.images:
@@ -450,6 +449,18 @@ class StepPrograms:
 def state_in_slots(state: State, in_slots: Sequence[bool]) -> State:
     """Returns the state of the layers that have it in slots."""
     return tuple(layer for layer, is_in_slots in zip(state, in_slots, strict=True) if is_in_slots)
+
+
+def slot_rows(state: State) -> PyTree[jax.ShapeDtypeStruct]:
+    """Returns the shapes and dtypes of a slot's rows, with the shardings of the arrays that they are rows of."""
+
+    def row(x: Array) -> jax.ShapeDtypeStruct:
+        sharding = x.sharding
+        if isinstance(sharding, NamedSharding):
+            sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
+        return jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=sharding)
+
+    return jax.tree.map(row, state)
 
 
 def shapes_of[T](tree: T, everywhere: NamedSharding | None = None) -> T:
@@ -601,7 +612,8 @@ def _choice(choices: Logits, sampling: SamplingArrays, variant: SamplingVariant)
     # Filters sort the logits, which takes longer than everything else: apply them once for both.
     kept = choices.filtered(sampling) if variant.filtered else choices
     token, logprob = kept.sample(sampling, filtered=False)
-    sampling_top = kept.sampling_top_logprobs(variant.top_logprobs, sampling)
+    # In rows of temperature 0, the sampled token is the likeliest one.
+    sampling_top = kept.sampling_top_logprobs(variant.top_logprobs, sampling, token)
     sampling_logprob = kept.sampling_logprobs(token, sampling)
     return _Choice(token, None if variant.filtered else logprob, sampling_logprob, sampling_top)
 
@@ -739,5 +751,5 @@ def _drawn(
         logits.logprobs(token),
         *logits.top_logprobs(top),
         kept.sampling_logprobs(token, sampling),
-        *kept.sampling_top_logprobs(top, sampling),
+        *kept.sampling_top_logprobs(top, sampling, jnp.argmax(kept.whole, axis=1).astype(jnp.int32)),
     )

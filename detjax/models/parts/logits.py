@@ -137,21 +137,22 @@ class Logits:
         return jnp.take_along_axis(tokens, index, axis=1), logprobs
 
     def sampling_top_logprobs(
-        self, count: int, arrays: SamplingArrays
+        self, count: int, arrays: SamplingArrays, likeliest_token: Int32[Array, "R"]
     ) -> tuple[Int32[Array, "R n"], Float32[Array, "R n"]]:
-        """Returns the likeliest tokens under the distribution of `sampling_logprobs`, with their logprobs."""
+        """Returns the likeliest tokens under the distribution of `sampling_logprobs`, with their logprobs.
+
+        `likeliest_token` matters in rows of temperature 0, which can draw no other token.
+        """
         if not count:
             return self.top_logprobs(0)
-        # Few requests ask for them, so every device gets all logits.
-        logits = self.whole
         temperature = jnp.asarray(arrays.temperature)
-        factors = jnp.broadcast_to(reciprocal(temperature)[:, None], logits.shape)
-        exponents = map_elements(sampling_exponents, logits, factors)
-        # At temperature 0 no token but the likeliest one can be drawn.
-        is_likeliest = jnp.arange(logits.shape[1], dtype=jnp.int32)[None] == jnp.argmax(logits, axis=1)[:, None]
-        greedy = jnp.where(is_likeliest, 0.0, -jnp.inf)
+        factors = jnp.broadcast_to(reciprocal(temperature)[:, None], self.part.shape)
+        exponents = map_elements(sampling_exponents, self.part, factors)
+        first = first_output(self.sharding) if self.sharding.is_sharded else 0
+        token = first + jnp.arange(self.part.shape[1], dtype=jnp.int32)
+        greedy = jnp.where(token[None] == likeliest_token[:, None], 0.0, -jnp.inf)
         exponents = jnp.where((temperature == 0)[:, None], greedy, exponents)
-        return Logits(exponents, _all_of(self.sharding.size)).top_logprobs(count)
+        return Logits(exponents, self.sharding).top_logprobs(count)
 
     @functools.cached_property
     def _statistics(self) -> tuple[Array, Array] | None:
