@@ -11,6 +11,7 @@ import pytest
 from detjax.audit import Origin, Transcript, read_transcripts
 from detjax.audit.verification.transcripts import transcript_of, transcripts_of
 from detjax.engine import Completion, Constraint, Generation, SamplingParams
+from detjax.engine.reasoning_budget import ReasoningBudget, ReasoningMarks
 
 WHOLE = Transcript(
     prompt=(3, 1),
@@ -51,6 +52,11 @@ SAMPLING: dict[str, Any] = {
     "stop": ("a", "b"),
     "stop_token_ids": (7, 6),
     "ignore_eos": True,
+    "allowed_token_ids": (3, 1),
+    "bad_words": ("a", "b c"),
+    "include_stop_str_in_output": True,
+    "skip_special_tokens": False,
+    "reasoning_budget": ReasoningBudget(3, ReasoningMarks((7, 8), (6,), is_open=True)),
     "constraint": Constraint("regex", "a+"),
 }
 
@@ -69,7 +75,7 @@ def altered() -> dict[str, Transcript]:
 
 
 def test_every_field_is_changed_alone() -> None:
-    reports = {"top_logprobs", "prompt_logprobs", "sampling_logprobs"}
+    reports = {"top_logprobs", "prompt_logprobs", "sampling_logprobs", "scored_answer"}
     assert SAMPLING.keys() | reports == {one.name for one in dataclasses.fields(SamplingParams)}
     assert ORIGINS.keys() == {one.name for one in dataclasses.fields(Origin)}
     others = {"sampling", "origin", "digest", "contradiction"}

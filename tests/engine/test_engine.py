@@ -534,12 +534,12 @@ def test_a_failure_of_one_sample_ends_its_request_alone(
     class Panic(BaseException):
         """The tokenizer library's panic is not an Exception either."""
 
-    def failing_add(stream: TextStream, token: int) -> bool:
+    def failing_add(stream: TextStream, token: int, *, may_stop: bool) -> bool:
         nonlocal calls
         calls += 1
         if calls == 5:
             raise Panic("the fault of one sample")
-        return add(stream, token)
+        return add(stream, token, may_stop=may_stop)
 
     def failing_completion(sequence: engine_sequence.Sequence) -> Any:
         if sequence.params.seed == 99:
@@ -612,15 +612,17 @@ def test_warming_up_compiles_every_program_side_by_side_and_nothing_is_compiled_
         runs = len(step_programs.run_variants(variants)) * samples  # of one decode, and of two
         one.warm_up()
         counts = Counter(compiled)
-        names = "_forward", "_sample", "_score", "_note_seen", "_decode_run"
-        assert [counts[f"jit({name})"] for name in names] == [layers, samplers, scorers, 1, runs]
+        names = "_forward", "_sample", "_score", "_take_rows", "_score_drawn", "_note_seen", "_decode_run"
+        assert [counts[f"jit({name})"] for name in names] == [layers, samplers, scorers, scorers, 1, 1, runs]
         assert sys.getswitchinterval() <= 0.0005
         # It does not include programs that the first steps would have to compile in sequence.
-        assert len(one._loop._runner._compiled) == layers + samplers + scorers + 1 + runs
+        assert len(one._loop._runner._compiled) == layers + samplers + 2 * scorers + 2 + runs
         del compiled[:]
         one.generate([Request([1, 2, 3], SamplingParams(max_tokens=3, seed=seed)) for seed in range(3)])
         one.generate([Request([1, 2, 3], SamplingParams(max_tokens=9))])
         one.generate([Request([1, 2, 3], SamplingParams(prompt_logprobs=True, max_tokens=3))])
+        drawn = SamplingParams(prompt_logprobs=True, sampling_logprobs=True, temperature=0.9, max_tokens=3)
+        one.generate([Request([1, 2, 3], drawn)])
         one.generate([Request([1, 2, 3], SamplingParams(repetition_penalty=1.1, min_tokens=2, max_tokens=3))])
         one.generate([Request([1, 2, 3], SamplingParams(temperature=0.9, sampling_logprobs=True, max_tokens=3))])
         assert compiled == []

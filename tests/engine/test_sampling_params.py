@@ -28,6 +28,9 @@ LIMITS: dict[str, tuple[list[Any], list[Any]]] = {
     "seed": ([0, 2**64 - 1], [-1, 2**64]),
     "n": ([1, 10**6], [0]),
     "stop": ([(), ("a", "b")], [("",), ("a", "")]),
+    "allowed_token_ids": ([(), (0,), (2**31, 3)], [(-1,), (3, -1)]),
+    "bad_words": ([(), ("a", "b")], [("",), ("a", "")]),
+    "scored_answer": ([0], [1, -1]),
     "top_logprobs": ([0, 10**6], [-1]),
     "logit_bias": (
         [((0, -100.0), (1, 100.0)), tuple((token, 0.0) for token in range(300))],
@@ -105,7 +108,9 @@ def test_each_field_needs_its_own_capability_of_a_program() -> None:
     for fields in (*PENALTIES, {"logit_bias": ((1, 0.0),)}, {"min_tokens": 1}):
         assert needs(**fields) == plain._replace(adjusted=True), fields
     assert needs(top_logprobs=3) == plain._replace(top_logprobs=3)
-    assert needs(constraint=Constraint.choice(["a"])) == plain._replace(constrained=True)
+    for fields in ({"constraint": Constraint.choice(["a"])}, {"allowed_token_ids": (3,)}, {"bad_words": ("a",)}):
+        assert needs(**fields) == plain._replace(constrained=True), fields
+    assert needs(include_stop_str_in_output=True, skip_special_tokens=False) == plain
     assert needs(sampling_logprobs=True) == plain._replace(distribution=True)
     assert needs(prompt_logprobs=True, top_logprobs=2) == plain._replace(top_logprobs=2)
 

@@ -43,6 +43,11 @@ ACCEPTED: Final[list[tuple[type, dict[str, tuple[list[Any], list[Any], str]]]]] 
                 "a directory that exists",
             ),
             "unseeded": (["random", "fixed"], ["none"], "random, fixed"),
+            "logprobs_mode": (
+                ["raw_logprobs", "processed_logprobs"],
+                ["raw_logits"],
+                "raw_logprobs, processed_logprobs",
+            ),
             "allowed_hosts": (
                 [None, (), ("*",), ("a.b-c_d",), ("*.a.b",), ("[::1]",), ("127.0.0.1",)],
                 [("a:80",), ("",), ("*a",), ("a.*",), ("::1",), ("a b",), ("http://a",)],
@@ -106,6 +111,10 @@ def test_defaults_are_those_of_the_documentation() -> None:
         "allowed_origins": (),
         "image_directory": None,
         "unseeded": "random",
+        "logprobs_mode": "raw_logprobs",
+        "tool_format": None,
+        "control_key": None,
+        "weights_directory": None,
     }
     assert dataclasses.astuple(ConnectionSettings()) == (30, 4096, 10, 30, 30, None, None)
     assert dataclasses.astuple(LogSettings()) == ("info", "text", True)
