@@ -1,7 +1,8 @@
 """An OpenAI-compatible HTTP server whose answers do not depend on the other requests that it serves.
 
 Read `app` first: it takes a request from its body (`api`) through the engine to the response. `http` limits clients,
-`text` has the tokenizing workers, `tools` tool calls, and `replicas` servers with several engines.
+`text` has the tokenizing workers, `tools` tool calls, `control` what trainers do with a server, and `replicas` servers
+with several engines.
 """
 
 from detjax.server.app import create_app as create_app
