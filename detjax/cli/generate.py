@@ -22,7 +22,7 @@ _SAMPLING = Fields(
     engine.SamplingParams,
     without=(
         *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "min_tokens", "stop_token_ids"),
-        *("ignore_eos", "top_logprobs", "prompt_logprobs", "sampling_logprobs", "constraint"),
+        *("ignore_eos", "top_logprobs", "prompt_logprobs", "sampling_logprobs", "constraint", "reasoning_budget"),
         *("allowed_token_ids", "bad_words", "include_stop_str_in_output", "skip_special_tokens", "scored_answer"),
     ),
     options={

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from detjax.engine import Constraint, Engine, SamplingParams
+from detjax.engine import Constraint, Engine, ReasoningBudget, ReasoningMarks, SamplingParams
 from detjax.operands.options import Distribution
 from detjax.rl import functional
 from detjax.rl.policy_gradients.policy_gradient import PolicyGradient, supervised_samples
@@ -127,6 +127,7 @@ CHANGES: dict[str, Any] = {
     "bad_words": ("a",),
     "min_tokens": 3,
     "constraint": Constraint.choice(["a"]),
+    "reasoning_budget": ReasoningBudget(3, ReasoningMarks((7,))),
 }
 
 

@@ -48,6 +48,7 @@ def _check_params(number: int, params: SamplingParams, distribution: Distributio
         "constraint": params.constraint,
         "allowed_token_ids": params.allowed_token_ids,
         "bad_words": params.bad_words,
+        "reasoning_budget": params.reasoning_budget,
     }
     for name, value in changes.items():
         if value:
