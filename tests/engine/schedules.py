@@ -281,6 +281,16 @@ class RememberingRunner(ModelRunner):
         logprobs = [prompt_logprob(rows[first + index], token) for index, token in enumerate(tokens.tolist())]
         return _TokensOnTheHost(tokens.tolist(), logprobs, *_likeliest_arrays(tokens, MOST_LIKELIEST))
 
+    def score_drawn(self, rows: list[int], first: int, sequence: Sequence, position: int, count: int) -> SampledTokens:
+        tokens = np.asarray(sequence.prompt[position : position + count], np.int32)
+        scored = self.score(rows, first, tokens)
+        top = _likeliest_arrays(tokens, MOST_LIKELIEST)
+        return scored._replace(
+            sampling_logprob=[-logprob for logprob in scored.logprob],
+            sampling_top_tokens=top[0],
+            sampling_top_logprobs=top[1],
+        )
+
     def programs(self, batches: Any) -> StepPrograms:
         raise AssertionError("there is nothing to compile")
 
@@ -355,6 +365,8 @@ class Schedule:
         if len(prompt) + max_tokens - 1 > self.pool.num_pages * PAGE:
             return
         has_minimum = more_tokens % 3 == 0
+        # A constraint gives the tokens of a prompt no sampling logprobs.
+        is_constrained = max_tokens % 3 == 0 and not has_minimum and more_tokens != 5
         params = SamplingParams(max_tokens=max_tokens, seed=more_tokens << 40 | max_tokens, n=n)
         if self.runner.run_steps == 1 or more_tokens % 3 == 2:  # most of the others can be in runs
             params = dataclasses.replace(
@@ -363,10 +375,10 @@ class Schedule:
                 min_tokens=max_tokens // 2 if has_minimum else 0,
                 sampling_logprobs=more_tokens % 4 == 1,
                 top_logprobs=max_tokens % 3,
-                constraint=Constraint.choice(["x"]) if max_tokens % 3 == 0 and not has_minimum else None,
+                constraint=Constraint.choice(["x"]) if is_constrained else None,
             )
         is_resumed = more_tokens % 4 == 2
-        params = dataclasses.replace(params, prompt_logprobs=more_tokens == 5)
+        params = dataclasses.replace(params, prompt_logprobs=more_tokens in (4, 5))
         context = RequestContext(
             end_tokens=frozenset([END]),
             prefix_root=prefix_root(client),
@@ -428,6 +440,8 @@ class Schedule:
             scored = expected_prompt_logprobs(sequence) if params.prompt_logprobs else []
             assert output.prompt_logprobs == scored[: len(output.prompt_logprobs)]
             assert sequence.finish_reason == "cancelled" or len(output.prompt_logprobs) == len(scored)
+            drawn = [(-logprob, top) for logprob, top in output.prompt_logprobs if params.sampling_logprobs]
+            assert output.prompt_sampling_logprobs == drawn
 
 
 def play(draw: random.Random, actions: int) -> int:
