@@ -58,7 +58,7 @@ class Replicated:
 
     def __init__(self, machine: Machine, directory: Path) -> None:
         self.machine, self.directory = machine, directory
-        self.commands: list[EngineCommands] = []
+        self.commands: list[Noted] = []
         self.before: Callable[[int, Any], None] = lambda number, command: None
         machine.programs = [self._program]
         self.replicas = ProcessReplicas(ReplicaOptions(Path()), 2, log=LogSettings(level="error"), silence=HANGS_AFTER)
@@ -215,9 +215,7 @@ def test_replicas_that_read_different_weights_take_none(
 
     def change(number: int, command: Any) -> None:
         if isinstance(command, Prepare):
-            name = ("two", "three")[number]
-            two.commands[number].path = two.directory / name  # pyright: ignore[reportAttributeAccessIssue]
-            object.__setattr__(command, "path", two.directory / name)
+            object.__setattr__(command, "path", two.directory / ("two", "three")[number])
 
     two.before = change
     with pytest.raises(ValueError, match="was changed while it was read"):

@@ -7,10 +7,10 @@ import itertools
 import json
 import os
 import threading
-from collections import namedtuple
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx2
@@ -267,8 +267,7 @@ def test_uploads_without_room_are_refused_before_they_begin(
     status, message = announced(trainer, {"Content-Length": str(100 << 30)})
     assert status == 413
     assert "the size of all of the model's tensors in float32" in message
-    usage = namedtuple("usage", "free")
-    monkeypatch.setattr(uploads.shutil, "disk_usage", lambda _: usage(999))
+    monkeypatch.setattr(uploads.shutil, "disk_usage", lambda _: SimpleNamespace(free=999))
     status, message = announced(trainer, {"Content-Length": "1000"})
     assert (status, "accepted: up to 999, the free space" in message) == (507, True)
     assert announced(trainer, {"Content-Length": "10", "Content-Encoding": "gzip"})[0] == 415
