@@ -212,6 +212,6 @@ class History:
         commands: list[Command] = []
         if self._asleep or not self._has_weights:
             commands.append(Sleep(self._has_weights))
-            if awake := tuple(filter((set(PARTS) - self._asleep).__contains__, PARTS)):
+            if awake := tuple(filter((set[Part](PARTS) - self._asleep).__contains__, PARTS)):
                 commands.append(WakeUp(awake))
         return (*commands, *([Pause()] if self._is_paused else []))

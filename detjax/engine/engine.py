@@ -337,7 +337,8 @@ class Engine(EngineThread):
         def wake_up() -> None:
             self._busy_since = None
             with self._fatal_errors():
-                for part in [part for part in get_args(Part) if part in parts and part in self._asleep]:
+                woken: set[Part] = self._asleep.intersection(parts)
+                for part in woken:
                     self._loop.wake_weights() if part == "weights" else self._loop.wake_state()
                     self._asleep.remove(part)
             self._admit_held()

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,7 @@ class Replicated:
     def __init__(self, machine: Machine, directory: Path) -> None:
         self.machine, self.directory = machine, directory
         self.commands: list[Noted] = []
+        self._starting = threading.Lock()
         self.before: Callable[[int, Any], None] = lambda number, command: None
         machine.programs = [self._program]
         self.replicas = ProcessReplicas(ReplicaOptions(Path()), 2, log=LogSettings(level="error"), silence=HANGS_AFTER)
@@ -74,8 +76,9 @@ class Replicated:
             assert tokenizer is not None
             engine = engines.enter_context(Engine(model, tokenizer, **SIZES))
             weights = UpdatableWeights(model, tokenizer)
-            commands = Noted(self, len(self.commands), engine, weights)
-            self.commands.append(commands)
+            with self._starting:
+                commands = Noted(self, len(self.commands), engine, weights)
+                self.commands.append(commands)
             origin = Origin("an environment", weights.digest.value)
             return (
                 engine,
@@ -202,6 +205,7 @@ def test_weights_that_one_replica_refuses_are_taken_by_none(two: Replicated, ans
     with pytest.raises(ValueError, match="they do not fit here"):
         two.run(Prepare(two.directory / "two"))
     assert [type(commands.log[-1]) for commands in two.commands] == [Discard, Discard]
+    two.before = lambda number, command: None
     with pytest.raises(ValueError, match="is missing"):
         two.run(Prepare(two.directory / "missing.safetensors"))
     assert two.from_each() == [answers["one"]] * 2

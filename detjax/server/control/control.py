@@ -175,7 +175,7 @@ class Control:
     async def wake_up(self, parts: Collection[Part] = PARTS) -> None:
         """Takes parts of the devices' memory again. With all of them, calls pass again, if there are weights."""
         with self._operating("wake_up"):
-            if wanted := tuple(filter((self._asleep & set(parts)).__contains__, PARTS)):
+            if wanted := tuple(filter(self._asleep.intersection(parts).__contains__, PARTS)):
                 await self._commands.command(WakeUp(wanted))
                 self._asleep -= set(wanted)
                 self._note_awake()
