@@ -212,6 +212,7 @@ class History:
         commands: list[Command] = []
         if self._asleep or not self._has_weights:
             commands.append(Sleep(self._has_weights))
-            if awake := tuple(filter((set[Part](PARTS) - self._asleep).__contains__, PARTS)):
+            awake: tuple[Any, ...] = tuple(part for part in PARTS if part not in self._asleep)
+            if awake:
                 commands.append(WakeUp(awake))
         return (*commands, *([Pause()] if self._is_paused else []))

@@ -68,7 +68,7 @@ class Replicated:
         self.front = ReplicatedEngine(self.replicas, facts.metadata, facts.tokenizer(), facts.config)
 
     def _program(self, process: Process) -> int:
-        replica = Answering(process.connection, process.connection.recv()[0])
+        replica = Reading(process.connection, process.connection.recv()[0])
         engines = contextlib.ExitStack()
 
         def started(_: ReplicaOptions) -> Any:
@@ -94,6 +94,8 @@ class Replicated:
 
         with engines:
             asyncio.run(serve())
+        # Otherwise it might read from the next process's connection, which may get the same descriptor.
+        assert replica.has_read.wait(HANGS_AFTER)
         return 0
 
     def run(self, command: Any) -> Any:
@@ -126,6 +128,18 @@ class Replicated:
         self.machine.process(before).end()
         wait_until(lambda: self.replicas.processes[number] not in (None, before))
         wait_until(lambda: self.replicas._replicas[number].is_ready)
+
+
+class Reading(Answering):
+    """A replica that says when it reads no more messages."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.has_read = threading.Event()
+
+    def _read(self, loop: asyncio.AbstractEventLoop) -> None:
+        super()._read(loop)
+        self.has_read.set()
 
 
 class Noted(EngineCommands):

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from detjax.engine.commands import (
     PARTS,
@@ -175,7 +175,8 @@ class Control:
     async def wake_up(self, parts: Collection[Part] = PARTS) -> None:
         """Takes parts of the devices' memory again. With all of them, calls pass again, if there are weights."""
         with self._operating("wake_up"):
-            if wanted := tuple(filter(self._asleep.intersection(parts).__contains__, PARTS)):
+            wanted: tuple[Any, ...] = tuple(part for part in PARTS if part in parts and part in self._asleep)
+            if wanted:
                 await self._commands.command(WakeUp(wanted))
                 self._asleep -= set(wanted)
                 self._note_awake()
