@@ -305,7 +305,8 @@ def test_uploads_of_unknown_size_end_at_the_limits(
 def test_paths_outside_the_directory_are_refused(
     trainer: Trainer, directory: Path, tmp_path: Path, versions: Any
 ) -> None:
-    models.save(*versions["two"][:1], tmp_path / "secret", tokenizer=versions["two"][1])
+    model, tokenizer = versions["two"]
+    models.save(model, tmp_path / "secret", tokenizer=tokenizer)
     (directory / "link").symlink_to(tmp_path / "secret")
     (directory / "loop").symlink_to(directory / "loop")
     (directory / "files").mkdir()
