@@ -24,7 +24,7 @@ from detjax.engine.request import PromptLogprobs as PromptLogprobs
 from detjax.engine.request import Request as Request
 from detjax.engine.request import Token as Token
 from detjax.engine.sampling_params import SamplingParams as SamplingParams
+from detjax.engine.sampling_variant import SamplingVariant as SamplingVariant
 from detjax.engine.sequence import Sequence as Sequence
 from detjax.engine.step_loop import StepLoop as StepLoop
 from detjax.engine.step_loop import StepLoopConfig as StepLoopConfig
-from detjax.engine.step_programs import SamplingVariant as SamplingVariant

@@ -9,9 +9,9 @@ import jax
 from detjax.contract import KV_BLOCK
 from detjax.engine.batch import BatchShapes
 from detjax.engine.model_runner import bytes_of_page, bytes_of_slot, bytes_of_snapshot
+from detjax.engine.sampling_variant import SamplingVariant
 from detjax.engine.snapshots import SLOTS_IN_TRANSIT
 from detjax.engine.step_loop import StepLoopConfig
-from detjax.engine.step_programs import SamplingVariant
 from detjax.models import Decoder
 from detjax.models.mesh import spans_processes
 from detjax.operands.numerics import ceil_div

@@ -32,9 +32,9 @@ from rich.progress import track
 from detjax.engine.config import EngineConfig, EngineStats
 from detjax.engine.engine_thread import EngineClosed, EngineThread, Part
 from detjax.engine.job import ABORT, Job
+from detjax.engine.program import StepProgram
 from detjax.engine.program_compiler import ProgramCompiler
 from detjax.engine.request import Aborted, Generation, Request, Token
-from detjax.engine.step_programs import StepProgram
 from detjax.engine.watchdog import StepTimeout
 from detjax.models import Decoder, Tokenizer, sharded
 

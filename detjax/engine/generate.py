@@ -13,10 +13,10 @@ from detjax.engine.model_runner import bytes_of_page
 from detjax.engine.request import Generation, Request
 from detjax.engine.request_reader import RequestReader
 from detjax.engine.sampling_params import SamplingParams
+from detjax.engine.sampling_variant import SamplingVariant
 from detjax.engine.scheduler import pages_needed
 from detjax.engine.sequence import Sequence
 from detjax.engine.step_loop import StepLoop, StepLoopConfig
-from detjax.engine.step_programs import SamplingVariant
 from detjax.models import Decoder, Tokenizer
 from detjax.models.vision.prompt_images import GivenImage
 from detjax.operands.options import KVQuantization

@@ -9,26 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
+from detjax.engine import sampling_programs, sampling_variant, step_programs
 from detjax.engine import sequence as sequences
-from detjax.engine import step_programs
 from detjax.engine.batch import BatchShape, StepBatch
+from detjax.engine.program import Parameters, StepProgram, shapes_of
 from detjax.engine.program_compiler import Compilation, ProgramCompiler
 from detjax.engine.prompt_scores import empty_rows, scored_rows
-from detjax.engine.step_programs import (
-    Parameters,
-    SampledTokens,
-    SamplingVariant,
-    ScoredRows,
-    SlotState,
-    StepProgram,
-    StepPrograms,
-    most_likeliest,
-    none_seen,
-    seen_entries,
-    shapes_of,
-    slot_rows,
-    state_in_slots,
-)
+from detjax.engine.sampled_tokens import SampledTokens
+from detjax.engine.sampling_programs import ScoredRows, SlotState, none_seen, seen_entries
+from detjax.engine.sampling_variant import SamplingVariant, most_likeliest
+from detjax.engine.step_programs import StepPrograms, slot_rows, state_in_slots
 from detjax.engine.token_masks import all_allowed
 from detjax.models import Decoder
 from detjax.models.cache import declarations
@@ -255,7 +245,7 @@ class ModelRunner:
         """Returns the sampling variant of a run of a shape; None if no run is possible."""
         if not step_programs.has_runs(shape, self._runs_of):
             return None
-        for variant in step_programs.run_variants(self._variants):
+        for variant in sampling_variant.run_variants(self._variants):
             if variant.serves(needed) and self._is_ready(step_programs.decode_run_key(shape.decodes, variant)):
                 return variant
         return None
@@ -288,7 +278,7 @@ class ModelRunner:
         variant = next(
             variant
             for variant in self._variants
-            if variant.serves(needed) and self._is_ready(step_programs.sample_key(batch.shape.sampled, variant))
+            if variant.serves(needed) and self._is_ready(sampling_programs.sample_key(batch.shape.sampled, variant))
         )
         return self._sample(batch, hidden, variant, allowed)
 
@@ -300,12 +290,12 @@ class ModelRunner:
             masks = self._all_allowed(batch.shape.sampled) if allowed is None else self._reachable(allowed)
 
         def run(batch: StepBatch, *, is_linked: bool) -> SampledTokens:
-            program = step_programs.sample(batch, hidden, self._slots, variant, masks)
+            program = sampling_programs.sample(batch, hidden, self._slots, variant, masks)
             slots, sampled = self._run(program, is_linked=is_linked)
             self._slots = slots if variant.adjusted else self._slots._replace(last=slots.last)
             return sampled
 
-        if self._needs_priming(step_programs.sample_key(batch.shape.sampled, variant)):
+        if self._needs_priming(sampling_programs.sample_key(batch.shape.sampled, variant)):
             run(self.copy(self._empty_batch(batch.shape)), is_linked=False)
         return run(batch, is_linked=True)
 
@@ -324,7 +314,7 @@ class ModelRunner:
         assert self._slots.seen is not None, "no variant has penalties"
         seen = self._slots.seen
         for index, entries in enumerate(seen_entries(prompt, generated, self._vocabulary)):
-            seen = self._run(step_programs.note_seen(seen, slot, entries, is_first=index == 0))
+            seen = self._run(sampling_programs.note_seen(seen, slot, entries, is_first=index == 0))
         self._slots = self._slots._replace(seen=seen)
 
     def take_slot(self, slot: int) -> PyTree[Array]:
@@ -367,9 +357,9 @@ class ModelRunner:
         return batch._replace(images=self._without_images[rows])
 
     def score(self, rows: Array, first: int, tokens: np.ndarray) -> SampledTokens:
-        """Returns logprobs of up to `step_programs.SCORED_ROWS` tokens, from consecutive `rows` beginning at
+        """Returns logprobs of up to `sampling_programs.SCORED_ROWS` tokens, from consecutive `rows` beginning at
         `first`."""
-        program = step_programs.score(rows, first, tokens, most_likeliest(self._variants))
+        program = sampling_programs.score(rows, first, tokens, most_likeliest(self._variants))
         if self._needs_priming(program.key):
             self._run(program, is_linked=False)
         return self._run(program)
@@ -384,10 +374,10 @@ class ModelRunner:
         return self._score_drawn(rows, first, scored_rows(sequence, position, count, self._vocabulary))
 
     def _score_drawn(self, rows: Array, first: int, scored: ScoredRows) -> SampledTokens:
-        take, top = step_programs.take_rows(rows, first), most_likeliest(self._variants)
+        take, top = sampling_programs.take_rows(rows, first), most_likeliest(self._variants)
         is_new = self._needs_priming(take.key)
         hidden = self._run(take, is_linked=not is_new)  # a copy of rows exchanges nothing
-        program = step_programs.score_drawn(hidden, scored, top)
+        program = sampling_programs.score_drawn(hidden, scored, top)
         if self._needs_priming(program.key):
             self._run(program, is_linked=False)
         return self._run(program)
@@ -454,9 +444,9 @@ class ModelRunner:
             hidden, rows = self.forward(batch)
             if ("sampled", shape.sampled) not in sizes:
                 for variant in self._variants:
-                    if self._is_ready(step_programs.sample_key(shape.sampled, variant)):
+                    if self._is_ready(sampling_programs.sample_key(shape.sampled, variant)):
                         self._sample(batch, hidden, variant)
-            for variant in step_programs.run_variants(self._variants):
+            for variant in sampling_variant.run_variants(self._variants):
                 if self._variant_of_run(shape, variant) == variant:
                     self._decode_run(self.copy(self._empty_batch(shape).as_empty_run()), variant)
             if shape.rows and ("rows", shape.rows) not in sizes:

@@ -10,8 +10,8 @@ from jaxtyping import UInt32
 
 from detjax.engine.batch import logit_adjustments, sampling_arrays
 from detjax.engine.sampling_params import SamplingParams
+from detjax.engine.sampling_programs import COUNT, SCORED_ROWS, ScoredRows
 from detjax.engine.sequence import Sequence
-from detjax.engine.step_programs import COUNT, SCORED_ROWS, ScoredRows
 from detjax.engine.token_masks import all_allowed
 from detjax.operands.sampling_arrays import LogitAdjustments, SamplingArrays, SeenTokens
 

@@ -21,10 +21,13 @@ from detjax.engine.model_runner import ModelRunner, StateSizes, bytes_of_snapsho
 from detjax.engine.page_pool import PagePool
 from detjax.engine.program_compiler import ProgramCompiler
 from detjax.engine.request import Token
+from detjax.engine.sampled_tokens import SampledTokens
+from detjax.engine.sampling_programs import SCORED_ROWS
+from detjax.engine.sampling_variant import SamplingVariant
 from detjax.engine.scheduler import ScheduledChunk, ScheduledStep, Scheduler
 from detjax.engine.sequence import Sequence
 from detjax.engine.snapshots import SlotCopies, SnapshotCache
-from detjax.engine.step_programs import SCORED_ROWS, SampledTokens, SamplingVariant, StepPrograms
+from detjax.engine.step_programs import StepPrograms
 from detjax.engine.token_masks import Masks, Matcher, computer_for
 from detjax.models import Decoder
 from detjax.models.vision.images import ImageOptions

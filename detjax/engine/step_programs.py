@@ -4,253 +4,53 @@ A program is compiled for fixed array sizes. A few sizes serve all steps, so all
 first request; see `BatchShapes.for_serving`.
 """
 
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, Final, NamedTuple
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Bool, Float, Float32, Int32, PyTree, UInt16, UInt32
+from jaxtyping import Array, Float, Int32, PyTree
 
-from detjax.engine.batch import BatchShape, StepBatch, no_adjustments
-from detjax.engine.request import TopLogprobs
-from detjax.engine.sampling_params import SamplingParams
+from detjax.engine.batch import BatchShape, StepBatch
+from detjax.engine.program import Parameters, StepProgram, model_of, shapes_of
+from detjax.engine.sampled_tokens import SampledTokens
+from detjax.engine.sampling_programs import (
+    SCORED_ROWS,
+    SampledRows,
+    ScoredRows,
+    SlotState,
+    note_seen,
+    sample,
+    sampled_from,
+    score,
+    score_drawn,
+    seen_entries,
+    take_rows,
+)
+from detjax.engine.sampling_variant import SamplingVariant, most_likeliest, run_variants
 from detjax.engine.token_masks import all_allowed
 from detjax.models.cache import State
 from detjax.models.decoder import Decoder, ImageRows
-from detjax.models.network import Network, Weights
-from detjax.models.parts.logits import Logits
+from detjax.models.network import Network
 from detjax.models.parts.sharding import current_links, linked
 from detjax.models.parts.vision import Patches
-from detjax.operands.numerics import unique_scatter_indices
-from detjax.operands.sampling_arrays import Arrays, LogitAdjustments, SamplingArrays, SeenTokens
+from detjax.operands.sampling_arrays import Arrays
 from detjax.runtime import compilation
-from detjax.runtime.device_links import DeviceLinks
 
-SCORED_ROWS: Final = 64
-"""Prompt tokens that one program scores."""
 RUN_STEPS: Final = 4
 """Steps of a run of decodes. The host prepares the next run while the device computes them."""
-_SEEN_ENTRIES: Final = 1024
-"""Tokens of a sequence that one program records as seen."""
 _SLOT: Final = "slot"
 """The size of programs that copy one slot."""
-COUNT: Final = np.uint16
-"""The dtype of token counts. They saturate at its largest number, as the contract says."""
-
-
-class Parameters(NamedTuple):
-    """The leading arguments of every program.
-
-    Attributes:
-        weights: the model's weights.
-        links: connections between devices that share the model; None: one device, or XLA's collectives.
-    """
-
-    weights: Weights
-    links: DeviceLinks | None = None
-
-
-class SampledTokens(NamedTuple):
-    """Sampled tokens, one per row, with their logprobs and the likeliest tokens at their positions.
-
-    The fields of the sampling distribution are None if the program does not compute them.
-    """
-
-    token: Any
-    logprob: Any
-    top_tokens: Any
-    top_logprobs: Any
-    sampling_logprob: Any = None
-    sampling_top_tokens: Any = None
-    sampling_top_logprobs: Any = None
-
-    def start_copy(self) -> "SampledTokens":
-        """Starts copying the arrays to the host, and returns them."""
-        for x in self:
-            if x is not None:
-                x.copy_to_host_async()
-        return self
-
-    def read(self) -> "SampledTokens":
-        """Waits for the arrays and returns them on the host; arrays of one number per row become lists."""
-        read = type(self)(*jax.device_get(tuple(self)))
-        sampling_logprob = None if read.sampling_logprob is None else read.sampling_logprob.tolist()
-        # Reading a number from a list is five times as fast as from an array.
-        return read._replace(
-            token=read.token.tolist(), logprob=read.logprob.tolist(), sampling_logprob=sampling_logprob
-        )
-
-    def by_step(self) -> "list[SampledTokens]":
-        """Splits the result of `read` for a run, `[steps, R]`, into its steps."""
-        steps = range(len(self.token))
-        return [type(self)(*(None if x is None else x[step] for x in self)) for step in steps]
-
-    def read_tokens(self) -> list[int]:
-        """Waits for the tokens, but not for the other arrays, and returns them."""
-        return np.asarray(self.token).tolist()
-
-    def at(self, row: int, params: SamplingParams) -> tuple[int, float, TopLogprobs, float | None, TopLogprobs]:
-        """Returns one row of the result of `read` for a request with these parameters.
-
-        The row is the token, its logprob, the likeliest tokens with their logprobs, and the token's sampling logprob
-        and the likeliest tokens under the sampling distribution.
-        """
-        top, likeliest, sampling_logprob, sampling_top = params.top_logprobs, (), None, ()
-        if top:  # few requests ask for them, and all requests wait here
-            likeliest = zip(self.top_tokens[row, :top].tolist(), self.top_logprobs[row, :top].tolist(), strict=True)
-        if params.sampling_logprobs and self.sampling_logprob is not None:
-            sampling_logprob = self.sampling_logprob[row]
-            if top and self.sampling_top_tokens is not None:
-                arrays = self.sampling_top_tokens[row, :top], self.sampling_top_logprobs[row, :top]
-                sampling_top = zip(*(x.tolist() for x in arrays), strict=True)
-        return self.token[row], self.logprob[row], tuple(likeliest), sampling_logprob, tuple(sampling_top)
-
-
-class SamplingVariant(NamedTuple):
-    """The capabilities of a sampling program. A program with fewer is faster, and no bit depends on the choice.
-
-    Attributes:
-        filtered: it can apply top-k, top-p and min-p.
-        top_logprobs: number of likeliest tokens that it reports.
-        adjusted: it can apply penalties and biases.
-        constrained: it can apply masks of allowed tokens.
-        distribution: it reports logprobs under the distribution that tokens are drawn from.
-    """
-
-    filtered: bool
-    top_logprobs: int
-    adjusted: bool = False
-    constrained: bool = False
-    distribution: bool = False
-
-    @classmethod
-    def needed_by(cls, params: Sequence[SamplingParams]) -> "SamplingVariant":
-        """Returns the smallest variant that serves samples with these parameters."""
-        # Hundreds of rows have few different needs.
-        return cls(*map(max, zip(*{row.needs for row in params}, strict=True)))
-
-    @classmethod
-    def for_serving(cls, top_logprobs: int) -> "tuple[SamplingVariant, ...]":
-        """Returns the variants of an engine whose requests may ask for `top_logprobs` likeliest tokens.
-
-        Sorting the logits for filters and searching for the likeliest tokens each take longer than everything else.
-        So common requests have programs without these, and the last program serves the rest.
-        """
-        plain = [cls(filtered, top) for filtered in (False, True) for top in dict.fromkeys((0, top_logprobs))]
-        constrained = [cls(filtered, 0, constrained=True) for filtered in (False, True)]
-        adjusted = [cls(False, 0, adjusted=True, constrained=True), cls(True, top_logprobs, True, True)]
-        reported = [variant._replace(distribution=True) for variant in (plain[0], adjusted[-1])]
-        return *plain, *constrained, *adjusted, *reported
-
-    @property
-    def description(self) -> str:
-        """The capabilities in words."""
-        parts = {
-            "top-k, top-p and min-p": self.filtered,
-            f"{self.top_logprobs} likeliest tokens": self.top_logprobs,
-            "penalties and biases": self.adjusted,
-            "constraints": self.constrained,
-            "sampling logprobs": self.distribution,
-        }
-        return "with " + (
-            ", ".join(name for name, is_there in parts.items() if is_there) or "nothing but a temperature"
-        )
-
-    def serves(self, needed: "SamplingVariant") -> bool:
-        """Returns whether a program of this variant has the capabilities that are needed."""
-        return all(part >= wanted for part, wanted in zip(self, needed, strict=True))
-
-
-class SlotState(NamedTuple):
-    """The device's record of the sequences in the slots.
-
-    Attributes:
-        last: the last sampled token.
-        seen: the tokens so far, for sequences with penalties; None if no program needs them.
-    """
-
-    last: Int32[Array, "slots"]
-    seen: SeenTokens | None
-
-
-class SampledRows(NamedTuple):
-    """The rows of a step that tokens are sampled from; fields as in `StepBatch`."""
-
-    slot: Int32[Arrays, "R"]
-    sampling: SamplingArrays
-    adjustments: LogitAdjustments | None
-    allowed: UInt32[Arrays, "R W"] | None = None
-    """A bit per token that may be chosen; see `ops.adjust_logits`."""
-
-
-class SeenEntries(NamedTuple):
-    """Distinct tokens of one sequence: how often each was generated, and whether it is in the prompt."""
-
-    token: Int32[Arrays, "n"]
-    generated: UInt16[Arrays, "n"]
-    in_prompt: Bool[Arrays, "n"]
-
-
-class ScoredRows(NamedTuple):
-    """Given tokens of one sequence at consecutive positions, and what their sampling distributions depend on.
-
-    Attributes:
-        token: the tokens.
-        is_generated: whether penalties on later tokens regard each of them as generated; otherwise as in the prompt.
-        sampling: sampling parameters; seeds, positions and sample indices do not matter.
-        adjustments: logit adjustments.
-        allowed: a bit per token that may be chosen.
-        seen: the tokens before the first one, without a row axis.
-    """
-
-    token: Int32[Arrays, "n"]
-    is_generated: Bool[Arrays, "n"]
-    sampling: SamplingArrays
-    adjustments: LogitAdjustments
-    allowed: UInt32[Arrays, "n W"]
-    seen: SeenTokens
-
-
-class StepProgram(NamedTuple):
-    """A program and the arguments of a call.
-
-    Attributes:
-        fn: a function of `compilation.jit`; its first arguments are the network and its weights.
-        size: the sizes that its arguments depend on.
-        args: the arguments after the parameters: arrays, or their shapes and dtypes.
-        static: the static keyword arguments.
-        purpose: a description of the program.
-        is_essential: whether some steps have no other essential program. The other programs only make smaller or
-            simpler steps faster.
-    """
-
-    fn: Callable[..., Any]
-    size: Hashable
-    args: tuple[Any, ...]
-    static: dict[str, Any]
-    purpose: str
-    is_essential: bool = True
-
-    @property
-    def key(self) -> Hashable:
-        """The program's identity in its step loop, the same in all processes."""
-        return self.fn.__name__, self.size, *self.static.values()
 
 
 def forward_key(shape: BatchShape) -> Hashable:
     """Returns the key of the result of `forward` for a batch of a shape."""
     return _forward.__name__, shape
-
-
-def sample_key(count: int, variant: SamplingVariant) -> Hashable:
-    """Returns the key of the result of `sample` for a batch that samples from `count` rows."""
-    return _sample.__name__, count, variant
 
 
 def forward(batch: StepBatch, state: State, last: Any) -> StepProgram:
@@ -267,11 +67,6 @@ def has_runs(shape: BatchShape, most: int) -> bool:
     return not shape.rows and shape.sampled == shape.decodes <= most
 
 
-def run_variants(variants: Sequence[SamplingVariant]) -> list[SamplingVariant]:
-    """Returns the variants that runs have programs for: they report only a token and its logprob."""
-    return [variant for variant in variants if variant == SamplingVariant(variant.filtered, 0)]
-
-
 def decode_run_key(count: int, variant: SamplingVariant) -> Hashable:
     """Returns the key of the result of `decode_run` for a batch with `count` decodes."""
     return _decode_run.__name__, count, variant, RUN_STEPS
@@ -283,49 +78,6 @@ def decode_run(batch: StepBatch, state: State, last: Any, variant: SamplingVaria
     purpose = f"runs of {RUN_STEPS} steps: up to {count} decodes {variant.description}"
     args = state, last, batch._replace(adjustments=None)
     return StepProgram(_decode_run, count, args, {"variant": variant, "most": RUN_STEPS}, purpose, is_essential=False)
-
-
-def sample(batch: StepBatch, hidden: Any, slots: SlotState, variant: SamplingVariant, allowed: Any) -> StepProgram:
-    """Returns the program that samples from hidden states. `allowed` is ignored by variants without constraints."""
-    count, adjustments = batch.shape.sampled, batch.adjustments
-    if not variant.adjusted:
-        slots, adjustments = slots._replace(seen=None), None
-    elif adjustments is None:
-        adjustments = no_adjustments(count)
-    rows = SampledRows(batch.slot, batch.sampling, adjustments, allowed if variant.constrained else None)
-    return sample_rows(rows, hidden, slots, variant)
-
-
-def sample_rows(rows: SampledRows, hidden: Any, slots: SlotState, variant: SamplingVariant) -> StepProgram:
-    """Returns the program that samples a token for each row from the hidden state of the same row."""
-    count = len(rows.slot)
-    purpose = f"sampling: up to {count} samples {variant.description}"
-    return StepProgram(_sample, count, (hidden, slots, rows), {"variant": variant}, purpose)
-
-
-def score(rows: Any, first: int, tokens: np.ndarray, top: int) -> StepProgram:
-    """Returns the program that computes logprobs of given tokens from hidden states in consecutive rows."""
-    padded = np.zeros(SCORED_ROWS, np.int32)
-    padded[: len(tokens)] = tokens
-    purpose = f"logprobs of prompts: prefills of up to {len(rows)} rows"
-    return StepProgram(_score, len(rows), (rows, np.int32(first), padded), {"top": top}, purpose)
-
-
-def take_rows(rows: Any, first: int) -> StepProgram:
-    """Returns the program that copies `SCORED_ROWS` hidden states in consecutive rows."""
-    args = rows, np.int32(first)
-    return StepProgram(_take_rows, len(rows), args, {}, f"sampling logprobs of prompts: up to {len(rows)} rows")
-
-
-def score_drawn(hidden: Any, rows: ScoredRows, top: int) -> StepProgram:
-    """Returns the program that computes logprobs of given tokens, also under the distribution they are drawn from."""
-    return StepProgram(_score_drawn, len(rows.token), (hidden, rows), {"top": top}, "sampling logprobs of prompts")
-
-
-def note_seen(seen: SeenTokens, slot: int, entries: SeenEntries, *, is_first: bool) -> StepProgram:
-    """Returns the program that records tokens of the sequence in a slot."""
-    args = seen, np.int32(slot), np.bool_(is_first), entries
-    return StepProgram(_note_seen, len(entries.token), args, {}, "tokens of a sample with penalties that gets a slot")
 
 
 def image_rows_key(windows: int) -> Hashable:
@@ -463,32 +215,6 @@ def slot_rows(state: State) -> PyTree[jax.ShapeDtypeStruct]:
     return jax.tree.map(row, state)
 
 
-def shapes_of[T](tree: T, everywhere: NamedSharding | None = None) -> T:
-    """Returns shapes and dtypes of arrays, with `everywhere` as the sharding of arrays without one."""
-
-    def shape_of(x: Any) -> jax.ShapeDtypeStruct:
-        if everywhere is None:
-            return jax.ShapeDtypeStruct(x.shape, x.dtype)
-        sharding = getattr(x, "sharding", None)
-        return jax.ShapeDtypeStruct(
-            x.shape, x.dtype, sharding=sharding if isinstance(sharding, NamedSharding) else everywhere
-        )
-
-    return jax.tree.map(shape_of, tree)
-
-
-def most_likeliest(variants: Sequence[SamplingVariant]) -> int:
-    """Returns the largest number of likeliest tokens that a variant reports."""
-    return max(variant.top_logprobs for variant in variants)
-
-
-@contextlib.contextmanager
-def _model(network: Network[Decoder], parameters: Parameters) -> Iterator[Decoder]:
-    """Yields the model, whose devices exchange by the links of the parameters in this context."""
-    with linked(parameters.links):
-        yield network.with_weights(parameters.weights)
-
-
 @functools.partial(compilation.jit, static_argnums=0, donate_argnums=2)
 def _forward(
     network: Network, parameters: Parameters, state: State, last: Int32[Array, "slots"], batch: StepBatch
@@ -501,7 +227,7 @@ def _forward(
     if images is not None:  # decodes come first
         padding = (decodes, 0)
         images = ImageRows(jnp.pad(images.present, padding), jnp.pad(images.rows, (padding, (0, 0))))
-    with _model(network, parameters) as model:
+    with model_of(network, parameters) as model:
         hidden, state = model.hidden_states(tokens, batch.queries, state, images=images)
     return state, hidden[batch.last_row], hidden[decodes:]
 
@@ -518,7 +244,7 @@ def _decode_run(
     most: int,
 ) -> tuple[State, Int32[Array, "slots"], SampledTokens]:
     """Returns the state and the last tokens after a run of decode steps, and the tokens of all steps, `[most, R]`."""
-    with _model(network, parameters) as model:
+    with model_of(network, parameters) as model:
         state, (last, sampled) = model.with_state(_decoded, state, last, batch, variant=variant, most=most)
     return state, last, sampled
 
@@ -541,106 +267,11 @@ def _decoded(
         with linked(links):  # arrays gathered outside the loop cannot be used inside
             hidden, state = model.hidden_states(last[now.held], now.queries, state)
             rows = SampledRows(now.slot, now.sampling, None)
-            sampled = model.with_logits(_sampled, hidden[now.last_row], rows, None, variant=variant)
+            sampled = model.with_logits(sampled_from, hidden[now.last_row], rows, None, variant=variant)
         return (state, last.at[now.slot].set(sampled.token, mode="drop")), sampled
 
     (state, last), sampled = lax.scan(step, (state, last), jnp.arange(most, dtype=jnp.int32))
     return state, (last, sampled)
-
-
-@functools.partial(compilation.jit, static_argnums=0, donate_argnums=3, static_argnames="variant")
-def _sample(
-    network: Network,
-    parameters: Parameters,
-    hidden: Float[Array, "R D"],
-    slots: SlotState,
-    rows: SampledRows,
-    *,
-    variant: SamplingVariant,
-) -> tuple[SlotState, SampledTokens]:
-    """Returns the state of the slots and the tokens sampled from the hidden states."""
-    seen_by_row, slot = None, jnp.asarray(rows.slot)
-    if variant.adjusted:
-        assert slots.seen is not None
-        count = len(slots.seen.generated)
-        slot = unique_scatter_indices(slot < count, slot, count)
-        seen_by_row = SeenTokens(*(x.at[slot].get(mode="fill", fill_value=0) for x in slots.seen))
-    with _model(network, parameters) as model:
-        sampled = model.with_logits(_sampled, hidden, rows, seen_by_row, variant=variant)
-    seen = None
-    if slots.seen is not None and seen_by_row is not None:
-        seen = _with_tokens(slots.seen, seen_by_row, slot, sampled.token)
-    return SlotState(slots.last.at[rows.slot].set(sampled.token, mode="drop"), seen), sampled
-
-
-def _sampled(logits: Logits, rows: SampledRows, seen: SeenTokens | None, *, variant: SamplingVariant) -> SampledTokens:
-    """Returns the tokens sampled from logits. `seen` holds the seen tokens of each row, for adjusted variants."""
-    choices = logits
-    if variant.adjusted:
-        assert seen is not None and rows.adjustments is not None
-        choices = logits.adjusted(seen, rows.adjustments, rows.allowed)
-    elif rows.allowed is not None:
-        choices = logits.constrained(rows.allowed)
-    choice = _choice(choices, rows.sampling, variant)
-    logprob = choice.logprob
-    if choices is not logits or logprob is None:
-        logprob = logits.logprobs(choice.token)
-    top = logits.top_logprobs(variant.top_logprobs)
-    return SampledTokens(choice.token, logprob, *top, choice.sampling_logprob, *choice.sampling_top)
-
-
-class _Choice(NamedTuple):
-    """The sampled tokens with the logprobs that were computed.
-
-    Attributes:
-        token: the tokens.
-        logprob: their logprobs under the logits.
-        sampling_logprob: their logprobs under the distribution they were drawn from.
-        sampling_top: the likeliest tokens under it, with their logprobs.
-    """
-
-    token: Int32[Array, "R"]
-    logprob: Float32[Array, "R"] | None
-    sampling_logprob: Float32[Array, "R"] | None
-    sampling_top: tuple[Int32[Array, "R n"], Float32[Array, "R n"]] | tuple[None, None]
-
-
-def _choice(choices: Logits, sampling: SamplingArrays, variant: SamplingVariant) -> _Choice:
-    """Returns tokens sampled from the logits."""
-    if not variant.distribution:
-        return _Choice(*choices.sample(sampling, filtered=variant.filtered), None, (None, None))
-    # Filters sort the logits, which takes longer than everything else: apply them once for both.
-    kept = choices.filtered(sampling) if variant.filtered else choices
-    token, logprob = kept.sample(sampling, filtered=False)
-    # In rows of temperature 0, the sampled token is the likeliest one.
-    sampling_top = kept.sampling_top_logprobs(variant.top_logprobs, sampling, token)
-    sampling_logprob = kept.sampling_logprobs(token, sampling)
-    return _Choice(token, None if variant.filtered else logprob, sampling_logprob, sampling_top)
-
-
-def _with_tokens(seen: SeenTokens, by_row: SeenTokens, slot: Int32[Array, "R"], token: Int32[Array, "R"]) -> SeenTokens:
-    """Adds a token of each row to the seen tokens of the slots."""
-    count = by_row.generated[jnp.arange(len(token), dtype=jnp.int32), token]
-    count += (count < np.iinfo(COUNT).max).astype(COUNT)
-    return seen._replace(generated=seen.generated.at[slot, token].set(count, mode="drop", unique_indices=True))
-
-
-@functools.partial(compilation.jit, static_argnums=0, donate_argnums=2)
-def _note_seen(
-    network: Network,
-    parameters: Parameters,
-    seen: SeenTokens,
-    slot: Int32[Arrays, ""],
-    is_first: Bool[Arrays, ""],
-    entries: SeenEntries,
-) -> SeenTokens:
-    """Adds tokens to the seen tokens of one slot; `is_first` clears the slot before."""
-
-    def written(rows: Array, values: Arrays) -> Array:
-        row = jnp.where(is_first, jnp.zeros_like(rows[slot]), rows[slot])
-        return rows.at[slot].set(row.at[entries.token].set(values, mode="drop", unique_indices=True))
-
-    return SeenTokens(written(seen.generated, entries.generated), written(seen.in_prompt, entries.in_prompt))
 
 
 @functools.partial(compilation.jit, static_argnums=0)
@@ -661,95 +292,3 @@ def _take_slot(network: Network, parameters: Parameters, state: State, slot: Int
 def _put_slot(network: Network, parameters: Parameters, state: State, slot: Int32[Arrays, ""], rows: PyTree) -> State:
     """Returns the state with other rows in a slot."""
     return jax.tree.map(lambda x, row: x.at[slot].set(row), state, rows)
-
-
-def none_seen(slots: int, vocabulary: int) -> SeenTokens:
-    """Returns the seen tokens of empty slots."""
-    return SeenTokens(jnp.zeros((slots, vocabulary), COUNT), jnp.zeros((slots, vocabulary), bool))
-
-
-def seen_entries(prompt: Sequence[int], generated: Sequence[int], vocabulary: int) -> Iterator[SeenEntries]:
-    """Yields the distinct tokens of a sequence in batches of `_SEEN_ENTRIES`, at least one batch."""
-    count = np.bincount(np.asarray(generated, np.int64), minlength=vocabulary)
-    in_prompt = np.zeros(vocabulary, bool)
-    in_prompt[np.asarray(prompt, np.int64)] = True
-    tokens = np.flatnonzero(in_prompt | (count > 0)).astype(np.int32)
-    count = np.minimum(count, np.iinfo(COUNT).max).astype(COUNT)
-    for first in range(0, max(len(tokens), 1), _SEEN_ENTRIES):
-        # Padding lies beyond the vocabulary, and all entries are distinct.
-        token = np.arange(vocabulary, vocabulary + _SEEN_ENTRIES, dtype=np.int32)
-        some = tokens[first : first + _SEEN_ENTRIES]
-        token[: len(some)] = some
-        yield SeenEntries(token, count[token % vocabulary], in_prompt[token % vocabulary])
-
-
-@functools.partial(compilation.jit, static_argnums=0, static_argnames="top")
-def _score(
-    network: Network,
-    parameters: Parameters,
-    rows: Float[Array, "rows D"],
-    first: np.int32 | Int32[Array, ""],
-    tokens: Int32[Arrays, "n"],
-    *,
-    top: int,
-) -> SampledTokens:
-    """Returns logprobs of given tokens, each from the hidden state of its own row."""
-    index = jnp.minimum(first + jnp.arange(tokens.shape[0], dtype=jnp.int32), rows.shape[0] - 1)
-    with _model(network, parameters) as model:
-        return model.with_logits(_scored, rows[index], jnp.asarray(tokens), top=top)
-
-
-def _scored(logits: Logits, tokens: Int32[Array, "n"], *, top: int) -> SampledTokens:
-    """Returns given tokens with their logprobs and the likeliest tokens at their positions."""
-    return SampledTokens(tokens, logits.logprobs(tokens), *logits.top_logprobs(top))
-
-
-@functools.partial(compilation.jit, static_argnums=0)
-def _take_rows(
-    network: Network, parameters: Parameters, rows: Float[Array, "rows D"], first: np.int32 | Int32[Array, ""]
-) -> Float[Array, "n D"]:
-    """Returns the hidden states of `SCORED_ROWS` consecutive rows. Beyond the end, the last one repeats."""
-    return rows[jnp.minimum(first + jnp.arange(SCORED_ROWS, dtype=jnp.int32), rows.shape[0] - 1)]
-
-
-@functools.partial(compilation.jit, static_argnums=0, static_argnames="top")
-def _score_drawn(
-    network: Network, parameters: Parameters, hidden: Float[Array, "n D"], rows: ScoredRows, *, top: int
-) -> SampledTokens:
-    """Returns logprobs of given tokens, each from the hidden state of its own row."""
-    # Small integers decide what each row has seen; the scan adds no number that bits depend on.
-    _, seen = lax.scan(_seen_after, SeenTokens(*map(jnp.asarray, rows.seen)), (rows.token, rows.is_generated))
-    with _model(network, parameters) as model:
-        token, _, *arrays, _ = rows
-        return model.with_logits(_drawn, hidden, jnp.asarray(token), *arrays, seen, top=top)
-
-
-def _seen_after(seen: SeenTokens, row: tuple[Array, Array]) -> tuple[SeenTokens, SeenTokens]:
-    """Returns the tokens that are seen after a row's token, and before it."""
-    token, is_generated = row
-    count, in_prompt = seen.generated[token], seen.in_prompt[token]
-    count += (is_generated & (count < np.iinfo(COUNT).max)).astype(COUNT)
-    in_prompt |= ~is_generated
-    after = SeenTokens(seen.generated.at[token].set(count), seen.in_prompt.at[token].set(in_prompt))
-    return after, seen
-
-
-def _drawn(
-    logits: Logits,
-    token: Int32[Array, "n"],
-    sampling: SamplingArrays,
-    adjustments: LogitAdjustments,
-    allowed: UInt32[Arrays, "n W"],
-    seen: SeenTokens,
-    *,
-    top: int,
-) -> SampledTokens:
-    """Returns given tokens with their logprobs under the model and under the distribution they are drawn from."""
-    kept = logits.adjusted(seen, adjustments, allowed).filtered(sampling)
-    return SampledTokens(
-        token,
-        logits.logprobs(token),
-        *logits.top_logprobs(top),
-        kept.sampling_logprobs(token, sampling),
-        *kept.sampling_top_logprobs(top, sampling, jnp.argmax(kept.whole, axis=1).astype(jnp.int32)),
-    )

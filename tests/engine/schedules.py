@@ -31,18 +31,20 @@ from hypothesis.stateful import (
 from jaxtyping import Array
 
 from detjax import SamplingParams
-from detjax.engine import batch, page_pool, scheduler, step_loop, step_programs
+from detjax.engine import batch, page_pool, sampling_variant, scheduler, step_loop, step_programs
 from detjax.engine.batch import BatchShape, BatchShapes, SlotTable, StepBatch
 from detjax.engine.constraint import Constraint
 from detjax.engine.constraints import CompiledConstraint, ConstraintCompiler
 from detjax.engine.launcher import Launcher
 from detjax.engine.model_runner import ModelRunner
 from detjax.engine.page_pool import PagePool, prefix_root
+from detjax.engine.sampled_tokens import SampledTokens
+from detjax.engine.sampling_variant import SamplingVariant
 from detjax.engine.scheduler import Scheduler, pages_needed
 from detjax.engine.sequence import RequestContext, Sequence, samples
 from detjax.engine.snapshots import SnapshotCache
 from detjax.engine.step_loop import StepLoop
-from detjax.engine.step_programs import SampledTokens, SamplingVariant, StepPrograms
+from detjax.engine.step_programs import StepPrograms
 from detjax.engine.token_masks import Masks, Matcher
 from detjax.operands import kv_pages
 
@@ -240,7 +242,7 @@ class RememberingRunner(ModelRunner):
         return _TokensOnTheHost(sampled.tolist(), logprobs.tolist(), *top, distribution)
 
     def steps_of_run(self, shape: BatchShape, needed: SamplingVariant) -> int:
-        has_run = step_programs.has_runs(shape, len(self.last)) and step_programs.run_variants([needed])
+        has_run = step_programs.has_runs(shape, len(self.last)) and sampling_variant.run_variants([needed])
         return self.run_steps if has_run else 1
 
     def decode_run(self, batch: StepBatch, needed: SamplingVariant) -> SampledTokens:

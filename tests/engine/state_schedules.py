@@ -18,11 +18,12 @@ from detjax import SamplingParams
 from detjax.engine.batch import BatchShape, BatchShapes, SlotTable, StepBatch
 from detjax.engine.model_runner import ModelRunner, StateSizes
 from detjax.engine.page_pool import PagePool, prefix_root
+from detjax.engine.sampled_tokens import SampledTokens
+from detjax.engine.sampling_variant import SamplingVariant
 from detjax.engine.scheduler import ScheduledStep, Scheduler, StepLimits, pages_needed
 from detjax.engine.sequence import RequestContext, Sequence, samples
 from detjax.engine.snapshots import SnapshotCache
 from detjax.engine.step_loop import StepLoop
-from detjax.engine.step_programs import SampledTokens, SamplingVariant
 from detjax.models import Decoder, load
 from detjax.operands.options import KVQuantization
 from tests.support.bits import assert_same_bits

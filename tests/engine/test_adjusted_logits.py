@@ -212,7 +212,7 @@ def test_samples_of_one_request_count_their_own_tokens(shared: Engine) -> None:
 
 
 def test_a_prompt_of_many_different_tokens_is_noted_whole(shared: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(detjax.engine.step_programs, "_SEEN_ENTRIES", 16)  # pyright: ignore[reportAttributeAccessIssue]
+    monkeypatch.setattr(detjax.engine.sampling_programs, "_SEEN_ENTRIES", 16)  # pyright: ignore[reportAttributeAccessIssue]
     prompt = random.Random(0).sample(range(VOCABULARY), 100)
     params = SamplingParams(repetition_penalty=3.0, max_tokens=8, ignore_eos=True)
     assert list(_completion(shared, prompt, params).tokens) == expected(prompt, params)

@@ -9,7 +9,7 @@ import pytest
 
 from detjax.engine import EngineConfig, config
 from detjax.engine.model_runner import bytes_of_page, bytes_of_slot, bytes_of_snapshot
-from detjax.engine.step_programs import SamplingVariant
+from detjax.engine.sampling_variant import SamplingVariant
 from detjax.models import Decoder, load
 from detjax.runtime import backends
 from tests.support.small_loops import FIXTURE, small_model

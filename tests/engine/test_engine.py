@@ -29,10 +29,9 @@ from detjax.engine import (
     Request,
     StepLoop,
     Token,
-    step_programs,
 )
 from detjax.engine import sequence as engine_sequence
-from detjax.engine.step_programs import SamplingVariant
+from detjax.engine.sampling_variant import SamplingVariant, run_variants
 from detjax.engine.text_stream import TextStream
 from detjax.models import GenerationDefaults, load
 from tests.support.bits import assert_same_bits, same_bits
@@ -609,7 +608,7 @@ def test_warming_up_compiles_every_program_side_by_side_and_nothing_is_compiled_
         shapes = list(one._loop._shapes)
         layers, samplers = len(shapes), len(variants) * len({shape.sampled for shape in shapes})
         scorers = len({shape.rows for shape in shapes if shape.rows})
-        runs = len(step_programs.run_variants(variants)) * samples  # of one decode, and of two
+        runs = len(run_variants(variants)) * samples  # of one decode, and of two
         one.warm_up()
         counts = Counter(compiled)
         names = "_forward", "_sample", "_score", "_take_rows", "_score_drawn", "_note_seen", "_decode_run"

@@ -10,7 +10,7 @@ import detjax
 from detjax.engine import Completion, Engine, Request, SamplingParams
 from detjax.engine.model_runner import ModelRunner
 from detjax.engine.page_pool import digests
-from detjax.engine.step_programs import SamplingVariant
+from detjax.engine.sampling_variant import SamplingVariant
 from detjax.models import Decoder, Video, load
 from detjax.models.vision.images import ImagePatches
 from detjax.models.vision.prompt_images import ImageReader, PromptImages, with_image_tokens

@@ -14,8 +14,9 @@ import pytest
 
 import detjax
 from detjax.engine import prepare_cache, program_cache
+from detjax.engine.program import Parameters
 from detjax.engine.program_cache import ProgramCache
-from detjax.engine.step_programs import Parameters, StepPrograms
+from detjax.engine.step_programs import StepPrograms
 from detjax.models.network import split
 from tests.support.small_loops import VARIANTS, small_loop, small_model
 

@@ -14,7 +14,8 @@ import pytest
 from detjax.engine import BatchShapes, Completion, StepLoop, program_compiler
 from detjax.engine.compiler_process import CompilerFailed, CompilerProcess, Task
 from detjax.engine.program_compiler import Compilation, ProgramCompiler
-from detjax.engine.step_programs import SamplingVariant, StepPrograms
+from detjax.engine.sampling_variant import SamplingVariant
+from detjax.engine.step_programs import StepPrograms
 from detjax.runtime import compilation
 from detjax.runtime.fingerprints import fingerprint
 from tests.support.compiled_programs import compiled_programs

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from detjax.engine import Constraint, FieldError, SamplingParams
-from detjax.engine.step_programs import SamplingVariant
+from detjax.engine.sampling_variant import SamplingVariant
 from detjax.models import Decoder, GenerationDefaults
 from tests.support.small_loops import small_model
 from tests.support.unchecked import without_checks

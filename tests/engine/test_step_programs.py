@@ -8,9 +8,12 @@ import numpy as np
 import pytest
 
 from detjax import SamplingParams
-from detjax.engine import step_programs
+from detjax.engine import sampling_programs, sampling_variant, step_programs
 from detjax.engine.batch import BatchShape
-from detjax.engine.step_programs import SampledTokens, SamplingVariant, SeenEntries, StepPrograms, seen_entries
+from detjax.engine.sampled_tokens import SampledTokens
+from detjax.engine.sampling_programs import SeenEntries, seen_entries
+from detjax.engine.sampling_variant import SamplingVariant
+from detjax.engine.step_programs import StepPrograms
 from detjax.operands.sampling_arrays import SeenTokens
 from tests.support.small_loops import VARIANTS, small_loop
 
@@ -19,7 +22,7 @@ def entries_of(prompt: list[int], generated: list[int], vocabulary: int) -> list
     """Returns the entries of each batch by token, without padding."""
     batches = []
     for entries in seen_entries(prompt, generated, vocabulary):
-        assert len({*entries.token.tolist()}) == len(entries.token) == step_programs._SEEN_ENTRIES
+        assert len({*entries.token.tolist()}) == len(entries.token) == sampling_programs._SEEN_ENTRIES
         assert (entries.token >= 0).all() and entries.generated.dtype == np.uint16
         rows = zip(*(values.tolist() for values in entries), strict=True)
         batches.append({token: (count, is_there) for token, count, is_there in rows if token < vocabulary})
@@ -37,7 +40,7 @@ def test_each_token_of_a_sequence_is_noted_once_with_its_count_and_whether_the_p
 def test_many_tokens_are_noted_in_several_batches(
     monkeypatch: pytest.MonkeyPatch, count: int, sizes: list[int]
 ) -> None:
-    monkeypatch.setattr(step_programs, "_SEEN_ENTRIES", 4)
+    monkeypatch.setattr(sampling_programs, "_SEEN_ENTRIES", 4)
     batches = entries_of([*range(count)], [count - 1], 40)
     assert [len(batch) for batch in batches] == sizes
     assert {token: batch[token] for batch in batches for token in batch} == {
@@ -49,7 +52,7 @@ def test_a_slot_is_cleared_by_the_first_batch_of_its_tokens_alone() -> None:
     seen = SeenTokens(jnp.full((2, 5), 3, jnp.uint16), jnp.ones((2, 5), bool))
     entries = SeenEntries(np.array([4, 1, 9], np.int32), np.array([7, 2, 8], np.uint16), np.array([False, True, True]))
     runner = small_loop(VARIANTS[2:])._runner
-    wrapped: Any = step_programs._note_seen
+    wrapped: Any = sampling_programs._note_seen
     network, parameters = runner._network, runner._parameters
     for is_first, counts, prompt in (
         (True, [0, 2, 0, 0, 7], [False, True, False, False, False]),
@@ -65,7 +68,7 @@ def test_counts_of_tokens_stop_at_the_largest_number_and_rows_without_a_slot_cou
     generated = jnp.zeros((3, 4), jnp.uint16).at[2, 1].set(65_534).at[0, 3].set(65_535)
     seen = SeenTokens(generated, jnp.zeros((3, 4), bool))
     rows = SeenTokens(generated[jnp.array([2, 0, 1])], jnp.zeros((3, 4), bool))
-    noted = step_programs._with_tokens(seen, rows, jnp.array([2, 0, 3], jnp.int32), jnp.array([1, 3, 2], jnp.int32))
+    noted = sampling_programs._with_tokens(seen, rows, jnp.array([2, 0, 3], jnp.int32), jnp.array([1, 3, 2], jnp.int32))
     assert np.asarray(noted.generated).tolist() == [[0, 0, 0, 65_535], [0] * 4, [0, 65_535, 0, 0]]
 
 
@@ -134,7 +137,7 @@ def test_runs_report_a_token_and_its_logprob_alone() -> None:
     plain, filtered = SamplingVariant(False, 0), SamplingVariant(True, 0)
     changed = [plain._replace(**{name: True}) for name in ("adjusted", "constrained", "distribution")]
     variants = [plain, plain._replace(top_logprobs=1), filtered, *changed]
-    assert step_programs.run_variants(variants) == [plain, filtered]
+    assert sampling_variant.run_variants(variants) == [plain, filtered]
 
 
 def test_programs_of_a_loop_have_keys_of_their_own_that_lookups_find() -> None:
@@ -144,7 +147,7 @@ def test_programs_of_a_loop_have_keys_of_their_own_that_lookups_find() -> None:
     assert len({*keys}) == len(keys) == 3 + 3 + 1 + 1 + 2
     shapes = [*loop._shapes]
     looked_up = {step_programs.forward_key(shape) for shape in shapes}
-    looked_up |= {step_programs.sample_key(shape.sampled, one) for shape in shapes for one in VARIANTS}
+    looked_up |= {sampling_programs.sample_key(shape.sampled, one) for shape in shapes for one in VARIANTS}
     looked_up |= {step_programs.decode_run_key(1, one) for one in VARIANTS[:2]}
     assert looked_up == {key for key in keys if key[0] not in ("_score", "_note_seen")}  # pyright: ignore[reportIndexIssue]
     kinds = [key[0] for key, program in programs.by_key().items() if not program.is_essential]  # pyright: ignore[reportIndexIssue]

@@ -13,7 +13,7 @@ import pytest
 import detjax
 from detjax import Request, SamplingParams
 from detjax.engine import EngineClosed
-from detjax.engine.step_programs import SampledTokens
+from detjax.engine.sampled_tokens import SampledTokens
 from detjax.engine.watchdog import EXIT_CODE_OF_A_FAILED_ENGINE, StepTimeout, Watchdog
 from tests.support.small_loops import small_model
 
@@ -92,7 +92,7 @@ _LOST = """
 import threading
 import detjax
 from detjax.engine import EngineClosed
-from detjax.engine.step_programs import SampledTokens
+from detjax.engine.sampled_tokens import SampledTokens
 from tests.support.small_loops import small_model
 
 SampledTokens.read = lambda tokens: threading.Event().wait()

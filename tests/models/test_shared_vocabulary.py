@@ -17,9 +17,11 @@ from flax import nnx
 import detjax
 from detjax import models
 from detjax.contract import SOFTMAX_BLOCK
-from detjax.engine import step_programs
+from detjax.engine import sampling_programs
+from detjax.engine.program import Parameters
+from detjax.engine.sampling_programs import SampledRows, SlotState
+from detjax.engine.sampling_variant import SamplingVariant
 from detjax.engine.token_masks import all_allowed
-from detjax.engine.step_programs import SampledRows, SamplingVariant, SlotState
 from detjax.models.network import split
 from detjax.models.parts.logits import vocabulary_sharding
 from detjax.models.parts.sharding import OutputSharding
@@ -167,18 +169,18 @@ def sample_arguments(variant: SamplingVariant) -> tuple[Any, SampledRows]:
 
 def run_program(model: models.Decoder, hidden: Any, slots: SlotState, rows: SampledRows, **options: Any) -> Any:
     """Runs a sampling program, which overwrites the slots' state."""
-    program = step_programs.sample_rows(rows, jnp.asarray(hidden), jax.tree.map(jnp.copy, slots), **options)
+    program = sampling_programs.sample_rows(rows, jnp.asarray(hidden), jax.tree.map(jnp.copy, slots), **options)
     network, weights = split(model)
-    return program.fn(network, step_programs.Parameters(weights), *program.args, **program.static)
+    return program.fn(network, Parameters(weights), *program.args, **program.static)
 
 
 def run_compiled(
     model: models.Decoder, hidden: Any, slots: SlotState, rows: SampledRows, **options: Any
 ) -> tuple[Any, str]:
     """Runs a sampling program, and returns its text too."""
-    program = step_programs.sample_rows(rows, jnp.asarray(hidden), jax.tree.map(jnp.copy, slots), **options)
+    program = sampling_programs.sample_rows(rows, jnp.asarray(hidden), jax.tree.map(jnp.copy, slots), **options)
     network, weights = split(model)
-    parameters = step_programs.Parameters(weights)
+    parameters = Parameters(weights)
     compiled: Any = compilation.compiled(program.fn, network, parameters, *program.args, **program.static)
     return compiled(parameters, *program.args), compiled.as_text()
 
@@ -192,11 +194,11 @@ def exchanged(text: str) -> Iterator[int]:
 def compare_scores(model: models.Decoder, shared: models.Decoder) -> None:
     """Logprobs of prompts."""
     hidden = jnp.asarray(np.random.default_rng(3).standard_normal((9, model.config.hidden_size)), jnp.float32)
-    program = step_programs.score(hidden, 2, np.array([5, VOCABULARY - 1, SOFTMAX_BLOCK], np.int32), 20)
+    program = sampling_programs.score(hidden, 2, np.array([5, VOCABULARY - 1, SOFTMAX_BLOCK], np.int32), 20)
     results = []
     for one in (shared, model):
         network, weights = split(one)
-        results.append(program.fn(network, step_programs.Parameters(weights), *program.args, **program.static))
+        results.append(program.fn(network, Parameters(weights), *program.args, **program.static))
     assert_same_bits(*results)
     assert not same_bits(results[0].logprob[:1], results[0].logprob[1:2])
 

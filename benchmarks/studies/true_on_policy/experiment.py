@@ -28,8 +28,8 @@ from detjax import models
 from detjax.contract import GRADIENT_SHARDS, WEIGHT_GRADIENT_TOKENS
 from detjax.engine import Engine, EngineConfig, SamplingParams
 from detjax.engine.batch import BatchShapes
+from detjax.engine.sampling_variant import SamplingVariant
 from detjax.engine.step_loop import StepLoopConfig
-from detjax.engine.step_programs import SamplingVariant
 from detjax.models import Decoder, Tokenizer
 from detjax.operands.numerics import ceil_div, round_up
 from detjax.operands.options import KVQuantization

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from detjax.audit.certification.roles import Risk, risks_of_order
-from detjax.engine.step_programs import Parameters, StepProgram
+from detjax.engine.program import Parameters, StepProgram
 from detjax.models import Decoder
 from detjax.models.network import split
 from detjax.runtime import compilation

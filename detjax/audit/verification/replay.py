@@ -17,14 +17,17 @@ import numpy as np
 from jaxtyping import Array, Float, Int32
 
 from detjax.contract import KV_BLOCK, QUERY_UNIT
+from detjax.engine import sampling_programs, step_programs
 from detjax.engine import sequence as sequences
-from detjax.engine import step_programs
 from detjax.engine.batch import BatchShape, BatchShapes, SlotTable, logit_adjustments, sampling_arrays
 from detjax.engine.constraints import CompiledConstraint
 from detjax.engine.page_pool import Digest, PagePool, digests
+from detjax.engine.program import Parameters
+from detjax.engine.sampled_tokens import SampledTokens
 from detjax.engine.sampling_params import SamplingParams
+from detjax.engine.sampling_programs import SampledRows, SlotState
+from detjax.engine.sampling_variant import SamplingVariant
 from detjax.engine.scheduler import ScheduledChunk, Scheduler, StepLimits, pages_needed
-from detjax.engine.step_programs import SampledRows, SampledTokens, SamplingVariant, SlotState
 from detjax.engine.token_masks import TokenRules, all_allowed, masks_of
 from detjax.models import Decoder
 from detjax.models.network import split
@@ -219,7 +222,7 @@ class _Replay:
         assert first_rows is not None
         self._scheduler.mark_submitted(plan)
         forward = step_programs.forward(jax.device_put(batch), self._state, self._last)
-        self._state, _, hidden = forward.fn(self._network, step_programs.Parameters(self._weights), *forward.args)
+        self._state, _, hidden = forward.fn(self._network, Parameters(self._weights), *forward.args)
         rows = [_rows(chunk, int(row)) for chunk, row in zip(plan.prefills, first_rows, strict=False)]
         for chunk in plan.prefills:
             if chunk.completes:  # later steps on the device may reuse its pages
@@ -250,8 +253,8 @@ class _Replay:
             allowed = self._allowed(rows, size)
         slots = SlotState(jnp.zeros(size, jnp.int32), seen)
         sampled = SampledRows(np.arange(size, dtype=np.int32), _sampling(rows, size), adjustments, allowed)
-        program = step_programs.sample_rows(jax.device_put(sampled), _rows_at(hidden, index), slots, variant)
-        _, tokens = program.fn(self._network, step_programs.Parameters(self._weights), *program.args, **program.static)
+        program = sampling_programs.sample_rows(jax.device_put(sampled), _rows_at(hidden, index), slots, variant)
+        _, tokens = program.fn(self._network, Parameters(self._weights), *program.args, **program.static)
         return _Pending(rows, tokens.start_copy())
 
     def _allowed(self, rows: list[_Rows], size: int) -> np.ndarray:

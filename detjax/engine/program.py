@@ -1,0 +1,72 @@
+"""A program of the engine: its function, its arguments, and the model that it calls."""
+
+import contextlib
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import NamedSharding
+
+from detjax.models.decoder import Decoder
+from detjax.models.network import Network, Weights
+from detjax.models.parts.sharding import linked
+from detjax.runtime.device_links import DeviceLinks
+
+
+class Parameters(NamedTuple):
+    """The leading arguments of every program.
+
+    Attributes:
+        weights: the model's weights.
+        links: connections between devices that share the model; None: one device, or XLA's collectives.
+    """
+
+    weights: Weights
+    links: DeviceLinks | None = None
+
+
+class StepProgram(NamedTuple):
+    """A program and the arguments of a call.
+
+    Attributes:
+        fn: a function of `compilation.jit`; its first arguments are the network and its weights.
+        size: the sizes that its arguments depend on.
+        args: the arguments after the parameters: arrays, or their shapes and dtypes.
+        static: the static keyword arguments.
+        purpose: a description of the program.
+        is_essential: whether some steps have no other essential program. The other programs only make smaller or
+            simpler steps faster.
+    """
+
+    fn: Callable[..., Any]
+    size: Hashable
+    args: tuple[Any, ...]
+    static: dict[str, Any]
+    purpose: str
+    is_essential: bool = True
+
+    @property
+    def key(self) -> Hashable:
+        """The program's identity in its step loop, the same in all processes."""
+        return self.fn.__name__, self.size, *self.static.values()
+
+
+def shapes_of[T](tree: T, everywhere: NamedSharding | None = None) -> T:
+    """Returns shapes and dtypes of arrays, with `everywhere` as the sharding of arrays without one."""
+
+    def shape_of(x: Any) -> jax.ShapeDtypeStruct:
+        if everywhere is None:
+            return jax.ShapeDtypeStruct(x.shape, x.dtype)
+        sharding = getattr(x, "sharding", None)
+        return jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=sharding if isinstance(sharding, NamedSharding) else everywhere
+        )
+
+    return jax.tree.map(shape_of, tree)
+
+
+@contextlib.contextmanager
+def model_of(network: Network[Decoder], parameters: Parameters) -> Iterator[Decoder]:
+    """Yields the model, whose devices exchange by the links of the parameters in this context."""
+    with linked(parameters.links):
+        yield network.with_weights(parameters.weights)

@@ -1,0 +1,314 @@
+"""The programs that sample tokens, score prompts, and keep a record of the tokens of each slot."""
+
+import functools
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any, Final, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Float32, Int32, UInt16, UInt32
+
+from detjax.engine.batch import StepBatch, no_adjustments
+from detjax.engine.program import Parameters, StepProgram, model_of
+from detjax.engine.sampled_tokens import SampledTokens
+from detjax.engine.sampling_variant import SamplingVariant
+from detjax.models.network import Network
+from detjax.models.parts.logits import Logits
+from detjax.operands.numerics import unique_scatter_indices
+from detjax.operands.sampling_arrays import Arrays, LogitAdjustments, SamplingArrays, SeenTokens
+from detjax.runtime import compilation
+
+SCORED_ROWS: Final = 64
+"""Prompt tokens that one program scores."""
+_SEEN_ENTRIES: Final = 1024
+"""Tokens of a sequence that one program records as seen."""
+COUNT: Final = np.uint16
+"""The dtype of token counts. They saturate at its largest number, as the contract says."""
+
+
+class SlotState(NamedTuple):
+    """The device's record of the sequences in the slots.
+
+    Attributes:
+        last: the last sampled token.
+        seen: the tokens so far, for sequences with penalties; None if no program needs them.
+    """
+
+    last: Int32[Array, "slots"]
+    seen: SeenTokens | None
+
+
+class SampledRows(NamedTuple):
+    """The rows of a step that tokens are sampled from; fields as in `StepBatch`."""
+
+    slot: Int32[Arrays, "R"]
+    sampling: SamplingArrays
+    adjustments: LogitAdjustments | None
+    allowed: UInt32[Arrays, "R W"] | None = None
+    """A bit per token that may be chosen; see `ops.adjust_logits`."""
+
+
+class SeenEntries(NamedTuple):
+    """Distinct tokens of one sequence: how often each was generated, and whether it is in the prompt."""
+
+    token: Int32[Arrays, "n"]
+    generated: UInt16[Arrays, "n"]
+    in_prompt: Bool[Arrays, "n"]
+
+
+class ScoredRows(NamedTuple):
+    """Given tokens of one sequence at consecutive positions, and what their sampling distributions depend on.
+
+    Attributes:
+        token: the tokens.
+        is_generated: whether penalties on later tokens regard each of them as generated; otherwise as in the prompt.
+        sampling: sampling parameters; seeds, positions and sample indices do not matter.
+        adjustments: logit adjustments.
+        allowed: a bit per token that may be chosen.
+        seen: the tokens before the first one, without a row axis.
+    """
+
+    token: Int32[Arrays, "n"]
+    is_generated: Bool[Arrays, "n"]
+    sampling: SamplingArrays
+    adjustments: LogitAdjustments
+    allowed: UInt32[Arrays, "n W"]
+    seen: SeenTokens
+
+
+def sample_key(count: int, variant: SamplingVariant) -> Hashable:
+    """Returns the key of the result of `sample` for a batch that samples from `count` rows."""
+    return _sample.__name__, count, variant
+
+
+def sample(batch: StepBatch, hidden: Any, slots: SlotState, variant: SamplingVariant, allowed: Any) -> StepProgram:
+    """Returns the program that samples from hidden states. `allowed` is ignored by variants without constraints."""
+    count, adjustments = batch.shape.sampled, batch.adjustments
+    if not variant.adjusted:
+        slots, adjustments = slots._replace(seen=None), None
+    elif adjustments is None:
+        adjustments = no_adjustments(count)
+    rows = SampledRows(batch.slot, batch.sampling, adjustments, allowed if variant.constrained else None)
+    return sample_rows(rows, hidden, slots, variant)
+
+
+def sample_rows(rows: SampledRows, hidden: Any, slots: SlotState, variant: SamplingVariant) -> StepProgram:
+    """Returns the program that samples a token for each row from the hidden state of the same row."""
+    count = len(rows.slot)
+    purpose = f"sampling: up to {count} samples {variant.description}"
+    return StepProgram(_sample, count, (hidden, slots, rows), {"variant": variant}, purpose)
+
+
+def score(rows: Any, first: int, tokens: np.ndarray, top: int) -> StepProgram:
+    """Returns the program that computes logprobs of given tokens from hidden states in consecutive rows."""
+    padded = np.zeros(SCORED_ROWS, np.int32)
+    padded[: len(tokens)] = tokens
+    purpose = f"logprobs of prompts: prefills of up to {len(rows)} rows"
+    return StepProgram(_score, len(rows), (rows, np.int32(first), padded), {"top": top}, purpose)
+
+
+def take_rows(rows: Any, first: int) -> StepProgram:
+    """Returns the program that copies `SCORED_ROWS` hidden states in consecutive rows."""
+    args = rows, np.int32(first)
+    return StepProgram(_take_rows, len(rows), args, {}, f"sampling logprobs of prompts: up to {len(rows)} rows")
+
+
+def score_drawn(hidden: Any, rows: ScoredRows, top: int) -> StepProgram:
+    """Returns the program that computes logprobs of given tokens, also under the distribution they are drawn from."""
+    return StepProgram(_score_drawn, len(rows.token), (hidden, rows), {"top": top}, "sampling logprobs of prompts")
+
+
+def note_seen(seen: SeenTokens, slot: int, entries: SeenEntries, *, is_first: bool) -> StepProgram:
+    """Returns the program that records tokens of the sequence in a slot."""
+    args = seen, np.int32(slot), np.bool_(is_first), entries
+    return StepProgram(_note_seen, len(entries.token), args, {}, "tokens of a sample with penalties that gets a slot")
+
+
+def none_seen(slots: int, vocabulary: int) -> SeenTokens:
+    """Returns the seen tokens of empty slots."""
+    return SeenTokens(jnp.zeros((slots, vocabulary), COUNT), jnp.zeros((slots, vocabulary), bool))
+
+
+def seen_entries(prompt: Sequence[int], generated: Sequence[int], vocabulary: int) -> Iterator[SeenEntries]:
+    """Yields the distinct tokens of a sequence in batches of `_SEEN_ENTRIES`, at least one batch."""
+    count = np.bincount(np.asarray(generated, np.int64), minlength=vocabulary)
+    in_prompt = np.zeros(vocabulary, bool)
+    in_prompt[np.asarray(prompt, np.int64)] = True
+    tokens = np.flatnonzero(in_prompt | (count > 0)).astype(np.int32)
+    count = np.minimum(count, np.iinfo(COUNT).max).astype(COUNT)
+    for first in range(0, max(len(tokens), 1), _SEEN_ENTRIES):
+        # Padding lies beyond the vocabulary, and all entries are distinct.
+        token = np.arange(vocabulary, vocabulary + _SEEN_ENTRIES, dtype=np.int32)
+        some = tokens[first : first + _SEEN_ENTRIES]
+        token[: len(some)] = some
+        yield SeenEntries(token, count[token % vocabulary], in_prompt[token % vocabulary])
+
+
+@functools.partial(compilation.jit, static_argnums=0, donate_argnums=3, static_argnames="variant")
+def _sample(
+    network: Network,
+    parameters: Parameters,
+    hidden: Float[Array, "R D"],
+    slots: SlotState,
+    rows: SampledRows,
+    *,
+    variant: SamplingVariant,
+) -> tuple[SlotState, SampledTokens]:
+    """Returns the state of the slots and the tokens sampled from the hidden states."""
+    seen_by_row, slot = None, jnp.asarray(rows.slot)
+    if variant.adjusted:
+        assert slots.seen is not None
+        count = len(slots.seen.generated)
+        slot = unique_scatter_indices(slot < count, slot, count)
+        seen_by_row = SeenTokens(*(x.at[slot].get(mode="fill", fill_value=0) for x in slots.seen))
+    with model_of(network, parameters) as model:
+        sampled = model.with_logits(sampled_from, hidden, rows, seen_by_row, variant=variant)
+    seen = None
+    if slots.seen is not None and seen_by_row is not None:
+        seen = _with_tokens(slots.seen, seen_by_row, slot, sampled.token)
+    return SlotState(slots.last.at[rows.slot].set(sampled.token, mode="drop"), seen), sampled
+
+
+def sampled_from(
+    logits: Logits, rows: SampledRows, seen: SeenTokens | None, *, variant: SamplingVariant
+) -> SampledTokens:
+    """Returns the tokens sampled from logits. `seen` holds the seen tokens of each row, for adjusted variants."""
+    choices = logits
+    if variant.adjusted:
+        assert seen is not None and rows.adjustments is not None
+        choices = logits.adjusted(seen, rows.adjustments, rows.allowed)
+    elif rows.allowed is not None:
+        choices = logits.constrained(rows.allowed)
+    choice = _choice(choices, rows.sampling, variant)
+    logprob = choice.logprob
+    if choices is not logits or logprob is None:
+        logprob = logits.logprobs(choice.token)
+    top = logits.top_logprobs(variant.top_logprobs)
+    return SampledTokens(choice.token, logprob, *top, choice.sampling_logprob, *choice.sampling_top)
+
+
+class _Choice(NamedTuple):
+    """The sampled tokens with the logprobs that were computed.
+
+    Attributes:
+        token: the tokens.
+        logprob: their logprobs under the logits.
+        sampling_logprob: their logprobs under the distribution they were drawn from.
+        sampling_top: the likeliest tokens under it, with their logprobs.
+    """
+
+    token: Int32[Array, "R"]
+    logprob: Float32[Array, "R"] | None
+    sampling_logprob: Float32[Array, "R"] | None
+    sampling_top: tuple[Int32[Array, "R n"], Float32[Array, "R n"]] | tuple[None, None]
+
+
+def _choice(choices: Logits, sampling: SamplingArrays, variant: SamplingVariant) -> _Choice:
+    """Returns tokens sampled from the logits."""
+    if not variant.distribution:
+        return _Choice(*choices.sample(sampling, filtered=variant.filtered), None, (None, None))
+    # Filters sort the logits, which takes longer than everything else: apply them once for both.
+    kept = choices.filtered(sampling) if variant.filtered else choices
+    token, logprob = kept.sample(sampling, filtered=False)
+    # In rows of temperature 0, the sampled token is the likeliest one.
+    sampling_top = kept.sampling_top_logprobs(variant.top_logprobs, sampling, token)
+    sampling_logprob = kept.sampling_logprobs(token, sampling)
+    return _Choice(token, None if variant.filtered else logprob, sampling_logprob, sampling_top)
+
+
+def _with_tokens(seen: SeenTokens, by_row: SeenTokens, slot: Int32[Array, "R"], token: Int32[Array, "R"]) -> SeenTokens:
+    """Adds a token of each row to the seen tokens of the slots."""
+    count = by_row.generated[jnp.arange(len(token), dtype=jnp.int32), token]
+    count += (count < np.iinfo(COUNT).max).astype(COUNT)
+    return seen._replace(generated=seen.generated.at[slot, token].set(count, mode="drop", unique_indices=True))
+
+
+@functools.partial(compilation.jit, static_argnums=0, donate_argnums=2)
+def _note_seen(
+    network: Network,
+    parameters: Parameters,
+    seen: SeenTokens,
+    slot: Int32[Arrays, ""],
+    is_first: Bool[Arrays, ""],
+    entries: SeenEntries,
+) -> SeenTokens:
+    """Adds tokens to the seen tokens of one slot; `is_first` clears the slot before."""
+
+    def written(rows: Array, values: Arrays) -> Array:
+        row = jnp.where(is_first, jnp.zeros_like(rows[slot]), rows[slot])
+        return rows.at[slot].set(row.at[entries.token].set(values, mode="drop", unique_indices=True))
+
+    return SeenTokens(written(seen.generated, entries.generated), written(seen.in_prompt, entries.in_prompt))
+
+
+@functools.partial(compilation.jit, static_argnums=0, static_argnames="top")
+def _score(
+    network: Network,
+    parameters: Parameters,
+    rows: Float[Array, "rows D"],
+    first: np.int32 | Int32[Array, ""],
+    tokens: Int32[Arrays, "n"],
+    *,
+    top: int,
+) -> SampledTokens:
+    """Returns logprobs of given tokens, each from the hidden state of its own row."""
+    index = jnp.minimum(first + jnp.arange(tokens.shape[0], dtype=jnp.int32), rows.shape[0] - 1)
+    with model_of(network, parameters) as model:
+        return model.with_logits(_scored, rows[index], jnp.asarray(tokens), top=top)
+
+
+def _scored(logits: Logits, tokens: Int32[Array, "n"], *, top: int) -> SampledTokens:
+    """Returns given tokens with their logprobs and the likeliest tokens at their positions."""
+    return SampledTokens(tokens, logits.logprobs(tokens), *logits.top_logprobs(top))
+
+
+@functools.partial(compilation.jit, static_argnums=0)
+def _take_rows(
+    network: Network, parameters: Parameters, rows: Float[Array, "rows D"], first: np.int32 | Int32[Array, ""]
+) -> Float[Array, "n D"]:
+    """Returns the hidden states of `SCORED_ROWS` consecutive rows. Beyond the end, the last one repeats."""
+    return rows[jnp.minimum(first + jnp.arange(SCORED_ROWS, dtype=jnp.int32), rows.shape[0] - 1)]
+
+
+@functools.partial(compilation.jit, static_argnums=0, static_argnames="top")
+def _score_drawn(
+    network: Network, parameters: Parameters, hidden: Float[Array, "n D"], rows: ScoredRows, *, top: int
+) -> SampledTokens:
+    """Returns logprobs of given tokens, each from the hidden state of its own row."""
+    # Small integers decide what each row has seen; the scan adds no number that bits depend on.
+    _, seen = lax.scan(_seen_after, SeenTokens(*map(jnp.asarray, rows.seen)), (rows.token, rows.is_generated))
+    with model_of(network, parameters) as model:
+        token, _, *arrays, _ = rows
+        return model.with_logits(_drawn, hidden, jnp.asarray(token), *arrays, seen, top=top)
+
+
+def _seen_after(seen: SeenTokens, row: tuple[Array, Array]) -> tuple[SeenTokens, SeenTokens]:
+    """Returns the tokens that are seen after a row's token, and before it."""
+    token, is_generated = row
+    count, in_prompt = seen.generated[token], seen.in_prompt[token]
+    count += (is_generated & (count < np.iinfo(COUNT).max)).astype(COUNT)
+    in_prompt |= ~is_generated
+    after = SeenTokens(seen.generated.at[token].set(count), seen.in_prompt.at[token].set(in_prompt))
+    return after, seen
+
+
+def _drawn(
+    logits: Logits,
+    token: Int32[Array, "n"],
+    sampling: SamplingArrays,
+    adjustments: LogitAdjustments,
+    allowed: UInt32[Arrays, "n W"],
+    seen: SeenTokens,
+    *,
+    top: int,
+) -> SampledTokens:
+    """Returns given tokens with their logprobs under the model and under the distribution they are drawn from."""
+    kept = logits.adjusted(seen, adjustments, allowed).filtered(sampling)
+    return SampledTokens(
+        token,
+        logits.logprobs(token),
+        *logits.top_logprobs(top),
+        kept.sampling_logprobs(token, sampling),
+        *kept.sampling_top_logprobs(top, sampling, jnp.argmax(kept.whole, axis=1).astype(jnp.int32)),
+    )
