@@ -62,8 +62,12 @@ class SamplingVariant(NamedTuple):
 
 
 def run_variants(variants: Sequence[SamplingVariant]) -> list[SamplingVariant]:
-    """Returns the variants that runs have programs for: they report only a token and its logprob."""
-    return [variant for variant in variants if variant == SamplingVariant(variant.filtered, 0)]
+    """Returns the variants that runs have programs for: they report only a token and its logprobs, and sampling
+    logprobs only without filters.
+    """
+    plain = SamplingVariant(False, 0)
+    accepted = plain, plain._replace(filtered=True), plain._replace(distribution=True)
+    return [variant for variant in variants if variant in accepted]
 
 
 def most_likeliest(variants: Sequence[SamplingVariant]) -> int:

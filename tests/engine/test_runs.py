@@ -37,6 +37,7 @@ from tests.support.waits import HANGS_AFTER
 
 VARIANTS: Final = (
     SamplingVariant(filtered=False, top_logprobs=0),
+    SamplingVariant(filtered=False, top_logprobs=0, distribution=True),
     SamplingVariant(filtered=True, top_logprobs=0),
     SamplingVariant(filtered=True, top_logprobs=2, adjusted=True, distribution=True),
 )
@@ -161,7 +162,9 @@ def test_queries_of_a_later_step_are_those_packed_for_it(tokens: int) -> None:
 
 @pytest.mark.parametrize("has_few_shapes", [True, pytest.param(False, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(
-    "options", [{}, {"top_k": 5}, {"top_p": 0.7, "min_p": 0.01}], ids=["plain", "top-k", "top-p and min-p"]
+    "options",
+    [{}, {"top_k": 5}, {"top_p": 0.7, "min_p": 0.01}, {"sampling_logprobs": True}],
+    ids=["plain", "top-k", "top-p and min-p", "sampling logprobs"],
 )
 def test_runs_of_samples_that_end_at_any_length_have_the_bits_of_single_steps(
     options: dict[str, Any], has_few_shapes: bool
@@ -275,7 +278,7 @@ def test_samples_that_need_more_between_two_steps_are_computed_step_by_step_amon
         {"logit_bias": ((7, 3.0), (9, -2.0))},
         {"min_tokens": 4},
         {"top_logprobs": 2},
-        {"sampling_logprobs": True},
+        {"sampling_logprobs": True, "top_k": 5},
     ]
     for options in more:
 
@@ -334,11 +337,11 @@ def test_batches_of_so_many_decodes_have_runs(runs_of: int) -> None:
     loop = loop_of(small_model(), runs_of, has_few_shapes=False)
     keys = [key for key in loop.programs().by_key() if isinstance(key, tuple) and key[0] == "_decode_run"]
     sizes = [size for size in (1, 4) if size <= runs_of]
-    assert sorted(keys) == [("_decode_run", size, variant, RUN_STEPS) for size in sizes for variant in VARIANTS[:2]]
+    assert sorted(keys) == [("_decode_run", size, variant, RUN_STEPS) for size in sizes for variant in VARIANTS[:3]]
     assert not any(loop.programs().by_key()[key].is_essential for key in keys)
     for shape in loop._shapes:
         for needed in VARIANTS:
-            has_run = not shape.rows and shape.decodes in sizes and needed in VARIANTS[:2]
+            has_run = not shape.rows and shape.decodes in sizes and needed in VARIANTS[:3]
             assert loop._runner.steps_of_run(shape, needed) == (RUN_STEPS if has_run else 1)
 
 

@@ -133,11 +133,13 @@ def test_only_steps_that_decode_and_sample_each_row_can_be_runs(
     assert step_programs.has_runs(BatchShape(*shape), most) is is_run
 
 
-def test_runs_report_a_token_and_its_logprob_alone() -> None:
+def test_runs_report_a_token_and_its_logprobs_alone() -> None:
     plain, filtered = SamplingVariant(False, 0), SamplingVariant(True, 0)
-    changed = [plain._replace(**{name: True}) for name in ("adjusted", "constrained", "distribution")]
-    variants = [plain, plain._replace(top_logprobs=1), filtered, *changed]
-    assert sampling_variant.run_variants(variants) == [plain, filtered]
+    drawn = plain._replace(distribution=True)
+    changed = [plain._replace(**{name: True}) for name in ("adjusted", "constrained")]
+    both = filtered._replace(distribution=True)
+    variants = [plain, plain._replace(top_logprobs=1), filtered, *changed, both, drawn]
+    assert sampling_variant.run_variants(variants) == [plain, filtered, drawn]
 
 
 def test_programs_of_a_loop_have_keys_of_their_own_that_lookups_find() -> None:
