@@ -496,7 +496,7 @@ def test_every_answer_in_a_crowd_is_verified_with_the_weights_that_it_names(
 
 def whole_of(events: str) -> dict[str, Any]:
     """The whole response of a stream; all its chunks name the same weights."""
-    chunks = [json.loads(line[6:]) for line in events.splitlines() if line.startswith("data: {")]
+    chunks = [json.loads(line[6:]) for line in events.split("\n") if line.startswith("data: {")]
     (name,) = {chunk["system_fingerprint"] for chunk in chunks}
     choices: dict[int, Any] = {}
     for chunk in chunks:
