@@ -121,7 +121,7 @@ class Client(TestClient):
         assert response.status_code == 200, response.text
         if not body.get("stream"):
             return response.json()
-        lines = [line.removeprefix("data: ") for line in response.text.splitlines() if line.startswith("data: ")]
+        lines = [line.removeprefix("data: ") for line in response.text.split("\n") if line.startswith("data: ")]
         assert path == "/v1/responses" or lines.pop() == "[DONE]"
         return [json.loads(line) for line in lines]
 

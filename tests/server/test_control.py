@@ -277,7 +277,7 @@ def test_chats_and_responses_say_that_they_were_aborted(
         answer = asking.result()
     assert answer.status_code == 200
     if streams:
-        events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+        events = [json.loads(line[6:]) for line in answer.text.split("\n") if line.startswith("data: {")]
         last = events[-1]["response"] if path == "/v1/responses" else events[-1]
         assert events[-1].get("type", "response.incomplete") == "response.incomplete"
     else:

@@ -38,7 +38,7 @@ class Client(TestClient):
         assert answer.status_code == 200, answer.text
         if not body.get("stream"):
             return answer.json()
-        lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")]
+        lines = [line[6:] for line in answer.text.split("\n") if line.startswith("data: {")]
         return [json.loads(line) for line in lines]
 
 

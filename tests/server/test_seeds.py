@@ -40,7 +40,7 @@ def post(server: Running, path: str, **body: Any) -> Any:
         text = answer.read().decode()
     if not body.get("stream"):
         return json.loads(text)
-    return [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+    return [json.loads(line[6:]) for line in text.split("\n") if line.startswith("data: {")]
 
 
 def said(answer: Any) -> list[tuple[str, int]]:
