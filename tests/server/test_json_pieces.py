@@ -11,6 +11,7 @@ from starlette.responses import JSONResponse
 
 from detjax.server.http.guard import Guard
 from detjax.server.http.json_pieces import TURN_BYTES, JsonPieces, parts
+from detjax.server.http.streaming import event
 from tests.support.waits import HANGS_AFTER
 
 TEXT = 'é你 "quoted" \\ \n \x01 \U0001f600 '
@@ -124,3 +125,11 @@ def test_an_answer_that_is_not_read_in_time_is_cut_off() -> None:
     response = JsonPieces(Guard(1, 1, 1), {"a": iter(["x" * 1000] * 100)}, 0.01)
     asyncio.run(response({"type": "http", "state": {"detjax.abort": abort}}, never, blocked))  # pyright: ignore
     assert is_aborted
+
+
+def test_an_event_is_one_line_however_a_client_splits_lines() -> None:
+    content = {"text": "".join(map(chr, range(0x3000)))}
+    line, *rest = event(content).decode().splitlines()
+    assert rest == [""]
+    assert json.loads(line.removeprefix("data: ")) == content
+    assert "é" in event({"text": "é"}).decode()

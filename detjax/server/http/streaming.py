@@ -16,11 +16,14 @@ from detjax.server.http.guard import ClientGone, Guard
 
 DONE: Final = b"data: [DONE]\n\n"
 """The last event of a stream in OpenAI's API."""
+_LINE_BREAKS: Final = str.maketrans({character: f"\\u{ord(character):04x}" for character in "\x85\u2028\u2029"})
+"""Unicode's line breaks that JSON does not escape, with their escapes."""
 
 
 def event(content: dict[str, Any]) -> bytes:
-    """Returns a server-sent event with JSON."""
-    return f"data: {json.dumps(content, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
+    """Returns a server-sent event with JSON. It is one line also for clients that split at Unicode's line breaks."""
+    text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
+    return f"data: {text if text.isascii() else text.translate(_LINE_BREAKS)}\n\n".encode()
 
 
 class EventStream(Response):
