@@ -26,6 +26,7 @@ from detjax.audit.comparison.divergence import divergence as divergence
 from detjax.audit.comparison.logprob_files import ScoredTokens as ScoredTokens
 from detjax.audit.comparison.logprob_files import read_logprobs as read_logprobs
 from detjax.audit.verification.receipts import read_transcripts as read_transcripts
+from detjax.audit.verification.receipts import transcripts_in as transcripts_in
 from detjax.audit.verification.transcripts import Origin as Origin
 from detjax.audit.verification.transcripts import Transcript as Transcript
 from detjax.audit.verification.transcripts import transcripts_of as transcripts_of

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Float32, Int32
 
+from detjax.audit.verification.transcripts import Transcript
 from detjax.engine import Engine, Request, SamplingParams
 from detjax.rl.trainer.microbatches import Sample
 
@@ -35,6 +36,32 @@ class Rollout:
     logprobs: Float32[np.ndarray, "C"]
     sampling_logprobs: Float32[np.ndarray, "S"]
     sampling: SamplingParams | None = None
+
+    @classmethod
+    def from_transcript(cls, transcript: Transcript) -> "Rollout":
+        """Returns the rollout that a transcript holds, such as the receipt of a server's answer.
+
+        `detjax.audit.transcripts_in` reads the transcripts of a response, `detjax.verify` compares them with a model.
+
+        Raises:
+            ValueError: the transcript has no logprobs, its digest is of another content, or the response that held it
+                contradicts it.
+        """
+        problem = transcript.contradiction
+        if problem is None and transcript.digest not in (None, transcript.computed_digest()):
+            problem = "its digest is of another content"
+        if transcript.logprobs is None:
+            problem = "it has no logprobs"
+        if problem is not None:
+            raise ValueError(f"Rollout: the transcript cannot be used: {problem}; accepted: an unaltered receipt")
+        return cls(
+            np.asarray(transcript.prompt, np.int32),
+            np.asarray(transcript.tokens, np.int32),
+            transcript.text or "",
+            np.asarray(transcript.logprobs, np.float32),
+            np.asarray(transcript.sampling_logprobs or (), np.float32),
+            transcript.sampling,
+        )
 
     @property
     def tokens(self) -> Int32[np.ndarray, "T"]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from detjax.audit import Transcript, Verdict, read_transcripts, verify
+from detjax.audit import Transcript, Verdict, read_transcripts, transcripts_in, verify
 from detjax.models import Decoder, Tokenizer
 from tests.server.running_server import MODEL, Running
 
@@ -68,6 +68,20 @@ def test_receipts_of_every_endpoint_are_verified(
 ) -> None:
     checked = verdicts(list(responses.values()), loaded, tmp_path)
     assert [str(verdict) for verdict in checked] == ["verified"] * 6
+
+
+def test_a_response_in_memory_is_read_as_a_file_is(
+    responses: dict[str, dict[str, Any]], loaded: tuple[Decoder, Tokenizer], tmp_path: Path
+) -> None:
+    for path, response in responses.items():
+        altered = copy.deepcopy(response) | {"system_fingerprint": "detjax-1-0-0"}
+        for one in (response, altered):
+            (tmp_path / "response.json").write_text(json.dumps(one))
+            expected = list(read_transcripts(tmp_path / "response.json", loaded[1]).values())
+            assert transcripts_in(one, loaded[1]) == expected, path
+            assert {transcript.contradiction is None for transcript in expected} == {one is response}
+    with pytest.raises(ValueError, match="the response: a response has no receipt"):
+        transcripts_in({"choices": [{"text": "x", "finish_reason": "abort"}]})
 
 
 def test_streams_end_with_the_receipts_of_whole_responses(

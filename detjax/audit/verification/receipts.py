@@ -51,6 +51,19 @@ def read_transcripts(path: Path, tokenizer: Tokenizer | None = None) -> dict[str
     return transcripts
 
 
+def transcripts_in(response: Mapping[str, Any], tokenizer: Tokenizer | None = None) -> list[Transcript]:
+    """Returns the transcripts in a server's response, in the order of its choices; see `read_transcripts`.
+
+    Args:
+        response: the JSON of a whole response.
+        tokenizer: decodes prompts that a response echoes.
+
+    Raises:
+        ValueError: an answer has no receipt. Aborted answers without tokens have none.
+    """
+    return [transcript for _, transcript in _transcripts("response", "the response", response, tokenizer)]
+
+
 def _transcripts(
     place: str, described: str, content: Any, tokenizer: Tokenizer | None
 ) -> Iterator[tuple[str, Transcript]]:

@@ -1,0 +1,71 @@
+"""The examples of loops: training over HTTP has the bits of training in one process, and tools' tokens no weight."""
+
+import dataclasses
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flax import nnx
+
+from detjax.rl.trainer.microbatches import Packed
+from tests.rl import policies
+from tests.rl.test_functional import training
+from tests.support.bits import assert_same_bits, same_bits
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+GAME = runpy.run_path(str(EXAMPLES / "multi_turn.py"))
+
+
+def test_training_over_http_has_the_bits_of_training_in_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The server is a process."""
+    monkeypatch.setattr(sys, "argv", ["train_over_http.py", "--compare", "--steps", "2"])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(EXAMPLES.parent))
+    runpy.run_path(str(EXAMPLES / "train_over_http.py"))["main"]()
+    *steps, compared = capfd.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in steps] == ["step 0", "step 1"]
+    assert len({line.partition("weights ")[2] for line in steps}) == 2
+    assert compared == "2 steps have the same bits in this process"
+
+
+def test_conversations_with_a_tool_are_trained(capsys: pytest.CaptureFixture[str]) -> None:
+    """The example itself compares bits in each step."""
+    GAME["main"]()
+    steps = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in steps] == ["step 0", "step 1"]
+    assert not any(" 0 read" in line or "norm 0.000" in line for line in steps)
+
+
+def conversation() -> Any:
+    """An episode of two turns in which the tool writes 3 tokens between them, and 2 at the end."""
+    is_sampled = [True] * 4 + [False] * 3 + [True] * 4 + [False] * 2
+    tokens = [*policies.tokenizer().encode("1+2="), *range(len(is_sampled))]
+    return GAME["Episode"](None, tokens, is_sampled, [-1.0 * flag for flag in is_sampled])
+
+
+def test_gradients_do_not_depend_on_the_tools_tokens_as_targets() -> None:
+    functions, params = training(), nnx.state(policies.policy())
+
+    def gradients(sample: Any, layout: Any) -> Any:
+        return functions.loss_and_gradients(params, [sample], microbatch=layout).gradients
+
+    layout, sample = Packed(tokens=32), conversation().sample(0.25)
+    others = [GAME["OtherTargets"](layout, token) for token in (1, 17)]
+    expected = gradients(sample, layout)
+    assert sample.weights.tolist() == [0.25] * 4 + [0.0] * 3 + [0.25] * 4 + [0.0] * 2
+    assert_same_bits([gradients(sample, other) for other in others], [expected, expected])
+    # Nothing reads the tokens at the end, but the ones in the middle are read by the turn after them.
+    ended, asked = sample.tokens.copy(), sample.tokens.copy()
+    ended[-2:], asked[8:11] = 17, 17
+    assert_same_bits(gradients(dataclasses.replace(sample, tokens=ended), layout), expected)
+    assert not same_bits(gradients(dataclasses.replace(sample, tokens=asked), layout), expected)
+    # With a weight they would be trained.
+    weighted = dataclasses.replace(sample, weights=np.full(13, 0.25, np.float32))
+    changed = dataclasses.replace(weighted, tokens=ended)
+    assert not same_bits(gradients(weighted, layout), expected)
+    assert not same_bits(gradients(changed, layout), gradients(weighted, layout))
