@@ -303,6 +303,10 @@ def test_chats_and_responses_say_that_they_were_aborted(
         ("POST", "/abort_request", {}, "rid is missing; accepted: the id of an answer"),
         ("POST", "/abort_request", {"rid": ""}, "rid is missing"),
         ("POST", "/abort_request", {"rids": ["a"]}, "there is no field rids"),
+        ("POST", "/abort_request", {"rid": 1}, "rid is 1; accepted: a string of up to 128 characters, or a list of"),
+        ("POST", "/abort_request", {"rid": ["a", 1]}, "rid.1 is 1: Input should be a valid string"),
+        ("GET", "/is_paused?mode=keep", None, "there is no parameter 'mode'; accepted: none"),
+        ("GET", "/is_sleeping?level=1", None, "there is no parameter 'level'; accepted: none"),
     ],
 )
 def test_bad_control_requests_say_what_is_accepted(

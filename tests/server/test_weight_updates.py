@@ -311,8 +311,14 @@ def test_paths_outside_the_directory_are_refused(
     (directory / "loop").symlink_to(directory / "loop")
     (directory / "files").mkdir()
     (directory / "files" / "model.safetensors").symlink_to(tmp_path / "secret" / "model.safetensors")
+    (directory / "indexed").mkdir()
+    names = safetensors.numpy.load_file(tmp_path / "secret" / "model.safetensors")
+    index = {"weight_map": dict.fromkeys(names, "shard.bin")}
+    (directory / "indexed" / "model.safetensors.index.json").write_text(json.dumps(index))
+    (directory / "indexed" / "shard.bin").symlink_to(tmp_path / "secret" / "model.safetensors")
     (directory / "inside").symlink_to(directory / "two")
     outside = [str(tmp_path / "secret"), "../secret", "link", "files", "files/model.safetensors", "/etc/passwd", "\0"]
+    outside.append("indexed")
     for path in outside:
         status, message = trainer.refusal("POST", "/update_weights_from_disk", json={"model_path": path})
         assert status == 400
@@ -322,6 +328,16 @@ def test_paths_outside_the_directory_are_refused(
         assert (status, "model_path is" in message) == (400, True)
     for path in ("inside", str(directory / "two"), "two/model.safetensors"):
         assert trainer.update(Path(path))["success"]
+
+
+def test_pipes_are_refused_because_they_may_never_end(trainer: Trainer, directory: Path) -> None:
+    (directory / "piped").mkdir()
+    for pipe in ("pipe.safetensors", "piped/model.safetensors"):
+        os.mkfifo(directory / pipe)
+    for path in ("pipe.safetensors", "piped"):
+        status, message = trainer.refusal("POST", "/update_weights_from_disk", json={"model_path": path})
+        assert status == 400
+        assert f"model_path is {path!r}; accepted: a file, or a directory of files, and no pipes or devices" in message
 
 
 def test_another_model_is_refused(trainer: Trainer, directory: Path, versions: Any) -> None:

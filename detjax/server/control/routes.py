@@ -4,7 +4,7 @@ import hmac
 from collections.abc import Awaitable, Callable
 from typing import Annotated, Any, Final, cast, get_args
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -14,17 +14,28 @@ from detjax.server.api.field_marks import Ignored, Unserved
 from detjax.server.control.control import Control, Mode
 from detjax.server.control.uploads import WeightFiles
 from detjax.server.http.errors import ApiError, quote, to_api_error
-from detjax.server.http.field_types import Body
+from detjax.server.http.field_types import Body, text_or_list
 
 _MODES: Final = get_args(Mode)
 _BOOLS: Final = {"true": True, "1": True, "false": False, "0": False}
 _LONGEST_ID: Final = 128
+_MOST_IDS: Final = 4096
+
+type Id = Annotated[str, Field(max_length=_LONGEST_ID)]
+type Ids = Annotated[
+    Annotated[Id, Tag("<text>")] | Annotated[list[Id], Field(max_length=_MOST_IDS, fail_fast=True), Tag("<list>")],
+    Discriminator(
+        text_or_list,
+        custom_error_type="ids_type",
+        custom_error_message=f"accepted: a string of up to {_LONGEST_ID} characters, or a list of up to {_MOST_IDS}",
+    ),
+]
 
 
 class AbortBody(Body):
     """SGLang's body of /abort_request."""
 
-    rid: str | Annotated[list[Annotated[str, Field(max_length=_LONGEST_ID)]], Field(max_length=4096)] | None = None
+    rid: Ids | None = None
     abort_all: bool = False
 
 
@@ -110,6 +121,7 @@ class ControlRoutes:
         return JSONResponse({"status": "resumed"})
 
     async def _is_paused(self, request: Request) -> Response:
+        _query(request)
         return JSONResponse({"is_paused": self._control.is_paused})
 
     async def _sleep(self, request: Request) -> Response:
@@ -129,6 +141,7 @@ class ControlRoutes:
         return JSONResponse({"is_sleeping": self._control.is_sleeping})
 
     async def _is_sleeping(self, request: Request) -> Response:
+        _query(request)
         return JSONResponse({"is_sleeping": self._control.is_sleeping})
 
     async def _reset_prefix_cache(self, request: Request) -> Response:

@@ -18,8 +18,6 @@ from detjax.server.http.errors import ApiError, quote
 
 _WRITTEN_TOGETHER: Final = 4 << 20
 """Bytes of an upload that are written at once, in a thread."""
-_READ: Final = "*.safetensors", "*.json"
-"""Patterns of the files in a directory that an update reads."""
 
 
 class WeightFiles:
@@ -43,7 +41,8 @@ class WeightFiles:
             )
         try:
             path = (self._root / given).resolve()
-            read = [path, *(file for pattern in _READ for file in path.glob(pattern))] if path.is_dir() else [path]
+            # All files of a directory, because an index may name any of them.
+            read = [path, *path.iterdir()] if path.is_dir() else [path]
             inside = all(file.resolve().is_relative_to(self._root) for file in read)
         except (OSError, ValueError, RuntimeError):  # a null character, or a loop of links
             inside, path = False, self._root
@@ -56,6 +55,12 @@ class WeightFiles:
             )
         if not path.exists():
             raise ApiError(400, f"model_path is {quote(given)}, which does not exist", param="model_path")
+        if not all(file.is_file() or file.is_dir() for file in read):  # reading a pipe may never end
+            raise ApiError(
+                400,
+                f"model_path is {quote(given)}; accepted: a file, or a directory of files, and no pipes or devices",
+                param="model_path",
+            )
         return path
 
     @contextlib.asynccontextmanager
