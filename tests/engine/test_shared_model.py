@@ -89,7 +89,7 @@ def main() -> None:
 
 
 def test_devices_that_share_a_model_have_the_bits_of_one_whoever_compiles_their_programs() -> None:
-    run_on_devices(__name__, devices=2)
+    run_on_devices(__name__, devices=2, keeps_programs=False)
 
 
 def test_the_links_of_an_engine_are_what_its_programs_are_given(monkeypatch: pytest.MonkeyPatch) -> None:

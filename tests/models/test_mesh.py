@@ -101,7 +101,7 @@ def test_outputs_are_cut_into_multiples_of_what_kernels_load() -> None:
     ],
 )
 def test_every_number_of_devices_gives_the_bits_of_one(case: str, devices: int) -> None:
-    run_on_devices(__name__, case, str(devices))
+    run_on_devices(__name__, case, str(devices), keeps_programs=case != "engine whole")
 
 
 def main(case: str, devices: str) -> None:

@@ -28,6 +28,7 @@ from detjax.rl.trainer.train_state import initial_state, update, weights_of
 from detjax.runtime import compilation
 from tests.rl.training_cases import ADAMW, CONFIGS, LOSS, network, samples, two_steps
 from tests.support.bits import assert_same_bits, same_bits
+from tests.support.simulated_devices import command_of
 
 BATCHES = samples(21, seed=0), samples(21, seed=1)
 BASE = Plan(Rows(1, 64), shards=2)
@@ -94,7 +95,8 @@ DEVICES = {
 def test_devices_that_share_batch_and_state_change_no_bit(name: str) -> None:
     # At full optimization, whatever these tests run with.
     environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-W", "error", "-m", "tests.rl.test_training", name]
+    command = command_of("tests.rl.test_training", name)
+    command[1:1] = ["-W", "error"]
     root = Path(__file__).parents[2]
     run = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout + run.stderr

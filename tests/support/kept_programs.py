@@ -1,21 +1,25 @@
 """A compilation cache for the tests, kept between runs and shared by the processes of a run.
 
 The key of a program has its HLO and all options of the compiler, so changed code is compiled again.
+
+To run a module of tests in a process of its own that keeps its programs, too:
+python -m tests.support.kept_programs MODULE [ARGUMENTS]
 """
 
 import contextlib
 import os
+import runpy
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import jax
 import pytest
-from jax._src import lru_cache
-from jax.experimental.compilation_cache import compilation_cache
+from jax._src import compilation_cache, compiler, lru_cache
 
 FOLDER: Final = Path(__file__).resolve().parents[2] / ".jax_cache" / "tests"
 _MAX_AGE: Final = 14 * 24 * 3600
@@ -23,9 +27,25 @@ _MAX_AGE: Final = 14 * 24 * 3600
 
 
 def pytest_configure() -> None:
-    """Makes JAX keep the programs of this process. The processes that it starts keep none."""
-    if find_spec("libtpu") is not None:
-        return  # JAX cannot load programs for TPUs that are not there
+    """Makes JAX keep the programs of this process. Those that it starts keep none, except by this module's `main`."""
+    if find_spec("libtpu") is None:  # JAX cannot load programs for TPUs that are not there
+        _keep()
+
+
+def main() -> None:
+    """Runs a module as a program, which is given the arguments after its name."""
+    _keep()
+    compiler._cache_write = _write
+    del sys.argv[0]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+
+
+# Of several processes that have joined one another, JAX lets the first one alone write.
+def _write(key: str, seconds: float, name: str, backend: Any, executable: Any) -> None:
+    compilation_cache.put_executable_and_time(key, name, executable, backend, int(seconds))
+
+
+def _keep() -> None:
     lru_cache.LRUCache.put = _put
     lru_cache.LRUCache.get = _get
     jax.config.update("jax_compilation_cache_dir", str(FOLDER))
@@ -69,3 +89,7 @@ def no_kept_programs() -> Iterator[None]:
     finally:
         jax.config.update("jax_enable_compilation_cache", kept)
         compilation_cache.reset_cache()
+
+
+if __name__ == "__main__":
+    main()

@@ -4,12 +4,11 @@ import contextlib
 import os
 import socket
 import subprocess
-import sys
 from typing import Final
 
 import jax
 
-from tests.support.simulated_devices import ALL_HOLD, ROOT
+from tests.support.simulated_devices import ALL_HOLD, ROOT, command_of
 from tests.support.waits import HANGS_AFTER
 
 PROCESSES: Final = 2
@@ -33,7 +32,7 @@ def run_in_processes(module: str, *arguments: str, flags: str = "") -> None:
     with contextlib.ExitStack() as stack:
         running = []
         for number in range(PROCESSES):
-            command = [sys.executable, "-m", module, str(port), str(number), *arguments]
+            command = command_of(module, str(port), str(number), *arguments)
             pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
             process = subprocess.Popen(command, env=environment, cwd=ROOT, **pipes)
             running.append(stack.enter_context(process))

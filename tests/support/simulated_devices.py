@@ -13,18 +13,25 @@ ALL_HOLD: Final = "all hold"
 """The last line that a module prints when everything it compares is equal."""
 
 
-def run_on_devices(module: str, *arguments: str, devices: int = 8) -> str:
+def command_of(module: str, *arguments: str, keeps_programs: bool = True) -> list[str]:
+    """A command that runs a module as a program, which finds the programs that earlier runs have kept, or none."""
+    runner = ["-m", "tests.support.kept_programs"] if keeps_programs else ["-m"]
+    return [sys.executable, *runner, module, *arguments]
+
+
+def run_on_devices(module: str, *arguments: str, devices: int = 8, keeps_programs: bool = True) -> str:
     """Runs a module as a program with simulated devices, fails if it does, and returns what it prints.
 
     Args:
         module: its name, such as `__name__` of a test file that compares if it is called as a program.
         arguments: what the program is given.
         devices: how many it sees.
+        keeps_programs: whether it may find programs that an earlier run compiled, which it cannot serialize.
     """
     flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
     environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     run = subprocess.run(
-        [sys.executable, "-m", module, *arguments],
+        command_of(module, *arguments, keeps_programs=keeps_programs),
         env=environment,
         cwd=ROOT,
         capture_output=True,
