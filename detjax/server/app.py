@@ -412,9 +412,7 @@ class _Api:
         if self.guard.is_draining:
             return JSONResponse({"status": "shutting down"}, 503)
         # A supervisor must not restart a server that its trainer has put to sleep.
-        numbers = self._control_numbers()
-        status = "sleeping" if numbers.get("sleeping") else "paused" if numbers.get("paused") else "ok"
-        return JSONResponse({"status": status})
+        return JSONResponse({"status": "ok" if self.control is None else self.control.status})
 
     def _control_numbers(self) -> dict[str, int]:
         """Returns the numbers that the metrics show about the server's control, if it has any."""

@@ -386,6 +386,18 @@ def test_sleep_gives_back_the_memory_of_weights_and_cache(directory: Path, versi
         app.state.texts.close()
 
 
+def test_a_server_does_not_claim_a_deeper_sleep_than_it_has(trainer: Trainer) -> None:
+    trainer.done("POST", "/sleep?level=1")
+    assert trainer.done("POST", "/sleep?level=1") == {"status": "sleeping", "level": 1}
+    status, message = trainer.refusal("POST", "/sleep?level=2")
+    kept = "the server is asleep already, and the host keeps the weights. POST /wake_up first, then sleep"
+    assert (status, message) == (409, kept)
+    trainer.done("POST", "/wake_up?tags=weights")
+    status, message = trainer.refusal("POST", "/sleep?level=1")
+    assert (status, "the devices hold weights." in message) == (409, True)
+    trainer.done("POST", "/wake_up")
+
+
 def test_after_deep_sleep_the_server_needs_all_weights(trainer: Trainer, directory: Path, long: Any) -> None:
     trainer.done("POST", "/sleep?level=2")
     update = {"json": {"model_path": "one"}}
@@ -403,6 +415,7 @@ def test_after_deep_sleep_the_server_needs_all_weights(trainer: Trainer, directo
     trainer.done("POST", "/wake_up")
     refused = trainer.http.post("/v1/completions", json=question("x"))
     assert (refused.status_code, "has no weights" in refused.text) == (503, True)
+    assert trainer.http.get("/health").json() == {"status": "without weights"}
     trainer.done("POST", "/update_weights_from_disk", **update)
     assert trainer.ask(**LONG)["choices"][0] == long
 

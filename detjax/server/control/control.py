@@ -74,6 +74,15 @@ class Control:
         """True if the devices' memory is released, or a part of it."""
         return bool(self._asleep)
 
+    @property
+    def status(self) -> str:
+        """The status that /health tells."""
+        if self.is_sleeping:
+            return "sleeping"
+        if not self._has_weights:
+            return "without weights"
+        return "paused" if self.is_paused else "ok"
+
     # --- pauses -------------------------------------------------------------------------------------------------------
 
     async def pause(self, mode: Mode, *, clears_cache: bool = True) -> None:
@@ -157,6 +166,7 @@ class Control:
             )
         with self._operating("sleep"):
             if self.is_sleeping:
+                self._check_sleep(level)
                 return
             self._gate.close(_ASLEEP)
             self._gate.refusal = ApiError(
@@ -171,6 +181,13 @@ class Control:
                 self._note_awake()
                 raise
             self._asleep, self._has_weights = frozenset(PARTS), self._has_weights and level == 1
+
+    def _check_sleep(self, level: int) -> None:
+        """Refuses to sleep at a level that would release more memory than the present sleep does."""
+        awake = [part for part in PARTS if part not in self._asleep]
+        if awake or (level == 2 and self._has_weights):
+            kept = f"the devices hold {' and '.join(awake)}" if awake else "the host keeps the weights"
+            raise ApiError(409, f"the server is asleep already, and {kept}. {_WAKE_UP}, then sleep")
 
     async def wake_up(self, parts: Collection[Part] = PARTS) -> None:
         """Takes parts of the devices' memory again. With all of them, calls pass again, if there are weights."""
