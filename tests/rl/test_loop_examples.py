@@ -2,6 +2,7 @@
 
 import dataclasses
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,15 @@ GAME = runpy.run_path(str(EXAMPLES / "multi_turn.py"))
 def test_training_over_http_has_the_bits_of_training_in_one_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The server is a process."""
+    """The server is a process, which keeps its programs for the next run of this test."""
+
+    class Kept(subprocess.Popen[str]):
+        def __init__(self, command: list[str], **options: Any) -> None:
+            if command[1:3] == ["-m", "detjax"]:
+                command = [*command[:2], "tests.support.kept_programs", *command[2:]]
+            super().__init__(command, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", Kept)
     monkeypatch.setattr(sys, "argv", ["train_over_http.py", "--compare", "--steps", "2"])
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(EXAMPLES.parent))
