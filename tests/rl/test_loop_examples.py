@@ -1,9 +1,11 @@
 """The examples of loops: training over HTTP has the bits of training in one process, and tools' tokens no weight."""
 
 import dataclasses
+import inspect
 import runpy
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -78,3 +80,9 @@ def test_gradients_do_not_depend_on_the_tools_tokens_as_targets() -> None:
     changed = dataclasses.replace(weighted, tokens=ended)
     assert not same_bits(gradients(weighted, layout), expected)
     assert not same_bits(gradients(changed, layout), gradients(weighted, layout))
+
+
+def test_the_guide_shows_the_example() -> None:
+    page = (EXAMPLES.parent / "docs" / "guide" / "multi_turn.md").read_text()
+    for code in (GAME["play"], GAME["Episode"].sample):
+        assert textwrap.dedent(inspect.getsource(code)) in page
