@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 import hashlib
 import hmac
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -232,14 +232,15 @@ class _Api:
                 deadline = admitted.deadline
                 await self.guard.watch(request.receive, call.prepare(), deadline)
                 record.prompt_tokens = sum(len(one.prompt) for one in call.requests)
+                names = [name for name in (call.id, record.request_id, body.request_id, body.rid) if name]
                 self.metrics.prompt_tokens.inc(record.prompt_tokens)
                 if body.stream:
-                    events = self._events(call, admitted, record)
+                    events = self._events(call, names, admitted, record)
                     # Waits for the first event, because an error before it can still set the HTTP status.
                     first = await self.guard.watch(request.receive, anext(events), deadline)  # pyright: ignore
                     held = admission.pop_all()
                     return EventStream(self.guard, first, events, deadline, held, call.error_event, body)
-                generating = self.gate.generate(call, (call.id, record.request_id))
+                generating = self.gate.generate(call, names)
                 generations = await self.guard.watch(request.receive, generating, deadline)
                 await call.read(generations)
         except ClientGone:
@@ -250,10 +251,12 @@ class _Api:
         self.metrics.generated_tokens.inc(record.generated_tokens)
         return JsonPieces(self.guard, call.full_response(generations), self.settings.request_seconds)
 
-    async def _events(self, call: ApiCall, admission: Admission, record: RequestRecord) -> AsyncGenerator[bytes]:
+    async def _events(
+        self, call: ApiCall, names: Collection[str], admission: Admission, record: RequestRecord
+    ) -> AsyncGenerator[bytes]:
         """Yields the server-sent events of a streamed response, and lets other requests run while many tokens come."""
         size = 0
-        async with contextlib.aclosing(self._chunks(call, admission, record)) as chunks:
+        async with contextlib.aclosing(self._chunks(call, names, admission, record)) as chunks:
             async for chunk in chunks:
                 part = call.event(chunk)
                 yield part
@@ -265,14 +268,14 @@ class _Api:
             yield DONE
 
     async def _chunks(
-        self, call: ApiCall, admission: Admission, record: RequestRecord
+        self, call: ApiCall, names: Collection[str], admission: Admission, record: RequestRecord
     ) -> AsyncGenerator[dict[str, Any]]:
         """Yields the chunks of a streamed response, counts its tokens, and releases samples that end."""
         clock = asyncio.get_running_loop().time
         start, last_times = clock(), dict[tuple[int, int], float]()
         generated = 0
         has_begun = False
-        async with contextlib.aclosing(self.gate.stream(call, (call.id, record.request_id))) as tokens:
+        async with contextlib.aclosing(self.gate.stream(call, names)) as tokens:
             async for prompt, token in tokens:
                 now = clock()
                 if not has_begun:

@@ -245,6 +245,28 @@ def test_requests_are_aborted_by_either_of_their_names_also_while_they_wait(
     assert text_of(stream.result()) == long["text"]
 
 
+def test_requests_are_aborted_by_the_names_in_their_bodies_at_vllms_path_and_at_sglangs(
+    trainer: Trainer, asked: Asked, long: Any
+) -> None:
+    begun, stream = asked.stream(**LONG, rid="streamed")
+    named, other, last = asked(**LONG, request_id="mine"), asked(**LONG, rid="other"), asked(**LONG)
+    begun.wait()
+    until_running(trainer, 4)
+    trainer.done("POST", "/pause?mode=keep")
+    assert trainer.done("POST", "/abort_requests", json={"request_ids": ["mine"]}) == {
+        "status": "aborted",
+        "aborted": 1,
+    }
+    assert trainer.done("POST", "/abort_request", json={"rid": "streamed"})["aborted"] == 1
+    assert named.result()["choices"][0]["finish_reason"] == "abort"
+    assert stream.result()[-1]["choices"][0]["finish_reason"] == "abort"
+    assert not other.done() and not last.done()
+    assert trainer.done("POST", "/abort_requests", json={})["aborted"] == 2
+    assert {one.result()["choices"][0]["finish_reason"] for one in (other, last)} == {"abort"}
+    trainer.done("POST", "/resume")
+    assert asked(**LONG).result()["choices"][0] == long
+
+
 def test_all_requests_are_aborted_or_the_one_with_the_id_of_its_answer(trainer: Trainer, asked: Asked) -> None:
     with trainer.http.stream("POST", "/v1/completions", json=question("A prompt", stream=True, **LONG)) as response:
         lines = response.iter_lines()
@@ -303,8 +325,9 @@ def test_chats_and_responses_say_that_they_were_aborted(
         ("POST", "/abort_request", {}, "rid is missing; accepted: the id of an answer"),
         ("POST", "/abort_request", {"rid": ""}, "rid is missing"),
         ("POST", "/abort_request", {"rids": ["a"]}, "there is no field rids"),
-        ("POST", "/abort_request", {"rid": 1}, "rid is 1; accepted: a string of up to 128 characters, or a list of"),
+        ("POST", "/abort_request", {"rid": 1}, "rid is 1; accepted: a string of up to 256 characters, or a list of"),
         ("POST", "/abort_request", {"rid": ["a", 1]}, "rid.1 is 1: Input should be a valid string"),
+        ("POST", "/abort_requests", {"request_ids": 1}, "request_ids is 1; accepted: a string of up to 256 characters"),
         ("GET", "/is_paused?mode=keep", None, "there is no parameter 'mode'; accepted: none"),
         ("GET", "/is_sleeping?level=1", None, "there is no parameter 'level'; accepted: none"),
     ],

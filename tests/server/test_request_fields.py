@@ -482,13 +482,30 @@ def test_values_that_are_what_the_server_does_are_those_of_the_table() -> None:
         "early_stopping": [False],
         "logits_processors": [[]],
         "vllm_xargs": [{}],
+        "truncation_side": ["left"],
+        "watermarking": [False],
+        "stream_interval": [1],
+        "stop_regex": [[]],
+        "routed_experts_prompt_start": [0],
+        "routed_experts_start_len": [0],
+        "return_mm_kwargs": [True],
+        "session_params": [{}],
+        "custom_params": [{}],
+        "images_config": [{}],
     }
-    nothing = ("custom_logit_processor", "guided_whitespace_pattern", "lora_path", "kv_transfer_params", "moderation")
+    reports = "routed_experts", "meta_info", "prompt_text", "prompt_token_ids", "cached_tokens_details", "token_offsets"
+    shared |= {f"return_{name}": [False] for name in reports}
+    nothing = (
+        *("custom_logit_processor", "guided_whitespace_pattern", "lora_path", "kv_transfer_params", "moderation"),
+        *("repetition_detection", "logprob_token_ids", "ec_transfer_params", "ngram_corpus_id", "bootstrap_host"),
+        *("bootstrap_port", "bootstrap_room", "routed_dp_rank", "disagg_prefill_dp_rank", "data_parallel_rank"),
+    )
     shared |= {name: [] for name in nothing}
     assert {name: list(mark.values) for name, mark in marked(CompletionRequest).items()} == shared | {
         "suffix": [""],
         "add_special_tokens": [True],
         "prompt_embeds": [],
+        "thinking_token_budget": [-1],
     }
     assert {name: list(mark.values) for name, mark in marked(ChatRequest).items()} == shared | {
         "functions": [[]],
@@ -505,6 +522,11 @@ def test_values_that_are_what_the_server_does_are_those_of_the_table() -> None:
         "documents": [[]],
         "mm_processor_kwargs": [{}],
         "media_io_kwargs": [{}],
+        "max_dynamic_patch": [],
+        "min_dynamic_patch": [],
+        "use_audio_in_video": [False],
+        "input_ids": [],
+        "task": [],
     }
     assert {name: list(mark.values) for name, mark in marked(ResponsesRequest).items()} == shared | {
         "previous_response_id": [],

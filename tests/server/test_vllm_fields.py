@@ -26,6 +26,64 @@ LOGGED: Final[dict[str, dict[str, Any]]] = {
 """Fields that ask for logprobs, with one likeliest token."""
 
 
+NOTHING: Final[dict[str, Any]] = dict.fromkeys(
+    (
+        *("frequency_penalty", "logit_bias", "max_tokens", "presence_penalty", "response_format", "seed", "stop"),
+        *("stream_options", "temperature", "top_p", "user", "top_k", "min_p", "repetition_penalty", "watermarking"),
+        *("truncate_prompt_tokens", "truncation_side", "prompt_logprobs", "logprob_token_ids", "allowed_token_ids"),
+        *("structured_outputs", "session_id", "return_tokens_as_token_ids", "return_token_ids", "cache_salt"),
+        *("kv_transfer_params", "ec_transfer_params", "vllm_xargs", "repetition_detection", "stream_interval"),
+        *("regex", "ebnf", "stop_regex", "lora_path", "session_params", "custom_params", "custom_logit_processor"),
+        *("images_config", "bootstrap_host", "bootstrap_port", "bootstrap_room", "routed_dp_rank", "rid", "extra_key"),
+        *("disagg_prefill_dp_rank", "data_parallel_rank", "ngram_corpus_id", "thinking_token_budget"),
+    )
+)
+DEFAULTS: Final = NOTHING | {
+    **{"n": 1, "stream": False, "use_beam_search": False, "length_penalty": 1.0, "stop_token_ids": []},
+    **{"include_stop_str_in_output": False, "ignore_eos": False, "min_tokens": 0, "skip_special_tokens": True},
+    **{"spaces_between_special_tokens": True, "bad_words": [], "priority": 0, "request_id": "a-name"},
+    **{"routed_experts_prompt_start": 0, "return_token_offsets": False, "return_mm_kwargs": True},
+    **{"return_hidden_states": False, "return_routed_experts": False, "routed_experts_start_len": 0},
+    **{"return_cached_tokens_details": False, "no_stop_trim": False},
+}
+"""Fields of vLLM's and SGLang's requests with their defaults, which some clients send."""
+DEFAULTS_OF: Final[dict[str, dict[str, Any]]] = {
+    COMPLETE: {"echo": False, "logprobs": None, "suffix": None, "prompt_embeds": None, "add_special_tokens": True}
+    | {"best_of": None, "json_schema": None, "custom_labels": None},
+    CHAT: {"logprobs": False, "top_logprobs": 0, "max_completion_tokens": None, "tools": None, "tool_choice": "none"}
+    | {"reasoning_effort": None, "include_reasoning": True, "parallel_tool_calls": True, "echo": False}
+    | {"add_generation_prompt": True, "continue_final_message": False, "add_special_tokens": False, "documents": None}
+    | {"chat_template": None, "chat_template_kwargs": None, "media_io_kwargs": None, "mm_processor_kwargs": None}
+    | {"return_prompt_text": None, "return_prompt_token_ids": False, "return_meta_info": False, "task": None}
+    | {"separate_reasoning": True, "stream_reasoning": True, "max_dynamic_patch": None, "min_dynamic_patch": None}
+    | {"use_audio_in_video": False, "input_ids": None},
+}
+
+
+@pytest.mark.parametrize("path", DEFAULTS_OF)
+def test_the_defaults_of_vllm_and_sglang_ask_for_nothing(api: Client, path: str) -> None:
+    plain = api.asked(path, **LEAST[path])
+    assert api.asked(path, **LEAST[path], **DEFAULTS, **DEFAULTS_OF[path]).sampling == plain.sampling
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "accepted"),
+    [
+        ("truncation_side", "right", '"left" or null, because truncate_prompt_tokens keeps the last tokens'),
+        ("logprob_token_ids", [5], "null, because logprobs are for the likeliest tokens"),
+        ("stop_regex", "a+", "[] or null, because stop has strings, not patterns"),
+        ("return_routed_experts", True, "false or null, because routed experts are not reported"),
+    ],
+)
+def test_fields_of_vllm_and_sglang_that_are_not_served_are_refused(
+    api: Client, field: str, value: Any, accepted: str
+) -> None:
+    for path in LEAST:
+        status, error = api.refusal(path, **LEAST[path], **{field: value})
+        assert (status, error["param"]) == (400, field)
+        assert f"accepted: {accepted}" in error["message"]
+
+
 # --- logprobs of the sampling distribution ----------------------------------------------------------------------------
 
 

@@ -19,6 +19,7 @@ from detjax.server.http.field_types import (
     Biases,
     Body,
     Metadata,
+    RequestName,
     Stops,
     Token,
 )
@@ -41,7 +42,9 @@ class _ClientFields(Body):
     user: Annotated[str | None, Ignored("it identifies the client's own user")] = None
     safety_identifier: Annotated[str | None, Ignored("it identifies the client's own user")] = None
     metadata: Annotated[Metadata | None, Ignored("it is for the client's own use")] = None
-    request_id: Annotated[str | None, Ignored("answers have their own ids")] = None
+    session_id: Annotated[str | None, Ignored("the server keeps no state of sessions")] = None
+    extra_key: Annotated[str | list[str] | None, Ignored("it is for the client's own use")] = None
+    custom_labels: Annotated[dict[str, str] | None, Ignored("it is for the client's own use")] = None
     store: Annotated[bool | None, Ignored("the server stores no answers")] = None
     service_tier: Annotated[str | None, Ignored("all requests have the same priority")] = None
     priority: Annotated[int | None, Ignored("all requests have the same priority")] = None
@@ -64,6 +67,32 @@ class _ClientFields(Body):
     kv_transfer_params: Annotated[Any, Unserved(why="keys and values stay on their server")] = None
     vllm_xargs: Annotated[Any, Unserved({}, why="the engine is not vLLM")] = None
     moderation: Annotated[Any, Unserved(why="the server does not moderate content")] = None
+    truncation_side: Annotated[Any, Unserved("left", why="truncate_prompt_tokens keeps the last tokens")] = None
+    watermarking: Annotated[Any, Unserved(False, why="the server does not mark its texts")] = None
+    repetition_detection: Annotated[Any, Unserved(why="an answer that repeats itself does not end early")] = None
+    logprob_token_ids: Annotated[Any, Unserved(why="logprobs are for the likeliest tokens")] = None
+    stream_interval: Annotated[Any, Unserved(1, why="each token is sent at once")] = None
+    stop_regex: Annotated[Any, Unserved([], why="stop has strings, not patterns")] = None
+    return_routed_experts: Annotated[Any, Unserved(False, why="routed experts are not reported")] = None
+    routed_experts_prompt_start: Annotated[Any, Unserved(0, why="routed experts are not reported")] = None
+    routed_experts_start_len: Annotated[Any, Unserved(0, why="routed experts are not reported")] = None
+    return_meta_info: Annotated[Any, Unserved(False, why="the answer has its fields at their places")] = None
+    return_prompt_text: Annotated[Any, Unserved(False, why="return_token_ids reports the prompt")] = None
+    return_prompt_token_ids: Annotated[Any, Unserved(False, why="return_token_ids reports the prompt")] = None
+    return_cached_tokens_details: Annotated[Any, Unserved(False, why="usage has the number of cached tokens")] = None
+    return_token_offsets: Annotated[Any, Unserved(False, why="logprobs have the offsets")] = None
+    return_mm_kwargs: Annotated[Any, Unserved(True, why="it concerns requests that only render")] = None
+    ec_transfer_params: Annotated[Any, Unserved(why="images are computed where they are used")] = None
+    session_params: Annotated[Any, Unserved({}, why="the server keeps no state of sessions")] = None
+    custom_params: Annotated[Any, Unserved({}, why="the server does not run clients' code")] = None
+    images_config: Annotated[Any, Unserved({}, why="the checkpoint says how large images are")] = None
+    ngram_corpus_id: Annotated[Any, Unserved(why="no tokens are guessed in advance")] = None
+    bootstrap_host: Annotated[Any, Unserved(why="keys and values stay on their server")] = None
+    bootstrap_port: Annotated[Any, Unserved(why="keys and values stay on their server")] = None
+    bootstrap_room: Annotated[Any, Unserved(why="keys and values stay on their server")] = None
+    routed_dp_rank: Annotated[Any, Unserved(why="the server chooses the engine")] = None
+    disagg_prefill_dp_rank: Annotated[Any, Unserved(why="the server chooses the engine")] = None
+    data_parallel_rank: Annotated[Any, Unserved(why="the server chooses the engine")] = None
 
 
 class SamplingRequest(_ClientFields, FormFields):
@@ -93,6 +122,8 @@ class SamplingRequest(_ClientFields, FormFields):
         description="Samples from tokens with at least this fraction of the maximum probability. Default: the "
         "checkpoint's, else 0.",
     )
+    request_id: RequestName | None = Field(default=None, description="A name of the request for /abort_request.")
+    rid: RequestName | None = Field(default=None, description="SGLang's name of request_id.")
     seed: int | None = Field(
         default=None,
         ge=-1,

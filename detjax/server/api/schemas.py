@@ -36,6 +36,7 @@ class CompletionRequest(GenerationRequest):
     suffix: Annotated[Any, Unserved("", why="text is only continued")] = None
     add_special_tokens: Annotated[Any, Unserved(True, why="a text prompt gets the tokenizer's special tokens")] = None
     prompt_embeds: Annotated[Any, Unserved(why="a prompt is text or token ids")] = None
+    thinking_token_budget: Annotated[Any, Unserved(-1, why="chats have reasoning")] = None
 
     @model_validator(mode="after")
     def _check_combinations(self) -> "CompletionRequest":
@@ -118,6 +119,11 @@ class ChatRequest(GenerationRequest):
     documents: Annotated[Any, Unserved([], why="the chat template gets only messages")] = None
     mm_processor_kwargs: Annotated[Any, Unserved({}, why="video parts have fps, min_frames and max_frames")] = None
     media_io_kwargs: Annotated[Any, Unserved({}, why="video parts have fps, min_frames and max_frames")] = None
+    max_dynamic_patch: Annotated[Any, Unserved(why="the checkpoint says how large images are")] = None
+    min_dynamic_patch: Annotated[Any, Unserved(why="the checkpoint says how large images are")] = None
+    use_audio_in_video: Annotated[Any, Unserved(False, why="the model reads no sound")] = None
+    input_ids: Annotated[Any, Unserved(why="the chat template makes the prompt; completions take tokens")] = None
+    task: Annotated[Any, Unserved(why="the chat template makes the prompt")] = None
 
     @model_validator(mode="after")
     def _check_combinations(self) -> "ChatRequest":

@@ -4,7 +4,6 @@ import hmac
 from collections.abc import Awaitable, Callable
 from typing import Annotated, Any, Final, cast, get_args
 
-from pydantic import Discriminator, Field, Tag
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -14,29 +13,23 @@ from detjax.server.api.field_marks import Ignored, Unserved
 from detjax.server.control.control import Control, Mode
 from detjax.server.control.uploads import WeightFiles
 from detjax.server.http.errors import ApiError, quote, to_api_error
-from detjax.server.http.field_types import Body, text_or_list
+from detjax.server.http.field_types import Body, RequestNames
 
 _MODES: Final = get_args(Mode)
 _BOOLS: Final = {"true": True, "1": True, "false": False, "0": False}
-_LONGEST_ID: Final = 128
-_MOST_IDS: Final = 4096
-
-type Id = Annotated[str, Field(max_length=_LONGEST_ID)]
-type Ids = Annotated[
-    Annotated[Id, Tag("<text>")] | Annotated[list[Id], Field(max_length=_MOST_IDS, fail_fast=True), Tag("<list>")],
-    Discriminator(
-        text_or_list,
-        custom_error_type="ids_type",
-        custom_error_message=f"accepted: a string of up to {_LONGEST_ID} characters, or a list of up to {_MOST_IDS}",
-    ),
-]
 
 
 class AbortBody(Body):
     """SGLang's body of /abort_request."""
 
-    rid: Ids | None = None
+    rid: RequestNames | None = None
     abort_all: bool = False
+
+
+class AbortRequestsBody(Body):
+    """vLLM's body of /abort_requests."""
+
+    request_ids: RequestNames | None = None
 
 
 class UpdateBody(Body):
@@ -82,6 +75,7 @@ class ControlRoutes:
             ("GET", "/is_sleeping"): self._is_sleeping,
             ("POST", "/reset_prefix_cache"): self._reset_prefix_cache,
             ("POST", "/abort_request"): self._abort_request,
+            ("POST", "/abort_requests"): self._abort_requests,
             ("POST", "/update_weights_from_disk"): self._update_weights_from_disk,
             ("PUT", "/weights"): self._put_weights,
         }
@@ -158,6 +152,11 @@ class ControlRoutes:
         names = [body.rid] if isinstance(body.rid, str) else body.rid
         count = await self._control.abort(None if body.abort_all else names)
         return JSONResponse({"success": True, "aborted": count})
+
+    async def _abort_requests(self, request: Request) -> Response:
+        body: AbortRequestsBody = await self._parse(request, AbortRequestsBody)
+        names = [body.request_ids] if isinstance(body.request_ids, str) else body.request_ids
+        return JSONResponse({"status": "aborted", "aborted": await self._control.abort(names or None)})
 
     # --- weights ------------------------------------------------------------------------------------------------------
 

@@ -45,6 +45,10 @@ MAX_CALLS: Final = 128
 """Tool calls per message."""
 LONGEST_SALT: Final = 256
 """Characters of `cache_salt`."""
+LONGEST_NAME: Final = 256
+"""Characters of a request's name."""
+MAX_NAMES: Final = 4096
+"""Requests to abort at once."""
 RESERVED_VARIABLES: Final = frozenset(
     {"add_generation_prompt", "continue_final_message", "documents", "messages", "raise_exception", "self"}
     | {"strftime_now", "tools"}
@@ -127,6 +131,16 @@ def _check_variables(value: Any) -> Any:
     return value
 
 
+type RequestName = Annotated[str, Field(max_length=LONGEST_NAME)]
+type RequestNames = Annotated[
+    Annotated[RequestName, Tag("<text>")]
+    | Annotated[list[RequestName], Field(max_length=MAX_NAMES, fail_fast=True), Tag("<list>")],
+    Discriminator(
+        text_or_list,
+        custom_error_type="names_type",
+        custom_error_message=f"accepted: a string of up to {LONGEST_NAME} characters, or a list of up to {MAX_NAMES}",
+    ),
+]
 type Token = Annotated[int, Field(ge=0, le=LARGEST)]
 type Tokens = Annotated[list[Token], Field(min_length=1, max_length=MAX_TOKENS, fail_fast=True)]
 type Prompt = Annotated[
