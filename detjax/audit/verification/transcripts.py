@@ -257,9 +257,7 @@ def _sampling(content: Any) -> SamplingParams:
 
 def _reasoning_budget(value: Any) -> ReasoningBudget:
     marks = value["marks"]
-    end, begin, spaces = (
-        _tokens(f"reasoning_budget.marks.{name}", marks[name]) for name in ("end", "begin", "spaces")
-    )
+    end, begin, spaces = (_tokens(f"reasoning_budget.marks.{name}", marks[name]) for name in ("end", "begin", "spaces"))
     tokens = _integer("reasoning_budget.tokens", value["tokens"])
     return ReasoningBudget(tokens, ReasoningMarks(end, begin, bool(marks["is_open"]), spaces, bool(marks["repeats"])))
 

@@ -24,7 +24,6 @@ from detjax.engine import (
     Constraint,
     Engine,
     Generation,
-    PromptLogprobs,
     Request,
     SamplingParams,
     Token,
