@@ -253,17 +253,19 @@ def test_requests_are_aborted_by_the_names_in_their_bodies_at_vllms_path_and_at_
     begun.wait()
     until_running(trainer, 4)
     trainer.done("POST", "/pause?mode=keep")
-    assert trainer.done("POST", "/abort_requests", json={"request_ids": ["mine"]}) == {
-        "status": "aborted",
-        "aborted": 1,
-    }
-    assert trainer.done("POST", "/abort_request", json={"rid": "streamed"})["aborted"] == 1
-    assert named.result()["choices"][0]["finish_reason"] == "abort"
-    assert stream.result()[-1]["choices"][0]["finish_reason"] == "abort"
-    assert not other.done() and not last.done()
-    assert trainer.done("POST", "/abort_requests", json={})["aborted"] == 2
-    assert {one.result()["choices"][0]["finish_reason"] for one in (other, last)} == {"abort"}
-    trainer.done("POST", "/resume")
+    try:
+        assert trainer.done("POST", "/abort_requests", json={"request_ids": ["mine"]}) == {
+            "status": "aborted",
+            "aborted": 1,
+        }
+        assert trainer.done("POST", "/abort_request", json={"rid": "streamed"})["aborted"] == 1
+        assert named.result()["choices"][0]["finish_reason"] == "abort"
+        assert stream.result()[-1]["choices"][0]["finish_reason"] == "abort"
+        assert not other.done() and not last.done()
+        assert trainer.done("POST", "/abort_requests", json={})["aborted"] == 2
+        assert {one.result()["choices"][0]["finish_reason"] for one in (other, last)} == {"abort"}
+    finally:  # otherwise a failure would wait for frozen requests
+        trainer.done("POST", "/resume")
     assert asked(**LONG).result()["choices"][0] == long
 
 
