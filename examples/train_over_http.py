@@ -39,7 +39,11 @@ from detjax.rl.trainer.optimizers import adamw
 
 TASK, DIFFICULTY, PROMPTS, SAMPLES, MAX_TOKENS = TASKS["addition"], 2, 2, 4, 6
 DRAWN = Distribution(temperature=1.0)  # what tokens are drawn from, and what the loss takes logprobs of
-SIZES = {"max_samples": 4, "token_budget": 16, "max_length": 64}  # of the engine; no bit depends on them
+SIZES: dict[str, Any] = {
+    "max_samples": 4,
+    "token_budget": 16,
+    "max_length": 64,
+}  # of the engine; no bit depends on them
 
 
 class Sampler(Protocol):

@@ -13,12 +13,15 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from detjax.engine import Engine
 from detjax.rl.trainer.microbatches import Packed
 from tests.rl import policies
 from tests.rl.test_functional import training
+from tests.server.controlled import KEY, SIZES, controlled, saved
 from tests.support.bits import assert_same_bits, same_bits
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+HTTP = runpy.run_path(str(EXAMPLES / "train_over_http.py"))
 GAME = runpy.run_path(str(EXAMPLES / "multi_turn.py"))
 
 
@@ -37,11 +40,26 @@ def test_training_over_http_has_the_bits_of_training_in_one_process(
     monkeypatch.setattr(sys, "argv", ["train_over_http.py", "--compare", "--steps", "2"])
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(EXAMPLES.parent))
-    runpy.run_path(str(EXAMPLES / "train_over_http.py"))["main"]()
+    HTTP["main"]()
     *steps, compared = capfd.readouterr().out.splitlines()
     assert [line.partition(":")[0] for line in steps] == ["step 0", "step 1"]
     assert len({line.partition("weights ")[2] for line in steps}) == 2
     assert compared == "2 steps have the same bits in this process"
+
+
+def test_the_loop_over_http_notices_answers_of_other_weights(tmp_path: Path) -> None:
+    versions, prompts, seeds = saved(tmp_path, ["one", "two"]), [[5, 6, 7], [8, 9]], [3, 2**64 - 1]
+    with controlled(tmp_path) as trainer, Engine(*versions["two"], **SIZES) as engine:
+        server = HTTP["Server"](trainer.running.url, KEY, versions["one"][1])
+        server.update(versions["two"][0])
+        given, expected = server.rollouts(prompts, seeds), HTTP["InProcess"](engine).rollouts(prompts, seeds)
+        for one, other in zip(given, expected, strict=True):
+            assert_same_bits((one.completion, one.sampling_logprobs), (other.completion, other.sampling_logprobs))
+        trainer.update(Path("one"))  # by somebody else
+        with pytest.raises(AssertionError):
+            server.rollouts(prompts, seeds)
+        server.update(versions["two"][0])
+        assert_same_bits([one.completion for one in server.rollouts(prompts, seeds)], [one.completion for one in given])
 
 
 def test_conversations_with_a_tool_are_trained(capsys: pytest.CaptureFixture[str]) -> None:
