@@ -45,7 +45,7 @@ class WeightFiles:
             read = [path, *path.iterdir()] if path.is_dir() else [path]
             inside = all(file.resolve().is_relative_to(self._root) for file in read)
         except (OSError, ValueError, RuntimeError):  # a null character, or a loop of links
-            inside, path = False, self._root
+            inside, path, read = False, self._root, []
         if not inside:
             raise ApiError(
                 400,
