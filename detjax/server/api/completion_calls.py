@@ -105,9 +105,7 @@ class CompletionCall(ChoicesCall):
             | self._prompt_logprobs(prompt, scores)
         )
 
-    def _logprobs_json(
-        self, prompt: int, completion: Completion, scores: PromptLogprobs | None, echoed: str
-    ) -> Json:
+    def _logprobs_json(self, prompt: int, completion: Completion, scores: PromptLogprobs | None, echoed: str) -> Json:
         """Returns the logprobs of a choice's tokens, preceded by the prompt's if `scores` are given."""
         model, length = self.model, len(echoed) + len(completion.text or "")
         offsets = self._text_offsets(start=len(echoed))
