@@ -272,11 +272,11 @@ def test_streams_of_choices_have_their_own_reasoning(metadata: ModelMetadata, wo
     with answering(HERMES, metadata, words, THOUGHT) as (client, _):
         chunks = client.ask(CHAT, messages=[USER], tools=TOOLS, n=2, stream=True)
         for index in range(2):
-            own = [
+            parts = [
                 dict(chunk, choices=[choice for choice in chunk["choices"] if choice["index"] == index])
                 for chunk in chunks
             ]
-            message, _ = joined(own)
+            message, _ = joined(parts)
             assert (message["reasoning"], message["content"]) == ("Hm,\nhm.", "Yes.")
 
 

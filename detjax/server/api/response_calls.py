@@ -209,7 +209,7 @@ class ResponsesCall(ApiCall):
         self._finish_reason = token.finish_reason
 
     def _events(self, parts: Sequence[Part]) -> Iterator[Json]:
-        """Yields the events of parts, the first of which has the pending logprobs."""
+        """Yields the events of parts. The first part has the pending logprobs."""
         for part in parts:
             for one in self._output.add(part, self._pending_logprobs):
                 yield self._numbered(one)
