@@ -295,7 +295,7 @@ def test_a_replica_that_starts_again_sleeps_and_pauses_like_the_others(
     two.run(Sleep(keeps_weights=False))
     two.run(WakeUp())
     two.kill(0)
-    assert not two.commands[-1].engine._loop.has_weights
+    wait_until(lambda: not two.commands[-1].engine._loop.has_weights)
     two.update("one")
     assert two.from_each() == [answers["one"]] * 2
 
@@ -315,6 +315,6 @@ def test_an_abort_reaches_the_replica_of_its_request_also_before_the_request(two
 
     first, second, events = asyncio.run(aborted())
     assert first.completions[0].finish_reason == second.completions[0].finish_reason == "abort"
-    assert 0 < len(first.completions[0].tokens) < 300
+    assert len(first.completions[0].tokens) < 300
     assert second.completions[0].tokens == ()
     assert [event.sample for _, event in events] == [0]
