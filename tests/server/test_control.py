@@ -3,6 +3,7 @@
 import gc
 import json
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -47,7 +48,16 @@ def versions(directory: Path) -> dict[str, tuple[Decoder, Tokenizer]]:
 
 @pytest.fixture(scope="module")
 def server(directory: Path, versions: Any) -> Iterator[Trainer]:
+    """A server whose steps take a while, so that long requests are still running when a test acts on them."""
     with controlled(directory) as trainer:
+        loop = trainer.running.engine._loop
+        step = loop.step
+
+        def slow_step() -> Any:
+            time.sleep(0.005)
+            return step()
+
+        loop.step = slow_step
         yield trainer
 
 
@@ -95,6 +105,10 @@ class Asked:
 def asked(trainer: Trainer) -> Iterator[Asked]:
     with ThreadPoolExecutor(8) as pool:
         yield Asked(trainer, pool)
+        # A test that failed may have left calls that would wait forever.
+        for path in ("/wake_up", "/resume"):
+            trainer.control("POST", path)
+        trainer.control("POST", "/abort_request", json={"abort_all": True})
 
 
 def until_running(trainer: Trainer, count: int = 1) -> None:
@@ -163,7 +177,7 @@ def test_a_pause_that_keeps_requests_freezes_them_and_changes_no_bit(trainer: Tr
     assert trainer.http.get("/health").json() == {"status": "paused"}
     assert "detjax_paused 1.0" in trainer.http.get("/metrics").text
     steps = trainer.running.engine.stats()
-    assert trainer.running.engine.busy_seconds == 0  # no step is computed
+    wait_until(lambda: trainer.running.engine.busy_seconds == 0)  # no step is computed
     assert trainer.running.engine.stats() == steps
     assert not any(future.done() for future in (stream, whole, held))
     assert trainer.done("POST", "/resume") == {"status": "resumed"}
