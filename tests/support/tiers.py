@@ -79,7 +79,6 @@ FAST: Final = tuple(
         ),
         "runtime": ("test_backends.py", "test_jax_options.py"),
         "server": (
-            "test_answer_fields.py",
             "test_conversations.py",
             "test_guard.py",
             "test_json_pieces.py",
@@ -93,7 +92,6 @@ FAST: Final = tuple(
             "test_statuses.py",
             "test_text_routes.py",
             "test_text_worker.py",
-            "test_tool_formats.py",
         ),
         "tools": (
             "test_case_sampling.py",
