@@ -291,7 +291,7 @@ def bad_word_tokens(words: Iterable[str], tokenizer: Tokenizer | None) -> list[t
     that gives as many tokens and another first token.
 
     Raises:
-        ValueError: there is no tokenizer, or a word has no tokens.
+        ValueError: the tokenizer is missing, or a word has no tokens.
     """
     if tokenizer is None:
         message = "bad_words need a tokenizer, and none was given. Pass the checkpoint's tokenizer."

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import dataclasses
 import hashlib
-import hmac
 from collections.abc import AsyncGenerator, Callable, Collection, Coroutine
 from functools import partial
 from pathlib import Path
@@ -45,6 +44,7 @@ from detjax.server.http.errors import ApiError, error_response, quote, to_api_er
 from detjax.server.http.guard import Admission, ClientGone, Guard
 from detjax.server.http.hosts import HostCheck
 from detjax.server.http.json_pieces import TURN_BYTES, JsonPieces
+from detjax.server.http.keys import check_key, key_of
 from detjax.server.http.metrics import Metrics, RequestMetrics
 from detjax.server.http.requests import CLIENT_CLOSED_REQUEST, RequestLog, RequestRecord, record_of
 from detjax.server.http.settings import RAW, LogprobsMode, Settings
@@ -333,22 +333,14 @@ class _Api:
 
     def _caller(self, request: Request) -> Caller:
         """Returns the sender of an authorized request: a digest of the key, or nobody if no key is required."""
-        client = hashlib.sha256(_key_of(request)[1]).hexdigest() if self._keys else None
+        client = hashlib.sha256(key_of(request)[1]).hexdigest() if self._keys else None
         return Caller(client, has_own_prefixes=self.settings.separate_prefixes)
 
     def _authorize(self, request: Request) -> None:
         """Rejects requests without one of the server's keys, if it has any."""
         if not self._keys:
             return
-        kind, key = _key_of(request)
-        if kind != "bearer" or not any([hmac.compare_digest(key, known) for known in self._keys]):
-            problem = "the API key is wrong" if key else "no API key was sent"
-            raise ApiError(
-                401,
-                f"{problem}; expected: the header 'Authorization: Bearer KEY' with a key of this server",
-                code="invalid_api_key",
-                headers={"WWW-Authenticate": "Bearer"},
-            )
+        check_key(request, self._keys, name="API key", expected="a key of this server", code="invalid_api_key")
 
     def _check_model_name(self, name: str) -> None:
         if name not in self.settings.names:
@@ -426,12 +418,6 @@ class _Api:
     async def metrics_text(self, _: Request) -> Response:
         """GET /metrics."""
         return Response(self.metrics.text(), headers={"Content-Type": _METRICS_TYPE})
-
-
-def _key_of(request: Request) -> tuple[str, bytes]:
-    """Returns the kind and the key in a request's Authorization header."""
-    kind, _, key = request.headers.get("authorization", "").partition(" ")
-    return kind.lower(), key.strip().encode("latin-1")
 
 
 class _PageFiles(StaticFiles):

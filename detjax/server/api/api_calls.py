@@ -163,11 +163,12 @@ class ApiCall(abc.ABC):
         """Makes the requests to the engine, and compiles the constraint, which may depend on the prompt."""
         await self.encode_prompts()
         limits = await run_in_threadpool(self._limits)
-        self._params = dataclasses.replace(self._params, **limits)
-        self.requests = [
-            dataclasses.replace(request, sampling=dataclasses.replace(request.sampling, **limits))
-            for request in self.requests
-        ]
+        if any(limit is not None for limit in limits.values()):  # copies check all parameters again
+            self._params = dataclasses.replace(self._params, **limits)
+            self.requests = [
+                dataclasses.replace(request, sampling=dataclasses.replace(request.sampling, **limits))
+                for request in self.requests
+            ]
         if self._returns_receipts and any(request.images for request in self.requests):
             raise ApiError(
                 400,

@@ -24,6 +24,18 @@ from detjax.server.http.field_types import (
     Token,
 )
 
+ReasoningTokens = Annotated[
+    int | None,
+    Field(
+        ge=-1,
+        le=LARGEST,
+        description="Maximum number of tokens of reasoning; then the mark that ends it is forced. Default, and for -1: "
+        "no limit.",
+    ),
+]
+"""The type of the budget of reasoning in chats and responses. Not a `type` statement, which would be a schema of its
+own in the OpenAPI document."""
+
 
 class StreamOptions(Body):
     include_usage: bool | None = Field(default=None, description="Send the token counts in a final chunk.")

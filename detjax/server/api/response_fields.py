@@ -12,7 +12,7 @@ from detjax.models import Tokenizer
 from detjax.server.api.field_marks import Ignored, Unserved
 from detjax.server.api.images import ShownPart
 from detjax.server.api.messages import VideoFields, check_items, part_discriminator, shown_in
-from detjax.server.api.request_fields import SamplingRequest
+from detjax.server.api.request_fields import ReasoningTokens, SamplingRequest
 from detjax.server.http.field_types import LARGEST, MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, Body, Variables, text_or_list
 from detjax.server.tools.definitions import (
     CHOICE,
@@ -291,13 +291,7 @@ class ResponsesRequest(SamplingRequest):
     )
     stream_options: ResponseStreamOptions | None = Field(default=None, description="Options of the stream.")
     reasoning: Reasoning | None = Field(default=None, description="Options of the reasoning.")
-    thinking_token_budget: int | None = Field(
-        default=None,
-        ge=-1,
-        le=LARGEST,
-        description="Maximum number of tokens of reasoning; then the mark that ends it is forced. Default, and for -1: "
-        "no limit.",
-    )
+    thinking_token_budget: ReasoningTokens = None
     max_tool_calls: Annotated[int | None, Ignored("the server calls no tools itself")] = None
     previous_response_id: Annotated[Any, Unserved(why="the server keeps no answers; send all items as input")] = None
     conversation: Annotated[Any, Unserved(why="the server keeps no conversations; send all items as input")] = None

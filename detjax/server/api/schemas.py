@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from detjax.engine import FieldError
 from detjax.server.api.field_marks import Unserved
 from detjax.server.api.messages import Messages, content_for_template
-from detjax.server.api.request_fields import GenerationRequest
+from detjax.server.api.request_fields import GenerationRequest, ReasoningTokens
 from detjax.server.http.field_types import LARGEST, Prompt, Variables
 from detjax.server.tools.definitions import ChatToolChoice, ChatTools, ToolUse, tool_use
 
@@ -87,13 +87,7 @@ class ChatRequest(GenerationRequest):
     reasoning_effort: str | None = Field(
         default=None, description="A variable of the chat template, which decides what it means: none, low, high, ..."
     )
-    thinking_token_budget: int | None = Field(
-        default=None,
-        ge=-1,
-        le=LARGEST,
-        description="Maximum number of tokens of reasoning; then the mark that ends it is forced. Default, and for -1: "
-        "no limit.",
-    )
+    thinking_token_budget: ReasoningTokens = None
     include_reasoning: bool | None = Field(default=None, description="false: leave out the reasoning. Default: true.")
     functions: Annotated[Any, Unserved([], why="tools has it")] = None
     function_call: Annotated[Any, Unserved("none", "auto", why="tool_choice has it")] = None

@@ -1,6 +1,5 @@
 """The control paths. Their names, parameters and answers are vLLM's and SGLang's, where these have them."""
 
-import hmac
 from collections.abc import Awaitable, Callable
 from typing import Annotated, Any, Final, cast, get_args
 
@@ -14,6 +13,7 @@ from detjax.server.control.control import Control, Mode
 from detjax.server.control.uploads import WeightFiles
 from detjax.server.http.errors import ApiError, quote, to_api_error
 from detjax.server.http.field_types import Body, RequestNames
+from detjax.server.http.keys import check_key
 
 _MODES: Final = get_args(Mode)
 _BOOLS: Final = {"true": True, "1": True, "false": False, "0": False}
@@ -83,16 +83,8 @@ class ControlRoutes:
 
     def _guarded(self, handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
         async def guarded(request: Request) -> Response:
-            kind, _, key = request.headers.get("authorization", "").partition(" ")
-            given = key.strip().encode("latin-1")
-            if kind.lower() != "bearer" or not hmac.compare_digest(given, self._key):
-                problem = "the control key is wrong" if given else "no control key was sent"
-                raise ApiError(
-                    401,
-                    f"{problem}; expected: the header 'Authorization: Bearer KEY' with this server's control key",
-                    code="invalid_control_key",
-                    headers={"WWW-Authenticate": "Bearer"},
-                )
+            expected, code = "this server's control key", "invalid_control_key"
+            check_key(request, (self._key,), name="control key", expected=expected, code=code)
             try:
                 return await handler(request)
             except Exception as error:
