@@ -4,10 +4,11 @@ proselint does the reading, with the checks of its own that suit technical prose
 `tools/prose.toml`. Of a Python file it reads comments and string literals of several words, of a page the text outside
 of code and link targets, and of a notebook the Markdown cells.
 
-docs/develop/glossary.md states the rules.
+docs/develop/glossary.md states the rules. Files found clean are remembered in `.prose_cache` by their content and the rules.
 """
 
 import ast
+import hashlib
 import io
 import itertools
 import json
@@ -16,6 +17,7 @@ import sys
 import tokenize
 import tomllib
 from collections.abc import Iterator, Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,7 +28,10 @@ from proselint.registry.checks import Check, types
 from proselint.registry.checks.engine import Fancy
 from proselint.tools import LintFile
 
-RULES: Final[Mapping[str, Any]] = tomllib.loads((Path(__file__).parent / "prose.toml").read_text())
+_RULES_FILE: Final = Path(__file__).with_name("prose.toml")
+RULES: Final[Mapping[str, Any]] = tomllib.loads(_RULES_FILE.read_text())
+
+CACHE: Final = Path(".prose_cache")
 
 _NOT_PROSE: Final = re.compile(r"(?s:```.*?```)|`[^`\n]+`|\]\([^)]*\)|<[^>\n]+>|https?://\S+")
 """Parts of a page that are not prose: code, targets of links, tags."""
@@ -125,6 +130,12 @@ def violations(file: Path) -> list[tuple[int, str]]:
     return sorted(entries)
 
 
+def content_key(text: str, name: str) -> str:
+    """Returns the key of a file's content under the rules, this script and proselint as they are."""
+    rules = (_RULES_FILE.read_text(), Path(__file__).read_text(), version("proselint"))
+    return hashlib.sha256("\0".join((*rules, name, text)).encode()).hexdigest()
+
+
 def main(arguments: list[str]) -> int:
     """Prints every violation in the folders and files named, and returns 1 if there is one."""
     register_checks()
@@ -137,11 +148,17 @@ def main(arguments: list[str]) -> int:
         and str(file) not in RULES["excluded"]
         and not any(part.startswith(".") for part in file.parts)
     )
-    count = 0
+    clean = set(CACHE.read_text().split()) if CACHE.exists() else set[str]()
+    count, still_clean = 0, set[str]()
     for file in files:
-        for line, text in violations(file):
-            count += 1
+        key = content_key(file.read_text(), str(file))
+        refused = [] if key in clean else violations(file)
+        if not refused:
+            still_clean.add(key)
+        for line, text in refused:
             print(f"{file}:{line}: {text}")
+        count += len(refused)
+    CACHE.write_text("\n".join(sorted(still_clean)))
     print(f"Prose: {count} violations in {len(files)} files" if count else f"Prose: {len(files)} files are clean")
     return int(count > 0)
 

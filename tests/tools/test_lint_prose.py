@@ -76,3 +76,25 @@ def test_each_phrase_of_the_list_matches_what_it_names() -> None:
     ).split("|")
     for check in lint_prose.phrase_checks():
         assert any(list(check.check(f"\n{sample} x\n")) for sample in samples), check.check_type
+
+
+def test_a_file_is_remembered_only_as_it_was_when_clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(lint_prose, "register_checks", lambda: None)
+    page = Path("page.md")
+    for text, code in [("A page.", 0), ("A page.", 0), ("Likewise.", 1), ("Likewise.", 1), ("A page.", 0)]:
+        page.write_text(text)
+        assert lint_prose.main(["page.md"]) == code
+
+
+def test_a_clean_file_is_not_read_again_until_the_rules_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(lint_prose, "register_checks", lambda: None)
+    Path("page.md").write_text("A page.")
+    assert lint_prose.main(["page.md"]) == 0
+    monkeypatch.setattr(lint_prose, "violations", lambda file: [(1, "read again")])
+    assert lint_prose.main(["page.md"]) == 0
+    rules = tmp_path / "prose.toml"
+    rules.write_text("# other rules")
+    monkeypatch.setattr(lint_prose, "_RULES_FILE", rules)
+    assert lint_prose.main(["page.md"]) == 1
