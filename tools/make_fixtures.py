@@ -1,7 +1,9 @@
 """Writes the tiny checkpoints of `tests/fixtures/`, each with the outputs of transformers.
 
-    pip install torch==2.13.0 torchvision==0.28.0 transformers==5.23.0        (Python 3.11)
+    pip install torch==2.13.0 torchvision==0.28.0 transformers==5.24.0        (Python 3.11)
     python tools/make_fixtures.py [--only NAME]
+
+Transformers 5.23.0 made the fixtures up to `qwen3-5-moe-vl` in `tools/fixtures.toml`, and 5.24.0 the others.
 
 detjax itself needs none of them: tests read this tool's files. Only the fixture with a video needs torchvision.
 `tools/fixtures.toml` is the table of fixtures. A new one needs an entry there and a folder with its `config.json`,
@@ -60,7 +62,7 @@ from pathlib import Path
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
-VERSIONS = {"torch": "2.13.0", "transformers": "5.23.0"}
+VERSIONS = {"torch": "2.13.0", "transformers": "5.24.0"}
 INSTALL = f"pip install torch=={VERSIONS['torch']} transformers=={VERSIONS['transformers']} (Python 3.11)"
 
 try:
@@ -77,7 +79,7 @@ transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 
 FIXTURES = Path(__file__).resolve().parent.parent / "tests" / "fixtures"
-MAX_TOTAL_BYTES = 10_000_000
+MAX_TOTAL_BYTES = 15_000_000
 
 # 128 positions are one block of detjax's attention; the sequence and the continuation must both cross its end.
 TOKENS = 163
@@ -887,7 +889,8 @@ by more than {gap:.0e} at every step of a continuation, which crosses position 1
 `qwen3/reference.json` has conversations and plain strings with the text and ids from its tokenizer. With a sliding
 window of n, a token sees itself and the n - 1 tokens before it.
 
-Written by `python tools/make_fixtures.py` (Python 3.11, torch {torch}, transformers {transformers}); do not edit.
+Written by `python tools/make_fixtures.py` (Python 3.11, torch {torch}, transformers {transformers}, and 5.23.0 up to
+`qwen3-5-moe-vl`); do not edit.
 
 | fixture | stored as | bytes | special features |
 |---|---|---|---|
