@@ -19,7 +19,8 @@ If the model takes images, `tokens` and `prompt` contain them, and `reference.np
     image_<i>     uint8 [h, w, 3]  an image, before resizing by `preprocessor_config.json`
     patches       float32 [N, P]   the patches of all images, as transformers processed them
     grids         int32 [i, 2]     rows and columns of patches of each image
-    rows          float32 [n, D]   the vision tower's output, a row for each image token
+    rows          float32 [n, D]   the vision tower's output, a row for each image token; if rows of inner blocks join
+                                   the first layers, they are appended to it
 
 If it takes a video, `video` is uint8 [F, h, w, 3], and `video_patches`, `video_grid`, int32 [3], and `video_rows` are
 the corresponding arrays; `fps` is the frame rate.
@@ -134,6 +135,8 @@ class Fixture:
             all experts, and tensors of other parts.
         mxfp4: suffixes of the names of tensors [E, inputs, outputs] that are drawn exactly representable in MXFP4, and
             stored in it.
+        transposed: suffixes of the names of tensors [E, outputs, inputs] that are stored with inputs as rows, as in
+            published checkpoints.
         images: height and width of each image, and the position of its first token.
         pixels: the processor's minimum and maximum number of pixels.
         video: frames, height and width of a video, the position of its first token, and its frame rate.
@@ -148,6 +151,7 @@ class Fixture:
     chat: bool = False
     published_names: bool = False
     mxfp4: tuple[str, ...] = ()
+    transposed: tuple[str, ...] = ()
     images: tuple[tuple[int, int, int], ...] = ()
     pixels: tuple[int, int] = (0, 0)
     video: tuple[int, int, int, int, float] | None = None
@@ -383,11 +387,19 @@ def store_as_multimodal(file: Path, model: Model) -> None:
     safetensors.torch.save_file(held | others, file, metadata={"format": "pt"})
 
 
+def store_transposed(file: Path, fixture: Fixture) -> None:
+    """Swaps the last two axes of the tensors that the fixture names."""
+    held = safetensors.torch.load_file(file).items()
+    swapped = {name: x.mT.contiguous() if name.endswith(fixture.transposed) else x for name, x in held}
+    safetensors.torch.save_file(swapped, file, metadata={"format": "pt"})
+
+
 def image_processor(fixture: Fixture) -> transformers.BaseImageProcessor:
     """Returns the processor that makes patches of a fixture's images."""
     vision, (least, most) = fixture.config.vision_config, fixture.pixels
     # The mean and standard deviation of channels in published files.
-    scales = {name: [0.5] * 3 for name in ("image_mean", "image_std")} if "qwen3_5" in vision.model_type else {}
+    is_half = vision.model_type.startswith(("qwen3_5", "qwen3_vl"))
+    scales = {name: [0.5] * 3 for name in ("image_mean", "image_std")} if is_half else {}
     return transformers.Qwen2VLImageProcessorPil(
         **scales,
         size={"shortest_edge": least, "longest_edge": most},
@@ -520,7 +532,7 @@ def clip_reference(fixture: Fixture, model: Model, image: np.ndarray) -> Arrays:
         )
         if fits and gap > MIN_GREEDY_GAP and torch.equal(best.indices[:, 0], continuation):
             patches = arguments["pixel_values_videos"]
-            rows = model.model.visual(patches, grid_thw=arguments["video_grid_thw"]).pooler_output
+            rows = tower_rows(model, patches, arguments["video_grid_thw"])
             return {
                 "clip": clip,
                 "clip_fps": np.float64(fps),
@@ -571,6 +583,12 @@ def image_arguments(model: Model, tokens: torch.Tensor, images: Arrays) -> dict[
         "image_grid_thw": torch.cat([torch.ones_like(grids[:, :1]), grids], dim=1),
         "mm_token_type_ids": (is_image.int() + 2 * is_video.int())[None],
     }
+
+
+def tower_rows(model: Model, patches: torch.Tensor, grids: torch.Tensor) -> torch.Tensor:
+    """Returns the vision tower's output, with the rows of inner blocks side by side."""
+    output = model.model.visual(patches, grid_thw=grids)
+    return torch.cat([output.pooler_output, *(getattr(output, "deepstack_features", None) or ())], dim=-1)
 
 
 def compute_logits(model: Model, tokens: torch.Tensor, images: Arrays) -> torch.Tensor:
@@ -627,11 +645,10 @@ def draw(fixture: Fixture, seed: int, ends: set[int]) -> tuple[Model, Arrays]:
 
     if images:
         arguments = image_arguments(model, tokens, images)
-        rows = model.model.visual(arguments["pixel_values"], grid_thw=arguments["image_grid_thw"]).pooler_output
-        images["rows"] = rows.numpy()
+        images["rows"] = tower_rows(model, arguments["pixel_values"], arguments["image_grid_thw"]).numpy()
         if fixture.video is not None:
             patches, grids = arguments["pixel_values_videos"], arguments["video_grid_thw"]
-            images["video_rows"] = model.model.visual(patches, grid_thw=grids).pooler_output.numpy()
+            images["video_rows"] = tower_rows(model, patches, grids).numpy()
     if fixture.clip is not None:
         images |= clip_reference(fixture, model, images["image_1"])
     return model, images | {
@@ -796,6 +813,8 @@ def save(fixture: Fixture, model: Model, arrays: Arrays, folder: Path) -> None:
             clip_video_processor(fixture).save_pretrained(folder)
     if fixture.mxfp4:
         store_in_mxfp4(folder / "model.safetensors", fixture)
+    if fixture.transposed:
+        store_transposed(folder / "model.safetensors", fixture)
     if fixture.published_names:
         store_as_multimodal(folder / "model.safetensors", model)
     if fixture.has_transformers_4_form:
