@@ -308,6 +308,13 @@ def requests_of_tokens(queries: Queries, shape: tuple[int, ...]) -> tuple[Int[Ar
     return request, present.reshape(-1)
 
 
+def positions_of_tokens(queries: Queries, tokens: int) -> Int[Array, "*N"]:
+    """Returns the absolute position of each new token: `[B, T]`, or of packed queries `[N]`."""
+    if queries.rows is not None:
+        return jnp.asarray(queries.rows.position, jnp.int32)
+    return jnp.asarray(queries.start, jnp.int32)[:, None] + jnp.arange(tokens, dtype=jnp.int32)[None]
+
+
 def places(num_pages: int, tokens: int, queries: Queries) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
     """Returns page and slot of the T new tokens of each request, at positions `start[b] + t`.
 

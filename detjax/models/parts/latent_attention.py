@@ -8,7 +8,7 @@ from typing import Any, Final
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, DTypeLike, Float, Int
+from jaxtyping import Array, DTypeLike, Float
 
 from detjax import ops
 from detjax.models.parts.parameters import Tensors, optional, random_weight, zero_bias
@@ -24,7 +24,7 @@ from detjax.models.parts.sharding import (
 )
 from detjax.models.parts.state import PagedLatents
 from detjax.operands.accumulated_weight import Weight
-from detjax.operands.kv_pages import KVPages, Queries
+from detjax.operands.kv_pages import KVPages, Queries, positions_of_tokens
 from detjax.ops.rotary import RotaryEmbedding
 
 LATENT_NORM_EPS: Final = 1e-6
@@ -146,7 +146,7 @@ class LatentAttention(nnx.Module):
         qk = jnp.concatenate([q, k[..., None, :]], axis=-2)
         if self.options.latent.interleaved:
             qk = jnp.concatenate([qk[..., 0::2], qk[..., 1::2]], axis=-1)
-        positions, heads = _positions(queries, q.shape[-3]), q.shape[-2]
+        positions, heads = positions_of_tokens(queries, q.shape[-3]), q.shape[-2]
         q, k = ops.qk_rope(qk, positions, self.options.rope, heads=heads, kv_heads=1)
         return q, k
 
@@ -191,10 +191,3 @@ class LatentAttention(nnx.Module):
 def _by_head(x: Float[Array, "*N H K"], w: Weight, *, layout: Any) -> Float[Array, "*N H L"]:
     """Multiplies each head's rows by its weight, with the bits of a separate matrix product per head."""
     return jax.vmap(functools.partial(ops.matmul, layout=layout), in_axes=(-2, 0), out_axes=-2)(x, w)
-
-
-def _positions(queries: Queries, tokens: int) -> Int[Array, "*N"]:
-    """The absolute position of each new token."""
-    if queries.rows is not None:
-        return jnp.asarray(queries.rows.position, jnp.int32)
-    return jnp.asarray(queries.start, jnp.int32)[:, None] + jnp.arange(tokens, dtype=jnp.int32)[None]

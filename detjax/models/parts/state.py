@@ -124,6 +124,32 @@ class PagedLatents:
         return P()
 
 
+@dataclasses.dataclass(frozen=True)
+class PagesOfLayer:
+    """No state: the layer reads the pages of an earlier one, which has them with the new tokens.
+
+    Attributes:
+        layer: the index of that layer.
+    """
+
+    layer: int
+
+    def empty(self, size: StateSize) -> tuple[()]:
+        """Returns no arrays."""
+        del size
+        return ()
+
+    def shared_by(self, devices: int) -> "PagesOfLayer":
+        """Returns the same declaration: a device reads its own heads."""
+        del devices
+        return self
+
+    def spec(self, devices: int) -> P:
+        """Returns a spec for no arrays."""
+        del devices
+        return P()
+
+
 class InSlots:
     """A declaration of state that every request keeps in a slot (see `Queries.slots`), not in pages.
 
