@@ -4,7 +4,8 @@ proselint does the reading, with the checks of its own that suit technical prose
 `tools/prose.toml`. Of a Python file it reads comments and string literals of several words, of a page the text outside
 of code and link targets, and of a notebook the Markdown cells.
 
-docs/develop/glossary.md states the rules. Files found clean are remembered in `.prose_cache` by their content and the rules.
+docs/develop/glossary.md states the rules. Clean files are remembered in
+`.prose_cache` by their content and the rules.
 """
 
 import ast

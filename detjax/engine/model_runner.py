@@ -2,16 +2,17 @@
 
 import functools
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
-from detjax.engine import sampling_programs, sampling_variant, step_programs
+from detjax.engine import pooling_programs, sampling_programs, sampling_variant, step_programs
 from detjax.engine import sequence as sequences
 from detjax.engine.batch import BatchShape, StepBatch
+from detjax.engine.pooling import PooledBatch, pooled_rows
 from detjax.engine.program import Parameters, StepProgram, shapes_of
 from detjax.engine.program_compiler import Compilation, ProgramCompiler
 from detjax.engine.prompt_scores import empty_rows, scored_rows
@@ -35,11 +36,16 @@ from detjax.models.mesh import (
     whole_shapes,
 )
 from detjax.models.network import abstract, split
+from detjax.models.parts.pooling import ChunkRows, PooledRows
 from detjax.models.parts.state import StateSize
 from detjax.models.parts.vision import Patches
 from detjax.models.vision.images import VisualInput, empty_pack, rows_by, window_counts
 from detjax.operands.options import KVQuantization
 from detjax.runtime import compilation
+from detjax.runtime.threads import in_threads
+
+_PINNED: Final = "pinned_host"
+"""JAX's name of host memory that devices reach directly."""
 
 
 def bytes_of_page(model: Decoder, quantization: KVQuantization | None) -> int:
@@ -124,13 +130,15 @@ class ModelRunner:
         self._shapes, self._dtypes = whole_shapes(model), [weight.dtype for weight in weights]
         self._mesh = model.mesh
         self._shardings = [None] * len(weights) if model.mesh is None else shardings_of(model, model.mesh)
+        self._weight_shardings = [weight.sharding for weight in weights]
         self.has_weights = True
-        self._resting: list[np.ndarray | None] | None = None
+        self._resting: list[Array | np.ndarray | None] | None = None
         """The weights on the host while they are not on the devices, None for lost ones."""
         # Not `model.empty_state`, because the model would keep its weights in memory.
         size = StateSize(sizes.num_pages, model.dtype, sizes.kv_cache_dtype, sizes.slots)
         self._empty_state = functools.partial(empty_state, model.mesh, declarations(model.config), size)
         self._num_slots = sizes.slots
+        self._pooling = model.config.pooling
         self.make_state()
         self._copies: dict[tuple[np.dtype, tuple[int, ...], bytes], Array] = {}
         self._vision = model.config.vision
@@ -145,25 +153,47 @@ class ModelRunner:
         seen = none_seen(self._num_slots, self._vocabulary) if adjusts else None
         empty = SlotState(jnp.zeros(self._num_slots, jnp.int32), seen)
         self._state, self._slots = self._empty_state(), replicate(empty, self._everywhere)
+        # What the slots' prompts so far add up to, if a result does not follow from their last hidden state.
+        self._carried: Array | None = None
+        if self._pooling is not None and self._pooling.method != "last":
+            zeros = jnp.zeros((self._num_slots, *self._hidden.shape), jnp.float32)
+            self._carried = replicate(zeros, self._everywhere)
 
     def drop_state(self) -> None:
         """Releases the cache and all other arrays on the devices but the weights. Then no step can run."""
-        jax.block_until_ready((self._state, self._slots))
-        del self._state, self._slots
+        jax.block_until_ready((self._state, self._slots, self._carried))
+        del self._state, self._slots, self._carried
         for kept in (self._copies, self._free, self._without_images):
             kept.clear()
 
     def take_weights(self, *, copies: bool) -> None:
         """Removes the weights from the devices, and copies them to the host if `copies`."""
-        self._resting = [self.weight(number) if copies else None for number in range(len(self._shapes))]
+        self._resting = [self._host_copy(number) if copies else None for number in range(len(self._shapes))]
+        jax.block_until_ready(self._resting)
         self._parameters, self.has_weights = self._parameters._replace(weights=()), False
 
     def put_weights_back(self) -> None:
         """Puts the weights that `take_weights` copied back on the devices. Lost ones stay missing."""
         assert self._resting is not None
         resting, self._resting = self._resting, None
-        placed = [None if x is None else put(x) for put, x in zip(self._placements, resting, strict=True)]
-        self._set_weights(tuple(jax.block_until_ready(placed)))
+        self._set_weights(jax.block_until_ready(tuple(map(self._from_host, range(len(resting)), resting))))
+
+    def _host_copy(self, number: int) -> Array | np.ndarray | None:
+        """Starts to copy a weight to the host, and returns the copy; None: it is lost."""
+        weight = self._parameters.weights[number]
+        if weight is None:
+            return None
+        try:
+            # Devices copy to pinned memory at the speed of the link, and JAX keeps the memory for the next sleep.
+            return jax.device_put(weight, weight.sharding.with_memory_kind(_PINNED))
+        except jax.errors.JaxRuntimeError:  # JAX takes a limited amount of pinned memory
+            return self.weight(number)
+
+    def _from_host(self, number: int, copy: Array | np.ndarray | None) -> Array | None:
+        """Starts to put a copy of a weight back on the devices."""
+        if isinstance(copy, jax.Array):
+            return jax.device_put(copy, self._weight_shardings[number])
+        return None if copy is None else self._placements[number](copy)
 
     def _set_weights(self, weights: tuple[Any, ...]) -> None:
         self._parameters = self._parameters._replace(weights=weights)
@@ -171,9 +201,7 @@ class ModelRunner:
 
     def weight(self, number: int) -> np.ndarray | None:
         """Returns a whole weight on the host, by its number in `Network.paths`; None: it is lost."""
-        if self._resting is not None:
-            return self._resting[number]
-        weight = self._parameters.weights[number]
+        weight = self._parameters.weights[number] if self._resting is None else self._resting[number]
         # Without a mesh, NumPy would share the device's memory on a CPU.
         return None if weight is None else np.array(whole(weight, self._shardings[number], self._mesh))
 
@@ -185,11 +213,16 @@ class ModelRunner:
         assert self._resting is None
         weights = list(self._parameters.weights)
         self._parameters = self._parameters._replace(weights=())
-        for number, value in new.items():
+
+        def replace(number: int) -> None:
+            value = new[number]
             assert (value.shape, value.dtype) == (self._shapes[number], self._dtypes[number])
             weights[number] = None  # released before the new one comes
-            weights[number] = jax.block_until_ready(self._placements[number](value))
-        self._set_weights(tuple(weights))
+            weights[number] = self._placements[number](value)
+
+        for _ in in_threads(replace, new):
+            pass
+        self._set_weights(jax.block_until_ready(tuple(weights)))
 
     def update_weights(self, params: PyTree[Array]) -> None:
         """Replaces the model's weights by a result of `nnx.split(model)[1]` with the same shapes and dtypes.
@@ -382,6 +415,61 @@ class ModelRunner:
             self._run(program, is_linked=False)
         return self._run(program)
 
+    # --- pooling ------------------------------------------------------------------------------------------------------
+
+    @property
+    def pools(self) -> bool:
+        """True if the model pools."""
+        return self._pooling is not None
+
+    @property
+    def averages(self) -> bool:
+        """True if the mean of all hidden states stands for a prompt."""
+        return self._pooling is not None and self._pooling.method == "mean"
+
+    @property
+    def carries(self) -> bool:
+        """True if `carry` needs the rows of all chunks."""
+        return self._carried is not None
+
+    def carry(self, rows: Array, chunks: ChunkRows) -> None:
+        """Adds the hidden states of prefill chunks to what their slots carry."""
+        assert self._pooling is not None and self._carried is not None
+        self._carried = self._primed_run(pooling_programs.carry(self._carried, rows, chunks, self._pooling.method))
+
+    def pool(self, hidden: Array, wanted: PooledRows) -> PooledBatch:
+        """Returns the results for hidden states."""
+        return PooledBatch(self._primed_run(pooling_programs.pool(hidden, wanted)))
+
+    def pool_carried(self, slots: np.ndarray, factors: np.ndarray, wanted: PooledRows) -> PooledBatch:
+        """Returns the results for what slots carry, times factors."""
+        return PooledBatch(self._primed_run(pooling_programs.pool_carried(self._carried, slots, factors, wanted)))
+
+    def pool_rows(self, rows: Array, first: int, wanted: PooledRows) -> PooledBatch:
+        """Returns the results for `sampling_programs.SCORED_ROWS` consecutive rows, beginning at `first`."""
+        return self.pool(self._primed_run(sampling_programs.take_rows(rows, first)), wanted)
+
+    def _primed_run(self, program: StepProgram) -> Any:
+        if self._needs_priming(program.key):
+            self._run(program, is_linked=False)
+        return self._run(program)
+
+    def _run_all_pooling(self, batches: Iterable[StepBatch]) -> None:
+        """Runs all programs of a model that pools once."""
+        for batch in map(self.copy, batches):
+            hidden, rows = self.forward(batch)
+            shape, wanted = batch.shape, pooled_rows([], batch.shape.sampled)
+            nobody = np.full(shape.sampled, self._num_slots, np.int32)
+            if self._carried is None:
+                self.pool(hidden, wanted)
+            else:
+                self.pool_carried(nobody, np.zeros(shape.sampled, np.float32), wanted)
+            if shape.rows:
+                self.pool_rows(rows, 0, pooled_rows([], sampling_programs.SCORED_ROWS))
+            if shape.rows and self._carried is not None:
+                nothing = np.zeros(shape.prefills, np.int32)
+                self.carry(rows, ChunkRows(nothing, nothing, nothing, nothing + self._num_slots))
+
     @functools.cached_property
     def _scored(self) -> ScoredRows | None:
         """Rows for compiling `score_drawn`; None if no variant reports sampling logprobs."""
@@ -403,6 +491,8 @@ class ModelRunner:
             everywhere=self._everywhere,
             runs_of=self._runs_of,
             scored=None if self._scored is None else shapes_of(self._scored),
+            pooling=self._pooling,
+            carried=None if self._carried is None else shapes_of(self._carried),
         )
 
     def _empty_packs(self) -> list[Patches]:
@@ -439,6 +529,9 @@ class ModelRunner:
     def _run_all(self, batches: Sequence[StepBatch]) -> None:
         """Runs all programs once, because the first run does one-time work."""
         sizes = set[tuple[str, int]]()
+        if self._pooling is not None:
+            self._run_all_pooling(batches)
+            batches = ()
         for batch in map(self.copy, batches):
             shape = batch.shape
             hidden, rows = self.forward(batch)

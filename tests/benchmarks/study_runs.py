@@ -171,6 +171,13 @@ def runs_sleep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert content["has_the_same_bits"]
 
 
+def runs_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = run_small("update", tmp_path, "--directory", str(tmp_path))
+    assert content["has_the_same_bits"] and content["control_differs"]
+    assert set(content["seconds"]) == set(content["update_over_read"]) == {"disk", "memory"}
+    assert content["bytes"] > 0 and not list(tmp_path.glob("*/checkpoint"))
+
+
 def runs_verify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     content = run_small("verify", tmp_path, "--kv-cache-dtype", "int8", "--requests", "7")
     assert content["same_bits_of_all_runs"]
@@ -314,7 +321,7 @@ def runs_digests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert result["layers_over_plain"] == pytest.approx(result["layers_ms"] / result["plain_ms"])
 
 
-QUICK: Final = ("expert_schedules", "loading", "matmul", "sleep")
+QUICK: Final = ("expert_schedules", "loading", "matmul", "sleep", "update")
 """Runs of a few seconds."""
 RUNS: Final[dict[str, Callable[[Path, pytest.MonkeyPatch], None]]] = {
     "aggregation": runs_aggregation,
@@ -346,5 +353,6 @@ RUNS: Final[dict[str, Callable[[Path, pytest.MonkeyPatch], None]]] = {
     "true_on_policy, cut short": runs_true_on_policy_cut_short,
     "true_on_policy, failing": runs_true_on_policy_failing,
     "true_on_policy, in processes": runs_true_on_policy_in_processes,
+    "update": runs_update,
     "verify": runs_verify,
 }

@@ -48,6 +48,7 @@ STUDIES = (
     "training_devices",
     "true_on_policy",
     "tunix_learners",
+    "update",
     "verify",
 )
 

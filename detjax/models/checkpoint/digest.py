@@ -3,9 +3,7 @@
 import dataclasses
 import hashlib
 import json
-import os
-from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
 
 import jax
 import numpy as np
@@ -16,6 +14,7 @@ from detjax.models.decoder import Decoder
 from detjax.models.mesh import whole_weights
 from detjax.models.network import name_of, parameters
 from detjax.models.text.tokenizer import Tokenizer
+from detjax.runtime.threads import in_threads
 
 
 def digest(model: Decoder, tokenizer: Tokenizer | None = None) -> str:
@@ -52,7 +51,7 @@ class ModelDigest:
         return cls(
             (_description(model.config), repr(model.generation_defaults), *map(repr, given)),
             tuple(f"{name_of(path)}.value" for path in parameters(model)),
-            _array_digests(whole_weights(model)),
+            tuple(in_threads(array_digest, whole_weights(model))),
             tuple(f"{name} {hashlib.sha256(files[name]).hexdigest()}" for name in sorted(files)),
         )
 
@@ -62,10 +61,9 @@ class ModelDigest:
         weights = [f"{name} {digest}" for name, digest in zip(self.names, self.weights, strict=True)]
         return hashlib.sha256(json.dumps([*self.options, *weights, *self.files]).encode()).hexdigest()
 
-    def with_weights(self, new: Mapping[int, np.ndarray]) -> "ModelDigest":
-        """Returns the parts for the model with some whole weights replaced, given by their numbers."""
-        digests = dict(enumerate(self.weights)) | dict(zip(new, _array_digests(new.values()), strict=True))
-        return dataclasses.replace(self, weights=tuple(digests.values()))
+    def with_weights(self, new: Mapping[int, str]) -> "ModelDigest":
+        """Returns the parts for the model with some whole weights replaced, given their `array_digest` by number."""
+        return dataclasses.replace(self, weights=tuple((dict(enumerate(self.weights)) | dict(new)).values()))
 
 
 def _description(config: DecoderConfig) -> str:
@@ -81,11 +79,7 @@ def _description(config: DecoderConfig) -> str:
     return f"{type(config).__name__}({', '.join(stated)})"
 
 
-def _array_digests(arrays: Iterable[Array | np.ndarray]) -> tuple[str, ...]:
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashlib and transfers let other threads run
-        return tuple(pool.map(_array_digest, arrays))
-
-
-def _array_digest(array: Array | np.ndarray) -> str:
+def array_digest(array: Array | np.ndarray) -> str:
+    """Returns the digest of a weight, with its dtype and shape."""
     x = np.ascontiguousarray(jax.device_get(array))
     return f"{x.dtype} {x.shape} {hashlib.sha256(x.view(np.uint8).data).hexdigest()}"

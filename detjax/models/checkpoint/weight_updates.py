@@ -3,14 +3,14 @@
 import contextlib
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 
 from detjax.models.checkpoint import loading
-from detjax.models.checkpoint.digest import ModelDigest
+from detjax.models.checkpoint.digest import ModelDigest, array_digest
 from detjax.models.checkpoint.directory_files import refuse_adapter
 from detjax.models.checkpoint.stored_formats import stored_format
 from detjax.models.checkpoint.weight_files import StoredTensor, open_file, open_weights
@@ -19,6 +19,7 @@ from detjax.models.configuration.family import description, family_named
 from detjax.models.configuration.json_object import CheckpointError, parse_json_object, read_file
 from detjax.models.decoder import Decoder
 from detjax.models.text.tokenizer import Tokenizer
+from detjax.runtime.threads import in_threads
 
 _HEADER_BYTES: Final = 1 << 10
 """Bytes of a file's header for each tensor, at most."""
@@ -72,20 +73,16 @@ class UpdatableWeights:
             stored = self._opened(path, files)
             parameters = loading.parameters_of_checkpoint(self._empty, stored)
             self._check(path, parameters, stored)
-            weights: dict[int, np.ndarray] = {}
-            for number, parameter in enumerate(parameters):
-                given = [name for name in parameter.shapes if name in stored]
-                if len(given) == len(parameter.shapes):
-                    weights[number] = np.asarray(parameter.unread(stored))
-                elif given and (before := None if needs_all else current(number)) is not None:
-                    weights[number] = _partly_replaced(before, parameter, stored)
-                elif given or needs_all:
-                    missing = next(name for name in parameter.shapes if name not in stored)
-                    raise CheckpointError(
-                        f"{path}: tensor {missing!r} is missing; accepted: all tensors of the model, because its "
-                        "weights were dropped"
-                    )
-        return WeightUpdate(weights, self.digest.with_weights(weights), len(weights) == len(parameters))
+            numbers = _numbers_given(path, parameters, stored, needs_all)
+
+            def read(number: int) -> tuple[np.ndarray, str]:
+                weight = _new_weight(path, parameters[number], stored, lambda: current(number))
+                return weight, array_digest(weight)
+
+            read_weights = dict(zip(numbers, in_threads(read, numbers), strict=True))
+        weights = {number: weight for number, (weight, _) in read_weights.items()}
+        digests = {number: digest for number, (_, digest) in read_weights.items()}
+        return WeightUpdate(weights, self.digest.with_weights(digests), len(weights) == len(parameters))
 
     def _opened(self, path: Path, files: contextlib.ExitStack) -> dict[str, StoredTensor]:
         """Returns the tensors by their names in the decoder, without quantization."""
@@ -97,10 +94,11 @@ class UpdatableWeights:
             _, tensors = open_weights(path, files)
         else:
             tensors = open_file(path, files)
-        stored = loading.by_decoder_name(tensors, self._family)
+        stored = loading.by_decoder_name(tensors, self._family, self._config)
         if block_format is not None:
             stored = block_format.dequantized(stored)
-        if self._config.tied_embeddings and loading.LM_HEAD in stored:
+        has_head = self._config.pooling is None or bool(self._config.pooling.answers)
+        if has_head and self._config.tied_embeddings and loading.LM_HEAD in stored:
             self._remove_tied_head(stored)
         return stored
 
@@ -110,6 +108,8 @@ class UpdatableWeights:
         given = DecoderConfig.from_description(described)
         # Weights may be stored in another dtype, and tied or not, as the tensors show.
         given = dataclasses.replace(given, dtype=self._config.dtype, tied_embeddings=self._config.tied_embeddings)
+        # Other files than this one may limit the positions and say how the model pools.
+        given = dataclasses.replace(given, pooling=self._config.pooling, max_positions=self._config.max_positions)
         for field in dataclasses.fields(DecoderConfig):
             here, there = getattr(self._config, field.name), getattr(given, field.name)
             if here != there:
@@ -158,10 +158,35 @@ def most_update_bytes(config: DecoderConfig) -> int:
     return sum(4 * int(np.prod(shape, dtype=np.int64)) + _HEADER_BYTES for shape in shapes.values()) + _HEADER_BYTES
 
 
-def _partly_replaced(
-    before: np.ndarray, parameter: loading.Parameter, stored: Mapping[str, StoredTensor]
+def _numbers_given(
+    path: Path, parameters: Sequence[loading.Parameter], stored: Collection[str], needs_all: bool
+) -> list[int]:
+    """Returns the numbers of the parameters that some stored tensors are a part of."""
+    if needs_all:
+        for name in (name for parameter in parameters for name in parameter.shapes if name not in stored):
+            raise _missing(path, name)
+    return [number for number, one in enumerate(parameters) if any(name in stored for name in one.shapes)]
+
+
+def _new_weight(
+    path: Path,
+    parameter: loading.Parameter,
+    stored: Mapping[str, StoredTensor],
+    current: Callable[[], np.ndarray | None],
 ) -> np.ndarray:
-    """Returns a whole weight in which the given tensors are new."""
+    """Reads a parameter. Its tensors that are not stored keep the numbers of the current weight."""
+    given = [name for name in parameter.shapes if name in stored]
+    if len(given) == len(parameter.shapes):
+        return np.asarray(parameter.unread(stored))
+    before = current()
+    if before is None:
+        raise _missing(path, next(name for name in parameter.shapes if name not in stored))
     tensors = dict(zip(parameter.shapes, parameter.tensors.split(before), strict=True))
-    read = {name: stored[name].read(parameter.dtype) for name in tensors if name in stored}
+    read = {name: stored[name].read(parameter.dtype) for name in given}
     return parameter.tensors.join((tensors | read).values())
+
+
+def _missing(path: Path, name: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path}: tensor {name!r} is missing; accepted: all tensors of the model, because its weights were dropped"
+    )

@@ -162,7 +162,7 @@ class ApiCall(abc.ABC):
     async def prepare(self) -> None:
         """Makes the requests to the engine, and compiles the constraint, which may depend on the prompt."""
         await self.encode_prompts()
-        limits = await run_in_threadpool(self._limits)
+        limits = await self._limits()
         if any(limit is not None for limit in limits.values()):  # copies check all parameters again
             self._params = dataclasses.replace(self._params, **limits)
             self.requests = [
@@ -221,9 +221,9 @@ class ApiCall(abc.ABC):
             return self._truncates_to
         return max(self.model.engine.max_length - (max_tokens or 1), 1)
 
-    def _limits(self) -> Json:
+    async def _limits(self) -> Json:
         """Returns the sampling parameters that limit the answer's text. Raises a ValueError if they are not valid."""
-        return {"constraint": self._constraint()}
+        return {"constraint": await run_in_threadpool(self._constraint)}
 
     @abc.abstractmethod
     def _constraint(self) -> Constraint | None:

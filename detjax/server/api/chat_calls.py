@@ -54,9 +54,9 @@ class ChatCall(ChoicesCall):
     def _constraint(self) -> Constraint | None:
         return self._conversation.constraint(self._body.constraint(self.model.tokenizer))
 
-    def _limits(self) -> Json:
+    async def _limits(self) -> Json:
         budget = self._conversation.reasoning_budget(self._body.thinking_token_budget)
-        return super()._limits() | {"reasoning_budget": budget}
+        return await super()._limits() | {"reasoning_budget": budget}
 
     async def encode_prompts(self) -> None:
         body = self._body

@@ -52,6 +52,11 @@ class CompletionCall(ChoicesCall):
     def num_samples(self) -> int:
         return len(self._prompts) * self._params.n
 
+    async def _limits(self) -> Json:
+        if self._body.form_given() is None and self._body.response_format is None:
+            return {}  # without a thread, which would take a sixth of the call's processor time
+        return await super()._limits()
+
     def _constraint(self) -> Constraint | None:
         if (constraint := self._body.constraint(self.model.tokenizer)) is not None:
             self.model.engine.compile_constraint(constraint)
