@@ -75,6 +75,8 @@ try:
 except ImportError as error:
     sys.exit(f"make_fixtures: {error.name} is not installed for {sys.executable}; install it: {INSTALL}")
 
+import kimi_fixture  # next to this file; needs the packages above
+
 # Some settings are odd on purpose, and transformers would warn about them on every load.
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
@@ -100,6 +102,10 @@ IMPLEMENTATIONS = {"attn_implementation": "eager", "experts_implementation": "ea
 
 # Tensors of published checkpoints that are not the text model's; loaders skip them, so their shapes do not matter.
 NOT_OF_THE_TEXT_MODEL = ("model.visual.patch_embed.proj.weight", "mtp.fc.weight", "mtp.layers.0.mlp.gate.weight")
+NOT_OF_GEMMA4 = ("model.vision_tower.std_bias", "model.audio_tower.output_proj.weight")
+
+# Names of parameters of vision towers.
+TOWERS = r"\.(visual|vision_tower|mm_projector)\."
 
 # Suffixes of the names of buffers that stay float32 in every checkpoint.
 CORRECTION = "e_score_correction_bias"
@@ -163,6 +169,11 @@ class Fixture:
         return json.loads((FIXTURES / self.name / "config.json").read_text(encoding="utf-8"))
 
     @property
+    def is_kimi(self) -> bool:
+        """True for Kimi K2.5; see `kimi_fixture`."""
+        return self.stored_config["model_type"] == kimi_fixture.MODEL_TYPE
+
+    @property
     def has_transformers_4_form(self) -> bool:
         """True if `config.json` has transformers 4's form, without a generation config."""
         return "torch_dtype" in self.stored_config
@@ -175,6 +186,8 @@ class Fixture:
         raw = {key: value for key, value in self.stored_config.items() if key != "auto_map"} | {"model_type": kind}
         if self.mxfp4:
             raw["quantization_config"] = {**raw["quantization_config"], "dequantize": True}
+        if self.is_kimi:
+            raw = kimi_fixture.in_own_form(raw)
         return transformers.CONFIG_MAPPING[kind].from_dict(raw)
 
     @cached_property
@@ -231,6 +244,33 @@ def latent_norms_with_rms_norm_eps(model: Model) -> None:
             module.variance_epsilon = model.config.rms_norm_eps
 
 
+def values_without_norm(model: Model) -> None:
+    for layer in model.model.layers:
+        layer.self_attn.v_norm = torch.nn.Identity()
+
+
+def scores_divided_by_a_root(model: Model) -> None:
+    for layer in model.model.layers:
+        layer.self_attn.scaling = layer.self_attn.head_dim**-0.5
+
+
+def keys_of_the_first_layer(model: Model) -> None:
+    for index, layer in enumerate(model.model.layers):
+        layer.self_attn.store_full_length_kv = layer.self_attn.layer_type == "full_attention" or index == 0
+
+
+def values_are_normalized_keys(model: Model) -> None:
+    for layer in model.model.layers:
+        attention = layer.self_attn
+        if attention.v_proj is None:
+            attention.v_norm = torch.nn.Sequential(attention.k_norm, attention.v_norm)
+
+
+def router_without_norm(model: Model) -> None:
+    for layer in model.model.layers:
+        layer.router.norm = torch.nn.Identity()
+
+
 CHANGES: dict[str, Callable[[Model], None]] = {
     change.__name__: change
     for change in (
@@ -239,6 +279,11 @@ CHANGES: dict[str, Callable[[Model], None]] = {
         gate_and_up_in_halves,
         attention_scale_without_mscale,
         latent_norms_with_rms_norm_eps,
+        values_without_norm,
+        scores_divided_by_a_root,
+        keys_of_the_first_layer,
+        values_are_normalized_keys,
+        router_without_norm,
     )
 }
 
@@ -293,13 +338,16 @@ def fill(model: Model, fixture: Fixture, generator: torch.Generator) -> None:
     Matrices scale with 1 / sqrt(inputs), so that a sublayer's output is about as large as the residual stream; queries
     and keys are larger, so that attention is far from uniform, and so is the output head, so that logits spread.
     """
-    offset = 1.0 if fixture.config.model_type.startswith("gemma") else 0.0  # the offset that norms add to their weights
+    gemma2_or_3 = fixture.config.model_type.startswith(("gemma2", "gemma3"))
+    offset = 1.0 if gemma2_or_3 else 0.0  # the offset that norms add to their weights
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         if name.endswith(("q_norm.weight", "k_norm.weight")):
             value = 1.5 - offset + 0.3 * noise
-        elif parameter.ndim == 1 and ".visual." in name and name.endswith(".weight"):
+        elif parameter.ndim == 1 and re.search(TOWERS, name) and name.endswith(".weight"):
             value = 1.0 + 0.25 * noise
+        elif name.endswith("position_embeddings"):
+            value = 0.6 * noise
         elif name.endswith("norm.weight"):
             # With a scaled and tied embedding, a token would otherwise be its own likeliest successor.
             ends = ("post_attention_layernorm.weight", "post_feedforward_layernorm.weight", "model.norm.weight")
@@ -311,15 +359,36 @@ def fill(model: Model, fixture: Fixture, generator: torch.Generator) -> None:
             value = fixture.embedding_std * noise
         else:
             gain = 1.8 if name.endswith(("q_proj.weight", "k_proj.weight", "lm_head.weight")) else 1.3
-            value = gain / math.sqrt(parameter[0].numel() if ".visual." in name else parameter.shape[-1]) * noise
+            value = gain / math.sqrt(parameter[0].numel() if re.search(TOWERS, name) else parameter.shape[-1]) * noise
         if fixture.config.model_type.startswith(("qwen3_next", "qwen3_5")) and ".visual." not in name:
             value = value_of_linear_attention(name, value, noise, fixture.config.get_text_config())
+        if fixture.config.model_type == "gemma4_text":
+            value = value_of_gemma4(name, value, noise, fixture.config)
         if name.endswith(fixture.mxfp4):
             value = from_mxfp4(*to_mxfp4(value))
         parameter.copy_(value.to(fixture.stored))
     for name, buffer in model.named_buffers():
         if name.endswith(CORRECTION):
             buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
+        if name.endswith("layer_scalar"):
+            buffer.copy_((0.8 + 0.2 * torch.randn(buffer.shape, generator=generator)).to(fixture.stored))
+
+
+def value_of_gemma4(name: str, value: torch.Tensor, noise: torch.Tensor, config: Config) -> torch.Tensor:
+    """Returns a parameter of a Gemma 4 network, given its value in other networks.
+
+    Scores have the factor 1, so queries and keys are smaller.
+    """
+    ends = ("post_attention_layernorm.weight", "post_feedforward_layernorm.weight", "model.norm.weight")
+    if name.endswith(("q_norm.weight", "k_norm.weight")):
+        return (1.2 + 0.3 * noise) * noise.shape[-1] ** -0.25
+    if name.endswith(ends):
+        return 3.0 + 0.25 * noise
+    if name.endswith(("layernorm_1.weight", "layernorm_2.weight", "router.scale", "per_expert_scale")):
+        return 1.0 + 0.25 * noise
+    if name.endswith("embed_tokens_per_layer.weight"):
+        return noise * config.hidden_size_per_layer_input**-0.5
+    return value
 
 
 def value_of_linear_attention(name: str, value: torch.Tensor, noise: torch.Tensor, config: Config) -> torch.Tensor:
@@ -383,7 +452,11 @@ def store_as_multimodal(file: Path, model: Model) -> None:
     held = model.state_dict()
     if not any(".language_model." in name for name in held):
         held = {name.replace("model.", "model.language_model.", 1): x for name, x in held.items()}
-    others = {name: torch.ones(2, 3, dtype=model.dtype) for name in NOT_OF_THE_TEXT_MODEL if name not in held}
+    is_gemma4 = model.config.model_type == "gemma4_text"
+    if is_gemma4:
+        del held["lm_head.weight"]  # the embedding
+    missing = NOT_OF_GEMMA4 if is_gemma4 else NOT_OF_THE_TEXT_MODEL
+    others = {name: torch.ones(2, 3, dtype=model.dtype) for name in missing if name not in held}
     safetensors.torch.save_file(held | others, file, metadata={"format": "pt"})
 
 
@@ -422,6 +495,8 @@ def draw_images(fixture: Fixture, seed: int) -> Arrays:
         images[f"image_{index}"] = np.clip(127 + 90 * (np.stack(waves, axis=-1) + noise), 0, 255).astype(np.uint8)
     if not images:
         return {}
+    if fixture.is_kimi:
+        return images | kimi_fixture.image_arrays(images, fixture.config.vision_config)
     processed = image_processor(fixture)(list(images.values()), return_tensors="np")
     grids = processed["image_grid_thw"][:, 1:].astype(np.int32)
     return images | {"patches": processed["pixel_values"].astype(np.float32), "grids": grids}
@@ -489,6 +564,24 @@ def clip_processor(fixture: Fixture) -> transformers.Qwen3VLProcessor:
     return transformers.Qwen3VLProcessor(image_processor(fixture), tokenizer, clip_video_processor(fixture))
 
 
+def clip_inputs(
+    fixture: Fixture, clip: np.ndarray, fps: float, image: np.ndarray
+) -> tuple[torch.Tensor, dict[str, torch.Tensor], Arrays]:
+    """Returns the tokens of a conversation with a video and an image, and the other arguments of the network.
+
+    The third result has arrays for `reference.npz`.
+    """
+    given = clip_processor(fixture)(
+        text=[CLIP_TEXT],
+        images=[image],
+        videos=[torch.from_numpy(clip).permute(0, 3, 1, 2)],
+        video_metadata=[{"fps": fps, "total_num_frames": len(clip)}],
+        return_tensors="pt",
+    )
+    names = ("pixel_values", "image_grid_thw", "mm_token_type_ids", "pixel_values_videos", "video_grid_thw")
+    return given["input_ids"], {name: given[name] for name in names}, {"clip_text": np.array(CLIP_TEXT)}
+
+
 def clip_reference(fixture: Fixture, model: Model, image: np.ndarray) -> Arrays:
     """Returns the processor's and the network's results for a conversation with a video, for the first seed that fits.
 
@@ -505,16 +598,10 @@ def clip_reference(fixture: Fixture, model: Model, image: np.ndarray) -> Arrays:
         ]
         clip = np.clip(127 + 90 * (np.stack(waves) + random.uniform(-0.6, 0.6, (frames, height, width, 3))), 0, 255)
         clip = clip.astype(np.uint8)
-        given = clip_processor(fixture)(
-            text=[CLIP_TEXT],
-            images=[image],
-            videos=[torch.from_numpy(clip).permute(0, 3, 1, 2)],
-            video_metadata=[{"fps": fps, "total_num_frames": frames}],
-            return_tensors="pt",
-        )
-        prompt = given.pop("input_ids")
-        arguments = {name: given[name] for name in ("pixel_values", "image_grid_thw", "mm_token_type_ids")}
-        arguments |= {name: given[name] for name in ("pixel_values_videos", "video_grid_thw")}
+        if fixture.is_kimi:
+            prompt, arguments, results = kimi_fixture.clip_inputs(clip, fps, image, model)
+        else:
+            prompt, arguments, results = clip_inputs(fixture, clip, fps, image)
         logits = model(prompt, use_cache=False, **arguments).logits[0]
         model.generation_config = transformers.GenerationConfig(
             do_sample=False, max_new_tokens=CONTINUATION, eos_token_id=None, pad_token_id=0
@@ -525,23 +612,24 @@ def clip_reference(fixture: Fixture, model: Model, image: np.ndarray) -> Arrays:
         if len(chosen) < MIN_DISTINCT or not chosen.isdisjoint(range(100, 104)):
             print(f"{fixture.name}: seed {seed} of the video does not fit", file=sys.stderr)
             continue
-        kinds = torch.nn.functional.pad(arguments.pop("mm_token_type_ids"), (0, len(continuation)))
-        whole = model(output, use_cache=False, mm_token_type_ids=kinds, **arguments).logits[
-            0, -len(continuation) - 1 : -1
-        ]
+        if "mm_token_type_ids" in arguments:
+            kinds = torch.nn.functional.pad(arguments["mm_token_type_ids"], (0, len(continuation)))
+            arguments["mm_token_type_ids"] = kinds
+        whole = model(output, use_cache=False, **arguments).logits[0, -len(continuation) - 1 : -1]
         best = whole.topk(2, dim=-1)
         gap = (best.values[:, 0] - best.values[:, 1]).min().item()
         if gap > MIN_GREEDY_GAP and torch.equal(best.indices[:, 0], continuation):
-            patches = arguments["pixel_values_videos"]
-            rows = tower_rows(model, patches, arguments["video_grid_thw"])
-            return {
+            if not fixture.is_kimi:
+                patches, grids = arguments["pixel_values_videos"], arguments["video_grid_thw"]
+                results |= {
+                    "clip_patches": np.array(hashlib.sha256(patches.numpy().astype(np.float32).tobytes()).hexdigest()),
+                    "clip_grid": grids[0].numpy().astype(np.int32),
+                    "clip_rows": tower_rows(model, patches, grids).numpy(),
+                }
+            return results | {
                 "clip": clip,
                 "clip_fps": np.float64(fps),
-                "clip_text": np.array(CLIP_TEXT),
                 "clip_prompt": prompt[0].numpy().astype(np.int32),
-                "clip_patches": np.array(hashlib.sha256(patches.numpy().astype(np.float32).tobytes()).hexdigest()),
-                "clip_grid": arguments["video_grid_thw"][0].numpy().astype(np.int32),
-                "clip_rows": rows.numpy(),
                 "clip_logits": logits[::4].numpy(),
                 "clip_continuation": continuation.numpy().astype(np.int32),
             }
@@ -557,7 +645,7 @@ def put_images(fixture: Fixture, tokens: torch.Tensor, images: Arrays) -> None:
     special = (config.image_token_id, config.video_token_id, config.vision_start_token_id, config.vision_end_token_id)
     tokens[torch.isin(tokens, torch.tensor(special))] = 7
     for (_, _, first), grid in zip(fixture.images, images["grids"].tolist(), strict=True):
-        count = math.prod(grid) // config.vision_config.spatial_merge_size**2
+        count = math.prod(grid) // (2 if fixture.is_kimi else config.vision_config.spatial_merge_size) ** 2
         tokens[first - 1], tokens[first + count] = config.vision_start_token_id, config.vision_end_token_id
         tokens[first : first + count] = config.image_token_id
     if fixture.video is not None:
@@ -570,6 +658,8 @@ def image_arguments(model: Model, tokens: torch.Tensor, images: Arrays) -> dict[
     """Returns the arguments of a network with images other than `tokens` [T]."""
     if not images:
         return {}
+    if model.config.model_type == kimi_fixture.MODEL_TYPE:
+        return kimi_fixture.arguments(images["patches"], images["grids"], model)
     grids = torch.from_numpy(images["grids"]).long()
     is_image, is_video = (tokens == token for token in (model.config.image_token_id, model.config.video_token_id))
     video = {}
@@ -588,6 +678,8 @@ def image_arguments(model: Model, tokens: torch.Tensor, images: Arrays) -> dict[
 
 def tower_rows(model: Model, patches: torch.Tensor, grids: torch.Tensor) -> torch.Tensor:
     """Returns the vision tower's output, with the rows of inner blocks side by side."""
+    if model.config.model_type == kimi_fixture.MODEL_TYPE:
+        return kimi_fixture.tower_rows(model, patches, grids)
     output = model.model.visual(patches, grid_thw=grids)
     return torch.cat([output.pooler_output, *(getattr(output, "deepstack_features", None) or ())], dim=-1)
 
@@ -806,7 +898,10 @@ def save(fixture: Fixture, model: Model, arrays: Arrays, folder: Path) -> None:
     for name, buffer in corrections.items():
         model.get_submodule(name.rpartition(".")[0])._buffers[CORRECTION] = buffer
     model.save_pretrained(folder, max_shard_size=fixture.shard_size)
-    if fixture.images:
+    if fixture.is_kimi:
+        contents = kimi_fixture.preprocessor_config(fixture.config.vision_config)
+        write_json(folder / "preprocessor_config.json", contents)
+    elif fixture.images:
         image_processor(fixture).save_pretrained(folder)
         if fixture.video is not None:
             video_processor(fixture).save_pretrained(folder)
@@ -816,6 +911,8 @@ def save(fixture: Fixture, model: Model, arrays: Arrays, folder: Path) -> None:
         store_in_mxfp4(folder / "model.safetensors", fixture)
     if fixture.transposed:
         store_transposed(folder / "model.safetensors", fixture)
+    if fixture.is_kimi:
+        kimi_fixture.store_in_published_form(folder / "model.safetensors")
     if fixture.published_names:
         store_as_multimodal(folder / "model.safetensors", model)
     if fixture.has_transformers_4_form:

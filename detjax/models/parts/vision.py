@@ -1,7 +1,8 @@
 """The vision tower: turns the patches of images into rows that take the place of tokens of a prompt.
 
 There are two designs. Qwen2.5-VL's has RMS norms, gated MLPs, and windowed attention in most blocks (Bai et al. 2025).
-Qwen3.5's has layer norms, MLPs without a gate, and a table of learned positions (Qwen Team 2026).
+Qwen3.5's has layer norms, MLPs without a gate, and a table of learned positions (Qwen Team 2026); Qwen3-VL's has rows
+of inner blocks in addition (Bai et al. 2025, "DeepStack").
 """
 
 import dataclasses
@@ -53,6 +54,8 @@ class VisionOptions:
         tokens_per_second: the rate of time positions in videos; None: each frame's time is written in the prompt.
         positions: rows of the table of learned positions, a square number; None: no table. With a table, the tower has
             Qwen3.5's design.
+        deepstack_blocks: blocks, in ascending order, whose outputs become further rows of each token. The rows of the
+            first of them join the output of the decoder's first layer, and so on.
     """
 
     width: int
@@ -70,12 +73,23 @@ class VisionOptions:
     theta: float
     tokens_per_second: int | None
     positions: int | None = None
+    deepstack_blocks: tuple[int, ...] = ()
 
     def __repr__(self) -> str:
-        """Returns the fields, `positions` only if it is set: digests of models depend on this text."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        used = [f"{name}={value!r}" for name, value in fields.items() if name != "positions" or value is not None]
+        """Returns the fields, the last two only if set: digests of models depend on this text."""
+        fields = [(field.name, getattr(self, field.name), field.default) for field in dataclasses.fields(self)]
+        used = [f"{name}={value!r}" for name, value, default in fields if value != default]
         return f"VisionOptions({', '.join(used)})"
+
+    @property
+    def tower(self) -> "type[VisionTower]":
+        """The class of the tower."""
+        return VisionTower
+
+    @property
+    def clip_frames(self) -> int:
+        """Frames that the tower may see together."""
+        return 1
 
     @property
     def head_dim(self) -> int:
@@ -89,7 +103,7 @@ class VisionOptions:
         return RotaryEmbedding(self.head_dim, self.theta, sections=(quarter, quarter), axial=True)
 
     @property
-    def patch_shape(self) -> tuple[int, int, int, int]:
+    def patch_shape(self) -> tuple[int, ...]:
         """Channels, frames, rows and columns of a patch."""
         return self.channels, self.temporal_patch_size, self.patch_size, self.patch_size
 
@@ -97,6 +111,11 @@ class VisionOptions:
     def merged(self) -> int:
         """Patches that make one token."""
         return self.merge_size**2
+
+    @property
+    def row_width(self) -> int:
+        """The width of all rows of a token side by side: one in place of its embedding, and one of each inner block."""
+        return self.output_width * (1 + len(self.deepstack_blocks))
 
     @property
     def has_learned_positions(self) -> bool:
@@ -130,10 +149,10 @@ class Keys(NamedTuple):
 
 
 class Taps(NamedTuple):
-    """Four rows of the table of learned positions around each patch, and their weights for interpolation."""
+    """Some rows for each patch, such as those of a table of learned positions around it, and their weights in a sum."""
 
-    index: Int32[Arrays, "W T 4"]
-    weight: Float32[Arrays, "W T 4"]
+    index: Int32[Arrays, "W T n"]
+    weight: Float32[Arrays, "W T n"]
 
 
 class Patches(NamedTuple):
@@ -145,6 +164,8 @@ class Patches(NamedTuple):
         taps: its position relative to the learned positions; None without them.
         window_keys: for blocks with windows, the patches of the window.
         image_keys: for the other blocks, the patches of the image, in the order of its windows.
+        frames: for each patch of the first frame of a clip, the patches in its place in all frames, as indices into all
+            windows' patches; None if the tower sees single frames.
     """
 
     pixels: Float[Arrays, "W T P"]
@@ -152,6 +173,7 @@ class Patches(NamedTuple):
     taps: Taps | None
     window_keys: Keys
     image_keys: Keys
+    frames: Taps | None = None
 
 
 class VisionTower(nnx.Module):
@@ -166,6 +188,7 @@ class VisionTower(nnx.Module):
         "positions": "pos_embed",
         "blocks": "blocks",
         "merger": "merger",
+        "deepstack": "deepstack_merger_list",
     }
 
     def __init__(self, options: VisionOptions, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
@@ -175,23 +198,29 @@ class VisionTower(nnx.Module):
         self.positions = None if rows is None else LearnedPositions(rows, options.width, rngs=rngs, dtype=dtype)
         self.blocks = nnx.List([VisionBlock(options, rngs=rngs, dtype=dtype) for _ in range(options.blocks)])
         self.merger = PatchMerger(options, rngs=rngs, dtype=dtype)
+        mergers = [PatchMerger(options, rngs=rngs, dtype=dtype, joins_first=True) for _ in options.deepstack_blocks]
+        self.deepstack = nnx.List(mergers) if mergers else None
 
-    def __call__(self, patches: Patches) -> Float[Array, "W U D"]:
-        """Returns a row for each token of each window."""
+    def __call__(self, patches: Patches) -> Float[Array, "W U R"]:
+        """Returns the rows of each token of each window, side by side; see `VisionOptions.row_width`."""
         learned = None
         if self.positions is not None:
             assert patches.taps is not None
             learned = self.positions(*map(jnp.asarray, patches.taps))
         x = self.patches(jnp.asarray(patches.pixels), residual=learned)
         coordinates = jnp.asarray(patches.coordinates)
+        mergers, inner = iter(self.deepstack or ()), []
         for index, block in enumerate(self.blocks):
             keys = patches.image_keys if index in self.options.full_blocks else patches.window_keys
-            x = _block(*split(block), x, coordinates, Keys(*map(jnp.asarray, keys)))
-        return self.merger(x)
+            x = run_block(*split(block), x, coordinates, Keys(*map(jnp.asarray, keys)))
+            if index in self.options.deepstack_blocks:
+                inner.append(next(mergers)(x))
+        rows = self.merger(x)
+        return jnp.concatenate([rows, *inner], axis=-1) if inner else rows
 
 
 @functools.partial(compilation.jit, static_argnums=0)
-def _block(
+def run_block(
     network: Network[Any], weights: Weights, x: Float[Array, "W T D"], coordinates: Array, keys: Keys
 ) -> Float[Array, "W T D"]:
     """Runs a block as a separate program, so that blocks that differ only in their weights are traced once."""
@@ -225,8 +254,8 @@ class LearnedPositions(nnx.Module):
     def __init__(self, rows: int, width: int, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
         self.weight = random_weight(rngs, (rows, width), dtype)
 
-    def __call__(self, index: Int32[Array, "*N 4"], weight: Float32[Array, "*N 4"]) -> Float[Array, "*N D"]:
-        """Returns the weighted sum of four rows."""
+    def __call__(self, index: Int32[Array, "*N n"], weight: Float32[Array, "*N n"]) -> Float[Array, "*N D"]:
+        """Returns the weighted sum of some rows."""
         return ops.weighted_sum(ops.embed(index, self.weight[...]), weight)
 
     @property
@@ -235,9 +264,9 @@ class LearnedPositions(nnx.Module):
         return {"weight": Tensors(("weight",))}
 
 
-def _norm(options: VisionOptions, dtype: DTypeLike) -> RMSNorm | LayerNorm:
-    """Makes a norm of the tower's kind."""
-    return (LayerNorm if options.has_learned_positions else RMSNorm)(options.width, eps=_EPS, dtype=dtype)
+def _norm(options: VisionOptions, dtype: DTypeLike, patches: int = 1) -> RMSNorm | LayerNorm:
+    """Makes a norm of the tower's kind, over the columns of a number of patches together."""
+    return (LayerNorm if options.has_learned_positions else RMSNorm)(options.width * patches, eps=_EPS, dtype=dtype)
 
 
 class VisionBlock(nnx.Module):
@@ -308,10 +337,11 @@ class VisionAttention(nnx.Module):
 class PatchMerger(nnx.Module):
     """An MLP that merges a square of adjacent patches into one row."""
 
-    def __init__(self, options: VisionOptions, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
+    def __init__(self, options: VisionOptions, *, rngs: nnx.Rngs, dtype: DTypeLike, joins_first: bool = False) -> None:
+        """Makes a merger; `joins_first`: the norm covers the joined patches, instead of each patch separately."""
         width = options.width * options.merged
-        self.options = options
-        self.norm = _norm(options, dtype)
+        self.options, self.joins_first = options, joins_first
+        self.norm = _norm(options, dtype, options.merged if joins_first else 1)
         self.inner = random_weight(rngs, (width, width), dtype)
         self.inner_bias = nnx.Param(jnp.zeros(width, dtype))
         self.output = random_weight(rngs, (options.output_width, width), dtype)
@@ -319,7 +349,8 @@ class PatchMerger(nnx.Module):
 
     def __call__(self, x: Float[Array, "W T D"]) -> Float[Array, "W U O"]:
         """Returns a row for each `merged` patches of a window."""
-        x = self.norm(x).reshape(len(x), -1, self.options.width * self.options.merged)
+        joined = len(x), -1, self.options.width * self.options.merged
+        x = self.norm(x.reshape(joined)) if self.joins_first else self.norm(x).reshape(joined)
         x = ops.matmul(x, self.inner[...], layout="nk", bias=self.inner_bias[...], activation="gelu")
         return ops.matmul(x, self.output[...], layout="nk", bias=self.output_bias[...])
 

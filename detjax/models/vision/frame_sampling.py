@@ -4,10 +4,15 @@ import dataclasses
 import json
 import math
 from collections.abc import Sequence
+from typing import Final
 
 from detjax.models.configuration.json_object import JsonObject
 from detjax.models.parts.vision import VisionOptions
+from detjax.models.vision.clips import ClipOptions
 from detjax.models.vision.images import ImageOptions
+
+_MOST_FRAMES: Final = 1 << 20
+"""The maximum number of frames for models whose processors have none."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,12 +25,14 @@ class FrameSampling:
         max_frames: the maximum number of frames.
         group: the number is a multiple of this, and the frames are equally spaced from the first one on, as for
             Qwen2.5-VL; None: they span the video from the first to the last frame, as for Qwen3.5.
+        nearest: whether the number is rounded to the nearest one, as for Kimi K2.5; otherwise it is rounded down.
     """
 
     fps: float = 2.0
     min_frames: int = 4
     max_frames: int = 768
     group: int | None = None
+    nearest: bool = False
 
     @classmethod
     def from_options(cls, options: ImageOptions, vision: VisionOptions) -> "FrameSampling":
@@ -34,6 +41,8 @@ class FrameSampling:
         Raises:
             CheckpointError: a value is not a number in its range.
         """
+        if isinstance(options, ClipOptions):
+            return cls(options.fps, 1, _MOST_FRAMES, nearest=True)
         file = JsonObject(json.loads(options.unread), "video_preprocessor_config.json")
         if file.get("num_frames") is not None:
             raise file.error("num_frames", "null; fps determines the number of frames")
@@ -71,7 +80,8 @@ class FrameSampling:
         sometimes gives transformers one frame more than the computed number. Here it is always the computed number.
         """
         if self.group is None:
-            chosen = min(max(int(total / rate * self.fps), self.min_frames), self.max_frames, total)
+            wanted = round(total * min(self.fps, rate) / rate) if self.nearest else int(total / rate * self.fps)
+            chosen = min(max(wanted, self.min_frames), self.max_frames, total)
             step = (total - 1) / max(chosen - 1, 1)
             # The last index is that frame itself, however the step is rounded. Halves are rounded to even numbers.
             return [round(index * step) for index in range(chosen - 1)] + [total - 1 if chosen > 1 else 0]

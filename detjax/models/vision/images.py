@@ -21,6 +21,7 @@ from detjax.contract import KV_BLOCK
 from detjax.models.configuration.json_object import JsonObject
 from detjax.models.network import Network, Weights, split
 from detjax.models.parts.vision import Keys, Patches, Taps, VisionOptions, VisionTower
+from detjax.models.vision.learned_positions import position_taps
 from detjax.runtime import compilation
 
 _MAX_RATIO: Final = 200
@@ -87,7 +88,7 @@ class ImageOptions:
         if most < max(least, side):
             raise file.error("max_pixels", f"at least min_pixels, which is {least}, and the pixels of one token")
         channels = {
-            key: _channels(file, key, default, vision.channels)
+            key: read_channels(file, key, default, vision.channels)
             for key, default in (("image_mean", cls.mean), ("image_std", cls.std))
         }
         if not all(channels["image_std"]):
@@ -112,8 +113,23 @@ class ImageOptions:
             "merge_size": vision.merge_size,
         }
 
+    def patches_of_image(self, image: UInt8[np.ndarray, "h w 3"], vision: VisionOptions) -> "ImagePatches":
+        """Returns the patches of an image."""
+        unit = vision.patch_size * vision.merge_size
+        height, width = resized(image.shape[0], image.shape[1], unit, self)
+        bicubic = PIL.Image.Resampling.BICUBIC
+        pixels = np.asarray(PIL.Image.fromarray(np.ascontiguousarray(image)).resize((width, height), bicubic))
+        pixels = (pixels.astype(np.float64) * (1 / 255)).astype(np.float32)
+        pixels = (pixels - np.array(self.mean, np.float32)) / np.array(self.std, np.float32)
+        return patches_of_frames(np.repeat(pixels[None], vision.temporal_patch_size, axis=0), vision)
 
-def _channels(file: JsonObject, key: str, default: tuple[float, ...], channels: int) -> tuple[float, ...]:
+
+def read_channels(file: JsonObject, key: str, default: tuple[float, ...], channels: int) -> tuple[float, ...]:
+    """Returns a number for each channel.
+
+    Raises:
+        CheckpointError: the value is not a list of as many numbers.
+    """
     raw_numbers = file.get(key)
     numbers = list(default) if raw_numbers is None else raw_numbers
     is_list = isinstance(numbers, list) and len(numbers) == channels
@@ -130,11 +146,13 @@ class ImagePatches:
         pixels: the numbers of each patch: by channel, frame, row and column.
         rows: rows of patches.
         columns: columns of patches.
+        frames: for a tower that sees several frames together, their number; the patches of one follow another's.
     """
 
     pixels: Float32[np.ndarray, "N P"]
     rows: int
     columns: int
+    frames: int = 1
 
     @functools.cached_property
     def digest(self) -> bytes:
@@ -201,13 +219,7 @@ def image_patches(image: UInt8[np.ndarray, "h w C"], options: ImageOptions, visi
             f"image_patches: the image is {image.dtype}{image.shape}; accepted: uint8 (height, width, 3), red, green "
             'and blue of each pixel, such as np.asarray(PIL.Image.open(file).convert("RGB"))'
         )
-    unit = vision.patch_size * vision.merge_size
-    height, width = resized(image.shape[0], image.shape[1], unit, options)
-    bicubic = PIL.Image.Resampling.BICUBIC
-    pixels = np.asarray(PIL.Image.fromarray(np.ascontiguousarray(image)).resize((width, height), bicubic))
-    pixels = (pixels.astype(np.float64) * (1 / 255)).astype(np.float32)
-    pixels = (pixels - np.array(options.mean, np.float32)) / np.array(options.std, np.float32)
-    return patches_of_frames(np.repeat(pixels[None], vision.temporal_patch_size, axis=0), vision)
+    return options.patches_of_image(image, vision)
 
 
 def patches_of_frames(pixels: Float32[np.ndarray, "t h w C"], vision: VisionOptions) -> ImagePatches:
@@ -251,10 +263,11 @@ def resized(
 # --- the tower --------------------------------------------------------------------------------------------------------
 
 
-def image_rows(tower: VisionTower, visuals: Sequence[VisualInput]) -> list[Float[np.ndarray, "tokens D"]]:
+def image_rows(tower: VisionTower, visuals: Sequence[VisualInput]) -> list[Float[np.ndarray, "tokens R"]]:
     """Returns the rows for the tokens of each image and video, in row-major order of the image, on the host.
 
-    The tower treats video frames as images. No bit of an image's rows depends on the other images.
+    If the tower has several rows for a token, they are side by side. It treats video frames as images. No bit of an
+    image's rows depends on the other images.
     """
     network, weights = split(tower)
     return rows_by(functools.partial(_window_rows, network, weights), tower.options, visuals)
@@ -267,11 +280,11 @@ def rows_by(
     *,
     windows: Callable[[int], int] | None = None,
     most_windows: int | None = None,
-) -> list[Float[np.ndarray, "tokens D"]]:
+) -> list[Float[np.ndarray, "tokens R"]]:
     """Returns the result of `image_rows`, computed by the caller's program.
 
     Args:
-        run: returns a row for each token of each window.
+        run: returns the rows of each token of each window.
         options: the tower's.
         visuals: the patches of the images and videos.
         windows: pads the number of windows of a call. Default: to the next power of two.
@@ -284,14 +297,14 @@ def rows_by(
         needed = sum(len(_windows(image, options)) for image in pack)
         patches, tokens = packed(pack, options, (windows or _power_of_two)(needed))
         # Indexed on the host: on the device, each number of tokens would need another program.
-        pack_rows = np.asarray(run(patches)).reshape(-1, options.output_width)
+        pack_rows = np.asarray(run(patches)).reshape(-1, options.row_width)
         rows += [pack_rows[index] for index in tokens]
     ends = np.cumsum([0, *counts]).tolist()
     return [np.concatenate(rows[first:stop]) for first, stop in itertools.pairwise(ends)]
 
 
 @functools.partial(compilation.jit, static_argnums=0)
-def _window_rows(network: Network[VisionTower], weights: Weights, patches: Patches) -> Float[Array, "W U D"]:
+def _window_rows(network: Network[VisionTower], weights: Weights, patches: Patches) -> Float[Array, "W U R"]:
     return network.with_weights(weights)(patches)
 
 
@@ -338,40 +351,35 @@ def packed(
     coordinates = np.zeros((count, room, 2), np.int32)
     sizes = np.ones((count, 2), np.int32)
     window_lengths, image_lengths = np.zeros(count, np.int32), np.zeros(count, np.int32)
+    frame = np.full((count, room), -1, np.int32)
+    in_frames = Taps(*(np.zeros((count * room, options.clip_frames), dtype) for dtype in (np.int32, np.float32)))
     places, tokens, first = [], [], 0
     for image in images:
         index, place = _windows(image, options), np.zeros(len(image.pixels), np.int32)
         by_patch = _coordinates(image, options)
         for window, patches in enumerate(index, first):
             pixels[window, : len(patches)] = image.pixels[patches]
-            coordinates[window, : len(patches)] = by_patch[patches]
+            coordinates[window, : len(patches)] = by_patch[patches % len(by_patch)]
             sizes[window] = image.rows, image.columns
             window_lengths[window], image_lengths[window] = len(patches), len(image.pixels)
+            if image.frames > 1:
+                frame[window, : len(patches)] = patches // (image.rows * image.columns)
             place[patches] = window * room + np.arange(len(patches))
-        # A token's row is at the position of its first patch.
-        tokens.append(place[::merged] // merged)
+        # A token's row is at the position of its first patch, in the first frame.
+        in_frame = place.reshape(image.frames, -1)
+        tokens.append(in_frame[0, ::merged] // merged)
+        in_frames.index[in_frame[0], : image.frames] = in_frame.T
+        in_frames.weight[in_frame[0], : image.frames] = np.float32(1) / np.float32(image.frames)
         places.append(([place[patches] for patches in index], range(first, first + len(index))))
         first += len(index)
     single = [(patches, [window]) for group, numbers in places for patches, window in zip(group, numbers, strict=True)]
     whole = [(np.concatenate(group), numbers) for group, numbers in places]
     pages = count * -(-room // KV_BLOCK)
     window_keys, image_keys = _keys(single, window_lengths, pages), _keys(whole, image_lengths, pages)
-    taps = None if options.positions is None else _taps(coordinates, sizes[:, None], math.isqrt(options.positions))
-    return Patches(pixels, coordinates, taps, window_keys, image_keys), tokens
-
-
-def _taps(coordinates: Int32[np.ndarray, "W T 2"], sizes: Int32[np.ndarray, "W 1 2"], side: int) -> Taps:
-    """Returns the four entries around each patch in a table of `side` rows and columns, and their weights.
-
-    The first patch of a row is at the first column, the last one at the last column. The arithmetic is float32.
-    """
-    place = coordinates.astype(np.float32) * np.float32(side - 1) / np.maximum(sizes - 1, 1).astype(np.float32)
-    first, steps = np.floor(place)[..., None], np.arange(2, dtype=np.float32)
-    corners = np.minimum(first + steps, side - 1).astype(np.int32)
-    shares = np.float32(1) - np.abs(place[..., None] - first - steps)
-    index = corners[..., 0, :, None] * side + corners[..., 1, None, :]
-    weight = shares[..., 0, :, None] * shares[..., 1, None, :]
-    return Taps(index.reshape(*place.shape[:-1], 4), weight.reshape(*place.shape[:-1], 4))
+    taps = position_taps(options, coordinates, sizes[:, None], frame)
+    shared = [x.reshape(count, room, -1) for x in in_frames] if options.clip_frames > 1 else None
+    frames = None if shared is None else Taps(*shared)
+    return Patches(pixels, coordinates, taps, window_keys, image_keys, frames), tokens
 
 
 def _windows(image: ImagePatches, options: VisionOptions) -> list[Int32[np.ndarray, "n"]]:
@@ -389,7 +397,7 @@ def _windows(image: ImagePatches, options: VisionOptions) -> list[Int32[np.ndarr
 
 
 def _coordinates(image: ImagePatches, options: VisionOptions) -> Int32[np.ndarray, "N 2"]:
-    """Returns the row and the column of each patch."""
+    """Returns the row and the column of each patch of a frame."""
     merge = options.merge_size
     rows, columns = np.meshgrid(np.arange(image.rows), np.arange(image.columns), indexing="ij")
     grid = np.stack([rows, columns], axis=-1).astype(np.int32)

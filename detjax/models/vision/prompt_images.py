@@ -9,6 +9,7 @@ from jaxtyping import Float, Int32
 from detjax.models.configuration.config import DecoderConfig
 from detjax.models.parts.vision import VisionOptions
 from detjax.models.text.tokenizer import Tokenizer
+from detjax.models.vision.clips import image_options_class
 from detjax.models.vision.frame_sampling import FrameSampling
 from detjax.models.vision.images import (
     ImageOptions,
@@ -51,7 +52,7 @@ class PromptImages:
         later = np.arange(start + len(known), start + count, dtype=np.int32) + np.int32(self.excess)
         return np.concatenate([known, np.repeat(later[:, None], 3, axis=1)])
 
-    def put_rows(self, start: int, count: int, present: np.ndarray, rows: Float[np.ndarray, "n D"]) -> None:
+    def put_rows(self, start: int, count: int, present: np.ndarray, rows: Float[np.ndarray, "n R"]) -> None:
         """Writes the images' rows of consecutive tokens to arrays with one row per token."""
         for (first, stop, _), image in zip(self.spans, self.rows, strict=True):
             begin, end = max(first, start), min(stop, start + count)
@@ -75,7 +76,7 @@ class ImageReader:
             CheckpointError: the checkpoint's file for videos has an unsupported selection of frames.
         """
         self.config = config
-        self._images = images or ImageOptions()
+        self._images = images or (ImageOptions if config.vision is None else image_options_class(config.vision))()
         # transformers uses an old checkpoint's only file for both.
         self._videos = videos or self._images
         vision = config.vision
@@ -147,10 +148,10 @@ def _with_times(
     """Writes a place for each frame that has a separate one, if each video has a single place so far."""
     runs = image_runs(tokens, config.placeholders)
     has_times = any(isinstance(image, VideoPatches) and image.times is not None for image in images)
-    if tokenizer is None or not has_times or len(runs) != len(images):
-        return tokens
     begin, video, end = config.vision_start_token, config.video_token, config.vision_end_token
-    assert begin is not None and video is not None and end is not None
+    if tokenizer is None or not has_times or len(runs) != len(images) or begin is None:
+        return tokens
+    assert video is not None and end is not None
     written: list[int] = []
     copied = 0
     for (first, stop), image in zip(runs, images, strict=True):

@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Float64, Int32, UInt8
 
 from detjax.models.parts.vision import VisionOptions
+from detjax.models.vision.clips import ClipOptions
 from detjax.models.vision.images import ImageOptions, VideoPatches, patches_of_frames, resized
 
 _MAX_PRECISION: Final = 22
@@ -63,6 +64,8 @@ def video_patches(video: Video, options: ImageOptions, vision: VisionOptions) ->
             ">= 0 for each frame, in seconds and in ascending order"
         )
     frames = np.stack([np.asarray(frame) for frame in video.frames])
+    if isinstance(options, ClipOptions):
+        return options.clips(frames, times, 1 / video.fps, vision)
     unit = vision.patch_size * vision.merge_size
     if vision.tokens_per_second is None:  # the bounds apply to all frames together
         height, width = _resized_together(frames.shape, unit, vision.temporal_patch_size, options)
