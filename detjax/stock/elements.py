@@ -3,6 +3,7 @@
 from typing import Final
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array
 
 DIFFERENTIATED_BY_JAX: Final = True
@@ -13,9 +14,14 @@ def add(x: Array, y: Array) -> Array:
     return x + y
 
 
+def multiply(x: Array, y: Array) -> Array:
+    """See `detjax.ops.multiply`."""
+    return x * y.astype(x.dtype)
+
+
 def scale(x: Array, *, factor: float) -> Array:
     """See `detjax.ops.scale`."""
-    return x * factor
+    return (x.astype(jnp.float32) * factor).astype(x.dtype)
 
 
 def sigmoid(x: Array) -> Array:

@@ -98,18 +98,24 @@ class Experts(nnx.Module):
         self.down_bias = zero_bias(options.bias, (experts, width), dtype)
 
     def __call__(
-        self, x: Float[Array, "*N D"], queries: Queries, *, residual: Float[Array, "*N D"]
+        self,
+        x: Float[Array, "*N D"],
+        queries: Queries,
+        *,
+        residual: Float[Array, "*N D"] | None = None,
+        routed_by: Float[Array, "*N D"] | None = None,
     ) -> Float[Array, "*N D"]:
-        """Returns the combined results of each token's experts, added to the residual stream.
+        """Returns the combined results of each token's experts, added to the residual stream if there is one.
 
         Args:
             x: the normalized hidden states of the new tokens.
             queries: the requests of these tokens. Padding goes to no expert.
             residual: the residual stream.
+            routed_by: the hidden states that the router sees; default: the normalized ones.
         """
         flat = x.reshape(-1, x.shape[-1])
         request, present = requests_of_tokens(queries, x.shape[:-1])
-        ids, weights = self.router(flat)
+        ids, weights = self.router(flat if routed_by is None else routed_by.reshape(flat.shape))
         shardings = self.expert_shardings(devices((TENSOR,)), devices((EXPERT,)))
         experts = whole_experts(self.options.experts, devices((EXPERT,)))
         rows = ops.expert_rows(local_ids(ids, experts), experts.length, present)
@@ -125,15 +131,15 @@ class Experts(nnx.Module):
         y = sharded_grouped_matmul(y, self.down[...], sizes, **outer)
         # A token's results are added column by column, so each device adds its own columns.
         columns = functools.partial(local_columns, sharding=down)
-        shared, residual = self.shared(flat), columns(residual.reshape(flat.shape))
-        shared = None if shared is None else columns(shared)
+        addends = {"shared": self.shared(flat), "residual": None if residual is None else residual.reshape(flat.shape)}
+        addends = {name: columns(addend) for name, addend in addends.items() if addend is not None}
         combine = functools.partial(ops.combine_experts, aggregation=self.options.aggregation)
         if experts.shards == 1:
-            combined = combine(y, weights, rows, shared=shared, residual=residual)
+            combined = combine(y, weights, rows, **addends)
         else:
             y = results_at_home(rows.results(y), ids, experts)
-            shared = None if shared is None else at_home(shared)
-            combined = combine(y, at_home(weights), None, shared=shared, residual=at_home(residual))
+            addends = {name: at_home(addend) for name, addend in addends.items()}
+            combined = combine(y, at_home(weights), None, **addends)
             combined = from_homes(combined, len(flat))
         return gathered(combined, down).reshape(x.shape)
 
