@@ -13,6 +13,10 @@ from detjax.engine.engine import Engine as Engine
 from detjax.engine.engine_thread import EngineClosed as EngineClosed
 from detjax.engine.field_error import FieldError as FieldError
 from detjax.engine.generate import generate as generate
+from detjax.engine.pooled_texts import classify as classify
+from detjax.engine.pooled_texts import embed as embed
+from detjax.engine.pooled_texts import score as score
+from detjax.engine.pooling import Pooling as Pooling
 from detjax.engine.program_cache import prepare_cache as prepare_cache
 from detjax.engine.reasoning_budget import ReasoningBudget as ReasoningBudget
 from detjax.engine.reasoning_budget import ReasoningMarks as ReasoningMarks

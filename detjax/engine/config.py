@@ -113,8 +113,7 @@ class EngineConfig:
                 f"Engine: snapshot_bytes is {self.snapshot_bytes}; accepted: at least {snapshot}, for one snapshot of "
                 "this model, or 0, which turns off its prefix cache"
             )
-        # The last token of a sample is not computed.
-        needed = ceil_div(length - 1, KV_BLOCK)
+        needed = _pages(length, pools=model.config.pooling is not None)
         num_pages = self.num_pages
         if num_pages is None and spans_processes(model.mesh):
             raise ValueError(
@@ -139,16 +138,16 @@ class EngineConfig:
         sizes: dict[str, Any] = {"max_length": length, "num_pages": num_pages, "snapshot_bytes": snapshot_bytes}
         return dataclasses.replace(self, runs_of=runs_of, step_seconds=step_seconds, **sizes)
 
-    def step_loop(self) -> StepLoopConfig:
-        """Returns the sizes of the engine's step loop. Call it on resolved settings."""
+    def step_loop(self, *, pools: bool = False) -> StepLoopConfig:
+        """Returns the sizes of the engine's step loop, whose model may pool. Call it on resolved settings."""
         assert self.max_length is not None
         assert self.num_pages is not None
         assert self.runs_of is not None
         return StepLoopConfig(
             shapes=BatchShapes.for_serving(self.max_samples, self.token_budget),
             num_pages=self.num_pages,
-            pages_per_sequence=ceil_div(self.max_length - 1, KV_BLOCK),
-            variants=SamplingVariant.for_serving(self.top_logprobs),
+            pages_per_sequence=_pages(self.max_length, pools=pools),
+            variants=() if pools else SamplingVariant.for_serving(self.top_logprobs),
             prefix_cache=self.prefix_cache,
             snapshot_bytes=self.snapshot_bytes,
             snapshot_tokens=self.snapshot_tokens,
@@ -179,6 +178,11 @@ class EngineStats(NamedTuple):
     snapshots: int = 0
     snapshot_bytes: int = 0
     snapshot_hits: int = 0
+
+
+def _pages(length: int, *, pools: bool) -> int:
+    """Returns the pages of a sequence of `length` tokens. The last token of a sample is not computed."""
+    return ceil_div(length if pools else length - 1, KV_BLOCK)
 
 
 def _free_memory() -> int:

@@ -49,7 +49,8 @@ class Job:
         if not self._unfinished:
             first = self.samples[0]
             completions = tuple(sample.completion() for sample in self.samples)
-            self.settle(Generation(first.prompt, completions, first.scored_prompt(), first.cached_tokens))
+            pooled = first.pooled()
+            self.settle(Generation(first.prompt, completions, first.scored_prompt(), first.cached_tokens, pooled))
 
     def abort(self) -> None:
         """Ends all samples that the scheduler does not have any more, and settles the future with their tokens."""

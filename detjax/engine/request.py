@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 
+from detjax.engine.pooling import Pooling, Vectors
 from detjax.engine.sampling_params import SamplingParams
 from detjax.models.vision.prompt_images import GivenImage
 
@@ -32,6 +33,7 @@ class Request:
             engine began; missing lists are empty. The sample continues as if it had never been interrupted, including
             `max_tokens`, penalties and constraints. The answer holds the tokens after them, and the text that a stream
             had not sent yet.
+        pooling: the result of a model that pools; `sampling` is not read then. None: the request generates.
 
     No bit of the answer depends on `cache_salt`, `client` or `id`.
 
@@ -47,6 +49,7 @@ class Request:
     id: str | None = dataclasses.field(default=None, compare=False)
     images: Sequence[GivenImage] = dataclasses.field(default=(), compare=False, repr=False)
     generated: Sequence[Sequence[int]] = ()
+    pooling: Pooling | None = None
 
 
 type TopLogprobs = tuple[tuple[int, float], ...]
@@ -159,6 +162,8 @@ class Generation:
         prompt: logprobs of the prompt, if the request asks for them.
         cached_tokens: tokens of the prompt found in the prefix cache when the first sample got its slot. Only this
             number depends on other requests, so comparisons of answers ignore it.
+        pooled: the result of a model that pools, which then has no completion; None: the request generates, or it was
+            aborted.
 
     Example:
         >>> detjax.Generation((3, 1), (detjax.Completion((5,), (-0.5,), (), " a", "length"),)).completions[0].text
@@ -169,3 +174,4 @@ class Generation:
     completions: tuple[Completion, ...]
     prompt: PromptLogprobs | None = None
     cached_tokens: int = dataclasses.field(default=0, compare=False)
+    pooled: Vectors | None = dataclasses.field(default=None, compare=False)

@@ -8,9 +8,12 @@ from detjax.engine.constraint import Constraint
 from detjax.engine.constraints import ModelConstraints
 from detjax.engine.field_error import FieldError
 from detjax.engine.page_pool import prefix_root
+from detjax.engine.pooling import needs_all_rows
 from detjax.engine.request import Request
+from detjax.engine.sampling_params import SamplingParams
 from detjax.engine.validation import check_arrays, encode_prompt, end_tokens, given_tokens
 from detjax.models import Decoder, ModelMetadata, Tokenizer
+from detjax.models.parts.pooling import PoolingOptions
 from detjax.models.vision.frame_sampling import FrameSampling
 from detjax.models.vision.images import VisualInput
 from detjax.models.vision.prompt_images import (
@@ -44,6 +47,16 @@ class RequestReader:
         """Maximum tokens of a sample, including its prompt."""
         assert self._config.max_length is not None
         return self._config.max_length
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer, if the engine has one."""
+        return self._tokenizer
+
+    @property
+    def pooling(self) -> PoolingOptions | None:
+        """The results of a model that pools; None: the model generates."""
+        return self._model_config.pooling
 
     @property
     def takes_images(self) -> bool:
@@ -99,6 +112,8 @@ class RequestReader:
         Raises:
             ValueError: the engine cannot serve it. The message begins with `name`.
         """
+        if request.pooling is not None or self._model_config.pooling is not None:
+            return self._pooled_samples(name, request, is_streamed=is_streamed)
         params, top = request.sampling, self._config.top_logprobs
         images = self._image_reader.patches(name, request.images)
         prompt = encode_prompt(name, self._model_config, request.prompt, params, self._tokenizer, images)
@@ -131,3 +146,30 @@ class RequestReader:
             return sequences.samples(prompt, params, context, generated)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
+
+    def _pooled_samples(self, name: str, request: Request, *, is_streamed: bool) -> list[sequences.Sequence]:
+        """Returns the sequence of a request to a model that pools."""
+        options, given = self._model_config.pooling, request.pooling
+        if given is None or options is None:
+            does, wants = ("generates", "pooling") if options is None else ("pools", "completions")
+            accepted = "requests without pooling" if options is None else "requests with pooling"
+            raise FieldError(f"{name} asks for {wants} and the model {does}; accepted: {accepted}", "pooling")
+        if is_streamed:
+            raise FieldError(f"{name} is streamed and the model pools; accepted: whole answers", "stream")
+        pooling, params = given.resolved(name, self._model_config), SamplingParams(max_tokens=1)
+        images = self._image_reader.patches(name, request.images)
+        prompt = encode_prompt(
+            name, self._model_config, request.prompt, params, self._tokenizer, images, generates=False
+        )
+        if len(prompt) > self.max_length:
+            raise FieldError(
+                f"{name} has {len(prompt)} tokens; accepted: up to {self.max_length}, the engine's max_length", "prompt"
+            )
+        context = sequences.RequestContext(
+            prefix_root=prefix_root(request.cache_salt),
+            client=request.client,
+            images=PromptImages(images, prompt, self._model_config) if images else None,
+            pooling=pooling,
+            reads_all_rows=needs_all_rows(pooling, options),
+        )
+        return [sequences.Sequence(prompt, params, context=context)]

@@ -240,8 +240,8 @@ class Scheduler:
             self.running.sort(key=_TURN)
 
     def _uses_prefix_cache(self, sequence: Sequence) -> bool:
-        # Logprobs of a prompt need the hidden states of all its tokens.
-        return self.pool.keeps_prefixes and not sequence.params.prompt_logprobs
+        # Logprobs of a prompt, and a mean, need the hidden states of all its tokens.
+        return self.pool.keeps_prefixes and not sequence.reads_all_rows
 
     def _is_ready(self, sequence: Sequence) -> bool:
         """Returns False while the sequence waits for prompt pages that its leader computes."""

@@ -4,10 +4,13 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence as Seq
-from typing import overload
+from typing import Final, overload
+
+import numpy as np
 
 from detjax.engine.constraints import CompiledConstraint
 from detjax.engine.page_pool import Digest, digests
+from detjax.engine.pooling import Pooling, Vectors
 from detjax.engine.request import Completion, NotFinite, PromptLogprobs, Token, TopLogprobs
 from detjax.engine.sampling_params import SamplingParams
 from detjax.engine.snapshots import Snapshot
@@ -15,6 +18,9 @@ from detjax.engine.text_stream import StopStrings, TextStream
 from detjax.engine.token_masks import Matcher, TokenRules
 from detjax.models import Tokenizer
 from detjax.models.vision.prompt_images import PromptImages
+
+NO_TOKEN: Final = -1
+"""Stands for the missing token at the end of a sequence that pools."""
 
 
 class TokenIds(Seq[int]):
@@ -57,6 +63,8 @@ class RequestContext:
         constraint: restricts the text; None: any text.
         rules: forbid single tokens; None: any tokens.
         images: the prompt's images, if it has any.
+        pooling: the result of a model that pools, in full; None: the request generates.
+        reads_all_rows: True if the result depends on the hidden states of all tokens of the prompt.
     """
 
     end_tokens: frozenset[int] = frozenset()
@@ -67,6 +75,8 @@ class RequestContext:
     constraint: CompiledConstraint | None = None
     rules: TokenRules | None = None
     images: PromptImages | None = None
+    pooling: Pooling | None = None
+    reads_all_rows: bool = False
 
 
 class SampleOutput:
@@ -80,6 +90,7 @@ class SampleOutput:
         top_logprobs: the likeliest tokens at each generated token.
         prompt_logprobs: the logprob and the likeliest tokens at each prompt token from the second one on.
         prompt_sampling_logprobs: the same under the sampling distribution, if the request asks for it.
+        pooled: the results of a model that pools: one, or one for each token.
     """
 
     def __init__(self) -> None:
@@ -89,6 +100,7 @@ class SampleOutput:
         self.sampling_top_logprobs: list[TopLogprobs] = []
         self.prompt_logprobs: list[tuple[float, TopLogprobs]] = []
         self.prompt_sampling_logprobs: list[tuple[float, TopLogprobs]] = []
+        self.pooled: list[np.ndarray] = []
 
     def scored_prompt(self) -> PromptLogprobs:
         """Returns the prompt's logprobs."""
@@ -204,8 +216,13 @@ class Sequence:
 
     @property
     def needs_rows(self) -> bool:
-        """True if the prompt is computed only in prefill rows, for prompt logprobs or images."""
-        return self.params.prompt_logprobs or self.context.images is not None
+        """True if the prompt is computed only in prefill rows, for all hidden states or images."""
+        return self.reads_all_rows or self.context.images is not None
+
+    @property
+    def reads_all_rows(self) -> bool:
+        """True if the hidden states of all tokens of the prompt are needed."""
+        return self.params.prompt_logprobs or self.context.reads_all_rows
 
     @property
     def missing(self) -> int:
@@ -247,6 +264,26 @@ class Sequence:
         """Returns the prompt's logprobs if the request asks for them, and if they were computed before an abort."""
         is_scored = self.params.prompt_logprobs and len(self.output.prompt_logprobs) == len(self.prompt) - 1
         return self.output.scored_prompt() if is_scored else None
+
+    def add_pooled(self, vector: np.ndarray | None, *, batch: int) -> Token:
+        """Ends the sequence of a model that pools, with its result, or None if each token has one.
+
+        Returns:
+            The end of the sequence; it has no token.
+        """
+        if vector is not None:
+            self.output.pooled.append(vector)
+        self.finish_reason = "stop"
+        if not all(np.isfinite(one).all() for one in self.output.pooled):
+            self.finish_reason, self.failure = "failed", self._not_finite()
+        return Token(self.index, NO_TOKEN, 0.0, (), None, self.finish_reason, batch, self.cached_tokens)
+
+    def pooled(self) -> Vectors | None:
+        """Returns the result of a model that pools; None: the request generates, or it was aborted."""
+        pooling, vectors = self.context.pooling, self.output.pooled
+        if pooling is None or self.finish_reason != "stop":
+            return None
+        return np.stack(vectors) if pooling.is_of_tokens else vectors[0]
 
     def held_back(self) -> str | None:
         """Returns the end of an ended sample's text that a stream has not sent; None without a tokenizer."""

@@ -19,6 +19,7 @@ from detjax.engine.field_error import FieldError
 from detjax.engine.launcher import Launcher
 from detjax.engine.model_runner import ModelRunner, StateSizes, bytes_of_snapshot
 from detjax.engine.page_pool import PagePool
+from detjax.engine.pooling import PooledBatch, pooled_rows
 from detjax.engine.program_compiler import ProgramCompiler
 from detjax.engine.request import Token
 from detjax.engine.sampled_tokens import SampledTokens
@@ -30,6 +31,7 @@ from detjax.engine.snapshots import SlotCopies, SnapshotCache
 from detjax.engine.step_programs import StepPrograms
 from detjax.engine.token_masks import Masks, Matcher, computer_for
 from detjax.models import Decoder
+from detjax.models.parts.pooling import ChunkRows
 from detjax.models.vision.images import ImageOptions
 from detjax.operands.options import KVQuantization
 from detjax.operands.sampling_arrays import Arrays
@@ -79,6 +81,26 @@ class _PromptScore:
 
 
 @dataclasses.dataclass(frozen=True)
+class _TokenResults:
+    """Results for some tokens of a prompt, which a step in flight computes in a model that pools."""
+
+    sequence: Sequence
+    position: int
+    """Position of the first of the tokens."""
+    count: int
+    rows: PooledBatch
+
+    def read(self) -> None:
+        """Waits for the results, and appends them to the sequence's output."""
+        rows, results, pooling = self.rows.read(), self.sequence.output.pooled, self.sequence.context.pooling
+        assert pooling is not None
+        for index in range(self.count):
+            # A preempted sequence computes some of its results twice.
+            if self.position + index == len(results):
+                results.append(rows.at(index, pooling))
+
+
+@dataclasses.dataclass(frozen=True)
 class _PlannedStep:
     """A step that is ready to launch.
 
@@ -110,14 +132,16 @@ class _Launched(NamedTuple):
     """The pending results of a step that the device computes.
 
     Attributes:
-        scores: logprobs of prompts.
+        scores: logprobs of prompts, or results of their tokens.
         sampled: the tokens; None if no token is sampled.
+        pooled: results of a model that pools, in place of tokens.
         failures: error messages of the rows whose constraints failed.
     """
 
-    scores: list[_PromptScore]
+    scores: Seq[_PromptScore | _TokenResults]
     sampled: SampledTokens | None
     failures: Mapping[int, str]
+    pooled: PooledBatch | None = None
 
 
 class _InFlightStep(NamedTuple):
@@ -168,6 +192,7 @@ class StepLoop:
         self._slots = slots
         self._runner = runner
         self._launcher = launcher or Launcher()
+        self._pools = runner.pools
         self._in_flight: collections.deque[_InFlightStep] = collections.deque()
         self._newest: _InFlightStep | None = None
         """The last step that was started, kept while constraints may need its tokens."""
@@ -368,6 +393,8 @@ class StepLoop:
         hidden, rows = self._runner.forward(planned.batch)
         for slot, snapshot in planned.copies.taken:
             snapshot.rows = self._runner.take_slot(slot)
+        if self._pools:
+            return self._pooled(planned, hidden, rows)
         scores = [
             score
             for chunk, first_row in zip(planned.plan.prefills, planned.first_rows, strict=False)
@@ -378,6 +405,33 @@ class StepLoop:
             allowed = masks.allowed if masks is not None and planned.is_constrained else None
             sampled = self._runner.sample(planned.batch, hidden, planned.needed, allowed).start_copy()
         return _Launched(scores, sampled, {} if masks is None else masks.failures)
+
+    def _pooled(self, planned: _PlannedStep, hidden: Any, rows: Any) -> _Launched:
+        """Computes the results of prompts and of tokens in a model that pools."""
+        prefills = list(zip(planned.plan.prefills, planned.first_rows.tolist(), strict=False))
+        tokens = [part for chunk, first_row in prefills for part in self._token_results(chunk, first_row, rows)]
+        if self._runner.carries and prefills:
+            self._runner.carry(rows, _chunk_rows(prefills, planned.batch, self._slots.slots))
+        if planned.needed is None:
+            return _Launched(tokens, None, {})
+        count = planned.batch.shape.sampled
+        wanted = pooled_rows([chunk.sequence.context.pooling for chunk in planned.plan.chunks], count)
+        if not self._runner.carries:
+            return _Launched(tokens, None, {}, self._runner.pool(hidden, wanted).start_copy())
+        slots, factors = np.full(count, self._slots.slots, np.int32), np.zeros(count, np.float32)
+        for row, sequence in planned.samples:
+            slots[row] = sequence.slot
+            factors[row] = 1 / len(sequence.prompt) if self._runner.averages else 1
+        return _Launched(tokens, None, {}, self._runner.pool_carried(slots, factors, wanted).start_copy())
+
+    def _token_results(self, chunk: ScheduledChunk, first_row: int, rows: Any) -> Iterator[_TokenResults]:
+        """Computes the results of a chunk's tokens if the request asks for them."""
+        pooling = chunk.sequence.context.pooling
+        assert pooling is not None
+        for begin in range(0, chunk.count if pooling.is_of_tokens else 0, SCORED_ROWS):
+            count = min(SCORED_ROWS, chunk.count - begin)
+            results = self._runner.pool_rows(rows, first_row + begin, pooled_rows([pooling] * count, SCORED_ROWS))
+            yield _TokenResults(chunk.sequence, chunk.start + begin, count, results.start_copy())
 
     def _scores(self, chunk: ScheduledChunk, first_row: int, hidden: Any) -> Iterator[_PromptScore]:
         """Computes the prompt logprobs of a chunk if the request asks for them."""
@@ -406,11 +460,14 @@ class StepLoop:
         for score in launched.scores:
             score.read()
         sampled = None if launched.sampled is None else launched.sampled.read()
+        pooled = None if launched.pooled is None else launched.pooled.read()
         self.reading_since = None
-        if sampled is None:
-            return
         plan = step.planned.plan
         size = len(plan.chunks)
+        if pooled is not None:
+            yield from self._read_pooled(step.planned.samples, pooled, size)
+        if sampled is None:
+            return
         for tokens in sampled.by_step() if plan.is_run else [sampled]:
             for row, sequence in step.planned.samples:
                 # The sequence ended after the step was started, or other sequences have more tokens left in the run.
@@ -424,6 +481,28 @@ class StepLoop:
                 if token.finish_reason is not None and sequence.matcher is not None:
                     sequence.matcher.end()
                 yield sequence, token
+
+    def _read_pooled(
+        self, samples: Iterable[tuple[int, Sequence]], pooled: PooledBatch, size: int
+    ) -> Iterator[tuple[Sequence, Token]]:
+        """Ends the sequences whose results a step has computed."""
+        for row, sequence in samples:
+            pooling = sequence.context.pooling
+            assert pooling is not None
+            if sequence.finish_reason is None:
+                token = sequence.add_pooled(None if pooling.is_of_tokens else pooled.at(row, pooling), batch=size)
+                self.scheduler.accept_token(sequence)
+                yield sequence, token
+
+
+def _chunk_rows(prefills: Seq[tuple[ScheduledChunk, int]], batch: StepBatch, no_slot: int) -> ChunkRows:
+    """Returns the rows of a step's prefill chunks, in arrays of the size that its programs are compiled for."""
+    first, count, start = np.zeros((3, batch.shape.prefills), np.int32)
+    slot = np.full(batch.shape.prefills, no_slot, np.int32)
+    for index, (chunk, first_row) in enumerate(prefills):
+        first[index], count[index], start[index] = first_row, chunk.count, chunk.start
+        slot[index] = chunk.sequence.slot
+    return ChunkRows(first, count, start, slot)
 
 
 def _image_tokens(model: Decoder, most: int) -> int:

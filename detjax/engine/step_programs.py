@@ -17,6 +17,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int32, PyTree
 
 from detjax.engine.batch import BatchShape, StepBatch
+from detjax.engine.pooling import pooled_rows
+from detjax.engine.pooling_programs import carry, pool, pool_carried
 from detjax.engine.program import Parameters, StepProgram, model_of, shapes_of
 from detjax.engine.sampled_tokens import SampledTokens
 from detjax.engine.sampling_programs import (
@@ -37,6 +39,7 @@ from detjax.engine.token_masks import all_allowed
 from detjax.models.cache import State
 from detjax.models.decoder import Decoder, ImageRows
 from detjax.models.network import Network
+from detjax.models.parts.pooling import ChunkRows, PoolingOptions
 from detjax.models.parts.sharding import current_links, linked
 from detjax.models.parts.vision import Patches
 from detjax.operands.sampling_arrays import Arrays
@@ -119,6 +122,8 @@ class StepPrograms:
         everywhere: the replicated sharding over the devices that share the model; None: one device.
         runs_of: maximum number of decodes of a run; 0: no runs.
         scored: rows of prompts to score under sampling distributions; None if no variant reports these.
+        pooling: the results of a model that pools; None: the model generates.
+        carried: what slots carry from chunk to chunk in such a model; None: nothing.
     """
 
     network: Network
@@ -134,6 +139,8 @@ class StepPrograms:
     everywhere: NamedSharding | None = None
     runs_of: int = 0
     scored: ScoredRows | None = None
+    pooling: PoolingOptions | None = None
+    carried: Any = None
 
     @property
     def mesh(self) -> Mesh | None:
@@ -148,10 +155,12 @@ class StepPrograms:
         # Compile times grow with rows, and layers take the longest.
         batches = sorted(self.batches, key=lambda batch: -len(batch.token))
         by_size = {batch.shape.sampled: batch for batch in batches}
+        pools = self.pooling is not None
+        of_chunks, of_rows = (self._pools, self._pools_rows) if pools else (self._sampling, self._scoring)
         programs = [
             *(self._layers(batch) for batch in batches),
-            *(program for batch in by_size.values() for program in self._sampling(batch)),
-            *(program for batch in batches if batch.shape.rows for program in self._scoring(batch)),
+            *(program for batch in by_size.values() for program in of_chunks(batch)),
+            *(program for batch in batches if batch.shape.rows for program in of_rows(batch)),
             *(
                 decode_run(batch.as_empty_run(), self.state, self.slots.last, variant)
                 for batch in batches
@@ -193,6 +202,22 @@ class StepPrograms:
         if self.scored is not None:
             yield take_rows(rows, 0)
             yield score_drawn(self._rows(SCORED_ROWS), self.scored, top)
+
+    def _pools(self, batch: StepBatch) -> Iterator[StepProgram]:
+        count = batch.shape.sampled
+        wanted, slots = pooled_rows([], count), np.zeros(count, np.int32)
+        if self.carried is None:
+            yield pool(self._rows(count), wanted)
+        else:
+            yield pool_carried(self.carried, slots, slots.astype(np.float32), wanted)
+
+    def _pools_rows(self, batch: StepBatch) -> Iterator[StepProgram]:
+        assert self.pooling is not None
+        rows, nothing = self._rows(batch.shape.rows), np.zeros(batch.shape.prefills, np.int32)
+        yield take_rows(rows, 0)
+        yield pool(self._rows(SCORED_ROWS), pooled_rows([], SCORED_ROWS))
+        if self.carried is not None:
+            yield carry(self.carried, rows, ChunkRows(*[nothing] * 4), self.pooling.method)
 
     def _rows(self, count: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((count, *self.hidden.shape), self.hidden.dtype)

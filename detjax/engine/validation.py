@@ -17,10 +17,12 @@ def encode_prompt(
     params: SamplingParams,
     tokenizer: Tokenizer | None,
     images: Sequence[VisualInput] = (),
+    *,
+    generates: bool = True,
 ) -> tuple[int, ...]:
     """Returns the token ids of a prompt that the model can serve, including all tokens of its images.
 
-    `name` is the prompt's name in errors.
+    `name` is the prompt's name in errors. Without `generates`, no token follows the prompt.
 
     Raises:
         ValueError: the prompt is empty, does not match its images, holds ids outside the vocabulary, is too long for
@@ -41,7 +43,11 @@ def encode_prompt(
     assert not isinstance(prompt, str)
     if len(prompt) <= config.max_positions:
         prompt = with_image_tokens(name, config, prompt, images, tokenizer)
-    if len(prompt) + params.max_tokens > config.max_positions:  # checked first: such a list may be huge
+    if not generates and len(prompt) > config.max_positions:
+        raise FieldError(
+            f"{name} has {len(prompt)} tokens; accepted: up to {config.max_positions}, the model's", "prompt"
+        )
+    if generates and len(prompt) + params.max_tokens > config.max_positions:  # checked first: such a list may be huge
         raise FieldError(
             f"{name} has {len(prompt)} tokens and asks for {params.max_tokens} more; accepted: "
             f"{config.max_positions} in all, the model's max_position_embeddings. Lower max_tokens or cut the prompt.",

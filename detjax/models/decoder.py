@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, DTypeLike, Float, Float32, Int
 
+from detjax import ops
 from detjax.models.cache import KVCache, State, declarations, layers_in_slots
 from detjax.models.configuration.config import DecoderConfig
 from detjax.models.configuration.family import family_named
@@ -20,6 +22,7 @@ from detjax.models.mesh import Call, empty_state, empty_state_of_a_device, run, 
 from detjax.models.network import Network, Weights, split
 from detjax.models.parts.embedding import Embedding
 from detjax.models.parts.norm import RMSNorm
+from detjax.models.parts.pooling import Classifier
 from detjax.models.parts.sharding import DeviceColumns, current_links, device_columns, linked
 from detjax.models.parts.state import StateSize
 from detjax.models.parts.vision import VisionTower
@@ -58,6 +61,7 @@ class Decoder(nnx.Module):
         "layers": "model.layers",
         "final_norm": "model.norm",
         "lm_head": "lm_head",
+        "score": "score",
         "vision": "visual",
     }
 
@@ -76,7 +80,11 @@ class Decoder(nnx.Module):
         self.embedding = table(factor=factor)
         self.layers = nnx.List([family.layer(config, index, rngs=rngs, dtype=dtype) for index in range(config.layers)])
         self.final_norm = RMSNorm(config.hidden_size, eps=config.norm_eps, dtype=dtype, offset=family.norm_offset)
-        self.lm_head = None if config.tied_embeddings else table()
+        pooling = config.pooling
+        has_head = not config.tied_embeddings and (pooling is None or bool(pooling.answers))
+        self.lm_head = table() if has_head else None
+        classifies = pooling is not None and pooling.has_classifier
+        self.score = Classifier(config.hidden_size, pooling, rngs=rngs, dtype=dtype) if classifies else None
         self.vision = None if config.vision is None else VisionTower(config.vision, rngs=rngs, dtype=dtype)
         self.image_options: ImageOptions | None = None
         self.video_options: ImageOptions | None = None
@@ -190,8 +198,35 @@ class Decoder(nnx.Module):
         return KVCache.empty(self.config, batch, capacity, self.dtype, quantized, self.mesh)
 
     def logits(self, hidden: Float[Array, "*B D"]) -> Float32[Array, "*B V"]:
-        """Returns the logits of hidden states."""
-        return self.head.logits(hidden) if self.mesh is None else run(self, Call("logits", (P(),), P()), hidden)
+        """Returns the logits of hidden states: of tokens or, in a model that pools, of classes.
+
+        Raises:
+            ValueError: the model gives embeddings.
+        """
+        if self.mesh is not None:
+            return run(self, Call("logits", (P(),), P()), hidden)
+        if self.score is not None:
+            return self.score(hidden)
+        pooling = self.config.pooling
+        if pooling is None or not pooling.answers:
+            return self.head.logits(hidden)
+        answers = self.head.logits(hidden)[..., np.array(pooling.answer_ids)]
+        return ops.add(answers[..., 1:], -answers[..., :1]) if pooling.has_contrast else answers
+
+    def on_each_device[R](self, function: Callable[..., R], *args: Any, **options: Hashable) -> R:
+        """Returns the result of a function of a decoder and further arguments, the same on every device.
+
+        Each device that shares the model calls it with a decoder that has this device's weights.
+
+        Args:
+            function: a function of a decoder, `args` and `options` that `jax.jit` accepts.
+            args: further arguments, which every device gets in full.
+            options: further static arguments.
+        """
+        if self.mesh is None:
+            return function(self, *args, **options)
+        call = Call("on_each_device", (P(),) * len(args), P(), tuple(options.items()), (function,))
+        return run(self, call, *args)
 
     def with_logits[R](
         self, function: Callable[..., R], hidden: Float[Array, "R D"], *args: Any, **options: Hashable
@@ -243,7 +278,14 @@ class Decoder(nnx.Module):
 
     @property
     def head(self) -> Embedding:
-        """The table that gives logits: a separate head, or the embedding."""
+        """The table that gives the logits of tokens: a separate head, or the embedding.
+
+        Raises:
+            ValueError: the model pools, and has no such head.
+        """
+        if (pooling := self.config.pooling) is not None and not pooling.answers:
+            given = "embeddings" if pooling.gives_embeddings else "scores of classes"
+            raise ValueError(f"Decoder: the model gives {given}, not logits of tokens; accepted: one that generates")
         return self.embedding if self.lm_head is None else self.lm_head
 
 

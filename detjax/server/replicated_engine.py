@@ -287,7 +287,7 @@ class _Answer:
         # Samples of calls that are not streamed arrive complete, without single tokens.
         pairs = zip(self._tokens, self.end.completions, strict=True)
         completions = tuple(completion_of(tokens) if tokens else last for tokens, last in pairs)
-        return Generation(self.end.prompt_tokens, completions, self.end.prompt, cached)
+        return Generation(self.end.prompt_tokens, completions, self.end.prompt, cached, self.end.pooled)
 
 
 def completion_of(tokens: Sequence[Token], aborted: Aborted | None = None) -> Completion:

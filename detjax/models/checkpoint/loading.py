@@ -26,6 +26,7 @@ from jaxtyping import Array, DTypeLike
 from detjax.contract import INPUT_DTYPES
 from detjax.models.checkpoint.directory_files import refuse_adapter, refuse_without_model, unread_files
 from detjax.models.checkpoint.lazy_parameter import LazyParameter
+from detjax.models.checkpoint.sentence_files import sentence_files, with_answer_ids, with_sentence_files
 from detjax.models.checkpoint.stored_formats import stored_format
 from detjax.models.checkpoint.weight_files import StoredTensor, open_weights, write_weights
 from detjax.models.configuration.config import DecoderConfig
@@ -47,6 +48,8 @@ _VIDEOS: Final = "video_preprocessor_config.json"
 
 EMBEDDING: Final = f"{Decoder.CHECKPOINT_NAMES['embedding']}.weight"
 LM_HEAD: Final = f"{Decoder.CHECKPOINT_NAMES['lm_head']}.weight"
+_LAYERS: Final = "model."
+"""The prefix of the names of all tensors but the head."""
 _COMPUTED: Final = r".*\.rotary_emb\.inv_freq"
 """The names of tensors in old checkpoints that follow from config.json."""
 _COMPARED_AT_ONCE: Final = 1 << 24
@@ -59,6 +62,7 @@ def load(
     dtype: DTypeLike | None = None,
     progress: bool | None = None,
     mesh: Mesh | None = None,
+    overrides: Mapping[str, Any] | None = None,
 ) -> tuple[Decoder, Tokenizer | None]:
     """Returns the model in the Hugging Face directory `path`, and its tokenizer or None.
 
@@ -66,6 +70,9 @@ def load(
     hold a different `lm_head.weight`, the latter is used, with a warning, as in transformers. Model-related files that
     are not read, such as weights in other formats, are named in a warning. Of a multimodal model whose `config.json`
     describes no vision tower, the text model is read.
+
+    A checkpoint says whether its model generates or pools: it pools if its architecture has a head for classes, or if
+    the directory has the modules of Sentence Transformers.
 
     Args:
         path: a directory with `config.json` and `model.safetensors`, or shards of it with their index; optionally
@@ -77,6 +84,7 @@ def load(
         mesh: devices that share the model, with the axes "tensor" and "expert" or one of them; see `sharded`.
             Parameters go from the file to the devices one at a time, so no device and no process holds the whole model.
             Default: a single device.
+        overrides: keys of `config.json` with the values to read instead, such as vLLM's `classifier_from_token`.
 
     Raises:
         CheckpointError: `path` is not a directory, or it has an adapter; a file is missing, damaged or not fetched; the
@@ -93,15 +101,15 @@ def load(
     requested_dtype = None if dtype is None else _accepted_dtype(dtype)
     refuse_without_model(directory)
     refuse_adapter(directory)
-    described, config, defaults = _read_configuration(directory)
+    tokenizer = Tokenizer.load(directory)
+    described, config, defaults = _read_configuration(directory, overrides or {}, tokenizer)
     block_format = stored_format(described.file)
     image_options, video_options = _read_image_options(directory, config)
-    tokenizer = Tokenizer.load(directory)
 
     with contextlib.ExitStack() as files:
         family = described.family
         listing, stored = open_weights(directory, files)
-        stored = by_decoder_name(stored, family)
+        stored = by_decoder_name(stored, family, config)
         if block_format is not None:
             stored = block_format.dequantized(stored)
         config = _dtype_as_stored(_tied_as_stored(config, stored), described.file.raw, stored)
@@ -120,29 +128,39 @@ def load(
     return model, tokenizer
 
 
-def _read_configuration(directory: Path) -> tuple[Description, DecoderConfig, GenerationDefaults]:
+def _read_configuration(
+    directory: Path, overrides: Mapping[str, Any], tokenizer: Tokenizer | None
+) -> tuple[Description, DecoderConfig, GenerationDefaults]:
     """Returns the description of the decoder in `config.json`, and the options in it and `generation_config.json`."""
     config_file, generation_file = directory / CONFIG, directory / _GENERATION
-    raw = parse_json_object(read_file(config_file), str(config_file))
+    raw = parse_json_object(read_file(config_file), str(config_file)) | dict(overrides)
     described = description(raw, str(config_file))
     if raw.get("model_type") is None:  # transformers cannot determine such a file's class
         raise JsonObject(raw, str(config_file)).error("model_type", repr(described.family.model_type))
     config = DecoderConfig.from_description(described)
+    config = with_sentence_files(directory, config, described.file)
+    config = with_answer_ids(config, tokenizer, described.file)
     raw_defaults = {}
     if generation_file.exists(follow_symlinks=False):
         raw_defaults = parse_json_object(read_file(generation_file), str(generation_file))
     return described, config, GenerationDefaults.from_hugging_face(raw_defaults, str(generation_file), described)
 
 
-def by_decoder_name(stored: Mapping[str, StoredTensor], family: Family) -> dict[str, StoredTensor]:
+def by_decoder_name(
+    stored: Mapping[str, StoredTensor], family: Family, config: DecoderConfig
+) -> dict[str, StoredTensor]:
     """Returns the tensors by their names in the decoder.
+
+    Models that pool may be stored without a head, and then without the prefix of their layers.
 
     Raises:
         CheckpointError: a tensor occurs under both names.
     """
     by_name: dict[str, StoredTensor] = {}
+    is_bare = config.pooling is not None and EMBEDDING.removeprefix(_LAYERS) in stored
     for tensor in stored.values():
-        other = by_name.setdefault(family.decoder_name(tensor.name), tensor)
+        name = f"{_LAYERS}{tensor.name}" if is_bare and tensor.name != LM_HEAD else tensor.name
+        other = by_name.setdefault(family.decoder_name(name), tensor)
         if other is not tensor:
             raise CheckpointError(
                 f"{tensor.file}: tensor {tensor.name!r} is the same parameter as {other.name!r}; accepted: one of them"
@@ -152,7 +170,10 @@ def by_decoder_name(stored: Mapping[str, StoredTensor], family: Family) -> dict[
 
 def skipped_names(family: Family, config: DecoderConfig) -> tuple[str, ...]:
     """Returns regular expressions for the names of tensors that checkpoints of a model may have and nobody needs."""
-    return (_COMPUTED, *(pattern.replace("{layers}", str(config.layers)) for pattern in family.skips))
+    # A head without a use: the embedding's copy, or what the model was trained from.
+    unused = () if config.pooling is None or config.pooling.answers else (re.escape(LM_HEAD),)
+    skips = (pattern.replace("{layers}", str(config.layers)) for pattern in family.skips)
+    return (_COMPUTED, *unused, *skips)
 
 
 def _read_image_options(directory: Path, config: DecoderConfig) -> tuple[ImageOptions | None, ImageOptions | None]:
@@ -276,6 +297,9 @@ def _configuration_files(model: Decoder, tokenizer: Tokenizer | None) -> dict[st
     defaults = model.generation_defaults
     ids = (defaults or GenerationDefaults()).token_ids_to_hugging_face()
     files = {CONFIG: dataclasses.replace(model.config, dtype=model.dtype.name).to_hugging_face() | ids}
+    pooling = model.config.pooling
+    if pooling is not None and pooling.gives_embeddings:
+        files |= sentence_files(pooling, model.config.hidden_size, model.config.max_positions)
     if defaults is not None:
         files[_GENERATION] = defaults.to_hugging_face()
     if model.config.vision is not None:
@@ -363,7 +387,8 @@ def _dtype_as_stored(
 
 def _tied_as_stored(config: DecoderConfig, stored: dict[str, StoredTensor]) -> DecoderConfig:
     """Unties the configuration if the files hold a different head; removes a head that repeats the embedding."""
-    if not config.tied_embeddings or LM_HEAD not in stored:
+    has_unused_head = config.pooling is not None and not config.pooling.answers
+    if not config.tied_embeddings or LM_HEAD not in stored or has_unused_head:
         return config
     head = stored[LM_HEAD]
     embedding = stored.setdefault(EMBEDDING, head)

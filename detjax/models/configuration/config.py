@@ -13,10 +13,12 @@ from detjax.contract import INPUT_DTYPES
 from detjax.models.configuration.family import Description, Family, description, family_named
 from detjax.models.configuration.json_object import MAX_LAYERS, JsonObject
 from detjax.models.configuration.keys import read_keys, write_keys
+from detjax.models.configuration.pooling_config import read_pooling, write_pooling
 from detjax.models.configuration.rope_config import read_max_positions, write_rope
 from detjax.models.parts.delta_net import DeltaNetOptions
 from detjax.models.parts.experts import ExpertsOptions
 from detjax.models.parts.latent_attention import LatentOptions
+from detjax.models.parts.pooling import PoolingOptions
 from detjax.models.parts.vision import VisionOptions
 from detjax.operands.options import Activation
 from detjax.ops.rotary import RotaryEmbedding
@@ -85,6 +87,7 @@ class DecoderConfig:
         video_token: the token that stands for a part of a video; None: prompts have no videos.
         vision_start_token: the token before each video frame whose time is in the prompt; None: times are not.
         vision_end_token: the token after it.
+        pooling: the results of a model that pools; None: the model generates.
     """
 
     architecture: str
@@ -120,6 +123,7 @@ class DecoderConfig:
     video_token: int | None = None
     vision_start_token: int | None = None
     vision_end_token: int | None = None
+    pooling: PoolingOptions | None = None
 
     @property
     def placeholders(self) -> tuple[int, ...]:
@@ -168,6 +172,7 @@ class DecoderConfig:
             **options,
             tied_embeddings=file.boolean("tie_word_embeddings", family.tied_embeddings),
             max_positions=max_positions,
+            pooling=read_pooling(file, family.architecture),
             dtype=file.choice("dtype", file.choice("torch_dtype", "float32", INPUT_DTYPES), INPUT_DTYPES),
         )
 
@@ -200,9 +205,13 @@ class DecoderConfig:
             **write_keys(self, family.keys),
             **family.write_options(self),
         }
+        if self.pooling is not None:
+            raw |= write_pooling(self.pooling)
         if family.nested is not None:
             raw = family.nested(raw)
         understood = dataclasses.asdict(DecoderConfig.from_hugging_face(raw, "config.json"))
+        if self.pooling is not None and self.pooling.gives_embeddings:
+            understood["pooling"] = dataclasses.asdict(self.pooling)  # other files have the rest
         for name, value in dataclasses.asdict(self).items():
             if understood[name] != value:
                 raise ValueError(

@@ -6,6 +6,7 @@ from typing import Any, Final, NamedTuple
 
 from detjax.models.configuration.json_object import JsonObject
 from detjax.models.configuration.keys import Key
+from detjax.models.configuration.pooling_config import POOLING_ARCHITECTURES, generative_architectures
 from detjax.models.configuration.rope_config import read_rope
 from detjax.ops.rotary import RotaryEmbedding
 
@@ -166,9 +167,11 @@ def _family_of(file: JsonObject) -> Family:
         names = [name for name in types if model_type in types[name]]
         if not names:
             raise file.error("architectures", accepted)
-    if not isinstance(names, list) or len(names) != 1 or names[0] not in list(by_architecture):
-        raise file.error("architectures", f"a list of one of {accepted}")
-    family = by_architecture[names[0]]
+    is_one = isinstance(names, list) and len(names) == 1 and isinstance(names[0], str)
+    similar = (names[0], *generative_architectures(names[0])) if is_one else ()
+    family = next((by_architecture[name] for name in similar if name in by_architecture), None)
+    if family is None:
+        raise file.error("architectures", f"a list of one of {accepted}; {POOLING_ARCHITECTURES}")
     if model_type not in (None, family.model_type, *family.other_model_types):
         raise file.error("model_type", f"{family.model_type!r}, as architectures is {names[0]}")
     return family

@@ -164,6 +164,10 @@ class Tokenizer:
         added = self._added.get(token)
         return added.special if added else not self._tokenizer.id_to_token(token)
 
+    def id_of(self, text: str) -> int | None:
+        """Returns the id of the token that is written like this in the tokenizer, or None if there is none."""
+        return self._tokenizer.token_to_id(text)
+
     def token_id(self, role: str) -> int | None:
         """Returns the id of the token with a role, such as "eos_token", or None if no token has it."""
         token = self.special_tokens.get(role)
