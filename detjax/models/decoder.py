@@ -72,12 +72,16 @@ class Decoder(nnx.Module):
             ValueError: the configuration's architecture belongs to no family.
         """
         family, sizes = family_named("Decoder", config.architecture), (config.vocab_size, config.hidden_size)
-        factor = config.hidden_size**0.5 if family.scales_embedding else None
-        table = functools.partial(Embedding, *sizes, rngs=rngs, dtype=dtype, soft_cap=config.logit_soft_cap)
+        factor: dict[str, Any] = {"factor": config.hidden_size**0.5} if family.scales_embedding else {}
+        logits: dict[str, Any] = {"soft_cap": config.logit_soft_cap}
+        if config.multipliers is not None:
+            factor = {"factor": config.multipliers.embedding, "factor_dtype": jnp.float32}
+            logits |= {"logit_factor": 1 / config.multipliers.logits_divisor}
+        table = functools.partial(Embedding, *sizes, rngs=rngs, dtype=dtype, **logits)
         self.config = config
         self.generation_defaults: GenerationDefaults | None = None
         # Each weight takes the next random numbers, so a seed's weights depend on this order.
-        self.embedding = table(factor=factor)
+        self.embedding = table(**factor)
         self.layers = nnx.List([family.layer(config, index, rngs=rngs, dtype=dtype) for index in range(config.layers)])
         self.final_norm = RMSNorm(config.hidden_size, eps=config.norm_eps, dtype=dtype, offset=family.norm_offset)
         pooling = config.pooling

@@ -39,6 +39,7 @@ from detjax.ops.rope import rope as rope
 from detjax.ops.rope_append import qk_rope_append_kv as qk_rope_append_kv
 from detjax.ops.rotary import LinearScaling as LinearScaling
 from detjax.ops.rotary import Llama3Scaling as Llama3Scaling
+from detjax.ops.rotary import LongRopeScaling as LongRopeScaling
 from detjax.ops.rotary import RotaryEmbedding as RotaryEmbedding
 from detjax.ops.rotary import YarnScaling as YarnScaling
 from detjax.ops.row_functions import decay_and_rate as decay_and_rate

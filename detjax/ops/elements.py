@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Float32, PyTree
+from jaxtyping import Array, DTypeLike, Float, Float32, PyTree
 
-from detjax.contract import ACCUMULATOR
+from detjax.contract import ACCUMULATOR, INPUT_DTYPES
 from detjax.operands.rounding import rounded
 from detjax.ops.checks import check_dtype, check_not_empty, check_shape
 from detjax.ops.dispatch import Operation, backend_modules, with_vmap_rule
@@ -79,16 +79,17 @@ def add(x: Float[Array, "*B"], y: Float[Array, "*B"]) -> Float[Array, "*B"]:
     return _ADD.call(_add, x, y)
 
 
-@compilation.jit(static_argnames="factor")
-def scale(x: Float[Array, "*B"], factor: float) -> Float[Array, "*B"]:
-    """Returns `x * factor`, rounded once; the factor is first rounded to float32 and then to x's dtype.
+@compilation.jit(static_argnames=("factor", "factor_dtype"))
+def scale(x: Float[Array, "*B"], factor: float, *, factor_dtype: DTypeLike | None = None) -> Float[Array, "*B"]:
+    """Returns `x * factor`, rounded once; the factor is first rounded to float32 and then to its dtype.
 
     Args:
         x: numbers; bfloat16, float16 or float32.
         factor: a finite number.
+        factor_dtype: bfloat16, float16 or float32; default: x's dtype.
 
     Raises:
-        TypeError: x's dtype is not under contract.
+        TypeError: a dtype is not under contract.
         ValueError: the factor is not finite, or x is empty.
 
     Example:
@@ -99,7 +100,10 @@ def scale(x: Float[Array, "*B"], factor: float) -> Float[Array, "*B"]:
     check_not_empty("scale", x=x)
     if not math.isfinite(factor):
         raise ValueError(f"scale: factor is {factor}; accepted: finite numbers")
-    return _SCALE.call(_scale, x, factor=float(np.float32(factor).astype(x.dtype)))
+    dtype = x.dtype if factor_dtype is None else jnp.dtype(factor_dtype)
+    if dtype.name not in INPUT_DTYPES:
+        raise TypeError(f"scale: factor_dtype is {dtype.name}; accepted: {', '.join(INPUT_DTYPES)}")
+    return _SCALE.call(_scale, x, factor=float(np.float32(factor).astype(dtype)))
 
 
 @compilation.jit

@@ -62,11 +62,52 @@ class YarnScaling:
 
 
 @dataclasses.dataclass(frozen=True)
+class LongRopeScaling:
+    """LongRoPE (Ding et al. 2024): a divisor for each frequency, and a factor on the embedding that sharpens attention.
+
+    The divisors are `long_factor` if the model was made for more positions than the original ones, else `short_factor`.
+    The choice is the same for every sequence, so a token's numbers do not change as its sequence grows.
+
+    With `s` being `factor`, or by default the ratio of positions to original positions, the default `attention_factor`
+    is `sqrt(1 + ln(s) / ln(original positions))`, or 1 if `s` is at most 1.
+
+    Example:
+        >>> ops.LongRopeScaling((1.0, 1.0), (1.5, 4.0), 4096, 131072).factors
+        (1.5, 4.0)
+    """
+
+    short_factor: tuple[float, ...]
+    long_factor: tuple[float, ...]
+    original_max_position_embeddings: int
+    max_position_embeddings: int
+    factor: float | None = None
+    attention_factor: float | None = None
+
+    @property
+    def factors(self) -> tuple[float, ...]:
+        """The divisors of the frequencies."""
+        is_long = self.max_position_embeddings > self.original_max_position_embeddings
+        return self.long_factor if is_long else self.short_factor
+
+    @property
+    def embedding_scale(self) -> float:
+        """The factor on cosine and sine."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        ratio = self.factor or self.max_position_embeddings / self.original_max_position_embeddings
+        return 1.0 if ratio <= 1 else math.sqrt(1 + _log(ratio) / _log(float(self.original_max_position_embeddings)))
+
+
+type Scaling = LinearScaling | Llama3Scaling | YarnScaling | LongRopeScaling
+"""A scaling of frequencies to longer contexts."""
+
+
+@dataclasses.dataclass(frozen=True)
 class RotaryEmbedding:
     """Frequencies of a rotary embedding (Su et al. 2021) over heads of `head_dim`, an even number.
 
     With `rotary_dim`, only `rotary_dim` columns of a head rotate: half of them at its beginning, the other half from
-    its middle on. They have the frequencies of a head of size `rotary_dim`.
+    its middle on. They have the frequencies of a head of size `rotary_dim`. With 0, positions do not matter.
 
     With `sections`, a position has several coordinates, such as time, row and column (Wang et al. 2024, Qwen2-VL). The
     first `sections[0]` pairs of columns rotate by the first coordinate, the next `sections[1]` pairs by the second, and
@@ -81,7 +122,7 @@ class RotaryEmbedding:
 
     head_dim: int
     theta: float
-    scaling: LinearScaling | Llama3Scaling | YarnScaling | None = None
+    scaling: Scaling | None = None
     rotary_dim: int | None = None
     sections: tuple[int, ...] | None = None
     axial: bool = False
@@ -97,13 +138,19 @@ class RotaryEmbedding:
 
     def __post_init__(self) -> None:
         if self.rotary_dim is not None:
-            if self.rotary_dim < 2 or self.rotary_dim % 2 or self.rotary_dim >= self.head_dim:
+            if self.rotary_dim < 0 or self.rotary_dim % 2 or self.rotary_dim >= self.head_dim:
                 raise ValueError(
-                    f"RotaryEmbedding: rotary_dim is {self.rotary_dim}; accepted: even numbers from 2 to below "
+                    f"RotaryEmbedding: rotary_dim is {self.rotary_dim}; accepted: even numbers from 0 to below "
                     f"{self.head_dim}, the head_dim, or None if all columns rotate"
                 )
         if self.head_dim < 2 or self.head_dim % 2:
             raise ValueError(f"RotaryEmbedding: head_dim is {self.head_dim}; accepted: even numbers >= 2")
+        factors = self.scaling.factors if isinstance(self.scaling, LongRopeScaling) else None
+        if factors is not None and len(factors) != self.turning // 2:
+            raise ValueError(
+                f"RotaryEmbedding: scaling has {len(factors)} factors; accepted: {self.turning // 2}, one for each "
+                "pair of columns that rotate"
+            )
         if not 0 < self.theta < math.inf:
             raise ValueError(f"RotaryEmbedding: theta is {self.theta}; accepted: finite numbers > 0")
         if self.sections is not None and (min(self.sections) < 1 or sum(self.sections) != self.turning // 2):
@@ -154,6 +201,8 @@ class RotaryEmbedding:
             case YarnScaling() as s:
                 keep = 1 - self._yarn_ramp(s)
                 scaled = base * (keep + (1 - keep) / s.factor)
+            case LongRopeScaling() as s:
+                scaled = np.float32(1) / (np.array(s.factors, np.float32) * powers)
         still = np.zeros((self.head_dim - self.turning) // 2, np.float32)
         return np.concatenate([scaled.astype(np.float32), still])
 
@@ -193,8 +242,10 @@ class RotaryEmbedding:
 
     @property
     def embedding_scale(self) -> float:
-        """The factor on cosine and sine of rotating columns; 1 except for YaRN."""
+        """The factor on cosine and sine of rotating columns; 1 except for YaRN and LongRoPE."""
         s = self.scaling
+        if isinstance(s, LongRopeScaling):
+            return s.embedding_scale
         if not isinstance(s, YarnScaling):
             return 1.0
         if s.attention_factor is not None:

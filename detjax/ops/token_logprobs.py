@@ -15,6 +15,7 @@ from detjax.operands.numerics import LOWEST, ceil_div, flat_rows, round_up
 from detjax.operands.options import MODEL_DISTRIBUTION, Distribution
 from detjax.operands.sampling_arrays import SamplingArrays
 from detjax.ops.checks import check_dtype, check_integers, check_not_empty, check_shape
+from detjax.ops.elements import scale
 from detjax.ops.matmul import matmul
 from detjax.ops.sampling import filter_logits, sampling_logprobs
 from detjax.ops.softmax import log_softmax, log_softmax_statistics
@@ -28,7 +29,7 @@ HOPPER_CHUNK: Final = 4096
 multiprocessors, and each chunk reads and writes the sum of the head's products once more."""
 
 
-@compilation.jit(static_argnames=("distribution", "soft_cap", "chunk"))
+@compilation.jit(static_argnames=("distribution", "soft_cap", "logit_factor", "chunk"))
 def token_logprobs(
     hidden: Float[Array, "*B D"],
     head: Weight,
@@ -36,6 +37,7 @@ def token_logprobs(
     *,
     distribution: Distribution = MODEL_DISTRIBUTION,
     soft_cap: float | None = None,
+    logit_factor: float | None = None,
     chunk: int | None = None,
 ) -> Float32[Array, "*B"]:
     """Returns the logprob of a given token for each hidden state.
@@ -52,6 +54,7 @@ def token_logprobs(
         tokens: ids in the vocabulary.
         distribution: the distribution of the logprobs.
         soft_cap: the bound of logits; see `matmul`.
+        logit_factor: multiplies the logits; None: nothing does.
         chunk: maximum tokens of a chunk; default: `HOPPER_CHUNK` on Hopper GPUs, `CHUNK` elsewhere. No bit depends on
             it. The logits take a few times `chunk * V` float32 numbers of memory.
 
@@ -65,18 +68,19 @@ def token_logprobs(
         >>> ops.token_logprobs(hidden, head, jnp.array([3, 5])).round(3)
         Array([-2.079, -2.079], dtype=float32)
     """
-    _check("token_logprobs", hidden, head, tokens, soft_cap, chunk)
+    outputs = _Outputs(distribution, soft_cap, logit_factor)
+    _check("token_logprobs", hidden, head, tokens, outputs, chunk)
     flat, ids = flat_rows(hidden), tokens.reshape(-1)
     if fusions.is_unfused("token_logprobs"):
-        return _logprobs(_logits(flat, head, soft_cap), ids, distribution).reshape(tokens.shape)
+        return _logprobs(_logits(flat, head, outputs), ids, distribution).reshape(tokens.shape)
     size = _chunk_size(flat, chunk)
     flat, ids = _padded(size, flat, ids)
-    logprobs: Array = _token_logprobs(flat, head, ids, size, _Outputs(distribution, soft_cap))
+    logprobs: Array = _token_logprobs(flat, head, ids, size, outputs)
     return logprobs[: tokens.size].reshape(tokens.shape)
 
 
-@compilation.jit(static_argnames=("derivative", "distribution", "soft_cap", "chunk"))
-def token_logprobs_and_gradients(
+@compilation.jit(static_argnames=("derivative", "distribution", "soft_cap", "logit_factor", "chunk"))
+def token_logprobs_and_gradients(  # noqa: PLR0913
     hidden: Float[Array, "*B D"],
     head: AccumulatedWeight,
     tokens: Int[Array, "*B"],
@@ -84,6 +88,7 @@ def token_logprobs_and_gradients(
     *rows: Array,
     distribution: Distribution = MODEL_DISTRIBUTION,
     soft_cap: float | None = None,
+    logit_factor: float | None = None,
     chunk: int | None = None,
 ) -> tuple[Float32[Array, "*B"], Float[Array, "*B D"], Float32[Array, "V D"]]:
     """Returns `token_logprobs` and the gradients of a loss of them in one pass, which computes logits once.
@@ -100,6 +105,7 @@ def token_logprobs_and_gradients(
         rows: arrays `[*B]` that the derivative takes.
         distribution: see `token_logprobs`.
         soft_cap: see `token_logprobs`.
+        logit_factor: see `token_logprobs`.
         chunk: see `token_logprobs`.
 
     Returns:
@@ -127,15 +133,14 @@ def token_logprobs_and_gradients(
                 0.1875], dtype=float32)
     """
     name = "token_logprobs_and_gradients"
-    _check(name, hidden, head, tokens, soft_cap, chunk)
+    outputs = _Outputs(distribution, soft_cap, logit_factor)
+    _check(name, hidden, head, tokens, outputs, chunk)
     if head.products is None:
         raise ValueError(f"{name}: head.products is None; accepted: a sum, float32 {head.shape}")
     for number, row in enumerate(rows):
         check_shape(name, f"rows[{number}]", row, tokens.shape, f"tokens being {tokens.shape}")
     if fusions.is_unfused("token_logprobs"):
-        return _and_gradients_in_separate_steps(
-            hidden, head, tokens, derivative, rows, _Outputs(distribution, soft_cap)
-        )
+        return _and_gradients_in_separate_steps(hidden, head, tokens, derivative, rows, outputs)
     flat = flat_rows(hidden)
     size = _chunk_size(flat, chunk)
     arrays = _padded(size, flat, tokens.reshape(-1), *(row.reshape(-1) for row in rows))
@@ -143,7 +148,6 @@ def token_logprobs_and_gradients(
     def add(total: Array, arrays: tuple[Array, ...]) -> tuple[Array, tuple[Array, Array]]:
         hidden, tokens, *rows = arrays
         sums = AccumulatedWeight(head.value, total)
-        outputs = _Outputs(distribution, soft_cap)
         return _added(hidden, sums, tokens, lambda logprobs: derivative(logprobs, *rows), outputs)
 
     total, (logprobs, dhidden) = varying.scan(add, head.products, _chunks(size, *arrays))
@@ -171,13 +175,15 @@ def _and_gradients_in_separate_steps(
 
 
 class _Outputs(NamedTuple):
-    """The options after the head: the distribution that tokens are drawn from, and the bound of logits."""
+    """The options after the head: the distribution of tokens, and the bound and the factor of logits."""
 
     distribution: Distribution
     soft_cap: float | None
+    logit_factor: float | None
 
 
-def _check(name: str, hidden: Array, head: Weight, tokens: Array, soft_cap: float | None, chunk: int | None) -> None:
+def _check(name: str, hidden: Array, head: Weight, tokens: Array, outputs: _Outputs, chunk: int | None) -> None:
+    soft_cap = outputs.soft_cap
     value: Array = value_and_sum(head)[0]
     check_dtype(name, hidden=hidden)
     check_dtype(name, like=hidden, head=value)
@@ -207,8 +213,9 @@ def _token_logprobs(hidden: Array, head: Weight, tokens: Array, size: int, outpu
     return _forward(hidden, head, tokens, size, outputs)[0]
 
 
-def _logits(hidden: Array, head: Weight, soft_cap: float | None) -> Array:
-    return matmul(hidden, head, layout="nk", soft_cap=soft_cap, out_dtype=ACCUMULATOR)
+def _logits(hidden: Array, head: Weight, outputs: _Outputs) -> Array:
+    logits = matmul(hidden, head, layout="nk", soft_cap=outputs.soft_cap, out_dtype=ACCUMULATOR)
+    return logits if outputs.logit_factor is None else scale(logits, outputs.logit_factor)
 
 
 def _logprobs(logits: Array, tokens: Array, distribution: Distribution) -> Array:
@@ -290,7 +297,7 @@ def _forward(
 
     def logprobs(rows: tuple[Array, ...]) -> tuple[Array, _Statistics | None]:
         hidden, tokens = rows
-        logits = _logits(hidden, value, outputs.soft_cap)
+        logits = _logits(hidden, value, outputs)
         pair = log_softmax_statistics(logits) if outputs.distribution.is_model else None
         if pair is None:
             return _logprobs(logits, tokens, outputs.distribution), None
@@ -329,10 +336,10 @@ def _added(
     statistics: _Statistics | None = None,
 ) -> tuple[Array, tuple[Array, Array]]:
     """Returns the next sum of the head's products after a chunk, and the chunk's logprobs and hidden gradients."""
-    distribution, soft_cap = outputs
+    distribution = outputs.distribution
 
     def products(hidden: Array, total: Array | None) -> Array:
-        return _logits(hidden, AccumulatedWeight(head.value, total), soft_cap)
+        return _logits(hidden, AccumulatedWeight(head.value, total), outputs)
 
     logits, pullback = jax.vjp(products, hidden, head.products)
     if distribution.is_model and statistics is None:

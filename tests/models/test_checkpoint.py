@@ -75,6 +75,36 @@ _TOWER_BLOCK = {
 }
 
 
+_HEAD_ORDERS = {
+    "glm4-moe": [0, 1, 2, 3, 4, 5, 12, 13, 14, 15, 6, 7, 8, 9, 10, 11, 16, 17, 18, 19],
+    "glm4": [0, 2, 4, 6, 8, 9, 10, 11, 12, 13, 1, 3, 5, 7, 14, 15, 16, 17, 18, 19],
+    "phi3": [0, 1, 2, 3, 4, 5, 12, 13, 6, 7, 8, 9, 10, 11, 14, 15],
+    "phi3-short": list(range(14)),
+}
+"""The columns of heads of queries and keys, in the decoder's order: pairs that rotate are half a head apart."""
+
+
+_GEMMA4 = {
+    ("factor",): "layer_scalar",
+    ("per_layer", "gate"): "per_layer_input_gate.weight",
+    ("per_layer", "projection"): "per_layer_projection.weight",
+    ("per_layer", "norm", "weight"): "post_per_layer_input_norm.weight",
+    ("experts_norm", "weight"): "pre_feedforward_layernorm_2.weight",
+    ("mlp_result_norm", "weight"): "post_feedforward_layernorm_1.weight",
+    ("experts_result_norm", "weight"): "post_feedforward_layernorm_2.weight",
+    ("experts", "down"): "experts.down_proj",
+    ("experts", "router", "weight"): "router.proj.weight",
+    ("experts", "router", "norm"): "router.scale",
+    ("experts", "router", "expert_scales"): "router.per_expert_scale",
+}
+"""The tensors of a layer's parameters."""
+_PER_LAYER = {
+    ("per_layer", "embedding", "weight"): "model.embed_tokens_per_layer.weight",
+    ("per_layer", "projection"): "model.per_layer_model_projection.weight",
+    ("per_layer", "norm", "weight"): "model.per_layer_projection_norm.weight",
+}
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_every_tensor_stands_where_the_decoder_has_it(name):
     stored, read = plain_tensors(FIXTURES / name), parameters(model_in(FIXTURES / name))
@@ -85,6 +115,16 @@ def test_every_tensor_stands_where_the_decoder_has_it(name):
     def by_turns(parts: list[np.ndarray]) -> np.ndarray:
         """Gate and up `[E, 2, N, ...]` of a tensor in which they alternate along the last axis."""
         return np.moveaxis(np.stack([parts[0][..., 0::2], parts[0][..., 1::2]], axis=1), -1, 2)
+
+    def in_order(parts: list[np.ndarray]) -> np.ndarray:
+        """Rows of queries, keys and values with the rows of each head of queries and keys in the decoder's order."""
+        order, config = _HEAD_ORDERS[name], model_in(FIXTURES / name).config
+        q, k, v = np.split(np.concatenate(parts), np.cumsum([config.heads, config.kv_heads]) * config.head_dim)
+        heads = (x.reshape(-1, config.head_dim, *x.shape[1:])[:, order].reshape(x.shape) for x in (q, k))
+        return np.concatenate([*heads, v])
+
+    def one_head(parts: list[np.ndarray]) -> np.ndarray:
+        return parts[0][_HEAD_ORDERS[name]]
 
     def by_kind(*sizes: int) -> Callable:
         """Sorts a tensor with rows of several kinds for each key head: all rows of one kind, then all of the next."""
@@ -163,6 +203,27 @@ def test_every_tensor_stands_where_the_decoder_has_it(name):
             names["mlp_norm", "weight"] = only, "pre_feedforward_layernorm.weight"
             names["attention_output_norm", "weight"] = only, "post_attention_layernorm.weight"
             names["mlp_output_norm", "weight"] = only, "post_feedforward_layernorm.weight"
+        if name.startswith("gemma4"):
+            names |= {key: (only, tensor) for key, tensor in _GEMMA4.items()}
+            for key, kind in (("qkv", "weight"), ("qkv_bias", "bias")):
+                tensors_of_heads = [f"self_attn.{x}_proj.{kind}" for x in "qkv"]
+                held = [tensor for tensor in tensors_of_heads if f"model.layers.{i}.{tensor}" in stored]
+                names["attention", key] = rows, *held
+            names["experts", "gate_up"] = (lambda parts: np.stack(np.split(parts[0], 2, axis=1), axis=1)), *(
+                "experts.gate_up_proj",
+            )
+        if name in _HEAD_ORDERS:
+            fused = name.startswith("phi3")
+            for key, kind in (("qkv", "weight"), ("qkv_bias", "bias")):
+                projections = ("qkv_proj",) if fused else ("q_proj", "k_proj", "v_proj")
+                names["attention", key] = in_order, *(f"self_attn.{x}.{kind}" for x in projections)
+            for norm in ("q_norm", "k_norm"):
+                names["attention", norm] = one_head, f"self_attn.{norm}.weight"
+        if name.startswith("phi3") or name == "glm4":
+            names["mlp", "gate_up"] = (lambda parts: np.stack(np.split(parts[0], 2))), "mlp.gate_up_proj.weight"
+        if name == "glm4":
+            names["attention_output_norm", "weight"] = only, "post_self_attn_layernorm.weight"
+            names["mlp_output_norm", "weight"] = only, "post_mlp_layernorm.weight"
         expected |= {("layers", i, *key): joined(i, *names[key]) for key in names if ("layers", i, *key) in read}
     has_gates = "visual.merger.ln_q.weight" in stored
     for path, tensor in _TOWER.items():

@@ -25,7 +25,7 @@ from tests.support.bits import assert_same_bits
 from tests.support.simulated_devices import ALL_HOLD, ROOT, run_on_devices
 
 FIXTURES = ROOT / "tests" / "fixtures"
-STORED_OTHERWISE = ("gpt-oss-mxfp4", "qwen3-next")
+STORED_OTHERWISE = ("glm4", "gpt-oss-mxfp4", "qwen3-next")
 """Checkpoints with blocks of codes, and with tensors in another order than parameters."""
 FORMS = {
     "one": (Tensors(("a",)), (6, 5)),
@@ -36,6 +36,10 @@ FORMS = {
     "stacked twice": (Tensors(tuple("abcdef"), stacked=(3, 2)), (3, 2, 4, 5)),
     "transposed": (Tensors(("a",), transposed=True), (6, 5)),
     "turns": (Tensors(("a",), pairs="interleaved"), (3, 2, 4, 5)),
+    "joined": (Tensors(("a",), joined=True), (2, 6, 4)),
+    "joined biases": (Tensors(("a",), joined=True), (2, 6)),
+    "heads": (Tensors(("a", "b", "c"), (8, 4, 4), head_order=(0, 2, 3, 1), ordered=12), (16, 5)),
+    "heads of one": (Tensors(("a",), head_order=(0, 2, 3, 1), ordered=8), (12,)),
     "groups": (Tensors(("a",), (4, 8), groups=2), (12, 5)),
 }
 

@@ -35,9 +35,13 @@ FAMILIES = (
     "llama3",
     "gemma2",
     "gemma3",
+    "glm4",
+    "glm4-moe",
+    "granite",
     "kimi-k2",
     "mistral",
     "mixtral",
+    "phi3",
     "qwen2",
     "qwen2_5_vl-tiny",
     "qwen3",
@@ -45,6 +49,7 @@ FAMILIES = (
     "qwen3-5-moe",
     "qwen3-5-moe-vl",
     "qwen3-moe",
+    "smollm3",
 )
 HARDLY_CUT = {"gemma3", "kimi-k2", "mistral", "qwen2", "qwen2_5_vl-tiny", "qwen3", "qwen3-moe"}
 """Their fixtures have few sizes that divide into pieces, so devices have most weights as a whole."""

@@ -88,6 +88,20 @@ def test_everything_is_trained_but_corrections_of_scores_and_the_tower() -> None
     assert any(in_tower) and [not one for one in made.trained] == in_tower
 
 
+@pytest.mark.parametrize("dtype", NARROW)
+def test_the_factor_of_an_embedding_is_rounded_to_its_own_dtype(dtype: str) -> None:
+    tokens, factor = jnp.arange(5), 0.123456789
+
+    def rows(**options: Any) -> np.ndarray:
+        return np.asarray(Embedding(5, 8, rngs=nnx.Rngs(0), dtype=dtype, **options)(tokens))
+
+    plain = rows().astype(np.float32)
+    assert_same_bits(rows(factor=factor), (plain * np.asarray(factor, dtype).astype(np.float32)).astype(dtype))
+    exact = rows(factor=factor, factor_dtype="float32")
+    assert_same_bits(exact, (plain * np.float32(factor)).astype(dtype))
+    assert (exact != rows(factor=factor)).any()
+
+
 def test_models_that_differ_in_an_option_or_a_dtype_have_different_networks() -> None:
     def made(eps: float = 1e-6, width: int = 8, dtype: str = "float32") -> Any:
         return network.split(RMSNorm(width, eps=eps, dtype=dtype))[0]

@@ -268,15 +268,18 @@ def test_tensors_that_do_not_fit_are_refused_by_the_names_they_have(
         Tensors(("x",), pairs="halves"),
         Tensors(("x",), pairs="interleaved"),
         Tensors(("x",), pairs="interleaved", transposed=True),
+        Tensors(("x",), joined=True),
+        Tensors(("x",), head_order=(0, 2, 1), ordered=9),
     ],
 )
 def test_what_is_joined_is_cut_into_the_same(form: Tensors) -> None:
-    shape = (12, 5) if form.pairs is None else (3, 2, 4, 5)
+    shape = (2, 4, 5) if form.joined else (12, 5) if form.pairs is None else (3, 2, 4, 5)
     parameter = np.arange(np.prod(shape)).reshape(shape)
     (tensor,) = form.split(parameter)
     assert [tensor.shape] == form.shapes(shape)
     assert_same_bits(form.join([tensor]), parameter)
-    assert not np.array_equal(tensor.reshape(shape), parameter) or form == Tensors(("x",), pairs="halves")
+    keeps_order = form.joined or form == Tensors(("x",), pairs="halves")
+    assert np.array_equal(tensor.reshape(shape), parameter) == keeps_order
 
 
 def test_presets_are_of_the_sizes_that_they_are_named_for() -> None:

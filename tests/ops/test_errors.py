@@ -113,6 +113,11 @@ CASES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: ops.scale(X, float("inf")), ValueError, "scale: factor is inf; accepted: finite numbers"),
     (lambda: ops.scale(FLOAT8, 2.0), TypeError, "scale: x has dtype float8_e4m3fn"),
     (
+        lambda: ops.scale(X, 2.0, factor_dtype="float64"),
+        TypeError,
+        "scale: factor_dtype is float64; accepted: bfloat16",
+    ),
+    (
         lambda: ops.token_logprobs(X, X, ROWS, soft_cap=0.0),
         ValueError,
         "token_logprobs: soft_cap is 0.0; accepted: positive numbers, or None for no cap",

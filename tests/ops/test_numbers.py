@@ -177,12 +177,15 @@ KINDS = (
     Case("add", ops.add, lambda x, y: x + y, {"x": (3, 5, 37), "y": (3, 5, 37)}),
     # The factor is a number of every dtype.
     Case("scale", lambda x: ops.scale(x, 6.5), lambda x: x * 6.5, {"x": (3, 5, 37)}),
+    # The factor is a number of float32 alone.
+    Case("scale exactly", lambda x: ops.scale(x, 6.55, factor_dtype="float32"), lambda x: x * 6.55, {"x": (3, 5, 37)}),
     _attention("causal"),
     _attention("everything"),
     _attention("causal", kv_heads=1, columns=16),
 )
 IN_16_BITS = {("matmul with silu", "bfloat16"), ("matmul gated nk", "float16"), ("softmax", "float16")}
 IN_16_BITS |= {("rms_norm with residual", "bfloat16"), ("rope yarn", "bfloat16"), ("scale", "bfloat16")}
+IN_16_BITS |= {("scale exactly", "bfloat16")}
 IN_16_BITS |= {("attention everything 4:2", "bfloat16")}
 SMALL = {"matmul with relu", "matmul with gelu", "matmul gated", "attention everything 4:2 masks (3, 4)"}
 """Cases that CI runs besides all kinds in float32. Widths and frequencies are also checked by the contract's tests."""

@@ -37,10 +37,10 @@ def derivative(logprobs: Any, factors: Any) -> Any:
     return factors * jnp.maximum(logprobs, -9.0)
 
 
-def in_one_pass_and_by_vjp(distribution: Distribution) -> tuple[Any, Any]:
+def in_one_pass_and_by_vjp(distribution: Distribution, **others: Any) -> tuple[Any, Any]:
     """Logprobs, gradients of hidden states, and the next sum of the head, of a loss with `derivative`."""
     hidden, head, tokens, factors = drawn()
-    options: dict[str, Any] = {"distribution": distribution, "chunk": 16}
+    options: dict[str, Any] = {"distribution": distribution, "chunk": 16, **others}
 
     def both(hidden: jax.Array, head: jax.Array, factors: jax.Array, total: jax.Array) -> tuple[Any, Any]:
         def logprobs(hidden: jax.Array, total: jax.Array) -> jax.Array:
@@ -76,6 +76,20 @@ def test_they_are_those_of_sampling_and_their_gradients_those_of_float64(name: s
     np.testing.assert_allclose(dhidden, dlogits @ np.asarray(head, np.float64), atol=1e-4)
     np.testing.assert_allclose(np.asarray(dhead) - 3, dlogits.T @ np.asarray(hidden, np.float64), atol=1e-4)
     assert not np.asarray(dhidden)[~is_possible].any()
+    assert_same_bits(one_pass, (logprobs, dhidden, dhead))
+
+
+def test_a_factor_multiplies_the_logits_and_their_gradients() -> None:
+    hidden, head, tokens, factors = drawn()
+    one_pass, (logprobs, dhidden, dhead) = in_one_pass_and_by_vjp(Distribution(), logit_factor=0.3)
+    logits = ops.scale(ops.matmul(hidden, head, layout="nk", out_dtype=jnp.float32), 0.3)
+    assert_same_bits(logprobs, jnp.take_along_axis(ops.log_softmax(logits), tokens[:, None], axis=1)[:, 0])
+    p = np.exp(0.3 * (np.asarray(hidden, np.float64) @ np.asarray(head, np.float64).T))
+    p /= p.sum(axis=1, keepdims=True)
+    is_token = np.arange(VOCABULARY) == np.asarray(tokens)[:, None]
+    dlogits = 0.3 * (is_token - p) * np.asarray(derivative(logprobs, factors))[:, None]
+    np.testing.assert_allclose(dhidden, dlogits @ np.asarray(head, np.float64), atol=1e-4)
+    np.testing.assert_allclose(np.asarray(dhead) - 3, dlogits.T @ np.asarray(hidden, np.float64), atol=1e-4)
     assert_same_bits(one_pass, (logprobs, dhidden, dhead))
 
 

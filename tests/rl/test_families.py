@@ -21,7 +21,7 @@ from detjax.rl.trainer.trainer import Trainer
 from tests.support.bits import assert_same_bits, same_bits
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
-NAMES = ("qwen3-moe", "mixtral", "olmoe", "gpt-oss", "qwen3-next", "qwen3-5", "qwen3-5-moe")
+NAMES = ("qwen3-moe", "mixtral", "olmoe", "gpt-oss", "glm4-moe", "qwen3-next", "qwen3-5", "qwen3-5-moe")
 SMALL = "one layer of qwen3-5-moe"
 """A recurrent layer with experts."""
 every_family = pytest.mark.parametrize(

@@ -49,6 +49,23 @@ _NO_OPTIONS: Final[Mapping[str, Any]] = {"qk_norm": False, "qkv_bias": False, "o
 """Options that every `DecoderConfig` sets, so that digests of models include them."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Multipliers:
+    """Constant factors in a decoder, as Granite has them (IBM 2024).
+
+    Attributes:
+        embedding: the factor of the embedding's rows.
+        scores: the factor of attention scores.
+        residual: the factor of what attention and MLP add to the residual stream.
+        logits_divisor: the number that logits are divided by.
+    """
+
+    embedding: float
+    scores: float
+    residual: float
+    logits_divisor: float
+
+
 @dataclasses.dataclass(frozen=True)
 class DecoderConfig:
     """Shape and options of a decoder-only transformer.
@@ -88,6 +105,8 @@ class DecoderConfig:
         vision_start_token: the token before each video frame whose time is in the prompt; None: times are not.
         vision_end_token: the token after it.
         pooling: the results of a model that pools; None: the model generates.
+        rotated: for each layer, whether its heads are rotated; None: those of all layers are.
+        multipliers: constant factors in the decoder; None: it has none.
     """
 
     architecture: str
@@ -124,6 +143,8 @@ class DecoderConfig:
     vision_start_token: int | None = None
     vision_end_token: int | None = None
     pooling: PoolingOptions | None = None
+    rotated: tuple[bool, ...] | None = None
+    multipliers: Multipliers | None = None
 
     @property
     def placeholders(self) -> tuple[int, ...]:

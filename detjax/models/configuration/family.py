@@ -36,7 +36,7 @@ class Family:
         head_dim_key: the key of `config.json` for this width.
         kv_heads: heads of keys and of values; None: as many as heads.
         bos: the token that begins a text; None: no such token.
-        eos: the token that ends a text; None: no such token.
+        eos: the token that ends a text, or several; None: no such token.
         tied_embeddings: whether the embedding is also the head.
         activation: the key of `config.json` for the MLP's activation, and its default.
         intermediate_size: the key of `config.json` for the MLP's inner width, and its default; None: required.
@@ -68,7 +68,7 @@ class Family:
     head_dim_key: str = "head_dim"
     kv_heads: int | None = None
     bos: int | None = None
-    eos: int | None = None
+    eos: int | list[int] | None = None
     tied_embeddings: bool = False
     activation: tuple[str, str] = ("hidden_act", "silu")
     intermediate_size: tuple[str, int | None] = ("intermediate_size", None)

@@ -1,14 +1,32 @@
 """The keys of `config.json` for the frequencies of the rotary embedding."""
 
 import dataclasses
+import math
+from collections.abc import Collection
 from typing import Any, Final
 
 from detjax.models.configuration.json_object import JsonObject
 from detjax.models.configuration.windows import FULL, SLIDING
-from detjax.ops.rotary import LinearScaling, Llama3Scaling, RotaryEmbedding, YarnScaling
+from detjax.ops.rotary import (
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    RotaryEmbedding,
+    Scaling,
+    YarnScaling,
+)
 
 MAX_POSITIONS: Final = 2**24
 """Rotations take positions as float32 numbers, which represent all integers below this one."""
+ROTATED_SHARE: Final = "partial_rotary_factor"
+"""The key for the share of a head's columns that are rotated."""
+_PLACES: Final = "rope_parameters", "rope_scaling"
+_TYPES: Final = {
+    LinearScaling: "linear",
+    Llama3Scaling: "llama3",
+    YarnScaling: "yarn",
+    LongRopeScaling: "longrope",
+}
 
 
 def read_max_positions(file: JsonObject, default: int) -> int:
@@ -32,11 +50,43 @@ def read_rope(file: JsonObject, head_dim: int, max_positions: int, *, theta: flo
     """
     theta = file.number("rope_theta", theta)
     described = []
-    for key in ("rope_parameters", "rope_scaling"):
+    for key in _PLACES:
         parameters = file.object(key)
         if parameters is not None:
             described.append(_read_parameters(file, parameters, head_dim, max_positions, theta))
     return _one_of(file, described) if described else RotaryEmbedding(head_dim, theta)
+
+
+def read_partial_rope(
+    file: JsonObject,
+    head_dim: int,
+    max_positions: int,
+    *,
+    share: float,
+    theta: float = 10000.0,
+    ignored: Collection[str] = (),
+) -> RotaryEmbedding:
+    """Returns the embedding of partly rotated heads, whose rotated share the file has in one of three places.
+
+    `share` is the default share. Keys of the rotary embedding in `ignored` do not matter to text.
+
+    Raises:
+        CheckpointError: see `read_rope`.
+    """
+    options: dict[str, Any] = {"minimum": 0.0, "maximum": 1.0, "accepted": "a number above 0 and at most 1"}
+    stated = file.optional_number(ROTATED_SHARE, **options)
+    raw = dict(file.raw)
+    for key in _PLACES:
+        parameters = file.object(key)
+        if parameters is not None:
+            inner = parameters.optional_number(ROTATED_SHARE, **options)
+            stated = stated if inner is None else inner
+            raw[key] = {name: x for name, x in parameters.raw.items() if name not in (ROTATED_SHARE, *ignored)}
+    rotated = int(head_dim * (share if stated is None else stated))
+    if rotated < 2 or rotated % 2:
+        raise file.error(ROTATED_SHARE, f"a share of head_dim, which is {head_dim}, that is an even number of columns")
+    rope = read_rope(JsonObject(raw, file.source, file.prefix), rotated, max_positions, theta=theta)
+    return dataclasses.replace(rope, head_dim=head_dim, rotary_dim=rotated if rotated < head_dim else None)
 
 
 def read_rope_of_layer_types(
@@ -75,7 +125,7 @@ def read_sections(file: JsonObject, default: tuple[int, ...], pairs: int) -> tup
         CheckpointError: the sections are not three numbers that add up to the pairs, or the two places disagree.
     """
     sections: dict[str, tuple[int, ...]] = {}
-    for key in ("rope_parameters", "rope_scaling"):
+    for key in _PLACES:
         parameters = file.object(key)
         if parameters is not None and parameters.get("mrope_section") is not None:
             sections[key] = _sections(parameters, pairs)
@@ -105,21 +155,21 @@ def _read_parameters(
     file: JsonObject, parameters: JsonObject, head_dim: int, max_positions: int, theta: float
 ) -> RotaryEmbedding:
     theta = parameters.number("rope_theta", theta)
-    rope = RotaryEmbedding(head_dim, theta, _read_scaling(file, parameters, max_positions))
+    rope = RotaryEmbedding(head_dim, theta, _read_scaling(file, parameters, head_dim, max_positions))
     for unread in parameters.unread():
         raise parameters.error(unread, "no such key with this rope_type; remove it if it has no effect")
     return rope
 
 
-def _read_scaling(
-    file: JsonObject, parameters: JsonObject, max_positions: int
-) -> LinearScaling | Llama3Scaling | YarnScaling | None:
-    accepted = ("default", "linear", "llama3", "yarn")
+def _read_scaling(file: JsonObject, parameters: JsonObject, head_dim: int, max_positions: int) -> Scaling | None:
+    accepted = ("default", *_TYPES.values())
     rope_type = parameters.choice("rope_type", parameters.choice("type", "default", accepted), accepted)
-    if parameters.optional_number("partial_rotary_factor", minimum=0.0, accepted="1.0") not in (None, 1.0):
-        raise parameters.error("partial_rotary_factor", "1.0")
+    if parameters.optional_number(ROTATED_SHARE, minimum=0.0, accepted="1.0") not in (None, 1.0):
+        raise parameters.error(ROTATED_SHARE, "1.0")
     if rope_type == "default":
         return None
+    if rope_type == "longrope":
+        return _read_long_rope(file, parameters, head_dim, max_positions)
     factor = parameters.number("factor")
     if rope_type == "linear":
         return LinearScaling(factor)
@@ -143,12 +193,32 @@ def _read_scaling(
     return YarnScaling(factor, original, beta_fast, beta_slow, truncate=truncate, **optional)
 
 
+def _read_long_rope(file: JsonObject, parameters: JsonObject, head_dim: int, max_positions: int) -> LongRopeScaling:
+    original = parameters.integer("original_max_position_embeddings", max_positions)
+    original = file.integer("original_max_position_embeddings", original, minimum=2)
+    short, long = (_read_factors(parameters, key, head_dim // 2) for key in ("short_factor", "long_factor"))
+    optional = {
+        key: parameters.optional_number(key, minimum=math.nextafter(0, 1), accepted="a finite number > 0")
+        for key in ("factor", "attention_factor")
+    }
+    return LongRopeScaling(short, long, original, max_positions, **optional)
+
+
+def _read_factors(parameters: JsonObject, key: str, pairs: int) -> tuple[float, ...]:
+    factors = parameters.get(key)
+    is_list = isinstance(factors, list | tuple) and len(factors) == pairs
+    # A number that is not positive as a float32 is not accepted either.
+    if not is_list or not all(type(x) in (int, float) and 2**-126 < x < 2**127 for x in factors):
+        raise parameters.error(key, f"a list of {pairs} positive numbers, one for each pair of rotated columns")
+    return tuple(map(float, factors))
+
+
 def write_rope(rope: RotaryEmbedding) -> dict[str, Any]:
     """Returns the keys of `config.json` that describe the embedding, for transformers 4 and 5."""
-    rope_type = {LinearScaling: "linear", Llama3Scaling: "llama3", YarnScaling: "yarn"}.get(
-        type(rope.scaling), "default"
-    )
+    rope_type = "default" if rope.scaling is None else _TYPES[type(rope.scaling)]
     fields = dataclasses.fields(rope.scaling) if rope.scaling is not None else ()
+    # The model's positions have a key of their own.
+    fields = [field for field in fields if field.name != "max_position_embeddings"]
     stated = {field.name: getattr(rope.scaling, field.name) for field in fields}
     stated = {field.name: stated[field.name] for field in fields if stated[field.name] != field.default}
     return {
@@ -156,6 +226,16 @@ def write_rope(rope: RotaryEmbedding) -> dict[str, Any]:
         "rope_theta": rope.theta,
         "rope_scaling": {"rope_type": rope_type, **stated} if stated else None,
     }
+
+
+def write_partial_rope(rope: RotaryEmbedding) -> dict[str, Any]:
+    """Returns the keys of `config.json` that `read_partial_rope` reads, for transformers 4 and 5."""
+    share = rope.turning / rope.head_dim
+    if int(rope.head_dim * share) < rope.turning:
+        share = math.nextafter(share, 1.0)
+    written = write_rope(rope)
+    written["rope_parameters"] |= {ROTATED_SHARE: share}
+    return written | {ROTATED_SHARE: share}
 
 
 def write_rope_of_layer_types(rope: RotaryEmbedding, window_rope: RotaryEmbedding) -> dict[str, Any]:

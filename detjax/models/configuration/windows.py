@@ -38,7 +38,16 @@ def read_windows_of_some_layers(file: JsonObject, layers: int, *, first: int = 2
     window = _read_window(file) if file.boolean("use_sliding_window", False) else None
     first = file.integer("max_window_layers", first, minimum=0)
     types = [SLIDING if window is not None and index >= first else FULL for index in range(layers)]
-    named = file.get("layer_types")
+    return read_named_windows(file, window, types)
+
+
+def read_named_windows(file: JsonObject, window: int | None, types: list[str]) -> Windows:
+    """Returns the window for the layers that `layer_types` names, by default for those that `types` names.
+
+    Raises:
+        CheckpointError: `layer_types` does not match the layers or the window.
+    """
+    layers, named = len(types), file.get("layer_types")
     if named is not None and named != types:
         check_layer_types(file, named, layers)
         if window is None:

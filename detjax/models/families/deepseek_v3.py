@@ -3,6 +3,8 @@
 Kimi K2's files name the same class with a different `model_type`.
 """
 
+import dataclasses
+from collections.abc import Mapping
 from typing import Any, Final
 
 from detjax.models.configuration import experts_config
@@ -18,7 +20,7 @@ from detjax.models.parts.latent_attention import LatentAttention, LatentAttentio
 _KV_HEADS: Final = 128
 """Transformers' default of `num_key_value_heads`."""
 
-_EXPERTS: Final = "n_routed_experts", "num_local_experts"
+COUNTS: Final = "n_routed_experts", "num_local_experts"
 """The keys of the number of experts; see `experts_config.COUNTS`."""
 
 
@@ -42,14 +44,16 @@ _LATENT: Final = (
     Key("v_head_dim", "value_dim", 128),
 )
 _SHAPE: Final = (
-    Key("n_group", "groups", 8),
+    Key("n_group", "groups"),
     Key("num_experts_per_tok", "chosen", 8),
-    Key("topk_group", "kept_groups", 4),
-    Key("moe_intermediate_size", "inner_width", 2048),
+    Key("topk_group", "kept_groups"),
+    Key("moe_intermediate_size", "inner_width"),
     Key("norm_topk_prob", "normalized", default=True),
-    Key("routed_scaling_factor", "factor", 2.5),
+    Key("routed_scaling_factor", "factor", 1.0),
     Key("n_shared_experts", "shared", 1),
 )
+_DEFAULTS: Final = {"groups": 8, "kept_groups": 4, "inner_width": 2048, "factor": 2.5}
+"""Transformers' defaults of keys whose default differs in other families."""
 
 
 def _read_options(file: JsonObject, layers: int) -> dict[str, Any]:
@@ -69,15 +73,26 @@ def _read_options(file: JsonObject, layers: int) -> dict[str, Any]:
         interleaved=file.boolean("rope_interleave", "rope_interleave" not in file.raw),
     )
     windows = read_uniform_windows(file, layers, "deepseek_v3")
-    return {"windows": windows, "experts": _read_experts(file, layers), "latent": latent}
+    return {"windows": windows, "experts": read_experts(file, layers, 256, 3, _DEFAULTS), "latent": latent}
 
 
-def _read_experts(file: JsonObject, layers: int) -> GroupedExpertsOptions | None:
-    dense = file.integer("first_k_dense_replace", 3, minimum=0)
+def read_experts(
+    file: JsonObject, layers: int, experts: int, dense: int, defaults: Mapping[str, Any]
+) -> GroupedExpertsOptions | None:
+    """Returns the shape of experts in groups; None if no layer has experts.
+
+    By default there are `experts` of them, and the first `dense` layers have none; `defaults` has those of other
+    options.
+
+    Raises:
+        CheckpointError: a value is out of range.
+    """
+    dense = file.integer("first_k_dense_replace", dense, minimum=0)
     if dense >= layers:
         return None
-    key = experts_config.count_key(file, _EXPERTS)
-    experts, shape = file.integer(key, 256, maximum=MAX_EXPERTS), read_keys(file, _SHAPE)
+    key = experts_config.count_key(file, COUNTS)
+    keys = (dataclasses.replace(key, default=defaults.get(key.field, key.default)) for key in _SHAPE)
+    experts, shape = file.integer(key, experts, maximum=MAX_EXPERTS), read_keys(file, keys)
     groups, kept = shape["groups"], shape["kept_groups"]
     if experts % groups or experts // groups < 2:
         raise file.error("n_group", f"a divisor of {key}, which is {experts}, that leaves 2 experts in each group")
@@ -96,21 +111,22 @@ def _write_options(config: DecoderConfig) -> dict[str, Any]:
         "qk_rope_head_dim": config.head_dim,
         "rope_interleave": latent.interleaved,
         **write_keys(latent, _LATENT),
-        **_written_experts(config),
+        **write_experts(config),
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "moe_layer_freq": 1,
     }
 
 
-def _written_experts(config: DecoderConfig) -> dict[str, Any]:
+def write_experts(config: DecoderConfig) -> dict[str, Any]:
+    """Returns the keys of `config.json` that `read_experts` reads."""
     experts = config.experts
     if experts is None:
         return {"first_k_dense_replace": config.layers}
     assert isinstance(experts, GroupedExpertsOptions)
     return {
         "first_k_dense_replace": sum(not is_sparse for is_sparse in experts.layers),
-        **experts_config.write_experts(experts, _SHAPE, _EXPERTS[0]),
-        "scoring_func": "sigmoid",
-        "topk_method": "noaux_tc",
-        "moe_layer_freq": 1,
+        **experts_config.write_experts(experts, _SHAPE, COUNTS[0]),
     }
 
 
@@ -125,7 +141,7 @@ FAMILY: Final = Family(
     kv_heads=_KV_HEADS,
     bos=0,
     eos=1,
-    reads=_EXPERTS,
+    reads=COUNTS,
     # Layers that predict further tokens come last.
     skips=(r"model\.layers\.{layers}\..*",),
     keys=ATTENTION_BIAS,

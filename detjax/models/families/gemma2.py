@@ -5,7 +5,8 @@ Checkpoints store the norms' weights minus 1.
 """
 
 import dataclasses
-from typing import Any, Final
+from collections.abc import Mapping
+from typing import Any, ClassVar, Final
 
 from flax import nnx
 from jaxtyping import Array, DTypeLike, Float
@@ -18,55 +19,13 @@ from detjax.models.configuration.keys import ATTENTION_BIAS, Key
 from detjax.models.configuration.windows import read_alternating_windows, write_alternating_windows
 from detjax.models.families import llama
 from detjax.models.parts.attention import Attention, AttentionOptions
-from detjax.models.parts.mlp import GatedMLP, MLPOptions
+from detjax.models.parts.mlp import GatedMLP
 from detjax.models.parts.norm import RMSNorm
 from detjax.models.parts.state import StateDeclaration
 from detjax.operands.kv_pages import KVPages, Queries
 
 NORM_OFFSET: Final = 1.0
 """Added to the weights of all norms."""
-
-KEYS: Final = (*ATTENTION_BIAS, Key("query_pre_attn_scalar", "query_pre_attn_scalar", 256))
-"""Keys of both Gemma 2 and 3."""
-
-_SCORES: Final = "attn_logit_softcapping"
-_LOGITS: Final = "final_logit_softcapping"
-
-
-class Layer(nnx.Module):
-    """Grouped-query attention and a gated MLP, each between two RMS norms and then added to the residual stream."""
-
-    CHECKPOINT_NAMES: Final = {
-        "attention_norm": "input_layernorm",
-        "attention": "self_attn",
-        "attention_output_norm": "post_attention_layernorm",
-        "mlp_norm": "pre_feedforward_layernorm",
-        "mlp": "mlp",
-        "mlp_output_norm": "post_feedforward_layernorm",
-    }
-
-    def __init__(self, config: DecoderConfig, index: int, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
-        def norm() -> RMSNorm:
-            return RMSNorm(config.hidden_size, eps=config.norm_eps, dtype=dtype, offset=NORM_OFFSET)
-
-        width, mlp = config.hidden_size, MLPOptions(inner_width=config.intermediate_size, activation=config.activation)
-        self.attention_norm = norm()
-        self.attention = Attention(width, _attention_options(config, index), rngs=rngs, dtype=dtype)
-        self.attention_output_norm = norm()
-        self.mlp_norm = norm()
-        self.mlp = GatedMLP(width, mlp, rngs=rngs, dtype=dtype)
-        self.mlp_output_norm = norm()
-
-    def __call__(self, x: Float[Array, "*N D"], queries: Queries, kv: KVPages) -> tuple[Float[Array, "*N D"], KVPages]:
-        """Returns the residual stream after this layer, and the layer's pages with the new keys and values in them."""
-        y, kv = self.attention(self.attention_norm(x), queries, kv)
-        y, x = self.mlp_norm.after_adding(self.attention_output_norm(y), residual=x)
-        return ops.add(self.mlp_output_norm(self.mlp(y)), x), kv
-
-    @staticmethod
-    def state(config: DecoderConfig, index: int) -> StateDeclaration:
-        """Returns the declaration of a layer's state, which is the attention's."""
-        return _attention_options(config, index).state
 
 
 def _attention_options(config: DecoderConfig, index: int) -> AttentionOptions:
@@ -78,6 +37,54 @@ def _attention_options(config: DecoderConfig, index: int) -> AttentionOptions:
         scale=None if scalar is None else scalar**-0.5,
         soft_cap=config.attention_soft_cap,
     )
+
+
+KEYS: Final = (*ATTENTION_BIAS, Key("query_pre_attn_scalar", "query_pre_attn_scalar", 256))
+"""Keys of both Gemma 2 and 3."""
+
+_SCORES: Final = "attn_logit_softcapping"
+_LOGITS: Final = "final_logit_softcapping"
+
+
+class Layer(nnx.Module):
+    """Grouped-query attention and a gated MLP, each between two RMS norms and then added to the residual stream."""
+
+    CHECKPOINT_NAMES: Mapping[str, str] = {
+        "attention_norm": "input_layernorm",
+        "attention": "self_attn",
+        "attention_output_norm": "post_attention_layernorm",
+        "mlp_norm": "pre_feedforward_layernorm",
+        "mlp": "mlp",
+        "mlp_output_norm": "post_feedforward_layernorm",
+    }
+    NORM_OFFSET: ClassVar[float] = NORM_OFFSET
+    attention_options = staticmethod(_attention_options)
+    """Returns the options of a layer's attention, given the configuration and the layer's index."""
+    mlp_options = staticmethod(llama.mlp_options)
+    """Returns the options of a layer's MLP, given the configuration."""
+
+    def __init__(self, config: DecoderConfig, index: int, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
+        def norm() -> RMSNorm:
+            return RMSNorm(config.hidden_size, eps=config.norm_eps, dtype=dtype, offset=self.NORM_OFFSET)
+
+        width = config.hidden_size
+        self.attention_norm = norm()
+        self.attention = Attention(width, self.attention_options(config, index), rngs=rngs, dtype=dtype)
+        self.attention_output_norm = norm()
+        self.mlp_norm = norm()
+        self.mlp = GatedMLP(width, self.mlp_options(config), rngs=rngs, dtype=dtype)
+        self.mlp_output_norm = norm()
+
+    def __call__(self, x: Float[Array, "*N D"], queries: Queries, kv: KVPages) -> tuple[Float[Array, "*N D"], KVPages]:
+        """Returns the residual stream after this layer, and the layer's pages with the new keys and values in them."""
+        y, kv = self.attention(self.attention_norm(x), queries, kv)
+        y, x = self.mlp_norm.after_adding(self.attention_output_norm(y), residual=x)
+        return ops.add(self.mlp_output_norm(self.mlp(y)), x), kv
+
+    @classmethod
+    def state(cls, config: DecoderConfig, index: int) -> StateDeclaration:
+        """Returns the declaration of a layer's state, which is the attention's."""
+        return cls.attention_options(config, index).state
 
 
 def read_common_options(file: JsonObject, layers: int, pattern: int, logit_soft_cap: float | None) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Llama 2 and 3 (Touvron et al. 2023; Grattafiori et al. 2024), and the layer of most decoders since then."""
 
-from typing import Final
+import dataclasses
+from typing import ClassVar, Final
 
 from flax import nnx
 from jaxtyping import Array, DTypeLike, Float
@@ -14,6 +15,7 @@ from detjax.models.parts.mlp import GatedMLP, MLPOptions
 from detjax.models.parts.norm import RMSNorm
 from detjax.models.parts.state import StateDeclaration
 from detjax.operands.kv_pages import KVPages, Queries
+from detjax.ops.rotary import RotaryEmbedding
 
 
 class Layer(nnx.Module):
@@ -25,12 +27,15 @@ class Layer(nnx.Module):
         "mlp_norm": "post_attention_layernorm",
         "mlp": "mlp",
     }
+    FUSED: ClassVar[bool] = False
+    """Whether checkpoints have queries, keys and values as one tensor, and gate and up as another."""
 
     def __init__(self, config: DecoderConfig, index: int, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
         width, eps = config.hidden_size, config.norm_eps
-        mlp = MLPOptions(inner_width=config.intermediate_size, activation=config.activation, bias=config.mlp_bias)
+        attention = dataclasses.replace(attention_options(config, index), fused=self.FUSED)
+        mlp = dataclasses.replace(mlp_options(config), fused=self.FUSED)
         self.attention_norm = RMSNorm(width, eps=eps, dtype=dtype)
-        self.attention = Attention(width, attention_options(config, index), rngs=rngs, dtype=dtype)
+        self.attention = Attention(width, attention, rngs=rngs, dtype=dtype)
         self.mlp_norm = RMSNorm(width, eps=eps, dtype=dtype)
         self.mlp = GatedMLP(width, mlp, rngs=rngs, dtype=dtype)
 
@@ -46,19 +51,26 @@ class Layer(nnx.Module):
         return attention_options(config, index).state
 
 
+def mlp_options(config: DecoderConfig) -> MLPOptions:
+    """Returns the options of a layer's MLP."""
+    return MLPOptions(inner_width=config.intermediate_size, activation=config.activation, bias=config.mlp_bias)
+
+
 def attention_options(config: DecoderConfig, index: int) -> AttentionOptions:
     """Returns the options of a layer's attention."""
+    rotated = config.rotated is None or config.rotated[index]
     return AttentionOptions(
         heads=config.heads,
         kv_heads=config.kv_heads,
         head_dim=config.head_dim,
-        rope=config.rope,
+        rope=config.rope if rotated else RotaryEmbedding(config.head_dim, config.rope.theta, rotary_dim=0),
         window=config.windows[index],
         qkv_bias=config.qkv_bias,
         output_bias=config.output_bias,
         qk_norm_eps=config.norm_eps if config.qk_norm or config.wide_qk_norm else None,
         wide_qk_norm=config.wide_qk_norm,
         qkv_bound=config.qkv_bound,
+        scale=None if config.multipliers is None else config.multipliers.scores,
     )
 
 

@@ -4,17 +4,18 @@ Norms store `weight - 1`, except for the norms after the delta rule.
 """
 
 import dataclasses
-from collections.abc import Collection
+import functools
 from typing import Any, Final
 
 from flax import nnx
 from jaxtyping import Array, DTypeLike, Float
 
-from detjax.models.configuration import experts_config, rope_config
+from detjax.models.configuration import experts_config
 from detjax.models.configuration.config import DecoderConfig
 from detjax.models.configuration.family import Family
 from detjax.models.configuration.json_object import JsonObject
 from detjax.models.configuration.keys import ATTENTION_BIAS, Key, read_keys, write_keys
+from detjax.models.configuration.rope_config import ROTATED_SHARE, read_partial_rope, write_partial_rope
 from detjax.models.configuration.windows import FULL, check_layer_types
 from detjax.models.families import llama
 from detjax.models.parts.attention import AttentionOptions
@@ -26,14 +27,10 @@ from detjax.models.parts.norm import RMSNorm
 from detjax.models.parts.parameters import Tensors
 from detjax.models.parts.state import StateDeclaration
 from detjax.operands.kv_pages import Queries
-from detjax.ops.rotary import RotaryEmbedding
 
 _LINEAR: Final = "linear_attention"
 NORM_OFFSET: Final = 1.0
 """Added to the weights of all norms except for those after the delta rule."""
-ROTATED_SHARE: Final = "partial_rotary_factor"
-"""The key for the share of a head's columns that are rotated."""
-_DEFAULT_SHARE: Final = 0.25
 _DELTA: Final = (
     Key("linear_num_key_heads", "key_heads", 16),
     Key("linear_num_value_heads", "value_heads", 32),
@@ -110,28 +107,8 @@ def _attention_options(config: DecoderConfig) -> AttentionOptions:
     return dataclasses.replace(llama.attention_options(config, 0), qk_norm_offset=NORM_OFFSET)
 
 
-def read_rope(file: JsonObject, head_dim: int, max_positions: int, *, ignored: Collection[str] = ()) -> RotaryEmbedding:
-    """Returns the embedding of partly rotated heads, whose rotated share the file has in one of three places.
-
-    Keys of the rotary embedding in `ignored` do not matter to text.
-
-    Raises:
-        CheckpointError: see `rope_config.read_rope`.
-    """
-    accepted = "a number above 0 and at most 1"
-    share = file.optional_number(ROTATED_SHARE, minimum=0.0, maximum=1.0, accepted=accepted)
-    raw = dict(file.raw)
-    for key in ("rope_parameters", "rope_scaling"):
-        parameters = file.object(key)
-        if parameters is not None:
-            inner = parameters.optional_number(ROTATED_SHARE, minimum=0.0, maximum=1.0, accepted=accepted)
-            share = share if inner is None else inner
-            raw[key] = {name: x for name, x in parameters.raw.items() if name not in (ROTATED_SHARE, *ignored)}
-    rotated = int(head_dim * (_DEFAULT_SHARE if share is None else share))
-    if rotated < 2 or rotated % 2:
-        raise file.error(ROTATED_SHARE, f"a share of head_dim, which is {head_dim}, that is an even number of columns")
-    rope = rope_config.read_rope(JsonObject(raw, file.source, file.prefix), rotated, max_positions)
-    return dataclasses.replace(rope, head_dim=head_dim, rotary_dim=rotated if rotated < head_dim else None)
+read_rope: Final = functools.partial(read_partial_rope, share=0.25)
+"""Reads the rotary embedding."""
 
 
 def read_layers(file: JsonObject, layers: int, experts: GatedExpertsOptions | None) -> dict[str, Any]:
@@ -178,14 +155,10 @@ def write_layers(config: DecoderConfig) -> dict[str, Any]:
     """Returns the keys of `config.json` for the rotary embedding, the layers and the shape of their experts."""
     delta, experts = config.delta, config.experts
     assert delta is not None
-    share = config.rope.turning / config.head_dim
-    rope = rope_config.write_rope(dataclasses.replace(config.rope, rotary_dim=None))
-    rope["rope_parameters"] |= {ROTATED_SHARE: share}
     written = {
         "layer_types": [_LINEAR if is_linear else FULL for is_linear in delta.layers],
         **write_keys(delta, _DELTA),
-        **rope,
-        ROTATED_SHARE: share,
+        **write_partial_rope(config.rope),
     }
     if isinstance(experts, GatedExpertsOptions):
         return written | experts_config.write_experts(experts, (Key(_CHOSEN, "chosen"), *_WIDTHS))

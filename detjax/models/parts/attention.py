@@ -44,6 +44,8 @@ class AttentionOptions:
         scale: the factor of scores; None: `1 / sqrt(head_dim)`.
         soft_cap: the bound of scores, which become `cap * tanh(score / cap)`; None: no bound.
         sinks: whether each head has a sink: a logit that takes part in the softmax but has no value.
+        interleaved: whether columns that rotate together are adjacent in checkpoints.
+        fused: whether checkpoints have the projections of queries, keys and values as one tensor.
     """
 
     heads: int
@@ -60,6 +62,8 @@ class AttentionOptions:
     scale: float | None = None
     soft_cap: float | None = None
     sinks: bool = False
+    interleaved: bool = False
+    fused: bool = False
 
     @property
     def q_width(self) -> int:
@@ -88,7 +92,9 @@ class AttentionOptions:
 class Attention(nnx.Module):
     """Grouped-query attention (Ainslie et al. 2023) with rotary positions (Su et al. 2021).
 
-    Weights are `[N, K]`, rows being outputs, as in checkpoints. Queries, keys and values are one weight.
+    Weights are `[N, K]`, rows being outputs, as in checkpoints. Queries, keys and values are one weight. Of partly
+    rotated heads, the columns of queries and keys have the order of `RotaryEmbedding`, in which scores add them; in
+    checkpoints all rotated columns come first.
     """
 
     QUERY_PARTS: ClassVar = 1
@@ -167,12 +173,25 @@ class Attention(nnx.Module):
     @property
     def tensors(self) -> dict[str, Tensors]:
         """The checkpoint's tensors of each parameter."""
+        names, rows = ("qkv_proj",) if self.options.fused else ("q_proj", "k_proj", "v_proj"), self._rows
+        order: dict[str, Any] = {"head_order": self._head_order}
+        qkv = {"rows": None if self.options.fused else rows, "ordered": sum(rows[:2]), **order}
         return {
-            "qkv": Tensors(("q_proj.weight", "k_proj.weight", "v_proj.weight"), self._rows),
-            "qkv_bias": Tensors(("q_proj.bias", "k_proj.bias", "v_proj.bias"), self._rows),
-            "q_norm": Tensors(("q_norm.weight",)),
-            "k_norm": Tensors(("k_norm.weight",)),
+            "qkv": Tensors(tuple(f"{name}.weight" for name in names), **qkv),
+            "qkv_bias": Tensors(tuple(f"{name}.bias" for name in names), **qkv),
+            "q_norm": Tensors(("q_norm.weight",), **order),
+            "k_norm": Tensors(("k_norm.weight",), **order),
             "output": Tensors(("o_proj.weight",)),
             "output_bias": Tensors(("o_proj.bias",)),
             "sinks": Tensors(("sinks",)),
         }
+
+    @property
+    def _head_order(self) -> tuple[int, ...] | None:
+        """The order of a head's columns, by their indices in checkpoints; None: as there."""
+        columns, turning = range(self.options.head_dim), self.options.rope.turning
+        half, middle = turning // 2, (turning + self.options.head_dim) // 2
+        pairs = columns[0:turning:2], columns[1:turning:2]
+        first, second = pairs if self.options.interleaved else (columns[:half], columns[half:turning])
+        order = (*first, *columns[turning:middle], *second, *columns[middle:])
+        return None if order == tuple(columns) else order

@@ -27,7 +27,7 @@ from detjax.portable.tiles import map_rows
 class Embedding(nnx.Module):
     """A table `[V, D]` with a row for each token: an embedding, a head, or both."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         vocab_size: int,
         width: int,
@@ -35,7 +35,9 @@ class Embedding(nnx.Module):
         rngs: nnx.Rngs,
         dtype: DTypeLike,
         factor: float | None = None,
+        factor_dtype: DTypeLike | None = None,
         soft_cap: float | None = None,
+        logit_factor: float | None = None,
     ) -> None:
         """Makes a table with random rows.
 
@@ -45,9 +47,12 @@ class Embedding(nnx.Module):
             rngs: the source of random numbers.
             dtype: the table's dtype.
             factor: multiplies an embedding's rows; None: nothing does.
+            factor_dtype: the dtype that this factor is rounded to; None: the table's.
             soft_cap: the bound of a head's logits, which become `cap * tanh(logit / cap)`; None: no bound.
+            logit_factor: multiplies a head's logits; None: nothing does.
         """
-        self.factor, self.soft_cap = factor, soft_cap
+        self.factor, self.factor_dtype = factor, factor_dtype
+        self.soft_cap, self.logit_factor = soft_cap, logit_factor
         self.vocab_size = vocab_size
         self.weight = random_weight(rngs, (vocab_size, width), dtype)
 
@@ -59,7 +64,7 @@ class Embedding(nnx.Module):
             rows = owned_rows(ops.embed(row, table), owner, sharding)
         else:
             rows = ops.embed(tokens, table)
-        return rows if self.factor is None else ops.scale(rows, self.factor)
+        return rows if self.factor is None else ops.scale(rows, self.factor, factor_dtype=self.factor_dtype)
 
     def logits(self, hidden: Float[Array, "*N D"]) -> Float32[Array, "*N V"]:
         """Returns the logit of each token for each hidden state."""
@@ -71,7 +76,13 @@ class Embedding(nnx.Module):
 
     def _local_logits(self, hidden: Float[Array, "*N D"], weight: Weight) -> Float32[Array, "*N v"]:
         sharding, options = self.shardings(devices())["weight"], {"soft_cap": self.soft_cap, "out_dtype": jnp.float32}
-        return sharded_matmul(hidden, weight, sharding=sharding, **options)
+        logits = sharded_matmul(hidden, weight, sharding=sharding, **options)
+        return logits if self.logit_factor is None else ops.scale(logits, self.logit_factor)
+
+    @property
+    def logit_options(self) -> dict[str, float | None]:
+        """The options of `ops.token_logprobs` for this head's logits."""
+        return {"soft_cap": self.soft_cap, "logit_factor": self.logit_factor}
 
     def logprobs(
         self, hidden: Float[Array, "*N D"], tokens: Int[Array, "*N"], distribution: Distribution
@@ -80,8 +91,8 @@ class Embedding(nnx.Module):
         sharding = self.shardings(devices())["weight"]
         if sharding.is_sharded and distribution.is_model and vocabulary_blocks.are_served():
             return refusing_gradients(self._logprobs_by_blocks)(hidden, self.weight[...], tokens)
-        options = {"distribution": distribution, "soft_cap": self.soft_cap}
-        return ops.token_logprobs(hidden, all_rows(self.weight[...], sharding), tokens, **options)
+        head = all_rows(self.weight[...], sharding)
+        return ops.token_logprobs(hidden, head, tokens, distribution=distribution, **self.logit_options)
 
     def _logprobs_by_blocks(
         self, hidden: Float[Array, "*N D"], weight: Weight, tokens: Int[Array, "*N"]

@@ -38,6 +38,10 @@ class GatedAttention(Attention):
         weight, bias = self.output[...], optional(self.output_bias)
         return gathered_matmul(o, weight, sharding=shardings["output"], bias=bias, residual=residual), kv
 
+    @property
+    def _head_order(self) -> None:
+        """None: heads have the columns of checkpoints until they have been normalized."""
+
     def _rotated_first(self, x: Float[Array, "*N H K"]) -> Float[Array, "*N H K"]:
         """Reorders the columns of heads as `RotaryEmbedding` wants them: each half begins with its rotated columns.
 

@@ -20,11 +20,13 @@ class MLPOptions:
         inner_width: the width between the projections.
         activation: the activation function; the gate's if the MLP has one.
         bias: whether the projections have biases.
+        fused: whether checkpoints have gate and up as one tensor.
     """
 
     inner_width: int
     activation: Activation
     bias: bool = False
+    fused: bool = False
 
 
 class GatedMLP(nnx.Module):
@@ -60,9 +62,10 @@ class GatedMLP(nnx.Module):
     @property
     def tensors(self) -> dict[str, Tensors]:
         """The checkpoint's tensors of each parameter."""
+        names, fused = ("gate_up_proj",) if self.options.fused else ("gate_proj", "up_proj"), self.options.fused
         return {
-            "gate_up": Tensors(("gate_proj.weight", "up_proj.weight")),
-            "gate_up_bias": Tensors(("gate_proj.bias", "up_proj.bias")),
+            "gate_up": Tensors(tuple(f"{name}.weight" for name in names), joined=fused),
+            "gate_up_bias": Tensors(tuple(f"{name}.bias" for name in names), joined=fused),
             "down": Tensors(("down_proj.weight",)),
             "down_bias": Tensors(("down_proj.bias",)),
         }

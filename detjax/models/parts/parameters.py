@@ -56,6 +56,10 @@ class Tensors:
         transposed: whether the last two axes of a single tensor are swapped.
         pairs: the layout of the parameter's second axis, of size 2, and its third, which a single tensor joins:
             "halves", such as all gate rows and then all up rows, or "interleaved". None: they are not joined.
+        joined: whether a single tensor joins the parameter's first two axes, the first one of size 2.
+        head_order: the order in which the parameter has the rows of a head, as their indices in the tensors'. None: as
+            in the tensors.
+        ordered: the number of the parameter's first rows, whole heads, that `head_order` applies to; None: all.
         other_form: another form that checkpoints may hold, and that is never written; None: there is just one form.
     """
 
@@ -65,6 +69,9 @@ class Tensors:
     stacked: tuple[int, ...] | None = None
     transposed: bool = False
     pairs: Literal["halves", "interleaved"] | None = None
+    joined: bool = False
+    head_order: tuple[int, ...] | None = None
+    ordered: int | None = None
     other_form: "Tensors | None" = None
 
     @property
@@ -75,6 +82,8 @@ class Tensors:
     def shapes(self, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
         """Returns the tensors' shapes, given the parameter's."""
         if len(self.names) == 1:
+            if self.joined:
+                return [(shape[0] * shape[1], *shape[2:])]
             joined = (shape[0], shape[1] * shape[2], *shape[3:]) if self.pairs else shape
             return [(*joined[:-2], joined[-1], joined[-2]) if self.transposed else joined]
         if self.rows is None:
@@ -84,7 +93,8 @@ class Tensors:
     @property
     def keeps_order(self) -> bool:
         """True if tensors hold the parameter's numbers in order, so that slices of them make a slice of it."""
-        return self.groups is None and not self.transposed and self.pairs is None
+        reordered = self.groups, self.pairs, self.head_order
+        return reordered == (None, None, None) and not self.transposed and not self.joined
 
     def part(
         self, shape: tuple[int, ...], axis: int, outputs: slice
@@ -119,8 +129,15 @@ class Tensors:
 
     def join(self, tensors: Iterable[np.ndarray]) -> np.ndarray:
         """Returns the parameter that the tensors make. Tensors are copied in one at a time, to save memory."""
+        joined = self._in_tensor_order(tensors)
+        return joined if self.head_order is None else self._by_head(joined, np.array(self.head_order))
+
+    def _in_tensor_order(self, tensors: Iterable[np.ndarray]) -> np.ndarray:
+        """Returns the parameter that the tensors make, with the rows of heads in the tensors' order."""
         if len(self.names) == 1:
             (x,) = tensors
+            if self.joined:
+                return x.reshape(2, -1, *x.shape[1:])
             x = np.swapaxes(x, -1, -2) if self.transposed else x
             if self.pairs == "interleaved":
                 return x.reshape(len(x), -1, 2, *x.shape[2:]).swapaxes(1, 2)
@@ -139,6 +156,10 @@ class Tensors:
 
     def split(self, parameter: np.ndarray) -> list[np.ndarray]:
         """Returns the tensors of a parameter: the inverse of `join`."""
+        if self.head_order is not None:
+            parameter = self._by_head(parameter, np.argsort(self.head_order))
+        if self.joined:
+            return [parameter.reshape(-1, *parameter.shape[2:])]
         if len(self.names) == 1:
             x = parameter if self.groups is None else self._by_groups(parameter, self.groups)
             if self.pairs:
@@ -147,6 +168,11 @@ class Tensors:
         if self.rows is not None:
             return np.split(parameter, np.cumsum(self.rows)[:-1])
         return list(parameter.reshape(-1, *parameter.shape[self._axes :]))
+
+    def _by_head(self, x: np.ndarray, order: np.ndarray) -> np.ndarray:
+        """Reorders the rows of each head."""
+        first = np.arange(len(x) if self.ordered is None else self.ordered).reshape(-1, len(order))
+        return np.concatenate([x[first[:, order].reshape(-1)], x[first.size :]])
 
     def _by_rows(self, x: np.ndarray, groups: int) -> np.ndarray:
         """Reorders the rows of a grouped tensor into the parameter's order."""

@@ -116,7 +116,7 @@ def next_sums(
         _Derivative(loss),
         *rows,
         distribution=distribution,
-        soft_cap=network.with_weights(weights).config.logit_soft_cap,
+        **network.with_weights(weights).head.logit_options,
     )
     (sums,) = pullback(dhidden)
     return (*sums[:head], sums[head]._replace(products=products), *sums[head + 1 :]), logprobs
