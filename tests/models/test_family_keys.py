@@ -8,7 +8,7 @@ import pytest
 from detjax.models import CheckpointError, DecoderConfig, GenerationDefaults
 from detjax.models.configuration.family import description, families
 from detjax.models.parts.experts import ExpertsOptions
-from detjax.ops.rotary import LinearScaling, Llama3Scaling, YarnScaling
+from detjax.ops.rotary import LinearScaling, Llama3Scaling, LongRopeScaling, YarnScaling
 
 SIZES: dict[str, Any] = {
     "vocab_size": 100,
@@ -21,6 +21,7 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
     "DeepseekV3": {"num_attention_heads": 128, "first_k_dense_replace": 1},
     "Gemma2": {"num_attention_heads": 16},
     "Gemma3": {"num_attention_heads": 16},
+    "Glm4Moe": {"num_attention_heads": 8},
     "Qwen2_5_VL": {"hidden_size": 3584, "num_attention_heads": 56},
     "Qwen3_5+": {"hidden_size": 3584, "vision_config": {"depth": 2}},
     "Qwen3_5Moe+": {"hidden_size": 3584, "vision_config": {"depth": 2}},
@@ -58,11 +59,15 @@ FAMILIES = (
     ("Gemma3", 131072, 1e-6, 256, 4, 1e6, (2, (1,)), True, "gelu_tanh"),
     ("GptOss", 131072, 1e-5, 64, 8, 1.5e5, (None, ()), False, "silu"),
     ("Llama", 2048, 1e-6, 2, 32, 1e4, (1, (2,)), False, "silu"),
+    ("Glm4", 131072, 1.5625e-7, 128, 2, 1e4, (None, (151329, 151336, 151338)), False, "silu"),
+    ("Glm4Moe", 131072, 1e-5, 8, 8, 1e4, (None, ()), False, "silu"),
     ("Mistral", 131072, 1e-6, 2, 8, 1e4, (1, (2,)), False, "silu"),
+    ("Granite", 2048, 1e-6, 2, 32, 1e4, (1, (2,)), False, "silu"),
     ("Mixtral", 131072, 1e-5, 2, 8, 1e6, (1, (2,)), False, "silu"),
     ("Olmoe", 4096, 1e-5, 2, 32, 1e4, (None, (50279,)), False, "silu"),
     ("Qwen2", 32768, 1e-6, 2, 32, 1e4, (None, ()), False, "silu"),
     ("Qwen2_5_VL", 32768, 1e-5, 64, 8, 1e6, (151643, (151645,)), False, "silu"),
+    ("Phi3", 4096, 1e-5, 2, 32, 1e4, (1, (32000,)), False, "silu"),
     ("Qwen3", 32768, 1e-6, 128, 32, 1e4, (None, ()), False, "silu"),
     ("Qwen3_5", 32768, 1e-6, 256, 4, 1e4, (None, ()), False, "silu"),
     ("Qwen3_5+", 32768, 1e-6, 256, 4, 1e4, (None, ()), False, "silu"),
@@ -74,6 +79,7 @@ FAMILIES = (
 """Values of transformers' configurations where a file says nothing."""
 
 
+    ("SmolLM3", 32768, 1e-6, 2, 4, 2e6, (128000, (128001,)), True, "silu"),
 def some_config(family: str) -> dict[str, Any]:
     """A configuration whose head size can be divided into the sections of images."""
     return {"rope_scaling": {"mrope_section": [8, 12, 12]}} if family == "Qwen2_5_VL" else {}
@@ -104,7 +110,9 @@ def test_keys_that_are_left_out_have_the_values_of_the_family(
     assert (config.rope.theta, config.tied_embeddings, config.activation) == (theta, tied, activation)
     assert (config.dtype, config.mlp_bias, config.qkv_bound) == ("float32", False, None)
     has_biases = family == "GptOss"
-    assert (config.qkv_bias, config.output_bias) == (has_biases or family.startswith("Qwen2"), has_biases)
+    assert (config.qkv_bias, config.output_bias) == (
+        has_biases or family == "Glm4" or family.startswith("Qwen2"), has_biases,
+    )  # fmt: skip
     assert config.qk_norm == (family in ("Gemma3", "Qwen3", "Qwen3Moe", "Qwen3Next") or family.startswith("Qwen3_5"))
     assert config.wide_qk_norm == (family == "Olmoe")
     defaults = GenerationDefaults.from_hugging_face({}, "generation_config.json", description(raw(family), "config"))
@@ -128,6 +136,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
 TOWER = ("Qwen2_5_VL", "Qwen3_5+", "Qwen3_5Moe+")
 LINEAR = ("Qwen3Next", "Qwen3_5", "Qwen3_5Moe", "Qwen3_5+")
 ALONE: list[tuple[str | tuple[str, ...], dict[str, Any], dict[str, Any]]] = [
+LONG_ROPE = {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
     # Keys of every family
     ("Llama", {"vocab_size": 101}, {"vocab_size": 101}),
     ("Llama", {"hidden_size": 128}, {"hidden_size": 128, "head_dim": 4, "rope.head_dim": 4}),
@@ -153,7 +162,7 @@ ALONE: list[tuple[str | tuple[str, ...], dict[str, Any], dict[str, Any]]] = [
     (("Qwen3", "Mistral", "Mixtral"), {"mlp_bias": True}, {}),
     (("Qwen2", "Mistral", "Mixtral"), {"attention_bias": True}, {}),
     (
-        ("Llama", "Qwen3", "Olmoe", "Qwen3Moe", "Gemma2", "Gemma3", "DeepseekV3", *LINEAR),
+        ("Llama", "Qwen3", "Olmoe", "Qwen3Moe", "Gemma2", "Gemma3", "DeepseekV3", "Granite", "SmolLM3", *LINEAR),
         {"attention_bias": True},
         {"qkv_bias": True, "output_bias": True},
     ),
@@ -162,6 +171,10 @@ ALONE: list[tuple[str | tuple[str, ...], dict[str, Any], dict[str, Any]]] = [
     ("Llama", {"rope_scaling": {"type": "linear", "factor": 3.0}}, {"rope.scaling": LinearScaling(3.0)}),
     ("Llama", {"rope_scaling": YARN}, {"rope.scaling": YarnScaling(4.0, 64)}),
     ("Llama", {"rope_scaling": YARN | {"beta_fast": 9.0}}, {"rope.scaling": YarnScaling(4.0, 64, beta_fast=9.0)}),
+    ("Glm4", {"attention_bias": False}, {"qkv_bias": False}),
+    ("Glm4Moe", {"attention_bias": True}, {"qkv_bias": True}),
+    ("Phi3", {"attention_bias": True}, {}),
+    (("Granite", "SmolLM3"), {"mlp_bias": True}, {"mlp_bias": True}),
     ("Llama", {"rope_scaling": YARN | {"beta_slow": 2.0}}, {"rope.scaling": YarnScaling(4.0, 64, beta_slow=2.0)}),
     ("Llama", {"rope_scaling": YARN | {"mscale": 0.5}}, {"rope.scaling": YarnScaling(4.0, 64, mscale=0.5)}),
     (
@@ -185,6 +198,25 @@ ALONE: list[tuple[str | tuple[str, ...], dict[str, Any], dict[str, Any]]] = [
     (("Mixtral", "GptOss"), {"num_local_experts": 11}, {"experts.experts": 11}),
     ("Olmoe", {"num_experts": 11}, {"experts.experts": 11}),
     (("Qwen3Moe", "Qwen3Next", "Qwen3_5Moe"), {"num_experts": 11}, {"experts.experts": 11}),
+    ("Phi3", {"rope_scaling": LONG_ROPE}, {"rope.scaling": LongRopeScaling((1.0,), (2.0,), 4096, 4096)}),
+    (
+        "Phi3",
+        {"rope_scaling": LONG_ROPE, "original_max_position_embeddings": 64},
+        {"rope.scaling": LongRopeScaling((1.0,), (2.0,), 64, 4096)},
+    ),
+    ("Phi3", {"original_max_position_embeddings": 64}, {}),
+    ("Phi3", {"partial_rotary_factor": 0.5, "head_dim": 8}, {"head_dim": 8, "rope.head_dim": 8, "rope.rotary_dim": 4}),
+    ("Glm4", {"partial_rotary_factor": 0.25}, {"rope.rotary_dim": 32}),
+    ("Glm4Moe", {"partial_rotary_factor": 0.25}, {"rope.rotary_dim": 2}),
+    (("Glm4", "Glm4Moe"), {"rope_parameters": {"partial_rotary_factor": 1.0}}, {"rope.rotary_dim": None}),
+    ("SmolLM3", {"no_rope_layers": [0, 1, 1]}, {"rotated": (False, True, True)}),
+    ("SmolLM3", {"no_rope_layer_interval": 2}, {"rotated": (True, False, True)}),
+    ("SmolLM3", {"no_rope_layers": [1, 1, 1], "no_rope_layer_interval": 2}, {}),
+    # Factors
+    ("Granite", {"embedding_multiplier": 3}, {"multipliers.embedding": 3.0}),
+    ("Granite", {"attention_multiplier": 0.5}, {"multipliers.scores": 0.5}),
+    ("Granite", {"residual_multiplier": 0.5}, {"multipliers.residual": 0.5}),
+    ("Granite", {"logits_scaling": 3.0}, {"multipliers.logits_divisor": 3.0}),
     (("Qwen3Moe", "Qwen3Next", "Qwen3_5Moe"), {"num_local_experts": 11}, {"experts.experts": 11}),
     ("Qwen3Moe", {"num_local_experts": 12, "num_experts": 11}, {"experts.experts": 11}),
     (
@@ -224,7 +256,33 @@ ALONE: list[tuple[str | tuple[str, ...], dict[str, Any], dict[str, Any]]] = [
     ("Mixtral", {"sliding_window": 9}, {"windows": (9, 9, 9)}),
     ("Mixtral", {"sliding_window": None}, {"windows": (None, None, None)}),
     ("Qwen3Moe", {"use_sliding_window": True}, {"windows": (4096, 4096, 4096)}),
+    ("Glm4Moe", {"n_routed_experts": 64}, {"experts.experts": 64}),
+    ("Glm4Moe", {"num_local_experts": 64}, {"experts.experts": 64}),
+    ("Glm4Moe", {"n_group": 4, "topk_group": 3}, {"experts.groups": 4, "experts.kept_groups": 3}),
+    ("Glm4Moe", {"num_experts_per_tok": 3}, {"experts.chosen": 3}),
+    ("Glm4Moe", {"moe_intermediate_size": 40}, {"experts.inner_width": 40}),
+    ("Glm4Moe", {"norm_topk_prob": False}, {"experts.normalized": False}),
+    ("Glm4Moe", {"routed_scaling_factor": 1.5}, {"experts.factor": 1.5}),
+    ("Glm4Moe", {"n_shared_experts": 3}, {"experts.shared": 3}),
+    ("Glm4Moe", {"first_k_dense_replace": 2}, {"experts.layers": (False, False, True)}),
+    ("Glm4Moe", {"first_k_dense_replace": 3}, {"experts": None}),
     ("Qwen3Moe", {"sliding_window": 9}, {}),
+    ("Phi3", {"sliding_window": 9}, {"windows": (9, 9, 9)}),
+    ("SmolLM3", {"sliding_window": 9}, {}),
+    (
+        "SmolLM3",
+        {"use_sliding_window": True, "sliding_window": 9, "no_rope_layers": [0, 1, 0]},
+        {"rotated": (False, True, False), "windows": (9, None, 9)},
+    ),
+    (
+        "SmolLM3",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 9,
+            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+        },
+        {"windows": (9, None, None)},
+    ),
     ("Qwen3Moe", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}, {"windows": (9, 9, 9)}),
     ("Qwen2_5_VL", {"use_sliding_window": True}, {}),
     ("Qwen2_5_VL", {"use_sliding_window": True, "max_window_layers": 2}, {"windows": (None, None, 4096)}),
@@ -242,6 +300,7 @@ ALONE: list[tuple[str | tuple[str, ...], dict[str, Any], dict[str, Any]]] = [
     ("Gemma2", {"attn_logit_softcapping": 9.0}, {"attention_soft_cap": 9.0}),
     ("Gemma2", {"final_logit_softcapping": 9.0}, {"logit_soft_cap": 9.0}),
     (("Gemma2", "Gemma3"), {"hidden_activation": "silu"}, {"activation": "silu"}),
+    ("Glm4Moe", {"use_qk_norm": True}, {"qk_norm": True}),
     (("Gemma2", "Gemma3"), {"hidden_act": "silu"}, {}),
     ("Gemma3", {"rope_theta": 7.0}, {"rope.theta": 7.0}),
     ("Gemma3", {"rope_local_base_freq": 7.0}, {"window_rope.theta": 7.0}),
