@@ -31,6 +31,25 @@ _QWEN3_MOE = {
     "norm_topk_prob": True,
     "tie_word_embeddings": False,
 }
+_QWEN3_VL = {
+    **_QWEN3,
+    "architectures": ["Qwen3VLForConditionalGeneration"],
+    "model_type": "qwen3_vl",
+    "rope_theta": 5000000.0,
+    "rope_scaling": {"rope_type": "default", "mrope_interleaved": True, "mrope_section": [24, 20, 20]},
+    "max_position_embeddings": 262144,
+    "num_attention_heads": 32,
+    "tie_word_embeddings": False,
+}
+_QWEN3_VL_TOWER = {
+    "depth": 27,
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
+    "num_heads": 16,
+    "patch_size": 16,
+    "num_position_embeddings": 2304,
+    "deepstack_visual_indexes": [8, 16, 24],
+}
 _GATED_DELTA_NETS = {
     "hidden_act": "silu",
     "rms_norm_eps": 1e-6,
@@ -143,6 +162,27 @@ MODELS: Final[dict[str, dict[str, Any]]] = {
         "num_hidden_layers": 40,
         "num_experts": 256,
         "num_experts_per_tok": 8,
+    },
+    "Qwen3-VL-8B": {
+        **_QWEN3_VL,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_key_value_heads": 8,
+        "vision_config": {**_QWEN3_VL_TOWER, "out_hidden_size": 4096},
+    },
+    "Qwen3-VL-30B-A3B": {
+        **_QWEN3_VL,
+        "architectures": ["Qwen3VLMoeForConditionalGeneration"],
+        "model_type": "qwen3_vl_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "vision_config": {**_QWEN3_VL_TOWER, "out_hidden_size": 2048},
     },
     "gpt-oss-20b": {
         "architectures": ["GptOssForCausalLM"],

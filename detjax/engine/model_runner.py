@@ -385,7 +385,7 @@ class ModelRunner:
         if self._vision is None or not rows or batch.images is not None:
             return batch
         if rows not in self._without_images:
-            zeros = jnp.zeros((rows, *self._hidden.shape), self._hidden.dtype)
+            zeros = jnp.zeros((rows, self._vision.row_width), self._hidden.dtype)
             self._without_images[rows] = self._reachable(ImageRows(jnp.zeros(rows, bool), zeros))
         return batch._replace(images=self._without_images[rows])
 

@@ -300,8 +300,8 @@ def _decoded(
 
 
 @functools.partial(compilation.jit, static_argnums=0)
-def _image_rows(network: Network[Decoder], parameters: Parameters, patches: Patches) -> Float[Array, "W U D"]:
-    """Returns a row for each token of each window."""
+def _image_rows(network: Network[Decoder], parameters: Parameters, patches: Patches) -> Float[Array, "W U R"]:
+    """Returns the rows of each token of each window."""
     tower = network.with_weights(parameters.weights).vision
     assert tower is not None, "the model takes no images"
     return tower(patches)

@@ -38,10 +38,14 @@ if TYPE_CHECKING:
 
 
 class ImageRows(NamedTuple):
-    """Rows in place of embeddings, for tokens that are `present` in an image; other rows are ignored."""
+    """The rows of tokens that are `present` in an image; other rows are ignored.
+
+    A token's rows are side by side: one in place of its embedding and, for some towers, rows that are added to the
+    outputs of the first layers, one for each; see `VisionOptions.row_width`.
+    """
 
     present: Bool[Arrays, "*N"]
-    rows: Float[Arrays, "*N D"]
+    rows: Float[Arrays, "*N R"]
 
 
 class Decoder(nnx.Module):
@@ -146,7 +150,7 @@ class Decoder(nnx.Module):
             tokens: ids within the vocabulary, `[B, T]` or packed, `[N]`.
             queries: the requests that the tokens belong to, and the location of those in the state.
             state: the layers' state; see `empty_state`.
-            images: rows of images, of the model's dtype, in place of some tokens' embeddings.
+            images: rows of images, of the model's dtype.
             rematerialized: whether gradients recompute the activations of each layer instead of keeping them. Bits do
                 not depend on it.
         """
@@ -155,13 +159,17 @@ class Decoder(nnx.Module):
             inputs, options = (P(), P(), specs, P()), (("rematerialized", rematerialized),)
             return run(self, Call("hidden_states", inputs, (P(), specs), options), tokens, queries, state, images)
         run_layer = jax.checkpoint(_layer, static_argnums=0) if rematerialized else _layer
-        x = self.embedding(tokens)
+        x, present, added = self.embedding(tokens), None, []
         if images is not None:
-            x = jnp.where(jnp.asarray(images.present)[..., None], jnp.asarray(images.rows), x)
+            present, width = jnp.asarray(images.present), x.shape[-1]
+            embedded, *added = jnp.split(jnp.asarray(images.rows), images.rows.shape[-1] // width, axis=-1)
+            x = jnp.where(present[..., None], embedded, x)
         columns, written = None, []
-        for layer, layer_state in zip(self.layers, state, strict=True):
+        for index, (layer, layer_state) in enumerate(zip(self.layers, state, strict=True)):
             x, columns, layer_state = run_layer(*split(layer), current_links(), x, columns, queries, layer_state)
             written.append(layer_state)
+            if index < len(added):
+                x, columns = ops.add(x, added[index], mask=present), None
         return self.final_norm(x), tuple(written)
 
     @property

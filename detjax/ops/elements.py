@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, DTypeLike, Float, Float32, PyTree
+from jaxtyping import Array, Bool, DTypeLike, Float, Float32, PyTree
 
 from detjax.contract import ACCUMULATOR, INPUT_DTYPES
 from detjax.operands.rounding import rounded
-from detjax.ops.checks import check_dtype, check_not_empty, check_shape
+from detjax.ops.checks import check_booleans, check_dtype, check_not_empty, check_shape
 from detjax.ops.dispatch import Operation, backend_modules, with_vmap_rule
 from detjax.runtime import compilation
 
@@ -57,16 +57,18 @@ def slice_squares(leaf: Float[Array, "..."], slices: int) -> Float32[Array, "sli
 
 
 @compilation.jit
-def add(x: Float[Array, "*B"], y: Float[Array, "*B"]) -> Float[Array, "*B"]:
-    """Returns `x + y`, rounded once.
+def add(x: Float[Array, "*B"], y: Float[Array, "*B"], *, mask: Bool[Array, "..."] | None = None) -> Float[Array, "*B"]:
+    """Returns `x + y`, rounded once; with `mask`, only in some rows.
 
     Args:
         x: numbers; bfloat16, float16 or float32.
         y: numbers of x's shape and dtype.
+        mask: the rows of the last axis that are sums, x's shape without that axis. In all others, the result has the
+            bits of x, whatever y holds. Default: all.
 
     Raises:
-        TypeError: a dtype is not under contract, or y's is not x's.
-        ValueError: the shapes differ, or the arrays are empty.
+        TypeError: a dtype is not under contract, y's is not x's, or `mask` holds no booleans.
+        ValueError: the shapes do not fit, or the arrays are empty.
 
     Example:
         >>> ops.add(jnp.arange(3.0), jnp.ones(3))
@@ -76,7 +78,11 @@ def add(x: Float[Array, "*B"], y: Float[Array, "*B"]) -> Float[Array, "*B"]:
     check_dtype("add", like=x, y=y)
     check_shape("add", "y", y, x.shape, "x's shape")
     check_not_empty("add", x=x)
-    return _ADD.call(_add, x, y)
+    if mask is None:
+        return _ADD.call(_add, x, y)
+    check_booleans("add", mask=mask)
+    check_shape("add", "mask", mask, x.shape[:-1], "x's shape without its last axis")
+    return _ADD.call(_add_masked, x, y, mask)
 
 
 @compilation.jit(static_argnames=("factor", "factor_dtype"))
@@ -156,6 +162,19 @@ def _add(x: Array, y: Array) -> Array:
 
 
 _add.defvjp(lambda x, y: (_add(x, y), None), lambda _, gradient: (gradient, gradient))
+
+
+@jax.custom_vjp
+def _add_masked(x: Array, y: Array, mask: Array) -> Array:
+    return jnp.where(mask[..., None], _add(x, y), x)
+
+
+def _add_masked_backward(mask: Array, gradient: Array) -> tuple[Array, Array, None]:
+    # The derivative of the selection would add a zero to each gradient, and so change the sign of zeros.
+    return gradient, jnp.where(mask[..., None], gradient, jnp.zeros_like(gradient)), None
+
+
+_add_masked.defvjp(lambda x, y, mask: (_add_masked(x, y, mask), mask), _add_masked_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))

@@ -9,9 +9,9 @@ from jaxtyping import Array
 DIFFERENTIATED_BY_JAX: Final = True
 
 
-def add(x: Array, y: Array) -> Array:
+def add(x: Array, y: Array, mask: Array | None = None) -> Array:
     """See `detjax.ops.add`."""
-    return x + y
+    return x + y if mask is None else jnp.where(mask[..., None], x + y, x)
 
 
 def multiply(x: Array, y: Array) -> Array:

@@ -49,7 +49,10 @@ def plain_tensors(directory: Path) -> dict[str, np.ndarray]:
     """
     stored = tensors(directory)
     if any(name.startswith(LANGUAGE) for name in stored):
-        has_tower = "vision_config" in json.loads((directory / "config.json").read_text())
+        config = json.loads((directory / "config.json").read_text())
+        has_tower = "vision_config" in config
+        if config["model_type"] == "qwen3_vl_moe":  # rows are inputs
+            stored = {name: x.swapaxes(1, 2) if ".experts." in name else x for name, x in stored.items()}
         read = LANGUAGE, "lm_head.", *((TOWER,) if has_tower else ())
         renamed = {name.replace(LANGUAGE, "model.").replace(TOWER, "visual."): name for name in stored}
         stored = by_expert({new: stored[old] for new, old in renamed.items() if old.startswith(read)})

@@ -209,8 +209,9 @@ def test_every_tensor_stands_where_the_decoder_has_it(name):
                 tensors_of_heads = [f"self_attn.{x}_proj.{kind}" for x in "qkv"]
                 held = [tensor for tensor in tensors_of_heads if f"model.layers.{i}.{tensor}" in stored]
                 names["attention", key] = rows, *held
-            names["experts", "gate_up"] = (lambda parts: np.stack(np.split(parts[0], 2, axis=1), axis=1)), *(
-                "experts.gate_up_proj",
+            names["experts", "gate_up"] = (
+                (lambda parts: np.stack(np.split(parts[0], 2, axis=1), axis=1)),
+                *("experts.gate_up_proj",),
             )
         if name in _HEAD_ORDERS:
             fused = name.startswith("phi3")
@@ -225,6 +226,13 @@ def test_every_tensor_stands_where_the_decoder_has_it(name):
             names["attention_output_norm", "weight"] = only, "post_self_attn_layernorm.weight"
             names["mlp_output_norm", "weight"] = only, "post_mlp_layernorm.weight"
         expected |= {("layers", i, *key): joined(i, *names[key]) for key in names if ("layers", i, *key) in read}
+    for i in sorted({path[2] for path in read if path[:2] == ("vision", "deepstack")}):
+        for path, tensor in _TOWER.items():
+            if path[1] == "merger":
+                for old, new in _MERGER_OF_QWEN3_5.items():
+                    tensor = tensor.replace(f"merger.{old}", f"deepstack_merger_list.{i}.{new}")
+                tensor = tensor.replace("merger.norm", f"deepstack_merger_list.{i}.norm")
+                expected["vision", "deepstack", i, *path[2:]] = stored.pop(tensor)
     has_gates = "visual.merger.ln_q.weight" in stored
     for path, tensor in _TOWER.items():
         for old, new in {} if has_gates else _MERGER_OF_QWEN3_5.items():

@@ -25,6 +25,8 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
     "Qwen2_5_VL": {"hidden_size": 3584, "num_attention_heads": 56},
     "Qwen3_5+": {"hidden_size": 3584, "vision_config": {"depth": 2}},
     "Qwen3_5Moe+": {"hidden_size": 3584, "vision_config": {"depth": 2}},
+    "Qwen3VL+": {"hidden_size": 3584, "vision_config": {"depth": 25}},
+    "Qwen3VLMoe+": {"hidden_size": 3584, "vision_config": {"depth": 25}},
 }
 """Keys that some families need beyond `SIZES`; "+" stands for a tower."""
 
@@ -57,32 +59,35 @@ FAMILIES = (
     ("DeepseekV3", 4096, 1e-6, 64, 128, 1e4, (0, (1,)), False, "silu"),
     ("Gemma2", 8192, 1e-6, 256, 4, 1e4, (2, (1,)), True, "gelu_tanh"),
     ("Gemma3", 131072, 1e-6, 256, 4, 1e6, (2, (1,)), True, "gelu_tanh"),
-    ("GptOss", 131072, 1e-5, 64, 8, 1.5e5, (None, ()), False, "silu"),
-    ("Llama", 2048, 1e-6, 2, 32, 1e4, (1, (2,)), False, "silu"),
     ("Glm4", 131072, 1.5625e-7, 128, 2, 1e4, (None, (151329, 151336, 151338)), False, "silu"),
     ("Glm4Moe", 131072, 1e-5, 8, 8, 1e4, (None, ()), False, "silu"),
-    ("Mistral", 131072, 1e-6, 2, 8, 1e4, (1, (2,)), False, "silu"),
+    ("GptOss", 131072, 1e-5, 64, 8, 1.5e5, (None, ()), False, "silu"),
     ("Granite", 2048, 1e-6, 2, 32, 1e4, (1, (2,)), False, "silu"),
+    ("Llama", 2048, 1e-6, 2, 32, 1e4, (1, (2,)), False, "silu"),
+    ("Mistral", 131072, 1e-6, 2, 8, 1e4, (1, (2,)), False, "silu"),
     ("Mixtral", 131072, 1e-5, 2, 8, 1e6, (1, (2,)), False, "silu"),
     ("Olmoe", 4096, 1e-5, 2, 32, 1e4, (None, (50279,)), False, "silu"),
+    ("Phi3", 4096, 1e-5, 2, 32, 1e4, (1, (32000,)), False, "silu"),
     ("Qwen2", 32768, 1e-6, 2, 32, 1e4, (None, ()), False, "silu"),
     ("Qwen2_5_VL", 32768, 1e-5, 64, 8, 1e6, (151643, (151645,)), False, "silu"),
-    ("Phi3", 4096, 1e-5, 2, 32, 1e4, (1, (32000,)), False, "silu"),
     ("Qwen3", 32768, 1e-6, 128, 32, 1e4, (None, ()), False, "silu"),
     ("Qwen3_5", 32768, 1e-6, 256, 4, 1e4, (None, ()), False, "silu"),
     ("Qwen3_5+", 32768, 1e-6, 256, 4, 1e4, (None, ()), False, "silu"),
     ("Qwen3_5Moe", 32768, 1e-6, 256, 2, 1e4, (None, ()), False, "silu"),
     ("Qwen3_5Moe+", 32768, 1e-6, 256, 2, 1e4, (None, ()), False, "silu"),
     ("Qwen3Moe", 32768, 1e-6, 2, 4, 1e4, (None, ()), False, "silu"),
+    ("Qwen3VL+", 128000, 1e-6, 128, 32, 5e5, (None, ()), False, "silu"),
+    ("Qwen3VLMoe+", 128000, 1e-6, 112, 16, 5e5, (None, ()), False, "silu"),
     ("Qwen3Next", 32768, 1e-6, 256, 2, 1e4, (None, ()), False, "silu"),
+    ("SmolLM3", 32768, 1e-6, 2, 4, 2e6, (128000, (128001,)), True, "silu"),
 )
 """Values of transformers' configurations where a file says nothing."""
 
 
-    ("SmolLM3", 32768, 1e-6, 2, 4, 2e6, (128000, (128001,)), True, "silu"),
 def some_config(family: str) -> dict[str, Any]:
     """A configuration whose head size can be divided into the sections of images."""
-    return {"rope_scaling": {"mrope_section": [8, 12, 12]}} if family == "Qwen2_5_VL" else {}
+    sections = {"Qwen2_5_VL": [8, 12, 12], "Qwen3VLMoe+": [24, 16, 16]}
+    return {"rope_scaling": {"mrope_section": sections[family]}} if family in sections else {}
 
 
 def test_every_family_is_listed() -> None:
@@ -113,7 +118,7 @@ def test_keys_that_are_left_out_have_the_values_of_the_family(
     assert (config.qkv_bias, config.output_bias) == (
         has_biases or family == "Glm4" or family.startswith("Qwen2"), has_biases,
     )  # fmt: skip
-    assert config.qk_norm == (family in ("Gemma3", "Qwen3", "Qwen3Moe", "Qwen3Next") or family.startswith("Qwen3_5"))
+    assert config.qk_norm == (family == "Gemma3" or family.startswith("Qwen3"))
     assert config.wide_qk_norm == (family == "Olmoe")
     defaults = GenerationDefaults.from_hugging_face({}, "generation_config.json", description(raw(family), "config"))
     assert (defaults.bos_token_id, defaults.eos_token_ids) == ends
@@ -125,18 +130,21 @@ def test_experts_that_are_left_out_are_those_of_the_family() -> None:
         "Mixtral": ExpertsOptions(experts=8, chosen=2, inner_width=48, normalized=True, layers=all_three),
         "Olmoe": ExpertsOptions(experts=64, chosen=8, inner_width=48, normalized=False, layers=all_three),
         "Qwen3Moe": ExpertsOptions(experts=128, chosen=8, inner_width=768, normalized=False, layers=all_three),
+        "Qwen3VLMoe+": ExpertsOptions(experts=60, chosen=4, inner_width=1408, normalized=True, layers=all_three),
     }.items():
-        assert read(family).experts == expected
+        assert read(family, **some_config(family)).experts == expected
     assert read("Mixtral").windows == (4096,) * 3
     assert read("Olmoe").windows == read("Qwen3Moe").windows == (None,) * 3
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+LONG_ROPE = {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-TOWER = ("Qwen2_5_VL", "Qwen3_5+", "Qwen3_5Moe+")
+WITH_TIMES = ("Qwen3_5+", "Qwen3_5Moe+", "Qwen3VL+", "Qwen3VLMoe+")
+TOWER = ("Qwen2_5_VL", *WITH_TIMES)
+MOE = ("Qwen3Moe", "Qwen3Next", "Qwen3VLMoe+")
 LINEAR = ("Qwen3Next", "Qwen3_5", "Qwen3_5Moe", "Qwen3_5+")
 ALONE: list[tuple[str | tuple[str, ...], dict[str, Any], dict[str, Any]]] = [
-LONG_ROPE = {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
     # Keys of every family
     ("Llama", {"vocab_size": 101}, {"vocab_size": 101}),
     ("Llama", {"hidden_size": 128}, {"hidden_size": 128, "head_dim": 4, "rope.head_dim": 4}),
@@ -162,19 +170,22 @@ LONG_ROPE = {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
     (("Qwen3", "Mistral", "Mixtral"), {"mlp_bias": True}, {}),
     (("Qwen2", "Mistral", "Mixtral"), {"attention_bias": True}, {}),
     (
-        ("Llama", "Qwen3", "Olmoe", "Qwen3Moe", "Gemma2", "Gemma3", "DeepseekV3", "Granite", "SmolLM3", *LINEAR),
+        (
+            *("Llama", "Qwen3", "Olmoe", "Qwen3Moe", "Gemma2", "Gemma3", "DeepseekV3", "Granite", "SmolLM3"),
+            *("Qwen3VL+", "Qwen3VLMoe+", *LINEAR),
+        ),
         {"attention_bias": True},
         {"qkv_bias": True, "output_bias": True},
     ),
     ("GptOss", {"attention_bias": False}, {"qkv_bias": False, "output_bias": False}),
-    # Kinds of rotations
-    ("Llama", {"rope_scaling": {"type": "linear", "factor": 3.0}}, {"rope.scaling": LinearScaling(3.0)}),
-    ("Llama", {"rope_scaling": YARN}, {"rope.scaling": YarnScaling(4.0, 64)}),
-    ("Llama", {"rope_scaling": YARN | {"beta_fast": 9.0}}, {"rope.scaling": YarnScaling(4.0, 64, beta_fast=9.0)}),
     ("Glm4", {"attention_bias": False}, {"qkv_bias": False}),
     ("Glm4Moe", {"attention_bias": True}, {"qkv_bias": True}),
     ("Phi3", {"attention_bias": True}, {}),
     (("Granite", "SmolLM3"), {"mlp_bias": True}, {"mlp_bias": True}),
+    # Kinds of rotations
+    ("Llama", {"rope_scaling": {"type": "linear", "factor": 3.0}}, {"rope.scaling": LinearScaling(3.0)}),
+    ("Llama", {"rope_scaling": YARN}, {"rope.scaling": YarnScaling(4.0, 64)}),
+    ("Llama", {"rope_scaling": YARN | {"beta_fast": 9.0}}, {"rope.scaling": YarnScaling(4.0, 64, beta_fast=9.0)}),
     ("Llama", {"rope_scaling": YARN | {"beta_slow": 2.0}}, {"rope.scaling": YarnScaling(4.0, 64, beta_slow=2.0)}),
     ("Llama", {"rope_scaling": YARN | {"mscale": 0.5}}, {"rope.scaling": YarnScaling(4.0, 64, mscale=0.5)}),
     (
@@ -194,10 +205,6 @@ LONG_ROPE = {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
         {"rope_parameters": LLAMA3, "original_max_position_embeddings": 7},
         {"rope.scaling": Llama3Scaling(8.0, 1.0, 4.0, 7)},
     ),
-    # Experts
-    (("Mixtral", "GptOss"), {"num_local_experts": 11}, {"experts.experts": 11}),
-    ("Olmoe", {"num_experts": 11}, {"experts.experts": 11}),
-    (("Qwen3Moe", "Qwen3Next", "Qwen3_5Moe"), {"num_experts": 11}, {"experts.experts": 11}),
     ("Phi3", {"rope_scaling": LONG_ROPE}, {"rope.scaling": LongRopeScaling((1.0,), (2.0,), 4096, 4096)}),
     (
         "Phi3",
@@ -217,24 +224,30 @@ LONG_ROPE = {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
     ("Granite", {"attention_multiplier": 0.5}, {"multipliers.scores": 0.5}),
     ("Granite", {"residual_multiplier": 0.5}, {"multipliers.residual": 0.5}),
     ("Granite", {"logits_scaling": 3.0}, {"multipliers.logits_divisor": 3.0}),
-    (("Qwen3Moe", "Qwen3Next", "Qwen3_5Moe"), {"num_local_experts": 11}, {"experts.experts": 11}),
+    # Experts
+    (("Mixtral", "GptOss"), {"num_local_experts": 11}, {"experts.experts": 11}),
+    ("Olmoe", {"num_experts": 11}, {"experts.experts": 11}),
+    ((*MOE, "Qwen3_5Moe"), {"num_experts": 11}, {"experts.experts": 11}),
+    ((*MOE, "Qwen3_5Moe"), {"num_local_experts": 11}, {"experts.experts": 11}),
     ("Qwen3Moe", {"num_local_experts": 12, "num_experts": 11}, {"experts.experts": 11}),
     (
-        ("Mixtral", "Olmoe", "GptOss", "Qwen3Moe", "Qwen3Next", "Qwen3_5Moe", "DeepseekV3"),
+        ("Mixtral", "Olmoe", "GptOss", *MOE, "Qwen3_5Moe", "DeepseekV3"),
         {"num_experts_per_tok": 3},
         {"experts.chosen": 3},
     ),
     (("Mixtral", "Olmoe", "GptOss"), {"intermediate_size": 40}, {"intermediate_size": 40, "experts.inner_width": 40}),
-    (("Qwen3Moe", "Qwen3Next", "DeepseekV3"), {"intermediate_size": 40}, {"intermediate_size": 40}),
+    ((*MOE, "DeepseekV3"), {"intermediate_size": 40}, {"intermediate_size": 40}),
     (
-        ("Qwen3Moe", "Qwen3Next", "Qwen3_5Moe", "DeepseekV3"),
+        (*MOE, "Qwen3_5Moe", "DeepseekV3"),
         {"moe_intermediate_size": 40},
         {"experts.inner_width": 40},
     ),
     (("Olmoe", "Qwen3Moe"), {"norm_topk_prob": True}, {"experts.normalized": True}),
     (("Qwen3Next", "DeepseekV3"), {"norm_topk_prob": False}, {"experts.normalized": False}),
-    (("Qwen3Moe", "Qwen3Next"), {"decoder_sparse_step": 2}, {"experts.layers": (False, True, False)}),
-    (("Qwen3Moe", "Qwen3Next"), {"mlp_only_layers": [1]}, {"experts.layers": (True, False, True)}),
+    (MOE, {"decoder_sparse_step": 2}, {"experts.layers": (False, True, False)}),
+    (MOE, {"mlp_only_layers": [1]}, {"experts.layers": (True, False, True)}),
+    # transformers always normalizes these weights.
+    ("Qwen3VLMoe+", {"norm_topk_prob": False}, {}),
     ("Qwen3Next", {"shared_expert_intermediate_size": 40}, {"experts.shared_width": 40}),
     (
         "Qwen3_5Moe",
@@ -252,10 +265,6 @@ LONG_ROPE = {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
     ("DeepseekV3", {"n_shared_experts": 3}, {"experts.shared": 3}),
     ("DeepseekV3", {"first_k_dense_replace": 2}, {"experts.layers": (False, False, True)}),
     ("DeepseekV3", {"first_k_dense_replace": 0}, {"experts.layers": (True, True, True)}),
-    # Windows
-    ("Mixtral", {"sliding_window": 9}, {"windows": (9, 9, 9)}),
-    ("Mixtral", {"sliding_window": None}, {"windows": (None, None, None)}),
-    ("Qwen3Moe", {"use_sliding_window": True}, {"windows": (4096, 4096, 4096)}),
     ("Glm4Moe", {"n_routed_experts": 64}, {"experts.experts": 64}),
     ("Glm4Moe", {"num_local_experts": 64}, {"experts.experts": 64}),
     ("Glm4Moe", {"n_group": 4, "topk_group": 3}, {"experts.groups": 4, "experts.kept_groups": 3}),
@@ -266,7 +275,7 @@ LONG_ROPE = {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
     ("Glm4Moe", {"n_shared_experts": 3}, {"experts.shared": 3}),
     ("Glm4Moe", {"first_k_dense_replace": 2}, {"experts.layers": (False, False, True)}),
     ("Glm4Moe", {"first_k_dense_replace": 3}, {"experts": None}),
-    ("Qwen3Moe", {"sliding_window": 9}, {}),
+    # Windows
     ("Phi3", {"sliding_window": 9}, {"windows": (9, 9, 9)}),
     ("SmolLM3", {"sliding_window": 9}, {}),
     (
@@ -283,6 +292,10 @@ LONG_ROPE = {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
         },
         {"windows": (9, None, None)},
     ),
+    ("Mixtral", {"sliding_window": 9}, {"windows": (9, 9, 9)}),
+    ("Mixtral", {"sliding_window": None}, {"windows": (None, None, None)}),
+    ("Qwen3Moe", {"use_sliding_window": True}, {"windows": (4096, 4096, 4096)}),
+    ("Qwen3Moe", {"sliding_window": 9}, {}),
     ("Qwen3Moe", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}, {"windows": (9, 9, 9)}),
     ("Qwen2_5_VL", {"use_sliding_window": True}, {}),
     ("Qwen2_5_VL", {"use_sliding_window": True, "max_window_layers": 2}, {"windows": (None, None, 4096)}),
@@ -296,11 +309,11 @@ LONG_ROPE = {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
     ("Gemma3", {"sliding_window_pattern": 3}, {"windows": (4096, 4096, None)}),
     ("Gemma2", {"sliding_window_pattern": 3}, {}),
     # Attention
+    ("Glm4Moe", {"use_qk_norm": True}, {"qk_norm": True}),
     (("Gemma2", "Gemma3"), {"query_pre_attn_scalar": 9}, {"query_pre_attn_scalar": 9}),
     ("Gemma2", {"attn_logit_softcapping": 9.0}, {"attention_soft_cap": 9.0}),
     ("Gemma2", {"final_logit_softcapping": 9.0}, {"logit_soft_cap": 9.0}),
     (("Gemma2", "Gemma3"), {"hidden_activation": "silu"}, {"activation": "silu"}),
-    ("Glm4Moe", {"use_qk_norm": True}, {"qk_norm": True}),
     (("Gemma2", "Gemma3"), {"hidden_act": "silu"}, {}),
     ("Gemma3", {"rope_theta": 7.0}, {"rope.theta": 7.0}),
     ("Gemma3", {"rope_local_base_freq": 7.0}, {"window_rope.theta": 7.0}),
@@ -337,8 +350,8 @@ LONG_ROPE = {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
     # Images
     (TOWER, {"image_token_id": 0}, {"image_token": 0}),
     (TOWER, {"video_token_id": 0}, {"video_token": 0}),
-    (("Qwen3_5+", "Qwen3_5Moe+"), {"vision_start_token_id": 0}, {"vision_start_token": 0}),
-    (("Qwen3_5+", "Qwen3_5Moe+"), {"vision_end_token_id": 0}, {"vision_end_token": 0}),
+    (WITH_TIMES, {"vision_start_token_id": 0}, {"vision_start_token": 0}),
+    (WITH_TIMES, {"vision_end_token_id": 0}, {"vision_end_token": 0}),
     ("Qwen3_5", {"image_token_id": 0}, {}),
 ]
 VISION: list[tuple[str | tuple[str, ...], dict[str, Any], dict[str, Any]]] = [
@@ -352,6 +365,9 @@ VISION: list[tuple[str | tuple[str, ...], dict[str, Any], dict[str, Any]]] = [
     ("Qwen2_5_VL", {"depth": 16}, {"blocks": 16, "full_blocks": (7, 15)}),
     ("Qwen2_5_VL", {"depth": 15}, {"blocks": 15, "full_blocks": (7,)}),
     (("Qwen3_5+", "Qwen3_5Moe+"), {"depth": 3}, {"blocks": 3, "full_blocks": (0, 1, 2)}),
+    (("Qwen3VL+", "Qwen3VLMoe+"), {"depth": 26}, {"blocks": 26, "full_blocks": tuple(range(26))}),
+    (("Qwen3VL+", "Qwen3VLMoe+"), {"deepstack_visual_indexes": [0, 24]}, {"deepstack_blocks": (0, 24)}),
+    ("Qwen3VL+", {"deepstack_visual_indexes": []}, {"deepstack_blocks": ()}),
     ("Qwen2_5_VL", {"window_size": 56}, {"window_size": 56}),
     ("Qwen2_5_VL", {"fullatt_block_indexes": [3, 1, 3]}, {"full_blocks": (1, 3)}),
     ("Qwen2_5_VL", {"tokens_per_second": 2}, {"tokens_per_second": 2}),

@@ -49,6 +49,8 @@ FAMILIES = (
     "qwen3-5-moe",
     "qwen3-5-moe-vl",
     "qwen3-moe",
+    "qwen3-vl",
+    "qwen3-vl-moe",
     "smollm3",
 )
 HARDLY_CUT = {"gemma3", "kimi-k2", "mistral", "qwen2", "qwen2_5_vl-tiny", "qwen3", "qwen3-moe"}

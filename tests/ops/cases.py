@@ -239,6 +239,7 @@ ROW_OPS = (
     RowOp("qk_rope", _qk_rope, _qkv, even=True, dtypes=("float32", "bfloat16")),
     RowOp("qk_rope offset", _qk_rope_with_offset, _qkv, even=True, dtypes=("bfloat16",)),
     RowOp("add", lambda r, _: ops.add(r["x"], r["x"][..., ::-1]), _rows_alone),
+    RowOp("add masked", lambda r, _: ops.add(r["x"], r["x"][..., ::-1], mask=r["x"][..., 0] > 0), _rows_alone),
     RowOp("scale", lambda r, _: ops.scale(r["x"], 0.3), _rows_alone),
     RowOp("embed", lambda r, s: ops.embed(r["tokens"], s["table"]), _tokens),
     RowOp("sample", lambda r, _: _sample(r, filtered=True), _requests),

@@ -110,6 +110,12 @@ CASES: list[tuple[Callable[[], Any], type[Exception], str]] = [
         "qk_rope: norm_offset is 1.0; accepted: 0.0 without norms",
     ),
     (lambda: unchecked(ops.add)(X, X[:2]), ValueError, "add: y has shape (2, 8); accepted: (4, 8), x's shape"),
+    (
+        lambda: ops.add(X, X, mask=jnp.ones(3, bool)),
+        ValueError,
+        "add: mask has shape (3,); accepted: (4,), x's shape without its last axis",
+    ),
+    (lambda: unchecked(ops.add)(X, X, mask=ROWS), TypeError, "add: mask has dtype int32; accepted: bool"),
     (lambda: ops.scale(X, float("inf")), ValueError, "scale: factor is inf; accepted: finite numbers"),
     (lambda: ops.scale(FLOAT8, 2.0), TypeError, "scale: x has dtype float8_e4m3fn"),
     (

@@ -164,6 +164,8 @@ VARIANTS = (
     *(_attention("not causal", masks=masks) for masks in ((1, 1), (3, 1), (1, 4), (3, 4))),
     _attention("everything", masks=(3, 4)),
 )
+SOME = np.arange(15).reshape(3, 5) % 4 > 1
+"""Some of 3 times 5 rows."""
 KINDS = (
     _matmul("alone"),
     _matmul("with silu", layout="nk", bias=True, activation="silu", residual=True),
@@ -175,6 +177,12 @@ KINDS = (
     _rope("yarn", {"rope_type": "yarn", "factor": 4.0, "original": 4096}),
     _embed(),
     Case("add", ops.add, lambda x, y: x + y, {"x": (3, 5, 37), "y": (3, 5, 37)}),
+    Case(
+        "add masked",
+        lambda x, y: ops.add(x, y, mask=jnp.asarray(SOME)),
+        lambda x, y: jnp.where(SOME[..., None], x + y, x),
+        {"x": (3, 5, 37), "y": (3, 5, 37)},
+    ),
     # The factor is a number of every dtype.
     Case("scale", lambda x: ops.scale(x, 6.5), lambda x: x * 6.5, {"x": (3, 5, 37)}),
     # The factor is a number of float32 alone.

@@ -1,5 +1,6 @@
 """Vision towers: the shapes of published ones, and the fixtures that have one, with their images."""
 
+import dataclasses
 import functools
 from pathlib import Path
 from typing import Final
@@ -13,7 +14,7 @@ from detjax.models.vision.frame_sampling import FrameSampling
 from detjax.models.vision.images import ImagePatches, image_patches
 
 FIXTURES: Final = Path(__file__).parents[1] / "fixtures"
-NAMES: Final = ("qwen2_5_vl-tiny", "qwen3-5-vl", "qwen3-5-moe-vl")
+NAMES: Final = ("qwen2_5_vl-tiny", "qwen3-5-vl", "qwen3-5-moe-vl", "qwen3-vl", "qwen3-vl-moe")
 """The fixtures with a tower."""
 VIDEO_NAME: Final = "qwen2_5_vl-video"
 """The fixture with a video after an image."""
@@ -62,6 +63,9 @@ QWEN3_5: Final = VisionOptions(
 )
 
 
+QWEN3_VL: Final = dataclasses.replace(QWEN3_5, deepstack_blocks=(8, 16, 24))
+
+
 @functools.cache
 def model(name: str, dtype: str = "float32") -> Decoder:
     """A fixture's model."""
@@ -97,9 +101,9 @@ def video() -> Video:
     return Video(reference(VIDEO_NAME)["video"], float(reference(VIDEO_NAME)["fps"]))
 
 
-def clip() -> Video:
-    """The video whose times the prompt says, of `qwen3-5-vl`, as its processor chooses frames of it."""
-    given = reference("qwen3-5-vl")
+def clip(name: str = "qwen3-5-vl") -> Video:
+    """The video of a fixture whose prompt says the times, as its processor chooses frames of it."""
+    given = reference(name)
     fps = float(given["clip_fps"])
     indices = FrameSampling().indices(len(given["clip"]), fps)
     times = [index / fps for index in indices]

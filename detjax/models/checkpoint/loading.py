@@ -7,8 +7,9 @@ import json
 import os
 import re
 import tempfile
+import types
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -336,7 +337,9 @@ class Parameter:
         return LazyParameter(self.tensors, [stored[name] for name in self.shapes], self.shape, self.dtype)
 
 
-def parameters_of_checkpoint(model: Decoder, stored: Collection[str] = ()) -> list[Parameter]:
+def parameters_of_checkpoint(
+    model: Decoder, stored: Mapping[str, StoredTensor] = types.MappingProxyType({})
+) -> list[Parameter]:
     """Returns the parameters in the order of `network.split`'s weights, each in the form of the stored tensors."""
     parameters = []
     for path, value in parameters_of(model).items():
@@ -348,13 +351,24 @@ def parameters_of_checkpoint(model: Decoder, stored: Collection[str] = ()) -> li
                 part, prefix = part[level], f"{prefix}{level}."
             else:
                 part, prefix = getattr(part, level), f"{prefix}{part.CHECKPOINT_NAMES[level]}."
-        tensors: Tensors = part.tensors[name]
-        if tensors.other_form is not None and any(prefix + name in stored for name in tensors.other_form.names):
+        forms = []
+        tensors: Tensors | None = part.tensors[name]
+        while tensors is not None:
+            names = [prefix + tensor for tensor in tensors.names]
+            shapes = dict(zip(names, tensors.shapes(value.shape), strict=True))
+            forms.append(Parameter(tensors, shapes, value.shape, np.dtype(value.dtype)))
             tensors = tensors.other_form
-        names = [prefix + tensor for tensor in tensors.names]
-        shapes = dict(zip(names, tensors.shapes(value.shape), strict=True))
-        parameters.append(Parameter(tensors, shapes, value.shape, np.dtype(value.dtype)))
+        parameters.append(_stored_form(forms, stored))
     return parameters
+
+
+def _stored_form(forms: Sequence[Parameter], stored: Mapping[str, StoredTensor]) -> Parameter:
+    """Returns the first form of a parameter that has stored tensors, if possible one whose shapes are theirs."""
+    named = [form for form in forms if any(name in stored for name in form.shapes)]
+    for form in named:
+        if all(stored[name].shape == shape for name, shape in form.shapes.items() if name in stored):
+            return form
+    return (named or forms)[0]
 
 
 def tensor_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:

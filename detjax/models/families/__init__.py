@@ -24,6 +24,8 @@ from detjax.models.families import (
     qwen3_5_moe,
     qwen3_moe,
     qwen3_next,
+    qwen3_vl,
+    qwen3_vl_moe,
     smollm3,
 )
 
@@ -49,5 +51,7 @@ register(
     qwen3_5_moe.WITH_TOWER,
     qwen3_moe.FAMILY,
     qwen3_next.FAMILY,
+    qwen3_vl.FAMILY,
+    qwen3_vl_moe.FAMILY,
     smollm3.FAMILY,
 )

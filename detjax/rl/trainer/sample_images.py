@@ -47,6 +47,7 @@ def _prompt_images(number: int, model: Decoder, sample: Sample) -> PromptImages:
 
 def _shown(model: Decoder, tokens: int, prompt: PromptImages) -> SampleImages:
     """The model's rows for a sample's images."""
-    images = ImageRows(np.zeros(tokens, bool), np.zeros((tokens, model.config.hidden_size), model.dtype))
+    assert model.config.vision is not None
+    images = ImageRows(np.zeros(tokens, bool), np.zeros((tokens, model.config.vision.row_width), model.dtype))
     prompt.put_rows(0, tokens, *images)
     return SampleImages(prompt.coordinates(0, tokens), images)
