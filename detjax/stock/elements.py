@@ -16,7 +16,7 @@ def add(x: Array, y: Array, mask: Array | None = None) -> Array:
 
 def multiply(x: Array, y: Array) -> Array:
     """See `detjax.ops.multiply`."""
-    return x * y.astype(x.dtype)
+    return x * jnp.broadcast_to(y.astype(x.dtype), x.shape)
 
 
 def scale(x: Array, *, factor: float) -> Array:

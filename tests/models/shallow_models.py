@@ -13,11 +13,17 @@ from tests.models.hugging_face import FIXTURES
 def cut(config: DecoderConfig, layers: slice) -> DecoderConfig:
     """The configuration of some of the layers."""
     windows, experts, delta = config.windows[layers], config.experts, config.delta
+    rotated = config.rotated and config.rotated[layers]
     if experts is not None:
         experts = dataclasses.replace(experts, layers=experts.layers[layers])
     if delta is not None:
         delta = dataclasses.replace(delta, layers=delta.layers[layers])
-    return dataclasses.replace(config, layers=len(windows), windows=windows, experts=experts, delta=delta)
+    shared_keys = config.shared_keys
+    if shared_keys is not None:
+        first = max(layers.start, config.layers - shared_keys.readers)
+        shared_keys = dataclasses.replace(shared_keys, readers=max(0, layers.stop - first))
+    options = {"experts": experts, "delta": delta, "rotated": rotated, "shared_keys": shared_keys}
+    return dataclasses.replace(config, layers=len(windows), windows=windows, **options)
 
 
 @functools.cache

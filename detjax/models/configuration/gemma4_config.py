@@ -64,13 +64,11 @@ def _read_windows(file: JsonObject, layers: int) -> Windows:
 def _read_rope_of(file: JsonObject, kind: str, head_dim: int) -> RotaryEmbedding:
     """Reads the rotation of a type of layers."""
     by_kind = file.object("rope_parameters") or JsonObject(_ROPES, file.source, "rope_parameters.")
+    for key in by_kind.raw.keys() - _ROPES.keys():
+        raise by_kind.error(key, f"{FULL} and {SLIDING}, each with an object")
     parameters = by_kind.object(kind)
     if parameters is None:
         raise by_kind.error(kind, 'an object with "rope_type" and "rope_theta"')
-    for known in _ROPES:
-        by_kind.get(known)
-    for unread in by_kind.unread():
-        raise by_kind.error(unread, f"{FULL} and {SLIDING}, each with an object")
     return read_proportional_rope(parameters, head_dim, theta=file.number("rope_theta", 10_000.0))
 
 
@@ -100,8 +98,8 @@ def _read_full_heads(file: JsonObject, windows: Windows) -> tuple[int, int]:
         kv_heads, head_dim = _read_heads_by_layer(file, windows, (kv_heads, file.integer("head_dim", _HEAD_DIM)))
     else:
         key = "num_global_key_value_heads"
-        own = file.optional_integer(key, minimum=1) if file.boolean("attention_k_eq_v", False) else None
-        kv_heads, head_dim = own or kv_heads, file.integer("global_head_dim", _FULL_HEAD_DIM)
+        stated = file.optional_integer(key, minimum=1) if file.boolean("attention_k_eq_v", False) else None
+        kv_heads, head_dim = stated or kv_heads, file.integer("global_head_dim", _FULL_HEAD_DIM)
     if heads % kv_heads:
         raise file.error(key, f"divisors of num_attention_heads, which is {heads}, as heads of keys")
     if head_dim % 2:
@@ -158,7 +156,7 @@ def _read_experts(file: JsonObject, layers: int) -> ScaledExpertsOptions | None:
 def write_options(config: Any) -> dict[str, Any]:
     """Returns the keys of `config.json` that are Gemma 4's own, given the `DecoderConfig`."""
     shared, per_layer, experts = config.shared_keys, config.per_layer, config.experts
-    own = {"head_dim": shared.full_head_dim, "num_key_value_heads": shared.full_kv_heads}
+    heads = {"head_dim": shared.full_head_dim, "num_key_value_heads": shared.full_kv_heads}
     ropes = {FULL: config.rope} | ({} if config.window_rope is None else {SLIDING: config.window_rope})
     return {
         "layer_types": [FULL if window is None else SLIDING for window in config.windows],
@@ -169,7 +167,7 @@ def write_options(config: Any) -> dict[str, Any]:
         # The heads in both forms, since releases of transformers read either.
         "global_head_dim": shared.full_head_dim,
         "num_global_key_value_heads": shared.full_kv_heads if shared.values_from_keys else None,
-        "per_layer_config": {str(index): own for index, window in enumerate(config.windows) if window is None},
+        "per_layer_config": {str(index): heads for index, window in enumerate(config.windows) if window is None},
         "attention_k_eq_v": shared.values_from_keys,
         "num_kv_shared_layers": shared.readers,
         "use_double_wide_mlp": shared.wide_mlp,

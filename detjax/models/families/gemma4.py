@@ -1,6 +1,6 @@
 """Gemma 4 (Gemma Team 2026), its text model: Gemma 3's layer, with heads that differ by layer and layers without keys.
 
-Layers without a window have wider heads, of which few columns rotate, and possibly values that are the projected keys.
+Layers without a window have wider heads, whose columns hardly rotate, and possibly values that are projected keys.
 Scores have the factor 1. The last layers may read the keys and values of earlier ones. Depending on the size, layers
 have a second input (per-layer embeddings), or experts next to the MLP. Every layer ends with a stored factor.
 Norms store their weights, unlike Gemma 2's and 3's.
@@ -147,6 +147,7 @@ FAMILY: Final = Family(
     unread_tensors=_unread_tensors,
     prefixes=(("model.", PREFIX),),
     read_rope=gemma4_config.read_rope,
+    write_rope=lambda _: {},  # `write_options` has the keys of both rotations
     keys=ATTENTION_BIAS,
     read_options=gemma4_config.read_options,
     write_options=gemma4_config.write_options,

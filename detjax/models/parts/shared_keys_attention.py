@@ -97,7 +97,7 @@ class SharedKeysAttention(Attention):
         return gathered_matmul(o, weight, sharding=shardings["output"], bias=bias, residual=residual), kv
 
     def _appended(
-        self, rows: Float[Array, "*N H K"], kv: KVPages, queries: Queries
+        self, rows: Float[Array, "*N G K"], kv: KVPages, queries: Queries
     ) -> tuple[Float[Array, "*N H K"], KVPages]:
         """Returns the rotated queries, and the pages with the new tokens' keys and values."""
         options = self.options
