@@ -1,8 +1,8 @@
-"""What `make_fixtures.py` does otherwise for Kimi K2.5: its published files are not in transformers' form.
+"""The part of `make_fixtures.py` for Kimi K2.5, whose published files are not in transformers' form.
 
 transformers ignores the keys of a published `vision_config`, and its image processor resizes with torch instead of
 Pillow. Patches are therefore made as published checkpoints' own processor makes them, and compared with transformers'.
-Placeholders of clips are those of images, so clips go into the network as images of several frames.
+Clips and images have the same placeholder, so clips go into the network as images of several frames.
 """
 
 import hashlib
@@ -46,17 +46,17 @@ def in_own_form(raw: Mapping[str, object]) -> dict[str, object]:
     names = {f"vt_{name}": name for name in ("hidden_size", "num_attention_heads", "num_hidden_layers")}
     names |= {"vt_intermediate_size": "intermediate_size", "patch_size": "patch_size"}
     names |= {f"init_pos_emb_{axis}": f"pos_emb_{axis}" for axis in ("height", "width", "time")}
-    own = {new: vision[old] for old, new in names.items()} | {"merge_kernel_size": vision["merge_kernel_size"]}
+    renamed = {new: vision[old] for old, new in names.items()} | {"merge_kernel_size": vision["merge_kernel_size"]}
     pad = raw["media_placeholder_token_id"]
     return {
         **{key: value for key, value in raw.items() if key != "auto_map"},
-        "vision_config": own,
+        "vision_config": renamed,
         "projection_hidden_size": vision["mm_hidden_size"],
         "projection_layer_norm_eps": vision["projector_ln_eps"],
         "image_token_id": pad,
         "vision_start_token_id": pad + 1,
         "vision_end_token_id": pad + 3,
-        "video_token_id": pad + 4,
+        "video_token_id": raw["text_config"]["vocab_size"],  # as in transformers, no such token exists
     }
 
 
@@ -104,7 +104,7 @@ def patches(frames: Sequence[np.ndarray], limit: int, vision: transformers.PreTr
 
 
 def by_token(numbers: np.ndarray, grid: Sequence[int], *, inverse: bool = False) -> np.ndarray:
-    """Returns row-by-row patches in the order of tokens, those of a token side by side; or the other way round."""
+    """Returns row-by-row patches in the order of tokens, or the other way round."""
     frames, rows, columns = grid
     order = np.arange(math.prod(grid)).reshape(frames, rows // 2, 2, columns // 2, 2).swapaxes(2, 3).reshape(-1)
     return numbers[np.argsort(order) if inverse else order]
@@ -130,7 +130,7 @@ def image_arrays(images: Mapping[str, np.ndarray], vision: transformers.PreTrain
     far = np.abs(theirs["pixel_values"].reshape(ours.shape) - ours)
     print(f"kimi: patches differ from transformers' in {(far > 0.001).mean():.1%} of numbers, by up to {far.max():.3f}")
     if theirs["image_grid_thw"].tolist() != [list(grid) for _, grid in made] or far.max() > MOST_DIFFERENCE:
-        raise RuntimeError("kimi: patches are not those of transformers")
+        raise RuntimeError("kimi: patches are unlike transformers' patches")
     return {
         "patches": np.concatenate([by_token(*one) for one in made]),
         "grids": np.array([grid[1:] for _, grid in made], np.int32),
@@ -202,13 +202,13 @@ def clip_inputs(
         return_tensors="pt",
     )
     pad = model.config.image_token_id
-    prompt = torch.where(given["input_ids"] == model.config.video_token_id, pad, given["input_ids"])
+    prompt = torch.where(given["input_ids"] == pad + len(SPECIAL), pad, given["input_ids"])
     limit = MEDIA["in_patch_limit_each_frame"]
     made = [patches(frames[begin : begin + step], limit, vision) for begin in range(0, count, step)]
     theirs = given["pixel_values_videos"].numpy()
     ours = np.concatenate([numbers for numbers, _ in made])
     if np.abs(theirs.reshape(ours.shape) - ours).max() > MOST_DIFFERENCE:
-        raise RuntimeError("kimi: patches of the video are not those of transformers")
+        raise RuntimeError("kimi: the video's patches are unlike transformers' patches")
     made.append(patches([image], MEDIA["in_patch_limit"], vision))
     numbers, grids = np.concatenate([by_token(*one) for one in made]), np.array([grid for _, grid in made], np.int32)
     videos = np.concatenate([by_token(*one) for one in made[:-1]])

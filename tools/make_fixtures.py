@@ -75,7 +75,7 @@ try:
 except ImportError as error:
     sys.exit(f"make_fixtures: {error.name} is not installed for {sys.executable}; install it: {INSTALL}")
 
-import kimi_fixture  # next to this file; needs the packages above
+import kimi_fixture  # noqa: E402 - next to this file; needs the packages above
 
 # Some settings are odd on purpose, and transformers would warn about them on every load.
 transformers.logging.set_verbosity_error()

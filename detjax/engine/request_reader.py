@@ -14,6 +14,7 @@ from detjax.engine.sampling_params import SamplingParams
 from detjax.engine.validation import check_arrays, encode_prompt, end_tokens, given_tokens
 from detjax.models import Decoder, ModelMetadata, Tokenizer
 from detjax.models.parts.pooling import PoolingOptions
+from detjax.models.text.video_texts import VideoTexts
 from detjax.models.vision.frame_sampling import FrameSampling
 from detjax.models.vision.images import VisualInput
 from detjax.models.vision.prompt_images import (
@@ -22,6 +23,7 @@ from detjax.models.vision.prompt_images import (
     PromptImages,
     places,
     token_grid,
+    video_texts,
     with_image_tokens,
 )
 
@@ -84,6 +86,10 @@ class RequestReader:
         """Returns the number of tokens that stand for images and videos."""
         vision = self._model_config.vision
         return 0 if vision is None else sum(token_grid(image, vision).size for image in places(images))
+
+    def video_texts(self, images: Sequence[VisualInput]) -> VideoTexts | None:
+        """Returns the texts of videos in a prompt that a chat template writes; None if it writes tokens for them."""
+        return video_texts(self._model_config, images)
 
     def with_image_tokens(self, name: str, prompt: Sequence[int], images: Sequence[VisualInput]) -> list[int]:
         """Returns a prompt with all tokens of its images, and with frame times if the model's prompts state them.

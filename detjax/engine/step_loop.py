@@ -32,7 +32,7 @@ from detjax.engine.step_programs import StepPrograms
 from detjax.engine.token_masks import Masks, Matcher, computer_for
 from detjax.models import Decoder
 from detjax.models.parts.pooling import ChunkRows
-from detjax.models.vision.images import ImageOptions
+from detjax.models.vision.clips import image_options_class
 from detjax.operands.options import KVQuantization
 from detjax.operands.sampling_arrays import Arrays
 
@@ -510,7 +510,8 @@ def _image_tokens(model: Decoder, most: int) -> int:
     vision = model.config.vision
     if vision is None:
         return 0
-    sizes = [options.max_pixels for options in (model.image_options or ImageOptions(), model.video_options) if options]
+    images = model.image_options or image_options_class(vision)()
+    sizes = [options.max_pixels for options in (images, model.video_options) if options]
     return max(min(most, max(sizes) // (vision.patch_size * vision.merge_size) ** 2), 1)
 
 

@@ -7,7 +7,7 @@ from detjax.engine.field_error import FieldError
 from detjax.engine.sampling_params import SamplingParams
 from detjax.models import DecoderConfig, GenerationDefaults, Tokenizer
 from detjax.models.vision.images import VisualInput
-from detjax.models.vision.prompt_images import with_image_tokens
+from detjax.models.vision.prompt_images import with_image_tokens, with_video_texts
 
 
 def encode_prompt(
@@ -37,7 +37,7 @@ def encode_prompt(
             "prompt" if isinstance(prompt, str) else "stop",
         )
     if isinstance(prompt, str) and tokenizer is not None:
-        prompt = tokenizer.encode(prompt)
+        prompt = tokenizer.encode(with_video_texts(config, prompt, images))
     if not len(prompt):
         raise FieldError(f"{name} has no tokens; accepted: a prompt of at least one token", "prompt")
     assert not isinstance(prompt, str)

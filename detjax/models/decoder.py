@@ -22,10 +22,10 @@ from detjax.models.mesh import Call, empty_state, empty_state_of_a_device, run, 
 from detjax.models.network import Network, Weights, split
 from detjax.models.parts.embedding import Embedding
 from detjax.models.parts.norm import RMSNorm
+from detjax.models.parts.per_layer_embedding import PerLayerEmbedding
 from detjax.models.parts.pooling import Classifier
 from detjax.models.parts.sharding import DeviceColumns, current_links, device_columns, linked
-from detjax.models.parts.state import StateSize
-from detjax.models.parts.vision import VisionTower
+from detjax.models.parts.state import PagesOfLayer, StateSize
 from detjax.operands.kv_pages import Queries
 from detjax.operands.options import MODEL_DISTRIBUTION, Distribution, KVQuantization
 from detjax.operands.sampling_arrays import Arrays
@@ -63,6 +63,7 @@ class Decoder(nnx.Module):
     CHECKPOINT_NAMES: Final = {
         "embedding": "model.embed_tokens",
         "layers": "model.layers",
+        "per_layer": "model",
         "final_norm": "model.norm",
         "lm_head": "lm_head",
         "score": "score",
@@ -93,7 +94,14 @@ class Decoder(nnx.Module):
         self.lm_head = table() if has_head else None
         classifies = pooling is not None and pooling.has_classifier
         self.score = Classifier(config.hidden_size, pooling, rngs=rngs, dtype=dtype) if classifies else None
-        self.vision = None if config.vision is None else VisionTower(config.vision, rngs=rngs, dtype=dtype)
+        per_layer: dict[str, Any] = {"eps": config.norm_eps, "rngs": rngs, "dtype": dtype}
+        self.per_layer = (
+            None
+            if config.per_layer is None
+            else PerLayerEmbedding(config.hidden_size, config.layers, config.per_layer, **per_layer)
+        )
+        vision = config.vision
+        self.vision = None if vision is None else vision.tower(vision, rngs=rngs, dtype=dtype)
         self.image_options: ImageOptions | None = None
         self.video_options: ImageOptions | None = None
         self.mesh: Mesh | None = None
@@ -165,9 +173,13 @@ class Decoder(nnx.Module):
             embedded, *added = jnp.split(jnp.asarray(images.rows), images.rows.shape[-1] // width, axis=-1)
             x = jnp.where(present[..., None], embedded, x)
         columns, written = None, []
-        for index, (layer, layer_state) in enumerate(zip(self.layers, state, strict=True)):
-            x, columns, layer_state = run_layer(*split(layer), current_links(), x, columns, queries, layer_state)
-            written.append(layer_state)
+        inputs = None if self.per_layer is None else self.per_layer(tokens, x)
+        layers = zip(self.layers, declarations(self.config), state, strict=True)
+        for index, (layer, declared, layer_state) in enumerate(layers):
+            pages = written[declared.layer] if isinstance(declared, PagesOfLayer) else layer_state
+            rows = (x,) if inputs is None else (x, inputs[..., index, :])
+            x, columns, new_state = run_layer(*split(layer), current_links(), rows, columns, queries, pages)
+            written.append(layer_state if isinstance(declared, PagesOfLayer) else new_state)
             if index < len(added):
                 x, columns = ops.add(x, added[index], mask=present), None
         return self.final_norm(x), tuple(written)
@@ -306,16 +318,18 @@ def _layer(
     network: Network,
     weights: Weights,
     links: DeviceLinks | None,
-    x: Float[Array, "*N D"],
+    rows: tuple[Float[Array, "*N _"], ...],
     columns: DeviceColumns | None,
     queries: Queries,
     state: Any,
 ) -> tuple[Float[Array, "*N D"], DeviceColumns | None, Any]:
     """Runs a layer as a separate program, so that layers that differ only in their weights are traced once.
 
-    If devices share the model, the layer also gets this device's columns of `x`, to which it adds its own outputs.
-    Otherwise it would have to slice them, which takes a kernel.
+    Its rows are the residual stream `x` and, in some models, its second input. If devices share the model, the layer
+    also gets this device's columns of `x`, to which it adds its own outputs. Otherwise it would have to slice them,
+    which takes a kernel.
     """
+    x, *second = rows
     with linked(links, x, columns):
-        x, state = network.with_weights(weights)(x, queries, state)
+        x, state = network.with_weights(weights)(x, queries, state, *second)
         return x, device_columns(x), state

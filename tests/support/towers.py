@@ -14,7 +14,7 @@ from detjax.models.vision.frame_sampling import FrameSampling
 from detjax.models.vision.images import ImagePatches, image_patches
 
 FIXTURES: Final = Path(__file__).parents[1] / "fixtures"
-NAMES: Final = ("qwen2_5_vl-tiny", "qwen3-5-vl", "qwen3-5-moe-vl", "qwen3-vl", "qwen3-vl-moe")
+NAMES: Final = ("qwen2_5_vl-tiny", "qwen3-5-vl", "qwen3-5-moe-vl", "qwen3-vl", "qwen3-vl-moe", "kimi-k2-5")
 """The fixtures with a tower."""
 VIDEO_NAME: Final = "qwen2_5_vl-video"
 """The fixture with a video after an image."""

@@ -40,6 +40,7 @@ from detjax.models.network import Weights, abstract, split
 from detjax.models.network import parameters as parameters_of
 from detjax.models.parts.parameters import Tensors
 from detjax.models.text.tokenizer import Tokenizer
+from detjax.models.vision.clips import image_options_class
 from detjax.models.vision.images import ImageOptions
 
 CONFIG: Final = "config.json"
@@ -174,7 +175,7 @@ def skipped_names(family: Family, config: DecoderConfig) -> tuple[str, ...]:
     # A head without a use: the embedding's copy, or what the model was trained from.
     unused = () if config.pooling is None or config.pooling.answers else (re.escape(LM_HEAD),)
     skips = (pattern.replace("{layers}", str(config.layers)) for pattern in family.skips)
-    return (_COMPUTED, *unused, *skips)
+    return (_COMPUTED, *unused, *skips, *family.unread_tensors(config))
 
 
 def _read_image_options(directory: Path, config: DecoderConfig) -> tuple[ImageOptions | None, ImageOptions | None]:
@@ -185,7 +186,7 @@ def _read_image_options(directory: Path, config: DecoderConfig) -> tuple[ImageOp
     images, videos = (
         parse_json_object(read_file(file), str(file)) if file.exists(follow_symlinks=False) else None for file in files
     )
-    read = functools.partial(ImageOptions.from_hugging_face, vision=config.vision)
+    read = functools.partial(image_options_class(config.vision).from_hugging_face, vision=config.vision)
     for_videos = None if videos is None else read(videos, str(files[1]), is_for_videos=True)
     return read(images or {}, str(files[0])), for_videos
 
@@ -304,7 +305,8 @@ def _configuration_files(model: Decoder, tokenizer: Tokenizer | None) -> dict[st
     if defaults is not None:
         files[_GENERATION] = defaults.to_hugging_face()
     if model.config.vision is not None:
-        files[_IMAGES] = (model.image_options or ImageOptions()).to_hugging_face(model.config.vision)
+        image_options = model.image_options or image_options_class(model.config.vision)()
+        files[_IMAGES] = image_options.to_hugging_face(model.config.vision)
         if model.video_options is not None:
             files[_VIDEOS] = model.video_options.to_hugging_face(model.config.vision)
     contents = {name: f"{json.dumps(raw, indent=2, sort_keys=True)}\n".encode() for name, raw in files.items()}
@@ -350,7 +352,8 @@ def parameters_of_checkpoint(
             if isinstance(level, int):
                 part, prefix = part[level], f"{prefix}{level}."
             else:
-                part, prefix = getattr(part, level), f"{prefix}{part.CHECKPOINT_NAMES[level]}."
+                named = part.CHECKPOINT_NAMES[level]  # empty if the tensors are next to those of the part around it
+                part, prefix = getattr(part, level), f"{prefix}{named}." if named else prefix
         forms = []
         tensors: Tensors | None = part.tensors[name]
         while tensors is not None:

@@ -14,11 +14,13 @@ from detjax.models.configuration.family import Description, Family, description,
 from detjax.models.configuration.json_object import MAX_LAYERS, JsonObject
 from detjax.models.configuration.keys import read_keys, write_keys
 from detjax.models.configuration.pooling_config import read_pooling, write_pooling
-from detjax.models.configuration.rope_config import read_max_positions, write_rope
+from detjax.models.configuration.rope_config import read_max_positions
 from detjax.models.parts.delta_net import DeltaNetOptions
 from detjax.models.parts.experts import ExpertsOptions
 from detjax.models.parts.latent_attention import LatentOptions
+from detjax.models.parts.per_layer_embedding import PerLayerOptions
 from detjax.models.parts.pooling import PoolingOptions
+from detjax.models.parts.shared_keys_attention import SharedKeysOptions
 from detjax.models.parts.vision import VisionOptions
 from detjax.operands.options import Activation
 from detjax.ops.rotary import RotaryEmbedding
@@ -104,9 +106,14 @@ class DecoderConfig:
         video_token: the token that stands for a part of a video; None: prompts have no videos.
         vision_start_token: the token before each video frame whose time is in the prompt; None: times are not.
         vision_end_token: the token after it.
+        video_text: the text that stands for a whole video in conversations, before its clips and their times take its
+            place; None: tokens stand for videos.
         pooling: the results of a model that pools; None: the model generates.
         rotated: for each layer, whether its heads are rotated; None: those of all layers are.
         multipliers: constant factors in the decoder; None: it has none.
+        shared_keys: the heads of layers without a window, and the layers without keys; None: all layers have keys, and
+            the same number and width of heads.
+        per_layer: the embeddings of a token for each layer; None: layers have no second input.
     """
 
     architecture: str
@@ -142,14 +149,17 @@ class DecoderConfig:
     video_token: int | None = None
     vision_start_token: int | None = None
     vision_end_token: int | None = None
+    video_text: str | None = None
     pooling: PoolingOptions | None = None
     rotated: tuple[bool, ...] | None = None
     multipliers: Multipliers | None = None
+    shared_keys: SharedKeysOptions | None = None
+    per_layer: PerLayerOptions | None = None
 
     @property
     def placeholders(self) -> tuple[int, ...]:
-        """The tokens that stand for parts of images and of videos."""
-        return tuple(token for token in (self.image_token, self.video_token) if token is not None)
+        """The tokens that stand for parts of images and of videos; one token may stand for both."""
+        return tuple(dict.fromkeys(token for token in (self.image_token, self.video_token) if token is not None))
 
     @classmethod
     def from_hugging_face(cls, raw: Mapping[str, Any], source: str) -> "DecoderConfig":
@@ -222,7 +232,7 @@ class DecoderConfig:
             "use_cache": True,
             "dtype": self.dtype,
             "torch_dtype": self.dtype,
-            **write_rope(self.rope),
+            **family.write_rope(self.rope),
             **write_keys(self, family.keys),
             **family.write_options(self),
         }

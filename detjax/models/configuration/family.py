@@ -1,13 +1,14 @@
 """Families of decoders: the description of a family, and the registry of families."""
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
 from detjax.models.configuration.json_object import JsonObject
 from detjax.models.configuration.keys import Key
 from detjax.models.configuration.pooling_config import POOLING_ARCHITECTURES, generative_architectures
-from detjax.models.configuration.rope_config import read_rope
+from detjax.models.configuration.rope_config import read_rope, write_rope
 from detjax.ops.rotary import RotaryEmbedding
 
 _TEXT: Final = "text_config"
@@ -24,9 +25,13 @@ class Family:
     Attributes:
         architecture: the name of that class.
         model_type: the `model_type` of its configurations.
+        other_architectures: equivalent names.
         other_model_types: equivalent types in published checkpoints.
+        text_types: for models whose `text_config` alone describes the decoder, the `model_type`s that it may have. It
+            alone says whether the embeddings are tied. Empty: the keys around it count too.
         text_family: for models with a vision tower, the family of checkpoints whose `config.json` describes no tower;
             None: checkpoints without a tower belong to this family.
+        reads_tower: False if `text_family` also reads the checkpoints with a tower, without it.
         layer: the class of its layers: made by `layer(config, index, rngs=rngs, dtype=dtype)`, called with the residual
             stream, the queries and the layer's state, and with a static method `state(config, index)` that declares the
             state.
@@ -46,11 +51,15 @@ class Family:
         skips: regular expressions for the names of tensors in published checkpoints that this release does not need,
             such as layers that predict further tokens. Each matches a whole name; `{layers}` in it stands for the
             number of layers.
+        unread_tensors: returns further such expressions, given the `DecoderConfig`.
         prefixes: pairs of prefixes of tensor names: in the decoder, and possibly in checkpoints.
+        renames: regular expressions for the beginnings of tensor names in another form of checkpoints, each with what
+            published checkpoints have in its place. The first one that matches counts.
         nested: moves the decoder's keys of a flat `config.json` into `text_config`; written checkpoints then use the
             names of `prefixes`. None: written checkpoints are flat.
         read_rope: reads the frequencies of the rotary embedding from a `config.json`, given the width of a head and
             `max_position_embeddings`.
+        write_rope: returns the keys of `config.json` for these frequencies.
         keys: keys of `config.json` for options of layers that are fields of `DecoderConfig`.
         read_options: reads the other options of layers from a `config.json`, given the number of layers.
         write_options: returns the keys of `config.json` for these options, and keys that the family writes differently
@@ -59,8 +68,11 @@ class Family:
 
     architecture: str
     model_type: str
+    other_architectures: tuple[str, ...] = ()
     other_model_types: tuple[str, ...] = ()
+    text_types: tuple[str, ...] = ()
     text_family: "Family | None" = None
+    reads_tower: bool = True
     layer: Any
     max_positions: int
     norm_eps: float = 1e-6
@@ -76,15 +88,22 @@ class Family:
     scales_embedding: bool = False
     reads: tuple[str, ...] = ()
     skips: tuple[str, ...] = ()
+    unread_tensors: Callable[[Any], tuple[str, ...]] = lambda _: ()
     prefixes: tuple[tuple[str, str], ...] = ()
+    renames: tuple[tuple[str, str], ...] = ()
     nested: Callable[[dict[str, Any]], dict[str, Any]] | None = None
     read_rope: Callable[[JsonObject, int, int], RotaryEmbedding] = read_rope
+    write_rope: Callable[[RotaryEmbedding], Mapping[str, Any]] = write_rope
     keys: tuple[Key, ...] = ()
     read_options: Callable[[JsonObject, int], Mapping[str, Any]]
     write_options: Callable[[Any], Mapping[str, Any]] = lambda _: {}
 
     def decoder_name(self, name: str) -> str:
         """Returns the decoder's name of a checkpoint's tensor."""
+        for pattern, published in self.renames:
+            if start := re.match(pattern, name):
+                name = start.expand(published) + name[start.end() :]
+                break
         for inner, outer in self.prefixes:
             if name.startswith(outer):
                 return inner + name.removeprefix(outer)
@@ -145,12 +164,15 @@ def description(raw: Mapping[str, Any], source: str) -> Description:
     """
     file = JsonObject(raw, source)
     family = _family_of(file)
-    if family.text_family is not None and file.get(_TOWER) is None:
+    if family.text_family is not None and not (family.reads_tower and file.get(_TOWER) is not None):
         family = family.text_family
     text = file.object(_TEXT)
     if text is None:
         return Description(family, file)
     siblings = {key: value for key, value in raw.items() if key != _TEXT}
+    if family.text_types:
+        text.choice("model_type", family.text_types[0], family.text_types)
+        siblings.pop(_TIED, None)
     inner = {key: value for key, value in text.raw.items() if key not in _MODEL_LEVEL_KEYS or siblings.get(key) is None}
     # For some models, transformers 4 wrote that the embeddings are tied in only one of the two objects.
     tied = {_TIED: True} if True in (siblings.get(_TIED), inner.get(_TIED)) else {}
@@ -169,7 +191,10 @@ def _family_of(file: JsonObject) -> Family:
             raise file.error("architectures", accepted)
     is_one = isinstance(names, list) and len(names) == 1 and isinstance(names[0], str)
     similar = (names[0], *generative_architectures(names[0])) if is_one else ()
-    family = next((by_architecture[name] for name in similar if name in by_architecture), None)
+    known = by_architecture | {
+        other: family for family in by_architecture.values() for other in family.other_architectures
+    }
+    family = next((known[name] for name in similar if name in known), None)
     if family is None:
         raise file.error("architectures", f"a list of one of {accepted}; {POOLING_ARCHITECTURES}")
     if model_type not in (None, family.model_type, *family.other_model_types):

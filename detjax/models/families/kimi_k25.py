@@ -9,7 +9,6 @@ import math
 from typing import Any, Final
 
 from detjax.models.configuration.config import DecoderConfig
-from detjax.models.configuration.family import Family
 from detjax.models.configuration.json_object import MAX_LAYERS, JsonObject
 from detjax.models.families import deepseek_v3
 from detjax.models.parts.moonvit import MoonViTOptions

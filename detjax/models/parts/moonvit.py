@@ -176,8 +176,8 @@ class _Attention(VisionAttention):
 
     The parameter has the first columns of all pairs, then the second ones; among pairs, those that turn by the row are
     first, then those that turn by the column, with descending frequencies. In checkpoints, pairs alternate, first one
-    that turns by the column. Those of the published code have the two columns of a pair side by side; those that
-    transformers converts have the first columns of all pairs first, and separate tensors.
+    that turns by the column. Published checkpoints have the two columns of a pair side by side; checkpoints of
+    transformers' network have the first columns of all pairs first, and separate tensors.
     """
 
     @property

@@ -30,7 +30,7 @@ _TIMES: Final = "hh:mm:ss.fff"
 class ClipOptions(ImageOptions):
     """The options for converting images, and clips of video frames, to patches.
 
-    `max_pixels` are those of the largest image or clip.
+    `max_pixels` counts the pixels of the largest image or clip.
 
     Attributes:
         max_patches: the maximum number of patches of an image.
@@ -77,13 +77,13 @@ class ClipOptions(ImageOptions):
         least = vision.merge_size
         if side < least:
             raise file.error("patch_limit_on_one_side", f"an integer >= {least}, the patches of a token's side")
-        own = file.optional_integer("max_patches", minimum=1)
-        patches = _one(file, None if is_for_videos else own, "in_patch_limit", cls.max_patches)
-        # Published files without a limit for frames have that for images.
-        of_frames = patches if published is not None else cls.max_frame_patches
-        of_frames = _one(file, own if is_for_videos else None, "in_patch_limit_each_frame", of_frames)
+        limit = file.optional_integer("max_patches", minimum=1)
+        patches = _one(file, None if is_for_videos else limit, "in_patch_limit", cls.max_patches)
+        # In published files without a limit for frames, the limit for images holds for frames too.
+        most_of_frame = cls.max_frame_patches if file.get("in_patch_limit") is None else patches
+        most_of_frame = _one(file, limit if is_for_videos else None, "in_patch_limit_each_frame", most_of_frame)
         frames = _one(
-            file, file.optional_integer("temporal_patch_size", minimum=1), "temporal_merge_kernel_size", cls.frames
+            file, file.optional_integer("temporal_patch_size", minimum=1), "temporal_merge_kernel_size", min(cls.frames, vision.clip_frames)
         )
         if frames > vision.clip_frames:
             raise file.error("temporal_merge_kernel_size", f"1 to {vision.clip_frames}, the positions of frames")
@@ -91,11 +91,17 @@ class ClipOptions(ImageOptions):
         channels = {key: read_channels(file, key, _MEAN, vision.channels) for key in ("image_mean", "image_std")}
         if not all(channels["image_std"]):
             raise file.error("image_std", "numbers other than 0")
-        most = max(patches, of_frames * frames) * vision.patch_size**2
+        most = max(patches, most_of_frame * frames) * vision.patch_size**2
         unread = json.dumps(file.unread(), sort_keys=True)
         return cls(
             *(1, most, channels["image_mean"], channels["image_std"], unread),
-            **{"max_patches": patches, "max_frame_patches": of_frames, "max_side": side, "frames": frames, "fps": fps},
+            **{
+                "max_patches": patches,
+                "max_frame_patches": most_of_frame,
+                "max_side": side,
+                "frames": frames,
+                "fps": fps,
+            },
         )
 
     def to_hugging_face(self, vision: VisionOptions) -> dict[str, Any]:
@@ -178,16 +184,16 @@ def _refuse_others(file: JsonObject, vision: VisionOptions) -> None:
             raise file.error(key, f"{json.dumps(value)}; anything else is not supported")
 
 
-def _one(file: JsonObject, own: int | None, key: str, default: int) -> int:
-    """Returns a number that a file may have under two keys, given the value of the other one.
+def _one(file: JsonObject, other: int | None, key: str, default: int) -> int:
+    """Returns a number that a file may have under two keys, given the value of the other key.
 
     Raises:
         CheckpointError: the two differ.
     """
     value = file.optional_integer(key, minimum=1)
-    if own is not None and value not in (None, own):
-        raise file.error(key, f"{own}, as the file says in transformers' form")
-    return next(number for number in (value, own, default) if number is not None)
+    if other is not None and value not in (None, other):
+        raise file.error(key, f"{other}, as the file says in transformers' form")
+    return next(number for number in (value, other, default) if number is not None)
 
 
 def _resized(image: UInt8[np.ndarray, "h w 3"], height: int, width: int) -> UInt8[np.ndarray, "H W 3"]:
@@ -203,6 +209,13 @@ def _normalized(pixels: UInt8[np.ndarray, "F h w 3"], options: ClipOptions) -> F
     numbers = (pixels / 255.0).astype(np.float32)
     numbers = (numbers - np.array(options.mean)).astype(np.float32)
     return (numbers * (1.0 / np.array(options.std))).astype(np.float32)
+
+
+def clip_text(seconds: float) -> str:
+    """Returns the text of a clip in a prompt: the time of its first frame, cut to milliseconds, and its place."""
+    whole = int(seconds)
+    time = f"{whole // 3600 % 24:02d}:{whole // 60 % 60:02d}:{whole % 60:02d}.{int(seconds % 1 * 1000):03d}"
+    return f"{time}<|media_begin|>video<|media_content|><|media_pad|><|media_end|>"
 
 
 def image_options_class(vision: VisionOptions) -> type[ImageOptions]:

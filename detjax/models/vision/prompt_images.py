@@ -9,7 +9,8 @@ from jaxtyping import Float, Int32
 from detjax.models.configuration.config import DecoderConfig
 from detjax.models.parts.vision import VisionOptions
 from detjax.models.text.tokenizer import Tokenizer
-from detjax.models.vision.clips import image_options_class
+from detjax.models.text.video_texts import VideoTexts
+from detjax.models.vision.clips import clip_text, image_options_class
 from detjax.models.vision.frame_sampling import FrameSampling
 from detjax.models.vision.images import (
     ImageOptions,
@@ -113,6 +114,26 @@ class ImageReader:
         return image_patches(np.asarray(image), self._images, vision)
 
 
+def video_texts(config: DecoderConfig, images: Iterable[VisualInput]) -> VideoTexts | None:
+    """Returns the texts of a prompt's videos: the time and the place of each clip; None if tokens stand for videos."""
+    if config.video_text is None:
+        return None
+    videos = [image for image in images if isinstance(image, VideoPatches) and image.times is not None]
+    return VideoTexts(config.video_text, ["".join(map(clip_text, video.times or ())) for video in videos])
+
+
+def with_video_texts(config: DecoderConfig, prompt: str, images: Iterable[VisualInput]) -> str:
+    """Returns a prompt in which texts stand for videos, with the time and the place of each clip in their place.
+
+    A prompt without such texts is returned as is.
+
+    Raises:
+        ValueError: there are not as many of these texts as videos.
+    """
+    texts = video_texts(config, images)
+    return prompt if texts is None or texts.placeholder not in prompt else texts.put_into(prompt)
+
+
 def with_image_tokens(
     name: str,
     config: DecoderConfig,
@@ -178,11 +199,10 @@ def _with_all_tokens(
     if len(runs) != len(images):
         known = " or ".join(map(str, config.placeholders))
         has_frames = any(isinstance(image, VideoPatches) and image.times is not None for image in images)
-        frames = (
-            ", and one for each two frames of a video; with a tokenizer, one place for the whole video is enough"
-            if has_frames
-            else ""
-        )
+        frames = ", and one for each two frames of a video; with a tokenizer, one place for the whole video is enough"
+        if config.video_text is not None:
+            frames = f", and one for each clip of a video; in a text, {config.video_text} for the whole video is enough"
+        frames = frames if has_frames else ""
         raise ValueError(
             f"{name} has {len(runs)} places for images, which are tokens {known} with others between them, and "
             f"{len(images)} images; accepted: one place for each image{frames}"

@@ -10,7 +10,7 @@ from detjax.engine import Constraint, FieldError, Generation
 from detjax.engine.reasoning_budget import ReasoningBudget, ReasoningMarks, ReasoningTokens
 from detjax.models.vision.images import VisualInput
 from detjax.server.api.api_calls import TOO_LONG, ServedModel
-from detjax.server.api.images import ShownPart, read_images
+from detjax.server.api.images import ShownPart, ShownVideo, read_images
 from detjax.server.http.errors import ApiError
 from detjax.server.http.field_types import MAX_TOKENS
 from detjax.server.text.texts import Message as Turn
@@ -104,11 +104,14 @@ class Conversation:
 
     async def encode(self) -> tuple[list[int], list[VisualInput]]:
         """Returns the token ids of the conversation, and the patches of its images."""
-        engine, tokens = self._model.engine, await self._encoded()
+        engine = self._model.engine
         if self._shown and not engine.takes_images:
             message = f"{self._has} images, but the model reads only text; accepted: text parts"
             raise ApiError(400, message, param=self._field)
         images: list[VisualInput] = []
+        if any(isinstance(part, ShownVideo) for part in self._shown) and engine.video_texts(()) is not None:
+            images = await self._images()
+        tokens = await self._encoded(images)
         most = self._form.most_tokens
         if self._shown and most is not None:
             raise FieldError(
@@ -118,9 +121,8 @@ class Conversation:
             )
         if most is not None:
             tokens = tokens[-most:]
-        if self._shown:
-            directory = self._model.image_directory
-            images = await run_in_threadpool(read_images, self._shown, engine, directory, self._field)
+        if self._shown and not images:
+            images = await self._images()
         tokens = engine.with_image_tokens("the chat template's text", tokens, images)
         if len(tokens) >= engine.max_length:
             raise ApiError(
@@ -179,8 +181,13 @@ class Conversation:
         """The field with its verb, as the beginning of a sentence."""
         return f"{self._field} has" if self._field == "input" else f"{self._field} have"
 
-    async def _encoded(self) -> list[int]:
-        """Returns the token ids, with one token per image."""
+    async def _images(self) -> list[VisualInput]:
+        """Returns the patches of the images and videos."""
+        directory = self._model.image_directory
+        return await run_in_threadpool(read_images, self._shown, self._model.engine, directory, self._field)
+
+    async def _encoded(self, images: Sequence[VisualInput]) -> list[int]:
+        """Returns the token ids, with one token per image; of a video only if the prompt has texts of its clips."""
         form = self._form
         most = self._model.engine.max_length - 1 if form.most_tokens is None else MAX_TOKENS
         tools = {} if self.tools is None else {"tools": [tool.for_template() for tool in self.tools.tools]}
@@ -191,6 +198,7 @@ class Conversation:
                 limit=most,
                 add_generation_prompt=form.add_generation_prompt,
                 continue_final_message=form.continue_final_message,
+                videos=self._model.engine.video_texts(images) if images else None,
             )
         except TextRefused as error:
             raise FieldError(str(error), "prompt") from None

@@ -25,6 +25,7 @@ from typing import Any, Final, Protocol
 from starlette.concurrency import run_in_threadpool
 
 from detjax.models import Tokenizer
+from detjax.models.text.video_texts import VideoTexts
 from detjax.server.text import frames as text_frames
 
 _log: Final = logging.getLogger(__name__)
@@ -110,10 +111,12 @@ class Texts:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         add_special_tokens: bool = False,
+        videos: VideoTexts | None = None,
     ) -> list[int]:
         """Returns the token ids of a conversation; `variables` are additional ones for the chat template.
 
-        For the other arguments see `Tokenizer.apply_chat_template`.
+        `videos` take the place of the template's texts for videos. For the other arguments see
+        `Tokenizer.apply_chat_template`.
 
         Raises:
             TextTooLong: the conversation has more than `limit` tokens.
@@ -126,6 +129,7 @@ class Texts:
             "continue_final_message": continue_final_message,
             "add_special_tokens": add_special_tokens,
             "variables": dict(variables),
+            "videos": videos,
         }
         frames = await run_in_threadpool(_message_frames, messages)
         (tokens,) = await self._run(sum(map(len, frames)), job, lambda: frames, _read_tokens(limit))

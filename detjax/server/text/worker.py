@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from detjax.models.text.tokenizer import Tokenizer
+from detjax.models.text.video_texts import VideoTexts
 from detjax.models.text.written_json import written_object
 from detjax.server.text import frames as text_frames
 from detjax.server.text.bounds import bytes_per_token
@@ -73,6 +74,11 @@ class Worker:
         except ValueError as error:  # its message has the checkpoint's directory, which clients must not see
             cause = "it needs too much memory" if isinstance(error.__cause__, MemoryError) else error.__cause__
             raise Refusal(f"the chat template refuses these messages: {cause or error}") from error
+        if job.get("videos") is not None:
+            try:
+                text = VideoTexts(*job["videos"]).put_into(text)
+            except ValueError as error:
+                raise Refusal(str(error)) from error
         tokens: list[bytes] = []
         return [_json({"texts": [self._tokens(text, job, tokens)]}), *tokens]
 
