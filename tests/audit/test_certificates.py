@@ -26,8 +26,19 @@ ARCHITECTURES = {
     path.parent.name: json.loads(path.read_text())["architectures"][0]
     for path in sorted(FIXTURES.glob("*/config.json"))
 }
-QUICK_MODELS = "deepseek-v3", "gemma3", "gpt-oss", "mixtral", "qwen2_5_vl-tiny", "qwen3", "qwen3-5-moe"
-"""Models that together have every part: latent and windowed attention, sinks, experts, states, images."""
+QUICK_MODELS = (
+    "deepseek-v3",
+    "gemma3",
+    "glm4-moe",
+    "gpt-oss",
+    "granite",
+    "mixtral",
+    "qwen2_5_vl-tiny",
+    "qwen3",
+    "qwen3-5-moe",
+)
+"""Models that together have every part: latent, windowed and partly rotated attention, sinks, experts, factors, states,
+images."""
 QUICK = (1, 2, 5)
 
 

@@ -129,10 +129,13 @@ def test_greedy_continuations_are_those_of_transformers(name: str, backend: str)
         ("qwen3", 0, 2, "bfloat16", (PIECE, PIECE, PIECE, 1)),
         ("gemma2", 0, 1, "float32", (PIECE,)),
         ("deepseek-v3", 1, 2, "bfloat16", (PIECE,)),
+        ("granite", 0, 1, "bfloat16", (PIECE,)),
+        ("smollm3", 1, 2, "bfloat16", (PIECE,)),
         large=[
             *(("qwen3", 0, 2, "bfloat16", (size,)) for size in (1, 7, 64, LENGTH)),
             ("mistral", 0, 2, "bfloat16", (64,)),
-            *((name, 0, 1, "bfloat16", (PIECE,)) for name in ("gpt-oss", "mixtral")),
+            *((name, 0, 1, "bfloat16", (PIECE,)) for name in ("gpt-oss", "mixtral", "glm4", "phi3")),
+            ("glm4-moe", 1, 2, "bfloat16", (PIECE,)),
             *((name, 0, 4, "float32", (size,)) for name in NAMES for size in (1, 64)),
         ],
     ),
@@ -197,6 +200,7 @@ def test_the_training_forward_gives_the_bits_of_prefill(
         ("qwen3", 0, 1, "float32", 131),
         large=[
             *((name, 0, 2, "float32", LENGTH) for name in ("qwen2", "llama3", "qwen3", "qwen3-5-moe", "deepseek-v3")),
+            *((name, 0, 2, "float32", LENGTH) for name in ("glm4", "glm4-moe", "granite", "phi3", "smollm3")),
             ("qwen3-next", 0, 4, "float32", LENGTH),
             *((name, 0, 3, "float32", 140) for name in ("gemma2", "gemma3")),
         ],
@@ -224,6 +228,7 @@ def test_gradients_of_the_model_are_those_of_plain_jax(
             ("qwen3", 0, 2, "float32", 1024, 9),
             *((name, 0, 3, "bfloat16", batch, 140) for name in ("gemma2", "gemma3") for batch in (2, 17)),
             *(("qwen3-next", 0, 4, "bfloat16", batch, 70) for batch in (5, 33)),
+            *((name, 0, 3, "bfloat16", 17, 140) for name in ("glm4", "glm4-moe", "granite", "phi3", "smollm3")),
         ],
     ),
 )

@@ -52,6 +52,8 @@ LARGE = (
     *(Case("deepseek-v3", 0, 2, "bfloat16", num_pages) for num_pages in (None, 3)),
     *(Case("qwen3-next", 0, 4, "bfloat16", num_pages) for num_pages in (None, 3)),
     *(Case(name, 0, 3, "float32", num_pages) for name in ("gemma2", "gemma3") for num_pages in (None, 3)),
+    *(Case(name, 0, 2, "bfloat16", 3) for name in ("glm4", "glm4-moe", "granite", "phi3")),
+    Case("smollm3", 0, 3, "bfloat16", 3),
     Case("gpt-oss", 0, 2, "bfloat16"),
     Case("mixtral", 0, 2, "bfloat16"),
 )
@@ -69,6 +71,9 @@ def test_a_request_has_the_answer_of_the_training_forward_alone_and_together(cas
     model = shallow(case.name, case.first, case.stop, case.dtype)
     random, vocabulary = np.random.default_rng(3), model.config.vocab_size
     lengths = [(131, 3), (0, 9)] if case.is_small else [(200, 3), (0, 9), (130, 1), (200, 40), (0, 1), (0, 122)]
+    if case.num_pages is not None:
+        # The first three have a page each, and need a second one while all are running.
+        lengths = [(0, 122), (0, 120), (0, 121), (200, 3), (0, 9), (130, 1)]
     beginning = random.integers(2, vocabulary, 200).tolist()
     prompts = [beginning[:shared] + random.integers(2, vocabulary, rest).tolist() for shared, rest in lengths]
     params = SamplingParams(temperature=0.8, max_tokens=4 if case.is_small else 12, ignore_eos=True)
