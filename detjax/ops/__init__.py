@@ -31,6 +31,7 @@ from detjax.ops.experts import combine_experts as combine_experts
 from detjax.ops.experts import expert_rows as expert_rows
 from detjax.ops.grouped_matmul import grouped_matmul as grouped_matmul
 from detjax.ops.matmul import matmul as matmul
+from detjax.ops.multiply import multiply as multiply
 from detjax.ops.norm import rms_norm as rms_norm
 from detjax.ops.quantized_kv import dequantize_kv as dequantize_kv
 from detjax.ops.quantized_kv import quantize_kv as quantize_kv

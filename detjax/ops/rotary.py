@@ -107,7 +107,8 @@ class RotaryEmbedding:
     """Frequencies of a rotary embedding (Su et al. 2021) over heads of `head_dim`, an even number.
 
     With `rotary_dim`, only `rotary_dim` columns of a head rotate: half of them at its beginning, the other half from
-    its middle on. They have the frequencies of a head of size `rotary_dim`. With 0, positions do not matter.
+    its middle on. They have the frequencies of a head of size `rotary_dim` or, if `proportional`, the highest ones of a
+    whole head (p-RoPE, Barbero et al. 2024). With 0, positions do not matter.
 
     With `sections`, a position has several coordinates, such as time, row and column (Wang et al. 2024, Qwen2-VL). The
     first `sections[0]` pairs of columns rotate by the first coordinate, the next `sections[1]` pairs by the second, and
@@ -127,13 +128,14 @@ class RotaryEmbedding:
     sections: tuple[int, ...] | None = None
     axial: bool = False
     interleaved: bool = False
+    proportional: bool = False
 
     def __repr__(self) -> str:
-        """Returns the fields, the last four only if set, because digests of models depend on this text."""
+        """Returns the fields, the last five only if set, because digests of models depend on this text."""
         used = f"head_dim={self.head_dim!r}, theta={self.theta!r}, scaling={self.scaling!r}"
         used += "" if self.rotary_dim is None else f", rotary_dim={self.rotary_dim!r}"
         used += "" if self.sections is None else f", sections={self.sections!r}"
-        used += "".join(f", {name}=True" for name in ("axial", "interleaved") if getattr(self, name))
+        used += "".join(f", {name}=True" for name in ("axial", "interleaved", "proportional") if getattr(self, name))
         return f"RotaryEmbedding({used})"
 
     def __post_init__(self) -> None:
@@ -168,6 +170,11 @@ class RotaryEmbedding:
                 f"RotaryEmbedding: interleaved is True with sections {self.sections} and axial {self.axial}; accepted: "
                 "sections, and not axial"
             )
+        if self.proportional and (not self.rotary_dim or not isinstance(self.scaling, LinearScaling | None)):
+            raise ValueError(
+                f"RotaryEmbedding: proportional is True with rotary_dim {self.rotary_dim} and scaling {self.scaling}; "
+                "accepted: a rotary_dim of at least 2, and linear scaling or none"
+            )
 
     @property
     def turning(self) -> int:
@@ -185,7 +192,8 @@ class RotaryEmbedding:
         if self.axial and self.sections is not None:
             heads = [RotaryEmbedding(2 * section, self.theta) for section in self.sections]
             return np.concatenate([head.inverse_frequencies for head in heads])
-        exponents = np.arange(0, self.turning, 2, dtype=np.float32) / np.float32(self.turning)
+        width = self.head_dim if self.proportional else self.turning
+        exponents = np.arange(0, self.turning, 2, dtype=np.float32) / np.float32(width)
         powers = np.array([_power(self.theta, exponent) for exponent in exponents.tolist()]).astype(np.float32)
         base = (np.float32(1) / powers).astype(np.float64)
         match self.scaling:

@@ -40,6 +40,8 @@ class Loss(Protocol):
 _TABLE: Final = "embedding", "weight"
 _HEAD: Final = "lm_head", "weight"
 """Paths of a decoder's weights. With tied embeddings, the embedding is the head."""
+_TABLES: Final = frozenset({_TABLE, ("router", "expert_scales")})
+"""The last two levels of the paths of weights whose rows are looked up."""
 
 
 class WeightSums(NamedTuple):
@@ -58,7 +60,7 @@ def empty_sums(network: Network[Decoder], weights: Weights) -> Sums:
 
     def empty(path: tuple[object, ...], weight: Array) -> WeightSums:
         zeros = functools.partial(jnp.zeros, weight.shape, ACCUMULATOR)
-        is_table = path == _TABLE
+        is_table = path[-2:] in _TABLES
         is_multiplied = not is_table or path == network.paths[_head_index(network)]
         return WeightSums(zeros() if is_multiplied else None, zeros() if is_table else None)
 
