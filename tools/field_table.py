@@ -10,7 +10,7 @@ from typing import Final
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from detjax.server.api import answer_forms, messages, request_fields, response_fields, schemas
+from detjax.server.api import answer_forms, messages, pooling_fields, request_fields, response_fields, schemas
 from detjax.server.api.field_marks import Ignored, Unserved
 from detjax.server.api.text_routes import DetokenizeRequest, TokenizeRequest
 from detjax.server.http import bodies, field_types
@@ -50,6 +50,11 @@ _BODIES: Final[dict[str, type[BaseModel]]] = {
     "stream_options of responses": response_fields.ResponseStreamOptions,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
+    "/v1/embeddings": pooling_fields.EmbeddingRequest,
+    "/classify": pooling_fields.ClassifyRequest,
+    "/pooling": pooling_fields.PoolingRequest,
+    "/score": pooling_fields.ScoreRequest,
+    "/rerank": pooling_fields.RerankRequest,
 }
 
 _LIMITS: Final = {

@@ -3,11 +3,12 @@
 import dataclasses
 import datetime
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 from detjax import models
 from detjax.cli.options import Option
 from detjax.models import Decoder, Tokenizer
+from detjax.models.configuration.json_object import parse_json_object
 from detjax.runtime import backends
 
 Backend = Annotated[
@@ -32,6 +33,8 @@ class Loading:
             any bits.
         chat_template: file with a Jinja chat template. Default: the checkpoint's template.
         template_date: today's date for chat templates, as YYYY-MM-DD; it is part of the fingerprint. Default: no date.
+        hf_overrides: JSON object with keys of the checkpoint's config.json and the values to read instead, as for vLLM.
+            Default: nothing is replaced.
     """
 
     model: Path
@@ -40,6 +43,16 @@ class Loading:
     expert_parallel: int = 1
     chat_template: Path | None = None
     template_date: datetime.date | None = None
+    hf_overrides: str | None = None
+
+    def overrides(self) -> dict[str, Any]:
+        """Returns the replaced keys of config.json; raises a ValueError if the option is not a JSON object."""
+        if self.hf_overrides is None:
+            return {}
+        try:
+            return parse_json_object(self.hf_overrides.encode(), "--hf-overrides")
+        except ValueError as error:
+            raise ValueError(f'{error}; accepted: a JSON object, such as {{"is_matryoshka": true}}') from None
 
     def template(self) -> str | None:
         """Reads the chat template; raises a ValueError if the file is not readable."""
@@ -55,7 +68,7 @@ class Loading:
     def load(self, template: str | None = None) -> tuple[Decoder, Tokenizer]:
         """Returns the sharded model, and its tokenizer with `template` instead of the checkpoint's chat template."""
         mesh = models.mesh_of(self.tensor_parallel, self.expert_parallel)
-        decoder, tokenizer = models.load(self.model, dtype=self.dtype, mesh=mesh)
+        decoder, tokenizer = models.load(self.model, dtype=self.dtype, mesh=mesh, overrides=self.overrides())
         if tokenizer is None:
             raise ValueError(
                 f"{self.model} has no tokenizer.json; accepted: a checkpoint with one, since prompts are text"

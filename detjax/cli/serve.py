@@ -186,6 +186,7 @@ def serve(
                 expert_parallel=loading.expert_parallel,
                 chat_template=template,
                 template_date=loading.template_date,
+                overrides=loading.overrides(),
                 config=config,
                 cache=cache,
             )

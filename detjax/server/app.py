@@ -23,6 +23,7 @@ from detjax.audit import Origin
 from detjax.contract import CONTRACT_VERSION
 from detjax.engine import Aborted, Engine, EngineConfig, SamplingParams
 from detjax.engine.commands import Commanded, EngineCommands
+from detjax.engine.pooling import tasks_of
 from detjax.models import Decoder, ModelMetadata, Tokenizer
 from detjax.models.checkpoint.weight_updates import UpdatableWeights, most_update_bytes
 from detjax.runtime import fingerprints
@@ -30,6 +31,7 @@ from detjax.server.api import openapi
 from detjax.server.api.api_calls import ApiCall, Caller, ServedModel
 from detjax.server.api.chat_calls import ChatCall
 from detjax.server.api.completion_calls import CompletionCall
+from detjax.server.api.pooling_routes import POOLING_ROUTES, PoolingRoute, not_served
 from detjax.server.api.request_fields import SamplingRequest
 from detjax.server.api.response_calls import ResponsesCall
 from detjax.server.api.response_fields import ResponsesRequest
@@ -156,6 +158,7 @@ def app_of(
         Route("/v1/chat/completions", partial(api.generate, ChatRequest, ChatCall), methods=["POST"]),
         Route("/v1/responses", partial(api.generate, ResponsesRequest, ResponsesCall), methods=["POST"]),
         Route("/v1/responses/{id:path}", api.stored_response, methods=["GET", "POST", "DELETE"]),
+        *(Route(path, partial(api.pool, route), methods=["POST"]) for path, route in POOLING_ROUTES.items()),
         Route("/tokenize", partial(api.answer_text, TokenizeRequest, tokenized), methods=["POST"]),
         Route("/detokenize", partial(api.answer_text, DetokenizeRequest, detokenized), methods=["POST"]),
         Route("/version", api.version),
@@ -222,6 +225,7 @@ class _Api:
         """POST /v1/completions, /v1/chat/completions and /v1/responses."""
         record = record_of(request.scope)
         self._authorize(request)
+        self._check_kind(pools=False)
         body = await self.parse_body(request, schema)
         self._check_model_name(body.model)
         try:
@@ -300,6 +304,38 @@ class _Api:
                     yield chunk
         for chunk in call.last_chunks(generated):
             yield chunk
+
+    # --- pooling ------------------------------------------------------------------------------------------------------
+
+    async def pool(self, route: PoolingRoute, request: Request) -> Response:
+        """POST to a path of a model that pools."""
+        record = record_of(request.scope)
+        self._authorize(request)
+        self._check_kind(pools=True)
+        body: Any = await self.parse_body(request, route.schema)
+        if body.model is not None:
+            self._check_model_name(body.model)
+        name = self.settings.name if body.model is None else body.model
+        try:
+            call = route.call(body, dataclasses.replace(self.served, name=name), self._caller(request))
+            with self.guard.admitted(call.num_samples) as admission:
+                await self.guard.watch(request.receive, call.prepare(), admission.deadline)
+                record.prompt_tokens = sum(len(one.prompt) for one in call.requests)
+                self.metrics.prompt_tokens.inc(record.prompt_tokens)
+                names = [name for name in (call.id, record.request_id, body.request_id) if name]
+                generating = self.gate.generate(call, names)
+                generations = await self.guard.watch(request.receive, generating, admission.deadline)
+                content = call.response(generations)
+        except ClientGone:
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
+        except Exception as error:
+            return to_api_error(error, body).response()
+        return JsonPieces(self.guard, content, self.settings.request_seconds)
+
+    def _check_kind(self, *, pools: bool) -> None:
+        """Rejects a request to a path that a model of this kind does not serve."""
+        if (does := self.served.engine.pooling is not None) != pools:
+            raise not_served(pools=does)
 
     # --- texts --------------------------------------------------------------------------------------------------------
 
@@ -396,9 +432,14 @@ class _Api:
             "created": self.served.created,
             "owned_by": "detjax",
             "max_model_len": self.served.engine.max_length,
-            "chat": self.served.tokenizer.has_chat_template,
+            "chat": self.served.tokenizer.has_chat_template and self.served.engine.pooling is None,
             "system_fingerprint": self.gate.version.fingerprint,
-        }
+        } | self._tasks()
+
+    def _tasks(self) -> dict[str, Any]:
+        """Returns the field with the tasks of a model that pools."""
+        options = self.served.engine.pooling
+        return {} if options is None else {"tasks": list(tasks_of(options))}
 
     async def health(self, _: Request) -> Response:
         """GET /health."""

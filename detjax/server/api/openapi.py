@@ -1,10 +1,11 @@
 """The OpenAPI document, generated from the schemas that validate request bodies."""
 
-from typing import Any
+from typing import Any, Final
 
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from detjax.server.api.pooling_routes import POOLING_ROUTES
 from detjax.server.api.response_fields import ResponsesRequest
 from detjax.server.api.schemas import ChatRequest, CompletionRequest
 from detjax.server.api.text_routes import DetokenizeRequest, TokenizeRequest
@@ -86,6 +87,47 @@ _TOKENIZED = _object(
     tokens={"type": "array", "items": _INTEGER},
     token_strs={"type": ["array", "null"], "items": _STRING},
 )
+_VECTOR = {"oneOf": [{"type": "array", "items": {"type": "number"}}, _STRING | {"description": "base64"}]}
+_POOLED_USAGE = _object(prompt_tokens=_INTEGER, total_tokens=_INTEGER)
+
+
+def _pooled(**item: Any) -> dict[str, Any]:
+    """Returns the JSON schema of the answer of a model that pools."""
+    data = {"type": "array", "items": _object(index=_INTEGER, **item)}
+    return _object(
+        id=_STRING, object={"const": "list"}, model=_STRING, system_fingerprint=_STRING, data=data, usage=_POOLED_USAGE
+    )
+
+
+_NUMBER = {"type": "number"}
+_SCORED = "Score pairs of texts.", _pooled(object={"const": "score"}, score=_NUMBER)
+_RERANKED = (
+    "Sort documents by how well they answer a query.",
+    _object(
+        id=_STRING,
+        model=_STRING,
+        system_fingerprint=_STRING,
+        results={
+            "type": "array",
+            "items": _object(index=_INTEGER, document=_object(text=_STRING), relevance_score=_NUMBER),
+        },
+        usage=_POOLED_USAGE,
+    ),
+)
+_POOLED: Final = {
+    "/v1/embeddings": ("Embed texts.", _pooled(object={"const": "embedding"}, embedding=_VECTOR)),
+    "/classify": (
+        "Classify texts.",
+        _pooled(label=_STRING, probs={"type": "array", "items": _NUMBER}, num_classes=_INTEGER),
+    ),
+    "/score": _SCORED,
+    "/v1/score": _SCORED,
+    "/rerank": _RERANKED,
+    "/v1/rerank": _RERANKED,
+    "/v2/rerank": _RERANKED,
+    "/pooling": ("Pool texts, or report a vector for each token.", _pooled(object={"const": "pooling"}, data={})),
+}
+"""Paths that only models which pool serve: a summary, and the schema of the answer."""
 _GENERATION_BODIES = (CompletionRequest, ChatRequest, ResponsesRequest)
 _GENERATION_ERRORS = {
     400: "The request is not valid; the message has the reason.",
@@ -102,8 +144,9 @@ _GENERATION_ERRORS = {
 
 def document(model: str, *, needs_key: bool) -> dict[str, Any]:
     """Returns the OpenAPI 3.1 description of a server with one model."""
+    pooling = dict.fromkeys(route.schema for route in POOLING_ROUTES.values())
     _, schemas = models_json_schema(
-        [(schema, "validation") for schema in (*_GENERATION_BODIES, TokenizeRequest, DetokenizeRequest)],
+        [(schema, "validation") for schema in (*_GENERATION_BODIES, TokenizeRequest, DetokenizeRequest, *pooling)],
         ref_template="#/components/schemas/{model}",
     )
     for schema in _GENERATION_BODIES:
@@ -121,6 +164,10 @@ def document(model: str, *, needs_key: bool) -> dict[str, Any]:
                 method: _missing("Responses are not stored.", 401, 404) for method in ("get", "delete")
             }
             | {"parameters": [{"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}]},
+            **{
+                path: {"post": _text(summary, POOLING_ROUTES[path].schema, answer)}
+                for path, (summary, answer) in _POOLED.items()
+            },
             "/tokenize": {"post": _text("Tokenize a text.", TokenizeRequest, _TOKENIZED)},
             "/detokenize": {"post": _text("Decode tokens.", DetokenizeRequest, _object(prompt=_STRING))},
             "/version": {"get": _operation("Report the server's version.", _object(version=_STRING), 401)},

@@ -4,13 +4,13 @@ import asyncio
 import contextlib
 import dataclasses
 from collections.abc import AsyncGenerator, Awaitable, Collection
-from typing import Final
+from typing import Final, Protocol
 
 from detjax.audit import Origin
 from detjax.engine import Aborted, Completion, Engine, Generation, Request, Token
 from detjax.engine.commands import Abort, Commanded
 from detjax.engine.job import ABORT
-from detjax.server.api.api_calls import ApiCall
+from detjax.server.api.api_calls import ServedModel
 from detjax.server.http.errors import ApiError
 from detjax.server.replicated_engine import ReplicatedEngine
 
@@ -26,6 +26,23 @@ class Version:
     fingerprint: str
 
 
+class GatedCall(Protocol):
+    """A call that passes the gate.
+
+    Attributes:
+        model: the model, with the version of the weights that the call passed with.
+        requests: its requests to the engine.
+    """
+
+    model: ServedModel
+    requests: list[Request]
+
+    @property
+    def id(self) -> str:
+        """The id of the response."""
+        ...
+
+
 @dataclasses.dataclass(eq=False)
 class _Run:
     """A call while the engine computes it.
@@ -37,7 +54,7 @@ class _Run:
         has_begun: True if its reader has a token.
     """
 
-    call: ApiCall
+    call: GatedCall
     names: Collection[str]
     restart: asyncio.Future[None]
     has_begun: bool = False
@@ -75,7 +92,7 @@ class Gate:
 
     # --- calls --------------------------------------------------------------------------------------------------------
 
-    async def generate(self, call: ApiCall, names: Collection[str] = ()) -> list[Generation]:
+    async def generate(self, call: GatedCall, names: Collection[str] = ()) -> list[Generation]:
         """Returns the generations of a call's requests. `names` name the call for `abort`.
 
         Raises:
@@ -90,7 +107,7 @@ class Gate:
                 if answer is not None:
                     return answer
 
-    async def stream(self, call: ApiCall, names: Collection[str] = ()) -> AsyncGenerator[tuple[int, Token | Aborted]]:
+    async def stream(self, call: GatedCall, names: Collection[str] = ()) -> AsyncGenerator[tuple[int, Token | Aborted]]:
         """Yields the tokens of a call's requests; see `generate` and `Engine.stream_all`."""
         self._refuse()
         while True:
@@ -112,7 +129,7 @@ class Gate:
                         return
 
     @contextlib.asynccontextmanager
-    async def _passed(self, call: ApiCall, names: Collection[str]) -> AsyncGenerator[_Run | None]:
+    async def _passed(self, call: GatedCall, names: Collection[str]) -> AsyncGenerator[_Run | None]:
         """Waits until the gate is open, and counts the call as running in the context; yields None if it is aborted."""
         while self._reasons:
             held = _Held(names, asyncio.get_running_loop().create_future())

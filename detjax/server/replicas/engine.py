@@ -7,6 +7,7 @@ import fcntl
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from detjax import models
 from detjax.audit import Origin
@@ -30,6 +31,7 @@ class ReplicaOptions:
         expert_parallel: groups of `tensor_parallel` devices that the experts are sharded over.
         chat_template: replaces the checkpoint's chat template.
         template_date: today's date for chat templates.
+        overrides: keys of `config.json` with the values to read instead; see `detjax.models.load`.
         config: the engine's settings.
         cache: directory of compiled programs, which makes replicas start faster; see `Engine.warm_up`.
     """
@@ -41,6 +43,7 @@ class ReplicaOptions:
     expert_parallel: int = 1
     chat_template: str | None = None
     template_date: datetime.date | None = None
+    overrides: dict[str, Any] = dataclasses.field(default_factory=dict)
     config: EngineConfig = dataclasses.field(default_factory=EngineConfig)
     cache: Path | None = None
 
@@ -85,7 +88,8 @@ def started_engine(options: ReplicaOptions) -> tuple[Engine, ReplicaFacts, Engin
     with backends.use_backend(options.backend):
         backends.check_device()
         mesh = models.mesh_of(options.tensor_parallel, options.expert_parallel)
-        model, tokenizer = models.load(options.model, dtype=options.dtype, progress=False, mesh=mesh)
+        given = {"dtype": options.dtype, "mesh": mesh, "overrides": options.overrides}
+        model, tokenizer = models.load(options.model, progress=False, **given)
         if tokenizer is None:
             raise ValueError(f"{options.model} has no tokenizer.json; accepted: a checkpoint with a tokenizer")
         if options.template_date is not None:
