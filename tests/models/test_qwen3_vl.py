@@ -70,6 +70,13 @@ def test_a_published_file_describes_a_model_of_images() -> None:
     assert (config.dtype, config.tied_embeddings, config.qk_norm) == ("bfloat16", False, True)
 
 
+def test_embeddings_are_tied_if_the_whole_models_file_says_so() -> None:
+    """transformers writes another default of its text configuration next to it."""
+    for top, text, tied in ((False, True, False), (True, False, True), (None, True, True), (None, None, False)):
+        raw = PUBLISHED | {"tie_word_embeddings": top}
+        assert read(raw, text={"tie_word_embeddings": text}).tied_embeddings == tied
+
+
 def test_what_is_written_says_the_same_to_both_versions_of_transformers() -> None:
     yarn = {"rope_type": "yarn", "factor": 3.0, "original_max_position_embeddings": 262144}
     for text in ({}, {"rope_scaling": PUBLISHED["text_config"]["rope_scaling"] | yarn}):

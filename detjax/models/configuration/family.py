@@ -43,6 +43,7 @@ class Family:
         bos: the token that begins a text; None: no such token.
         eos: the token that ends a text, or several; None: no such token.
         tied_embeddings: whether the embedding is also the head.
+        ties_at_top: whether the whole model's key for this takes precedence over its decoder's.
         activation: the key of `config.json` for the MLP's activation, and its default.
         intermediate_size: the key of `config.json` for the MLP's inner width, and its default; None: required.
         norm_offset: added to the weight of the norm before the head: 1.0 if checkpoints store `weight - 1`.
@@ -82,6 +83,7 @@ class Family:
     bos: int | None = None
     eos: int | list[int] | None = None
     tied_embeddings: bool = False
+    ties_at_top: bool = False
     activation: tuple[str, str] = ("hidden_act", "silu")
     intermediate_size: tuple[str, int | None] = ("intermediate_size", None)
     norm_offset: float = 0.0
@@ -176,6 +178,8 @@ def description(raw: Mapping[str, Any], source: str) -> Description:
     inner = {key: value for key, value in text.raw.items() if key not in _MODEL_LEVEL_KEYS or siblings.get(key) is None}
     # For some models, transformers 4 wrote that the embeddings are tied in only one of the two objects.
     tied = {_TIED: True} if True in (siblings.get(_TIED), inner.get(_TIED)) else {}
+    if family.ties_at_top and siblings.get(_TIED) is not None:
+        tied = {_TIED: siblings[_TIED]}
     return Description(family, JsonObject(inner | tied, source, text.prefix, siblings))
 
 

@@ -55,6 +55,7 @@ _TEXT: Final = Family(
     architecture="Qwen3VLTextModel",
     model_type="qwen3_vl_text",
     layer=Layer,
+    ties_at_top=True,
     max_positions=128000,
     head_dim=128,
     kv_heads=32,

@@ -69,6 +69,7 @@ _TEXT: Final = Family(
     architecture="Qwen3VLMoeTextModel",
     model_type="qwen3_vl_moe_text",
     layer=Layer,
+    ties_at_top=True,
     max_positions=128000,
     kv_heads=16,
     intermediate_size=("intermediate_size", 5632),
