@@ -1,5 +1,6 @@
 """Shapes of popular models to fill with random weights, so that benchmarks need no download."""
 
+from collections.abc import Mapping
 from typing import Any, Final
 
 import jax.numpy as jnp
@@ -98,6 +99,76 @@ _PHI_4 = {
     "rms_norm_eps": 1e-5,
     "sliding_window": None,
     "torch_dtype": "bfloat16",
+}
+_KIMI_K25: Final = {
+    "architectures": ["KimiK25ForConditionalGeneration"],
+    "model_type": "kimi_k25",
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 50000.0,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 64.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+    },
+    "max_position_embeddings": 262144,
+    "vocab_size": 163840,
+    "torch_dtype": "bfloat16",
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 384,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "routed_scaling_factor": 2.827,
+    "tie_word_embeddings": False,
+    "media_placeholder_token_id": 163605,
+    "vision_config": {
+        "vt_hidden_size": 1152,
+        "vt_num_attention_heads": 16,
+        "vt_num_hidden_layers": 27,
+        "vt_intermediate_size": 4304,
+        "patch_size": 14,
+        "init_pos_emb_height": 64,
+        "init_pos_emb_width": 64,
+        "init_pos_emb_time": 4,
+        "mm_hidden_size": 1152,
+        "text_hidden_size": 7168,
+    },
+}
+_GEMMA4 = {
+    "architectures": ["Gemma4ForCausalLM"],
+    "model_type": "gemma4_text",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+    "final_logit_softcapping": 30.0,
+    "vocab_size": 262144,
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "tie_word_embeddings": True,
+    "dtype": "bfloat16",
 }
 MODELS: Final[dict[str, dict[str, Any]]] = {
     "Qwen3-0.6B": {
@@ -255,6 +326,39 @@ MODELS: Final[dict[str, dict[str, Any]]] = {
         "routed_scaling_factor": 2.5,
         "tie_word_embeddings": False,
     },
+    "Kimi-K2.5": _KIMI_K25,
+    "gemma-4-E2B": {
+        **_GEMMA4,
+        "hidden_size": 1536,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 35,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 1,
+        "layer_types": [*["sliding_attention"] * 4, "full_attention"] * 7,
+        "sliding_window": 512,
+        "num_kv_shared_layers": 20,
+        "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 256,
+        "vocab_size_per_layer_input": 262144,
+        "max_position_embeddings": 131072,
+    },
+    "gemma-4-26B-A4B": {
+        **_GEMMA4,
+        "hidden_size": 2816,
+        "intermediate_size": 2112,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "num_global_key_value_heads": 2,
+        "attention_k_eq_v": True,
+        "sliding_window": 1024,
+        "enable_moe_block": True,
+        "num_experts": 128,
+        "top_k_experts": 8,
+        "moe_intermediate_size": 704,
+        "hidden_size_per_layer_input": 0,
+        "max_position_embeddings": 262144,
+    },
     "Llama-3.1-8B": {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -401,8 +505,19 @@ MODELS: Final[dict[str, dict[str, Any]]] = {
 
 def config(name: str, layers: int | None = None) -> DecoderConfig:
     """Returns the configuration of a preset; arguments as in `decoder`."""
-    raw = {**MODELS[name], **({} if layers is None else {"num_hidden_layers": layers})}
+    raw = MODELS[name] if layers is None else _cut(MODELS[name], layers)
     return DecoderConfig.from_hugging_face(raw, name)
+
+
+def _cut(raw: Mapping[str, Any], layers: int) -> dict[str, Any]:
+    """Returns a configuration with fewer layers; of layers without keys, those after the first of each type remain."""
+    changed: dict[str, Any] = {"num_hidden_layers": layers}
+    if "layer_types" in raw:
+        changed["layer_types"] = raw["layer_types"][:layers]
+    if "num_kv_shared_layers" in raw:
+        with_keys = 1 + raw["layer_types"].index("full_attention")
+        changed["num_kv_shared_layers"] = min(raw["num_kv_shared_layers"], max(0, layers - with_keys))
+    return {**raw, **changed}
 
 
 def decoder(name: str, layers: int | None = None, mesh: Mesh | None = None) -> Decoder:

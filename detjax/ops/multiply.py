@@ -35,7 +35,7 @@ def multiply(x: Float[Array, "*B"], y: Float[Array, "..."]) -> Float[Array, "*B"
     check_not_empty("multiply", x=x)
     if y.shape == x.shape:
         return _MULTIPLY.call(_multiply, x, y)
-    check_shape("multiply", "y", y, (1,), f"or x's shape, which is {x.shape}")
+    check_shape("multiply", "y", y, (1,), f"or x's shape, {x.shape}")
     return _MULTIPLY.call(_multiply_by_number, x, jax.lax.stop_gradient(y))
 
 

@@ -241,6 +241,13 @@ ROW_OPS = (
     RowOp("add", lambda r, _: ops.add(r["x"], r["x"][..., ::-1]), _rows_alone),
     RowOp("add masked", lambda r, _: ops.add(r["x"], r["x"][..., ::-1], mask=r["x"][..., 0] > 0), _rows_alone),
     RowOp("scale", lambda r, _: ops.scale(r["x"], 0.3), _rows_alone),
+    RowOp("multiply", lambda r, _: ops.multiply(r["x"], r["x"][..., ::-1]), _rows_alone),
+    RowOp(
+        "multiply by a number",
+        lambda r, _: ops.multiply(r["x"], jnp.full(1, 0.3)),
+        _rows_alone,
+        dtypes=("bfloat16", "float32"),
+    ),
     RowOp("embed", lambda r, s: ops.embed(r["tokens"], s["table"]), _tokens),
     RowOp("sample", lambda r, _: _sample(r, filtered=True), _requests),
     RowOp("sample unfiltered", lambda r, _: _sample(r, filtered=False), _requests, dtypes=("float32",)),

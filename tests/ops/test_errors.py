@@ -116,6 +116,8 @@ CASES: list[tuple[Callable[[], Any], type[Exception], str]] = [
         "add: mask has shape (3,); accepted: (4,), x's shape without its last axis",
     ),
     (lambda: unchecked(ops.add)(X, X, mask=ROWS), TypeError, "add: mask has dtype int32; accepted: bool"),
+    (lambda: ops.multiply(X, X[:2]), ValueError, "multiply: y has shape (2, 8); accepted: (1,), or x's shape"),
+    (lambda: ops.multiply(X, FLOAT8), TypeError, "multiply: y has dtype float8_e4m3fn"),
     (lambda: ops.scale(X, float("inf")), ValueError, "scale: factor is inf; accepted: finite numbers"),
     (lambda: ops.scale(FLOAT8, 2.0), TypeError, "scale: x has dtype float8_e4m3fn"),
     (

@@ -177,6 +177,8 @@ KINDS = (
     _rope("yarn", {"rope_type": "yarn", "factor": 4.0, "original": 4096}),
     _embed(),
     Case("add", ops.add, lambda x, y: x + y, {"x": (3, 5, 37), "y": (3, 5, 37)}),
+    Case("multiply", ops.multiply, lambda x, y: x * y, {"x": (3, 5, 37), "y": (3, 5, 37)}),
+    Case("multiply by a number", lambda x: ops.multiply(x, jnp.full(1, 6.5)), lambda x: x * 6.5, {"x": (3, 5, 37)}),
     Case(
         "add masked",
         lambda x, y: ops.add(x, y, mask=jnp.asarray(SOME)),

@@ -1,6 +1,6 @@
 """Attention on Hopper GPUs: one contract, served by kernels for decode, prefill and latents, and their gradients.
 
-Gradients through key columns come from the portable backend's program.
+Gradients through key columns, and heads of more than 256 columns, come from the portable backend's program.
 """
 
 import dataclasses
@@ -28,7 +28,9 @@ from detjax.portable import attention as portable_attention
 from detjax.runtime import backends
 
 WIDTHS: Final = (*range(16, 129, 16), 192, 256)
-"""Columns of keys and of values."""
+"""Columns of keys and of values in kernels."""
+WIDER: Final = range(320, 513, 64)
+"""Columns of keys and of values that no kernel holds: calls with either go to the portable backend's program."""
 
 
 def forward(
@@ -36,13 +38,15 @@ def forward(
 ) -> tuple[Array, Array | None]:
     """Returns the output `[B, T, H, V]` and, if asked for, the log2 of rows' normalizers.
 
-    The normalizers are float32 `[H, N]` in `_packed`'s order, or `[B, T, H]` where values are key columns.
+    The normalizers are float32 `[H, N]` in `_packed`'s order, or `[B, T, H]` where values are key columns or wider.
     See `ops.attention` for the mask, `[B or 1, H or 1, T, s]`; only prefill takes one.
 
     Raises:
         NotImplementedError: no kernel serves the dtype or the sizes.
     """
     q, kv, queries, sinks, mask = operands
+    if _is_wider(q, kv):
+        return portable_attention.forward(operands, masking=masking, with_normalizers=with_normalizers)
     if kv.values_are_keys:
         _check_latents(operands, masking)
         return latent.forward(q, kv, queries, masking=masking, with_normalizers=with_normalizers)
@@ -76,7 +80,7 @@ def backward(
             gradient alone is returned, rounded.
         masking: see `forward`.
     """
-    if operands.kv.values_are_keys:
+    if operands.kv.values_are_keys or _is_wider(operands.q, operands.kv):
         return portable_attention.backward(operands, output, do, sinks_sum, masking=masking)
     (q, _, _, sinks, _), (o, log2_normalizers) = operands, output
     o, do = _packed(o), _packed(do)
@@ -112,6 +116,8 @@ def ragged(operands: AttentionOperands, *, masking: Masking) -> Array:
         NotImplementedError: no kernel serves the dtype or the sizes.
     """
     q, kv, queries, _, _ = operands
+    if _is_wider(q, kv):
+        return portable_attention.ragged(operands, masking=masking)
     if kv.values_are_keys:
         _check_latents(operands, masking)
         return latent.ragged(q, kv, queries, masking=masking, with_normalizers=False)[0]
@@ -121,8 +127,8 @@ def ragged(operands: AttentionOperands, *, masking: Masking) -> Array:
 def ragged_with_normalizers(operands: AttentionOperands, *, masking: Masking) -> tuple[Array, Array]:
     """Returns the output of packed queries, and the log2 of each row's normalizer; see `forward`.
 
-    The normalizers are `[H, N]`, or `[N, H]` where values are key columns. The output is 0 in padding rows: gradients
-    of weights sum over all rows, and uninitialized memory may be NaN.
+    The normalizers are `[H, N]`, or `[N, H]` where values are key columns or wider. The output is 0 in padding rows:
+    gradients of weights sum over all rows, and uninitialized memory may be NaN.
 
     Raises:
         NotImplementedError: no kernel serves the dtype or the sizes.
@@ -131,6 +137,8 @@ def ragged_with_normalizers(operands: AttentionOperands, *, masking: Masking) ->
     if kv.values_are_keys:
         _check_latents(operands, masking)
         o, normalizers = latent.ragged(q, kv, queries, masking=masking)
+    elif _is_wider(q, kv):
+        o, normalizers = portable_attention.ragged_with_normalizers(operands, masking=masking)
     else:
         o, normalizers = _ragged(operands, masking)
     assert queries.first_row is not None and queries.count is not None
@@ -169,7 +177,7 @@ def ragged_backward(
         sinks_sum: see `backward`.
         masking: see `forward`.
     """
-    if operands.kv.values_are_keys:
+    if operands.kv.values_are_keys or _is_wider(operands.q, operands.kv):
         return portable_attention.ragged_backward(operands, output, do, sinks_sum, masking=masking)
     residuals, sinks = Residuals(*operands, *output), operands.sinks
     dq, dk, dv, dsinks = hopper_backward.backward(residuals, do, sinks_sum, masking=masking)
@@ -199,13 +207,19 @@ def _dequantized(
     return KVPages(k, v), dataclasses.replace(queries, page_table=table)
 
 
+def _is_wider(q: Array, kv: KVPages) -> bool:
+    """Returns whether keys or values have more columns than a kernel holds, and no more than the widest heads."""
+    sizes = q.shape[-1], kv.value_width
+    return not kv.values_are_keys and max(sizes) in WIDER and all(size in (*WIDTHS, *WIDER) for size in sizes)
+
+
 def _check(q: Array, kv: KVPages) -> None:
     sizes = {"q": q.shape[-1], "v_pages": kv.value_width}
     if str(q.dtype) not in DTYPES:
         given, accepted = _dtype(q)
     elif not all(size in WIDTHS for size in sizes.values()):
         given = " and ".join(f"{name} has {size} columns" for name, size in sizes.items())
-        accepted = f"{', '.join(map(str, WIDTHS))}. Pad them with zeros"
+        accepted = f"{', '.join(map(str, (*WIDTHS, *WIDER)))}. Pad them with zeros"
     elif max(sizes.values()) > 128 and any(size % 64 for size in sizes.values()):
         given = " and ".join(f"{name} has {size} columns" for name, size in sizes.items())
         accepted = "multiples of 64 where either is above 128. Pad them with zeros"
