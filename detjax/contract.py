@@ -40,6 +40,14 @@ Single elements
 `add` is `rn(x + y)`, and `scale` is `rn(x * c)` with the constant `c` first rounded to x's dtype. A model with norms
 between a projection and the residual stream adds by `add`, and by `rms_norm` with a residual.
 
+Pooling
+-------
+
+The mean of a prompt's hidden states is `rn(s * rn(1 / n))`, with `s` their float32 sum, tokens added in ascending order
+from zero, each step rounded, and `rn(1 / n)` computed by the host. An embedding is `l2_norm`, in float32, of its first
+columns with zeros in place of the others. Logits of classes are float32 sums that are not rounded; the logit of two
+tokens is the difference of theirs. Scores are `softmax` or `sigmoid` of logits.
+
 Attention
 ---------
 

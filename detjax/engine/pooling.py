@@ -87,7 +87,7 @@ def needs_all_rows(pooling: Pooling, options: PoolingOptions) -> bool:
 
 
 def pooled_rows(wanted: "list[Pooling | None]", count: int) -> PooledRows:
-    """Returns the options of `count` results on the host, given those of the first ones."""
+    """Returns the options of `count` results on the host, given the options of the first ones."""
     is_scored, dimensions = np.zeros(count, bool), np.zeros(count, np.int32)
     for row, pooling in enumerate(wanted):
         if pooling is not None:

@@ -156,11 +156,11 @@ class StepPrograms:
         batches = sorted(self.batches, key=lambda batch: -len(batch.token))
         by_size = {batch.shape.sampled: batch for batch in batches}
         pools = self.pooling is not None
-        of_chunks, of_rows = (self._pools, self._pools_rows) if pools else (self._sampling, self._scoring)
+        sampling, scoring = (self._pools, self._pools_rows) if pools else (self._sampling, self._scoring)
         programs = [
             *(self._layers(batch) for batch in batches),
-            *(program for batch in by_size.values() for program in of_chunks(batch)),
-            *(program for batch in batches if batch.shape.rows for program in of_rows(batch)),
+            *(program for batch in by_size.values() for program in sampling(batch)),
+            *(program for batch in batches if batch.shape.rows for program in scoring(batch)),
             *(
                 decode_run(batch.as_empty_run(), self.state, self.slots.last, variant)
                 for batch in batches

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import detjax
-from detjax import models
+from detjax import audit, models
 from detjax.engine import (
     BatchShapes,
     Engine,
@@ -238,6 +238,15 @@ def main() -> None:
             for given, wanted in zip(results(engine, prompts, task), expected, strict=True):
                 assert_same_bits(given, wanted)
     print(ALL_HOLD)
+
+
+@pytest.mark.parametrize(("method", "name"), [("mean", "embedding"), ("last", "process-reward")])
+def test_no_program_leaves_a_number_to_the_compiler(method: str, name: str) -> None:
+    model = pooling_by(method)[0] if name == "embedding" else loaded(name)[0]
+    with engine_of(model, token_budget=16, max_samples=1) as engine:
+        programs = engine.programs()
+        assert any(program.purpose.startswith("results of") for program in programs)
+        assert audit.engine_risks(model, programs) == {}
 
 
 # --- texts ------------------------------------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ def test_the_options_are_read() -> None:
 
 
 @pytest.mark.parametrize("name", ["process-reward", "reward"])
-def test_chunks_give_the_logits_of_one_call_among_other_requests(name: str) -> None:
+def test_chunks_give_the_logits_matrix_call_among_other_requests(name: str) -> None:
     decoder, given = model(name), reference(name)["tokens"][:75]
     others = np.random.default_rng(0).integers(0, decoder.config.vocab_size, (2, 75))
     tokens = jnp.asarray(np.stack([others[0], given, others[1]]), jnp.int32)
@@ -97,15 +97,15 @@ def test_rows_are_added_in_the_order_of_their_positions_in_any_chunks() -> None:
         for count in (9, 5)
     ]
     expected = np.zeros((2, 7), np.float32)
-    for number, of_one in enumerate(rows):
-        for row in of_one:
+    for number, matrix in enumerate(rows):
+        for row in matrix:
             expected[number] = expected[number] + row
     carried = {}
     for sizes in ((9, 5), (4, 2), (1, 1)):
         total = jnp.full((3, 7), 7.0)  # what earlier sequences left there
         begin = [0, 0]
         while any(begin[one] < len(rows[one]) for one in (0, 1)):
-            chunk = [of_one[start : start + size] for of_one, start, size in zip(rows, begin, sizes, strict=True)]
+            chunk = [matrix[start : start + size] for matrix, start, size in zip(rows, begin, sizes, strict=True)]
             padded = np.concatenate([np.pad(part, ((0, 9 - len(part)), (0, 0)), constant_values=3) for part in chunk])
             counts = [len(part) for part in chunk]
             slots = [slot if count else 3 for slot, count in zip((2, 0), counts, strict=True)]
@@ -114,7 +114,7 @@ def test_rows_are_added_in_the_order_of_their_positions_in_any_chunks() -> None:
             begin = [start + count for start, count in zip(begin, counts, strict=True)]
         carried[sizes] = np.asarray(total)[[2, 0]]
         assert_same_bits(carried[sizes], expected)
-    assert not same_bits(np.stack([of_one[::-1].cumsum(axis=0)[-1] for of_one in rows]), expected)
+    assert not same_bits(np.stack([matrix[::-1].cumsum(axis=0)[-1] for matrix in rows]), expected)
 
 
 def test_an_embedding_is_cut_and_then_normalized() -> None:
@@ -133,7 +133,7 @@ def test_scores_are_functions_of_logits() -> None:
         np.testing.assert_allclose(given, [expected, [0, 2]], rtol=1e-6)
 
 
-def test_every_number_of_devices_gives_the_bits_of_one() -> None:
+def test_every_number_of_devices_gives_the_bits_matrix() -> None:
     run_on_devices(__name__, devices=2)
 
 

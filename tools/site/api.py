@@ -18,6 +18,7 @@ MODULES: Final = {
         "detjax.rl.trainer.trainer",
         "detjax.rl.trainer.step",
         "detjax.rl.rollouts",
+        "detjax.rl.rewards",
         "detjax.rl.trainer.losses",
         "detjax.rl.policy_gradients.advantages",
         "detjax.rl.trainer.microbatches",

@@ -27,7 +27,7 @@ _ACTIVATIONS: Final[Mapping[str, Score]] = {
 
 
 def generative_architectures(name: str) -> tuple[str, ...]:
-    """Returns the architectures that a pooling architecture may share its layers with; empty: it is none."""
+    """Returns the architectures that a pooling architecture may share its layers with; empty: it is not one."""
     suffixes = (r"For\w*RewardModel",) if name in _REWARDS else (_CLASSIFIES, _BARE)
     base = next((name[: match.start()] for suffix in suffixes if (match := re.search(f"{suffix}$", name))), None)
     # Some families have a multimodal model whose name lacks "Text".
@@ -130,7 +130,7 @@ def read_dimensions(file: JsonObject) -> tuple[int, ...] | None:
 
 
 def write_pooling(options: PoolingOptions) -> dict[str, Any]:
-    """Returns the keys of `config.json` that say these options, except for those of Sentence Transformers."""
+    """Returns the keys of `config.json` that say these options, except for the keys of Sentence Transformers."""
     raw: dict[str, Any] = {"architectures": [options.architecture]}
     if options.gives_embeddings:
         if options.dimensions is not None:

@@ -1,6 +1,6 @@
 """Pooling: what a pooling model makes of a prompt's hidden states, and the head that scores them.
 
-A chunk of a prompt adds its rows to those of the chunks before it, in ascending order of their positions, so the sum
+A chunk of a prompt adds its rows to the sum of the chunks before it, in ascending order of their positions, so the sum
 does not depend on the division into chunks.
 """
 
@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, DTypeLike, Float, Float32, Int32
 from detjax import ops
 from detjax.contract import ACCUMULATOR
 from detjax.models.parts.parameters import Tensors, optional, random_weight, zero_bias
+from detjax.operands.numerics import unique_scatter_indices
 from detjax.operands.sampling_arrays import Arrays
 from detjax.ops.elements import map_elements
 
@@ -134,19 +135,20 @@ def carried_on(
     Rows are added in float32, in the order of their positions.
     """
     first, count, start, slot = map(jnp.asarray, chunks)
+    slot = unique_scatter_indices(slot < len(carried), slot, len(carried))
     last_row = hidden.shape[0] - 1
     total = jnp.where(start[:, None] == 0, 0.0, carried.at[slot].get(mode="fill", fill_value=0.0))
     if method == "cls":
         rows = hidden[jnp.minimum(first, last_row)].astype(ACCUMULATOR)
         total = jnp.where((start == 0)[:, None], rows, total)
-        return carried.at[slot].set(total, mode="drop")
+        return carried.at[slot].set(total, mode="drop", unique_indices=True)
 
     def with_row(number: Array, total: Array) -> Array:
         rows = hidden[jnp.minimum(first + number, last_row)].astype(ACCUMULATOR)
         return jnp.where((number < count)[:, None], ops.add(total, rows), total)
 
     total = lax.fori_loop(jnp.int32(0), jnp.max(count), with_row, total)
-    return carried.at[slot].set(total, mode="drop")
+    return carried.at[slot].set(total, mode="drop", unique_indices=True)
 
 
 def embeddings(rows: Float[Array, "R D"], wanted: PooledRows) -> Float32[Array, "R D"]:

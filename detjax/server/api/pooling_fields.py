@@ -96,8 +96,8 @@ class _InputFields(_PoolingFields):
                 "continue_final_message and add_generation_prompt are true; accepted: one of them",
                 "continue_final_message",
             )
-        of_chats = ("chat_template_kwargs", "add_generation_prompt", "continue_final_message")
-        if self.messages is None and (name := next((name for name in of_chats if getattr(self, name)), None)):
+        for_chats = ("chat_template_kwargs", "add_generation_prompt", "continue_final_message")
+        if self.messages is None and (name := next((name for name in for_chats if getattr(self, name)), None)):
             raise FieldError(f"input is given with {name}; accepted: {name} with messages", name)
         return self
 

@@ -54,6 +54,7 @@ class Arguments(BaseModel):
         name: the model's name for clients. Default: the directory's name.
         dtype: the dtype of the weights; see `detjax.models.load`.
         tensor_parallel: devices of each replica that the model is sharded over; see `detjax.models.mesh_of`.
+        overrides: keys of `config.json` with the values to read instead; see `detjax.models.load`.
         engine: fields of `EngineConfig`.
         settings: additional fields of `detjax.server.Settings`.
         cache: directory of compiled programs, which makes replicas start faster; see `Engine.warm_up`.
@@ -67,6 +68,7 @@ class Arguments(BaseModel):
     name: str | None = None
     dtype: str | None = None
     tensor_parallel: int = Field(default=1, ge=1)
+    overrides: dict[str, Any] = Field(default_factory=dict)
     engine: dict[str, Any] = Field(default_factory=dict)
     settings: dict[str, Any] = Field(default_factory=dict)
     cache: Path | None = None
@@ -76,7 +78,12 @@ class Arguments(BaseModel):
         """Returns the options of each replica."""
         config = EngineConfig(**self.engine)
         return ReplicaOptions(
-            self.model, dtype=self.dtype, tensor_parallel=self.tensor_parallel, config=config, cache=self.cache
+            self.model,
+            dtype=self.dtype,
+            tensor_parallel=self.tensor_parallel,
+            overrides=self.overrides,
+            config=config,
+            cache=self.cache,
         )
 
     def server_settings(self) -> Settings:
