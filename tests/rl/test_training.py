@@ -47,6 +47,7 @@ QUICK = [
     ("qwen2", "float32", "rows of 2, padded by 16"),
     ("deepseek-v3", "float32", "packed in 256, rematerialized"),
     ("gemma3", "bfloat16", "packed in 64"),
+    ("granite", "bfloat16", "packed in 64"),
 ]
 NIGHTLY = [
     ("qwen2", "bfloat16", "packed in 64"),

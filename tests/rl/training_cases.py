@@ -12,6 +12,7 @@ from flax import nnx
 
 from detjax.bench import presets
 from detjax.models import Decoder, DecoderConfig
+from detjax.models.configuration.config import Multipliers
 from detjax.models.network import Network, Weights, split
 from detjax.models.parts.grouped_experts import GroupedExpertsOptions
 from detjax.models.parts.latent_attention import LatentOptions
@@ -46,6 +47,11 @@ CONFIGS = {
         window_rope=RotaryEmbedding(16, 100.0),
         query_pre_attn_scalar=20,
         logit_soft_cap=2.0,
+    ),
+    "granite": _config(
+        architecture="GraniteForCausalLM",
+        qk_norm=False,
+        multipliers=Multipliers(embedding=1.7, scores=0.3, residual=0.6, logits_divisor=1.3),
     ),
     "deepseek-v3": _config(
         architecture="DeepseekV3ForCausalLM",

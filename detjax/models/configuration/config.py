@@ -109,7 +109,7 @@ class DecoderConfig:
         video_text: the text that stands for a whole video in conversations, before its clips and their times take its
             place; None: tokens stand for videos.
         pooling: the results of a model that pools; None: the model generates.
-        rotated: for each layer, whether its heads are rotated; None: those of all layers are.
+        rotated: for each layer, whether its heads are rotated; None: in all layers they are.
         multipliers: constant factors in the decoder; None: it has none.
         shared_keys: the heads of layers without a window, and the layers without keys; None: all layers have keys, and
             the same number and width of heads.

@@ -81,8 +81,8 @@ def read_experts(
 ) -> GroupedExpertsOptions | None:
     """Returns the shape of experts in groups; None if no layer has experts.
 
-    By default there are `experts` of them, and the first `dense` layers have none; `defaults` has those of other
-    options.
+    By default there are `experts` of them, and the first `dense` layers have none. `defaults` has the
+    defaults of other options.
 
     Raises:
         CheckpointError: a value is out of range.

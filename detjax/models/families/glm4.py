@@ -29,7 +29,8 @@ def _mlp_options(config: DecoderConfig) -> MLPOptions:
 class Layer(gemma2.Layer):
     """Grouped-query attention and a gated MLP, each between two RMS norms and then added to the residual stream."""
 
-    CHECKPOINT_NAMES = gemma2.Layer.CHECKPOINT_NAMES | {
+    CHECKPOINT_NAMES = {  # noqa: RUF012
+        **gemma2.Layer.CHECKPOINT_NAMES,
         "attention_output_norm": "post_self_attn_layernorm",
         "mlp_norm": "post_attention_layernorm",
         "mlp_output_norm": "post_mlp_layernorm",

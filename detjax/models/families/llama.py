@@ -28,7 +28,7 @@ class Layer(nnx.Module):
         "mlp": "mlp",
     }
     FUSED: ClassVar[bool] = False
-    """Whether checkpoints have queries, keys and values as one tensor, and gate and up as another."""
+    """True if checkpoints have queries, keys and values as one tensor, and gate and up as another."""
 
     def __init__(self, config: DecoderConfig, index: int, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
         width, eps = config.hidden_size, config.norm_eps

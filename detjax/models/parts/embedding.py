@@ -1,5 +1,7 @@
 """The table of token embeddings, and the head that computes logits."""
 
+from typing import Any
+
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, DTypeLike, Float, Float32, Int
@@ -80,7 +82,7 @@ class Embedding(nnx.Module):
         return logits if self.logit_factor is None else ops.scale(logits, self.logit_factor)
 
     @property
-    def logit_options(self) -> dict[str, float | None]:
+    def logit_options(self) -> dict[str, Any]:
         """The options of `ops.token_logprobs` for this head's logits."""
         return {"soft_cap": self.soft_cap, "logit_factor": self.logit_factor}
 
