@@ -29,6 +29,8 @@ ARCHITECTURES = {
 QUICK_MODELS = (
     "deepseek-v3",
     "gemma3",
+    "gemma4",
+    "gemma4-moe",
     "glm4-moe",
     "gpt-oss",
     "granite",

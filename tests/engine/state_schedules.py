@@ -52,6 +52,7 @@ class Kind:
 KINDS: Final[Mapping[str, Kind]] = {
     "slots": Kind("qwen3-next", layers=(1, 2)),
     "windows": Kind("gemma3"),
+    "other layers' pages": Kind("gemma4"),
     "latents": Kind("deepseek-v3"),
     "pages": Kind("qwen3"),
     "sinks": Kind("gpt-oss"),

@@ -52,6 +52,8 @@ LARGE = (
     *(Case("deepseek-v3", 0, 2, "bfloat16", num_pages) for num_pages in (None, 3)),
     *(Case("qwen3-next", 0, 4, "bfloat16", num_pages) for num_pages in (None, 3)),
     *(Case(name, 0, 3, "float32", num_pages) for name in ("gemma2", "gemma3") for num_pages in (None, 3)),
+    *(Case("gemma4", 0, 5, "bfloat16", num_pages) for num_pages in (None, 3)),
+    Case("gemma4-moe", 0, 3, "float32"),
     *(Case(name, 0, 2, "bfloat16", 3) for name in ("glm4", "glm4-moe", "granite", "phi3")),
     Case("smollm3", 0, 3, "bfloat16", 3),
     Case("gpt-oss", 0, 2, "bfloat16"),

@@ -24,7 +24,16 @@ from tests.support.bits import assert_same_bits
 from tests.support.simulated_devices import ALL_HOLD, run_on_devices
 
 FIXTURES: Final = Path(__file__).parents[1] / "fixtures"
-FAMILIES: Final = ("olmoe", "qwen3-moe", "gpt-oss", "glm4-moe", "deepseek-v3", "qwen3-next", "qwen3-vl-moe")
+FAMILIES: Final = (
+    "olmoe",
+    "qwen3-moe",
+    "gemma4-moe",
+    "gpt-oss",
+    "glm4-moe",
+    "deepseek-v3",
+    "qwen3-next",
+    "qwen3-vl-moe",
+)
 MESHES: Final = ((1, 2), (2, 2), (1, 8), (4, 2))
 """The devices of each along "tensor" and "expert"."""
 

@@ -19,8 +19,11 @@ SIZES: dict[str, Any] = {
 }
 OF_FAMILY: dict[str, dict[str, Any]] = {
     "DeepseekV3": {"num_attention_heads": 128, "first_k_dense_replace": 1},
+    "KimiK25+": {"num_attention_heads": 128, "first_k_dense_replace": 1},
     "Gemma2": {"num_attention_heads": 16},
     "Gemma3": {"num_attention_heads": 16},
+    "Gemma4": {"num_attention_heads": 16},
+    "Gemma4+": {"num_attention_heads": 16, "vision_config": {}},
     "Glm4Moe": {"num_attention_heads": 8},
     "Qwen2_5_VL": {"hidden_size": 3584, "num_attention_heads": 56},
     "Qwen3_5+": {"hidden_size": 3584, "vision_config": {"depth": 2}},
@@ -57,8 +60,11 @@ def leaves(value: Any, path: str = "") -> dict[str, Any]:
 FAMILIES = (
     # max_positions, norm_eps, head_dim, kv_heads, theta, (bos, eos), tied, activation
     ("DeepseekV3", 4096, 1e-6, 64, 128, 1e4, (0, (1,)), False, "silu"),
+    ("KimiK25+", 4096, 1e-6, 64, 128, 1e4, (0, (1,)), False, "silu"),
     ("Gemma2", 8192, 1e-6, 256, 4, 1e4, (2, (1,)), True, "gelu_tanh"),
     ("Gemma3", 131072, 1e-6, 256, 4, 1e6, (2, (1,)), True, "gelu_tanh"),
+    ("Gemma4", 131072, 1e-6, 256, 4, 1e6, (2, (1,)), True, "gelu_tanh"),
+    ("Gemma4+", 131072, 1e-6, 256, 4, 1e6, (2, (1,)), True, "gelu_tanh"),
     ("Glm4", 131072, 1.5625e-7, 128, 2, 1e4, (None, (151329, 151336, 151338)), False, "silu"),
     ("Glm4Moe", 131072, 1e-5, 8, 8, 1e4, (None, ()), False, "silu"),
     ("GptOss", 131072, 1e-5, 64, 8, 1.5e5, (None, ()), False, "silu"),
@@ -118,7 +124,7 @@ def test_keys_that_are_left_out_have_the_values_of_the_family(
     assert (config.qkv_bias, config.output_bias) == (
         has_biases or family == "Glm4" or family.startswith("Qwen2"), has_biases,
     )  # fmt: skip
-    assert config.qk_norm == (family == "Gemma3" or family.startswith("Qwen3"))
+    assert config.qk_norm == family.startswith(("Gemma3", "Gemma4", "Qwen3"))
     assert config.wide_qk_norm == (family == "Olmoe")
     defaults = GenerationDefaults.from_hugging_face({}, "generation_config.json", description(raw(family), "config"))
     assert (defaults.bos_token_id, defaults.eos_token_ids) == ends
@@ -143,6 +149,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
 WITH_TIMES = ("Qwen3_5+", "Qwen3_5Moe+", "Qwen3VL+", "Qwen3VLMoe+")
 TOWER = ("Qwen2_5_VL", *WITH_TIMES)
 MOE = ("Qwen3Moe", "Qwen3Next", "Qwen3VLMoe+")
+GEMMA4 = ("Gemma4", "Gemma4+")
 LINEAR = ("Qwen3Next", "Qwen3_5", "Qwen3_5Moe", "Qwen3_5+")
 ALONE: list[tuple[str | tuple[str, ...], dict[str, Any], dict[str, Any]]] = [
     # Keys of every family
@@ -313,7 +320,38 @@ ALONE: list[tuple[str | tuple[str, ...], dict[str, Any], dict[str, Any]]] = [
     (("Gemma2", "Gemma3"), {"query_pre_attn_scalar": 9}, {"query_pre_attn_scalar": 9}),
     ("Gemma2", {"attn_logit_softcapping": 9.0}, {"attention_soft_cap": 9.0}),
     ("Gemma2", {"final_logit_softcapping": 9.0}, {"logit_soft_cap": 9.0}),
-    (("Gemma2", "Gemma3"), {"hidden_activation": "silu"}, {"activation": "silu"}),
+    (("Gemma2", "Gemma3", *GEMMA4), {"hidden_activation": "silu"}, {"activation": "silu"}),
+    (GEMMA4, {"attention_bias": True}, {"qkv_bias": True, "output_bias": True}),
+    (GEMMA4, {"final_logit_softcapping": 9.0}, {"logit_soft_cap": 9.0}),
+    (GEMMA4, {"sliding_window": 9}, {"windows": (9, 9, None)}),
+    (GEMMA4, {"layer_types": ["full_attention", *["sliding_attention"] * 2]}, {"windows": (None, 512, None)}),
+    (GEMMA4, {"head_dim": 10}, {"head_dim": 10, "window_rope.head_dim": 10}),
+    (
+        GEMMA4,
+        {"global_head_dim": 16},
+        {"shared_keys.full_head_dim": 16, "rope.head_dim": 16, "rope.rotary_dim": 4},
+    ),
+    (GEMMA4, {"num_global_key_value_heads": 2}, {}),
+    (
+        GEMMA4,
+        {"attention_k_eq_v": True, "num_global_key_value_heads": 2},
+        {"shared_keys.values_from_keys": True, "shared_keys.full_kv_heads": 2},
+    ),
+    (GEMMA4, {"num_key_value_heads": 8}, {"kv_heads": 8, "shared_keys.full_kv_heads": 8}),
+    (
+        GEMMA4,
+        {"per_layer_config": {"2": {"num_key_value_heads": 2, "head_dim": 512}}},
+        {"shared_keys.full_kv_heads": 2},
+    ),
+    (
+        GEMMA4,
+        {"num_kv_shared_layers": 1, "layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+        {"shared_keys.readers": 1, "windows": (None, 512, None)},
+    ),
+    (GEMMA4, {"use_double_wide_mlp": True}, {"shared_keys.wide_mlp": True}),
+    (GEMMA4, {"hidden_size_per_layer_input": 8}, {"per_layer.width": 8}),
+    (GEMMA4, {"vocab_size_per_layer_input": 105}, {"per_layer.vocab_size": 105}),
+    (GEMMA4, {"num_experts": 8}, {}),
     (("Gemma2", "Gemma3"), {"hidden_act": "silu"}, {}),
     ("Gemma3", {"rope_theta": 7.0}, {"rope.theta": 7.0}),
     ("Gemma3", {"rope_local_base_freq": 7.0}, {"window_rope.theta": 7.0}),
@@ -347,7 +385,17 @@ ALONE: list[tuple[str | tuple[str, ...], dict[str, Any], dict[str, Any]]] = [
     (LINEAR, {"linear_conv_kernel_dim": 3}, {"delta.taps": 3}),
     (LINEAR, {"full_attention_interval": 2}, {"delta.layers": (True, False, True)}),
     (("Qwen3Next", "Qwen3_5"), {"partial_rotary_factor": 0.5}, {"rope.rotary_dim": 128}),
+    (
+        "KimiK25+",
+        {"qk_rope_head_dim": 10, "kv_lora_rank": 9},
+        {"head_dim": 10, "rope.head_dim": 10, "latent.kv_rank": 9},
+    ),
     # Images
+    ("KimiK25+", {"media_placeholder_token_id": 0}, {"image_token": 0, "video_token": 0}),
+    ("KimiK25+", {"image_token_id": 0}, {"image_token": 0, "video_token": 0}),
+    ("KimiK25+", {"video_placeholder": "<video>"}, {"video_text": "<video>"}),
+    ("KimiK25+", {"video_token_id": 0}, {}),
+    ("KimiK25+", {"projection_layer_norm_eps": 0.5}, {"vision.projector_eps": 0.5}),
     (TOWER, {"image_token_id": 0}, {"image_token": 0}),
     (TOWER, {"video_token_id": 0}, {"video_token": 0}),
     (WITH_TIMES, {"vision_start_token_id": 0}, {"vision_start_token": 0}),
@@ -372,6 +420,15 @@ VISION: list[tuple[str | tuple[str, ...], dict[str, Any], dict[str, Any]]] = [
     ("Qwen2_5_VL", {"fullatt_block_indexes": [3, 1, 3]}, {"full_blocks": (1, 3)}),
     ("Qwen2_5_VL", {"tokens_per_second": 2}, {"tokens_per_second": 2}),
     ("Qwen3_5+", {"num_position_embeddings": 9}, {"positions": 9}),
+    ("KimiK25+", {"vt_hidden_size": 64}, {"width": 64}),
+    ("KimiK25+", {"num_attention_heads": 8}, {"heads": 8}),
+    ("KimiK25+", {"vt_num_hidden_layers": 2}, {"blocks": 2, "full_blocks": (0, 1)}),
+    ("KimiK25+", {"intermediate_size": 99}, {"inner_width": 99}),
+    ("KimiK25+", {"patch_size": 7}, {"patch_size": 7}),
+    ("KimiK25+", {"init_pos_emb_height": 3, "pos_emb_width": 3}, {"positions": 9}),
+    ("KimiK25+", {"init_pos_emb_time": 9}, {"most_frames": 9}),
+    ("KimiK25+", {"projector_ln_eps": 0.5}, {"projector_eps": 0.5}),
+    ("KimiK25+", {"rope_parameters": {"rope_type": "axial", "rope_theta": 7.0}}, {"theta": 7.0}),
 ]
 
 

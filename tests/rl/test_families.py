@@ -21,7 +21,18 @@ from detjax.rl.trainer.trainer import Trainer
 from tests.support.bits import assert_same_bits, same_bits
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
-NAMES = ("qwen3-moe", "mixtral", "olmoe", "gpt-oss", "glm4-moe", "qwen3-next", "qwen3-5", "qwen3-5-moe")
+NAMES = (
+    "gemma4",
+    "gemma4-moe",
+    "qwen3-moe",
+    "mixtral",
+    "olmoe",
+    "gpt-oss",
+    "glm4-moe",
+    "qwen3-next",
+    "qwen3-5",
+    "qwen3-5-moe",
+)
 SMALL = "one layer of qwen3-5-moe"
 """A recurrent layer with experts."""
 every_family = pytest.mark.parametrize(
