@@ -343,8 +343,7 @@ def _image_rows(step: ScheduledStep, shape: BatchShape) -> ImageRows | None:
     shown = [
         (row - shape.decodes, chunk, images)
         for row, chunk in _rows_of_prefills(step, shape)
-        if (images := chunk.sequence.context.images) is not None
-        and any(start < chunk.start + chunk.count and stop > chunk.start for start, stop, _ in images.spans)
+        if (images := chunk.sequence.context.images) is not None and images.are_among(chunk.start, chunk.count)
     ]
     if not shown:
         return None

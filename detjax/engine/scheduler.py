@@ -239,6 +239,10 @@ class Scheduler:
             self.running.append(sequence)
             self.running.sort(key=_TURN)
 
+    def most_cached_tokens(self, sequence: Sequence) -> int:
+        """Returns the number of tokens of a waiting sequence that it would find in the cache now, at most."""
+        return self.pool.known(sequence.digests()) * KV_BLOCK if self._uses_prefix_cache(sequence) else 0
+
     def _uses_prefix_cache(self, sequence: Sequence) -> bool:
         # Logprobs of a prompt, and a mean, need the hidden states of all its tokens.
         return self.pool.keeps_prefixes and not sequence.reads_all_rows

@@ -33,6 +33,7 @@ from detjax.engine.token_masks import Masks, Matcher, computer_for
 from detjax.models import Decoder
 from detjax.models.parts.pooling import ChunkRows
 from detjax.models.vision.clips import image_options_class
+from detjax.models.vision.prompt_images import PromptImages
 from detjax.operands.options import KVQuantization
 from detjax.operands.sampling_arrays import Arrays
 
@@ -243,13 +244,22 @@ class StepLoop:
 
     def submit(self, sequence: Sequence) -> None:
         """Appends a sequence to the waiting ones."""
-        self.compute_images([sequence])
         self.scheduler.submit(sequence)
 
     def compute_images(self, sequences: Iterable[Sequence]) -> None:
-        """Computes the rows of prompts' images in large batches. `submit` calls this for each sequence without rows."""
-        prompts = {id(images): images for sequence in sequences if (images := sequence.context.images) is not None}
-        missing = [images for images in prompts.values() if not images.rows]
+        """Computes the rows of prompts' images in large batches, except for images whose pages are in the cache.
+
+        Steps compute rows that are still missing when they need them.
+        """
+        self._compute_rows(
+            images
+            for sequence in sequences
+            if (images := sequence.context.images) is not None
+            and images.spans[-1][1] > self.scheduler.most_cached_tokens(sequence)
+        )
+
+    def _compute_rows(self, prompts: Iterable[PromptImages]) -> None:
+        missing = [images for images in {id(images): images for images in prompts}.values() if not images.rows]
         if not missing:
             return
         rows = iter(self._runner.image_rows([patches for images in missing for patches in images.patches]))
@@ -357,6 +367,11 @@ class StepLoop:
         shape = self._shapes.smallest(plan, self._runner.has_layers)
         if needed is not None and (steps := self._runner.steps_of_run(shape, needed)) > 1:
             self.scheduler.extend_to_run(plan, steps)
+        self._compute_rows(
+            images
+            for chunk in plan.prefills
+            if (images := chunk.sequence.context.images) is not None and images.are_among(chunk.start, chunk.count)
+        )
         batch = self._slots.batch(plan, shape, adjusted=needed is not None and needed.adjusted)
         first_rows = batch.queries.first_row
         assert first_rows is not None

@@ -11,6 +11,7 @@ from detjax.engine import Completion, Engine, Request, SamplingParams
 from detjax.engine.model_runner import ModelRunner
 from detjax.engine.page_pool import digests
 from detjax.engine.sampling_variant import SamplingVariant
+from detjax.engine.scheduler import Scheduler
 from detjax.models import Decoder, Video, load
 from detjax.models.vision.images import ImagePatches
 from detjax.models.vision.prompt_images import ImageReader, PromptImages, with_image_tokens
@@ -23,6 +24,8 @@ GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
 NIGHTLY = pytest.mark.nightly
 SETTINGS: dict[str, Any] = {"max_samples": 4, "token_budget": 48, "max_length": 256, "snapshot_tokens": 1}
 SETTINGS |= {"num_pages": 8, "top_logprobs": 2}
+CONVERSATIONS = {"conversation": "qwen3-5-vl", "times": "qwen3-vl"}
+"""Fixtures whose prompts say the times of a video's frames."""
 
 
 @pytest.fixture(scope="module", params=[NAMES[0], pytest.param(NAMES[1], marks=NIGHTLY)])
@@ -67,7 +70,7 @@ def generated(model: Decoder, requests: list[Request], **options: Any) -> list[C
         (NAMES[1], 128),
         *(
             pytest.param(*case, marks=NIGHTLY)
-            for case in ((NAMES[0], 1), (NAMES[0], 128), (NAMES[1], 1), (NAMES[1], 13))
+            for case in (("qwen3-vl-moe", 13), (NAMES[0], 1), (NAMES[0], 128), (NAMES[1], 1), (NAMES[1], 13))
         ),
     ],
 )
@@ -89,8 +92,10 @@ def test_greedy_continuations_are_those_of_transformers(prefill_chunk: int, name
 
 def requests_of(what: str, params: SamplingParams) -> list[Request]:
     """Requests; the last one is the first one again."""
-    if what == "conversation":
-        requests = [conversation(params=params), conversation(3.0, params=params), Request([9, 8, 7, 6], params)]
+    if what in CONVERSATIONS:
+        name = CONVERSATIONS[what]
+        requests = [conversation(name, params=params), conversation(name, 3.0, params=params)]
+        requests.append(Request([9, 8, 7, 6], params))
     elif what == "video":
         requests = [
             Request(with_one_token_each(prompt(VIDEO_NAME)), params, images=shown()),
@@ -109,11 +114,12 @@ def requests_of(what: str, params: SamplingParams) -> list[Request]:
 
 
 @pytest.mark.parametrize(
-    "what", [NAMES[0], *(pytest.param(x, marks=NIGHTLY) for x in (NAMES[1], "video", "conversation"))]
+    "what",
+    ["qwen3-vl", *(pytest.param(x, marks=NIGHTLY) for x in (*NAMES[:2], "video", "conversation", "times"))],
 )
 def test_an_engine_gives_a_request_the_same_answer_in_a_crowd(what: str) -> None:
     """With 3 pages, sequences are preempted and computed again. Steps of 48 tokens cut the images."""
-    model = towers.model({"video": VIDEO_NAME, "conversation": "qwen3-5-vl"}.get(what, what))
+    model = towers.model(({"video": VIDEO_NAME} | CONVERSATIONS).get(what, what))
     params = SamplingParams(max_tokens=24, temperature=0.8, seed=5, ignore_eos=True, top_logprobs=2)
     requests = requests_of(what, params)
     with Engine(model, towers.character_tokenizer(), **SETTINGS | {"prefix_cache": False}) as engine:
@@ -125,7 +131,23 @@ def test_an_engine_gives_a_request_the_same_answer_in_a_crowd(what: str) -> None
         assert engine.stats().preemptions > 0
 
 
-def test_prompts_with_other_images_share_no_pages_with_them(name: str, model: Decoder) -> None:
+def noted_images(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of images in calls of towers from now on."""
+    seen, image_rows = list[int](), ModelRunner.image_rows
+
+    def noted(runner: ModelRunner, given: Any) -> Any:
+        seen.append(len(given))
+        return image_rows(runner, given)
+
+    monkeypatch.setattr(ModelRunner, "image_rows", noted)
+    return seen
+
+
+def test_prompts_with_other_images_share_no_pages_with_them(
+    name: str, model: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Images in cached pages are not computed again, unless a step needs them after all."""
+    seen = noted_images(monkeypatch)
     tokens = [7 + index % 50 for index in range(60)] + prompt(name)
     first = Request(tokens, GREEDY, images=images(name))
     other = Request(tokens, GREEDY, images=[255 - images(name)[0], images(name)[1]])
@@ -133,18 +155,17 @@ def test_prompts_with_other_images_share_no_pages_with_them(name: str, model: De
         answers = [engine.generate([request])[0] for request in (first, other, first, other)]
     assert [answer.cached_tokens for answer in answers] == [0, 0, 128, 128]
     assert answers[0] == answers[2] and answers[1] == answers[3]
-    assert answers[0].completions != answers[1].completions
+    assert answers[0].completions != answers[1].completions and seen == [2, 2]
+    # Pages that were evicted before the request got its turn.
+    monkeypatch.setattr(Scheduler, "most_cached_tokens", lambda *_: len(tokens))
+    with Engine(model, None, **SETTINGS | {"prefix_cache": False}) as engine:
+        assert engine.generate([first])[0].completions == answers[0].completions
+    assert seen == [2, 2, 2]
 
 
 def test_samples_of_a_request_share_its_images(name: str, model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     params = SamplingParams(max_tokens=8, temperature=0.9, seed=3, n=3, ignore_eos=True)
-    request, seen, image_rows = Request(prompt(name), params, images=images(name)), list[int](), ModelRunner.image_rows
-
-    def noted(runner: ModelRunner, given: Any) -> Any:
-        seen.append(len(given))
-        return image_rows(runner, given)
-
-    monkeypatch.setattr(ModelRunner, "image_rows", noted)
+    request, seen = Request(prompt(name), params, images=images(name)), noted_images(monkeypatch)
     with Engine(model, None, **SETTINGS) as engine:
         (three,) = engine.generate([request])
         assert seen == [2]
@@ -206,24 +227,31 @@ def test_frames_have_places_of_their_own_where_the_prompt_says_their_times() -> 
         generated(model, [Request([5, VIDEO_TOKEN], GREEDY, images=[Video(frames, 2.0)])])
 
 
-def conversation(pace: float = 1.0, is_text: bool = True, params: SamplingParams = GREEDY) -> Request:
-    """The conversation of the fixture whose prompt says the times of a video's frames, which may pass more slowly."""
-    given, clip = reference("qwen3-5-vl"), towers.clip()
+def conversation(name: str, pace: float = 1.0, is_text: bool = True, params: SamplingParams = GREEDY) -> Request:
+    """The conversation of a fixture whose prompt says the times of a video's frames, which may pass more slowly."""
+    given, clip = reference(name), towers.clip(name)
     assert clip.times is not None
     slower = Video(clip.frames, clip.fps / pace, [time * pace for time in clip.times])
     prompt = str(given["clip_text"]) if is_text else given["clip_prompt"].tolist()
     return Request(prompt, params, images=[slower, given["image_1"]])
 
 
-@pytest.mark.parametrize("prefill_chunk", [13, pytest.param(128, marks=NIGHTLY)])
-def test_the_times_of_frames_are_written_as_by_transformers(prefill_chunk: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "prefill_chunk"),
+    [
+        ("qwen3-5-vl", 13),
+        ("qwen3-vl", 13),
+        *(pytest.param(name, 128, marks=NIGHTLY) for name in CONVERSATIONS.values()),
+    ],
+)
+def test_the_times_of_frames_are_written_as_by_transformers(name: str, prefill_chunk: int) -> None:
     """The whole prompt and the greedy continuation, with the video alone and in chunks next to slower ones."""
-    given, model = reference("qwen3-5-vl"), towers.model("qwen3-5-vl")
+    given, model = reference(name), towers.model(name)
     params = SamplingParams(max_tokens=len(given["clip_continuation"]), ignore_eos=True)
     requests = [
-        conversation(params=params),
-        conversation(3.0, params=params),
-        conversation(is_text=False, params=params),
+        conversation(name, params=params),
+        conversation(name, 3.0, params=params),
+        conversation(name, is_text=False, params=params),
     ]
     requests = requests[: 1 if prefill_chunk == 128 else 3]
     answers = detjax.generate(

@@ -20,7 +20,7 @@ from detjax.rl.trainer.trainer import Trainer
 from tests.support import towers
 from tests.support.bits import assert_same_bits, same_bits
 
-NAMES = (towers.VIDEO_NAME, "qwen3-5-vl")
+NAMES = (towers.VIDEO_NAME, "qwen3-5-vl", "qwen3-vl")
 
 
 def requests(name: str) -> list[Request]:
@@ -57,7 +57,7 @@ def trainer(name: str, layout: Layout, **options: Any) -> Trainer:
     return Trainer(towers.model(name, "bfloat16"), adamw(1e-2), LogLikelihood(), Plan(layout, shards=2, **options))
 
 
-@pytest.mark.parametrize("name", [NAMES[0], pytest.param(NAMES[1], marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("name", [NAMES[0], *(pytest.param(name, marks=pytest.mark.nightly) for name in NAMES[1:])])
 def test_a_step_has_the_samplers_bits_in_every_layout_and_leaves_the_tower(name: str) -> None:
     samples, logprobs = sampled(name)
     assert not same_bits(logprobs[0], logprobs[2])
@@ -72,7 +72,7 @@ def test_a_step_has_the_samplers_bits_in_every_layout_and_leaves_the_tower(name:
         assert same_bits(old, new) == (path[0] == "vision"), path
 
 
-@pytest.mark.parametrize("name", [NAMES[0], pytest.param(NAMES[1], marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("name", [NAMES[2], *(pytest.param(name, marks=pytest.mark.nightly) for name in NAMES[:2])])
 def test_the_trainer_has_the_logprobs_of_the_sampler_and_sees_which_image_is_whose(name: str) -> None:
     samples, logprobs = sampled(name)
     one = trainer(name, Packed(320))

@@ -53,6 +53,10 @@ class PromptImages:
         later = np.arange(start + len(known), start + count, dtype=np.int32) + np.int32(self.excess)
         return np.concatenate([known, np.repeat(later[:, None], 3, axis=1)])
 
+    def are_among(self, start: int, count: int) -> bool:
+        """Returns whether some of consecutive tokens stand for images."""
+        return any(first < start + count and stop > start for first, stop, _ in self.spans)
+
     def put_rows(self, start: int, count: int, present: np.ndarray, rows: Float[np.ndarray, "n R"]) -> None:
         """Writes the images' rows of consecutive tokens to arrays with one row per token."""
         for (first, stop, _), image in zip(self.spans, self.rows, strict=True):
