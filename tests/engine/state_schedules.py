@@ -26,6 +26,7 @@ from detjax.engine.snapshots import SnapshotCache
 from detjax.engine.step_loop import StepLoop
 from detjax.models import Decoder, load
 from detjax.operands.options import KVQuantization
+from tests.models.shallow_models import cut
 from tests.support.bits import assert_same_bits
 
 FIXTURES: Final = Path(__file__).parents[1] / "fixtures"
@@ -52,7 +53,7 @@ class Kind:
 KINDS: Final[Mapping[str, Kind]] = {
     "slots": Kind("qwen3-next", layers=(1, 2)),
     "windows": Kind("gemma3"),
-    "other layers' pages": Kind("gemma4"),
+    "other layers' pages": Kind("gemma4", layers=(2, 3)),
     "latents": Kind("deepseek-v3"),
     "pages": Kind("qwen3"),
     "sinks": Kind("gpt-oss"),
@@ -80,18 +81,8 @@ def model_of(kind: Kind) -> Decoder:
     model = load(FIXTURES / kind.checkpoint, dtype="bfloat16", progress=False)[0]
     if kind.layers is None:
         return model
-    model.layers, config = nnx.List([model.layers[index] for index in kind.layers]), model.config
-
-    def kept[T](options: T) -> T:
-        return dataclasses.replace(options, layers=tuple(options.layers[index] for index in kind.layers))  # pyright: ignore[reportAttributeAccessIssue]
-
-    model.config = dataclasses.replace(
-        config,
-        layers=len(kind.layers),
-        windows=tuple(config.windows[index] for index in kind.layers),
-        delta=kept(config.delta),
-        experts=kept(config.experts),
-    )
+    model.layers = nnx.List([model.layers[index] for index in kind.layers])
+    model.config = cut(model.config, slice(kind.layers[0], kind.layers[-1] + 1))
     return model
 
 

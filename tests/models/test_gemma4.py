@@ -13,7 +13,7 @@ from flax import nnx
 
 import detjax
 from detjax import ops
-from detjax.engine import Engine, Request, SamplingParams
+from detjax.engine import Engine, Request
 from detjax.engine.model_runner import bytes_of_page
 from detjax.models import CheckpointError, Decoder, DecoderConfig, KVCache, load, save
 from detjax.models.parts.per_layer_embedding import PerLayerOptions
@@ -278,20 +278,6 @@ def test_a_layer_without_keys_reads_another_layers_pages_and_has_no_memory() -> 
     changed = jax.tree.map(lambda pages: pages.at[0, :, 3].add(1.0), filled.state)
     other, _ = compiled(decoder)(following, dataclasses.replace(filled, state=changed), jnp.ones(1, jnp.int32))
     assert not same_bits(other, expected)
-
-
-def test_a_request_has_its_answer_alone_and_after_preemption_and_from_cached_pages() -> None:
-    model = shallow("gemma4", 2, 4, "bfloat16")
-    random = np.random.default_rng(3)
-    prompts = [random.integers(2, 139, length).tolist() for length in (130, 122)]
-    params = SamplingParams(temperature=0.8, max_tokens=10, ignore_eos=True)
-    requests = [Request(prompt, dataclasses.replace(params, seed=seed)) for seed, prompt in enumerate(prompts)]
-    with Engine(model, None, num_pages=3, max_samples=2, token_budget=48, max_length=256) as engine:
-        together = engine.generate(requests)
-        alone = [engine.generate([request])[0] for request in requests]
-        assert (alone[0].cached_tokens, engine.stats().preemptions > 0) == (128, True)
-    for one, other in zip(together, alone, strict=True):
-        assert one.completions == other.completions
 
 
 def test_training_has_the_bits_of_prefill_and_gradients_of_keys_come_from_layers_without_any() -> None:
