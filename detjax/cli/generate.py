@@ -11,10 +11,10 @@ from detjax.cli.fingerprint import as_json as fingerprint_as_json
 from detjax.cli.loading import Backend, Loading
 from detjax.cli.options import Fields, Option, command
 from detjax.models.configuration.json_object import read_file
+from detjax.models.text.video_texts import VideoTexts
 from detjax.models.vision.frame_sampling import FrameSampling
 from detjax.models.vision.image_files import read_pixels
-from detjax.models.vision.images import VisualInput
-from detjax.models.vision.prompt_images import ImageReader, with_video_texts
+from detjax.models.vision.prompt_images import ImageReader, video_texts
 from detjax.models.vision.video_files import read_frames, read_video
 from detjax.operands.options import KVQuantization
 from detjax.runtime import backends, fingerprints
@@ -79,12 +79,15 @@ def generate(
         decoder, tokenizer = loading.load()
         reader = ImageReader(decoder.config, decoder.image_options, decoder.video_options)
         shown = [*pictures, *(_video(path, reader.sampling.changed(fps)) for path in videos)]
-        visuals = reader.patches("--image and --video", shown)
+        clips = None
+        if decoder.config.video_text is not None:  # the times of clips are in the text
+            shown = reader.patches("--image and --video", shown)
+            clips = video_texts(decoder.config, shown)
         generations = engine.generate(
             decoder,
-            _conversations(tokenizer, decoder.config, texts, len(images), visuals) if chat else texts,
+            _conversations(tokenizer, texts, len(images), len(videos), clips) if chat else texts,
             engine.SamplingParams.recommended(decoder, **sampling),
-            images=[visuals] * len(texts),
+            images=[shown] * len(texts),
             tokenizer=tokenizer,
             kv_cache_dtype=kv_cache_dtype,
             progress=sys.stderr.isatty(),
@@ -104,17 +107,14 @@ def generate(
 
 
 def _conversations(
-    tokenizer: models.Tokenizer,
-    config: models.DecoderConfig,
-    texts: Sequence[str],
-    images: int,
-    visuals: Sequence[VisualInput],
+    tokenizer: models.Tokenizer, texts: Sequence[str], images: int, videos: int, clips: VideoTexts | None
 ) -> list[list[int]]:
     """Returns the tokens of one-message conversations in which images and videos precede the text."""
-    shown = [{"type": "image"}] * images + [{"type": "video"}] * (len(visuals) - images)
+    shown = [{"type": "image"}] * images + [{"type": "video"}] * videos
     contents = [[*shown, {"type": "text", "text": text}] if shown else text for text in texts]
     conversations = [tokenizer.apply_chat_template([{"role": "user", "content": content}]) for content in contents]
-    conversations = [with_video_texts(config, conversation, visuals) for conversation in conversations]
+    if clips is not None:
+        conversations = [clips.put_into(conversation) for conversation in conversations]
     return [tokenizer.encode(conversation, add_special_tokens=False) for conversation in conversations]
 
 

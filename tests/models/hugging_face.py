@@ -48,6 +48,8 @@ def plain_tensors(directory: Path) -> dict[str, np.ndarray]:
     In place of blocks and scales there are the numbers [E, inputs, outputs].
     """
     stored = tensors(directory)
+    if any(name.startswith("vision_tower.") for name in stored):
+        stored = {name_in_decoder(name): x for name, x in stored.items()}
     if any(name.startswith(LANGUAGE) for name in stored):
         config = json.loads((directory / "config.json").read_text())
         has_tower = "vision_config" in config
@@ -61,6 +63,19 @@ def plain_tensors(directory: Path) -> dict[str, np.ndarray]:
         numbers = mxfp4_numbers(stored.pop(blocks), stored.pop(f"{name}_scales"))
         stored[name] = numbers.swapaxes(1, 2).astype(ml_dtypes.bfloat16)
     return stored
+
+
+def name_in_decoder(name: str) -> str:
+    """The decoder's name of a tensor of Kimi K2.5."""
+    prefixes = {
+        "language_model.": "",
+        "vision_tower.encoder.final_layernorm.": "visual.final_norm.",
+        "vision_tower.encoder.": "visual.",
+        "vision_tower.": "visual.",
+        "mm_projector.": "visual.merger.",
+    }
+    prefix = next(prefix for prefix in prefixes if name.startswith(prefix))
+    return prefixes[prefix] + name.removeprefix(prefix)
 
 
 def by_expert(stored: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import tokenizers
-from jax.sharding import Mesh
 
 import detjax
 from detjax.engine import Engine, Request, SamplingParams
@@ -26,7 +25,6 @@ from tests.models.hugging_face import SINGLE, changed_json, changed_tensors, cop
 from tests.models.test_quantization import EXPERT, in_int4, int4_config
 from tests.support import towers
 from tests.support.bits import assert_same_bits
-from tests.support.simulated_devices import ALL_HOLD, run_on_devices
 from tests.support.towers import CHARACTERS, FIXTURES, reference
 
 NAME = "kimi-k2-5"
@@ -471,26 +469,3 @@ def test_videos_that_do_not_match_the_text_are_refused() -> None:
         ValueError, match=r"1 places for images.* and 2 images.* one for each clip of a video; in a text"
     ):
         detjax.generate(towers.model(NAME), [[5, 100, 6]], GREEDY, images=[[video()]])
-
-
-# --- devices ----------------------------------------------------------------------------------------------------------
-
-
-def test_two_devices_give_the_bits_of_one() -> None:
-    run_on_devices(__name__, keeps_programs=True)
-
-
-def main() -> None:
-    """Compares a conversation on one device and on two that share the model."""
-    model = towers.model(NAME)
-    mesh = detjax.models.mesh_of(2)
-    assert isinstance(mesh, Mesh)
-    shared = detjax.models.sharded(model, mesh)
-    request = conversation(is_text=False, params=SamplingParams(max_tokens=3, ignore_eos=True, top_logprobs=1))
-    settings: dict[str, Any] = {"max_samples": 2, "token_budget": 64, "max_length": 256, "top_logprobs": 1}
-    answers = []
-    for one in (model, shared):
-        with Engine(one, None, **settings) as engine:
-            answers.append(engine.generate([request])[0])
-    assert answers[0] == answers[1]
-    print(ALL_HOLD)

@@ -72,21 +72,21 @@ class BlockFormat:
         """The suffixes of the tensors that encode one plain tensor: codes, scales, shape."""
         return (self.codes, self.scales) if self.shape is None else (self.codes, self.scales, self.shape)
 
-    def plain_name(self, tensor: StoredTensor) -> str | None:
-        """Returns the name of the plain tensor that a stored tensor belongs to; None: it is plain already."""
+    def plain_name(self, name: str, tensor: StoredTensor) -> str | None:
+        """Returns the name of the plain tensor that the tensor of a name belongs to; None: it is plain already."""
         for ending in filter(None, self.endings):
-            if tensor.name.endswith(ending):
-                return tensor.name.removesuffix(ending)
-        return tensor.name if not self.codes and tensor.format == self.code_format else None
+            if name.endswith(ending):
+                return name.removesuffix(ending)
+        return name if not self.codes and tensor.format == self.code_format else None
 
     def dequantized(self, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-        """Returns the stored tensors, with codes, scales and shape replaced by plain tensors.
+        """Returns the tensors, by the same names, with codes, scales and shape replaced by plain tensors.
 
         Raises:
             CheckpointError: one of them is missing, or a shape or dtype does not match the format.
         """
         plain = dict(stored)
-        for name in dict.fromkeys(map(self.plain_name, stored.values())):
+        for name in dict.fromkeys(itertools.starmap(self.plain_name, stored.items())):
             if name is None:
                 continue
             parts = {name + ending: plain.pop(name + ending, None) for ending in self.endings}

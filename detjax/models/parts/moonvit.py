@@ -74,7 +74,7 @@ class MoonViT(VisionTower):
     So no bit of a clip's rows depends on the other clips.
     """
 
-    CHECKPOINT_NAMES: Final = {
+    CHECKPOINT_NAMES = {  # noqa: RUF012
         "patches": "patch_embed",
         "positions": "patch_embed.pos_emb",
         "blocks": "blocks",

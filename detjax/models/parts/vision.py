@@ -8,7 +8,8 @@ of inner blocks in addition (Bai et al. 2025, "DeepStack").
 import dataclasses
 import functools
 import math
-from typing import Any, Final, NamedTuple
+from collections.abc import Mapping
+from typing import Any, ClassVar, Final, NamedTuple
 
 import jax.numpy as jnp
 from flax import nnx
@@ -183,7 +184,7 @@ class VisionTower(nnx.Module):
     from its first patch on. So no bit of an image's rows depends on the other images.
     """
 
-    CHECKPOINT_NAMES: Final = {
+    CHECKPOINT_NAMES: ClassVar[Mapping[str, str]] = {
         "patches": "patch_embed",
         "positions": "pos_embed",
         "blocks": "blocks",

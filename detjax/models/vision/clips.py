@@ -83,7 +83,10 @@ class ClipOptions(ImageOptions):
         most_of_frame = cls.max_frame_patches if file.get("in_patch_limit") is None else patches
         most_of_frame = _one(file, limit if is_for_videos else None, "in_patch_limit_each_frame", most_of_frame)
         frames = _one(
-            file, file.optional_integer("temporal_patch_size", minimum=1), "temporal_merge_kernel_size", min(cls.frames, vision.clip_frames)
+            file,
+            file.optional_integer("temporal_patch_size", minimum=1),
+            "temporal_merge_kernel_size",
+            min(cls.frames, vision.clip_frames),
         )
         if frames > vision.clip_frames:
             raise file.error("temporal_merge_kernel_size", f"1 to {vision.clip_frames}, the positions of frames")
@@ -92,7 +95,10 @@ class ClipOptions(ImageOptions):
         if not all(channels["image_std"]):
             raise file.error("image_std", "numbers other than 0")
         most = max(patches, most_of_frame * frames) * vision.patch_size**2
-        unread = json.dumps(file.unread(), sort_keys=True)
+        for key in ("image_processor_type", "auto_map"):  # the class is written anew, and code is not copied
+            file.get(key)
+        kind = {"video_processor_type": "Kimi_K25VideoProcessor"} if is_for_videos else {}
+        unread = json.dumps(kind | file.unread(), sort_keys=True)
         return cls(
             *(1, most, channels["image_mean"], channels["image_std"], unread),
             **{

@@ -129,8 +129,7 @@ class Texts:
             "continue_final_message": continue_final_message,
             "add_special_tokens": add_special_tokens,
             "variables": dict(variables),
-            "videos": videos,
-        }
+        } | ({} if videos is None else {"videos": videos})
         frames = await run_in_threadpool(_message_frames, messages)
         (tokens,) = await self._run(sum(map(len, frames)), job, lambda: frames, _read_tokens(limit))
         return tokens
