@@ -138,16 +138,22 @@ class EngineConfig:
         sizes: dict[str, Any] = {"max_length": length, "num_pages": num_pages, "snapshot_bytes": snapshot_bytes}
         return dataclasses.replace(self, runs_of=runs_of, step_seconds=step_seconds, **sizes)
 
-    def step_loop(self, *, pools: bool = False) -> StepLoopConfig:
-        """Returns the sizes of the engine's step loop, whose model may pool. Call it on resolved settings."""
+    def pooling_loop(self) -> StepLoopConfig:
+        """Returns the sizes of the step loop of a model that pools. Call it on resolved settings."""
+        assert self.max_length is not None
+        pages = _pages(self.max_length, pools=True)
+        return dataclasses.replace(self.step_loop(), pages_per_sequence=pages, variants=())
+
+    def step_loop(self) -> StepLoopConfig:
+        """Returns the sizes of the engine's step loop. Call it on resolved settings."""
         assert self.max_length is not None
         assert self.num_pages is not None
         assert self.runs_of is not None
         return StepLoopConfig(
             shapes=BatchShapes.for_serving(self.max_samples, self.token_budget),
             num_pages=self.num_pages,
-            pages_per_sequence=_pages(self.max_length, pools=pools),
-            variants=() if pools else SamplingVariant.for_serving(self.top_logprobs),
+            pages_per_sequence=_pages(self.max_length, pools=False),
+            variants=SamplingVariant.for_serving(self.top_logprobs),
             prefix_cache=self.prefix_cache,
             snapshot_bytes=self.snapshot_bytes,
             snapshot_tokens=self.snapshot_tokens,

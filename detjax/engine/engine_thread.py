@@ -50,7 +50,7 @@ class EngineThread(RequestReader):
         """Starts the thread for an engine with resolved settings."""
         super().__init__(model, tokenizer, config)
         self._in_lockstep = spans_processes(model.mesh)
-        sizes = config.step_loop(pools=model.config.pooling is not None)
+        sizes = config.step_loop() if model.config.pooling is None else config.pooling_loop()
         self._loop = StepLoop.for_model(model, sizes, LauncherThread())
 
         # Only the engine's thread uses the fields below; other threads send it functions through the inbox.

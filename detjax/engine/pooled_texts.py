@@ -78,7 +78,7 @@ def score(
     if options.gives_embeddings:
         distinct = list(dict.fromkeys(text for pair in pairs for text in pair))
         vectors = dict(zip(distinct, _pooled(engine, distinct, Pooling("embed")), strict=True))
-        return np.float32([cosine(vectors[query], vectors[document]) for query, document in pairs])
+        return np.array([cosine(vectors[query], vectors[document]) for query, document in pairs], np.float32)
     check_single_score("score", options)
     tokenizer = engine.tokenizer
     if tokenizer is None:

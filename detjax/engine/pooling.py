@@ -91,7 +91,7 @@ def pooled_rows(wanted: "list[Pooling | None]", count: int) -> PooledRows:
     is_scored, dimensions = np.zeros(count, bool), np.zeros(count, np.int32)
     for row, pooling in enumerate(wanted):
         if pooling is not None:
-            is_scored[row], dimensions[row] = bool(pooling.is_scored), pooling.dimensions
+            is_scored[row], dimensions[row] = bool(pooling.is_scored), pooling.dimensions or 0
     return PooledRows(is_scored, dimensions)
 
 

@@ -435,6 +435,7 @@ class StepLoop:
             return _Launched(tokens, None, {}, self._runner.pool(hidden, wanted).start_copy())
         slots, factors = np.full(count, self._slots.slots, np.int32), np.zeros(count, np.float32)
         for row, sequence in planned.samples:
+            assert sequence.slot is not None
             slots[row] = sequence.slot
             factors[row] = 1 / len(sequence.prompt) if self._runner.averages else 1
         return _Launched(tokens, None, {}, self._runner.pool_carried(slots, factors, wanted).start_copy())
@@ -515,6 +516,7 @@ def _chunk_rows(prefills: Seq[tuple[ScheduledChunk, int]], batch: StepBatch, no_
     first, count, start = np.zeros((3, batch.shape.prefills), np.int32)
     slot = np.full(batch.shape.prefills, no_slot, np.int32)
     for index, (chunk, first_row) in enumerate(prefills):
+        assert chunk.sequence.slot is not None
         first[index], count[index], start[index] = first_row, chunk.count, chunk.start
         slot[index] = chunk.sequence.slot
     return ChunkRows(first, count, start, slot)

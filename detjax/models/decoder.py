@@ -23,7 +23,6 @@ from detjax.models.network import Network, Weights, split
 from detjax.models.parts.embedding import Embedding
 from detjax.models.parts.norm import RMSNorm
 from detjax.models.parts.per_layer_embedding import PerLayerEmbedding
-from detjax.models.parts.pooling import Classifier
 from detjax.models.parts.sharding import DeviceColumns, current_links, device_columns, linked
 from detjax.models.parts.state import PagesOfLayer, StateSize
 from detjax.operands.kv_pages import Queries
@@ -92,8 +91,7 @@ class Decoder(nnx.Module):
         pooling = config.pooling
         has_head = not config.tied_embeddings and (pooling is None or bool(pooling.answers))
         self.lm_head = table() if has_head else None
-        classifies = pooling is not None and pooling.has_classifier
-        self.score = Classifier(config.hidden_size, pooling, rngs=rngs, dtype=dtype) if classifies else None
+        self.score = None if pooling is None else pooling.classifier(config.hidden_size, rngs=rngs, dtype=dtype)
         per_layer: dict[str, Any] = {"eps": config.norm_eps, "rngs": rngs, "dtype": dtype}
         self.per_layer = (
             None

@@ -66,10 +66,10 @@ class PoolingOptions:
         """True if results are embeddings, False if they are scores of classes."""
         return not self.labels
 
-    @property
-    def has_classifier(self) -> bool:
-        """True if the model has a head for the classes."""
-        return bool(self.labels) and not self.answers
+    def classifier(self, width: int, *, rngs: nnx.Rngs, dtype: DTypeLike) -> "Classifier | None":
+        """Returns the head for the classes, with random weights; None if the model has no such head."""
+        is_needed = bool(self.labels) and not self.answers
+        return Classifier(width, self, rngs=rngs, dtype=dtype) if is_needed else None
 
 
 class Classifier(nnx.Module):
