@@ -193,7 +193,6 @@ class StepLoop:
         self._slots = slots
         self._runner = runner
         self._launcher = launcher or Launcher()
-        self._pools = runner.pools
         self._in_flight: collections.deque[_InFlightStep] = collections.deque()
         self._newest: _InFlightStep | None = None
         """The last step that was started, kept while constraints may need its tokens."""
@@ -408,7 +407,7 @@ class StepLoop:
         hidden, rows = self._runner.forward(planned.batch)
         for slot, snapshot in planned.copies.taken:
             snapshot.rows = self._runner.take_slot(slot)
-        if self._pools:
+        if planned.plan.chunks[0].sequence.context.pooling is not None:  # as in all sequences of a model that pools
             return self._pooled(planned, hidden, rows)
         scores = [
             score
