@@ -15,7 +15,7 @@ import detjax
 from detjax import ops
 from detjax.engine import Engine, Request
 from detjax.engine.model_runner import bytes_of_page
-from detjax.models import CheckpointError, Decoder, DecoderConfig, KVCache, load, save
+from detjax.models import CheckpointError, Decoder, DecoderConfig, KVCache, load, mesh_of, save, sharded
 from detjax.models.parts.per_layer_embedding import PerLayerOptions
 from detjax.models.parts.scaled_experts import ScaledExpertsOptions, ScaledRouter
 from detjax.models.parts.shared_keys_attention import SharedKeysOptions
@@ -24,6 +24,7 @@ from detjax.ops.rotary import LinearScaling, RotaryEmbedding
 from tests.models.hugging_face import FIXTURES, changed_tensors, copied, tensors
 from tests.models.shallow_models import shallow
 from tests.support.bits import assert_same_bits, same_bits
+from tests.support.simulated_devices import ALL_HOLD, run_on_devices
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 RAW: dict[str, Any] = {
@@ -300,6 +301,36 @@ def test_training_has_the_bits_of_prefill_and_gradients_of_keys_come_from_layers
         assert error < 2e-4, f"{jax.tree_util.keystr(path)}: relative error {error:.1e}"
 
 
+def test_two_devices_give_the_bits_of_one_and_read_their_own_heads_pages() -> None:
+    run_on_devices(__name__)
+
+
+def compare_two_devices() -> None:
+    """A layer with keys, and one that reads them, with four heads on two devices; a prefill in two pieces."""
+    config = read(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        global_head_dim=16,
+        layer_types=[FULL, FULL],
+        num_kv_shared_layers=1,
+        hidden_size_per_layer_input=16,
+        vocab_size_per_layer_input=100,
+    )
+    model = Decoder(config, rngs=nnx.Rngs(0))
+    tokens = tokens_of(model, 2, 11)
+    expected = np.asarray(model(tokens))
+    shared = sharded(model, mesh_of(2))
+    cache = shared.empty_cache(2, 128)
+    assert cache.state[0].k.sharding.spec[1] is not None
+    first, cache = shared(tokens[:, :6], cache)
+    second, cache = shared(tokens[:, 6:], cache)
+    assert_same_bits(np.concatenate([first, second], axis=1), expected)
+    assert cache.state[1] == ()
+    print(ALL_HOLD)
+
+
 def test_weights_of_experts_are_their_shares_times_their_scales() -> None:
     options = ScaledExpertsOptions(experts=5, chosen=2, inner_width=8, normalized=True, layers=(True,), norm_eps=0.01)
     router = ScaledRouter(24, options, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)
@@ -318,3 +349,7 @@ def test_weights_of_experts_are_their_shares_times_their_scales() -> None:
     best = np.take_along_axis(shares, chosen, -1)
     expected = best / best.sum(-1, keepdims=True) * scales.astype(np.float64)[chosen]
     np.testing.assert_allclose(weights, expected, rtol=0.02)
+
+
+if __name__ == "__main__":
+    compare_two_devices()

@@ -56,7 +56,17 @@ FAMILIES = (
     "qwen3-vl-moe",
     "smollm3",
 )
-HARDLY_CUT = {"gemma3", "kimi-k2", "kimi-k2-5", "mistral", "qwen2", "qwen2_5_vl-tiny", "qwen3", "qwen3-moe"}
+HARDLY_CUT = {
+    "gemma3",
+    "gemma4-moe",
+    "kimi-k2",
+    "kimi-k2-5",
+    "mistral",
+    "qwen2",
+    "qwen2_5_vl-tiny",
+    "qwen3",
+    "qwen3-moe",
+}
 """Their fixtures have few sizes that divide into pieces, so devices have most weights as a whole."""
 
 
