@@ -15,6 +15,7 @@ import pytest
 import detjax
 from detjax import models
 from detjax.models import CheckpointError, Decoder, KVCache, load, save
+from detjax.models.checkpoint.weight_updates import UpdatableWeights
 from detjax.models.parts.pooling import ChunkRows, PooledRows, carried_on, embeddings, scores
 from tests.models.hugging_face import FIXTURES, changed_json, changed_tensors, tensors
 from tests.support.bits import assert_same_bits, same_bits
@@ -167,6 +168,14 @@ def test_saved_checkpoints_have_the_same_options_and_tensors(name: str, tmp_path
     assert config["architectures"] == json.loads((POOLING / name / "config.json").read_text())["architectures"]
 
 
+@pytest.mark.parametrize("name", ["embedding", "reward"])
+def test_updates_of_weights_are_read_as_the_checkpoint_is(name: str) -> None:
+    decoder, _ = load(POOLING / name, progress=False)
+    update = UpdatableWeights(decoder).read(POOLING / name, lambda _: None, needs_all=True)
+    assert update.is_whole
+    assert update.digest.value == models.digest(decoder)
+
+
 def test_a_head_that_nobody_needs_is_skipped(tmp_path: Path) -> None:
     folder = copied("embedding", tmp_path)
     with changed_tensors(folder / "model.safetensors") as stored:
@@ -260,6 +269,7 @@ def test_other_modules_are_refused(tmp_path: Path) -> None:
     ("overrides", "message"),
     [
         ({"classifier_from_token": ["a", "b"]}, "method is missing; accepted: from_2_way_softmax, no_post_processing"),
+        ({"is_original_qwen3_reranker": True}, r"classifier_from_token is missing; accepted: the tokens \["),
         ({"classifier_from_token": ["a"], "method": "from_2_way_softmax"}, r"\['a'\]; accepted: two tokens"),
         ({"classifier_from_token": "a", "method": "no_post_processing"}, "accepted: a list of tokens"),
         ({"classifier_from_token": ["a", "no such token"], "method": "from_2_way_softmax"}, "the tokenizer's ids are"),

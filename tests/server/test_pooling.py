@@ -2,16 +2,26 @@
 
 import base64
 import contextlib
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
 import numpy as np
 import pytest
+from starlette.testclient import TestClient
 
-from detjax.engine import Engine, Pooling, Request, classify, embed, score
-from detjax.models import load
+from detjax.audit import Origin
+from detjax.engine import Completion, Engine, EngineConfig, Generation, Pooling, Request, classify, embed, score
+from detjax.models import ModelMetadata, load
+from detjax.server import Settings
+from detjax.server.api.api_calls import ServedModel
+from detjax.server.api.pooling_calls import EmbeddingCall
+from detjax.server.api.pooling_fields import EmbeddingRequest
+from detjax.server.app import app_of
+from detjax.server.http.errors import ApiError
+from detjax.server.replicated_engine import Batch, ReplicatedEngine
+from detjax.server.text.token_texts import TokenTexts
 from tests.server.running_server import FIXTURE, MODEL, Running, serving
 from tests.support.bits import assert_same_bits, same_bits
 
@@ -175,6 +185,52 @@ def test_classes_have_labels_and_probabilities() -> None:
         assert np.shape(tokens_of_text["data"][0]["data"])[1] == 3
         message = refused(server, "/rerank", query="a", documents=["b"])["message"]
         assert message == "the request: the model has 3 classes; accepted: models with one"
+
+
+class OneReplica:
+    """A replica whose results are written."""
+
+    failure, kept_files = None, ()
+
+    def __init__(self) -> None:
+        self.asked: list[Request] = []
+
+    async def stream(self, requests: Sequence[Request], *, is_whole: bool) -> AsyncGenerator[Batch]:
+        assert is_whole
+        self.asked += requests
+        ended = Completion((), (), (), None, "stop")
+        yield [
+            (index, Generation(tuple(map(int, one.prompt)), (ended,), pooled=np.float32([len(one.prompt), 0.5])))
+            for index, one in enumerate(requests)
+        ]
+
+    async def command(self, command: Any) -> Any:
+        raise NotImplementedError
+
+
+def test_replicas_answer_like_the_engine(embeddings: Running) -> None:
+    model, tokenizer = load(POOLING / "embedding", progress=False)
+    replica, metadata = OneReplica(), ModelMetadata.from_model(model)
+    engine = ReplicatedEngine(replica, metadata, tokenizer, EngineConfig(max_length=300))
+    assert tokenizer is not None
+    app = app_of(engine, metadata, tokenizer, Settings(MODEL), Origin())
+    with contextlib.closing(app.state.texts), TestClient(app) as client:
+        answer = client.post("/pooling", json={"input": [[5, 6, 7], [8]]}).json()
+        assert [item["data"] for item in answer["data"]] == [[3, 0.5], [1, 0.5]]
+        assert [one.pooling for one in replica.asked] == [Pooling()] * 2
+        assert client.post("/v1/completions", json={"model": MODEL, "prompt": "a"}).status_code == 404
+
+
+def test_an_aborted_call_says_so(embeddings: Running) -> None:
+    call = EmbeddingCall(EmbeddingRequest(input=[1, 2]), served_by(embeddings))
+    with pytest.raises(ApiError, match="the request was aborted"):
+        call.response([Generation((1, 2), (Completion((), (), (), "", "abort"),))])
+
+
+def served_by(server: Running) -> ServedModel:
+    tokenizer = server.engine.tokenizer
+    assert tokenizer is not None
+    return ServedModel(MODEL, server.engine, tokenizer, server.app.state.texts, {}, "", TokenTexts(tokenizer))
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

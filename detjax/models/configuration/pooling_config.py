@@ -48,6 +48,8 @@ def read_pooling(file: JsonObject, generates: str) -> PoolingOptions | None:
     name = names[0] if isinstance(names, list) and names else generates
     if file.get(ANSWERS) is not None:
         return _read_answers(file, generates)
+    if file.boolean("is_original_qwen3_reranker", False):
+        raise file.error(ANSWERS, 'the tokens ["no", "yes"], as is_original_qwen3_reranker is true')
     if generates not in generative_architectures(name):
         return None
     if name in _REWARDS:
