@@ -193,9 +193,9 @@ def test_coordinates_of_queries_turn_where_there_are_sections() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rotary_dim": 16}, "rotary_dim is 16; accepted: even numbers from 2 to below 16"),
-        ({"rotary_dim": 0}, "rotary_dim is 0; accepted: even numbers from 2"),
-        ({"rotary_dim": 5}, "rotary_dim is 5; accepted: even numbers from 2"),
+        ({"rotary_dim": 16}, "rotary_dim is 16; accepted: even numbers from 0 to below 16"),
+        ({"rotary_dim": -2}, "rotary_dim is -2; accepted: even numbers from 0"),
+        ({"rotary_dim": 5}, "rotary_dim is 5; accepted: even numbers from 0"),
         ({"sections": (3, 4)}, "numbers >= 1 that add up to 8"),
         ({"sections": (0, 8)}, "numbers >= 1 that add up to 8"),
         ({"sections": (4, 4), "rotary_dim": 8}, "numbers >= 1 that add up to 4"),
