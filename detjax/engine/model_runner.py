@@ -48,6 +48,11 @@ _PINNED: Final = "pinned_host"
 """JAX's name of host memory that devices reach directly."""
 
 
+def _committed[T: PyTree](arrays: T) -> T:
+    """Returns arrays committed to their devices. JAX would compile all programs again if they later were not."""
+    return jax.tree.map(lambda x: x if x.committed else jax.device_put(x, x.sharding), arrays)
+
+
 def bytes_of_page(model: Decoder, quantization: KVQuantization | None) -> int:
     """Returns the bytes of one page on each device.
 
@@ -113,7 +118,9 @@ class ModelRunner:
         """
         self._network, weights = split(model)
         self._buffers = device_buffers(model.mesh)
-        self._parameters = Parameters(weights, None if self._buffers is None else self._buffers.links)
+        self._weight_shardings = [weight.sharding for weight in weights]
+        self._parameters = Parameters((), None if self._buffers is None else self._buffers.links)
+        self._set_weights(weights)
         self._empty_batch = empty_batch
         self._primed = set[Hashable]()
         """Keys of programs that have run without links."""
@@ -130,8 +137,6 @@ class ModelRunner:
         self._shapes, self._dtypes = whole_shapes(model), [weight.dtype for weight in weights]
         self._mesh = model.mesh
         self._shardings = [None] * len(weights) if model.mesh is None else shardings_of(model, model.mesh)
-        self._weight_shardings = [weight.sharding for weight in weights]
-        self.has_weights = True
         self._resting: list[Array | np.ndarray | None] | None = None
         """The weights on the host while they are not on the devices, None for lost ones."""
         # Not `model.empty_state`, because the model would keep its weights in memory.
@@ -152,12 +157,12 @@ class ModelRunner:
         adjusts = any(variant.adjusted for variant in self._variants)
         seen = none_seen(self._num_slots, self._vocabulary) if adjusts else None
         empty = SlotState(jnp.zeros(self._num_slots, jnp.int32), seen)
-        self._state, self._slots = self._empty_state(), replicate(empty, self._everywhere)
+        self._state, self._slots = _committed((self._empty_state(), replicate(empty, self._everywhere)))
         # What the slots' prompts so far add up to, if a result does not follow from their last hidden state.
         self._carried: Array | None = None
         if self._pooling is not None and self._pooling.method != "last":
             zeros = jnp.zeros((self._num_slots, *self._hidden.shape), jnp.float32)
-            self._carried = replicate(zeros, self._everywhere)
+            self._carried = _committed(replicate(zeros, self._everywhere))
 
     def drop_state(self) -> None:
         """Releases the cache and all other arrays on the devices but the weights. Then no step can run."""
@@ -176,7 +181,8 @@ class ModelRunner:
         """Puts the weights that `take_weights` copied back on the devices. Lost ones stay missing."""
         assert self._resting is not None
         resting, self._resting = self._resting, None
-        self._set_weights(jax.block_until_ready(tuple(map(self._from_host, range(len(resting)), resting))))
+        weights = [self._from_host(number, copy) for number, copy in enumerate(resting)]
+        self._set_weights(jax.block_until_ready(weights))
 
     def _host_copy(self, number: int) -> Array | np.ndarray | None:
         """Starts to copy a weight to the host, and returns the copy; None: it is lost."""
@@ -195,8 +201,8 @@ class ModelRunner:
             return jax.device_put(copy, self._weight_shardings[number])
         return None if copy is None else self._placements[number](copy)
 
-    def _set_weights(self, weights: tuple[Any, ...]) -> None:
-        self._parameters = self._parameters._replace(weights=weights)
+    def _set_weights(self, weights: Sequence[Any]) -> None:
+        self._parameters = self._parameters._replace(weights=_committed(tuple(weights)))
         self.has_weights = all(weight is not None for weight in weights)
 
     def weight(self, number: int) -> np.ndarray | None:
@@ -222,7 +228,7 @@ class ModelRunner:
 
         for _ in in_threads(replace, new):
             pass
-        self._set_weights(jax.block_until_ready(tuple(weights)))
+        self._set_weights(jax.block_until_ready(weights))
 
     def update_weights(self, params: PyTree[Array]) -> None:
         """Replaces the model's weights by a result of `nnx.split(model)[1]` with the same shapes and dtypes.
@@ -234,7 +240,7 @@ class ModelRunner:
         expected = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in pairs]
         _check_weights(self._network.state(tuple(expected)), params)
         weights = self._network.weights(params)
-        self._set_weights(tuple(put(x) for put, x in zip(self._placements, weights, strict=True)))
+        self._set_weights([put(x) for put, x in zip(self._placements, weights, strict=True)])
 
     def image_rows(self, images: Sequence[VisualInput]) -> list[np.ndarray]:
         """Returns the vision tower's rows of each image, on the host."""
@@ -416,11 +422,6 @@ class ModelRunner:
         return self._run(program)
 
     # --- pooling ------------------------------------------------------------------------------------------------------
-
-    @property
-    def pools(self) -> bool:
-        """True if the model pools."""
-        return self._pooling is not None
 
     @property
     def averages(self) -> bool:

@@ -16,6 +16,7 @@ from detjax.engine.model_runner import ModelRunner
 from detjax.models.checkpoint.digest import array_digest
 from detjax.models.checkpoint.weight_updates import UpdatableWeights
 from detjax.models.network import split
+from tests.support.compiled_programs import compiled_programs
 from tests.support.small_loops import FIXTURE, small_engine, small_model, small_tokenizer
 from tests.support.waits import HANGS_AFTER
 
@@ -211,3 +212,18 @@ def test_weights_for_which_there_is_no_pinned_memory_sleep_in_the_hosts_other_me
         engine.sleep()
         engine.wake_up()
         assert engine.generate([request]) == expected
+
+
+def test_no_program_is_compiled_again_after_sleep_or_new_weights() -> None:
+    request = Request([1, 2, 3], SamplingParams(max_tokens=4))
+    with small_engine() as engine:
+        engine.generate([request])
+        weight = engine.weight(0)
+        assert weight is not None
+        with compiled_programs() as compiled:
+            engine.sleep()
+            engine.wake_up()
+            engine.generate([request])
+            engine.replace_weights({0: weight})
+            engine.generate([request])
+        assert not compiled
