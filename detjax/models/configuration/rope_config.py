@@ -194,7 +194,7 @@ def _read_scaling(file: JsonObject, parameters: JsonObject, head_dim: int, max_p
 
 
 def _read_long_rope(file: JsonObject, parameters: JsonObject, head_dim: int, max_positions: int) -> LongRopeScaling:
-    original = parameters.integer("original_max_position_embeddings", max_positions)
+    original = parameters.integer("original_max_position_embeddings", max_positions, minimum=2)
     original = file.integer("original_max_position_embeddings", original, minimum=2)
     short, long = (_read_factors(parameters, key, head_dim // 2) for key in ("short_factor", "long_factor"))
     optional = {
