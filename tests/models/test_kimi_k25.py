@@ -80,17 +80,17 @@ def in_form_of_transformers(vision: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_three_forms_of_the_tower_say_the_same() -> None:
-    own = raw_config()["vision_config"]
+    published = raw_config()["vision_config"]
     expected = read()
     assert isinstance(expected.vision, MoonViTOptions)
     assert (expected.vision.width, expected.vision.most_frames, expected.vision.projector_eps) == (24, 3, 0.02)
-    assert read(in_form_of_vllm(own)) == expected
+    assert read(in_form_of_vllm(published)) == expected
     top = {"projection_hidden_size": 24, "projection_layer_norm_eps": 0.02, "image_token_id": 100}
     top |= {"media_placeholder_token_id": None, "architectures": ["Kimi_K25ForConditionalGeneration"]}
-    own_rope = {"rope_parameters": {"rope_type": "axial", "rope_theta": 10000.0}}
+    rope = {"rope_parameters": {"rope_type": "axial", "rope_theta": 10000.0}}
     # transformers writes that embeddings are tied, and a token that does not exist.
     top |= {"tie_word_embeddings": True, "video_token_id": 131}
-    assert read(in_form_of_transformers(own) | own_rope, **top) == expected
+    assert read(in_form_of_transformers(published) | rope, **top) == expected
     assert expected.placeholders == (100,) and not expected.tied_embeddings
 
 
@@ -165,7 +165,7 @@ def test_a_saved_directory_has_the_published_tensors(tmp_path: Path) -> None:
 
 
 def as_in_the_network(name: str, x: np.ndarray) -> dict[str, np.ndarray]:
-    """A tensor in the form of the network's parameters in transformers, with the columns of pairs apart."""
+    """A tensor in the form of the network's parameters in transformers, with the first columns of all pairs first."""
     heads = 2
     names = {
         "language_model.model.": "model.language_model.",
@@ -194,7 +194,7 @@ def as_in_the_network(name: str, x: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def as_saved_by_transformers(name: str, x: np.ndarray) -> dict[str, np.ndarray]:
-    """A tensor under the name that `save_pretrained` of transformers 5.24 gives it."""
+    """A tensor under the name which transformers 5.24 gives it in `save_pretrained`."""
     names = {
         "language_model.model.layers.": "language_model.model.blocks.",
         "mm_projector.pre_norm.": "model.mm_projector.pre_norm.",
@@ -421,7 +421,7 @@ def conversation(is_text: bool = True, params: SamplingParams = GREEDY) -> Reque
 
 
 def test_a_conversation_with_a_video_has_the_tokens_and_the_continuation_of_transformers() -> None:
-    """As text and as tokens; alone, and in chunks that cut clips next to another request."""
+    """Sends it as text and as tokens; alone, and in chunks that cut clips next to another request."""
     given, model = reference(NAME), towers.model(NAME)
     requests = [conversation(), conversation(is_text=False), Request([5, 6, 7], GREEDY)]
     for chosen, chunk in ((requests, 13), (requests[:1], 128)):

@@ -87,8 +87,17 @@ def test_its_template_is_recognized(thinking: bool | None, is_open: bool) -> Non
     assert (reasoning.may_reason(prompt), reasoning.is_open(prompt)) == (is_open, is_open)
 
 
-def test_tools_are_declared_as_the_template_writes_them() -> None:
-    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
-    prompt = with_template(WHOLE).apply_chat_template([{"role": "user", "content": "Hello"}], tools=tools)
-    declared = json.dumps(tools, separators=(",", ":"))
+@pytest.mark.parametrize(
+    ("schema", "given", "declared"),
+    [
+        ({"type": "object"}, {}, "# Tools\n\n## functions\nnamespace functions {\ntype f = (_: {}) => any;\n}\n"),
+        # References to other files have no declaration, so the template writes JSON.
+        ({"properties": {"x": {"$ref": "a.json"}}}, {}, None),
+        ({"type": "object"}, {"tools_ts_str": "written by the client"}, "written by the client"),
+    ],
+)
+def test_tools_are_declared_in_typescript(schema: dict[str, Any], given: dict[str, str], declared: str | None) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    prompt = with_template(WHOLE).apply_chat_template([{"role": "user", "content": "Hello"}], tools=tools, **given)
+    declared = declared or json.dumps(tools, separators=(",", ":"), sort_keys=True)
     assert prompt.startswith(f"<|im_system|>tool_declare<|im_middle|>{declared}<|im_end|><|im_user|>user")

@@ -12,6 +12,7 @@ import jinja2
 import tokenizers
 
 from detjax.models.configuration.json_object import CheckpointError, parse_json_object, read_file
+from detjax.models.text import typescript_tools
 from detjax.models.text.chat_template import Sandbox, without_addresses
 from detjax.models.text.incremental_decoder import IncrementalDecoder
 
@@ -210,7 +211,8 @@ class Tokenizer:
             continue_final_message: whether the text ends with the last message's text instead, so that an answer
                 continues it; `add_generation_prompt` must be False.
             kwargs: further variables of the template, such as `tools`, a list of JSON schemas. With several templates,
-                "tool_use" is for conversations with tools, and "default" for the others.
+                "tool_use" is for conversations with tools, and "default" for the others. A template with the variable
+                `tools_ts_str` gets TypeScript's types of the tools, as Kimi K2.5's needs them.
 
         Raises:
             CheckpointError: the checkpoint has no such template, or a damaged one.
@@ -229,6 +231,9 @@ class Tokenizer:
         name = "tool_use" if kwargs.get("tools") and "tool_use" in self._templates else "default"
         template = self._template(name)
         conversation = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        if kwargs.get("tools") and typescript_tools.VARIABLE in self._templates[name]:
+            given = {key: value for key, value in kwargs.items() if key != "tools"}
+            kwargs = typescript_tools.with_declarations(kwargs["tools"]) | given
         variables = {
             "messages": conversation,
             "tools": None,

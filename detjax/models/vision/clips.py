@@ -95,7 +95,7 @@ class ClipOptions(ImageOptions):
         if not all(channels["image_std"]):
             raise file.error("image_std", "numbers other than 0")
         most = max(patches, most_of_frame * frames) * vision.patch_size**2
-        for key in ("image_processor_type", "auto_map"):  # the class is written anew, and code is not copied
+        for key in ("image_processor_type", "auto_map"):  # the class is written below, and code is not copied
             file.get(key)
         kind = {"video_processor_type": "Kimi_K25VideoProcessor"} if is_for_videos else {}
         unread = json.dumps(kind | file.unread(), sort_keys=True)
