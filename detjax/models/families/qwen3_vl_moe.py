@@ -27,14 +27,12 @@ class _Experts(Experts):
     def tensors(self) -> dict[str, Tensors]:
         """The checkpoint's tensors of each parameter. If the shapes fit several forms, the first one counts."""
         by_expert = super().tensors
+        rows_are_outputs = {
+            "gate_up": Tensors(("experts.gate_up_proj",), pairs="halves", other_form=by_expert["gate_up"]),
+            "down": Tensors(("experts.down_proj",), other_form=by_expert["down"]),
+        }
         return {
-            name: Tensors(
-                (f"experts.{tensor}",),
-                transposed=True,
-                pairs="halves" if name == "gate_up" else None,
-                other_form=dataclasses.replace(by_expert[name].other_form, other_form=by_expert[name]),
-            )
-            for name, tensor in (("gate_up", "gate_up_proj"), ("down", "down_proj"))
+            name: dataclasses.replace(form, transposed=True, other_form=form) for name, form in rows_are_outputs.items()
         }
 
 

@@ -324,7 +324,7 @@ def decode_step(batch: int, config: DecoderConfig) -> Program:
 
 
 def vision_tower(tower: VisionOptions, rows: int, columns: int) -> Program:
-    """Two blocks of a tower and its merger, a row for each token; only one block sees whole images."""
+    """Two blocks of a tower and its mergers; with windows, only one block sees whole images."""
     full_blocks = (1,) if tower.window_size else (0, 1)
     options = dataclasses.replace(tower, blocks=2, full_blocks=full_blocks, output_width=2048)
     graph, state = nnx.split(nnx.eval_shape(lambda: VisionTower(options, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)))
@@ -556,7 +556,9 @@ def programs() -> dict[str, Program]:
         "combination of experts": combination_of_experts(64, 8, 2048),
         "decode step": decode_step(4, _config(1)),
         "vision tower": vision_tower(QWEN2_5_VL, 36, 52),
-        "vision tower with learned positions": vision_tower(QWEN3_5, 36, 52),
+        "vision tower with learned positions": vision_tower(
+            dataclasses.replace(QWEN3_5, deepstack_blocks=(0,)), 36, 52
+        ),
         "decode step with experts": decode_step(4, presets.config("Qwen3-30B-A3B", 1)),
         "matmul of carried gradients": carried(6144, 1024, 8192),
         "matmul of a head's carried gradients": carried(151936, 1024, 1024),
