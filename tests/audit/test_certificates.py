@@ -31,13 +31,16 @@ QUICK_MODELS = (
     "gemma3",
     "gemma4",
     "gemma4-moe",
+    "glm4",
     "glm4-moe",
     "gpt-oss",
     "granite",
     "mixtral",
+    "phi3",
     "qwen2_5_vl-tiny",
     "qwen3",
     "qwen3-5-moe",
+    "smollm3",
 )
 """Models that together have every part: latent, windowed and partly rotated attention, sinks, experts, factors, states,
 images."""

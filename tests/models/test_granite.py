@@ -91,6 +91,12 @@ def test_every_fourth_layer_is_not_rotated_unless_the_file_says_otherwise() -> N
     assert read("SmolLM3", no_rope_layers=[0, 1, 0, 1, 0, 1, 1]).rotated == (False, True, False, True, False)
 
 
+def test_the_published_form_is_read() -> None:
+    """It has keys that transformers' class does not read."""
+    config = read("SmolLM3", pretraining_tp=2, max_window_layers=28, rope_scaling=None, sliding_window=None)
+    assert config == read("SmolLM3")
+
+
 def test_windows_are_by_default_of_the_layers_without_rotation() -> None:
     assert read("SmolLM3", sliding_window=9).windows == (None,) * 5
     assert read("SmolLM3", use_sliding_window=True, sliding_window=9).windows == (None, None, None, 9, None)

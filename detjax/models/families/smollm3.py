@@ -49,6 +49,8 @@ FAMILY: Final = Family(
     bos=128000,
     eos=128001,
     tied_embeddings=True,
+    # The published file has 2, which transformers' class does not read.
+    reads=("pretraining_tp",),
     read_rope=functools.partial(read_rope, theta=2_000_000.0),
     keys=llama.FAMILY.keys,
     read_options=_read_options,
