@@ -16,6 +16,7 @@ from jaxtyping import PyTree
 
 from detjax.contract import ACCUMULATOR, LANE_GROUP, LANES
 from detjax.operands.numerics import ceil_div
+from detjax.operands.rounding import rounding_by_conversion
 from detjax.pallas.hopper.device import WARP, WARPGROUP
 from detjax.pallas.hopper.rows import NO_AUTO_BARRIERS, layout, rounded_squares, row_sums
 from detjax.pallas.hopper.token_sums import chain
@@ -52,7 +53,9 @@ def map_elements(
             here = pl.ds(first + piece * PIECE, PIECE)
             elements = [plgpu.load(ref.at[here], layout=piece_layout, optimized=False) for ref in inputs]
             # A thread reads its elements of all arrays before it writes any, so overwriting needs no barrier.
-            for index, result in enumerate(jax.tree.leaves(fn(*elements, *shared))):
+            with rounding_by_conversion():
+                results = fn(*elements, *shared)
+            for index, result in enumerate(jax.tree.leaves(results)):
                 outputs[index][here] = result
 
     new_arrays = plgpu.kernel(
