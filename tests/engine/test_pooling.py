@@ -167,6 +167,25 @@ def test_a_result_is_the_same_alone_and_together_in_any_chunks_and_from_the_cach
             assert cached == (128 if (method, task) == ("last", "embed") else 0)
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["qwen3-next", "deepseek-v3", "gemma2", "gpt-oss"])
+def test_other_families_pool_too(name: str) -> None:
+    overrides: dict[str, Any] = {
+        "classifier_from_token": ["a"],
+        "classifier_token_ids": [5],
+        "method": "no_post_processing",
+    }
+    model, _ = load(FIXTURES / name, dtype="float32", progress=False, overrides=overrides)
+    given = dict(np.load(FIXTURES / name / "reference.npz"))
+    prompts = [given["tokens"].tolist(), given["tokens"][:130].tolist()]
+    with engine_of(model, max_length=256, prefix_cache=False) as engine:
+        alone = [classify(engine, [prompt], is_scored=False)[0] for prompt in prompts]
+    np.testing.assert_allclose(np.array(alone)[:, 0], given["logits"][[-1, 129], 5], rtol=0, atol=TOLERANCE)
+    with engine_of(model, max_length=256, token_budget=100) as engine:
+        for _ in range(2):
+            assert_same_bits(classify(engine, prompts, is_scored=False), np.array(alone))
+
+
 @pytest.mark.parametrize(("method", "task"), [("mean", "embed"), ("last", "token_embed")])
 def test_a_preempted_sequence_starts_over_with_the_same_bits(method: str, task: str) -> None:
     model, prompts = pooling_by(method)[0], prompts_of("embedding")[:2]
