@@ -5,6 +5,7 @@ programs are compiled with all of XLA's optimizations. The others are compiled w
 their time.
 """
 
+import functools
 import os
 from collections.abc import Generator
 from importlib.util import find_spec
@@ -125,6 +126,7 @@ def tier_of(path: Path) -> str | None:
     return next((tier for tier, parts in TIERS.items() if _is_in(path, parts)), None)
 
 
+@functools.cache  # thousands of tests ask for a few hundred files
 def _is_in(path: Path, parts: tuple[str, ...]) -> bool:
     return any(path.is_relative_to(TESTS / part) for part in parts)
 
