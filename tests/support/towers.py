@@ -9,6 +9,7 @@ import numpy as np
 import tokenizers
 
 from detjax.models import Decoder, Tokenizer, Video, load
+from detjax.models.parts.moonvit import MoonViTOptions
 from detjax.models.parts.vision import VisionOptions
 from detjax.models.vision.frame_sampling import FrameSampling
 from detjax.models.vision.images import ImagePatches, image_patches
@@ -64,6 +65,25 @@ QWEN3_5: Final = VisionOptions(
 
 
 QWEN3_VL: Final = dataclasses.replace(QWEN3_5, deepstack_blocks=(8, 16, 24))
+KIMI_K2_5: Final = MoonViTOptions(
+    width=1152,
+    inner_width=4304,
+    blocks=27,
+    heads=16,
+    activation="gelu_tanh",
+    channels=3,
+    patch_size=14,
+    temporal_patch_size=1,
+    merge_size=2,
+    window_size=None,
+    full_blocks=tuple(range(27)),
+    output_width=7168,
+    theta=10000.0,
+    tokens_per_second=None,
+    positions=4096,
+    most_frames=4,
+    projector_eps=1e-5,
+)
 
 
 @functools.cache

@@ -10,6 +10,7 @@ import functools
 from fractions import Fraction
 from typing import Final
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -35,6 +36,8 @@ from detjax.ops.rotary import RotaryEmbedding
 
 _EPS: Final = 1e-5
 """Epsilon of all norms of the tower, but for the projector's."""
+_ROWS_AT_ONCE: Final = 8
+"""Rows of a sum that kernels hold at the same time."""
 _FRAME_THETA: Final = 10000.0
 """The base of the frequencies of frames' positions."""
 
@@ -111,12 +114,22 @@ class ResampledPositions(nnx.Module):
         self.side, self.frames = round(rows**0.5), frames
         self.weight = random_weight(rngs, (self.side, self.side, width), dtype)
 
-    def __call__(self, index: Int32[Array, "*N n"], weight: Float32[Array, "*N n"]) -> Float[Array, "*N D"]:
-        """Returns the weighted sum of rows."""
+    def __call__(self, index: Int32[Array, "W T n"], weight: Float32[Array, "W T n"]) -> Float[Array, "W T D"]:
+        """Returns the weighted sum of rows: in float32, the sums of eight rows each, and then these sums."""
         table = self.weight[...]
         frames = rounded(jnp.asarray(frame_positions(self.frames, table.shape[-1])), table.dtype)
         rows = jnp.concatenate([table.reshape(-1, table.shape[-1]), frames])
-        return ops.weighted_sum(ops.embed(index, rows), weight)
+
+        def summed(window: tuple[Array, Array]) -> Array:
+            parts = []
+            for first in range(0, index.shape[-1], _ROWS_AT_ONCE):
+                some, factors = (x[:, first : first + _ROWS_AT_ONCE] for x in window)
+                parts.append(ops.weighted_sum(ops.embed(some, rows).astype(jnp.float32), factors))
+            whole = jnp.stack(parts, axis=-2)
+            return ops.weighted_sum(whole, jnp.ones(whole.shape[:-1], jnp.float32))
+
+        # One window after another: all rows of a large image together would take much memory.
+        return rounded(jax.lax.map(summed, (index, weight)), table.dtype)
 
     @property
     def tensors(self) -> dict[str, Tensors]:

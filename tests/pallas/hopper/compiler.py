@@ -30,7 +30,7 @@ from detjax.contract import KV_BLOCK
 from detjax.models import Decoder, KVCache
 from detjax.models.configuration.config import DecoderConfig
 from detjax.models.network import split
-from detjax.models.parts.vision import VisionOptions, VisionTower
+from detjax.models.parts.vision import VisionOptions
 from detjax.models.vision.images import ImagePatches, packed
 from detjax.operands.attention import AttentionOperands
 from detjax.operands.kv_pages import KeyColumns, KVPages, QuantizedPages, Queries
@@ -73,7 +73,7 @@ from detjax.rl.trainer.microbatches import Layout, Packed, Rows, Sample
 from detjax.rl.trainer.optimizers import AdamState, adamw
 from detjax.rl.trainer.train_state import next_leaf
 from detjax.runtime import backends, compilation
-from tests.support.towers import QWEN2_5_VL, QWEN3_5
+from tests.support.towers import KIMI_K2_5, QWEN2_5_VL, QWEN3_5
 
 FOLDER_VARIABLE = "DETJAX_PTXAS"
 WITHOUT_A_DEVICE = {**compilation.PINNED_OPTIONS["gpu"], "xla_gpu_enable_triton_gemm": False}
@@ -327,8 +327,10 @@ def vision_tower(tower: VisionOptions, rows: int, columns: int) -> Program:
     """Two blocks of a tower and its mergers; with windows, only one block sees whole images."""
     full_blocks = (1,) if tower.window_size else (0, 1)
     options = dataclasses.replace(tower, blocks=2, full_blocks=full_blocks, output_width=2048)
-    graph, state = nnx.split(nnx.eval_shape(lambda: VisionTower(options, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)))
-    image = ImagePatches(np.zeros((rows * columns, math.prod(options.patch_shape)), np.float32), rows, columns)
+    graph, state = nnx.split(nnx.eval_shape(lambda: options.tower(options, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)))
+    frames = options.clip_frames
+    pixels = np.zeros((frames * rows * columns, math.prod(options.patch_shape)), np.float32)
+    image = ImagePatches(pixels, rows, columns, frames)
     patches, _ = packed([image, image], options, 128)
     leaves, tree = jax.tree.flatten((state, patches))
 
@@ -556,6 +558,7 @@ def programs() -> dict[str, Program]:
         "combination of experts": combination_of_experts(64, 8, 2048),
         "decode step": decode_step(4, _config(1)),
         "vision tower": vision_tower(QWEN2_5_VL, 36, 52),
+        "vision tower of clips": vision_tower(KIMI_K2_5, 36, 52),
         "vision tower with learned positions": vision_tower(
             dataclasses.replace(QWEN3_5, deepstack_blocks=(0,)), 36, 52
         ),
