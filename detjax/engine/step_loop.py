@@ -522,13 +522,13 @@ def _chunk_rows(prefills: Seq[tuple[ScheduledChunk, int]], batch: StepBatch, no_
 
 
 def _image_tokens(model: Decoder, most: int) -> int:
-    """Returns the tokens of the largest image in sequences of up to `most` tokens."""
+    """Returns the tokens of the largest image, or of all frames of a clip, in sequences of up to `most` tokens."""
     vision = model.config.vision
     if vision is None:
         return 0
     images = model.image_options or image_options_class(vision)()
     sizes = [options.max_pixels for options in (images, model.video_options) if options]
-    return max(min(most, max(sizes) // (vision.patch_size * vision.merge_size) ** 2), 1)
+    return max(min(most * vision.clip_frames, max(sizes) // (vision.patch_size * vision.merge_size) ** 2), 1)
 
 
 def _unseen(sequence: Sequence) -> tuple[int, Seq[int], Seq[int]] | None:
