@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import hashlib
 from collections.abc import AsyncGenerator, Callable, Collection, Coroutine
 from functools import partial
@@ -152,7 +153,8 @@ def app_of(
         control = ControlRoutes(api.control, commands, files, settings.control_key, api.parse_body).routes()
     else:
         files, control = None, []
-    document = openapi.document(settings.name, needs_key=bool(settings.api_keys))
+    # Few servers are asked for it, and it takes a while.
+    document = functools.cache(partial(openapi.document, settings.name, needs_key=bool(settings.api_keys)))
     routes = [
         Route("/v1/completions", partial(api.generate, CompletionRequest, CompletionCall), methods=["POST"]),
         Route("/v1/chat/completions", partial(api.generate, ChatRequest, ChatCall), methods=["POST"]),
@@ -167,7 +169,7 @@ def app_of(
         Route("/health", api.health),
         Route("/metrics", api.metrics_text),
         *control,
-        Route("/openapi.json", lambda _: JSONResponse(document)),
+        Route("/openapi.json", lambda _: JSONResponse(document())),
         Route("/", lambda _: FileResponse(_PAGE / "index.html", headers=_PAGE_HEADERS)),
         Mount("/page", _PageFiles(directory=_PAGE)),
     ]

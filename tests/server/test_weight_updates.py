@@ -467,7 +467,7 @@ def test_weights_change_in_a_sleeping_server_that_keeps_requests(
         assert whole.result()["system_fingerprint"] == fingerprints["two"]
 
 
-@pytest.mark.parametrize(("requests", "updates"), [(100, 4), pytest.param(500, 20, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(("requests", "updates"), [(40, 3), pytest.param(500, 20, marks=pytest.mark.nightly)])
 def test_every_answer_in_a_crowd_is_verified_with_the_weights_that_it_names(
     trainer: Trainer, fingerprints: dict[str, str], versions: Any, tmp_path: Path, requests: int, updates: int
 ) -> None:
