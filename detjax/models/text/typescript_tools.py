@@ -94,7 +94,7 @@ class _Function:
             return "any"
         kind = schema["type"]
         if isinstance(kind, list):
-            return " | ".join([_NAMES.get(one, one) for one in kind if _is_known(one)])
+            return " | ".join(map(_in_union, kind))
         if kind == "object":
             return self._object(schema, indent)
         return self._array(schema, indent) if kind == "array" else "number" if kind == "integer" else kind
@@ -143,10 +143,11 @@ class _Function:
         return "\n".join(["Array<", *comments, inner + self._type(items, inner), f"{indent}>"])
 
 
-def _is_known(kind: str) -> bool:
+def _in_union(kind: str) -> str:
+    """Returns TypeScript's name of a type in a union."""
     if kind not in (*_SCALARS, "null", "object", "array"):
         raise _Unsupported
-    return True
+    return _NAMES.get(kind, kind)
 
 
 def _enum(schema: Mapping[str, Any]) -> str:
