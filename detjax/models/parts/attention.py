@@ -20,7 +20,7 @@ from detjax.models.parts.sharding import (
     outputs,
     sharded_matmul,
 )
-from detjax.models.parts.state import PagedKeysAndValues
+from detjax.models.parts.state import PagedKeysAndValues, StateDeclaration
 from detjax.operands.kv_pages import KVPages, Queries
 from detjax.ops.rotary import RotaryEmbedding
 
@@ -84,7 +84,7 @@ class AttentionOptions:
         return OutputSharding((ShardGroup(self.q_width, self.shards(devices)[0]),), -1)
 
     @property
-    def state(self) -> PagedKeysAndValues:
+    def state(self) -> StateDeclaration:
         """The state declaration: keys and values of every token."""
         return PagedKeysAndValues(self.kv_heads, self.head_dim, self.heads)
 
@@ -153,7 +153,7 @@ class Attention(nnx.Module):
         return jnp.concatenate([q, k, v], axis=-1)
 
     @property
-    def _rows(self) -> tuple[int, int, int]:
+    def _rows(self) -> tuple[int, ...]:
         """The outputs of the projections of queries, keys and values."""
         return self.QUERY_PARTS * self.options.q_width, self.options.kv_width, self.options.kv_width
 

@@ -131,8 +131,8 @@ class Experts(nnx.Module):
         y = sharded_grouped_matmul(y, self.down[...], sizes, **outer)
         # A token's results are added column by column, so each device adds its own columns.
         columns = functools.partial(local_columns, sharding=down)
-        addends = {"shared": self.shared(flat), "residual": None if residual is None else residual.reshape(flat.shape)}
-        addends = {name: columns(addend) for name, addend in addends.items() if addend is not None}
+        given = {"shared": self.shared(flat), "residual": None if residual is None else residual.reshape(flat.shape)}
+        addends: dict[str, Any] = {name: columns(addend) for name, addend in given.items() if addend is not None}
         combine = functools.partial(ops.combine_experts, aggregation=self.options.aggregation)
         if experts.shards == 1:
             combined = combine(y, weights, rows, **addends)

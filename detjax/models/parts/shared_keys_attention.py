@@ -11,7 +11,7 @@ from detjax import ops
 from detjax.models.parts.attention import Attention, AttentionOptions
 from detjax.models.parts.parameters import Tensors, optional
 from detjax.models.parts.sharding import devices, gathered, gathered_matmul, sharded_matmul
-from detjax.models.parts.state import PagedKeysAndValues, PagesOfLayer
+from detjax.models.parts.state import PagesOfLayer, StateDeclaration
 from detjax.operands.kv_pages import KVPages, Queries, positions_of_tokens
 
 
@@ -57,7 +57,7 @@ class SharedKeysAttentionOptions(AttentionOptions):
     source: int | None = None
 
     @property
-    def state(self) -> PagedKeysAndValues | PagesOfLayer:
+    def state(self) -> StateDeclaration:
         """The state declaration: keys and values of every token, or the name of the layer that keeps them."""
         return super().state if self.source is None else PagesOfLayer(self.source)
 
