@@ -66,6 +66,8 @@ HARDLY_CUT = {
     "qwen2_5_vl-tiny",
     "qwen3",
     "qwen3-moe",
+    "qwen3-vl",
+    "qwen3-vl-moe",
 }
 """Their fixtures have few sizes that divide into pieces, so devices have most weights as a whole."""
 
