@@ -89,7 +89,7 @@ class Decoder(nnx.Module):
         self.layers = nnx.List([family.layer(config, index, rngs=rngs, dtype=dtype) for index in range(config.layers)])
         self.final_norm = RMSNorm(config.hidden_size, eps=config.norm_eps, dtype=dtype, offset=family.norm_offset)
         pooling = config.pooling
-        has_head = not config.tied_embeddings and (pooling is None or bool(pooling.answers))
+        has_head = not config.tied_embeddings and (pooling is None or pooling.has_answers)
         self.lm_head = table() if has_head else None
         self.score = None if pooling is None else pooling.classifier(config.hidden_size, rngs=rngs, dtype=dtype)
         per_layer: dict[str, Any] = {"eps": config.norm_eps, "rngs": rngs, "dtype": dtype}
@@ -230,7 +230,7 @@ class Decoder(nnx.Module):
         if self.score is not None:
             return self.score(hidden)
         pooling = self.config.pooling
-        if pooling is None or not pooling.answers:
+        if pooling is None or not pooling.has_answers:
             return self.head.logits(hidden)
         answers = self.head.logits(hidden)[..., np.array(pooling.answer_ids)]
         return ops.add(answers[..., 1:], -answers[..., :1]) if pooling.has_contrast else answers
@@ -305,7 +305,7 @@ class Decoder(nnx.Module):
         Raises:
             ValueError: the model pools, and has no such head.
         """
-        if (pooling := self.config.pooling) is not None and not pooling.answers:
+        if (pooling := self.config.pooling) is not None and not pooling.has_answers:
             given = "embeddings" if pooling.gives_embeddings else "scores of classes"
             raise ValueError(f"Decoder: the model gives {given}, not logits of tokens; accepted: one that generates")
         return self.embedding if self.lm_head is None else self.lm_head

@@ -167,8 +167,13 @@ def test_a_result_is_the_same_alone_and_together_in_any_chunks_and_from_the_cach
             assert cached == (128 if (method, task) == ("last", "embed") else 0)
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", ["qwen3-next", "deepseek-v3", "gemma2", "gpt-oss"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qwen2",
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("qwen3-next", "deepseek-v3", "gemma2", "gpt-oss")),
+    ],
+)
 def test_other_families_pool_too(name: str) -> None:
     overrides: dict[str, Any] = {
         "classifier_from_token": ["a"],

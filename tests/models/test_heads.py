@@ -134,7 +134,7 @@ def test_scores_are_functions_of_logits() -> None:
         np.testing.assert_allclose(given, [expected, [0, 2]], rtol=1e-6)
 
 
-def test_every_number_of_devices_gives_the_bits_matrix() -> None:
+def test_every_number_of_devices_gives_the_bits_of_one() -> None:
     run_on_devices(__name__, devices=2)
 
 
@@ -199,6 +199,60 @@ def test_a_language_models_head_gives_the_answers_logits() -> None:
     assert_same_bits(np.asarray(reranks.logits(hidden))[:, 0], yes - no)
 
 
+def with_logit_score(folder: Path, name: str, activation: str, **tokens: int | None) -> Path:
+    """A copy of a fixture with the files that Sentence Transformers 5.4 writes for a reranker."""
+    copy = Path(shutil.copytree(FIXTURES / name, folder / name))
+    types = ("base.modules.transformer.Transformer", "cross_encoder.modules.logit_score.LogitScore")
+    paths = ("", "1_LogitScore")
+    modules = [{"path": path, "type": f"sentence_transformers.{kind}"} for path, kind in zip(paths, types, strict=True)]
+    (copy / "modules.json").write_text(json.dumps(modules))
+    (copy / "1_LogitScore").mkdir()
+    (copy / "1_LogitScore" / "config.json").write_text(json.dumps(tokens))
+    settings = {"activation_fn": activation, "default_prompt_name": None, "model_type": "CrossEncoder", "prompts": {}}
+    (copy / "config_sentence_transformers.json").write_text(json.dumps(settings))
+    return copy
+
+
+def test_files_of_sentence_transformers_make_a_reranker(tmp_path: Path) -> None:
+    sigmoid, identity = "torch.nn.modules.activation.Sigmoid", "torch.nn.modules.linear.Identity"
+    generates, _ = load(FIXTURES / "qwen2", progress=False)
+    hidden = jnp.asarray(np.random.default_rng(0).standard_normal((3, generates.config.hidden_size)), jnp.bfloat16)
+    no, yes = np.asarray(generates.logits(hidden))[:, [7, 9]].T
+    for number, (activation, false) in enumerate(((sigmoid, 7), (identity, None))):
+        folder = with_logit_score(tmp_path / str(number), "qwen2", activation, true_token_id=9, false_token_id=false)
+        decoder, _ = load(folder, progress=False)
+        assert_same_bits(np.asarray(decoder.logits(hidden))[:, 0], yes - no if false else yes)
+        pooling = decoder.config.pooling
+        assert pooling is not None
+        assert pooling.score == ("sigmoid" if false else "identity")
+        save(decoder, tmp_path / f"saved {number}")
+        assert load(tmp_path / f"saved {number}", progress=False)[0].config == decoder.config
+    for key, value, message in (
+        ("true_token_id", None, "true_token_id is None; accepted: an integer from 0 to "),
+        ("false_token_id", 1 << 20, "false_token_id is 1048576; accepted: an integer from 0 to"),
+    ):
+        tokens = {"true_token_id": 9, "false_token_id": 7} | {key: value}
+        with pytest.raises(CheckpointError, match=message):
+            load(with_logit_score(tmp_path / key, "qwen2", sigmoid, **tokens), progress=False)
+
+
+def test_files_of_sentence_transformers_say_how_a_classifier_scores(tmp_path: Path) -> None:
+    folder = copied("reward", tmp_path)
+    (folder / "modules.json").write_text('[{"path": "", "type": "sentence_transformers.models.Transformer"}]')
+    settings = {"activation_fn": "torch.nn.modules.linear.Identity", "model_type": "CrossEncoder"}
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(settings))
+    decoder, _ = load(folder, progress=False)
+    assert decoder.config.pooling is not None
+    assert decoder.config.pooling.score == "identity"
+    save(decoder, tmp_path / "saved")
+    assert load(tmp_path / "saved", progress=False)[0].config == decoder.config
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(settings | {"default_prompt_name": "a"}))
+    with pytest.raises(
+        CheckpointError, match="default_prompt_name is 'a'; accepted: null, for models that score pairs"
+    ):
+        load(folder, progress=False)
+
+
 def test_a_saved_reranker_reads_its_answers_without_a_tokenizer(tmp_path: Path) -> None:
     overrides = {"classifier_from_token": ["a", "b"], "method": "from_2_way_softmax"}
     decoder, _ = load(FIXTURES / "qwen3", progress=False, overrides=overrides)
@@ -256,9 +310,15 @@ def test_other_modules_are_refused(tmp_path: Path) -> None:
     modules = json.loads((folder / "modules.json").read_text())
     dense = {"idx": 2, "name": "2", "path": "2_Dense", "type": "sentence_transformers.models.Dense"}
     for listed, message in (
-        ([*modules[:2], dense], "the modules are Transformer, Pooling, Dense; accepted: the modules Transformer, Po"),
-        (modules[:1], "the modules are Transformer; accepted"),
-        ({"modules": 1}, "accepted: the modules Transformer"),
+        (
+            [*modules[:2], dense],
+            "the modules are Transformer, Pooling, Dense, and the architecture is Qwen3ForCausalLM; a",
+        ),
+        (
+            modules[:1],
+            "the modules are Transformer, and the architecture is Qwen3ForCausalLM; accepted: Transformer, P",
+        ),
+        ({"modules": 1}, "accepted: a list of objects with a type and a path"),
     ):
         (folder / "modules.json").write_text(json.dumps(listed))
         with pytest.raises(CheckpointError, match=message):

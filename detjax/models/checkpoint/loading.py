@@ -173,7 +173,7 @@ def by_decoder_name(
 def skipped_names(family: Family, config: DecoderConfig) -> tuple[str, ...]:
     """Returns regular expressions for the names of tensors that checkpoints of a model may have and nobody needs."""
     # A head without a use: the embedding's copy, or what the model was trained from.
-    unused = () if config.pooling is None or config.pooling.answers else (re.escape(LM_HEAD),)
+    unused = () if config.pooling is None or config.pooling.has_answers else (re.escape(LM_HEAD),)
     skips = (pattern.replace("{layers}", str(config.layers)) for pattern in family.skips)
     return (_COMPUTED, *unused, *skips, *family.unread_tensors(config))
 
@@ -300,7 +300,7 @@ def _configuration_files(model: Decoder, tokenizer: Tokenizer | None) -> dict[st
     ids = (defaults or GenerationDefaults()).token_ids_to_hugging_face()
     files = {CONFIG: dataclasses.replace(model.config, dtype=model.dtype.name).to_hugging_face() | ids}
     pooling = model.config.pooling
-    if pooling is not None and pooling.gives_embeddings:
+    if pooling is not None and pooling.is_in_sentence_files:
         files |= sentence_files(pooling, model.config.hidden_size, model.config.max_positions)
     if defaults is not None:
         files[_GENERATION] = defaults.to_hugging_face()
@@ -404,7 +404,7 @@ def _dtype_as_stored(
 
 def _tied_as_stored(config: DecoderConfig, stored: dict[str, StoredTensor]) -> DecoderConfig:
     """Unties the configuration if the files hold a different head; removes a head that repeats the embedding."""
-    has_unused_head = config.pooling is not None and not config.pooling.answers
+    has_unused_head = config.pooling is not None and not config.pooling.has_answers
     if not config.tied_embeddings or LM_HEAD not in stored or has_unused_head:
         return config
     head = stored[LM_HEAD]

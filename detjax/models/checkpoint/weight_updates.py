@@ -97,7 +97,7 @@ class UpdatableWeights:
         stored = loading.by_decoder_name(tensors, self._family, self._config)
         if block_format is not None:
             stored = block_format.dequantized(stored)
-        has_head = self._config.pooling is None or bool(self._config.pooling.answers)
+        has_head = self._config.pooling is None or self._config.pooling.has_answers
         if has_head and self._config.tied_embeddings and loading.LM_HEAD in stored:
             self._remove_tied_head(stored)
         return stored

@@ -241,7 +241,7 @@ class DecoderConfig:
         if family.nested is not None:
             raw = family.nested(raw)
         understood = dataclasses.asdict(DecoderConfig.from_hugging_face(raw, "config.json"))
-        if self.pooling is not None and self.pooling.gives_embeddings:
+        if self.pooling is not None and self.pooling.is_in_sentence_files:
             understood["pooling"] = dataclasses.asdict(self.pooling)  # other files have the rest
         for name, value in dataclasses.asdict(self).items():
             if understood[name] != value:

@@ -20,7 +20,7 @@ ANSWERS: Final = "classifier_from_token"
 ANSWER_IDS: Final = "classifier_token_ids"
 _CONTRAST, _PLAIN = "from_2_way_softmax", "no_post_processing"
 _PROBLEMS: Final = ("regression", "single_label_classification", "multi_label_classification")
-_ACTIVATIONS: Final[Mapping[str, Score]] = {
+ACTIVATIONS: Final[Mapping[str, Score]] = {
     "torch.nn.modules.linear.Identity": "identity",
     "torch.nn.modules.activation.Sigmoid": "sigmoid",
 }
@@ -114,7 +114,7 @@ def _read_score(file: JsonObject, classes: int) -> Score:
     if cross_encoder is not None and cross_encoder.get("activation_fn") is not None:
         named, key = cross_encoder, "activation_fn"
     if named.get(key) is not None:
-        return _ACTIVATIONS[named.choice(key, "", tuple(_ACTIVATIONS))]
+        return ACTIVATIONS[named.choice(key, "", tuple(ACTIVATIONS))]
     problem = file.choice("problem_type", "", _PROBLEMS)
     if problem == "regression":
         return "identity"
@@ -139,7 +139,9 @@ def write_pooling(options: PoolingOptions) -> dict[str, Any]:
             any_length = {"is_matryoshka": True}
             raw |= {"matryoshka_dimensions": list(options.dimensions)} if options.dimensions else any_length
         return raw
-    names = {name: key for key, name in _ACTIVATIONS.items()}
+    if options.is_in_sentence_files:
+        return raw
+    names = {name: key for key, name in ACTIVATIONS.items()}
     default = "sigmoid" if len(options.labels) == 1 else "softmax"
     if options.score != default:
         raw["problem_type"] = "regression" if options.score == "identity" else "multi_label_classification"

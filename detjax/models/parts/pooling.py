@@ -39,9 +39,9 @@ class PoolingOptions:
         labels: the names of the classes; empty: the model gives embeddings.
         score: the function that turns logits into scores.
         has_inner_layer: whether the head has a layer of the hidden states' width before the one that gives logits.
-        answers: tokens whose logits are the classes' in a model with a language model's head; empty: it has a head for
-            the classes.
-        answer_ids: the ids of these tokens.
+        answers: tokens whose logits are the classes' in a model with a language model's head, if `config.json` names
+            them.
+        answer_ids: the ids of these tokens; empty: the model has a head for the classes.
         has_contrast: whether the logit of the only class is the second answer's minus the first answer's.
         dimensions: the lengths that an embedding may be cut to before it is normalized; None: none; empty: any.
         prompts: texts before a text, by name.
@@ -66,9 +66,19 @@ class PoolingOptions:
         """True if results are embeddings, False if they are scores of classes."""
         return not self.labels
 
+    @property
+    def has_answers(self) -> bool:
+        """True if the logits of some tokens are the classes'."""
+        return bool(self.answers or self.answer_ids)
+
+    @property
+    def is_in_sentence_files(self) -> bool:
+        """True if files of Sentence Transformers say how the model pools, and `config.json` does not."""
+        return self.gives_embeddings or (self.has_answers and not self.answers)
+
     def classifier(self, width: int, *, rngs: nnx.Rngs, dtype: DTypeLike) -> "Classifier | None":
         """Returns the head for the classes, with random weights; None if the model has no such head."""
-        is_needed = bool(self.labels) and not self.answers
+        is_needed = bool(self.labels) and not self.has_answers
         return Classifier(width, self, rngs=rngs, dtype=dtype) if is_needed else None
 
 
