@@ -78,7 +78,7 @@ def test_the_options_are_read() -> None:
 
 
 @pytest.mark.parametrize("name", ["process-reward", "reward"])
-def test_chunks_give_the_logits_matrix_call_among_other_requests(name: str) -> None:
+def test_chunks_give_the_logits_of_one_call_among_other_requests(name: str) -> None:
     decoder, given = model(name), reference(name)["tokens"][:75]
     others = np.random.default_rng(0).integers(0, decoder.config.vocab_size, (2, 75))
     tokens = jnp.asarray(np.stack([others[0], given, others[1]]), jnp.int32)
