@@ -4,14 +4,14 @@ import gc
 import os
 from collections.abc import Iterator
 
-import jaxtyping
-
 # The threads of Pallas' interpreter wait for one another inside XLA's pool, which has a worker for each processor:
 # where there are two, waits at barriers take them all, and none is left to end them. XLA reads this when it starts.
 os.environ.setdefault("PJRT_NPROC", "16")
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")  # see `tests.support.tiers`
 
-with jaxtyping.install_import_hook(["detjax", "benchmarks"], "beartype.beartype"):
+from tests.support.type_checks import checked
+
+with checked(["detjax", "benchmarks"]):
     import detjax  # noqa: F401
 
 import jax
