@@ -1,4 +1,4 @@
-"""Heads that no kernel holds: the portable backend's program serves them, in all phases, and other widths are refused."""
+"""Heads that no kernel holds: the portable backend's program serves some widths, and others are refused."""
 
 from typing import Any
 
