@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors.numpy
 
 import detjax
 from detjax import audit, models, ops
@@ -17,6 +18,7 @@ from detjax.bench import presets
 from detjax.models import CheckpointError, Decoder, DecoderConfig, digest, load, save
 from detjax.models.checkpoint.loading import parameters_of_checkpoint, tensor_shapes, without_weights
 from detjax.models.checkpoint.weight_files import StoredTensor
+from detjax.models.checkpoint.weight_updates import UpdatableWeights
 from detjax.models.decoder import ImageRows
 from detjax.models.mesh import shardings_of
 from detjax.models.network import parameters, split
@@ -167,6 +169,16 @@ def test_experts_are_read_in_every_form_that_they_have(tmp_path: Path, form: str
                 stored |= {f"{prefix}.{expert}.{part}.weight": z.copy() for part, z in parts.items()}
     expected = load(FIXTURES / EXPERTS, progress=False)[0]
     assert digest(load(directory, progress=False)[0]) == digest(expected)
+
+
+def test_new_experts_may_have_another_form_than_the_checkpoint(tmp_path: Path) -> None:
+    model, name = load(FIXTURES / EXPERTS, progress=False)[0], f"{LANGUAGE}layers.2.mlp.experts.down_proj"
+    down = tensors(FIXTURES / EXPERTS)[name]
+    for number, x in enumerate((down + down, np.ascontiguousarray((down + down).swapaxes(1, 2)))):
+        file = tmp_path / f"{number}.safetensors"
+        safetensors.numpy.save_file({name: x}, file)
+        (new,) = UpdatableWeights(model).read(file, lambda _: None).weights.values()
+        assert_same_bits(new, np.ascontiguousarray((down + down).swapaxes(1, 2)))
 
 
 def test_experts_of_both_shapes_have_the_published_form() -> None:
