@@ -20,7 +20,7 @@ from detjax.bench.inputs import hashed, hashed_integers
 from detjax.bench.shapes import linears
 from detjax.contract import DELTA_CHUNK, KV_BLOCK
 from detjax.models import DecoderConfig
-from detjax.models.cache import KVCache, layers_in_slots
+from detjax.models.cache import KVCache, declarations, layers_in_slots
 from detjax.models.network import abstract, split
 from detjax.operands.kv_pages import KVPages, Queries
 from detjax.operands.rounding import rounded
@@ -408,13 +408,18 @@ def step_case(operation: str, model: str, batch: int, context: int, layers: int 
         layers: the number of layers. Default: the preset's own.
 
     Raises:
-        ValueError: the model has state outside of KV pages.
+        ValueError: the model has state outside of KV pages, or layers with different pages.
     """
     config = presets.config(model, layers)
     if any(layers_in_slots(config)):
         raise ValueError(
             f"{operation}: {model} keeps a state of each request in slots; accepted: models that keep only keys and "
             f"values in pages. `python -m detjax.bench serve --preset {model}` measures it in an engine"
+        )
+    if len(set(declarations(config))) > 1:
+        raise ValueError(
+            f"{operation}: {model} has layers with different heads of keys; accepted: models whose layers have the "
+            f"same. `python -m detjax.bench serve --preset {model}` measures it in an engine"
         )
     network, shapes = split(abstract(lambda: presets.decoder(model, layers)))
     decoding = operation == "decode_step"
