@@ -52,7 +52,7 @@ class Loading:
         try:
             return parse_json_object(self.hf_overrides.encode(), "--hf-overrides")
         except ValueError as error:
-            raise ValueError(f'{error}; accepted: a JSON object, such as {{"is_matryoshka": true}}') from None
+            raise ValueError(f'{error}. An example is {{"is_matryoshka": true}}') from None
 
     def template(self) -> str | None:
         """Reads the chat template; raises a ValueError if the file is not readable."""

@@ -336,8 +336,9 @@ class _Api:
 
     def _check_kind(self, *, pools: bool) -> None:
         """Rejects a request to a path that a model of this kind does not serve."""
-        if (does := self.served.engine.pooling is not None) != pools:
-            raise not_served(pools=does)
+        options = self.served.engine.pooling
+        if (options is not None) != pools:
+            raise not_served(options)
 
     # --- texts --------------------------------------------------------------------------------------------------------
 

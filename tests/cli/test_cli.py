@@ -402,6 +402,7 @@ def test_the_options_of_replicas_reach_them(checkpoint: Path, tmp_path: Path, mo
         *("--data-parallel", 3, "--replica-seconds", 7, "--tensor-parallel", 2, "--expert-parallel", 4),
         *("--dtype", "float32", "--backend", "portable", "--chat-template", template, "--template-date", "2026-01-31"),
         *("--max-samples", 5, "--max-queue", 1, "--cache-dir", tmp_path / "cache", "--log-level", "error"),
+        *("--hf-overrides", '{"is_matryoshka": true}'),
     )
     assert run("serve", checkpoint, "--port", 0, *options).exit_code == 0
     expected = server.ReplicaOptions(
@@ -412,6 +413,7 @@ def test_the_options_of_replicas_reach_them(checkpoint: Path, tmp_path: Path, mo
         expert_parallel=4,
         chat_template="{{ messages }}",
         template_date=datetime.date(2026, 1, 31),
+        overrides={"is_matryoshka": True},
         config=engine.EngineConfig(max_samples=5),
         cache=tmp_path / "cache",
     )

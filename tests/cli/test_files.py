@@ -62,15 +62,19 @@ def test_a_model_is_loaded_as_its_options_say(tmp_path: Path, monkeypatch: pytes
     plain: Any = Loading.load
     load = getattr(plain, "__wrapped__", plain)
     assert load(Loading(model=tmp_path)) == ("a model", tokenizer)
-    assert given == [(tmp_path, {"dtype": None, "mesh": ("a mesh", 1, 1)})]
+    assert given == [(tmp_path, {"dtype": None, "mesh": ("a mesh", 1, 1), "overrides": {}})]
     day = datetime.date(2026, 1, 31)
-    loading = Loading(model=tmp_path, dtype="float16", tensor_parallel=2, expert_parallel=3, template_date=day)
+    sizes: Any = {"tensor_parallel": 2, "expert_parallel": 3}
+    loading = Loading(model=tmp_path, dtype="float16", template_date=day, hf_overrides='{"a": [1]}', **sizes)
     assert load(loading) == ("a model", dated)
-    assert given[1:] == [(tmp_path, {"dtype": "float16", "mesh": ("a mesh", 2, 3)}), day]
+    assert given[1:] == [(tmp_path, {"dtype": "float16", "mesh": ("a mesh", 2, 3), "overrides": {"a": [1]}}), day]
     assert load(loading, "a template") == ("a model", ("templated", "a template"))
     monkeypatch.setattr(models, "load", lambda *_, **__: ("a model", None))
     with pytest.raises(ValueError, match=r"has no tokenizer.json; accepted: a checkpoint with one"):
         load(loading)
+    for text, message in (("[1]", "--hf-overrides holds a list; accepted: a JSON object. An"), ("{", "is not JSON")):
+        with pytest.raises(ValueError, match=message):
+            load(Loading(model=tmp_path, hf_overrides=text))
 
 
 def test_a_chat_template_is_read_as_text(tmp_path: Path) -> None:

@@ -183,6 +183,8 @@ def test_classes_have_labels_and_probabilities() -> None:
         assert_same_bits(bits(item["probs"]), classify(server.engine, [tokens])[0])
         tokens_of_text = post(server, "/pooling", input="A sum", task="token_classify", use_activation=False)
         assert np.shape(tokens_of_text["data"][0]["data"])[1] == 3
+        message = refused(server, "/v1/completions", 404, model=MODEL, prompt="a")["message"]
+        assert message.endswith("accepted: /classify, /pooling")
         message = refused(server, "/rerank", query="a", documents=["b"])["message"]
         assert message == "the request: the model has 3 classes; accepted: models with one"
 
@@ -239,7 +241,9 @@ def served_by(server: Running) -> ServedModel:
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
 def test_a_model_that_pools_does_not_generate(path: str, embeddings: Running) -> None:
     error = refused(embeddings, path, 404, model=MODEL, prompt="a")
-    assert error["message"].startswith("the model pools, so it does not serve this path; accepted: /v1/embeddings, ")
+    assert error["message"] == (
+        "the model pools, so it does not serve this path; accepted: /v1/embeddings, /score, /rerank, /pooling"
+    )
 
 
 def test_a_model_that_generates_does_not_pool(server: Running) -> None:

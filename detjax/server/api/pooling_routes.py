@@ -5,6 +5,7 @@ from typing import Final, NamedTuple
 
 from pydantic import BaseModel
 
+from detjax.models.parts.pooling import PoolingOptions
 from detjax.server.api.pooling_calls import (
     ClassifyCall,
     EmbeddingCall,
@@ -44,7 +45,11 @@ POOLING_ROUTES: Final[Mapping[str, PoolingRoute]] = {
 _GENERATION_PATHS: Final = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 
 
-def not_served(*, pools: bool) -> ApiError:
-    """Returns the error of a path that the server's model does not serve, given whether it pools."""
-    does, served = ("pools", POOLING_ROUTES) if pools else ("generates", _GENERATION_PATHS)
+def not_served(options: PoolingOptions | None) -> ApiError:
+    """Returns the error of a path that the server's model does not serve, given how it pools, if it does."""
+    does, served = "generates", _GENERATION_PATHS
+    if options is not None:
+        own = "/v1/embeddings" if options.gives_embeddings else "/classify"
+        pairs = ("/score", "/rerank") if len(options.labels) <= 1 else ()
+        does, served = "pools", (own, *pairs, "/pooling")
     return ApiError(404, f"the model {does}, so it does not serve this path; accepted: {', '.join(served)}")
