@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ from flax import nnx
 
 import detjax
 from detjax import ops
+from detjax.bench import presets
 from detjax.engine import Engine, Request
 from detjax.engine.model_runner import bytes_of_page
 from detjax.models import CheckpointError, Decoder, DecoderConfig, KVCache, load, mesh_of, save, sharded
+from detjax.models.checkpoint.loading import tensor_shapes
 from detjax.models.parts.per_layer_embedding import PerLayerOptions
 from detjax.models.parts.scaled_experts import ScaledExpertsOptions, ScaledRouter
 from detjax.models.parts.shared_keys_attention import SharedKeysOptions
@@ -177,6 +180,23 @@ def test_what_is_not_supported_is_refused_by_file_and_key(changes: dict[str, Any
         read(**changes)
     assert str(error.value).startswith("some/config.json: ")
     assert words in str(error.value)
+
+
+def test_presets_have_the_published_numbers_of_weights_and_can_be_cut() -> None:
+    """5.1 billion with towers, and 2.3 without tables of layers; 25.2 billion."""
+    sizes = {}
+    for name in ("gemma-4-E2B", "gemma-4-26B-A4B"):
+        for tensor, shape in tensor_shapes(presets.config(name)).items():
+            kind = name, "embed_tokens_per_layer" in tensor
+            sizes[kind] = sizes.get(kind, 0) + math.prod(shape) / 1e9
+    assert {kind: round(size, 2) for kind, size in sizes.items()} == {
+        ("gemma-4-E2B", False): 2.28,
+        ("gemma-4-E2B", True): 2.35,
+        ("gemma-4-26B-A4B", False): 25.23,
+    }
+    config = presets.config("gemma-4-E2B", 7)
+    assert config.windows == (512, 512, 512, 512, None, 512, None)
+    assert config.shared_keys is not None and config.shared_keys.readers == 2
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
