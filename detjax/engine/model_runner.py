@@ -1,8 +1,8 @@
 """The model runner: holds the model's state and the slots' state on the device, and runs the programs of steps."""
 
 import functools
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ from jaxtyping import Array, PyTree
 from detjax.engine import pooling_programs, sampling_programs, sampling_variant, step_programs
 from detjax.engine import sequence as sequences
 from detjax.engine.batch import BatchShape, StepBatch
+from detjax.engine.device_weights import DeviceWeights, committed
 from detjax.engine.pooling import PooledBatch, pooled_rows
 from detjax.engine.program import Parameters, StepProgram, shapes_of
 from detjax.engine.program_compiler import Compilation, ProgramCompiler
@@ -28,12 +29,8 @@ from detjax.models.mesh import (
     device_buffers,
     empty_state,
     everywhere,
-    placement,
     replicate,
-    shardings_of,
     spans_processes,
-    whole,
-    whole_shapes,
 )
 from detjax.models.network import abstract, split
 from detjax.models.parts.pooling import ChunkRows, PooledRows
@@ -42,15 +39,6 @@ from detjax.models.parts.vision import Patches
 from detjax.models.vision.images import VisualInput, empty_pack, rows_by, window_counts
 from detjax.operands.options import KVQuantization
 from detjax.runtime import compilation
-from detjax.runtime.threads import in_threads
-
-_PINNED: Final = "pinned_host"
-"""JAX's name of host memory that devices reach directly."""
-
-
-def _committed[T: PyTree](arrays: T) -> T:
-    """Returns arrays committed to their devices. JAX would compile all programs again if they later were not."""
-    return jax.tree.map(lambda x: x if x.committed else jax.device_put(x, x.sharding), arrays)
 
 
 def bytes_of_page(model: Decoder, quantization: KVQuantization | None) -> int:
@@ -93,7 +81,7 @@ class ModelRunner:
     """The model, its state, and the last sampled token of each slot.
 
     Attributes:
-        has_weights: True if all weights are on the devices.
+        weights: the model's weights.
     """
 
     def __init__(
@@ -118,15 +106,12 @@ class ModelRunner:
         """
         self._network, weights = split(model)
         self._buffers = device_buffers(model.mesh)
-        self._weight_shardings = [weight.sharding for weight in weights]
-        self._parameters = Parameters((), None if self._buffers is None else self._buffers.links)
-        self._set_weights(weights)
+        self.weights = DeviceWeights(model, weights)
         self._empty_batch = empty_batch
         self._primed = set[Hashable]()
         """Keys of programs that have run without links."""
         self._everywhere = everywhere(model.mesh)
         self._spans_processes = spans_processes(model.mesh)
-        self._placements = placement(model, model.mesh)
         self._vocabulary = model.config.vocab_size
         self._hidden = jax.ShapeDtypeStruct((model.config.hidden_size,), model.dtype)
         self._variants, self._runs_of = tuple(variants), runs_of
@@ -134,11 +119,6 @@ class ModelRunner:
         self._compilation: Compilation | None = None
         self._free: dict[int, Array] = {}
         self._in_slots = model.layers_in_slots
-        self._shapes, self._dtypes = whole_shapes(model), [weight.dtype for weight in weights]
-        self._mesh = model.mesh
-        self._shardings = [None] * len(weights) if model.mesh is None else shardings_of(model, model.mesh)
-        self._resting: list[Array | np.ndarray | None] | None = None
-        """The weights on the host while they are not on the devices, None for lost ones."""
         # Not `model.empty_state`, because the model would keep its weights in memory.
         size = StateSize(sizes.num_pages, model.dtype, sizes.kv_cache_dtype, sizes.slots)
         self._empty_state = functools.partial(empty_state, model.mesh, declarations(model.config), size)
@@ -150,6 +130,11 @@ class ModelRunner:
         self._windows = [] if self._vision is None or not image_tokens else window_counts(self._vision, image_tokens)
         self._without_images: dict[int, ImageRows] = {}
 
+    @property
+    def _parameters(self) -> Parameters:
+        """The arrays that all programs of the model take."""
+        return Parameters(self.weights.arrays, None if self._buffers is None else self._buffers.links)
+
     # --- memory -------------------------------------------------------------------------------------------------------
 
     def make_state(self) -> None:
@@ -157,12 +142,12 @@ class ModelRunner:
         adjusts = any(variant.adjusted for variant in self._variants)
         seen = none_seen(self._num_slots, self._vocabulary) if adjusts else None
         empty = SlotState(jnp.zeros(self._num_slots, jnp.int32), seen)
-        self._state, self._slots = _committed((self._empty_state(), replicate(empty, self._everywhere)))
+        self._state, self._slots = committed((self._empty_state(), replicate(empty, self._everywhere)))
         # What the slots' prompts so far add up to, if a result does not follow from their last hidden state.
         self._carried: Array | None = None
         if self._pooling is not None and self._pooling.method != "last":
             zeros = jnp.zeros((self._num_slots, *self._hidden.shape), jnp.float32)
-            self._carried = _committed(replicate(zeros, self._everywhere))
+            self._carried = committed(replicate(zeros, self._everywhere))
 
     def drop_state(self) -> None:
         """Releases the cache and all other arrays on the devices but the weights. Then no step can run."""
@@ -171,76 +156,9 @@ class ModelRunner:
         for kept in (self._copies, self._free, self._without_images):
             kept.clear()
 
-    def take_weights(self, *, copies: bool) -> None:
-        """Removes the weights from the devices, and copies them to the host if `copies`."""
-        self._resting = [self._host_copy(number) if copies else None for number in range(len(self._shapes))]
-        jax.block_until_ready(self._resting)
-        self._parameters, self.has_weights = self._parameters._replace(weights=()), False
-
-    def put_weights_back(self) -> None:
-        """Puts the weights that `take_weights` copied back on the devices. Lost ones stay missing."""
-        assert self._resting is not None
-        resting, self._resting = self._resting, None
-        weights = [self._from_host(number, copy) for number, copy in enumerate(resting)]
-        self._set_weights(jax.block_until_ready(weights))
-
-    def _host_copy(self, number: int) -> Array | np.ndarray | None:
-        """Starts to copy a weight to the host, and returns the copy; None: it is lost."""
-        weight = self._parameters.weights[number]
-        if weight is None:
-            return None
-        try:
-            # Devices copy to pinned memory at the speed of the link, and JAX keeps the memory for the next sleep.
-            return jax.device_put(weight, weight.sharding.with_memory_kind(_PINNED))
-        except jax.errors.JaxRuntimeError:  # JAX takes a limited amount of pinned memory
-            return self.weight(number)
-
-    def _from_host(self, number: int, copy: Array | np.ndarray | None) -> Array | None:
-        """Starts to put a copy of a weight back on the devices."""
-        if isinstance(copy, jax.Array):
-            return jax.device_put(copy, self._weight_shardings[number])
-        return None if copy is None else self._placements[number](copy)
-
-    def _set_weights(self, weights: Sequence[Any]) -> None:
-        self._parameters = self._parameters._replace(weights=_committed(tuple(weights)))
-        self.has_weights = all(weight is not None for weight in weights)
-
-    def weight(self, number: int) -> np.ndarray | None:
-        """Returns a whole weight on the host, by its number in `Network.paths`; None: it is lost."""
-        weight = self._parameters.weights[number] if self._resting is None else self._resting[number]
-        # Without a mesh, NumPy would share the device's memory on a CPU.
-        return None if weight is None else np.array(whole(weight, self._shardings[number], self._mesh))
-
-    def replace_weights(self, new: Mapping[int, np.ndarray]) -> None:
-        """Replaces some whole weights, by their numbers. The devices never hold both an old and a new one.
-
-        If a device fails, the remaining weights are undefined.
-        """
-        assert self._resting is None
-        weights = list(self._parameters.weights)
-        self._parameters = self._parameters._replace(weights=())
-
-        def replace(number: int) -> None:
-            value = new[number]
-            assert (value.shape, value.dtype) == (self._shapes[number], self._dtypes[number])
-            weights[number] = None  # released before the new one comes
-            weights[number] = self._placements[number](value)
-
-        for _ in in_threads(replace, new):
-            pass
-        self._set_weights(jax.block_until_ready(weights))
-
     def update_weights(self, params: PyTree[Array]) -> None:
-        """Replaces the model's weights by a result of `nnx.split(model)[1]` with the same shapes and dtypes.
-
-        Raises:
-            ValueError: the weights do not fit the model.
-        """
-        pairs = zip(self._shapes, self._dtypes, strict=True)
-        expected = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in pairs]
-        _check_weights(self._network.state(tuple(expected)), params)
-        weights = self._network.weights(params)
-        self._set_weights([put(x) for put, x in zip(self._placements, weights, strict=True)])
+        """Replaces the weights; see `DeviceWeights.update`."""
+        self.weights.update(self._network, params)
 
     def image_rows(self, images: Sequence[VisualInput]) -> list[np.ndarray]:
         """Returns the vision tower's rows of each image, on the host."""
@@ -578,16 +496,3 @@ class ModelRunner:
             return compiled(parameters, *program.args)
         with compilation.chained(self._buffers is not None):
             return program.fn(self._network, parameters, *program.args, **program.static)
-
-
-def _check_weights(current: PyTree, new: PyTree[Array]) -> None:
-    expected, given = (
-        {jax.tree_util.keystr(path): (leaf.shape, leaf.dtype) for path, leaf in jax.tree.leaves_with_path(tree)}
-        for tree in (current, new)
-    )
-    for name in sorted(expected.keys() | given.keys()):
-        if expected.get(name) != given.get(name):
-            raise ValueError(
-                f"Engine.update_weights: {name} is {given.get(name, 'missing')}; accepted: "
-                f"{expected.get(name, 'no such weight')}"
-            )

@@ -293,7 +293,7 @@ class StepLoop:
     @property
     def has_weights(self) -> bool:
         """True if all weights are on the devices."""
-        return self._runner.has_weights
+        return self._runner.weights.are_complete
 
     def drain(self) -> list[tuple[Sequence, Token]]:
         """Returns the tokens of all steps in flight, and launches no further step."""
@@ -308,23 +308,23 @@ class StepLoop:
         self.scheduler.preempt_all()
         self.scheduler.pool.forget_prefixes()
         self._runner.drop_state()
-        self._runner.take_weights(copies=keeps_weights)
+        self._runner.weights.rest(copies=keeps_weights)
 
     def wake_weights(self) -> None:
         """Puts the weights from the host back on the devices."""
-        self._runner.put_weights_back()
+        self._runner.weights.put_back()
 
     def wake_state(self) -> None:
         """Allocates the cache again."""
         self._runner.make_state()
 
     def weight(self, number: int) -> np.ndarray | None:
-        """Returns a weight on the host; see `ModelRunner.weight`."""
-        return self._runner.weight(number)
+        """Returns a weight on the host; see `DeviceWeights.whole`."""
+        return self._runner.weights.whole(number)
 
     def replace_weights(self, new: Mapping[int, np.ndarray]) -> None:
         """Replaces some weights, by their numbers, and clears the prefix cache. The loop must be idle."""
-        self._runner.replace_weights(new)
+        self._runner.weights.replace(new)
         self.scheduler.pool.forget_prefixes()
 
     def update_weights(self, params: PyTree[Array]) -> None:

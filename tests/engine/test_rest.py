@@ -12,7 +12,7 @@ import pytest
 
 from detjax import SamplingParams, models
 from detjax.engine import Aborted, Constraint, Engine, EngineClosed, Generation, Request
-from detjax.engine.model_runner import ModelRunner
+from detjax.engine.device_weights import DeviceWeights
 from detjax.models.checkpoint.digest import array_digest
 from detjax.models.checkpoint.weight_updates import UpdatableWeights
 from detjax.models.network import split
@@ -152,7 +152,7 @@ def test_a_device_that_fails_while_weights_change_ends_the_engine(monkeypatch: p
         def fail(*_: Any) -> None:
             raise MemoryError("the device is full")
 
-        monkeypatch.setattr(ModelRunner, "replace_weights", fail)
+        monkeypatch.setattr(DeviceWeights, "replace", fail)
         with pytest.raises(MemoryError, match="the device is full"):
             engine.replace_weights({0: weight})
         with pytest.raises(MemoryError):

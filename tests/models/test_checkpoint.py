@@ -1,9 +1,11 @@
 """Hugging Face directories: what `load` makes of them, and what `save` writes."""
 
+import contextlib
 import dataclasses
 import functools
 import itertools
 import json
+import os
 import re
 import stat
 from collections.abc import Callable
@@ -19,7 +21,7 @@ from flax import nnx
 from safetensors import safe_open
 
 from detjax.models import CheckpointError, Decoder, DecoderConfig, GenerationDefaults, load, network, save
-from detjax.models.checkpoint.weight_files import write_weights
+from detjax.models.checkpoint.weight_files import open_file, write_weights
 from tests.models.hugging_face import (
     EMBEDDING,
     FIXTURES,
@@ -43,6 +45,27 @@ def parameters(model: Decoder) -> dict[Any, Any]:
 
 def model_in(directory: Path | str, **arguments: Any) -> Decoder:
     return load(directory, **arguments)[0]
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_disk_may_give_a_tensor_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = np.arange(999, dtype=np.float32)
+    safetensors.numpy.save_file({"before": x[:5], "x": x}, tmp_path / SINGLE)
+    preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda file, buffers, offset: preadv(file, [buffers[0][:100]], offset))
+    with contextlib.ExitStack() as files:
+        assert_same_bits(open_file(tmp_path / SINGLE, files)["x"].read(), x)
+
+
+def test_an_open_file_is_read_even_if_another_one_has_its_name(tmp_path: Path) -> None:
+    with contextlib.ExitStack() as files:
+        safetensors.numpy.save_file({"x": np.ones(9)}, tmp_path / SINGLE)
+        opened = open_file(tmp_path / SINGLE, files)
+        safetensors.numpy.save_file({"x": np.zeros(9)}, tmp_path / "new")
+        (tmp_path / "new").rename(tmp_path / SINGLE)
+        assert_same_bits(opened["x"].read_bytes(0, 72).view(np.float64), np.ones(9))
 
 
 # --- load -------------------------------------------------------------------------------------------------------------
