@@ -49,7 +49,7 @@ def not_served(options: PoolingOptions | None) -> ApiError:
     """Returns the error of a path that the server's model does not serve, given how it pools, if it does."""
     does, served = "generates", _GENERATION_PATHS
     if options is not None:
-        own = "/v1/embeddings" if options.gives_embeddings else "/classify"
+        vectors = "/v1/embeddings" if options.gives_embeddings else "/classify"
         pairs = ("/score", "/rerank") if len(options.labels) <= 1 else ()
-        does, served = "pools", (own, *pairs, "/pooling")
+        does, served = "pools", (vectors, *pairs, "/pooling")
     return ApiError(404, f"the model {does}, so it does not serve this path; accepted: {', '.join(served)}")
