@@ -37,8 +37,8 @@ def _has_shapes(checks: Any) -> bool:
 
 
 def _is_shaped(hint: Any) -> bool:
-    if isinstance(hint, str):
-        return "[" in hint
+    if isinstance(hint, str | typing.ForwardRef):
+        return True  # jaxtyping leaves names unchecked that exist for type checkers alone
     if isinstance(hint, typing.TypeAliasType):
         return _is_shaped(hint.__value__)
     if isinstance(hint, list):
