@@ -4,8 +4,8 @@
     python tools/make_pooling_fixtures.py
 
 detjax itself needs none of them: tests read this tool's files. A fixture's folder has its `config.json` and, for
-embeddings, the files of Sentence Transformers and of a tokenizer, which this tool reads and never writes. It adds random
-weights and `reference.npz`, in float32 from the stored weights:
+embeddings, the files of Sentence Transformers and of a tokenizer, which this tool reads and never writes. It adds
+random weights and `reference.npz`, in float32 from the stored weights:
 
     tokens    int32 [T]      random
     hidden    float32 [T, D] the normalized hidden states of the last layer, of a model of embeddings

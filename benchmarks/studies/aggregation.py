@@ -43,7 +43,7 @@ def random_decoder(name: str, layers: int | None) -> Decoder:
         ValueError: the preset has no experts.
     """
     if presets.config(name, layers).experts is None:
-        accepted = [other for other in presets.MODELS if presets.config(other, 1).experts is not None]
+        accepted = [other for other in presets.MODELS if presets.config(other, None).experts is not None]
         raise ValueError(f"preset {name!r} has no experts; accepted: {', '.join(accepted)}")
     return presets.decoder(name, layers)
 

@@ -122,8 +122,8 @@ def test_token_ids_of_a_multimodal_model_are_those_of_its_text_model() -> None:
         (multimodal(TEXT, dtype="int8"), "dtype is 'int8'; accepted: bfloat16, float16, float32"),
         (multimodal(TEXT, text_config=3), "text_config is 3; accepted: an object"),
         (
-            TEXT | {"architectures": ["Qwen3_5Model"]},
-            "architectures is ['Qwen3_5Model']; accepted: a list of one of Deep",
+            TEXT | {"architectures": ["Qwen3_5Encoder"]},
+            "architectures is ['Qwen3_5Encoder']; accepted: a list of one of Deep",
         ),
     ],
 )

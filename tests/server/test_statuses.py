@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from detjax.engine import EngineClosed, FieldError, NotFinite, Request, Token
 from detjax.models import ModelMetadata, Tokenizer
 from detjax.server.api import openapi
+from detjax.server.api.pooling_routes import POOLING_ROUTES
 from detjax.server.api.schemas import CompletionRequest
 from detjax.server.http import errors
 from detjax.server.http.errors import ApiError, from_validation_error, to_api_error
@@ -541,6 +542,7 @@ def test_the_document_tells_every_status_of_every_operation() -> None:
         "post /v1/responses": generates,
         "get /v1/responses/{id}": [401, 404],
         "delete /v1/responses/{id}": [401, 404],
+        **{f"post {path}": generates for path in POOLING_ROUTES},
         "post /tokenize": generates,
         "post /detokenize": generates,
         "get /version": [200, 401],

@@ -352,7 +352,7 @@ def parameters_of_checkpoint(
             if isinstance(level, int):
                 part, prefix = part[level], f"{prefix}{level}."
             else:
-                named = part.CHECKPOINT_NAMES[level]  # empty if the tensors are next to those of the part around it
+                named = part.CHECKPOINT_NAMES[level]  # empty if the tensors are next to the surrounding part's
                 part, prefix = getattr(part, level), f"{prefix}{named}." if named else prefix
         forms = []
         tensors: Tensors | None = part.tensors[name]

@@ -150,7 +150,7 @@ class Keys(NamedTuple):
 
 
 class Taps(NamedTuple):
-    """Some rows for each patch, such as those of a table of learned positions around it, and their weights in a sum."""
+    """Some rows for each patch, such as learned positions around it in a table, and their weights in a sum."""
 
     index: Int32[Arrays, "W T n"]
     weight: Float32[Arrays, "W T n"]

@@ -166,7 +166,7 @@ class Tokenizer:
         return added.special if added else not self._tokenizer.id_to_token(token)
 
     def id_of(self, text: str) -> int | None:
-        """Returns the id of the token that is written like this in the tokenizer, or None if there is none."""
+        """Returns the id of the token that is written like this in the tokenizer, or None if no token is."""
         return self._tokenizer.token_to_id(text)
 
     def token_id(self, role: str) -> int | None:

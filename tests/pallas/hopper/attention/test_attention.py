@@ -76,7 +76,7 @@ def test_attention_over_quantized_pages_lowers(tokens: int, kind: str, width: in
         (
             "bfloat16",
             72,
-            r"attention: q has 72 columns and v_pages has 72 columns on .*; accepted .*: 16, 32, .* 256. Pad",
+            r"attention: q has 72 columns and v_pages has 72 columns on .*; accepted .*: 16, 32, .* 512. Pad",
         ),
         ("bfloat16", 160, r"'portable', which takes them"),
     ],
