@@ -104,7 +104,7 @@ _HEAD_ORDERS = {
     "phi3": [0, 1, 2, 3, 4, 5, 12, 13, 6, 7, 8, 9, 10, 11, 14, 15],
     "phi3-short": list(range(14)),
 }
-"""The columns of heads of queries and keys, in the decoder's order: half a head lies between the two of a pair that rotates."""
+"""The columns of heads of queries and keys, in the decoder's order. Half a head lies between the two of a pair."""
 
 
 _GEMMA4 = {
