@@ -4,8 +4,7 @@ proselint does the reading, with the checks of its own that suit technical prose
 `tools/prose.toml`. Of a Python file it reads comments and string literals of several words, of a page the text outside
 of code and link targets, and of a notebook the Markdown cells.
 
-docs/develop/glossary.md states the rules. Clean files are remembered in
-`.prose_cache` by their content and the rules.
+docs/develop/glossary.md states the rules. `.prose_cache` remembers clean files by their content and the rules.
 """
 
 import ast
@@ -131,10 +130,8 @@ def violations(file: Path) -> list[tuple[int, str]]:
     return sorted(entries)
 
 
-def content_key(text: str, name: str) -> str:
-    """Returns the key of a file's content under the rules, this script and proselint as they are."""
-    rules = (_RULES_FILE.read_text(), Path(__file__).read_text(), version("proselint"))
-    return hashlib.sha256("\0".join((*rules, name, text)).encode()).hexdigest()
+def _key(*texts: str) -> str:
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()
 
 
 def main(arguments: list[str]) -> int:
@@ -150,9 +147,10 @@ def main(arguments: list[str]) -> int:
         and not any(part.startswith(".") for part in file.parts)
     )
     clean = set(CACHE.read_text().split()) if CACHE.exists() else set[str]()
+    rules = _key(_RULES_FILE.read_text(), Path(__file__).read_text(), version("proselint"))
     count, still_clean = 0, set[str]()
     for file in files:
-        key = content_key(file.read_text(), str(file))
+        key = _key(rules, str(file), file.read_text())
         refused = [] if key in clean else violations(file)
         if not refused:
             still_clean.add(key)

@@ -22,6 +22,15 @@ _QWEN3 = {
     "vocab_size": 151936,
     "torch_dtype": "bfloat16",
 }
+_QWEN3_8B = {
+    **_QWEN3,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "tie_word_embeddings": False,
+}
 _QWEN3_MOE = {
     **_QWEN3,
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -180,15 +189,7 @@ MODELS: Final[dict[str, dict[str, Any]]] = {
         "num_key_value_heads": 8,
         "tie_word_embeddings": True,
     },
-    "Qwen3-8B": {
-        **_QWEN3,
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "tie_word_embeddings": False,
-    },
+    "Qwen3-8B": _QWEN3_8B,
     "Qwen3-32B": {
         **_QWEN3,
         "hidden_size": 5120,
@@ -489,27 +490,15 @@ MODELS: Final[dict[str, dict[str, Any]]] = {
         "tie_word_embeddings": True,
     },
     "Qwen3-Embedding-8B": {
-        **_QWEN3,
+        **_QWEN3_8B,
         "architectures": ["Qwen3Model"],
         "is_matryoshka": True,
         "vocab_size": 151665,
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "tie_word_embeddings": False,
     },
     "Skywork-Reward-V2-Qwen3-8B": {
-        **_QWEN3,
+        **_QWEN3_8B,
         "architectures": ["Qwen3ForSequenceClassification"],
         "id2label": {"0": "LABEL_0"},
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "tie_word_embeddings": False,
     },
     "tiny": {
         **_QWEN3,

@@ -110,7 +110,7 @@ def with_answer_ids(config: DecoderConfig, tokenizer: Tokenizer | None, file: Js
     """Returns a configuration with the ids of the tokens that a classifier consists of, if it does.
 
     Raises:
-        CheckpointError: a text is not one token, or there is no tokenizer.
+        CheckpointError: a text is not one token, or the checkpoint has no tokenizer.
     """
     pooling = config.pooling
     if pooling is None or not pooling.answers:
@@ -119,7 +119,7 @@ def with_answer_ids(config: DecoderConfig, tokenizer: Tokenizer | None, file: Js
     if tokenizer is not None:
         ids = tuple(tokenizer.id_of(answer) for answer in pooling.answers)
     if not ids or None in ids or pooling.answer_ids not in ((), ids):
-        known = "there is no tokenizer" if tokenizer is None else f"the tokenizer's ids are {ids}"
+        known = "the checkpoint has no tokenizer" if tokenizer is None else f"the tokenizer's ids are {ids}"
         raise file.error(ANSWERS, f"tokens of the tokenizer, and their ids in {ANSWER_IDS}; {known}")
     return dataclasses.replace(config, pooling=dataclasses.replace(pooling, answer_ids=ids))
 

@@ -128,7 +128,7 @@ class ChunkRows(NamedTuple):
         first: the index of its first row.
         count: the number of its rows.
         start: the position of its first token.
-        slot: the slot of its sequence; the number of slots if there is no chunk.
+        slot: the slot of its sequence; without a chunk, the number of slots.
     """
 
     first: Int32[Arrays, "C"]

@@ -17,7 +17,14 @@ from jaxtyping import Float32, UInt8
 from detjax.models.configuration.json_object import JsonObject
 from detjax.models.parts.moonvit import MoonViTOptions
 from detjax.models.parts.vision import VisionOptions
-from detjax.models.vision.images import ImageOptions, ImagePatches, VideoPatches, patches_of_frames, read_channels
+from detjax.models.vision.images import (
+    ImageOptions,
+    ImagePatches,
+    VideoPatches,
+    patches_of_frames,
+    read_channels,
+    refuse_other_options,
+)
 
 _PUBLISHED: Final = "media_proc_cfg"
 """The key of published files for the object that has all others."""
@@ -65,7 +72,9 @@ class ClipOptions(ImageOptions):
         if published is not None:
             others = {key: value for key, value in raw.items() if key != _PUBLISHED}
             file = JsonObject(published.raw, source, published.prefix, others)
-        _refuse_others(file, vision)
+        refuse_other_options(
+            file, patch_size=vision.patch_size, merge_size=vision.merge_size, merge_kernel_size=vision.merge_size
+        )
         for key in ("fixed_output_tokens", "in_patch_limit_video", "max_num_frames_each_video"):
             if file.get(key) is not None:
                 raise file.error(key, "null; anything else is not supported")
@@ -167,27 +176,6 @@ class ClipOptions(ImageOptions):
         scale = min(1.0, math.sqrt(most / counted), longest / width, longest / height)
         new_height, new_width = (min(max(1, int(side * scale)), longest) for side in (height, width))
         return new_height, new_width
-
-
-def _refuse_others(file: JsonObject, vision: VisionOptions) -> None:
-    """Refuses options of other image processors.
-
-    Raises:
-        CheckpointError: an option has another value than the only supported one.
-    """
-    fixed = {
-        "patch_size": vision.patch_size,
-        "merge_size": vision.merge_size,
-        "merge_kernel_size": vision.merge_size,
-        "do_resize": True,
-        "do_rescale": True,
-        "do_normalize": True,
-        "resample": int(PIL.Image.Resampling.BICUBIC),
-        "rescale_factor": 1 / 255,
-    }
-    for key, value in fixed.items():
-        if file.get(key) not in (None, value):
-            raise file.error(key, f"{json.dumps(value)}; anything else is not supported")
 
 
 def _one(file: JsonObject, other: int | None, key: str, default: int) -> int:

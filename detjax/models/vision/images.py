@@ -30,6 +30,24 @@ _PACK_PATCHES: Final = 16384
 """Patches in one call of the tower for several images, including padding of their windows."""
 
 
+def refuse_other_options(file: JsonObject, **sizes: int) -> None:
+    """Refuses options of an image processor other than the tower's sizes and the only arithmetic that is supported.
+
+    Raises:
+        CheckpointError: an option has another value.
+    """
+    fixed = sizes | {
+        "do_resize": True,
+        "do_rescale": True,
+        "do_normalize": True,
+        "resample": int(PIL.Image.Resampling.BICUBIC),
+        "rescale_factor": 1 / 255,
+    }
+    for key, value in fixed.items():
+        if file.get(key) not in (None, value):
+            raise file.error(key, f"{json.dumps(value)}; anything else is not supported")
+
+
 @dataclasses.dataclass(frozen=True)
 class ImageOptions:
     """The options for converting images, or video frames, to patches, from `preprocessor_config.json`.
@@ -65,19 +83,12 @@ class ImageOptions:
                 change the result.
         """
         file = JsonObject(raw, source)
-        fixed = {
-            "patch_size": vision.patch_size,
-            "temporal_patch_size": vision.temporal_patch_size,
-            "merge_size": vision.merge_size,
-            "do_resize": True,
-            "do_rescale": True,
-            "do_normalize": True,
-            "resample": int(PIL.Image.Resampling.BICUBIC),
-            "rescale_factor": 1 / 255,
-        }
-        for key, value in fixed.items():
-            if file.get(key) not in (None, value):
-                raise file.error(key, f"{json.dumps(value)}; anything else is not supported")
+        refuse_other_options(
+            file,
+            patch_size=vision.patch_size,
+            temporal_patch_size=vision.temporal_patch_size,
+            merge_size=vision.merge_size,
+        )
         if file.get("cap_pixels_per_frame"):
             raise file.error("cap_pixels_per_frame", "false, null; frames are resized by their own bounds")
         size = file.object("size") or JsonObject({}, source, "size.")
