@@ -30,6 +30,7 @@ class Goal:
         unit: the unit of `bar` and `value`.
         value: the value; None if it cannot be read.
         problem: the reason why the value cannot be read.
+        aim: the bound that was planned, where the results miss it; `bar` keeps what they reached. None: `bar` was.
     """
 
     name: str
@@ -40,13 +41,22 @@ class Goal:
     unit: str
     value: float | None = None
     problem: str = ""
+    aim: float | None = None
 
     @property
     def is_met(self) -> bool:
         """True if the value can be read and keeps its bound."""
+        return self._keeps(self.bar)
+
+    @property
+    def misses_aim(self) -> bool:
+        """True if the goal has an aim that its value does not reach."""
+        return self.aim is not None and not self._keeps(self.aim)
+
+    def _keeps(self, bar: float) -> bool:
         if self.value is None:
             return False
-        return self.value <= self.bar if self.bound == "at_most" else self.value >= self.bar
+        return self.value <= bar if self.bound == "at_most" else self.value >= bar
 
     def shown(self, value: float | None) -> str:
         """Returns a value with the goal's unit."""
@@ -54,8 +64,9 @@ class Goal:
 
     @property
     def shown_bar(self) -> str:
-        """The bound and the bar."""
-        return f"{self.bound.replace('_', ' ')} {self.shown(self.bar)}"
+        """The bound, the bar and the aim."""
+        aim = "" if self.aim is None else f" (aim: {self.shown(self.aim)})"
+        return f"{self.bound.replace('_', ' ')} {self.shown(self.bar)}{aim}"
 
 
 def read(file: Path = GOALS, results: Path = RESULTS) -> list[Goal]:
@@ -73,11 +84,11 @@ def read(file: Path = GOALS, results: Path = RESULTS) -> list[Goal]:
 
 def _goal(name: str, fields: Mapping[str, Any]) -> Goal:
     bounds: list[Bound] = [bound for bound in ("at_most", "at_least") if bound in fields]
-    if len(bounds) != 1 or fields.keys() - {*bounds, "unit"} != {"meaning", "value"}:
-        raise ValueError(f"{name} has {', '.join(fields)}; accepted: meaning, value, at_most or at_least, and unit")
+    if len(bounds) != 1 or fields.keys() - {*bounds, "unit", "aim"} != {"meaning", "value"}:
+        raise ValueError(f"{name} has {', '.join(fields)}; accepted: meaning, value, at_most or at_least, unit and aim")
     if (unit := fields.get("unit", "")) not in UNITS:
         raise ValueError(f"{name} has the unit {unit!r}; accepted: {', '.join(filter(None, UNITS))}")
-    return Goal(name, fields["meaning"], fields["value"], bounds[0], fields[bounds[0]], unit)
+    return Goal(name, fields["meaning"], fields["value"], bounds[0], fields[bounds[0]], unit, aim=fields.get("aim"))
 
 
 def _valued(goal: Goal, results: Path) -> Goal:
@@ -106,4 +117,6 @@ def shown(goals: list[Goal], console: Console) -> None:
 
 def _problems(goals: list[Goal]) -> Iterator[str]:
     yield from (f"{goal.name} cannot be read: {goal.problem}" for goal in goals if goal.problem)
-    yield f"{sum(goal.is_met for goal in goals)} of {len(goals)} goals are met"
+    missed = [goal.name for goal in goals if goal.misses_aim]
+    aims = f"; aims that are missed: {', '.join(missed)}" if missed else ""
+    yield f"{sum(goal.is_met for goal in goals)} of {len(goals)} goals are met{aims}"

@@ -11,6 +11,7 @@ The exit code is 1 if a digest differs, if nothing was preempted or reused, or i
 """
 
 import dataclasses
+import gc
 import random
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -81,6 +82,7 @@ def study(
     content["one"] = _answers(sizes, preset, layers, None)
     command_line.print_line(f"one: {content['one']}")
     run.save(content)
+    gc.collect()  # the first engine's weights leave the memory that the second model's need
     content["several"] = _answers(sizes, preset, layers, mesh)
     command_line.print_line(f"several: {content['several']}")
     content["usual_cut_differs"] = _usual_cut_differs(mesh)

@@ -15,11 +15,11 @@ import pytest
 import benchmarks
 import detjax
 from benchmarks.__main__ import main
-from benchmarks.studies import decode
+from benchmarks.studies import batch_bits, decode
 from benchmarks.studies.training import measures as training
 from benchmarks.studies.true_on_policy import experiment as true_on_policy
 from detjax.bench import presets
-from tests.support import commands
+from tests.support import commands, towers
 
 
 def run(*arguments: str, exit_code: int = 0) -> str:
@@ -78,6 +78,15 @@ def runs_training_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def runs_mesh_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     content = run_on_two_devices("mesh_bits", tmp_path)
     assert content["one"]["digests"] == content["several"]["digests"] and content["usual_cut_differs"]
+
+
+def runs_batch_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert set(run_small("batch_bits", tmp_path)["digests"]) == {"last", "mean", "cls"}
+    sizes = dataclasses.replace(batch_bits.SMALL, sides=((16, 24), (24, 16)))
+    results = batch_bits.digests(towers.model(towers.NAMES[0]), sizes)
+    assert len(results["images"]["alone"]) == 4 and batch_bits.problem(results) == ""
+    with pytest.raises(ValueError, match="neither pools nor takes images"):
+        batch_bits.digests(presets.decoder("tiny", 1), sizes)
 
 
 def runs_matmul(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,6 +336,7 @@ RUNS: Final[dict[str, Callable[[Path, pytest.MonkeyPatch], None]]] = {
     "aggregation": runs_aggregation,
     "attention, bits": runs_attention_bits,
     "attention, times": runs_attention_times,
+    "batch_bits": runs_batch_bits,
     "data_parallel": runs_data_parallel,
     "decode": runs_decode,
     "decoder": runs_decoder,

@@ -20,6 +20,8 @@ def test_every_goal_is_met() -> None:
     assert code == 0, output
     count = len(goals.read())
     assert count >= 45 and f"{count} of {count} goals are met" in output
+    # An aim that is reached becomes the bar.
+    assert all(goal.misses_aim for goal in goals.read() if goal.aim is not None)
     code, output = run("--json")
     listed = json.loads(output)
     assert code == 0 and {goal["name"] for goal in listed} == {goal.name for goal in goals.read()}
@@ -60,10 +62,25 @@ def test_a_goal_that_is_missed_or_cannot_be_read_fails(
     assert ("MISSED" in output) != is_met and ("cannot be read" in output) == bool(goal.problem)
 
 
+@pytest.mark.parametrize(("aim", "misses"), [(6, True), (5, False)])
+def test_an_aim_that_is_missed_is_named_and_does_not_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, aim: int, misses: bool
+) -> None:
+    (tmp_path / "a.json").write_text('{"x": 5}')
+    (tmp_path / "goals.toml").write_text(
+        f"[topic.goal]\nmeaning = 'x'\nvalue = 'a.json#/x'\nat_least = 4\naim = {aim}\n"
+    )
+    read = goals.read(tmp_path / "goals.toml", tmp_path)
+    monkeypatch.setattr(goals, "read", lambda: read)
+    code, output = run()
+    assert code == 0 and f"at least 4 (aim: {aim})" in output
+    assert ("1 of 1 goals are met; aims that are missed: topic.goal" in output) == misses
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ("", "accepted: meaning, value, at_most or at_least, and unit"),
+        ("", "accepted: meaning, value, at_most or at_least, unit and aim"),
         ("at_most = 1\nat_least = 0", "accepted: meaning"),
         ("at_most = 1\nunits = 's'", "accepted: meaning"),
         ("at_most = 1\nunit = 'furlongs'", "'furlongs'; accepted: h, minutes"),

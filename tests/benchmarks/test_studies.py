@@ -23,6 +23,7 @@ from tests.benchmarks.study_runs import QUICK, RUNS, run, run_small
 STUDIES = (
     "aggregation",
     "attention",
+    "batch_bits",
     "data_parallel",
     "decode",
     "decoder",

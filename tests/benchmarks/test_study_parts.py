@@ -24,6 +24,7 @@ import detjax
 from benchmarks.bits import anchor_positions
 from benchmarks.studies import (
     aggregation,
+    batch_bits,
     data_parallel,
     decode,
     decoder,
@@ -207,6 +208,24 @@ def test_answers_of_a_mesh_are_compared_in_every_order_and_with_a_control(
 ) -> None:
     content = {"one": ARM | one, "several": ARM | several, "usual_cut_differs": control}
     assert mesh_bits._problem(content).startswith(problem) and bool(mesh_bits._problem(content)) == bool(problem)
+
+
+@pytest.mark.parametrize(
+    ("together", "reverse", "problem"),
+    [
+        ("ab", "ab", ""),
+        ("ab", "ba", "cls: bits differ between ways"),
+        ("aa", "ab", "cls: bits differ between ways"),
+        ("aa", "aa", "cls: different requests have equal bits"),
+    ],
+)
+def test_digests_of_a_batch_are_compared_in_both_orders_and_with_a_control(
+    together: str, reverse: str, problem: str
+) -> None:
+    alone = "aa" if together == reverse == "aa" else "ab"
+    ways = {"alone": list(alone), "together": list(together), "in reverse": list(reverse)}
+    text = batch_bits.problem({"last": {name: ["a", "b"] for name in ways}, "cls": ways})
+    assert text.startswith(problem) and bool(text) == bool(problem)
 
 
 def test_every_other_prompt_begins_alike_and_answers_come_in_the_order_of_requests() -> None:
