@@ -15,6 +15,7 @@ from detjax.models.configuration.json_object import CheckpointError, parse_json_
 from detjax.models.text import typescript_tools
 from detjax.models.text.chat_template import Sandbox, without_addresses
 from detjax.models.text.incremental_decoder import IncrementalDecoder
+from detjax.models.text.tiktoken_file import VOCABULARY, tokenizer_json
 
 _TOKENIZER: Final = "tokenizer.json"
 _CONFIG: Final = "tokenizer_config.json"
@@ -73,17 +74,24 @@ class Tokenizer:
 
     @classmethod
     def load(cls, directory: Path) -> "Tokenizer | None":
-        """Returns the tokenizer of the checkpoint in `directory`, or None if it has no `tokenizer.json`.
+        """Returns the tokenizer of the checkpoint in `directory`, or None if it has none.
+
+        It is read from `tokenizer.json`, or made of Kimi's `tiktoken.model`.
 
         Raises:
             CheckpointError: a file is damaged.
         """
-        if not (directory / _TOKENIZER).exists(follow_symlinks=False):
-            return None
         files = (_TOKENIZER, _CONFIG, _SPECIAL_TOKENS, _TEMPLATE, _TEMPLATE_DATE)
         names = [name for name in files if (directory / name).exists(follow_symlinks=False)]
         names += sorted(f"{_MORE_TEMPLATES}/{path.name}" for path in (directory / _MORE_TEMPLATES).glob("*.jinja"))
-        return cls({name: read_file(directory / name) for name in names}, str(directory))
+        contents = {name: read_file(directory / name) for name in names}
+        if _TOKENIZER not in contents:
+            if not (directory / VOCABULARY).exists(follow_symlinks=False):
+                return None
+            config = parse_json_object(contents.get(_CONFIG, b"{}"), f"{directory}/{_CONFIG}")
+            alphabet = {byte: character for character, byte in byte_alphabet().items()}
+            contents[_TOKENIZER] = tokenizer_json(read_file(directory / VOCABULARY), config, alphabet, str(directory))
+        return cls(contents, str(directory))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles the tokenizer as its files."""
