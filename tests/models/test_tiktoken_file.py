@@ -29,15 +29,15 @@ CONFIG: dict[str, Any] = {
 
 
 def ranks() -> dict[bytes, int]:
-    """Every byte, and random pairs of tokens of a few bytes."""
+    """Every byte, random pairs of tokens of a few bytes, and a token that no pair makes."""
     draw, made = random.Random(0), {bytes([byte]): byte for byte in range(256)}
     parts = [bytes([byte]) for byte in LETTERS.encode()]
-    while len(made) < 400:
+    while len(made) < 399:
         pair = draw.choice(parts) + draw.choice(parts)
         if len(pair) < 9 and pair not in made:
             made[pair] = len(made)
             parts.append(pair)
-    return made
+    return made | {b"xyz": 399}
 
 
 def written(directory: Path, table: Mapping[bytes, int], config: Mapping[str, Any] = CONFIG) -> Path:
@@ -77,6 +77,9 @@ def test_ids_are_those_of_tiktokens_algorithm(tmp_path: Path) -> None:
         assert tokenizer.encode(text) == expected and tokenizer.decode(expected) == text
         merges += len(text.encode()) - len(expected)
     assert merges > 300
+    # A piece that is a token is one, even if no pair of tokens makes it.
+    assert tokenizer.encode("xyz") == [399]
+    assert tokenizer.encode("xyzz") == merged(b"xyzz", table) == list(b"xyzz")
 
 
 @pytest.mark.parametrize(
