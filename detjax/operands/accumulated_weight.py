@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Float32
 
 from detjax.contract import ACCUMULATOR
 from detjax.operands.pytrees import array_dataclass
+from detjax.operands.quantized_weight import QuantizedWeight
 from detjax.operands.rounding import rounded
 
 
@@ -65,8 +66,8 @@ class AccumulatedWeight:
         return self
 
 
-type Weight = Float[Array, "..."] | AccumulatedWeight
-"""A weight with or without the sum of its gradients."""
+type Weight = Float[Array, "..."] | AccumulatedWeight | QuantizedWeight
+"""A weight with or without the sum of its gradients, or one in the numbers of a checkpoint."""
 
 
 @overload

@@ -11,6 +11,7 @@ from detjax.contract import INPUT_DTYPES
 from detjax.operands.kv_pages import QuantizedPages
 from detjax.operands.options import Activation, Clamp, WeightLayout
 from detjax.operands.products import GroupedOperands, MatmulOperands
+from detjax.operands.quantized_weight import QuantizedWeight
 from detjax.runtime import backends
 
 
@@ -23,6 +24,15 @@ def check_dtype(operation: str, *, like: Array | None = None, **arrays: Array | 
                 f"{operation}: {name} has dtype {array.dtype} on {backends.device_name()}; accepted: "
                 f"{', '.join(accepted)}. Convert it first."
             )
+
+
+def check_quantized(operation: str, w: QuantizedWeight, layout: str) -> None:
+    """Raises a ValueError unless the layout of a product with a quantized weight is "nk"."""
+    if layout != "nk":
+        raise ValueError(
+            f"{operation}: layout is {layout!r} and w has codes of {w.format.numbers}; accepted: 'nk', because scales "
+            "belong to outputs"
+        )
 
 
 def check_integers(operation: str, **arrays: Array) -> None:

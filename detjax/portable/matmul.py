@@ -1,5 +1,6 @@
 """Matmul in plain JAX: a tile of rows times the whole weight, with the epilogue on the float32 accumulator."""
 
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -81,27 +82,33 @@ def backward(
     """
     (x, w, bias, _), (w_sum, bias_sum) = operands, sums
     flat_x = flat_rows(x)
-    kept_axis = 1 if layout == "kn" else 0
 
     def accumulator_gradient(rows: tuple[Array, Array], shared: tuple[Array, Array | None]) -> Array:
         x, dy = rows
-        z = rounded(pre_activation(x, *shared, layout), x.dtype).astype(ACCUMULATOR)
-        (dz,) = jax.vjp(lambda z: activated(parts(z), epilogue), z)[1](dy.astype(ACCUMULATOR))
-        return rounded(dz, x.dtype)
-
-    def input_gradient(dz: Array, w: Array) -> Array:
-        dx = [dot(dz[:, part], half, (1, kept_axis)) for part, half in enumerate(halves(w))]
-        return rounded(sum(dx[1:], dx[0]), dz.dtype)
+        return gradient_of_sums(pre_activation(x, *shared, layout), dy, x.dtype, epilogue)
 
     def weight_gradient(carry: tuple[Array, Array], rows: tuple[Array, Array], _: None) -> tuple[Array, Array]:
         x, dz = rows
         return accumulated(carry[0], x, dz, layout), carry[1] + sum_of_rows(dz.astype(ACCUMULATOR))
 
     dz = map_rows(accumulator_gradient, (flat_x, flat_rows(dy)), (w, bias))
-    dx = map_rows(input_gradient, dz, w).reshape(x.shape)
+    dx = map_rows(functools.partial(input_gradient, layout=layout), dz, w).reshape(x.shape)
     start = initial_sum(w_sum, w.shape), initial_sum(bias_sum, dz.shape[1:])
     dw, dbias = fold_rows(weight_gradient, start, (flat_x, dz), None, size=WEIGHT_GRADIENT_TOKENS)
     return dx, final_sum(dw, w_sum, w), None if bias is None else final_sum(dbias, bias_sum, bias)
+
+
+def gradient_of_sums(z: Array, dy: Array, dtype: DTypeLike, epilogue: Epilogue) -> Array:
+    """Returns the gradient of a tile's biased float32 sums; `dtype` is x's, which both are rounded to."""
+    z = rounded(z, dtype).astype(ACCUMULATOR)
+    (dz,) = jax.vjp(lambda z: activated(parts(z), epilogue), z)[1](dy.astype(ACCUMULATOR))
+    return rounded(dz, dtype)
+
+
+def input_gradient(dz: Array, w: Array, layout: WeightLayout) -> Array:
+    """Returns the gradient of a tile's rows, given the gradient of their biased sums."""
+    dx = [dot(dz[:, part], half, (1, 1 if layout == "kn" else 0)) for part, half in enumerate(halves(w))]
+    return rounded(sum(dx[1:], dx[0]), dz.dtype)
 
 
 def accumulated(total: Array, x: Array, dz: Array, layout: WeightLayout) -> Array:

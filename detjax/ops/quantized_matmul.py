@@ -1,0 +1,94 @@
+"""Matrix products of activations that are quantized row by row with weights of e4m3 numbers, under contract."""
+
+import functools
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from detjax.operands.options import Epilogue
+from detjax.operands.products import GroupedOperands, MatmulOperands
+from detjax.ops.dispatch import Operation, backend_modules, one_by_one, with_vmap_rule
+
+# All chips compute it in plain JAX.
+_MODULES: Final = backend_modules("quantized_matmul", kernels=())
+_MATMUL: Final = Operation("quantized_matmul", _MODULES)
+_GROUPED: Final = Operation("quantized_grouped_matmul", _MODULES)
+
+
+def quantized_matmul(
+    operands: MatmulOperands, bias_sum: Array | None, *, epilogue: Epilogue, out_dtype: jnp.dtype
+) -> Float[Array, "*B N"]:
+    """Returns the product with a computed `QuantizedWeight` for `ops.matmul`, which has checked its arguments."""
+
+    def under_contract(operands: MatmulOperands, **options: Any) -> Array:
+        return _matmul(operands, bias_sum, *options.values())
+
+    return _MATMUL.call(under_contract, operands, epilogue=epilogue, out_dtype=out_dtype)
+
+
+def quantized_grouped_matmul(
+    operands: GroupedOperands, bias_sum: Array | None, *, epilogue: Epilogue, out_dtype: jnp.dtype
+) -> Float[Array, "M N"]:
+    """Returns the product with a computed `QuantizedWeight` for `ops.grouped_matmul`, which has checked its arguments.
+
+    A row has the same bits as from `ops.matmul` with its expert's weight.
+    """
+
+    def under_contract(operands: GroupedOperands, **options: Any) -> Array:
+        return _grouped_matmul(operands, bias_sum, *options.values())
+
+    return _GROUPED.call(under_contract, operands, epilogue=epilogue, out_dtype=out_dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _matmul(operands: MatmulOperands, bias_sum: Array | None, epilogue: Epilogue, out_dtype: jnp.dtype) -> Array:
+    del bias_sum  # only the backward pass adds to it
+    forward = functools.partial(_MATMUL.kernels().forward, epilogue=epilogue, out_dtype=out_dtype)
+    by_array = with_vmap_rule(lambda *arrays: forward(MatmulOperands(*arrays)), rows=(True, False, False, True))
+    return by_array(*operands)
+
+
+def _forward(
+    operands: MatmulOperands, bias_sum: Array | None, epilogue: Epilogue, out_dtype: jnp.dtype
+) -> tuple[Array, Any]:
+    # The backward pass needs only the residual's dtype, so an empty array stands for it.
+    empty = None if operands.residual is None else jnp.zeros(0, operands.residual.dtype)
+    return _matmul(operands, bias_sum, epilogue, out_dtype), (operands._replace(residual=None), bias_sum, empty)
+
+
+def _backward(epilogue: Epilogue, out_dtype: jnp.dtype, saved: Any, dy: Array) -> tuple[Any, Any]:
+    operands, bias_sum, residual = saved
+    dx, dbias = one_by_one(functools.partial(_MATMUL.kernels().backward, epilogue=epilogue), (operands, dy, bias_sum))
+    fresh, carried = (dbias, None) if bias_sum is None else (None, dbias)
+    cotangents: Any = dx, None, fresh, None if residual is None else dy.astype(residual.dtype)
+    return MatmulOperands(*cotangents), carried
+
+
+_matmul.defvjp(_forward, _backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _grouped_matmul(
+    operands: GroupedOperands, bias_sum: Array | None, epilogue: Epilogue, out_dtype: jnp.dtype
+) -> Array:
+    del bias_sum
+    return _GROUPED.kernels().grouped_forward(operands, epilogue=epilogue, out_dtype=out_dtype)
+
+
+def _grouped_forward(
+    operands: GroupedOperands, bias_sum: Array | None, epilogue: Epilogue, out_dtype: jnp.dtype
+) -> tuple[Array, Any]:
+    return _grouped_matmul(operands, bias_sum, epilogue, out_dtype), (operands, bias_sum)
+
+
+def _grouped_backward(epilogue: Epilogue, out_dtype: jnp.dtype, saved: Any, dy: Array) -> tuple[Any, Any]:
+    operands, bias_sum = saved
+    dx, dbias = _GROUPED.kernels().grouped_backward(operands, dy, bias_sum, epilogue=epilogue)
+    fresh, carried = (dbias, None) if bias_sum is None else (None, dbias)
+    cotangents: Any = dx, None, fresh, None, None
+    return GroupedOperands(*cotangents), carried
+
+
+_grouped_matmul.defvjp(_grouped_forward, _grouped_backward)
