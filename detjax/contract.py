@@ -24,6 +24,45 @@ sum is `rn(rn(u + 1) * rn(act(rn(slope * g)) * rn(1 / slope)))`. With a soft cap
 rounded to x's dtype, and rounds the gradient of these sums to x's dtype.
 See also `WEIGHT_GRADIENT_TOKENS`, `TPU_ROW_TILE` and `TPU_K_STEP`.
 
+Quantized weights
+-----------------
+
+The format of a weight whose activations are plain is a schedule. The product has the bits of one with the plain weight
+
+    w = rnd(rn(number * scale))
+
+where `rnd` rounds to x's dtype and `number` is a code's number, less its zero point. K ascends in the order of the file.
+
+Products with quantized activations have a contract of their own. A group of columns, `FP8_BLOCK` or the weight's own
+number of them, or the whole row, is quantized alone, from `x` as rounded to its dtype:
+
+    s    = rn(max |x| / FP8_LARGEST), or 1 where that is 0; or the checkpoint's scale, if it is static
+    code = rn(x / s), clamped to +-FP8_LARGEST, to the nearest e4m3 number, ties to even
+
+Both are true divisions. Columns after the last one of a row are zeros. With `P_b` the sum of block `b`, columns
+ascending, of products of numbers, from a fresh accumulator, blocks ascending:
+
+    in groups:  acc = fma(P_b, rn(s_x * s_w), acc), with the scales of the row's group and of the weight's block
+    by rows:    acc = rn(acc + P_b), and at the end rn(s_x * rn(s_w * acc))
+
+The epilogue of a matrix product follows. The gradient of x is that of a product with the widened weight; the derivative
+of the epilogue is evaluated at the biased sums of this contract. Codes and scales have no gradient. The up-projection of
+latent attention is always widened, since its keys and values are plain.
+
+Adapters
+--------
+
+A row with an adapter of the factors A `[R, K]` and B `[N, R]` and of the factor `scale` has the sum
+
+    u[r]   = rnd(sum over k ascending of x[k] * A[r, k])
+    d[n]   = sum over r ascending of u[r] * B[n, r], a fresh accumulator
+    acc[n] = fma(scale, d[n], rn(sum over k ascending of x[k] * w[k, n] + bias[n]))
+
+before the epilogue; `rnd` rounds to x's dtype. The sum of a row without an adapter is that of the plain product. Ranks
+of zeros change no bit. With g the gradient of the sums, rounded as above, and `v = rnd(rn(scale * sum over n of g[n] *
+B[n]))`, the gradients are `rnd(rn(g . w + v . A))` for x, the sum over tokens of `v[r] * x[k]` for A, and of `g[n] *
+rnd(rn(scale * u[r]))` for B, where `u` was not rounded; tokens as in `WEIGHT_GRADIENT_TOKENS`. See `RANK_STEP`.
+
 Sums of rows
 ------------
 
@@ -177,14 +216,23 @@ is read as +0 or -0: attention's results do not show the sign.
 Sampling
 --------
 
-The noise of a token comes from Threefry-2x32 in its partitionable form: `key(seed)`, then
-`fold_in(absolute position of the token)`, then `fold_in(index of the sample)`. Each vocabulary entry has one Gumbel
-variable
+The noise of a token is a function of the request's seed, its prompt, the sample's index, the token's absolute
+position and its id. It comes from Philox-4x32 with 10 rounds (Salmon et al. 2011). Once for a sample, the host computes
 
-    g = -log(-log(u))
+    prompt = SHA-256(number of token ids | token ids | length and digest of each image)
+    words  = the first four of SHA-256(seed | index of the sample | prompt)
 
-where `u` is the float32 in [0, 1) of the upper 23 of 32 random bits, and the smallest normal number instead of 0. The
-token is the argmax of
+with token ids as int32, all other numbers as uint64, and words as uint32, all little-endian. The token ids are the
+prompt's alone: generated tokens do not count, so a request that is resumed or computed again keeps its noise. Words 0
+and 1 are Philox's key. The noise of token id `t` is word `(t // LANES) % NOISE_WORDS` of the result for the counter
+
+    (t // (LANES * NOISE_WORDS)) * LANES + t % LANES,  absolute position of the token,  word 2,  word 3
+
+Each vocabulary entry has one Gumbel variable
+
+    g = -log(-log(u)),    u = (k + 1/2) * 2^-23
+
+where `k` is the upper 23 of the 32 random bits: `u` is an exact float32 above 0 and below 1. The token is the argmax of
 
     rn(max(rn(logit * (1 / temperature)), float32's lowest finite number) + g)
 
@@ -249,7 +297,7 @@ from typing import Final
 import jax.numpy as jnp
 import numpy as np
 
-CONTRACT_VERSION: Final = 3
+CONTRACT_VERSION: Final = 4
 """The version of this set of contracts. Equal versions, devices and releases give equal bits."""
 
 INPUT_DTYPES: Final = ("bfloat16", "float16", "float32")
@@ -263,6 +311,9 @@ ACCUMULATOR: Final = jnp.float32
 WEIGHT_GRADIENT_TOKENS: Final = 16
 """Tokens that one step of the matrix unit adds to the accumulator of a weight's gradient, in ascending order."""
 
+RANK_STEP: Final = 16
+"""Ranks of an adapter that one product adds. Unused ranks are zeros."""
+
 TPU_ROW_TILE: Final = 128
 """Tokens of a tile on TPUs. One product multiplies the tile by `TPU_K_STEP` elements of K and is then added to the
 accumulator.
@@ -270,6 +321,14 @@ accumulator.
 The compiler chooses the matrix unit's order inside one product by the product's shape, so bits depend on the shape.
 By the published peaks of v5e, v5p, v6e and TPU7x, loading a bfloat16 weight takes longer than multiplying it by 128
 tokens, so a single token costs nothing extra; with 256 tokens it would take 50% longer on a v5p."""
+
+FP8_BLOCK: Final = 128
+"""Columns whose e4m3 products are added before their sum is added to a float32 accumulator.
+
+Hopper's matrix unit keeps about 14 bits when it adds products of e4m3 numbers (DeepSeek-AI 2024, section 3.3.2)."""
+
+FP8_LARGEST: Final = 448.0
+"""The largest e4m3 number."""
 
 TPU_K_STEP: Final = 512
 """Elements of K in one product on TPUs; see `TPU_ROW_TILE`."""
@@ -368,8 +427,9 @@ Q4_GROUP: Final = 32
 
 # --- sampling ---------------------------------------------------------------------------------------------------------
 
-PRNG: Final = "threefry2x32"
-"""JAX's name of the random bit generator, Threefry-2x32 (Salmon et al. 2011)."""
+NOISE_WORDS: Final = 4
+"""Words of a result of Philox. The token ids that share a result are `LANES` apart, so that a GPU thread, which has one
+lane's tokens, and a TPU register, which has neighbouring lanes, use all of its words."""
 
 # --- the portable backend ---------------------------------------------------------------------------------------------
 
