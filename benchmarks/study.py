@@ -13,6 +13,8 @@ from typing import Annotated, Any, Final
 
 from detjax.bench import command_line, presets, provenance
 from detjax.cli.options import Option
+from detjax.engine import EngineConfig
+from detjax.models import Decoder
 from detjax.runtime import backends
 
 ON_A_CPU: Final = "`--small` on the portable backend: a check that the benchmark runs, not a measurement of kernels"
@@ -61,6 +63,40 @@ class Result:
 
     content: Mapping[str, Any]
     problem: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineSettings:
+    """The settings of an engine whose model has a preset's shape and random weights.
+
+    Attributes:
+        preset: the model's shape.
+        layers: number of layers; None: the preset's own.
+        max_samples: see `EngineConfig`.
+        token_budget: see `EngineConfig`.
+        max_length: see `EngineConfig`.
+        num_pages: see `EngineConfig`.
+    """
+
+    preset: str = "Qwen3-8B"
+    layers: int | None = None
+    max_samples: int = 256
+    token_budget: int = 2048
+    max_length: int = 4096
+    num_pages: int | None = 2048
+
+    def decoder(self) -> Decoder:
+        """Returns the model."""
+        return presets.decoder(self.preset, self.layers)
+
+    def config(self) -> EngineConfig:
+        """Returns the engine's configuration."""
+        names = ("max_samples", "token_budget", "max_length", "num_pages")
+        return EngineConfig(**{name: getattr(self, name) for name in names})
+
+
+SMALL_ENGINE: Final = EngineSettings("tiny", 1, 2, 16, 64, 4)
+"""The settings of an engine for `--small`."""
 
 
 def names(accepted: Collection[str], text: str = "Measure this only") -> Option:

@@ -21,38 +21,18 @@ from typing import Any, Final
 import jax
 
 from benchmarks import study as options
-from benchmarks.study import Result, Run
-from detjax.bench import presets
-from detjax.engine import Engine, EngineConfig
+from benchmarks.study import SMALL_ENGINE, EngineSettings, Result, Run
+from detjax.engine import Engine
 from detjax.models.network import split
 
 STEPS: Final = ("model", "ready", "complete")
 """The stages of a start: weights are loaded, all requests can be served, all programs are compiled."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Start:
-    """The settings of a start.
-
-    Attributes:
-        preset: the shape of the model, whose weights are random.
-        layers: number of layers; None: the preset's own.
-        max_samples: see `EngineConfig`.
-        token_budget: see `EngineConfig`.
-        max_length: see `EngineConfig`.
-    """
-
-    preset: str = "Qwen3-8B"
-    layers: int | None = None
-    max_samples: int = 1024
-    token_budget: int = 8192
-    max_length: int = 384
+SETTINGS: Final = EngineSettings(max_samples=1024, token_budget=8192, max_length=384, num_pages=None)
 
 
-SMALL: Final = Start("tiny", 1, 2, 16, 64)
-
-
-def _started(start: Start, cache: str) -> dict[str, Any]:
+def _started(start: EngineSettings, cache: str) -> dict[str, Any]:
     arguments = [sys.executable, "-m", __name__, json.dumps(dataclasses.asdict(start)), cache]
     begin, reached = time.perf_counter(), dict[str, Any]()
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as process:
@@ -70,12 +50,11 @@ def _started(start: Start, cache: str) -> dict[str, Any]:
 
 def _main(settings: Mapping[str, Any], cache: Path) -> None:
     """Starts once, and prints a line at each stage."""
-    start = Start(**settings)
-    decoder = presets.decoder(start.preset, start.layers)
+    start = EngineSettings(**settings)
+    decoder = start.decoder()
     jax.block_until_ready(split(decoder)[1])
     print("model", flush=True)
-    config = EngineConfig(max_samples=start.max_samples, token_budget=start.token_budget, max_length=start.max_length)
-    with Engine(decoder, config=config) as engine:
+    with Engine(decoder, config=start.config()) as engine:
         engine.warm_up(cache=cache, in_background=True)
         print("ready", flush=True)
         engine.wait_for_programs()
@@ -84,8 +63,8 @@ def _main(settings: Mapping[str, Any], cache: Path) -> None:
         print("programs", json.dumps(programs), flush=True)
 
 
-def study(run: Run, *, preset: options.Preset = Start.preset) -> Result:
-    start = SMALL if run.small else Start(preset)
+def study(run: Run, *, preset: options.Preset = SETTINGS.preset) -> Result:
+    start = SMALL_ENGINE if run.small else dataclasses.replace(SETTINGS, preset=preset)
     with tempfile.TemporaryDirectory() as cache:
         seconds = {name: _started(start, cache) for name in ("from nothing", "with the cache")}
         size = sum(path.stat().st_size for path in Path(cache).rglob("*.program"))

@@ -21,35 +21,10 @@ from typing import Any, Final
 import jax
 
 from benchmarks import study as options
-from benchmarks.study import Result, Run
-from detjax.bench import presets
-from detjax.engine import Engine, EngineConfig, Request, SamplingParams
+from benchmarks.study import SMALL_ENGINE, EngineSettings, Result, Run
+from detjax.engine import Engine, Request, SamplingParams
 
 _ALLOCATOR: Final = "XLA_PYTHON_CLIENT_ALLOCATOR"
-
-
-@dataclasses.dataclass(frozen=True)
-class Sleeper:
-    """The settings of an engine that sleeps.
-
-    Attributes:
-        preset: the shape of the model, whose weights are random.
-        layers: number of layers; None: the preset's own.
-        max_samples: see `EngineConfig`.
-        token_budget: see `EngineConfig`.
-        max_length: see `EngineConfig`.
-        num_pages: see `EngineConfig`.
-    """
-
-    preset: str = "Qwen3-8B"
-    layers: int | None = None
-    max_samples: int = 256
-    token_budget: int = 2048
-    max_length: int = 4096
-    num_pages: int = 2048
-
-
-SMALL: Final = Sleeper("tiny", 1, 2, 16, 64, 4)
 
 
 def memory() -> dict[str, int | None]:
@@ -76,13 +51,12 @@ def _taken() -> int | None:
     return None
 
 
-def study(run: Run, *, preset: options.Preset = Sleeper.preset, layers: options.Layers = None) -> Result:
-    sleeper = SMALL if run.small else Sleeper(preset, layers)
+def study(run: Run, *, preset: options.Preset = EngineSettings.preset, layers: options.Layers = None) -> Result:
+    sleeper = SMALL_ENGINE if run.small else EngineSettings(preset, layers)
     request = Request([1, 2, 3], SamplingParams(max_tokens=8, temperature=0.8, seed=1))
     bytes_, seconds = {"before": memory()}, dict[str, float]()
-    settings: dict[str, Any] = dataclasses.asdict(sleeper)
-    decoder = presets.decoder(settings.pop("preset"), settings.pop("layers"))
-    with Engine(decoder, config=EngineConfig(**settings)) as engine:
+    decoder = sleeper.decoder()
+    with Engine(decoder, config=sleeper.config()) as engine:
         del decoder  # the engine alone has the weights
         first = engine.generate([request])
         bytes_["awake"] = memory()

@@ -26,11 +26,10 @@ from typing import Annotated, Any, Final
 import numpy as np
 
 from benchmarks import study as options
-from benchmarks.study import Result, Run
+from benchmarks.study import SMALL_ENGINE, EngineSettings, Result, Run
 from detjax import models
-from detjax.bench import presets
 from detjax.cli.options import Option
-from detjax.engine import Engine, EngineConfig, Request, SamplingParams
+from detjax.engine import Engine, Request, SamplingParams
 from detjax.engine.commands import Commit, EngineCommands, Prepare
 from detjax.models.checkpoint.weight_updates import UpdatableWeights
 from detjax.runtime.threads import in_threads
@@ -39,46 +38,21 @@ _PART: Final = 1 << 26
 """The bytes of a file that a thread reads at once."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Updater:
-    """The settings of an engine whose weights are replaced.
-
-    Attributes:
-        preset: the shape of the model, whose weights are random.
-        layers: number of layers; None: the preset's own.
-        max_samples: see `EngineConfig`.
-        token_budget: see `EngineConfig`.
-        max_length: see `EngineConfig`.
-        num_pages: see `EngineConfig`.
-    """
-
-    preset: str = "Qwen3-8B"
-    layers: int | None = None
-    max_samples: int = 256
-    token_budget: int = 2048
-    max_length: int = 4096
-    num_pages: int = 2048
-
-
-SMALL: Final = Updater("tiny", 1, 2, 16, 64, 4)
-
-
 def study(
     run: Run,
     *,
-    preset: options.Preset = Updater.preset,
+    preset: options.Preset = EngineSettings.preset,
     layers: options.Layers = None,
     directory: Annotated[Path | None, Option("Where to write the checkpoint.", default="the system's own")] = None,
     rounds: options.RoundCount = 3,
 ) -> Result:
-    updater = SMALL if run.small else Updater(preset, layers)
-    settings: dict[str, Any] = dataclasses.asdict(updater)
-    decoder = presets.decoder(settings.pop("preset"), settings.pop("layers"))
+    updater = SMALL_ENGINE if run.small else EngineSettings(preset, layers)
+    decoder = updater.decoder()
     weights = UpdatableWeights(decoder)
     with tempfile.TemporaryDirectory(dir=directory) as temporary:
         checkpoint = Path(temporary) / "checkpoint"
         models.save(decoder, checkpoint)
-        with Engine(decoder, config=EngineConfig(**settings)) as engine:
+        with Engine(decoder, config=updater.config()) as engine:
             del decoder  # the engine alone has the weights
             content = _measured(engine, EngineCommands(engine, weights), checkpoint, 1 if run.small else rounds)
     problem = "" if content["has_the_same_bits"] and content["control_differs"] else "an answer has other bits"

@@ -51,7 +51,7 @@ from benchmarks.studies.training import measures as training
 from benchmarks.studies.training import study as training_study
 from benchmarks.studies.true_on_policy import experiment
 from benchmarks.studies.true_on_policy import study as true_on_policy_study
-from benchmarks.study import Result, Run
+from benchmarks.study import SMALL_ENGINE, Result, Run
 from detjax.bench import presets, timing
 from detjax.bench.serve import Workload
 from detjax.engine import Completion, Generation, SamplingParams
@@ -946,10 +946,10 @@ LINES = ("a warning", "model", "ready", "complete", 'programs [{"purpose": "step
 def test_a_start_has_the_seconds_of_its_stages_and_its_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     commands: list[Any] = []
     monkeypatch.setattr(ready.subprocess, "Popen", lambda command, **_: commands.append(command) or Starting(LINES))
-    reached = ready._started(ready.SMALL, "the cache")
+    reached = ready._started(SMALL_ENGINE, "the cache")
     assert list(reached) == ["model", "ready", "complete", "programs"] and reached["programs"] == [{"purpose": "step"}]
     assert 0 < reached["model"] <= reached["ready"] <= reached["complete"]
-    assert json.loads(commands[0][-2]) == dataclasses.asdict(ready.SMALL) and commands[0][-1] == "the cache"
+    assert json.loads(commands[0][-2]) == dataclasses.asdict(SMALL_ENGINE) and commands[0][-1] == "the cache"
     result = study(ready.study)
     assert set(result.content["seconds"]) == {"from nothing", "with the cache"} and len(commands) == 3
     assert all("programs" not in seconds for seconds in result.content["seconds"].values())
@@ -964,4 +964,4 @@ def test_a_start_that_fails_is_an_error(
 ) -> None:
     monkeypatch.setattr(ready.subprocess, "Popen", lambda command, **_: Starting(lines, code))
     with pytest.raises(RuntimeError, match=says):
-        ready._started(ready.SMALL, "")
+        ready._started(SMALL_ENGINE, "")
