@@ -1,6 +1,7 @@
 """The operations under contract. Their bits do not depend on schedule, batch or phase."""
 
 from detjax.operands.accumulated_weight import AccumulatedWeight as AccumulatedWeight
+from detjax.operands.adapted_weight import AdaptedWeight as AdaptedWeight
 from detjax.operands.kv_pages import KeyColumns as KeyColumns
 from detjax.operands.kv_pages import KVPages as KVPages
 from detjax.operands.kv_pages import PackedRows as PackedRows
@@ -8,6 +9,11 @@ from detjax.operands.kv_pages import QuantizedPages as QuantizedPages
 from detjax.operands.kv_pages import Queries as Queries
 from detjax.operands.linear_attention_state import DeltaState as DeltaState
 from detjax.operands.linear_attention_state import empty_inputs as empty_inputs
+from detjax.operands.noise import noise_key as noise_key
+from detjax.operands.noise import prompt_digest as prompt_digest
+from detjax.operands.quantized_weight import QuantizedFormat as QuantizedFormat
+from detjax.operands.quantized_weight import QuantizedWeight as QuantizedWeight
+from detjax.operands.quantized_weight import widened as widened
 from detjax.operands.sampling_arrays import LogitAdjustments as LogitAdjustments
 from detjax.operands.sampling_arrays import SamplingArrays as SamplingArrays
 from detjax.operands.sampling_arrays import SeenTokens as SeenTokens
@@ -54,7 +60,7 @@ from detjax.ops.sampling import constrain_logits as constrain_logits
 from detjax.ops.sampling import filter_logits as filter_logits
 from detjax.ops.sampling import sample as sample
 from detjax.ops.sampling import sampling_logprobs as sampling_logprobs
-from detjax.ops.sampling import seed_words as seed_words
+from detjax.ops.sampling import sampling_noise as sampling_noise
 from detjax.ops.sampling import top_logprobs as top_logprobs
 from detjax.ops.softmax import log_softmax as log_softmax
 from detjax.ops.softmax import logsumexp as logsumexp

@@ -18,7 +18,7 @@ from detjax.operands.numerics import ceil_div, round_down
 from detjax.operands.options import Aggregation
 from detjax.operands.pytrees import array_dataclass
 from detjax.ops.checks import check_dtype, check_integers, check_shape
-from detjax.ops.grouped_matmul import group_unit
+from detjax.ops.grouped_kernels import group_unit
 from detjax.portable import experts as portable
 from detjax.runtime import compilation
 

@@ -1,5 +1,6 @@
 """Matrix products of rows sorted by expert with their experts' weights, under contract."""
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -9,24 +10,22 @@ from jaxtyping import Array, DTypeLike, Float, Int
 
 from detjax.contract import ACCUMULATOR
 from detjax.operands.accumulated_weight import Weight, fresh_and_carried, value_and_sum
+from detjax.operands.adapted_weight import AdaptedWeight
 from detjax.operands.options import Activation, Clamp, Epilogue, WeightLayout
 from detjax.operands.products import GroupedOperands, WeightSums
-from detjax.ops.checks import check_dtype, check_integers, check_product, check_shape, check_weights
-from detjax.ops.dispatch import Operation, backend_modules
+from detjax.operands.quantized_weight import QuantizedWeight, widened
+from detjax.ops.adapters import Groups, adapted_product
+from detjax.ops.checks import check_dtype, check_integers, check_product, check_quantized, check_shape, check_weights
+from detjax.ops.grouped_kernels import GROUPED_MATMUL
+from detjax.ops.grouped_kernels import group_unit as group_unit
+from detjax.ops.quantized_matmul import quantized_grouped_matmul
 from detjax.runtime import compilation, fusions
-
-_GROUPED_MATMUL = Operation("grouped_matmul", backend_modules("grouped_matmul"))
-
-
-def group_unit(rows: int, experts: int) -> int:
-    """Returns the backend's preferred multiple of group sizes for a number of rows and experts."""
-    return _GROUPED_MATMUL.module().group_unit(rows, experts)
 
 
 @compilation.jit(static_argnames=("layout", "activation", "gated", "clamp", "unit", "out_dtype"))
 def grouped_matmul(  # noqa: PLR0913
     x: Float[Array, "M K"],
-    w: Weight,
+    w: Weight | AdaptedWeight,
     group_sizes: Int[Array, "E"],
     *,
     layout: WeightLayout = "kn",
@@ -46,6 +45,7 @@ def grouped_matmul(  # noqa: PLR0913
         x: rows sorted by expert; bfloat16, float16 or float32.
         w: the experts' weights of x's dtype, `[E, K, N]` if `layout` is "kn" and `[E, N, K]` if it is "nk"; if `gated`,
             `[E, 2, K, N]` or `[E, 2, N, K]`. With an `AccumulatedWeight`, also as bias, the gradient continues a sum.
+            A `QuantizedWeight` is widened, or x is quantized, as its format says.
         group_sizes: number of rows of each expert; their sum is at most M.
         layout: "kn" or "nk".
         bias: `[E, N]`, or `[E, 2, N]` if `gated`.
@@ -70,20 +70,30 @@ def grouped_matmul(  # noqa: PLR0913
         Array([ 2., 20., 20.], dtype=float32)
     """
     name = "grouped_matmul"
+    if isinstance(w, AdaptedWeight):
+        dtype, product = jnp.dtype(x.dtype if out_dtype is None else out_dtype), _Product(unit)
+        check_product(name, layout, dtype, activation=activation, gated=gated, clamp=clamp)
+        added: dict[str, Any] = {"epilogue": Epilogue(activation, gated, clamp=clamp), "out_dtype": dtype}
+        return adapted_product(product, x, w, bias, None, groups=Groups(group_sizes, sequences), **added)
     (w, w_sum), (bias, bias_sum) = (
-        value_and_sum(_GROUPED_MATMUL.taking(w)),
-        value_and_sum(_GROUPED_MATMUL.taking(bias)),
+        value_and_sum(GROUPED_MATMUL.taking(w)),
+        value_and_sum(GROUPED_MATMUL.taking(bias)),
     )
     check_dtype(name, x=x, bias=bias)
     check_dtype(name, like=x, w=w)
+    if isinstance(w, QuantizedWeight):
+        check_quantized(name, w, layout)
+        w = w if w.is_computed else widened(w)
     check_integers(name, group_sizes=group_sizes)
     out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
     check_product(name, layout, out_dtype, activation=activation, gated=gated, clamp=clamp)
     operands, epilogue = GroupedOperands(x, w, bias, group_sizes, sequences), Epilogue(activation, gated, clamp=clamp)
     check_weights(name, operands, layout, gated)
     check_shape(name, "sequences", sequences, x.shape[:1], f"x being {x.shape}")
+    if isinstance(w, QuantizedWeight):
+        return quantized_grouped_matmul(operands, bias_sum, epilogue=epilogue, out_dtype=out_dtype)
     options, sums = _Options(layout, epilogue, out_dtype, unit), (w_sum, bias_sum)
-    return _GROUPED_MATMUL.call(
+    return GROUPED_MATMUL.call(
         lambda operands, **options: _grouped_matmul(operands, sums, _Options(**options)), operands, **options._asdict()
     )
 
@@ -100,12 +110,12 @@ def _grouped_matmul(operands: GroupedOperands, sums: WeightSums, options: _Optio
     del sums  # only the backward pass adds to them
     if fusions.is_unfused("grouped_matmul_epilogue"):
         return _in_separate_steps(operands, options)
-    return _GROUPED_MATMUL.kernels().forward(operands, **options._asdict())
+    return GROUPED_MATMUL.kernels().forward(operands, **options._asdict())
 
 
 def _in_separate_steps(operands: GroupedOperands, options: _Options) -> Array:
     """Computes a product for each weight of an expert, then the epilogue in a pass over the float32 sums."""
-    kernels, (x, w, bias, group_sizes, _), gated = _GROUPED_MATMUL.kernels(), operands, options.epilogue.gated
+    kernels, (x, w, bias, group_sizes, _), gated = GROUPED_MATMUL.kernels(), operands, options.epilogue.gated
     plain = options._replace(epilogue=Epilogue(), out_dtype=ACCUMULATOR)._asdict()
     halves = (w[:, 0], w[:, 1]) if gated else (w,)
     sums = [kernels.forward(GroupedOperands(x, half, None, group_sizes), **plain) for half in halves]
@@ -119,7 +129,7 @@ def _in_separate_steps(operands: GroupedOperands, options: _Options) -> Array:
 
 
 def _forward(operands: GroupedOperands, sums: WeightSums, options: _Options) -> tuple[Array, tuple[Any, ...]]:
-    kernels, (layout, epilogue, out_dtype, unit) = _GROUPED_MATMUL.kernels(), options
+    kernels, (layout, epilogue, out_dtype, unit) = GROUPED_MATMUL.kernels(), options
     # As in `matmul`: a backend that can return the biased sums does not compute them twice.
     fused = epilogue != Epilogue() and not fusions.is_unfused("grouped_matmul_epilogue")
     if fused and out_dtype == operands.x.dtype and hasattr(kernels, "forward_keeping_sums"):
@@ -131,7 +141,7 @@ def _forward(operands: GroupedOperands, sums: WeightSums, options: _Options) -> 
 def _backward(options: _Options, saved: tuple[Any, ...], dy: Array) -> tuple[Any, ...]:
     operands, sums, biased_sums = saved
     layout, epilogue, _, unit = options
-    backward = _GROUPED_MATMUL.kernels().backward
+    backward = GROUPED_MATMUL.kernels().backward
     dx, *gradients = backward(operands, dy, sums, *biased_sums, layout=layout, epilogue=epilogue, unit=unit)
     (dw, dbias), carried = fresh_and_carried(gradients, sums)
     cotangents: Any = dx, dw, dbias, None, None
@@ -139,3 +149,20 @@ def _backward(options: _Options, saved: tuple[Any, ...], dy: Array) -> tuple[Any
 
 
 _grouped_matmul.defvjp(_forward, _backward)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Product:
+    """Products of each expert's rows with its weight, for adapted weights."""
+
+    unit: int
+
+    def __call__(self, x: Array, w: Any, groups: Groups | None, **options: Any) -> Array:
+        """Returns `ops.grouped_matmul`, by default in float32."""
+        assert groups is not None
+        given = {"layout": "nk", "out_dtype": ACCUMULATOR, "sequences": groups.sequences, "unit": self.unit, **options}
+        return grouped_matmul(x, w, groups.sizes, **given)
+
+    def apply_epilogue(self, sums: list[Array], residual: Array | None, epilogue: Epilogue, dtype: DTypeLike) -> Array:
+        """Returns the epilogue of sums in float32."""
+        return GROUPED_MATMUL.kernels().apply_epilogue(sums, None, residual, epilogue=epilogue, out_dtype=dtype)

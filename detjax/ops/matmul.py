@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +10,14 @@ from jaxtyping import Array, DTypeLike, Float
 
 from detjax.contract import ACCUMULATOR
 from detjax.operands.accumulated_weight import Weight, fresh_and_carried, value_and_sum
+from detjax.operands.adapted_weight import AdaptedWeight
 from detjax.operands.options import Activation, AxisName, Clamp, Epilogue, WeightLayout
 from detjax.operands.products import MatmulOperands, WeightSums
-from detjax.ops.checks import check_dtype, check_product, check_shape, check_weights
+from detjax.operands.quantized_weight import QuantizedWeight, widened
+from detjax.ops.adapters import Groups, adapted_product
+from detjax.ops.checks import check_dtype, check_product, check_quantized, check_shape, check_weights
 from detjax.ops.dispatch import Operation, backend_modules, one_by_one, with_vmap_rule
+from detjax.ops.quantized_matmul import quantized_matmul
 from detjax.runtime import compilation, fusions
 from detjax.runtime.device_links import DeviceLinks
 
@@ -23,7 +27,7 @@ _MATMUL = Operation("matmul", backend_modules("matmul"))
 @compilation.jit(static_argnames=("layout", "activation", "gated", "clamp", "soft_cap", "out_dtype"))
 def matmul(  # noqa: PLR0913
     x: Float[Array, "*B K"],
-    w: Weight,
+    w: Weight | AdaptedWeight,
     *,
     layout: WeightLayout = "kn",
     bias: Weight | None = None,
@@ -40,7 +44,8 @@ def matmul(  # noqa: PLR0913
         x: rows; bfloat16, float16 or float32.
         w: weights of x's dtype, `[K, N]` if `layout` is "kn", and `[N, K]`, the layout of checkpoints, if it is "nk".
             If `gated`, the stacked weights of gate and up projection: `[2, K, N]` or `[2, N, K]`. With an
-            `AccumulatedWeight`, here or as bias, the gradient continues a sum.
+            `AccumulatedWeight`, here or as bias, the gradient continues a sum. An `AdaptedWeight` has the layout "nk".
+            A `QuantizedWeight` is widened, or x is quantized, as its format says.
         layout: "kn" or "nk".
         bias: `[N]`, or `[2, N]` if `gated`.
         activation: applied to the biased sum; "gelu" is exact, "gelu_tanh" its approximation.
@@ -60,9 +65,17 @@ def matmul(  # noqa: PLR0913
         >>> ops.matmul(x, w, bias=jnp.ones(4), activation="relu")[0]
         Array([4., 4., 4., 4.], dtype=float32)
     """
+    if isinstance(w, AdaptedWeight):
+        dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
+        check_product("matmul", layout, dtype, activation=activation, gated=gated, clamp=clamp, soft_cap=soft_cap)
+        epilogue = Epilogue(activation, gated, soft_cap, clamp)
+        return adapted_product(_PRODUCT, x, w, bias, residual, epilogue=epilogue, out_dtype=dtype)
     (w, w_sum), (bias, bias_sum) = value_and_sum(_MATMUL.taking(w)), value_and_sum(_MATMUL.taking(bias))
     check_dtype("matmul", x=x, bias=bias, residual=residual)
     check_dtype("matmul", like=x, w=w)
+    if isinstance(w, QuantizedWeight):
+        check_quantized("matmul", w, layout)
+        w = w if w.is_computed else widened(w)
     out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
     check_product("matmul", layout, out_dtype, activation=activation, gated=gated, clamp=clamp, soft_cap=soft_cap)
     operands, epilogue = MatmulOperands(x, w, bias, residual), Epilogue(activation, gated, soft_cap, clamp)
@@ -70,6 +83,8 @@ def matmul(  # noqa: PLR0913
     check_shape(
         "matmul", "residual", residual, (*x.shape[:-1], w.shape[-1 if layout == "kn" else -2]), "the result's shape"
     )
+    if isinstance(w, QuantizedWeight):
+        return quantized_matmul(operands, bias_sum, epilogue=epilogue, out_dtype=out_dtype)
     options = {"layout": layout, "epilogue": epilogue, "out_dtype": out_dtype}
     sums = w_sum, bias_sum
     return _MATMUL.call(lambda operands, **options: _matmul(operands, sums, **options), operands, **options)
@@ -163,3 +178,21 @@ def _backward(
 
 
 _matmul.defvjp(_forward, _backward)
+
+
+class _Product:
+    """Products of all rows with one weight, for adapted weights."""
+
+    unit = 1
+
+    def __call__(self, x: Array, w: Any, groups: Groups | None, **options: Any) -> Array:
+        """Returns `ops.matmul`, by default in float32."""
+        assert groups is None
+        return matmul(x, w, **{"layout": "nk", "out_dtype": ACCUMULATOR, **options})
+
+    def apply_epilogue(self, sums: list[Array], residual: Array | None, epilogue: Epilogue, dtype: DTypeLike) -> Array:
+        """Returns the epilogue of sums in float32."""
+        return _MATMUL.kernels().apply_epilogue(sums, None, residual, epilogue=epilogue, out_dtype=dtype)
+
+
+_PRODUCT: Final = _Product()

@@ -9,6 +9,7 @@ from detjax.operands.numerics import activated, parts
 from detjax.operands.options import Epilogue, WeightLayout
 from detjax.operands.products import NO_SUMS, Gradients, GroupedOperands, WeightSums
 from detjax.operands.rounding import rounded
+from detjax.portable.adapters import adapter_sums as adapter_sums
 from detjax.portable.matmul import accumulated, halves, pre_activation
 from detjax.portable.matmul import apply_epilogue as apply_epilogue
 from detjax.portable.tiles import dot, final_sum, fold_groups, group_tiles, initial_sum, map_groups, sum_of_rows

@@ -1,0 +1,278 @@
+"""Products with adapted weights: each row adds the low-rank product of its own adapter to the weight's sum.
+
+`ops.matmul` and `ops.grouped_matmul` call these functions for an `AdaptedWeight`. The weight's sums and the adapters'
+products are separate float32 products; a pass over both adds them and computes the epilogue.
+"""
+
+import functools
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, DTypeLike, Float, Int
+
+from detjax.contract import ACCUMULATOR, RANK_STEP
+from detjax.operands.accumulated_weight import AccumulatedWeight, Weight
+from detjax.operands.adapted_weight import AdaptedWeight, only_adapter
+from detjax.operands.numerics import activated, flat_rows, parts
+from detjax.operands.options import Epilogue
+from detjax.operands.products import GroupedOperands
+from detjax.operands.rounding import rounded
+from detjax.ops.experts import expert_rows
+from detjax.ops.grouped_kernels import GROUPED_MATMUL
+from detjax.portable import adapters as portable
+from detjax.portable.tiles import each_row
+from detjax.runtime import backends
+
+
+class Groups(NamedTuple):
+    """Rows that are sorted by expert; see `ops.grouped_matmul`.
+
+    Attributes:
+        sizes: the number of rows of each expert.
+        sequences: the sequence of each row; None: all rows belong to one.
+    """
+
+    sizes: Array
+    sequences: Array | None
+
+
+@runtime_checkable
+class Product(Protocol):
+    """A matrix product without an epilogue, hashable: of all rows with one weight, or of each expert's rows."""
+
+    def __call__(self, x: Array, w: Any, groups: Groups | None, **options: Any) -> Array:
+        """Returns the product with the options of `ops.matmul`."""
+        ...
+
+    def apply_epilogue(self, sums: list[Array], residual: Array | None, epilogue: Epilogue, dtype: DTypeLike) -> Array:
+        """Returns the epilogue of sums in float32."""
+        ...
+
+    @property
+    def unit(self) -> int:
+        """The multiple that all sizes of groups are; see `ops.grouped_matmul`."""
+        ...
+
+
+def adapted_product(  # noqa: PLR0913
+    product: Product,
+    x: Float[Array, "*B K"],
+    weight: AdaptedWeight,
+    bias: Weight | None,
+    residual: Float[Array, "*B N"] | None,
+    *,
+    groups: Groups | None = None,
+    epilogue: Epilogue,
+    out_dtype: DTypeLike,
+) -> Float[Array, "*B N"]:
+    """Returns the epilogue of the sums of an adapted weight, rounded once.
+
+    Raises:
+        NotImplementedError: on a backend without contracts, and for the gradient of rows with different adapters.
+        ValueError: shapes do not fit together.
+    """
+    name = "matmul" if groups is None else "grouped_matmul"
+    if backends.backend() == "stock":
+        raise NotImplementedError(
+            f"{name}: the weight has adapters, and the backend is 'stock'; accepted: a backend under contract. Choose "
+            "one with detjax.use_backend."
+        )
+    _check(name, x, weight, epilogue.gated, has_experts=groups is not None)
+    plain_bias: Any = bias.value if isinstance(bias, AccumulatedWeight) else bias
+    sums = _sums(product, epilogue.gated, flat_rows(x), weight, plain_bias, groups)
+    flat = None if residual is None else flat_rows(residual)
+    y = _epilogue(product, epilogue, jnp.dtype(x.dtype), jnp.dtype(out_dtype), sums, flat)
+    return y.reshape(*x.shape[:-1], y.shape[-1])
+
+
+def _check(name: str, x: Array, weight: AdaptedWeight, gated: bool, *, has_experts: bool) -> None:
+    lead, slots, inner = weight.shape[: int(has_experts)], len(weight.scales), weight.shape[-1]
+    ranks = weight.a.shape[-2]
+    expected = (*lead, slots, ranks, inner), (*lead, slots, *weight.shape[len(lead) : -1], ranks)
+    if (weight.a.shape, weight.b.shape) != expected or ranks % RANK_STEP or weight.shape[-1] != x.shape[-1]:
+        raise ValueError(
+            f"{name}: the factors of adapters have shapes {weight.a.shape} and {weight.b.shape}; accepted: "
+            f"{expected[0]} and {expected[1]}, the weight being {weight.shape} and x {x.shape}, with a multiple of "
+            f"{RANK_STEP} ranks"
+        )
+    if len(weight.shape) - len(lead) != 2 + gated:
+        raise ValueError(f"{name}: w has shape {weight.shape}; accepted: {2 + gated + len(lead)} axes")
+    if weight.rows is None and slots != 1:
+        raise ValueError(f"{name}: {slots} adapters without rows; accepted: rows with the slot of each row of x")
+    if weight.rows is not None and weight.rows.size != x.size // x.shape[-1]:
+        raise ValueError(f"{name}: rows has shape {weight.rows.shape}; accepted: {x.shape[:-1]}, the rows of x")
+
+
+# --- sums ----------------------------------------------------------------------------------------------------------
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _sums(
+    product: Product, gated: bool, x: Array, weight: AdaptedWeight, bias: Array | None, groups: Groups | None
+) -> tuple[Array, ...]:
+    """Returns the biased sums `[M, N]` with the adapters' products: one, or gate's and up's."""
+    halves = _halves(weight.value, gated)
+    biases = [None] * len(halves) if bias is None else _halves(bias, gated, axes=1)
+    sums = [product(x, half, groups, bias=b) for half, b in zip(halves, biases, strict=True)]
+    factors, products = _adapter_products(product, x, weight, groups)
+    split = jnp.split(products, len(sums), axis=1)
+    return tuple(portable.added_to_sums(factors, part, total) for part, total in zip(split, sums, strict=True))
+
+
+def _halves(x: Any, gated: bool, axes: int = 2) -> list[Any]:
+    """Returns a weight, or the weights of gate and up; `axes` follow the axis of the two."""
+    if not gated:
+        return [x]
+
+    def half(x: Array, index: int) -> Array:
+        return jax.lax.index_in_dim(x, index, x.ndim - axes - 1, keepdims=False)
+
+    return [jax.tree.map(functools.partial(half, index=index), x) for index in range(2)]
+
+
+def _adapter_products(
+    product: Product, x: Array, weight: AdaptedWeight, groups: Groups | None
+) -> tuple[Float[Array, "M"], Float[Array, "M N"]]:
+    """Returns the factor and the float32 product of each row's adapter.
+
+    Rows without an adapter get -0, which added to any number gives this number.
+    """
+    a, b = _value(weight.a), _value(weight.b)
+    slots, ranks = len(weight.scales), a.shape[-2]
+    a, b = a.reshape(-1, ranks, a.shape[-1]), b.reshape(len(weight.scales) * _experts(groups), -1, ranks)
+    if weight.rows is None:
+        sizes = jnp.full(1, len(x), jnp.int32) if groups is None else groups.sizes
+        unit = 1 if groups is None else product.unit
+        return jnp.broadcast_to(weight.scales, len(x)), _low_rank_products(x, a, b, sizes, unit)
+    slot = weight.rows.reshape(-1).astype(jnp.int32)
+    group, has_adapter = slot, slot >= 0
+    if groups is not None:
+        expert, is_expert = _expert_of_rows(groups.sizes, len(x))
+        group, has_adapter = expert * slots + slot, has_adapter & is_expert
+    rows = expert_rows(group[:, None], slots * _experts(groups), has_adapter)
+    products = _low_rank_products(rows.gather(x), a, b, rows.group_sizes, rows.unit)
+    products = jnp.where(has_adapter[:, None], rows.results(products)[:, 0], -0.0)
+    return jnp.where(has_adapter, weight.scales[jnp.maximum(slot, 0)], 1.0), products
+
+
+def _low_rank_products(x: Array, a: Array, b: Array, sizes: Array, unit: int) -> Array:
+    """Returns `rnd(x A^T) B^T` in float32 for rows sorted by adapter, in groups of the given sizes."""
+    kernels = GROUPED_MATMUL.kernels()
+    if hasattr(kernels, "adapter_sums"):
+        return kernels.adapter_sums(x, a, b, sizes)
+    forward = functools.partial(kernels.forward, layout="nk", epilogue=Epilogue(), unit=unit)
+    u = forward(GroupedOperands(x, a, None, sizes), out_dtype=x.dtype)
+    return forward(GroupedOperands(u, b, None, sizes), out_dtype=ACCUMULATOR)
+
+
+def _experts(groups: Groups | None) -> int:
+    return 1 if groups is None else len(groups.sizes)
+
+
+def _expert_of_rows(sizes: Int[Array, "E"], rows: int) -> tuple[Array, Array]:
+    """Returns the expert of each row, and whether it has one."""
+    index = jnp.arange(rows, dtype=jnp.int32)
+    expert = jnp.searchsorted(jnp.cumsum(sizes, dtype=jnp.int32), index, side="right").astype(jnp.int32)
+    return jnp.minimum(expert, len(sizes) - 1), expert < len(sizes)
+
+
+def _value(weight: Weight) -> Array:
+    value: Any = weight.value if isinstance(weight, AccumulatedWeight) else weight
+    return value
+
+
+def _sums_forward(
+    product: Product, gated: bool, x: Array, weight: AdaptedWeight, bias: Array | None, groups: Groups | None
+) -> tuple[tuple[Array, ...], tuple[Any, ...]]:
+    return _sums(product, gated, x, weight, bias, groups), (x, weight, groups)
+
+
+def _sums_backward(
+    product: Product, gated: bool, saved: tuple[Any, ...], gradients: tuple[Array, ...]
+) -> tuple[Any, ...]:
+    x, weight, groups = saved
+    if weight.rows is not None:
+        raise NotImplementedError(
+            "matmul: the gradient of rows with different adapters; accepted: one adapter for all rows, which is "
+            "trained alone"
+        )
+    # The gradient of the sums is rounded to x's dtype before matrix products.
+    g = [rounded(gradient, x.dtype) for gradient in gradients]
+    to_inputs = functools.partial(product, groups=groups, layout="kn")
+    base = [to_inputs(part, half) for part, half in zip(g, _halves(weight.value, gated), strict=True)]
+    joined, lead = jnp.concatenate(g, axis=1), len(weight.a.shape) - 3
+    a, b = only_adapter(weight.a, lead), only_adapter(weight.b, lead)
+    if gated:
+        b = _joined(b, lead)
+    v = rounded(weight.scales[0] * to_inputs(joined, _value(b)), x.dtype)
+    u = rounded(weight.scales[0] * product(x, _value(a), groups), x.dtype)
+    dx = rounded(sum(base[1:], base[0]) + to_inputs(v, _value(a)), x.dtype)
+    da = _weight_gradient(product, x, a, v, groups)
+    db = _weight_gradient(product, u, b, joined, groups)
+    shaped = jax.tree.map(lambda gradient, like: gradient.reshape(like.shape), (da, db), (weight.a, weight.b))
+    return dx, AdaptedWeight(None, *shaped, jnp.zeros_like(weight.scales), None), None, None
+
+
+def _joined(weight: Weight, axis: int) -> Weight:
+    """Joins the axis of gate and up with the axis of their outputs."""
+
+    def join(x: Array) -> Array:
+        return x.reshape(*x.shape[:axis], -1, x.shape[-1])
+
+    return jax.tree.map(join, weight)
+
+
+def _weight_gradient(product: Product, x: Array, w: Weight, dy: Array, groups: Groups | None) -> Any:
+    """Returns the gradient of a weight, or its next sum."""
+    _, pull = jax.vjp(lambda w: product(x, w, groups, out_dtype=x.dtype), w)
+    return pull(dy)[0]
+
+
+_sums.defvjp(_sums_forward, _sums_backward)
+
+
+# --- epilogue ------------------------------------------------------------------------------------------------------
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def _epilogue(
+    product: Product,
+    epilogue: Epilogue,
+    dtype: jnp.dtype,
+    out_dtype: jnp.dtype,
+    sums: tuple[Array, ...],
+    residual: Array | None,
+) -> Array:
+    return product.apply_epilogue(list(sums), residual, epilogue, out_dtype)
+
+
+def _epilogue_forward(
+    product: Product,
+    epilogue: Epilogue,
+    dtype: jnp.dtype,
+    out_dtype: jnp.dtype,
+    sums: tuple[Array, ...],
+    residual: Array | None,
+) -> tuple[Array, tuple[Any, ...]]:
+    # The backward pass needs only the residual's dtype, so an empty array stands for it.
+    empty = None if residual is None else jnp.zeros(0, residual.dtype)
+    return _epilogue(product, epilogue, dtype, out_dtype, sums, residual), (sums, empty)
+
+
+def _epilogue_backward(
+    product: Product, epilogue: Epilogue, dtype: jnp.dtype, out_dtype: jnp.dtype, saved: tuple[Any, ...], dy: Array
+) -> tuple[Any, ...]:
+    sums, residual = saved
+
+    def tile(rows: tuple[Array, Array], _: None) -> Array:
+        z, dy = rows
+        z = rounded(z, dtype).astype(ACCUMULATOR)
+        (dz,) = jax.vjp(lambda z: activated(parts(z), epilogue), z)[1](dy.astype(ACCUMULATOR))
+        return dz
+
+    dz = each_row(tile, (jnp.stack(sums, axis=1), dy), None)
+    return tuple(parts(dz)), None if residual is None else dy.astype(residual.dtype)
+
+
+_epilogue.defvjp(_epilogue_forward, _epilogue_backward)
