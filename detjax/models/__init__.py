@@ -1,7 +1,7 @@
 """Decoder-only language models, and their import from and export to Hugging Face checkpoints.
 
 Read `decoder` first, then a family in `families`, then `parts`, which families are composed of. `configuration` and
-`checkpoint` read and write files; `mesh` shares weights among devices.
+`checkpoint` read and write files; `mesh` shares weights among devices; `drafts` are heads that guess tokens.
 """
 
 from detjax.models import families as families
@@ -14,6 +14,8 @@ from detjax.models.configuration.config import DecoderConfig as DecoderConfig
 from detjax.models.configuration.generation_defaults import GenerationDefaults as GenerationDefaults
 from detjax.models.configuration.json_object import CheckpointError as CheckpointError
 from detjax.models.decoder import Decoder as Decoder
+from detjax.models.drafts.draft import Draft as Draft
+from detjax.models.drafts.loading import load_draft as load_draft
 from detjax.models.mesh import mesh_of as mesh_of
 from detjax.models.mesh import sharded as sharded
 from detjax.models.text.tokenizer import Tokenizer as Tokenizer

@@ -164,23 +164,63 @@ class Decoder(nnx.Module):
             specs = specs_of(self.mesh, declarations(self.config))
             inputs, options = (P(), P(), specs, P()), (("rematerialized", rematerialized),)
             return run(self, Call("hidden_states", inputs, (P(), specs), options), tokens, queries, state, images)
+        x, _, state = self._run_layers(tokens, queries, state, images, (), rematerialized)
+        return x, state
+
+    def hidden_and_residual_states(
+        self,
+        tokens: Int[Array, "*N"],
+        queries: Queries,
+        state: State,
+        images: ImageRows | None = None,
+        *,
+        depths: tuple[int, ...],
+    ) -> tuple[Float[Array, "*N D"], tuple[Float[Array, "*N D"], ...], State]:
+        """Returns what `hidden_states` does and, between the two, the residual stream that enters some layers.
+
+        Args:
+            tokens: see `hidden_states`, as for the next three.
+            queries: the requests that the tokens belong to.
+            state: the layers' state.
+            images: rows of images.
+            depths: the indices of the layers.
+        """
+        if self.mesh is not None:
+            specs = specs_of(self.mesh, declarations(self.config))
+            inputs, outputs, options = (P(), P(), specs, P()), (P(), P(), specs), (("depths", depths),)
+            call = Call("hidden_and_residual_states", inputs, outputs, options)
+            return run(self, call, tokens, queries, state, images)
+        return self._run_layers(tokens, queries, state, images, depths, rematerialized=False)
+
+    def _run_layers(
+        self,
+        tokens: Int[Array, "*N"],
+        queries: Queries,
+        state: State,
+        images: ImageRows | None,
+        depths: tuple[int, ...],
+        rematerialized: bool,
+    ) -> tuple[Float[Array, "*N D"], tuple[Float[Array, "*N D"], ...], State]:
+        """Returns the normalized last hidden states, the residual stream at some depths, and the layers' state."""
         run_layer = jax.checkpoint(_layer, static_argnums=0) if rematerialized else _layer
         x, present, added = self.embedding(tokens), None, []
         if images is not None:
             present, width = jnp.asarray(images.present), x.shape[-1]
             embedded, *added = jnp.split(jnp.asarray(images.rows), images.rows.shape[-1] // width, axis=-1)
             x = jnp.where(present[..., None], embedded, x)
-        columns, written = None, []
+        columns, written, entering = None, [], dict[int, Array]()
         inputs = None if self.per_layer is None else self.per_layer(tokens, x)
         layers = zip(self.layers, declarations(self.config), state, strict=True)
         for index, (layer, declared, layer_state) in enumerate(layers):
             pages = written[declared.layer] if isinstance(declared, PagesOfLayer) else layer_state
             rows = (x,) if inputs is None else (x, inputs[..., index, :])
+            if index in depths:
+                entering[index] = x
             x, columns, new_state = run_layer(*split(layer), current_links(), rows, columns, queries, pages)
             written.append(layer_state if isinstance(declared, PagesOfLayer) else new_state)
             if index < len(added):
                 x, columns = ops.add(x, added[index], mask=present), None
-        return self.final_norm(x), tuple(written)
+        return self.final_norm(x), tuple(entering[depth] for depth in depths), tuple(written)
 
     @property
     def has_slots(self) -> bool:

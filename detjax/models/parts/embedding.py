@@ -60,13 +60,16 @@ class Embedding(nnx.Module):
 
     def __call__(self, tokens: Int[Array, "*N"]) -> Float[Array, "*N D"]:
         """Returns the tokens' rows, times the factor."""
-        sharding, table = self.shardings(devices())["weight"], self.weight[...]
-        if sharding.is_sharded:
-            owner, row = jnp.divmod(tokens, sharding.length)
-            rows = owned_rows(ops.embed(row, table), owner, sharding)
-        else:
-            rows = ops.embed(tokens, table)
+        rows = self.rows(tokens)
         return rows if self.factor is None else ops.scale(rows, self.factor, factor_dtype=self.factor_dtype)
+
+    def rows(self, tokens: Int[Array, "*N"]) -> Float[Array, "*N D"]:
+        """Returns the tokens' rows in the table."""
+        sharding, table = self.shardings(devices())["weight"], self.weight[...]
+        if not sharding.is_sharded:
+            return ops.embed(tokens, table)
+        owner, row = jnp.divmod(tokens, sharding.length)
+        return owned_rows(ops.embed(row, table), owner, sharding)
 
     def logits(self, hidden: Float[Array, "*N D"]) -> Float32[Array, "*N V"]:
         """Returns the logit of each token for each hidden state."""
