@@ -375,13 +375,13 @@ def _delta_rule(operation: str, heads: tuple[int, int, int], batch: int, start: 
 
 
 def _sample(rows: int, vocabulary: int, temperature: float) -> Case:
-    def run(logits: Array, seed: Array, position: Array) -> tuple[Array, Array]:
+    def run(logits: Array, keys: Array, position: Array) -> tuple[Array, Array]:
         integers, whole = jnp.zeros(rows, jnp.int32), jnp.ones(rows, jnp.float32)
         options = whole * np.float32(temperature), integers, whole, 0 * whole
-        return ops.sample(logits, ops.SamplingArrays(seed, position, integers, *options), filtered=False)
+        return ops.sample(logits, ops.SamplingArrays(keys, position, *options), filtered=False)
 
     def draw(seed: int) -> Arguments:
-        words = hashed_integers(jnp.uint32(3 * seed + 1), (rows, 2), 2**31).astype(jnp.uint32)
+        words = hashed_integers(jnp.uint32(3 * seed + 1), (rows, 4), 2**31).astype(jnp.uint32)
         return (
             hashed(3 * seed, (rows, vocabulary), "float32", 1),
             words,

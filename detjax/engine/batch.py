@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int32
 
-from detjax import ops
 from detjax.contract import QUERY_UNIT
 from detjax.engine import sequence as sequences
 from detjax.engine.sampling_params import SamplingParams
 from detjax.engine.scheduler import ScheduledChunk, ScheduledStep, StepLimits, padded_rows
 from detjax.models.decoder import ImageRows
 from detjax.operands.kv_pages import Queries
+from detjax.operands.noise import NO_NOISE
 from detjax.operands.sampling_arrays import Arrays, LogitAdjustments, SamplingArrays
 
 _GROWTH = 4
@@ -119,12 +119,11 @@ def _sizes(first: int, last: int) -> list[int]:
     return sizes
 
 
-def sampling_arrays(params: Sequence[SamplingParams], sample_index: Sequence[int]) -> SamplingArrays:
+def sampling_arrays(params: Sequence[SamplingParams], noise_keys: Sequence[Sequence[int]]) -> SamplingArrays:
     """Returns a row for each sample, on the host. Positions change with every step and are zeros here."""
     return SamplingArrays(
-        seed=np.array([ops.seed_words(row.seed) for row in params], np.uint32),
+        noise_key=np.array(noise_keys, np.uint32).reshape(len(params), 4),
         position=np.zeros(len(params), np.int32),
-        sample_index=np.array(sample_index, np.int32),
         temperature=np.array([row.temperature for row in params], np.float32),
         top_k=np.array([row.top_k for row in params], np.int32),
         top_p=np.array([row.top_p for row in params], np.float32),
@@ -222,7 +221,7 @@ class SlotTable:
         self._page_table = np.zeros((slots, pages_per_sequence), np.int32)
         self._page_ids: list[list[int] | None] = [None] * slots
         self._num_pages = [0] * slots
-        self._sampling = sampling_arrays([SamplingParams()] * slots, [0] * slots)
+        self._sampling = sampling_arrays([SamplingParams()] * slots, [NO_NOISE] * slots)
         self._adjustments = no_adjustments(slots)
         self._unadjusted = no_adjustments(1)
         self._bars_ends = [False] * slots
@@ -301,7 +300,7 @@ class SlotTable:
         is_new = self._page_ids[slot] is not sequence.page_ids  # another sequence, or the same with new pages
         if is_new:
             self._page_ids[slot], self._num_pages[slot] = sequence.page_ids, 0
-            _set_row(self._sampling, slot, sampling_arrays([params], [sequence.index]))
+            _set_row(self._sampling, slot, sampling_arrays([params], [sequence.noise_key]))
         if is_new or bars_ends != self._bars_ends[slot]:
             barred = sequence.context.end_tokens if bars_ends else ()
             _set_row(

@@ -13,6 +13,7 @@ from detjax.engine.sampling_params import SamplingParams
 from detjax.engine.sampling_programs import COUNT, SCORED_ROWS, ScoredRows
 from detjax.engine.sequence import Sequence
 from detjax.engine.token_masks import all_allowed
+from detjax.operands.noise import NO_NOISE
 from detjax.operands.sampling_arrays import LogitAdjustments, SamplingArrays, SeenTokens
 
 
@@ -35,7 +36,7 @@ def scored_rows(sequence: Sequence, position: int, count: int, vocabulary: int) 
     return ScoredRows(
         token=token,
         is_generated=position + np.arange(SCORED_ROWS) >= begin,
-        sampling=SamplingArrays(*(np.repeat(x, SCORED_ROWS, axis=0) for x in sampling_arrays([params], [0]))),
+        sampling=SamplingArrays(*(np.repeat(x, SCORED_ROWS, axis=0) for x in sampling_arrays([params], [NO_NOISE]))),
         adjustments=LogitAdjustments(*(np.concatenate(kind)[is_free] for kind in kinds)),
         allowed=_allowed(sequence, begin, generated[:count].tolist(), vocabulary),
         seen=_seen(prompt[:position], begin, vocabulary) if params.penalized else none_seen_by_row(vocabulary),

@@ -6,7 +6,6 @@ import json
 import warnings
 from typing import Any, Final
 
-from detjax import ops
 from detjax.engine.constraint import Constraint
 from detjax.engine.field_error import FieldError
 from detjax.engine.reasoning_budget import ReasoningBudget
@@ -34,8 +33,9 @@ class SamplingParams:
             is negative; 1: none.
         logit_bias: (token, bias) pairs; the bias is added to the token's logit; -100 to 100.
         min_tokens: minimum number of tokens before a token or a stop string may end the sample.
-        seed: seed of the random choices, 0 to 2^64 - 1. A choice depends on the seed, the token's position and the
-            sample's index, and on no other request.
+        seed: seed of the random choices, 0 to 2^64 - 1. A choice depends on the seed, the prompt with its images, the
+            token's position and the sample's index, and on no other request. So two prompts have different random
+            numbers under one seed.
         n: number of samples of the prompt.
         allowed_token_ids: tokens that may be chosen; (): all tokens. An end token must be among them to be chosen.
         bad_words: words that are not generated, in a text or at its beginning: the last token of a word is not chosen
@@ -93,7 +93,6 @@ class SamplingParams:
         Raises:
             ValueError: names the field, what was given and what is accepted.
         """
-        ops.seed_words(self.seed)
         accepted = {
             "max_tokens": (self.max_tokens >= 1, "at least 1"),
             "temperature": (self.temperature == 0 or 1e-30 <= self.temperature <= 1e30, "0, or 1e-30 to 1e30"),
@@ -104,6 +103,7 @@ class SamplingParams:
             "frequency_penalty": (-2 <= self.frequency_penalty <= 2, "-2 to 2"),
             "repetition_penalty": (1e-6 <= self.repetition_penalty <= 1e6, "above 0: 1e-6 to 1e6"),
             "min_tokens": (0 <= self.min_tokens <= self.max_tokens, f"0 to {self.max_tokens}, max_tokens"),
+            "seed": (0 <= self.seed < 2**64, "0 to 2^64 - 1"),
             "n": (self.n >= 1, "at least 1"),
             "allowed_token_ids": (min(self.allowed_token_ids, default=0) >= 0, "token ids, which are at least 0"),
             "bad_words": (

@@ -63,7 +63,7 @@ class ScoredRows(NamedTuple):
     Attributes:
         token: the tokens.
         is_generated: whether penalties on later tokens regard each of them as generated; otherwise as in the prompt.
-        sampling: sampling parameters; seeds, positions and sample indices do not matter.
+        sampling: sampling parameters; keys of noise and positions do not matter.
         adjustments: logit adjustments.
         allowed: a bit per token that may be chosen.
         seen: the tokens before the first one, without a row axis.

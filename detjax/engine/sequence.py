@@ -18,6 +18,7 @@ from detjax.engine.text_stream import StopStrings, TextStream
 from detjax.engine.token_masks import Matcher, TokenRules
 from detjax.models import Tokenizer
 from detjax.models.vision.prompt_images import PromptImages
+from detjax.operands.noise import NO_NOISE, noise_key, prompt_digest
 
 NO_TOKEN: Final = -1
 """Stands for the missing token at the end of a sequence that pools."""
@@ -288,6 +289,21 @@ class Sequence:
     def held_back(self) -> str | None:
         """Returns the end of an ended sample's text that a stream has not sent; None without a tokenizer."""
         return None if self._text_stream is None else self._text_stream.take_new(is_last=True)
+
+    @functools.cached_property
+    def prompt_digest(self) -> bytes:
+        """The digest of the prompt and its images that the noise of the request's samples depends on."""
+        if self.leader is not None:
+            return self.leader.prompt_digest
+        images = self.context.images
+        return prompt_digest(self.prompt, () if images is None else [digest for _, _, digest in images.spans])
+
+    @functools.cached_property
+    def noise_key(self) -> tuple[int, int, int, int]:
+        """The key of the sample's noise. It depends on the prompt and not on generated tokens."""
+        if self.params.temperature == 0:
+            return NO_NOISE
+        return noise_key(self.params.seed, self.prompt_digest, self.index)
 
     def digests(self) -> list[Digest]:
         """Returns the digests of the full pages whose tokens have been read."""

@@ -8,6 +8,7 @@ from detjax.engine.sampling_params import SamplingParams
 from detjax.models import DecoderConfig, GenerationDefaults, Tokenizer
 from detjax.models.vision.images import VisualInput
 from detjax.models.vision.prompt_images import with_image_tokens, with_video_texts
+from detjax.operands.noise import noise_key
 
 
 def encode_prompt(
@@ -83,7 +84,7 @@ def check_arrays(name: str, params: SamplingParams, ends: Collection[int]) -> No
         ValueError: they do not fit, for example because too many tokens are held back, or an id has too many bits.
     """
     try:
-        sampling_arrays([params], [params.n - 1])
+        sampling_arrays([params], [noise_key(params.seed, b"", params.n - 1)])
         if not params.adjusted:
             return
         row = logit_adjustments(params, ends if params.min_tokens else ())

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from detjax.contract import PRNG
 from detjax.operands.options import Activation, Clamp, Epilogue
 
 LOWEST: Final = float(np.finfo(np.float32).min)
@@ -85,9 +84,3 @@ def _clamped(sums: Sequence[Array], clamp: Clamp, activation: Callable[[Array], 
     gate = jnp.where(gate > clamp.limit, clamp.limit, gate)
     up = jnp.where(up > clamp.limit, clamp.limit, jnp.where(up < -clamp.limit, -clamp.limit, up))
     return (up + 1.0) * (activation(gate * clamp.slope) * (1.0 / clamp.slope))
-
-
-def sample_key(seed: Array, position: Array, sample_index: Array) -> Array:
-    """Returns the random key of a token's Gumbel noise, from its seed `[2]`, absolute position and sample index."""
-    key = jax.random.wrap_key_data(seed, impl=PRNG)
-    return jax.random.fold_in(jax.random.fold_in(key, position), sample_index)

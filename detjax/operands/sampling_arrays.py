@@ -16,12 +16,11 @@ else:
 
 
 class SamplingArrays(NamedTuple):
-    """Sampling parameters of each row of logits. The noise depends only on seed, position and sample index.
+    """Sampling parameters of each row of logits. The noise depends only on key and position.
 
     Attributes:
-        seed: the two 32-bit words of a 64-bit seed, the high one first.
+        noise_key: key of the sample's noise; see `ops.noise_key`.
         position: absolute position of the token to sample.
-        sample_index: index of the sample in its request.
         temperature: divides the logits; 0 takes the likeliest token, the lowest id among equals.
         top_k: number of likeliest tokens to keep; 0: all.
         top_p: keep the smallest set of likeliest tokens whose probabilities reach this sum; 1: all.
@@ -29,21 +28,19 @@ class SamplingArrays(NamedTuple):
 
     Example:
         >>> arrays = ops.SamplingArrays(
-        ...     seed=jnp.array([ops.seed_words(7)], jnp.uint32),
+        ...     noise_key=jnp.array([ops.noise_key(7, ops.prompt_digest([3, 1, 4]))], jnp.uint32),
         ...     position=jnp.array([5]),
-        ...     sample_index=jnp.array([0]),
         ...     temperature=jnp.array([1.0]),
         ...     top_k=jnp.array([2]),
         ...     top_p=jnp.array([1.0]),
         ...     min_p=jnp.array([0.0]),
         ... )
-        >>> arrays.seed.shape
-        (1, 2)
+        >>> arrays.noise_key.shape
+        (1, 4)
     """
 
-    seed: UInt32[Arrays, "B 2"]
+    noise_key: UInt32[Arrays, "B 4"]
     position: Int32[Arrays, "B"]
-    sample_index: Int32[Arrays, "B"]
     temperature: Float32[Arrays, "B"]
     top_k: Int32[Arrays, "B"]
     top_p: Float32[Arrays, "B"]
@@ -51,14 +48,14 @@ class SamplingArrays(NamedTuple):
 
     @classmethod
     def uniform(cls, rows: int, distribution: Distribution) -> "SamplingArrays":
-        """Returns rows that all sample from a distribution; seeds, positions and sample indices are zeros."""
-        zeros = jnp.zeros(rows, jnp.int32)
+        """Returns rows that all sample from a distribution; keys of noise and positions are zeros."""
         temperature, top_p, min_p = (
             jnp.full(rows, value, jnp.float32)
             for value in (distribution.temperature, distribution.top_p, distribution.min_p)
         )
         top_k = jnp.full(rows, distribution.top_k, jnp.int32)
-        return cls(jnp.zeros((rows, 2), jnp.uint32), zeros, zeros, temperature, top_k, top_p, min_p)
+        keys, position = jnp.zeros((rows, 4), jnp.uint32), jnp.zeros(rows, jnp.int32)
+        return cls(keys, position, temperature, top_k, top_p, min_p)
 
 
 class SeenTokens(NamedTuple):

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32, UInt32
 
 from detjax.contract import ACCUMULATOR
+from detjax.operands.noise import noise_of_tokens
 from detjax.operands.numerics import ceil_div
 from detjax.operands.sampling_arrays import LogitAdjustments, SamplingArrays, SeenTokens
 from detjax.ops.checks import check_dtype, check_integers, check_not_empty, check_shape
@@ -43,9 +44,8 @@ def sample(
     Example:
         >>> logits = jnp.array([[0.0, 2.0, 1.0]])
         >>> arrays = ops.SamplingArrays(
-        ...     seed=jnp.array([ops.seed_words(7)], jnp.uint32),
+        ...     noise_key=jnp.array([ops.noise_key(7, ops.prompt_digest([3, 1, 4]))], jnp.uint32),
         ...     position=jnp.array([5]),
-        ...     sample_index=jnp.array([0]),
         ...     temperature=jnp.array([1.0]),
         ...     top_k=jnp.array([2]),
         ...     top_p=jnp.array([1.0]),
@@ -62,10 +62,10 @@ def sample(
 def _check(operation: str, logits: Array, arrays: SamplingArrays) -> None:
     check_dtype(operation, logits=logits)
     check_not_empty(operation, logits=logits)
-    check_integers(operation, position=arrays.position, sample_index=arrays.sample_index, top_k=arrays.top_k)
+    check_integers(operation, position=arrays.position, top_k=arrays.top_k)
     rows = logits.shape[:1]
     for name, array in arrays._asdict().items():
-        shape = (*rows, 2) if name == "seed" else rows
+        shape = (*rows, 4) if name == "noise_key" else rows
         check_shape(operation, name, array, shape, f"logits being {logits.shape}")
 
 
@@ -85,7 +85,7 @@ def sampling_logprobs(
     """Returns the logprobs of given tokens under the distribution that `sample` draws from.
 
     This is the distribution after temperature and filters, see `contract`; for logits from `adjust_logits` also after
-    penalties, biases and masks. Seeds, positions and sample indices in `arrays` are ignored.
+    penalties, biases and masks. Keys of noise and positions in `arrays` are ignored.
 
     Args:
         logits: bfloat16, float16 or float32.
@@ -285,16 +285,31 @@ def _top_logprobs(logits: Array, *, count: int) -> tuple[Array, Array]:
     return _for_each_example(functools.partial(likeliest, count=count), log_softmax(jax.lax.stop_gradient(logits)))
 
 
-def seed_words(seed: int) -> tuple[int, int]:
-    """Returns the high and the low 32-bit word of a seed.
+@compilation.jit
+def sampling_noise(
+    noise_keys: UInt32[Array, "B 4"], positions: Int32[Array, "B"], tokens: Int32[Array, "n"]
+) -> Float32[Array, "B n"]:
+    """Returns the noise that `sample` adds to the scaled logits of token ids.
+
+    A model that drafts tokens for another one samples with the other's noise, so that both choose the same token more
+    often; its vocabulary may consist of some of the other's ids.
+
+    Args:
+        noise_keys: the key of each row's noise; see `noise_key`.
+        positions: the absolute position of the token to sample in each row.
+        tokens: token ids, in any order.
 
     Raises:
-        ValueError: the seed is not in the range 0 to 2^64 - 1.
+        TypeError: an argument is not an integer.
+        ValueError: shapes do not fit together.
 
     Example:
-        >>> ops.seed_words(7)
-        (0, 7)
+        >>> keys = jnp.array([ops.noise_key(7, ops.prompt_digest([3, 1, 4]))], jnp.uint32)
+        >>> ops.sampling_noise(keys, jnp.array([3]), jnp.array([0, 5, 900])).shape
+        (1, 3)
     """
-    if not 0 <= seed < 2**64:
-        raise ValueError(f"seed is {seed}; accepted: 0 to 2^64 - 1")
-    return seed >> 32, seed & 0xFFFFFFFF
+    name = "sampling_noise"
+    check_integers(name, noise_keys=noise_keys, positions=positions, tokens=tokens)
+    check_shape(name, "noise_keys", noise_keys, (len(positions), 4), f"positions being {positions.shape}")
+    check_shape(name, "tokens", tokens, (tokens.size,), "a row of token ids")
+    return _for_each_example(noise_of_tokens, noise_keys, positions, tokens)

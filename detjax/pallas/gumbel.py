@@ -1,12 +1,12 @@
 """Gumbel noise and the comparison of candidates, for the sampling kernels of all chips."""
 
+from collections.abc import Callable, Sequence
 from typing import Final
 
-import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 
-from detjax.contract import ACCUMULATOR
+from detjax.operands import noise
 
 NO_ID: Final = np.int32(np.iinfo(np.int32).max)
 """A number above all token ids."""
@@ -17,23 +17,17 @@ def beats(value: Array, best: Array) -> Array:
     return (value > best) | ((value != value) & (best == best))
 
 
-def gumbel(key: tuple[Array, Array], token: Array) -> Array:
-    """Returns the float32 Gumbel variables of uint32 token ids, the same as `jax.random.gumbel`'s with this key."""
-    bits = threefry(key, token)
-    uniform = lax.bitcast_convert_type((bits >> np.uint32(9)) | np.uint32(0x3F800000), ACCUMULATOR) - 1.0
-    return -jnp.log(-jnp.log(jnp.maximum(uniform, np.finfo(np.float32).tiny)))
+def lane_noise(
+    groups: Array, row: Sequence[Array], position: Array, multiply_high: Callable[[Array, np.uint32], Array]
+) -> list[Array]:
+    """Returns the noise of the tokens of lanes: `NOISE_WORDS` consecutive tokens of each lane, in ascending order.
 
-
-def threefry(key: tuple[Array, Array], counter: Array) -> Array:
-    """Returns 32 random bits for each uint32 counter: the XOR of Threefry-2x32's words (20 rounds; Salmon et al.
-    2011)."""
-    rotations = (13, 15, 26, 6), (17, 29, 16, 24)
-    keys = (*key, key[0] ^ key[1] ^ np.uint32(0x1BD11BDA))
-    x, y = keys[0], counter + keys[1]
-    for group in range(5):
-        for rotation in rotations[group % 2]:
-            x = x + y
-            y = ((y << np.uint32(rotation)) | (y >> np.uint32(32 - rotation))) ^ x
-        x = x + keys[(group + 1) % 3]
-        y = y + (keys[(group + 2) % 3] + np.uint32(group + 1))
-    return x ^ y
+    Args:
+        groups: the first words of the lanes' counters, uint32; see `operands.noise.group`.
+        row: the four words of the row's key, see `operands.noise.noise_key`. The third one has the shape of `groups`.
+        position: the position of the row's token, uint32.
+        multiply_high: returns the upper 32 bits of a word's product with a constant.
+    """
+    first, second, third, fourth = row
+    words = noise.philox((groups, position, third, fourth), (first, second), multiply_high)
+    return [noise.gumbel(bits) for bits in words]

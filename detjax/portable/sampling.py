@@ -1,13 +1,12 @@
 """Sampling in plain JAX: filters, Gumbel noise and the argmax of each row of logits."""
 
-import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.random import threefry2x32_p
 from jaxtyping import Array
 
 from detjax.contract import ACCUMULATOR, SOFTMAX_BLOCK
-from detjax.operands.numerics import LOWEST, sample_key
+from detjax.operands.noise import noise_of_range
+from detjax.operands.numerics import LOWEST
 from detjax.operands.sampling_arrays import LogitAdjustments, SamplingArrays, SeenTokens
 from detjax.portable.softmax import log_softmax_tile, softmax_tile
 from detjax.portable.tiles import map_rows
@@ -17,28 +16,30 @@ def sample(logits: Array, arrays: SamplingArrays, *, filtered: bool) -> tuple[Ar
     """Returns tokens, int32 `[B]`, and their logprobs, float32 `[B]`; see `detjax.ops.sample`."""
 
     def tile(rows: tuple[Array, SamplingArrays], _: None) -> tuple[Array, Array]:
-        logits, (seed, position, sample_index, temperature, top_k, top_p, min_p) = rows
+        logits, (keys, positions, temperature, top_k, top_p, min_p) = rows
         logits = logits.astype(ACCUMULATOR)
         greedy = temperature == 0
         scaled = scaled_logits(logits, temperature)
         if filtered:
             scaled = jnp.where(_kept(scaled, top_k, top_p, min_p), scaled, -jnp.inf)
-        keys = jax.random.key_data(jax.vmap(sample_key)(seed, position, sample_index))
         values = jnp.where(greedy[:, None], logits, scaled)
-        token = best_candidate(*best_of_blocks(values, keys, greedy, jnp.int32(0), logits.shape[-1]))
+        token = best_candidate(*best_of_blocks(values, keys, positions, greedy, jnp.int32(0), logits.shape[-1]))
         logprob = jnp.take_along_axis(log_softmax_tile(logits), token[:, None], axis=-1)[:, 0]
         return token, logprob
 
     return map_rows(tile, (logits, arrays), None)
 
 
-def best_of_blocks(values: Array, keys: Array, greedy: Array, first: Array, vocabulary: int) -> tuple[Array, Array]:
+def best_of_blocks(
+    values: Array, keys: Array, positions: Array, greedy: Array, first: Array, vocabulary: int
+) -> tuple[Array, Array]:
     """Returns the largest value, including noise, of each block of a tile, and its token, both `[rows, blocks]`.
 
     Args:
         values: consecutive tokens' logits after temperature and filters, or unchanged in greedy rows, float32
             `[rows, v]`.
-        keys: the keys of the rows' noise, uint32 `[rows, 2]`.
+        keys: the keys of the rows' noise, uint32 `[rows, 4]`.
+        positions: the positions of the rows' tokens, `[rows]`.
         greedy: whether a row has no noise, `[rows]`.
         first: the first of the tokens, a multiple of the block's size.
         vocabulary: the size of the vocabulary. No token beyond it is chosen.
@@ -51,7 +52,7 @@ def best_of_blocks(values: Array, keys: Array, greedy: Array, first: Array, voca
         block = lax.dynamic_slice_in_dim(values, start, size, axis=1)
         token = first + start + jnp.arange(size, dtype=jnp.int32)
         # The barrier rounds the product before the noise is added, whatever instructions the processor has.
-        noisy = lax.optimization_barrier(block) + _gumbel(keys, token)
+        noisy = lax.optimization_barrier(block) + noise_of_range(keys, positions, first + start, size)
         value = jnp.where(greedy[:, None], block, noisy)
         value = jnp.where(token < vocabulary, value, -jnp.inf)
         index = jnp.argmax(value, axis=1).astype(jnp.int32)
@@ -151,16 +152,6 @@ def likeliest(logprobs: Array, *, count: int) -> tuple[Array, Array]:
         return tokens.astype(jnp.int32), largest
 
     return map_rows(tile, logprobs, None)
-
-
-def _gumbel(keys: Array, tokens: Array) -> Array:
-    """The noise `[rows, n]` of tokens `[n]`, equal to the entries of `jax.random.gumbel` for a whole vocabulary."""
-    counters = jnp.broadcast_to(tokens.astype(jnp.uint32), (len(keys), len(tokens)))
-    key = [jnp.broadcast_to(word[:, None], counters.shape) for word in (keys[:, 0], keys[:, 1])]
-    first, second = threefry2x32_p.bind(*key, jnp.zeros_like(counters), counters)
-    bits = ((first ^ second) >> jnp.uint32(9)) | jnp.uint32(0x3F800000)
-    uniform = lax.bitcast_convert_type(bits, ACCUMULATOR) - 1.0
-    return -jnp.log(-jnp.log(jnp.maximum(uniform, jnp.finfo(jnp.float32).tiny)))
 
 
 def scaled_logits(logits: Array, temperature: Array) -> Array:

@@ -1,12 +1,10 @@
 """Statistics and sampling candidates of vocabulary blocks, in plain JAX."""
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
 from detjax.contract import ACCUMULATOR
-from detjax.operands.numerics import sample_key
 from detjax.operands.sampling_arrays import SamplingArrays
 from detjax.portable.sampling import best_of_blocks, scaled_logits
 from detjax.portable.softmax import merged, normalizers_of_blocks
@@ -37,10 +35,9 @@ def block_candidates(logits: Array, arrays: SamplingArrays, first: Array, vocabu
     """Returns value and token of each block's best candidate; see `detjax.ops.vocabulary_blocks`."""
 
     def tile(rows: tuple[Array, SamplingArrays], first: Array) -> tuple[Array, Array]:
-        logits, (seed, position, sample_index, temperature, *_) = rows
+        logits, (keys, positions, temperature, *_) = rows
         greedy = temperature == 0
-        keys = jax.random.key_data(jax.vmap(sample_key)(seed, position, sample_index))
         values = jnp.where(greedy[:, None], logits, scaled_logits(logits, temperature))
-        return best_of_blocks(values, keys, greedy, first, vocabulary)
+        return best_of_blocks(values, keys, positions, greedy, first, vocabulary)
 
     return map_rows(tile, (logits.astype(ACCUMULATOR), arrays), first)

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from detjax.contract import ACCUMULATOR, PRNG
+from detjax.contract import ACCUMULATOR
+from detjax.operands.noise import noise_of_range
 from detjax.operands.sampling_arrays import SamplingArrays
 
 DIFFERENTIATED_BY_JAX: Final = True
@@ -14,18 +15,14 @@ DIFFERENTIATED_BY_JAX: Final = True
 
 def sample(logits: Array, arrays: SamplingArrays, *, filtered: bool) -> tuple[Array, Array]:
     """See `detjax.ops.sample`."""
-    seed, position, sample_index, temperature, top_k, top_p, min_p = arrays
+    keys, positions, temperature, top_k, top_p, min_p = arrays
     logits = logits.astype(ACCUMULATOR)
     greedy = temperature == 0
     scaled = _scaled(logits, temperature)
     if filtered:
         scaled = jnp.where(_kept(scaled, top_k, top_p, min_p), scaled, -jnp.inf)
 
-    def gumbel(seed: Array, position: Array, sample_index: Array) -> Array:
-        key = jax.random.fold_in(jax.random.wrap_key_data(seed, impl=PRNG), position)
-        return jax.random.gumbel(jax.random.fold_in(key, sample_index), logits.shape[-1:], ACCUMULATOR)
-
-    noise = jax.vmap(gumbel)(seed, position, sample_index)
+    noise = noise_of_range(keys, positions, jnp.int32(0), logits.shape[-1])
     token = jnp.argmax(jnp.where(greedy[:, None], logits, scaled + noise), axis=-1).astype(jnp.int32)
     logprob = jnp.take_along_axis(jax.nn.log_softmax(logits, axis=-1), token[:, None], axis=-1)[:, 0]
     return token, logprob

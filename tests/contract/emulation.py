@@ -7,7 +7,9 @@ inputs of a test are chosen such that it does not matter.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+import hashlib
+import struct
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import ml_dtypes
 import numpy as np
@@ -285,33 +287,40 @@ def quantize_groups(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 # --- sampling ---------------------------------------------------------------------------------------------------------
 
 
-def threefry(key: tuple[int, int], counter: tuple[int, int]) -> tuple[int, int]:
-    """Threefry-2x32 with 20 rounds (Salmon et al. 2011) of a key and a counter of two 32-bit words each."""
-    mask = 0xFFFFFFFF
-    words = [key[0], key[1], key[0] ^ key[1] ^ 0x1BD11BDA]
-    x0, x1 = (counter[0] + words[0]) & mask, (counter[1] + words[1]) & mask
-    rotations = ((13, 15, 26, 6), (17, 29, 16, 24))
-    for turn in range(5):
-        for rotation in rotations[turn % 2]:
-            x0 = (x0 + x1) & mask
-            x1 = ((x1 << rotation) | (x1 >> (32 - rotation))) & mask
-            x1 ^= x0
-        x0 = (x0 + words[(turn + 1) % 3]) & mask
-        x1 = (x1 + words[(turn + 2) % 3] + turn + 1) & mask
-    return x0, x1
+def prompt_digest(tokens: list[int], images: tuple[bytes, ...] = ()) -> bytes:
+    """The digest of a prompt's token ids and of its images' digests."""
+    text = struct.pack(f"<Q{len(tokens)}i", len(tokens), *tokens)
+    return hashlib.sha256(text + b"".join(struct.pack("<Q", len(image)) + image for image in images)).digest()
 
 
-def uniform(seed: int, position: int, sample_index: int, size: int) -> np.ndarray:
-    """The float32 numbers `u` of one token's noise, one per vocabulary entry."""
-    key = (seed >> 32) & 0xFFFFFFFF, seed & 0xFFFFFFFF
-    for data in (position, sample_index):
-        key = threefry(key, (0, data))
-    bits = np.zeros(size, np.uint32)
-    for entry in range(size):
-        first, second = threefry(key, (0, entry))
-        bits[entry] = first ^ second
-    u = (bits >> 9).astype(np.float32) * np.float32(2.0**-23)
-    return np.where(u == 0, np.finfo(np.float32).tiny, u)
+def noise_key(seed: int, prompt: bytes, sample_index: int) -> tuple[int, int, int, int]:
+    """The four words of a sample's key."""
+    return struct.unpack("<4I", hashlib.sha256(struct.pack("<QQ", seed, sample_index) + prompt).digest()[:16])
+
+
+def philox(counter: list[int], key: list[int]) -> list[int]:
+    """Philox-4x32 with 10 rounds (Salmon et al. 2011) of a counter of four 32-bit words and a key of two."""
+    for _ in range(10):
+        first, second = 0xD2511F53 * counter[0], 0xCD9E8D57 * counter[2]
+        low, high = 0xFFFFFFFF, 32
+        counter = [
+            second >> high ^ counter[1] ^ key[0],
+            second & low,
+            first >> high ^ counter[3] ^ key[1],
+            first & low,
+        ]
+        key = [(key[0] + 0x9E3779B9) & low, (key[1] + 0xBB67AE85) & low]
+    return counter
+
+
+def uniform(key: Sequence[int], position: int, tokens: Iterable[int]) -> np.ndarray:
+    """The float32 numbers `u` of the noise of token ids at a position."""
+    bits = []
+    for token in map(int, tokens):
+        span, place = divmod(token, 4 * LANES)
+        word, lane = divmod(place, LANES)
+        bits.append(philox([LANES * span + lane, int(position), key[2], key[3]], [key[0], key[1]])[word] >> 9)
+    return ((2 * np.array(bits, np.int64) + 1) * 2.0**-24).astype(np.float32)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -250,9 +250,13 @@ def test_quantization_of_keys_and_values(kind: str) -> None:
         assert_same_bits(pages.codes[0, 0], codes)
 
 
+PROMPT = [2, 7, 1, 2**31 - 1]
+
+
 @functools.cache
 def noise(seed: int, position: int, sample_index: int) -> np.ndarray:
-    return emulation.uniform(seed, position, sample_index, 600)
+    key = emulation.noise_key(seed, emulation.prompt_digest(PROMPT), sample_index)
+    return emulation.uniform(key, position, range(600))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0, 30.0])
@@ -261,9 +265,8 @@ def test_sampling(temperature: float) -> None:
     logits = np.random.default_rng(0).standard_normal((len(keys), 600)).astype(np.float32)
     logits[0, 17] = logits[0, 40] = logits[0].max() + 1
     arrays = ops.SamplingArrays(
-        jnp.stack([jnp.asarray(ops.seed_words(seed), jnp.uint32) for seed, _, _ in keys]),
+        jnp.asarray([ops.noise_key(seed, ops.prompt_digest(PROMPT), index) for seed, _, index in keys], jnp.uint32),
         jnp.asarray([position for _, position, _ in keys], jnp.int32),
-        jnp.asarray([index for _, _, index in keys], jnp.int32),
         jnp.full(len(keys), temperature, jnp.float32),
         jnp.zeros(len(keys), jnp.int32),
         jnp.ones(len(keys), jnp.float32),
@@ -290,8 +293,7 @@ def test_sampling_logprobs(temperature: float) -> None:
     rows = range(len(tokens))
     zeros = jnp.zeros(len(tokens), jnp.int32)
     arrays = ops.SamplingArrays(
-        jnp.zeros((len(tokens), 2), jnp.uint32),
-        zeros,
+        jnp.zeros((len(tokens), 4), jnp.uint32),
         zeros,
         jnp.full(len(tokens), temperature, jnp.float32),
         jnp.asarray(top_k, jnp.int32),

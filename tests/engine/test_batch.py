@@ -36,11 +36,10 @@ PARAMS = SamplingParams(
 
 
 def test_each_parameter_has_its_own_array() -> None:
-    arrays = sampling_arrays([SamplingParams(), PARAMS], [4, 2])
+    arrays = sampling_arrays([SamplingParams(), PARAMS], [(0, 0, 0, 0), (5, 6, 2**32 - 1, 8)])
     assert {name: values.tolist() for name, values in arrays._asdict().items()} == {
-        "seed": [[0, 0], [5, 6]],
+        "noise_key": [[0, 0, 0, 0], [5, 6, 2**32 - 1, 8]],
         "position": [0, 0],
-        "sample_index": [4, 2],
         "temperature": [0.0, 0.5],
         "top_k": [0, 7],
         "top_p": [1.0, 0.25],
@@ -48,7 +47,6 @@ def test_each_parameter_has_its_own_array() -> None:
     }
     assert [str(values.dtype) for values in arrays] == [
         "uint32",
-        "int32",
         "int32",
         "float32",
         "int32",

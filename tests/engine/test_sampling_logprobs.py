@@ -103,12 +103,11 @@ def adjusted(logits: np.ndarray, prompt: list[int], tokens: tuple[int, ...], par
 
 
 def trainers(logits: np.ndarray, tokens: tuple[int, ...], params: SamplingParams) -> np.ndarray:
-    """Computes logprobs from adjusted logits as a trainer does, which knows neither seed nor positions."""
+    """Computes logprobs from adjusted logits as a trainer does, which knows neither noise nor positions."""
     rows = len(tokens)
     ids = jnp.zeros(rows, jnp.int32)
     arrays = ops.SamplingArrays(
-        jnp.zeros((rows, 2), jnp.uint32),
-        ids,
+        jnp.zeros((rows, 4), jnp.uint32),
         ids,
         jnp.full(rows, params.temperature, jnp.float32),
         jnp.full(rows, params.top_k, jnp.int32),

@@ -144,9 +144,8 @@ def sample_arguments(variant: SamplingVariant) -> tuple[Any, SampledRows]:
     rng = np.random.default_rng(1)
     zeros = np.zeros(ROWS, np.int32)
     sampling = SamplingArrays(
-        seed=rng.integers(0, 2**32, (ROWS, 2), np.uint32),
+        noise_key=rng.integers(0, 2**32, (ROWS, 4), np.uint32),
         position=np.arange(ROWS, dtype=np.int32),
-        sample_index=zeros,
         temperature=np.array([0, 1, 0.7, 1, 1.3, 0], np.float32),
         top_k=np.array([0, 0, 50, 0, 0, 3], np.int32),
         top_p=np.array([1, 1, 1, 0.9, 1, 1], np.float32),

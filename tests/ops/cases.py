@@ -106,9 +106,8 @@ def _tokens(random: np.random.Generator, count: int, width: int) -> tuple[Arrays
 def _requests(random: np.random.Generator, count: int, width: int) -> tuple[Arrays, Arrays]:
     rows = {
         "x": random.standard_normal((count, width)) * 3,
-        "seed": random.integers(0, 2**32, (count, 2)).astype(np.uint32),
+        "noise_key": random.integers(0, 2**32, (count, 4)).astype(np.uint32),
         "position": random.integers(0, 1000, count).astype(np.int32),
-        "sample_index": random.integers(0, 8, count).astype(np.int32),
         "temperature": np.resize([0.7, 1.0, 0.0], count).astype(np.float32),
         "top_k": np.resize([0, 40, 5], count).astype(np.int32),
         "top_p": np.resize([0.9, 1.0, 0.95, 0.5], count).astype(np.float32),

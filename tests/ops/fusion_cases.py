@@ -129,9 +129,8 @@ def _delta_rule(dtype: str) -> Case:
 def _sampling(temperature: tuple[float, ...] = (0.7, 0.0, 1.0)) -> tuple[jax.Array, ops.SamplingArrays]:
     random, rows = np.random.default_rng(5), len(temperature)
     fields = {
-        "seed": random.integers(0, 2**32, (rows, 2)).astype(np.uint32),
+        "noise_key": random.integers(0, 2**32, (rows, 4)).astype(np.uint32),
         "position": random.integers(0, 1000, rows).astype(np.int32),
-        "sample_index": np.zeros(rows, np.int32),
         "temperature": np.array(temperature, np.float32),
         "top_k": np.zeros(rows, np.int32),
         "top_p": np.ones(rows, np.float32),

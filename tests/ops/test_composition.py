@@ -29,13 +29,13 @@ def _attention(x: jax.Array, w: dict[str, jax.Array]) -> jax.Array:
 
 def _sample(x: jax.Array, w: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
     ids = jnp.arange(M, dtype=jnp.int32)
-    seed, whole = jnp.stack([ids, ids], axis=1).astype(jnp.uint32), jnp.ones(M)
-    return ops.sample(x, ops.SamplingArrays(seed, ids, ids, whole, 0 * ids, whole, 0 * whole), filtered=False)
+    keys, whole = jnp.stack([ids] * 4, axis=1).astype(jnp.uint32), jnp.ones(M)
+    return ops.sample(x, ops.SamplingArrays(keys, ids, whole, 0 * ids, whole, 0 * whole), filtered=False)
 
 
 def _sampling_logprobs(x: jax.Array, w: dict[str, jax.Array]) -> jax.Array:
     ids, whole = jnp.arange(M, dtype=jnp.int32), jnp.ones(M)
-    arrays = ops.SamplingArrays(jnp.zeros((M, 2), jnp.uint32), ids, ids, whole * 0.7, 9 + 0 * ids, whole, 0 * whole)
+    arrays = ops.SamplingArrays(jnp.zeros((M, 4), jnp.uint32), ids, whole * 0.7, 9 + 0 * ids, whole, 0 * whole)
     return ops.sampling_logprobs(x, jnp.argmax(x, axis=1).astype(jnp.int32), arrays)
 
 

@@ -40,7 +40,7 @@ def append(op: Callable[..., Any] = ops.qk_rope_append_kv, **changed: Any) -> An
 
 def sample(op: Callable[..., Any] = ops.sample, **changed: Any) -> Any:
     whole = jnp.ones(4)
-    arguments: dict[str, Any] = {"seed": jnp.zeros((4, 2), jnp.uint32), "position": ROWS, "sample_index": ROWS}
+    arguments: dict[str, Any] = {"noise_key": jnp.zeros((4, 4), jnp.uint32), "position": ROWS}
     arguments |= {"temperature": whole, "top_k": ROWS, "top_p": whole, "min_p": whole}
     logits = changed.pop("logits", X)
     return op(logits, ops.SamplingArrays(**(arguments | changed)))
@@ -393,7 +393,7 @@ BEHIND_ANNOTATIONS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     ),
     (lambda: sample(unchecked(ops.sample), top_k=FLOATS), TypeError, f"sample: top_k {INTEGERS_ACCEPTED}"),
     (
-        lambda: sample(unchecked(ops.sample), seed=jnp.zeros((3, 2), jnp.uint32)),
+        lambda: sample(unchecked(ops.sample), noise_key=jnp.zeros((3, 4), jnp.uint32)),
         ValueError,
         "sample: seed has shape (3, 2); accepted: (4, 2), logits being (4, 8)",
     ),

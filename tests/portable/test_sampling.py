@@ -2,12 +2,10 @@
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from detjax.operands.numerics import sample_key
 from detjax.operands.sampling_arrays import SamplingArrays
 from detjax.portable import sampling
 
@@ -16,7 +14,7 @@ def kept(logits: list[float], *, top_k: int = 0, top_p: float = 1.0, min_p: floa
     """The token ids of one row that pass the filters."""
     filters = jnp.asarray([top_k], jnp.int32), jnp.asarray([top_p], jnp.float32), jnp.asarray([min_p], jnp.float32)
     ids = jnp.zeros(1, jnp.int32)
-    arrays = SamplingArrays(jnp.zeros((1, 2), jnp.uint32), ids, ids, jnp.ones(1), *filters)
+    arrays = SamplingArrays(jnp.zeros((1, 4), jnp.uint32), ids, jnp.ones(1), *filters)
     masked = sampling.masked(jnp.asarray([logits], jnp.float32), arrays)
     return np.flatnonzero(np.isfinite(masked[0])).tolist()
 
@@ -49,15 +47,6 @@ def test_min_p_is_a_share_of_the_largest_probability() -> None:
     logits = [0.0, 3.0, 2.0, 1.0]
     assert kept(logits, min_p=0.3) == [1, 2]
     assert kept(logits, top_k=3, min_p=0.1) == [1, 2, 3]
-
-
-def test_noise_depends_on_seed_position_and_sample_index() -> None:
-    def noise(seed: tuple[int, int], position: int, sample_index: int) -> bytes:
-        key = sample_key(jnp.asarray(seed, jnp.uint32), jnp.int32(position), jnp.int32(sample_index))
-        return np.asarray(jax.random.key_data(key)).tobytes()
-
-    keys = [noise((0, 0), 0, 0), noise((1, 0), 0, 0), noise((0, 1), 0, 0), noise((0, 0), 1, 0), noise((0, 0), 0, 1)]
-    assert len({*keys, noise((0, 0), 2, 1), noise((0, 0), 1, 2)}) == 7
 
 
 def test_likeliest_tokens_come_with_ties_by_the_lowest_id() -> None:

@@ -76,7 +76,6 @@ def main() -> None:
     import detjax
     from detjax import ops
     from detjax.models.network import split
-    from detjax.operands.numerics import sample_key
     from tests.support.one_layer import one_layer
 
     drawn, tokenizer = one_layer(ROOT / "tests" / "fixtures" / "qwen3", seed=1)
@@ -87,14 +86,14 @@ def main() -> None:
         tuple(jnp.asarray((numbers.standard_normal(x.shape) * x.shape[-1] ** -0.5).astype(np.float32)) for x in weights)
     )
     tokens = jnp.asarray([tokenizer.encode("KING RICHARD III: my kingdom for a horse")])
-    seed = jnp.asarray([5, 0], jnp.uint32)
+    keys = jnp.asarray([ops.noise_key(5, ops.prompt_digest(tokens[0].tolist()))], jnp.uint32)
 
     @detjax.jit
     def answer(tokens: Array) -> tuple[Array, Array, Array]:
         """Logprobs of every position, with the random numbers of the last one and the token that they choose."""
         logprobs = ops.log_softmax(model(tokens)[0])
-        key = sample_key(seed, jnp.int32(tokens.shape[1]), jnp.int32(0))
-        noise = jax.random.gumbel(key, logprobs.shape[1:], jnp.float32, mode="low")
+        ids = jnp.arange(logprobs.shape[1], dtype=jnp.int32)
+        noise = ops.sampling_noise(keys, jnp.asarray(tokens.shape[1:], jnp.int32), ids)[0]
         chosen = jnp.argmax(logprobs[-1] / jnp.float32(0.7) + noise)
         return logprobs, noise, chosen.astype(jnp.int32)
 

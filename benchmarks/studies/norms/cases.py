@@ -143,8 +143,8 @@ def _sample(temperature: float) -> Callable[[jax.Array], Any]:
     def sample(logits: jax.Array) -> Any:
         ones = jnp.ones(len(logits), jnp.int32)
         whole = ones.astype(jnp.float32)
-        seeds = jnp.stack([ones, ones], axis=1).astype(jnp.uint32)
-        arrays = ops.SamplingArrays(seeds, ones, ones, whole * temperature, 0 * ones, whole, 0 * whole)
+        keys = jnp.stack([ones] * 4, axis=1).astype(jnp.uint32)
+        arrays = ops.SamplingArrays(keys, ones, whole * temperature, 0 * ones, whole, 0 * whole)
         return ops.sample(logits, arrays, filtered=False)
 
     return sample

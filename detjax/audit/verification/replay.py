@@ -31,6 +31,7 @@ from detjax.engine.scheduler import ScheduledChunk, Scheduler, StepLimits, pages
 from detjax.engine.token_masks import TokenRules, all_allowed, masks_of
 from detjax.models import Decoder
 from detjax.models.network import split
+from detjax.operands.noise import noise_key
 from detjax.operands.numerics import round_up
 from detjax.operands.options import KVQuantization
 from detjax.operands.sampling_arrays import Arrays, LogitAdjustments, SamplingArrays, SeenTokens
@@ -99,6 +100,11 @@ class _Known(sequences.Sequence):
     def needs_rows(self) -> bool:
         """True: tokens are sampled from the hidden states of prefills."""
         return True
+
+    @functools.cached_property
+    def noise_key(self) -> tuple[int, int, int, int]:
+        """The key of the answer's noise."""
+        return noise_key(self.answer.params.seed, self.prompt_digest, self.answer.index)
 
     def digests(self) -> list[Digest]:
         """Returns the digests of the pages before the prompt's last token, which other sequences may share."""
@@ -312,8 +318,8 @@ def _padded(values: np.ndarray, size: int) -> np.ndarray:
 
 
 def _sampling(rows: list[_Rows], size: int) -> SamplingArrays:
-    answers = [one.sequence.answer for one in rows]
-    by_answer = sampling_arrays([answer.params for answer in answers], [answer.index for answer in answers])
+    params = [one.sequence.answer.params for one in rows]
+    by_answer = sampling_arrays(params, [one.sequence.noise_key for one in rows])
     counts = [one.count for one in rows]
     arrays = SamplingArrays(*(_padded(np.repeat(x, counts, axis=0), size) for x in by_answer))
     firsts = [len(one.sequence.prompt) + one.first for one in rows]

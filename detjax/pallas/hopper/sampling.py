@@ -11,13 +11,15 @@ from typing import Any
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
-from detjax.contract import ACCUMULATOR, LANES, SOFTMAX_BLOCK
-from detjax.operands.numerics import LOWEST, ceil_div, sample_key
+from detjax.contract import ACCUMULATOR, LANES, NOISE_WORDS, SOFTMAX_BLOCK
+from detjax.operands.numerics import LOWEST, ceil_div
 from detjax.operands.sampling_arrays import SamplingArrays
-from detjax.pallas.gumbel import NO_ID, beats, gumbel
+from detjax.pallas.gumbel import NO_ID, beats, lane_noise
 from detjax.pallas.hopper import softmax
+from detjax.pallas.hopper.mosaic.vectors import multiply_high
 from detjax.pallas.hopper.row_stream import (
     PART,
     StreamedBlock,
@@ -37,15 +39,14 @@ def sample(
     logits: Array, arrays: SamplingArrays, *, filtered: bool, schedule: Schedule | None = None
 ) -> tuple[Array, Array]:
     """Returns tokens `[B]` int32 and their logprobs `[B]` float32; see `detjax.ops.sample`."""
-    keys = jax.random.key_data(jax.vmap(sample_key)(arrays.seed, arrays.position, arrays.sample_index))
     logits = padded(logits)
     schedule = schedule or default_schedule(Problem.for_rows(logits, rewritten=False))
     if not filtered:
-        statistics, *candidates = _candidates(logits, keys, arrays.temperature, schedule)
+        statistics, *candidates = _candidates(logits, arrays, schedule)
     else:
         statistics = softmax.blocks_statistics(logits, schedule)
         kept = portable.masked(logits, arrays)
-        _, *candidates = _candidates(kept, keys, arrays.temperature, schedule)
+        _, *candidates = _candidates(kept, arrays, schedule)
     return _best_of_rows(logits, statistics, *candidates)
 
 
@@ -84,15 +85,14 @@ def block_candidates(
     logits: Array, arrays: SamplingArrays, first: Array, schedule: Schedule | None = None
 ) -> tuple[Array, Array]:
     """Returns the best value of every block of logits `[B, v]`, and its token id; ids start at `first`."""
-    keys = jax.random.key_data(jax.vmap(sample_key)(arrays.seed, arrays.position, arrays.sample_index))
     logits = padded(logits)
     schedule = schedule or default_schedule(Problem.for_rows(logits, rewritten=False))
-    _, values, tokens = _candidates(logits, keys, arrays.temperature, schedule, first)
+    _, values, tokens = _candidates(logits, arrays, schedule, first)
     return values, tokens
 
 
 def _candidates(
-    logits: Array, keys: Array, temperature: Array, schedule: Schedule, first: Array | None = None
+    logits: Array, arrays: SamplingArrays, schedule: Schedule, first: Array | None = None
 ) -> tuple[Array, Array, Array]:
     """Returns the statistics of every block of rows `[B, V]`, its best value, float32, and its best token id, int32.
 
@@ -106,26 +106,20 @@ def _candidates(
         jax.ShapeDtypeStruct((rows, blocks), jnp.int32),
     ]
     grid = {"slots": schedule.slots, "grid": schedule.grid}
+    operands = arrays.noise_key, arrays.position, arrays.temperature
     if first is None:
-        return tuple(for_each_block("sample_blocks", _reduce_block, out, logits, keys, temperature, **grid))
+        return tuple(for_each_block("sample_blocks", _reduce_block, out, logits, *operands, **grid))
 
-    def reduce_later_block(block: StreamedBlock, keys: Any, temperatures: Any, firsts: Any, *results: Any) -> None:
-        _reduce_block(block, keys, temperatures, *results, offset=firsts[block.row])
+    def reduce_later_block(block: StreamedBlock, firsts: Any, *references: Any) -> None:
+        _reduce_block(block, *references, offset=firsts[block.row])
 
-    operands = keys, temperature, jnp.broadcast_to(first, (rows,))
+    operands = jnp.broadcast_to(first, (rows,)), *operands
     return tuple(for_each_block("sample_later_blocks", reduce_later_block, out, logits, *operands, **grid))
 
 
-def _reduce_block(
-    block: StreamedBlock,
-    keys: Any,
-    temperatures: Any,
-    statistics: Any,
-    best_values: Any,
-    best_tokens: Any,
-    offset: Any = None,
-) -> None:
+def _reduce_block(block: StreamedBlock, *references: Any, offset: Any = None) -> None:
     """Stores a block's statistics and its best candidate. Token ids start at an offset, or at 0."""
+    keys, positions, temperatures, statistics, best_values, best_tokens = references
 
     def reduce(size: int) -> tuple[Array, ...]:
         m, total = softmax.block_statistics(block.load_all(size))
@@ -134,11 +128,11 @@ def _reduce_block(
         temperature = temperatures[block.row]
 
         def greedy() -> tuple[Array, Array]:
-            return _best(block, size, first, lambda x, _: x)
+            return _best(block, size, first, lambda chunks, _: chunks)
 
         def sampled() -> tuple[Array, Array]:
-            key = keys[block.row, 0], keys[block.row, 1]
-            return _best(block, size, first, _add_noise(key, 1 / temperature))
+            key = [keys[block.row, word] for word in range(4)]
+            return _best(block, size, first, _add_noise(key, positions[block.row], 1 / temperature))
 
         return m, total, *lax.cond(temperature == 0, greedy, sampled)
 
@@ -150,37 +144,47 @@ def _reduce_block(
     best_tokens[block.row, block.index] = token
 
 
-def _add_noise(key: tuple[Array, Array], inverse_temperature: Array) -> Callable[[Array, Array], Array]:
-    """Returns the function of logits and token ids whose largest value is sampled."""
+_ValuesOf = Callable[[list[Array], Any], list[Array]]
+"""A function of the elements of up to `NOISE_WORDS` consecutive chunks of lanes, and of the first one's first token id,
+that returns the values to maximize."""
 
-    def noisy(x: Array, token: Array) -> Array:
+
+def _add_noise(key: list[Array], position: Array, inverse_temperature: Array) -> _ValuesOf:
+    """Returns the function of logits whose largest value is sampled."""
+    lanes = layout(LANES)
+    lane = plgpu.broadcasted_iota(jnp.int32, (LANES,), 0, layout=lanes)
+    row = [*key[:2], plgpu.layout_cast(jnp.full((LANES,), key[2], jnp.uint32), lanes), key[3]]
+
+    def high(word: Array, factor: np.uint32) -> Array:
+        return multiply_high(word, factor=int(factor), layout=lanes)
+
+    def noisy(chunks: list[Array], first: Any) -> list[Array]:
+        # `operands.noise.group` of the chunks' tokens, whose first one is a multiple of the tokens of all words.
+        groups = (lane + lax.div(first, np.int32(NOISE_WORDS))).astype(jnp.uint32)
+        noise = lane_noise(groups, row, position.astype(jnp.uint32), high)
         # The contract's maximum also keeps ptxas from fusing the product with the addition.
-        return jnp.maximum(x * inverse_temperature, LOWEST) + gumbel(key, token.astype(jnp.uint32))
+        pairs = zip(chunks, noise, strict=False)
+        return [jnp.maximum(x * inverse_temperature, LOWEST) + gumbel for x, gumbel in pairs]
 
     return noisy
 
 
-def _best(
-    block: StreamedBlock, size: int, first: Any, value_of: Callable[[Array, Array], Array]
-) -> tuple[Array, Array]:
-    """Returns the largest `value_of(elements, token ids)` of a block and its token id, the lowest in case of a tie.
+def _best(block: StreamedBlock, size: int, first: Any, values_of: _ValuesOf) -> tuple[Array, Array]:
+    """Returns the largest of the values of a block's elements and its token id, the lowest in case of a tie.
 
     The block's token ids start at `first`. Each of the `LANES` lanes keeps the best of its elements, in ascending
     order.
     """
-    lane = plgpu.broadcasted_iota(jnp.int32, (LANES,), 0, layout=layout(LANES)) + first
-    best = plgpu.layout_cast(jnp.full((LANES,), -jnp.inf, ACCUMULATOR), layout(LANES)), lane
+    lane = plgpu.broadcasted_iota(jnp.int32, (LANES,), 0, layout=layout(LANES))
+    best = plgpu.layout_cast(jnp.full((LANES,), -jnp.inf, ACCUMULATOR), layout(LANES)), lane + first
     for part in range(ceil_div(size, PART)):
-
-        def step(i: Any, best: tuple[Array, Array], part: int = part) -> tuple[Array, Array]:
-            start = i * LANES
-            token = lane + (part * PART + start)
-            value = value_of(block.load(part, start, LANES), token)
-            better = beats(value, best[0])
-            return jnp.where(better, value, best[0]), jnp.where(better, token, best[1])
-
         chunks = ceil_div(min(PART, size - part * PART), LANES)
-        best = lax.fori_loop(0, chunks, step, best)
+        starts = [chunk * LANES for chunk in range(chunks)]
+        values = values_of([block.load(part, start, LANES) for start in starts], first + part * PART)
+        for start, value in zip(starts, values, strict=True):
+            better = beats(value, best[0])
+            token = lane + (first + part * PART + start)
+            best = jnp.where(better, value, best[0]), jnp.where(better, token, best[1])
     value, token = best
     top = jnp.max(value)
     return top, jnp.min(jnp.where((value == top) | (value != value), token, NO_ID))

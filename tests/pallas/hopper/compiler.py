@@ -177,9 +177,8 @@ def sampler(rows: int, width: int, filtered: bool) -> Program:
     """Sampling of float32 logits."""
     shapes = {
         "logits": array(rows, width, dtype="float32"),
-        "seed": array(rows, 2, dtype="uint32"),
+        "noise_key": array(rows, 4, dtype="uint32"),
         "position": array(rows, dtype="int32"),
-        "sample_index": array(rows, dtype="int32"),
         "temperature": array(rows, dtype="float32"),
         "top_k": array(rows, dtype="int32"),
         "top_p": array(rows, dtype="float32"),

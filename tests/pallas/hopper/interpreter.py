@@ -12,6 +12,8 @@ import pytest
 from jax._src.pallas.mosaic_gpu import primitives  # JAX has no public names for these
 from jax._src.state.primitives import ref_set
 
+from detjax.pallas.hopper import mosaic
+
 
 def normal(*shape: int, dtype: str = "float32", seed: int = 0) -> np.ndarray:
     """Random numbers of a normal distribution, the same for the same arguments."""
@@ -20,8 +22,8 @@ def normal(*shape: int, dtype: str = "float32", seed: int = 0) -> np.ndarray:
 
 @contextlib.contextmanager
 def kernels_interpreted() -> Iterator[None]:
-    """Kernels run in Pallas' interpreter. It learns to write to the matrix unit's accumulators."""
-    with plgpu.force_gpu_interpret_mode(), pytest.MonkeyPatch.context() as patch:
+    """Kernels run in the interpreter, with the twins of primitives. It learns to write to the accumulators of wgmma."""
+    with plgpu.force_gpu_interpret_mode(), mosaic.twins(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(primitives, "wgmma_accumulator_store", lambda ref, value: ref_set(ref, ..., value))
         yield
 

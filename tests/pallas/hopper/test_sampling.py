@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -15,11 +14,10 @@ from detjax import ops
 from detjax.models.parts.logits import Logits, vocabulary_sharding
 from detjax.operands.sampling_arrays import SamplingArrays
 from detjax.ops import vocabulary_blocks
-from detjax.pallas.gumbel import gumbel, threefry
 from detjax.pallas.hopper import sampling, softmax
 from detjax.pallas.hopper.softmax import Schedule
 from detjax.portable import sampling as portable
-from tests.pallas.hopper.interpreter import interpreted, lowered
+from tests.pallas.hopper.interpreter import interpreted, kernels_interpreted, lowered
 from tests.support.bits import assert_same_bits
 
 
@@ -28,9 +26,8 @@ def requests(rows: int, width: int, *, filters: bool = False, **fields: Any) -> 
     random = np.random.default_rng([rows, width])
     arguments = {
         "logits": random.standard_normal((rows, width)).astype(np.float32) * 2,
-        "seed": random.integers(0, 2**32, (rows, 2)).astype(np.uint32),
+        "noise_key": random.integers(0, 2**32, (rows, 4)).astype(np.uint32),
         "position": random.integers(0, 1000, rows).astype(np.int32),
-        "sample_index": random.integers(0, 8, rows).astype(np.int32),
         "temperature": np.resize([0.7, 0.0, 1.0, 2.0], rows).astype(np.float32),
         "top_k": np.resize([3, 0, 40] if filters else [0], rows).astype(np.int32),
         "top_p": np.resize([1.0, 0.9] if filters else [1.0], rows).astype(np.float32),
@@ -60,16 +57,6 @@ def _log_softmax(x: jax.Array) -> jax.Array:
 
 def log_softmax(x: jax.Array) -> np.ndarray:
     return interpreted(_log_softmax, x)
-
-
-@pytest.mark.parametrize("seed", [0, 7, 2**63])
-def test_random_bits_are_those_of_jax_random(seed: int) -> None:
-    words = jnp.asarray(ops.seed_words(seed), jnp.uint32)
-    key = jax.random.wrap_key_data(words, impl="threefry2x32")
-    ids = jnp.arange(152_064, dtype=jnp.int32)
-    assert_same_bits(threefry((words[0], words[1]), ids.astype(jnp.uint32)), jax.random.bits(key, ids.shape))
-    noise = jax.jit(lambda words: gumbel((words[0], words[1]), ids.astype(jnp.uint32)))(words)
-    np.testing.assert_allclose(noise, jax.random.gumbel(key, ids.shape, jnp.float32), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.sampled(1)
@@ -179,7 +166,7 @@ def test_ties_go_to_the_lowest_id_and_nan_counts_as_the_largest() -> None:
 
 def test_the_likeliest_tokens_have_the_logprobs_of_log_softmax() -> None:
     logits = requests(3, 300)["logits"]
-    with plgpu.force_gpu_interpret_mode(), detjax.use_backend("hopper"):
+    with kernels_interpreted(), detjax.use_backend("hopper"):
         tokens, logprobs = (np.asarray(x) for x in ops.top_logprobs(logits, 7))
     expected = log_softmax(logits)
     assert_same_bits(logprobs, np.take_along_axis(expected, tokens, axis=1))
@@ -189,7 +176,7 @@ def test_the_likeliest_tokens_have_the_logprobs_of_log_softmax() -> None:
 def test_engines_give_the_logprobs_of_given_tokens_that_the_sampler_gives() -> None:
     logits = requests(6, 4700)["logits"].at[3, 4500].set(jnp.nan).at[4, 7].set(jnp.inf).at[5, :100].set(-jnp.inf)
     tokens = jnp.asarray([0, 4699, 4096, 1, 7, 5], jnp.int32)
-    with plgpu.force_gpu_interpret_mode(), detjax.use_backend("hopper"):
+    with kernels_interpreted(), detjax.use_backend("hopper"):
         logprobs = jax.jit(lambda x: Logits(x, vocabulary_sharding(4700, 1)).logprobs(tokens))(logits)
     assert_same_bits(logprobs, log_softmax(logits)[np.arange(6), tokens])
 
@@ -212,7 +199,7 @@ def test_blocks_of_a_vocabulary_that_devices_share_give_the_token_and_its_logpro
         first, second = vocabulary_blocks.merged_statistics(maxima, sums)
         return token, jnp.take_along_axis(whole, token[:, None], axis=1)[:, 0] - first - second
 
-    with plgpu.force_gpu_interpret_mode(), detjax.use_backend("hopper"):
+    with kernels_interpreted(), detjax.use_backend("hopper"):
         result = jax.jit(merged)(whole)
     assert result[0][0] >= 4096 and result[0][1] == 4095
     assert_same_bits(result, tuple(sample(arguments)))
@@ -220,7 +207,7 @@ def test_blocks_of_a_vocabulary_that_devices_share_give_the_token_and_its_logpro
 
 def test_the_public_operation_samples_and_gives_the_logprobs_of_its_own_samples() -> None:
     logits, arrays = nouns(requests(5, 300, filters=True))
-    with plgpu.force_gpu_interpret_mode(), detjax.use_backend("hopper"):
+    with kernels_interpreted(), detjax.use_backend("hopper"):
         tokens, logprobs = ops.sample(logits, arrays)
         result = ops.sampling_logprobs(logits, tokens, arrays)
         once = ops.sampling_logprobs(ops.filter_logits(logits, arrays), tokens, arrays, filtered=False)

@@ -41,9 +41,9 @@ def cases() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
         calls[f"sample, {name}, {dtype}"] = functools.partial(sampling.sample, filtered=False), requests(logits)
         # Only the kernel that follows the filters: the portable backend's sorting takes XLA a minute to compile.
         kept = shape(tokens, VOCABULARY)
-        keys, temperature = shape(tokens, 2, dtype="uint32"), shape(tokens)
-        operands = logits, kept, keys, temperature
-        calls[f"sample of filtered logits, {name}, {dtype}"] = sampling.sample_with_keys, operands
+        keys, positions = shape(tokens, 4, dtype="uint32"), shape(tokens, dtype="int32")
+        operands = logits, kept, keys, positions, shape(tokens)
+        calls[f"sample of filtered logits, {name}, {dtype}"] = sampling.sample_kept, operands
     logprobs = shape(64, VOCABULARY)
     calls["softmax_backward, 64 rows"] = softmax.softmax_backward, (logprobs, logprobs)
     calls["log_softmax_backward, 64 rows"] = softmax.log_softmax_backward, (logprobs, logprobs)
@@ -62,8 +62,8 @@ def requests(logits: jax.ShapeDtypeStruct) -> tuple[jax.ShapeDtypeStruct, Sampli
     """Arguments of `sample` for these logits."""
     rows = logits.shape[0]
     integers, floats = shape(rows, dtype="int32"), shape(rows)
-    seed = shape(rows, 2, dtype="uint32")
-    return logits, SamplingArrays(seed, integers, integers, floats, integers, floats, floats)
+    keys = shape(rows, 4, dtype="uint32")
+    return logits, SamplingArrays(keys, integers, floats, integers, floats, floats)
 
 
 def rows_with_one_repeated(row: np.ndarray, count: int, positions: Sequence[int]) -> np.ndarray:

@@ -10,10 +10,8 @@ import pytest
 
 from detjax import ops
 from detjax.operands.sampling_arrays import SamplingArrays
-from detjax.pallas import gumbel
 from detjax.pallas.tpu import sampling, softmax
-from detjax.pallas.tpu.rows import Problem
-from detjax.pallas.tpu.sampling import Schedule
+from detjax.pallas.tpu.rows import Problem, Schedule
 from detjax.portable import sampling as portable_sampling
 from detjax.portable import softmax as portable_softmax
 from tests.pallas.tpu.interpreter import compiled, interpreted, normal, shape
@@ -21,7 +19,7 @@ from tests.pallas.tpu.rows_cases import rows_with_one_repeated
 from tests.support.bits import assert_same_bits
 from tests.support.kernel_texts import kernel_texts
 
-BLOCK = 256
+BLOCK = 2048
 
 
 @pytest.fixture
@@ -35,9 +33,8 @@ def requests(rows: int, width: int, *, filters: bool = False, **fields: Any) -> 
     random = np.random.default_rng([rows, width])
     arguments = {
         "logits": 2 * random.standard_normal((rows, width)).astype(np.float32),
-        "seed": random.integers(0, 2**32, (rows, 2)).astype(np.uint32),
+        "noise_key": random.integers(0, 2**32, (rows, 4)).astype(np.uint32),
         "position": random.integers(0, 1000, rows).astype(np.int32),
-        "sample_index": random.integers(0, 8, rows).astype(np.int32),
         "temperature": np.resize([0.7, 0.0, 1.0, 2.0], rows).astype(np.float32),
         "top_k": np.resize([3, 0, 40] if filters else [0], rows).astype(np.int32),
         "top_p": np.resize([1.0, 0.9] if filters else [1.0], rows).astype(np.float32),
@@ -57,15 +54,12 @@ def sample(arguments: dict[str, np.ndarray], *, filtered: bool = False, cores: i
     return interpreted(lambda arguments: fn(*nouns(arguments)), cores=cores)(arguments)
 
 
-@pytest.mark.parametrize("seed", [0, 2**63 + 7])
-def test_random_bits_are_those_of_jax_random(seed: int) -> None:
-    words = jnp.asarray(ops.sampling.seed_words(seed), jnp.uint32)  # pyright: ignore[reportAttributeAccessIssue]
-    key = jax.random.wrap_key_data(words, impl="threefry2x32")
-    ids = jnp.arange(152_064, dtype=jnp.int32)
-    bits = jax.jit(lambda words: gumbel.threefry((words[0], words[1]), ids.astype(jnp.uint32)))(words)
-    assert_same_bits(bits, jax.random.bits(key, ids.shape))
-    noise = jax.jit(lambda words: gumbel.gumbel((words[0], words[1]), ids.astype(jnp.uint32)))(words)
-    np.testing.assert_allclose(noise, jax.random.gumbel(key, ids.shape, jnp.float32), rtol=1e-6, atol=1e-6)
+def test_the_upper_half_of_a_product_of_words_is_exact() -> None:
+    words = np.random.default_rng(0).integers(0, 2**32, 10_000, np.uint32)
+    words[:6] = 0, 1, 2**16 - 1, 2**16, 2**31, 2**32 - 1
+    for factor in (np.uint32(0xD2511F53), np.uint32(0xCD9E8D57), np.uint32(2**32 - 1)):
+        expected = (words.astype(np.uint64) * np.uint64(factor) >> np.uint64(32)).astype(np.uint32)
+        assert_same_bits(jax.jit(sampling.multiply_high)(words, factor), expected)
 
 
 def test_tokens_are_those_of_the_portable_backend_and_logprobs_have_the_bits_of_log_softmax(small_blocks: None) -> None:
@@ -109,7 +103,7 @@ def test_bits_do_not_depend_on_rows_position_neighbours_or_their_filters(small_b
     arguments = requests(19, BLOCK + 44, logits=logits)
     for name, array in alone.items():
         arguments[name][positions] = array
-    result = sample(arguments, cores=2, schedule=Schedule(rows=16, pieces_together=1))
+    result = sample(arguments, cores=2, schedule=Schedule(rows=16))
     for position in positions:
         assert_same_bits([x[[position]] for x in result], list(expected))
     arguments["top_k"][1::2] = 3
@@ -148,8 +142,9 @@ def test_the_likeliest_tokens_have_the_logprobs_of_log_softmax() -> None:
 
 def kernel_text(rows: int) -> str:
     logits = shape(rows, 2 * BLOCK + 44, dtype="float32")
-    keys, temperature = shape(rows, 2, dtype="uint32"), shape(rows, dtype="float32")
-    (text,) = kernel_texts(lambda *args: sampling.sample_with_keys(*args), logits, logits, keys, temperature)
+    keys, positions = shape(rows, 4, dtype="uint32"), shape(rows, dtype="int32")
+    operands = logits, logits, keys, positions, shape(rows, dtype="float32")
+    (text,) = kernel_texts(lambda *args: sampling.sample_kept(*args), *operands)
     return text
 
 
@@ -173,8 +168,6 @@ def test_float16_is_refused() -> None:
 
 def test_schedules_are_checked() -> None:
     problem = Problem("sample", 3 * 128, jnp.dtype("float32"))
-    Schedule(8, 3).check(problem)
-    with pytest.raises(ValueError, match="sample: the schedule makes noise for 2 pieces together; accepted: divisors"):
-        Schedule(8, 2).check(problem)
+    Schedule(8).check(problem)
     with pytest.raises(ValueError, match="sample: the schedule has tiles of 9 rows in float32"):
-        Schedule(9, 3).check(problem)
+        Schedule(9).check(problem)

@@ -1,15 +1,16 @@
-"""Primitives on arrays of any layout: parts of small vectors, and log1p."""
+"""Primitives on arrays of any layout: parts of small vectors, log1p, and the upper half of a product."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
 from jax import Array, lax
-from jaxlib.mlir.dialects import math
+from jaxlib.mlir.dialects import arith, math
 
 from detjax.contract import LANE_GROUP
 from detjax.pallas.hopper.mosaic import primitive
-from detjax.pallas.hopper.mosaic.registers import array, element, empty_registers, packed
+from detjax.pallas.hopper.mosaic.registers import array, element, empty_registers, int32, packed
 
 
 def _plain_split_vectors(x: Array, *, layout: Any, rows_layout: Any, parts: int) -> Sequence[Array]:
@@ -55,3 +56,17 @@ def _plain_log1p(x: Array, *, layout: Any) -> Array:
 def log1p(x: Any, *, layout: Any) -> Any:
     """Returns `log(1 + x)` by CUDA's function, which XLA uses as well; Pallas has none."""
     return x._pointwise(math.log1p)
+
+
+def _plain_multiply_high(x: Array, *, factor: int, layout: Any) -> Array:
+    return lax.mulhi(x, jnp.full_like(x, factor))
+
+
+@primitive(
+    twin=_plain_multiply_high,
+    args=lambda x, *, factor, layout: (layout,),
+    out=lambda x, *, factor, layout: plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=layout),
+)
+def multiply_high(x: Any, *, factor: int, layout: Any) -> Any:
+    """Returns the upper 32 bits of products of uint32 numbers with a constant; Pallas has no such operation."""
+    return x._pointwise(lambda a, b: arith.MulUIExtendedOp(a, b).results[1], int32(factor))
