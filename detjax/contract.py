@@ -52,16 +52,18 @@ latent attention is always widened, since its keys and values are plain.
 Adapters
 --------
 
-A row with an adapter of the factors A `[R, K]` and B `[N, R]` and of the factor `scale` has the sum
+A row with an adapter of the factors A `[R, K]`, B `[N, R]` and `scale` `[N]` has the sum
 
     u[r]   = rnd(sum over k ascending of x[k] * A[r, k])
     d[n]   = sum over r ascending of u[r] * B[n, r], a fresh accumulator
-    acc[n] = fma(scale, d[n], rn(sum over k ascending of x[k] * w[k, n] + bias[n]))
+    acc[n] = fma(scale[n], d[n], rn(sum over k ascending of x[k] * w[k, n] + bias[n]))
 
 before the epilogue; `rnd` rounds to x's dtype. The sum of a row without an adapter is that of the plain product. Ranks
-of zeros change no bit. With g the gradient of the sums, rounded as above, and `v = rnd(rn(scale * sum over n of g[n] *
-B[n]))`, the gradients are `rnd(rn(g . w + v . A))` for x, the sum over tokens of `v[r] * x[k]` for A, and of `g[n] *
-rnd(rn(scale * u[r]))` for B, where `u` was not rounded; tokens as in `WEIGHT_GRADIENT_TOKENS`. See `RANK_STEP`.
+of zeros change no bit. `scale` belongs to an adapter and an output. With g the gradient of the sums, rounded as above,
+`h = rnd(rn(scale[n] * g[n]))` and `v[r] = rnd(sum over n ascending of h[n] * B[n, r])`, the gradients are
+`rnd(rn(sum over n of g[n] * w[k, n] + sum over r of v[r] * A[r, k]))` for x, each sum with its own accumulator, the sum
+over tokens of `v[r] * x[k]` for A, and of `h[n] * u[r]` for B; tokens as in `WEIGHT_GRADIENT_TOKENS`. The weight has
+none. See `RANK_STEP`.
 
 Sums of rows
 ------------

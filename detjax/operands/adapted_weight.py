@@ -19,7 +19,7 @@ NO_ADAPTER: Final = -1
 @array_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class AdaptedWeight:
-    """A weight `W`, and the factors `A` and `B` of adapters (LoRA; Hu et al. 2021): `W + scale * B A`, never merged.
+    """A weight `W`, and the factors `A` and `B` of adapters (LoRA; Hu et al. 2021): `W + scale B A`, never merged.
 
     `ops.matmul` and `ops.grouped_matmul` accept it in place of a weight with the layout "nk". A row with an adapter
     depends on that adapter alone; a row without one has the bits of the plain weight. See "Adapters" in
@@ -34,13 +34,13 @@ class AdaptedWeight:
             unused ranks are zeros. Only a single one may be an `AccumulatedWeight`.
         b: the second factors, in the shape of `value` with `slots` before the axes of a matrix or of gate and up, and R
             in place of K.
-        scales: the factor of each adapter's product, `[slots]`.
+        scales: the factors of the products, in the shape of `b` without R.
         rows: the slot of each row of x, or `NO_ADAPTER`; None: all rows have the one adapter.
 
     Example:
         >>> from detjax import ops
         >>> a, b = jnp.zeros((1, 16, 2)).at[0, 0].set(1.0), jnp.zeros((1, 3, 16)).at[0, :, 0].set(1.0)
-        >>> w = ops.AdaptedWeight(jnp.ones((3, 2)), a, b, jnp.array([0.5]), rows=jnp.array([0, -1]))
+        >>> w = ops.AdaptedWeight(jnp.ones((3, 2)), a, b, jnp.full((1, 3), 0.5), rows=jnp.array([0, -1]))
         >>> ops.matmul(jnp.ones((2, 2)), w, layout="nk")[:, 0]
         Array([3., 2.], dtype=float32)
     """
@@ -48,7 +48,7 @@ class AdaptedWeight:
     value: Any
     a: Weight
     b: Weight
-    scales: Float32[Array, "slots"]
+    scales: Float32[Array, "..."]
     rows: Int[Array, "..."] | None = None
 
     @property

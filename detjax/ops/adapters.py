@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, DTypeLike, Float, Int
+from jaxtyping import Array, DTypeLike, Float, Float32, Int
 
 from detjax.contract import ACCUMULATOR, RANK_STEP
 from detjax.operands.accumulated_weight import AccumulatedWeight, Weight
@@ -87,14 +87,15 @@ def adapted_product(  # noqa: PLR0913
 
 
 def _check(name: str, x: Array, weight: AdaptedWeight, gated: bool, *, has_experts: bool) -> None:
-    lead, slots, inner = weight.shape[: int(has_experts)], len(weight.scales), weight.shape[-1]
-    ranks = weight.a.shape[-2]
-    expected = (*lead, slots, ranks, inner), (*lead, slots, *weight.shape[len(lead) : -1], ranks)
-    if (weight.a.shape, weight.b.shape) != expected or ranks % RANK_STEP or weight.shape[-1] != x.shape[-1]:
+    lead, inner = weight.shape[: int(has_experts)], weight.shape[-1]
+    slots, ranks = weight.a.shape[-3:-1]
+    outputs = *lead, slots, *weight.shape[len(lead) : -1]
+    given, expected = (weight.a.shape, weight.b.shape), ((*lead, slots, ranks, inner), (*outputs, ranks))
+    if (*given, weight.scales.shape) != (*expected, outputs) or ranks % RANK_STEP or inner != x.shape[-1]:
         raise ValueError(
-            f"{name}: the factors of adapters have shapes {weight.a.shape} and {weight.b.shape}; accepted: "
-            f"{expected[0]} and {expected[1]}, the weight being {weight.shape} and x {x.shape}, with a multiple of "
-            f"{RANK_STEP} ranks"
+            f"{name}: the factors of adapters have shapes {given[0]} and {given[1]}, and scales {weight.scales.shape}; "
+            f"accepted: {expected[0]}, {expected[1]} and {outputs}, the weight being {weight.shape} and x {x.shape}, "
+            f"with a multiple of {RANK_STEP} ranks"
         )
     if len(weight.shape) - len(lead) != 2 + gated:
         raise ValueError(f"{name}: w has shape {weight.shape}; accepted: {2 + gated + len(lead)} axes")
@@ -116,8 +117,9 @@ def _sums(
     biases = [None] * len(halves) if bias is None else _halves(bias, gated, axes=1)
     sums = [product(x, half, groups, bias=b) for half, b in zip(halves, biases, strict=True)]
     factors, products = _adapter_products(product, x, weight, groups)
-    split = jnp.split(products, len(sums), axis=1)
-    return tuple(portable.added_to_sums(factors, part, total) for part, total in zip(split, sums, strict=True))
+    parts_of = functools.partial(jnp.split, indices_or_sections=len(sums), axis=1)
+    terms = zip(parts_of(factors), parts_of(products), sums, strict=True)
+    return tuple(portable.added_to_sums(*term) for term in terms)
 
 
 def _halves(x: Any, gated: bool, axes: int = 2) -> list[Any]:
@@ -133,27 +135,31 @@ def _halves(x: Any, gated: bool, axes: int = 2) -> list[Any]:
 
 def _adapter_products(
     product: Product, x: Array, weight: AdaptedWeight, groups: Groups | None
-) -> tuple[Float[Array, "M"], Float[Array, "M N"]]:
-    """Returns the factor and the float32 product of each row's adapter.
+) -> tuple[Float32[Array, "M N"], Float32[Array, "M N"]]:
+    """Returns the factors and the float32 product of each row's adapter.
 
     Rows without an adapter get -0, which added to any number gives this number.
     """
     a, b = _value(weight.a), _value(weight.b)
-    slots, ranks = len(weight.scales), a.shape[-2]
-    a, b = a.reshape(-1, ranks, a.shape[-1]), b.reshape(len(weight.scales) * _experts(groups), -1, ranks)
+    slots, ranks = a.shape[-3:-1]
+    experts = 1 if groups is None else len(groups.sizes)
+    a, b = a.reshape(-1, ranks, a.shape[-1]), b.reshape(slots * experts, -1, ranks)
+    scales = weight.scales.reshape(slots * experts, -1)
     if weight.rows is None:
-        sizes = jnp.full(1, len(x), jnp.int32) if groups is None else groups.sizes
-        unit = 1 if groups is None else product.unit
-        return jnp.broadcast_to(weight.scales, len(x)), _low_rank_products(x, a, b, sizes, unit)
+        group, sizes, unit = jnp.zeros(len(x), jnp.int32), jnp.full(1, len(x), jnp.int32), 1
+        if groups is not None:
+            group, sizes, unit = _expert_of_rows(groups.sizes, len(x))[0], groups.sizes, product.unit
+        return scales[group], _low_rank_products(x, a, b, sizes, unit)
     slot = weight.rows.reshape(-1).astype(jnp.int32)
     group, has_adapter = slot, slot >= 0
     if groups is not None:
         expert, is_expert = _expert_of_rows(groups.sizes, len(x))
         group, has_adapter = expert * slots + slot, has_adapter & is_expert
-    rows = expert_rows(group[:, None], slots * _experts(groups), has_adapter)
+    rows = expert_rows(group[:, None], slots * experts, has_adapter)
     products = _low_rank_products(rows.gather(x), a, b, rows.group_sizes, rows.unit)
     products = jnp.where(has_adapter[:, None], rows.results(products)[:, 0], -0.0)
-    return jnp.where(has_adapter, weight.scales[jnp.maximum(slot, 0)], 1.0), products
+    factors = jnp.where(has_adapter[:, None], scales[jnp.where(has_adapter, group, 0)], 1.0)
+    return factors, products
 
 
 def _low_rank_products(x: Array, a: Array, b: Array, sizes: Array, unit: int) -> Array:
@@ -164,10 +170,6 @@ def _low_rank_products(x: Array, a: Array, b: Array, sizes: Array, unit: int) ->
     forward = functools.partial(kernels.forward, layout="nk", epilogue=Epilogue(), unit=unit)
     u = forward(GroupedOperands(x, a, None, sizes), out_dtype=x.dtype)
     return forward(GroupedOperands(u, b, None, sizes), out_dtype=ACCUMULATOR)
-
-
-def _experts(groups: Groups | None) -> int:
-    return 1 if groups is None else len(groups.sizes)
 
 
 def _expert_of_rows(sizes: Int[Array, "E"], rows: int) -> tuple[Array, Array]:
@@ -203,13 +205,17 @@ def _sums_backward(
     base = [to_inputs(part, half) for part, half in zip(g, _halves(weight.value, gated), strict=True)]
     joined, lead = jnp.concatenate(g, axis=1), len(weight.a.shape) - 3
     a, b = only_adapter(weight.a, lead), only_adapter(weight.b, lead)
-    if gated:
-        b = _joined(b, lead)
-    v = rounded(weight.scales[0] * to_inputs(joined, _value(b)), x.dtype)
-    u = rounded(weight.scales[0] * product(x, _value(a), groups), x.dtype)
+    b = _joined(b, lead) if gated else b
+    scales = weight.scales.reshape(*weight.scales.shape[:lead], -1)
+    factors = jnp.broadcast_to(scales, joined.shape)
+    if groups is not None:
+        factors = scales[_expert_of_rows(groups.sizes, len(x))[0]]
+    h = rounded(factors * joined.astype(ACCUMULATOR), x.dtype)
+    v = rounded(to_inputs(h, _value(b)), x.dtype)
+    u = rounded(product(x, _value(a), groups), x.dtype)
     dx = rounded(sum(base[1:], base[0]) + to_inputs(v, _value(a)), x.dtype)
     da = _weight_gradient(product, x, a, v, groups)
-    db = _weight_gradient(product, u, b, joined, groups)
+    db = _weight_gradient(product, u, b, h, groups)
     shaped = jax.tree.map(lambda gradient, like: gradient.reshape(like.shape), (da, db), (weight.a, weight.b))
     return dx, AdaptedWeight(None, *shaped, jnp.zeros_like(weight.scales), None), None, None
 

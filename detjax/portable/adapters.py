@@ -38,15 +38,10 @@ def adapter_sums(
 
 
 def added_to_sums(
-    factors: Float32[Array, "M"], products: Float32[Array, "M N"], sums: Float32[Array, "M N"]
+    factors: Float32[Array, "M N"], products: Float32[Array, "M N"], sums: Float32[Array, "M N"]
 ) -> Float32[Array, "M N"]:
-    """Returns `fma(factors, products, sums)`, with a factor for each row."""
-
-    def tile(rows: tuple[Array, Array, Array], _: None) -> Array:
-        factors, products, sums = rows
-        return fma(jnp.broadcast_to(factors[:, None], products.shape), products, sums)
-
-    return each_row(tile, (factors, products, sums), None)
+    """Returns `fma(factors, products, sums)`."""
+    return each_row(lambda rows, _: fma(*rows), (factors, products, sums), None)
 
 
 def fma(x: Float32[Array, "*N"], y: Float32[Array, "*N"], z: Float32[Array, "*N"]) -> Float32[Array, "*N"]:

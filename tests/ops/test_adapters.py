@@ -28,7 +28,8 @@ def adapters(*ranks: int, padded: int = 64, outputs: int = N, lead: tuple[int, .
     for slot, rank in enumerate(ranks):
         a[..., slot, :rank, :] = drawn(*lead, rank, K, seed=rank)
         b[..., slot, :, :rank] = drawn(*lead, outputs, rank, seed=rank)
-    return jnp.asarray(a), jnp.asarray(b), jnp.asarray([2 / rank + 0.1 for rank in ranks], jnp.float32)
+    scales = np.array([2 / rank + 0.1 for rank in ranks], np.float32)
+    return jnp.asarray(a), jnp.asarray(b), jnp.asarray(np.broadcast_to(scales[:, None], b.shape[:-1]))
 
 
 @detjax.jit
@@ -59,9 +60,9 @@ def test_the_sum_is_the_base_sum_and_the_scaled_product_with_one_rounding() -> N
     base = np.asarray(plain(x, w, None))
     zero_scale = AdaptedWeight(jnp.zeros_like(w), a, b, jnp.ones_like(scales))
     products = np.asarray(plain(x, zero_scale, None), np.float64)
-    expected = (products * np.float64(scales[0]) + base).astype(np.float32)
+    expected = (products * np.float64(scales[0, 0]) + base).astype(np.float32)
     assert_same_bits(plain(x, AdaptedWeight(w, a, b, scales), None), expected)
-    merged = plain(x, w + scales[0] * (b[0] @ a[0]), None)
+    merged = plain(x, w + scales[0, 0] * (b[0] @ a[0]), None)
     assert not same_bits(merged, expected)
     np.testing.assert_allclose(merged, expected, atol=2e-4)
 
@@ -69,7 +70,7 @@ def test_the_sum_is_the_base_sum_and_the_scaled_product_with_one_rounding() -> N
 def test_a_gate_and_a_residual_follow_the_adapters_sums() -> None:
     x, w, residual = drawn(20, K), drawn(2, N, K), drawn(20, N)
     a, b, scales = adapters(8, 3, outputs=2 * N)
-    weight = AdaptedWeight(w, a, b.reshape(2, 2, N, -1), scales, jnp.asarray([0, -1, 1, 1] * 5))
+    weight = AdaptedWeight(w, a, b.reshape(2, 2, N, -1), scales.reshape(2, 2, N), jnp.asarray([0, -1, 1, 1] * 5))
 
     @detjax.jit
     def gated(x: Any, w: Any, residual: Any) -> jax.Array:
@@ -77,7 +78,7 @@ def test_a_gate_and_a_residual_follow_the_adapters_sums() -> None:
 
     y, base = gated(x, weight, residual), gated(x, w, residual)
     assert_same_bits(y[1::4], base[1::4])
-    dense = w + scales[1] * jnp.einsum("pnr,rk->pnk", b.reshape(2, 2, N, -1)[1], a[1])
+    dense = w + scales[1, 0] * jnp.einsum("pnr,rk->pnk", b.reshape(2, 2, N, -1)[1], a[1])
     np.testing.assert_allclose(y[2::4], gated(x, dense, residual)[2::4], atol=2e-4)
 
 
@@ -100,14 +101,14 @@ def test_rows_of_experts_have_their_tokens_adapters() -> None:
             expert, slot = int(ids[token, place]), int(slots[token])
             row, weight = x[token : token + 1], w[expert]
             if slot >= 0:
-                weight = AdaptedWeight(weight, *(y[expert, slot][None] for y in (a, b)), scales[slot][None])
+                weight = AdaptedWeight(weight, *(y[expert, slot][None] for y in (a, b, scales)))
             assert_same_bits(mixed[token, place], plain(row, weight, None)[0])
 
 
 def test_gradients_of_the_factors_are_close_to_those_of_a_merged_weight_and_the_weight_has_none() -> None:
     x, w, dy = drawn(33, K), drawn(2, N, K), drawn(33, N)
     a, b, scales = adapters(8, padded=16, outputs=2 * N)
-    b = b.reshape(1, 2, N, -1)
+    b, scales = b.reshape(1, 2, N, -1), scales.reshape(1, 2, N)
     options: dict[str, Any] = {"layout": "nk", "activation": "silu", "gated": True}
 
     @detjax.jit
@@ -118,14 +119,16 @@ def test_gradients_of_the_factors_are_close_to_those_of_a_merged_weight_and_the_
         return jax.grad(loss, (0, 1, 2))(x, a, b)
 
     def merged(x: Any, a: Any, b: Any) -> jax.Array:
-        z = jnp.einsum("mk,pnk->pmn", x, w + scales[0] * jnp.einsum("pnr,rk->pnk", b[0], a[0]))
+        z = jnp.einsum("mk,pnk->pmn", x, w + scales[0, 0, 0] * jnp.einsum("pnr,rk->pnk", b[0], a[0]))
         return jnp.vdot(jax.nn.silu(z[0]) * z[1], dy)
 
     for actual, expected in zip(by_contract(x, a, b), jax.grad(merged, (0, 1, 2))(x, a, b), strict=True):
         np.testing.assert_allclose(actual, expected, atol=1e-4 * float(jnp.abs(expected).max()))
     with pytest.raises(NotImplementedError, match="one adapter for all rows"):
         jax.grad(
-            lambda x: ops.matmul(x, AdaptedWeight(w[0], a, b[:, 0], scales, jnp.zeros(33, int)), layout="nk").sum()
+            lambda x: ops.matmul(
+                x, AdaptedWeight(w[0], a, b[:, 0], scales[:, 0], jnp.zeros(33, int)), layout="nk"
+            ).sum()
         )(x)
 
 
