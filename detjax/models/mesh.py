@@ -26,6 +26,7 @@ from detjax.models.parts.sharding import (
     linked,
     slice_and_pad,
 )
+from detjax.operands.adapted_weight import AdaptedWeight
 from detjax.runtime import backends, compilation
 from detjax.runtime.device_links import Buffers, DeviceLinks, reach_one_another
 
@@ -276,6 +277,17 @@ def _spec(ndim: int, sharding: OutputSharding | None) -> P:
     return P(*axes)
 
 
+def _weight_specs(weight: Any, sharding: OutputSharding | None) -> Any:
+    """Returns the partition specs of a weight's arrays: of an adapted one, all outputs are sharded alike."""
+    if not isinstance(weight, AdaptedWeight) or sharding is None:
+        return _spec(len(weight.shape), sharding)
+    a = P() if sharding.experts is None else P(EXPERT)
+    value, b = (_spec(len(x.shape), sharding) for x in (weight.value, weight.b))
+    scales, rows = _spec(weight.scales.ndim, sharding.at(-1)), None if weight.rows is None else P()
+    specs: Any = AdaptedWeight(value, a, b, scales, rows)  # pyright: ignore[reportArgumentType]
+    return specs
+
+
 def empty_state(mesh: Mesh | None, declarations: Sequence[Any], size: Any) -> Any:
     """Returns the state that layers declare, without any tokens; each device has the part that its weights need."""
     make = functools.partial(empty_state_of_a_device, mesh, declarations, size)
@@ -339,7 +351,7 @@ def _run(
     model: Any = network.with_weights(weights)
     mesh = model.mesh
     pairs = zip(weights, shardings_of(model, mesh), strict=True)
-    specs = tuple(_spec(len(x.shape), sharding) for x, sharding in pairs)
+    specs = tuple(_weight_specs(x, sharding) for x, sharding in pairs)
 
     def on_device(weights: Weights, links: DeviceLinks | None, args: tuple[Any, ...]) -> Any:
         # XLA's partitioner crashes on arguments without elements, such as batches without prefills.

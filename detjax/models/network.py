@@ -15,9 +15,11 @@ from flax import nnx
 from jaxtyping import PyTree
 
 from detjax.operands.accumulated_weight import AccumulatedWeight
+from detjax.operands.adapted_weight import AdaptedWeight
 
 type Weights = tuple[Any, ...]
-"""A module's weights in the order of their names: arrays, shapes and dtypes, or `AccumulatedWeight`s."""
+"""A module's weights in the order of their names: arrays, shapes and dtypes, or `AccumulatedWeight`s and
+`AdaptedWeight`s."""
 
 type Path = tuple[Any, ...]
 """Attributes and list indices that lead to a parameter."""
@@ -89,7 +91,7 @@ def split[M: nnx.Module](module: M) -> tuple[Network[M], Weights]:
 
 
 def _is_weight(x: Any) -> bool:
-    return isinstance(x, AccumulatedWeight)
+    return isinstance(x, AccumulatedWeight | AdaptedWeight)
 
 
 @functools.lru_cache(maxsize=64)

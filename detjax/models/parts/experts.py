@@ -21,6 +21,7 @@ from detjax.models.parts.sharding import (
     outputs,
     sharded_grouped_matmul,
 )
+from detjax.operands.adapted_weight import at_rows
 from detjax.operands.kv_pages import Queries, requests_of_tokens
 from detjax.operands.options import Activation, Aggregation, Clamp
 
@@ -127,8 +128,9 @@ class Experts(nnx.Module):
         gate_up, down = shardings["gate_up"].output_sharding, shardings["down"].output_sharding
         inner: dict[str, Any] = {"sharding": gate_up, "bias": optional(self.gate_up_bias), **gate, **options}
         outer: dict[str, Any] = {"sharding": down, "bias": optional(self.down_bias), **options}
-        y = gathered(sharded_grouped_matmul(chosen_rows, self.gate_up[...], sizes, **inner), gate_up)
-        y = sharded_grouped_matmul(y, self.down[...], sizes, **outer)
+        gate_up_weight, down_weight = (at_rows(weight[...], rows.token) for weight in (self.gate_up, self.down))
+        y = gathered(sharded_grouped_matmul(chosen_rows, gate_up_weight, sizes, **inner), gate_up)
+        y = sharded_grouped_matmul(y, down_weight, sizes, **outer)
         # A token's results are added column by column, so each device adds its own columns.
         columns = functools.partial(local_columns, sharding=down)
         given = {"shared": self.shared(flat), "residual": None if residual is None else residual.reshape(flat.shape)}

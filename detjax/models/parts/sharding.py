@@ -25,6 +25,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from detjax import ops
 from detjax.operands.accumulated_weight import AccumulatedWeight, Weight
+from detjax.operands.adapted_weight import AdaptedWeight
 from detjax.operands.numerics import ceil_div, round_up
 from detjax.ops.collectives import gather_columns
 from detjax.ops.matmul import shared_matmul
@@ -282,7 +283,7 @@ def devices(over: Sequence[str] = AXES) -> int:
 
 def sharded_matmul(
     x: Float[Array, "*N K"],
-    weight: Weight,
+    weight: Weight | AdaptedWeight,
     *,
     sharding: OutputSharding,
     bias: Weight | None = None,
@@ -302,7 +303,7 @@ def sharded_matmul(
 
 def sharded_grouped_matmul(
     x: Float[Array, "M K"],
-    weight: Weight,
+    weight: Weight | AdaptedWeight,
     group_sizes: Int[Array, "E"],
     *,
     sharding: OutputSharding,
@@ -315,7 +316,9 @@ def sharded_grouped_matmul(
     return local_columns(y, sharding) if is_whole else y
 
 
-def _multiplied(weight: Weight, bias: Weight | None, sharding: OutputSharding) -> tuple[Weight, Weight | None, bool]:
+def _multiplied(
+    weight: Weight | AdaptedWeight, bias: Weight | None, sharding: OutputSharding
+) -> tuple[Weight | AdaptedWeight, Weight | None, bool]:
     """Returns the weight and bias that a device multiplies by, and whether they include other devices' outputs.
 
     The bits of XLA's own products depend on the shape of the weight, so the portable backend takes the whole shape,
@@ -324,12 +327,16 @@ def _multiplied(weight: Weight, bias: Weight | None, sharding: OutputSharding) -
     if devices(sharding.over) == 1 or not sharding.is_sharded or backends.backend() != "portable":
         return weight, bias, False
     whole_bias = None if bias is None else _at_its_place(_plain(bias), sharding.at(-1))
+    if isinstance(weight, AdaptedWeight):
+        value, b = (_at_its_place(_plain(x), sharding.at(-2)) for x in (weight.value, weight.b))
+        scales = _at_its_place(weight.scales, sharding.at(-1))
+        return dataclasses.replace(weight, value=value, b=b, scales=scales), whole_bias, True
     return _at_its_place(_plain(weight), sharding.at(-2)), whole_bias, True
 
 
 def gathered_matmul(
     x: Float[Array, "*N K"],
-    weight: Weight,
+    weight: Weight | AdaptedWeight,
     *,
     sharding: OutputSharding,
     bias: Weight | None = None,
@@ -344,7 +351,8 @@ def gathered_matmul(
         and sharding.groups[0].shards == count
         and sharding.groups[0].padded_size == sharding.size
     )
-    if links is not None and count > 1 and is_plain and sharding.experts is None:
+    can_share = is_plain and sharding.experts is None and not isinstance(weight, AdaptedWeight)
+    if links is not None and count > 1 and can_share:
 
         def shared(x: Array, weight: Array, arrays: dict[str, Any]) -> Any:
             return shared_matmul(x, weight, sharding.over, links, **arrays, **options)
