@@ -6,7 +6,7 @@ from typing import Any, Final, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int32
+from jaxtyping import Bool, Int32
 
 from detjax.contract import QUERY_UNIT
 from detjax.engine import sequence as sequences
@@ -21,6 +21,10 @@ _GROWTH = 4
 """The ratio of consecutive batch sizes of a serving engine."""
 _MIN_ROWS = 64
 """Rows of a serving engine's smallest step with prefills."""
+_MIN_DRAFTED_ROWS = 16
+"""Rows of a serving engine's smallest step with guessed tokens."""
+_MAX_DRAFTED = 128
+"""Maximum number of guessed tokens in a step of a serving engine."""
 _MAX_ROWS = 8192
 """Maximum rows of a step with prefills if the caller fixes only the length of chunks."""
 _BIASED: Final = 512
@@ -36,7 +40,7 @@ class BatchShape:
         decodes: capacity for chunks of a single token.
         rows: capacity for rows of prefill chunks.
         prefills: capacity for prefill chunks.
-        sampled: capacity for all chunks together; each may sample a token.
+        sampled: capacity for all chunks together; each may sample a token, and one more after each guessed token.
     """
 
     decodes: int
@@ -46,7 +50,7 @@ class BatchShape:
 
     def fits(self, step: ScheduledStep) -> bool:
         """Returns whether a step fits into the shape."""
-        if len(step.chunks) > self.sampled:
+        if len(step.chunks) + sum(chunk.drafted for chunk in step.prefills) > self.sampled:
             return False
         if not step.prefills:
             return len(step.decodes) <= self.decodes
@@ -64,14 +68,17 @@ class BatchShapes:
         self._shapes = sorted(shapes, key=lambda shape: (shape.rows, shape.decodes))
 
     @classmethod
-    def for_serving(cls, slots: int, token_budget: int) -> "BatchShapes":
+    def for_serving(cls, slots: int, token_budget: int, drafts: int = 0) -> "BatchShapes":
         """Returns shapes for any mix of prefills and decodes, few enough to compile them all before the first
-        request."""
+        request. A sequence may have up to `drafts` guessed tokens in a step."""
         decodes = _sizes(1, slots)
+        smallest = _MIN_ROWS if not drafts else _MIN_DRAFTED_ROWS
         prefills = {
             rows: min(slots, rows // QUERY_UNIT)
-            for rows in _sizes(min(_MIN_ROWS, padded_rows(token_budget)), padded_rows(token_budget))
+            for rows in _sizes(min(smallest, padded_rows(token_budget)), padded_rows(token_budget))
         }
+        drafted = min(slots * drafts, _MAX_DRAFTED)
+        sampled = [*decodes, slots + drafted] if drafted else decodes
         # In steps with prefills, unused room for decodes costs little, so every other size is enough.
         decodes_with_prefills = [0, *decodes[::-2][::-1]]
 
@@ -79,28 +86,41 @@ class BatchShapes:
             # A step has at most one chunk per slot. The number of rows to sample from is one of the decode sizes, so
             # all shapes share the sampling programs of these sizes.
             chunks = min(slots, count + prefills.get(rows, 0))
-            return BatchShape(count, rows, prefills.get(rows, 0), next(size for size in decodes if size >= chunks))
+            chunks += min(drafted, prefills.get(rows, 0) * drafts)
+            return BatchShape(count, rows, prefills.get(rows, 0), next(size for size in sampled if size >= chunks))
 
         shapes = [shape(count, 0) for count in decodes]
         shapes += [shape(count, rows) for rows in prefills for count in decodes_with_prefills]
         rows = max(prefills)
         limits = StepLimits(
-            slots=slots, tokens=token_budget, prefills=prefills[rows], rows=rows, prefill_chunk=token_budget
+            slots=slots,
+            tokens=token_budget,
+            prefills=prefills[rows],
+            rows=rows,
+            prefill_chunk=token_budget,
+            drafts=drafted,
         )
         return cls(shapes, limits)
 
     @classmethod
-    def for_chunks(cls, slots: int, prefill_chunk: int, *, mixes: bool = False) -> "BatchShapes":
+    def for_chunks(cls, slots: int, prefill_chunk: int, *, mixes: bool = False, drafts: int = 0) -> "BatchShapes":
         """Returns two shapes: one for decodes, and one for a prefill chunk of each sequence; see `StepLimits`.
 
-        A chunk of one token is computed like a decode.
+        A chunk of one token is computed like a decode. A sequence may have up to `drafts` guessed tokens in a step.
         """
         chunk_rows = padded_rows(prefill_chunk)
         rows = max(min(slots * chunk_rows, _MAX_ROWS), chunk_rows)
         # Both shapes share the sampling program.
-        shapes = BatchShape(slots, 0, 0, slots), BatchShape(slots if mixes else 0, rows, slots, slots)
+        sampled = slots * (1 + drafts)
+        shapes = BatchShape(slots, 0, 0, slots), BatchShape(slots if mixes else 0, rows, slots, sampled)
         limits = StepLimits(
-            slots=slots, tokens=slots + rows, prefills=slots, rows=rows, prefill_chunk=prefill_chunk, mixes=mixes
+            slots=slots,
+            tokens=slots + rows,
+            prefills=slots,
+            rows=rows,
+            prefill_chunk=prefill_chunk,
+            mixes=mixes,
+            drafts=slots * drafts,
         )
         return cls(shapes, limits)
 
@@ -151,21 +171,42 @@ def no_adjustments(rows: int) -> LogitAdjustments:
     return LogitAdjustments(*(np.repeat(row, rows, axis=0) for row in logit_adjustments(SamplingParams())))
 
 
+class DraftedRows(NamedTuple):
+    """The guessed tokens among the tokens that rows to sample from follow.
+
+    The rows of a chunk with guesses are side by side: first the row of its known token, then a row for each guess.
+
+    Attributes:
+        offset: the number of guesses that the row follows.
+        guesses: these guesses in order, padded with `NO_GUESS`.
+    """
+
+    offset: Int32[Arrays, "R"]
+    guesses: Int32[Arrays, "R n"]
+
+
+NO_GUESS: Final = 2**31 - 1
+"""Stands for no token."""
+
+
 class StepBatch(NamedTuple):
     """The arrays of one step: N tokens, first the decodes, then the prefill rows; and R rows to sample from.
 
-    The rows to sample from are in the order of the step's chunks. Unused capacity is padding.
+    The rows to sample from are in the order of the step's chunks: one of each, and one more for each of its guesses.
+    Unused capacity is padding.
 
     Attributes:
         token: token ids. The device replaces the tokens of decodes that it holds.
         held: for each decode, the slot that holds its token; the number of slots if `token` has it.
         queries: the tokens' positions in their sequences, and the sequences' pages in the cache.
-        last_row: for each chunk, the index of its last token in N.
-        slot: for each chunk, the slot that will hold the sampled token; the number of slots if it samples none.
-        sampling: sampling parameters of each chunk.
-        adjustments: logit adjustments of each chunk; None if no chunk has any.
+        last_row: the index in N of the token that each row to sample from follows: the last one of its chunk, or of
+            those before a guess.
+        slot: for each row, the slot that will hold the sampled token; the number of slots if its chunk samples none.
+        sampling: sampling parameters of each row.
+        adjustments: logit adjustments of each row; None if no chunk has any.
         images: the rows of images among the prefill tokens; None without images.
         steps: in a run, the number of steps that each decode takes part in; None for a single step.
+        drafted: guessed tokens before the rows to sample from; None if no step of the loop has any.
     """
 
     token: Int32[Arrays, "N"]
@@ -177,10 +218,15 @@ class StepBatch(NamedTuple):
     adjustments: LogitAdjustments | None = None
     images: ImageRows | None = None
     steps: Int32[Arrays, "decodes"] | None = None
+    drafted: DraftedRows | None = None
+
+    def for_layers(self) -> "StepBatch":
+        """Returns the batch without what only sampling needs: one program of the layers serves all kinds of it."""
+        return self._replace(adjustments=None, drafted=None)
 
     def as_empty_run(self) -> "StepBatch":
         """Returns the batch of a run of the same shape in which no decode takes part."""
-        return self._replace(adjustments=None, steps=np.zeros(self.held.shape, np.int32))
+        return self.for_layers()._replace(steps=np.zeros(self.held.shape, np.int32))
 
     def at_step_of_run(self, number: Any, no_slot: int) -> "StepBatch":
         """Returns the batch of a step of a run, without the decodes that have ended, for tracing in the run's program.
@@ -205,7 +251,13 @@ class SlotTable:
     """Page tables and sampling parameters of the running sequences, by slot; makes step batches from them."""
 
     def __init__(
-        self, slots: int, pages_per_sequence: int, *, named_in_queries: bool = False, coordinates: int | None = None
+        self,
+        slots: int,
+        pages_per_sequence: int,
+        *,
+        named_in_queries: bool = False,
+        coordinates: int | None = None,
+        drafts: int = 0,
     ) -> None:
         """A table of empty slots.
 
@@ -214,10 +266,12 @@ class SlotTable:
             pages_per_sequence: maximum pages of a sequence.
             named_in_queries: include slots in queries, for models with state in slots.
             coordinates: coordinates per token, for models whose rotary embedding has sections; None: queries have none.
+            drafts: maximum number of guessed tokens of a sequence in a step.
         """
         self.slots = slots
         self._coordinates = coordinates
         self._named_in_queries = named_in_queries
+        self._drafts = drafts
         self._page_table = np.zeros((slots, pages_per_sequence), np.int32)
         self._page_ids: list[list[int] | None] = [None] * slots
         self._num_pages = [0] * slots
@@ -236,6 +290,7 @@ class SlotTable:
         starts = np.array([chunk.start for chunk in step.chunks], np.int32)
         counts = np.array([chunk.count for chunk in step.chunks], np.int32)
         completes = np.array([chunk.completes for chunk in step.chunks], bool)
+        rows = _SampledRows.of(step.chunks, slots, starts + counts, completes) if self._drafts else None
 
         def by_request(values: np.ndarray) -> np.ndarray:
             """Scatters values per chunk to the requests of the queries."""
@@ -244,12 +299,13 @@ class SlotTable:
             return result
 
         def sampled(values: np.ndarray, fill: int = 0) -> np.ndarray:
-            """Pads values per chunk to the rows to sample from."""
+            """Pads values of rows to the capacity for rows to sample from."""
             padding = np.full((shape.sampled - len(values), *values.shape[1:]), fill, values.dtype)
             return np.concatenate([values, padding])
 
-        sampling = SamplingArrays(*(sampled(values[slots]) for values in self._sampling))
-        adjustments = LogitAdjustments(*(sampled(x[slots]) for x in self._adjustments)) if adjusted else None
+        slot_of_row = slots if rows is None else rows.slot
+        sampling = SamplingArrays(*(sampled(values[slot_of_row]) for values in self._sampling))
+        adjustments = LogitAdjustments(*(sampled(x[slot_of_row]) for x in self._adjustments)) if adjusted else None
         queries = Queries.packed(
             *(by_request(values) for values in (self._page_table[slots], starts, counts)),
             decodes=shape.decodes,
@@ -260,17 +316,31 @@ class SlotTable:
         if self._coordinates is not None:
             queries = dataclasses.replace(queries, coordinates=_coordinates(step, shape, self._coordinates))
         token, last_row = self._tokens(step, shape)
+        samples, position = completes, starts + counts
+        if rows is not None:
+            last_row, samples, position = last_row[rows.chunk] - rows.after, rows.samples, rows.position
         return StepBatch(
             token=token,
             held=self._held(step, shape, slots),
             queries=queries,
             last_row=sampled(last_row),
-            slot=sampled(np.where(completes, slots, np.int32(self.slots)), fill=self.slots),
-            sampling=sampling._replace(position=sampled(starts + counts)),
+            slot=sampled(np.where(samples, slot_of_row, np.int32(self.slots)), fill=self.slots),
+            sampling=sampling._replace(position=sampled(position)),
             adjustments=adjustments,
             images=_image_rows(step, shape),
             steps=_steps(step, shape) if step.is_run else None,
+            drafted=None if rows is None else self._drafted(step, sampled(rows.offset)),
         )
+
+    def _drafted(self, step: ScheduledStep, offset: np.ndarray) -> DraftedRows:
+        """Returns the guesses before the rows to sample from."""
+        guesses = np.full((len(offset), self._drafts), NO_GUESS, np.int32)
+        row = 0
+        for chunk in step.chunks:
+            for number in range(1, chunk.sampled):
+                guesses[row + number, :number] = chunk.drafts[:number]
+            row += chunk.sampled
+        return DraftedRows(offset, guesses)
 
     def _tokens(self, step: ScheduledStep, shape: BatchShape) -> tuple[np.ndarray, np.ndarray]:
         """Returns the token ids that the host knows, and the row of each chunk's last token."""
@@ -280,7 +350,7 @@ class SlotTable:
                 token[row] = chunk.sequence.tokens[chunk.start]
         last_row = [*range(len(step.decodes))]
         for row, chunk in _rows_of_prefills(step, shape):
-            token[row : row + chunk.count] = chunk.sequence.tokens[chunk.start : chunk.start + chunk.count]
+            token[row : row + chunk.count] = chunk.tokens
             last_row.append(row + chunk.count - 1)
         return token, np.array(last_row, np.int32)
 
@@ -312,6 +382,36 @@ class SlotTable:
             self._page_table[slot, known:] = 0
             self._page_table[slot, known:count] = sequence.page_ids[known:]
             self._num_pages[slot] = count
+
+
+class _SampledRows(NamedTuple):
+    """The rows to sample from in a step with guesses.
+
+    Attributes:
+        chunk: the index of each row's chunk.
+        offset: the number of its chunk's guesses that the row follows.
+        after: the number of its chunk's guesses after the row.
+        slot: the slot of the chunk's sequence.
+        position: the position of the token to sample.
+        samples: False if the chunk does not sample.
+    """
+
+    chunk: Int32[np.ndarray, "R"]
+    offset: Int32[np.ndarray, "R"]
+    after: Int32[np.ndarray, "R"]
+    slot: Int32[np.ndarray, "R"]
+    position: Int32[np.ndarray, "R"]
+    samples: Bool[np.ndarray, "R"]
+
+    @classmethod
+    def of(
+        cls, chunks: Sequence[ScheduledChunk], slots: np.ndarray, ends: np.ndarray, completes: np.ndarray
+    ) -> "_SampledRows":
+        """Returns the rows of chunks, given the slot, the end and the kind of each."""
+        rows = [(index, number) for index, chunk in enumerate(chunks) for number in range(chunk.sampled)]
+        chunk, offset = np.array(rows, np.int32).reshape(-1, 2).T
+        after = np.array([one.drafted for one in chunks], np.int32)[chunk] - offset
+        return cls(chunk, offset, after, slots[chunk], ends[chunk] - after, completes[chunk])
 
 
 def _steps(step: ScheduledStep, shape: BatchShape) -> Int32[np.ndarray, "decodes"]:

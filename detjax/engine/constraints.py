@@ -141,6 +141,21 @@ class ConstraintCompiler(MaskComputer):
             if not state.consume_token(token):
                 return
 
+    def masks_after(self, state: "llguidance.LLMatcher", guesses: Sequence[int]) -> Iterator[UInt32[np.ndarray, "W"]]:
+        """Yields the mask after each guess, on the host, as long as the constraint accepts the guesses.
+
+        At the end the matcher's state is as before, or an error that the constraint's limits caused.
+        """
+        accepted = state.validate_tokens(list(guesses))
+        for token in guesses[:accepted]:
+            state.consume_token(token)
+            allowed = all_allowed(1, self._vocabulary)
+            self._library.numpy.fill_next_token_bitmask(state, allowed.view(np.int32))
+            if state.is_error():
+                return
+            yield allowed[0]
+        state.rollback(accepted)
+
     def _start(self, matchers: Sequence[Matcher]) -> None:
         """Starts making llguidance matchers for those that need one and get none from the pool."""
         super()._start([matcher for matcher in matchers if matcher.constraint is None])

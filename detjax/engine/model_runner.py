@@ -188,6 +188,11 @@ class ModelRunner:
             self._forward(self.copy(self._empty_batch(batch.shape)), is_linked=False)
         return self._forward(batch)
 
+    @property
+    def last_tokens(self) -> Array:
+        """The last sampled token of each slot."""
+        return self._slots.last
+
     def _forward(self, batch: StepBatch, *, is_linked: bool = True) -> tuple[Array, Array]:
         program = step_programs.forward(batch, self._state, self._slots.last)
         self._state, hidden, rows = self._run(program, is_linked=is_linked)

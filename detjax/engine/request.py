@@ -34,8 +34,9 @@ class Request:
             `max_tokens`, penalties and constraints. The answer holds the tokens after them, and the text that a stream
             had not sent yet.
         pooling: the result of a model that pools; `sampling` is not read then. None: the request generates.
+        speculative: whether the engine may guess tokens of the request, if it does so at all.
 
-    No bit of the answer depends on `cache_salt`, `client` or `id`.
+    No bit of the answer depends on `cache_salt`, `client`, `id` or `speculative`.
 
     Example:
         >>> detjax.Request([3, 1, 4]).sampling.max_tokens
@@ -50,6 +51,7 @@ class Request:
     images: Sequence[GivenImage] = dataclasses.field(default=(), compare=False, repr=False)
     generated: Sequence[Sequence[int]] = ()
     pooling: Pooling | None = None
+    speculative: bool = dataclasses.field(default=True, compare=False)
 
 
 type TopLogprobs = tuple[tuple[int, float], ...]

@@ -147,6 +147,7 @@ class RequestReader:
             constraint=self._constraints.compile(params.constraint),
             rules=self._constraints.rules(params, ends),
             images=PromptImages(images, prompt, self._model_config) if images else None,
+            drafts=request.speculative,
         )
         try:
             return sequences.samples(prompt, params, context, generated)

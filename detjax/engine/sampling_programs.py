@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32, UInt16, UInt32
 
-from detjax.engine.batch import StepBatch, no_adjustments
+from detjax.engine.batch import DraftedRows, StepBatch, no_adjustments
 from detjax.engine.program import Parameters, StepProgram, model_of
 from detjax.engine.sampled_tokens import SampledTokens
 from detjax.engine.sampling_variant import SamplingVariant
@@ -47,6 +47,7 @@ class SampledRows(NamedTuple):
     adjustments: LogitAdjustments | None
     allowed: UInt32[Arrays, "R W"] | None = None
     """A bit per token that may be chosen; see `ops.adjust_logits`."""
+    drafted: DraftedRows | None = None
 
 
 class SeenEntries(NamedTuple):
@@ -89,7 +90,7 @@ def sample(batch: StepBatch, hidden: Any, slots: SlotState, variant: SamplingVar
         slots, adjustments = slots._replace(seen=None), None
     elif adjustments is None:
         adjustments = no_adjustments(count)
-    rows = SampledRows(batch.slot, batch.sampling, adjustments, allowed if variant.constrained else None)
+    rows = SampledRows(batch.slot, batch.sampling, adjustments, allowed if variant.constrained else None, batch.drafted)
     return sample_rows(rows, hidden, slots, variant)
 
 
@@ -160,14 +161,56 @@ def _sample(
     if variant.adjusted:
         assert slots.seen is not None
         count = len(slots.seen.generated)
-        slot = unique_scatter_indices(slot < count, slot, count)
+        if rows.drafted is None:
+            slot = unique_scatter_indices(slot < count, slot, count)
         seen_by_row = SeenTokens(*(x.at[slot].get(mode="fill", fill_value=0) for x in slots.seen))
+        if rows.drafted is not None:
+            seen_by_row = _with_guesses(seen_by_row, rows.drafted)
     with model_of(network, parameters) as model:
         sampled = model.with_logits(sampled_from, hidden, rows, seen_by_row, variant=variant)
+    if rows.drafted is not None:
+        return _after_drafts(slots, rows, rows.drafted, seen_by_row, sampled.token), sampled
     seen = None
     if slots.seen is not None and seen_by_row is not None:
         seen = _with_tokens(slots.seen, seen_by_row, slot, sampled.token)
     return SlotState(slots.last.at[rows.slot].set(sampled.token, mode="drop"), seen), sampled
+
+
+def counted_rows(token: Int32[Array, "R"], drafted: DraftedRows) -> Bool[Array, "R"]:
+    """Returns True for the rows whose sampled tokens count: all guesses before them equal the tokens sampled there."""
+    offset, guesses = jnp.asarray(drafted.offset), jnp.asarray(drafted.guesses)
+    guess = jnp.take_along_axis(guesses, jnp.maximum(offset - 1, 0)[:, None], axis=1)[:, 0]
+    is_right = counted = (offset == 0) | (guess == jnp.roll(token, 1))
+    for earlier in range(1, guesses.shape[1]):
+        counted &= (offset <= earlier) | jnp.roll(is_right, earlier)
+    return counted
+
+
+def _with_guesses(seen: SeenTokens, drafted: DraftedRows) -> SeenTokens:
+    """Adds the guesses before each row to its seen tokens."""
+    row, generated = jnp.arange(len(drafted.offset), dtype=jnp.int32), seen.generated
+    for guess in jnp.asarray(drafted.guesses).T:
+        count = generated.at[row, guess].get(mode="fill", fill_value=0)
+        count += (count < np.iinfo(COUNT).max).astype(COUNT)
+        generated = generated.at[row, guess].set(count, mode="drop", unique_indices=True)
+    return seen._replace(generated=generated)
+
+
+def _after_drafts(
+    slots: SlotState, rows: SampledRows, drafted: DraftedRows, by_row: SeenTokens | None, token: Int32[Array, "R"]
+) -> SlotState:
+    """Returns the state of the slots after the tokens that count."""
+    offset, counted = jnp.asarray(drafted.offset), counted_rows(token, drafted)
+    continues = jnp.roll(counted, -1) & (jnp.roll(offset, -1) == offset + 1)
+    nowhere = len(slots.last)
+    last = slots.last.at[jnp.where(counted & ~continues, rows.slot, nowhere)].set(token, mode="drop")
+    if slots.seen is None or by_row is None:
+        return SlotState(last, None)
+    count = by_row.generated[jnp.arange(len(token), dtype=jnp.int32), token]
+    count += (count < np.iinfo(COUNT).max).astype(COUNT)
+    # Several rows of a slot may have the same token. Each has counted those before it, so the last one has the most.
+    slot = jnp.where(counted, rows.slot, nowhere)
+    return SlotState(last, slots.seen._replace(generated=slots.seen.generated.at[slot, token].max(count, mode="drop")))
 
 
 def sampled_from(

@@ -2,6 +2,11 @@
 
 import dataclasses
 import operator
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+
+import numpy as np
+from jaxtyping import UInt32
 
 from detjax.contract import KV_BLOCK, QUERY_UNIT
 from detjax.engine.page_pool import Digest, PagePool
@@ -25,6 +30,10 @@ class ScheduledChunk:
         is_decode: whether the chunk is a single token in one row of the step. Other chunks are prefills, whose rows
             begin at multiples of `QUERY_UNIT`.
         later: further tokens that a run computes after the chunk, each sampled by the previous step of the run.
+        drafted: the number of tokens at the chunk's end that are guesses. The step samples a token after the token
+            before them, and after each of them; see `detjax.engine.drafts`.
+        drafts: these guesses.
+        masks: the tokens that may be chosen after each guess; empty: any.
     """
 
     sequence: Sequence
@@ -33,6 +42,26 @@ class ScheduledChunk:
     completes: bool
     is_decode: bool
     later: int = 0
+    drafted: int = 0
+    drafts: Seq[int] = ()
+    masks: Seq[UInt32[np.ndarray, "W"]] = ()
+
+    @property
+    def sampled(self) -> int:
+        """Rows that the step samples from."""
+        return 1 + self.drafted
+
+    @property
+    def tokens(self) -> Seq[int]:
+        """The chunk's tokens, all of which the host must know."""
+        known = self.sequence.tokens[self.start : self.start + self.count - self.drafted]
+        return (*known, *self.drafts) if self.drafted else known
+
+    def shorten(self, drafted: int) -> None:
+        """Drops all guesses but the first ones."""
+        self.count -= self.drafted - drafted
+        self.drafted = drafted
+        self.is_decode = not drafted
 
     @property
     def end(self) -> int:
@@ -62,6 +91,11 @@ class ScheduledStep:
         """True if the device repeats the step with the tokens that it samples."""
         return any(chunk.later for chunk in self.decodes)
 
+    @property
+    def verifies(self) -> bool:
+        """True if guessed tokens are among the step's."""
+        return any(chunk.drafted for chunk in self.prefills)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepLimits:
@@ -74,6 +108,7 @@ class StepLimits:
         rows: rows of a step's prefill chunks; see `padded_rows`.
         prefill_chunk: tokens of a chunk.
         mixes: whether a step may have both prefills and decodes. Otherwise all prefills come before the next decode.
+        drafts: guessed tokens of a step.
     """
 
     slots: int
@@ -82,6 +117,7 @@ class StepLimits:
     rows: int
     prefill_chunk: int
     mixes: bool = True
+    drafts: int = 0
 
 
 class Scheduler:
@@ -138,14 +174,21 @@ class Scheduler:
         else:
             self._evict(sequence)
 
-    def plan(self) -> ScheduledStep:
+    def plan(self, drafts: Mapping[Sequence, int] | None = None) -> ScheduledStep:
         """Returns the next step. It has no chunks if all remaining work depends on unread tokens.
 
         All steps except the last planned one must have been read, unless `can_plan_ahead`.
+
+        Args:
+            drafts: the number of tokens to guess for some sequences, whose tokens have all been read. The step has room
+                for at most so many.
         """
-        chunks, preemptions = self._chunks_of_running(), self.preemptions
+        chunks, preemptions = self._chunks_of_running(drafts or {}), self.preemptions
         for sequence in sorted(chunks, key=_TURN):
             while sequence in chunks and not self._has_pages(chunks[sequence]):
+                if chunks[sequence].drafted:  # rather guess nothing than preempt a sequence
+                    chunks[sequence].shorten(0)
+                    continue
                 victim = self.running[-1]
                 chunks.pop(victim, None)
                 self._evict(victim)
@@ -189,11 +232,22 @@ class Scheduler:
             self._restore(sequence, copies)
             sequence.computed = chunk.end
             if chunk.completes:
-                sequence.unread += 1 + chunk.later
+                sequence.unread += chunk.sampled + chunk.later
                 sequence.is_held = True
             self._name_pages(sequence)
             self._take_snapshot(sequence, copies)
         return copies
+
+    def accept_drafts(self, chunk: ScheduledChunk, accepted: int) -> None:
+        """Records how many guesses of a chunk were right, before its tokens are accepted.
+
+        The cache does not have the tokens of the other guesses. Their rows lie after the sequence's end, and are
+        overwritten.
+        """
+        wrong = chunk.drafted - accepted
+        chunk.sequence.unread -= wrong
+        if chunk.sequence.slot is not None:  # otherwise it was preempted, and has nothing in the cache
+            chunk.sequence.computed -= wrong
 
     def accept_token(self, sequence: Sequence) -> None:
         """Records that a sampled token was read and appended to its sequence."""
@@ -205,13 +259,13 @@ class Scheduler:
 
     # --- chunks -------------------------------------------------------------------------------------------------------
 
-    def _chunks_of_running(self) -> "_StepChunks":
+    def _chunks_of_running(self, drafts: Mapping[Sequence, int]) -> "_StepChunks":
         unfinished = [sequence for sequence in self.running if not sequence.has_all]
         chunks = _StepChunks(self.limits)
         for is_held in (True, False):
             for sequence in unfinished:
                 if sequence.is_held == is_held:
-                    chunks.add(sequence)
+                    chunks.add(sequence, drafts.get(sequence, 0))
         return chunks
 
     def _admit(self, chunks: "_StepChunks") -> None:
@@ -341,9 +395,12 @@ class _StepChunks(dict[Sequence, ScheduledChunk]):
     def __init__(self, limits: StepLimits) -> None:
         self._limits = limits
         self._free_tokens, self._free_rows, self._free_prefills = limits.tokens, limits.rows, limits.prefills
+        self._free_drafts = limits.drafts
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: Sequence, drafts: int = 0) -> None:
         """Adds the sequence's next chunk, as long as fits; adds nothing if the step is full."""
+        if drafts and self._add_with_drafts(sequence, drafts):
+            return
         remaining = sequence.length - sequence.computed
         count = min(remaining, self._free_tokens, self._limits.prefill_chunk)
         if sequence.snapshot_ends:
@@ -356,6 +413,21 @@ class _StepChunks(dict[Sequence, ScheduledChunk]):
         self._free_tokens -= count
         if count > 0:
             self[sequence] = ScheduledChunk(sequence, sequence.computed, count, count == remaining, is_decode)
+
+    def _add_with_drafts(self, sequence: Sequence, drafts: int) -> bool:
+        """Adds a chunk of the sequence's last token and of guesses, if there is room for one."""
+        assert sequence.is_held and not sequence.unread
+        rows = self._free_rows // QUERY_UNIT * QUERY_UNIT
+        drafts = min(drafts, self._free_drafts, self._free_tokens - 1, rows - 1)
+        if drafts < 1 or self._free_prefills < 1:
+            return False
+        self._free_rows -= padded_rows(1 + drafts)
+        self._free_prefills -= 1
+        self._free_tokens -= 1 + drafts
+        self._free_drafts -= drafts
+        options = {"completes": True, "is_decode": False, "drafted": drafts}
+        self[sequence] = ScheduledChunk(sequence, sequence.computed, 1 + drafts, **options)
+        return True
 
 
 def padded_rows(tokens: int) -> int:

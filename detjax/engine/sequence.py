@@ -66,6 +66,7 @@ class RequestContext:
         images: the prompt's images, if it has any.
         pooling: the result of a model that pools, in full; None: the request generates.
         reads_all_rows: True if the result depends on the hidden states of all tokens of the prompt.
+        drafts: whether tokens may be guessed.
     """
 
     end_tokens: frozenset[int] = frozenset()
@@ -78,6 +79,7 @@ class RequestContext:
     images: PromptImages | None = None
     pooling: Pooling | None = None
     reads_all_rows: bool = False
+    drafts: bool = True
 
 
 class SampleOutput:

@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import functools
+import itertools
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
@@ -15,6 +16,7 @@ from jaxtyping import Array, PyTree
 
 from detjax.contract import KV_BLOCK
 from detjax.engine.batch import BatchShapes, SlotTable, StepBatch
+from detjax.engine.drafts.drafting import Drafting
 from detjax.engine.field_error import FieldError
 from detjax.engine.launcher import Launcher
 from detjax.engine.model_runner import ModelRunner, StateSizes, bytes_of_snapshot
@@ -101,6 +103,29 @@ class _TokenResults:
                 results.append(rows.at(index, pooling))
 
 
+class _Sample(NamedTuple):
+    """A sequence that samples tokens in a step.
+
+    Attributes:
+        row: the row of its first sampled token.
+        chunk: its chunk. Its guesses have the next rows.
+    """
+
+    row: int
+    chunk: ScheduledChunk
+
+    @property
+    def sequence(self) -> Sequence:
+        """The sequence."""
+        return self.chunk.sequence
+
+    def rows(self, tokens: Seq[int]) -> range:
+        """Returns the rows that count, given the sampled tokens: those before which all guesses were right."""
+        drafts = self.chunk.drafts
+        count = next((n for n, guess in enumerate(drafts) if tokens[self.row + n] != guess), len(drafts))
+        return range(self.row, self.row + count + 1)
+
+
 @dataclasses.dataclass(frozen=True)
 class _PlannedStep:
     """A step that is ready to launch.
@@ -109,7 +134,7 @@ class _PlannedStep:
         plan: its chunks.
         batch: its arrays, on the device.
         first_rows: the first row of each prefill chunk.
-        samples: the sequences that sample a token, each with its row of the sampled tokens.
+        samples: the sequences that sample tokens.
         needed: the capabilities that the sampling program needs; None if no token is sampled.
         unseen: arguments of `ModelRunner.note_seen` for the samples whose tokens the device does not know yet.
         copies: copies between slots and snapshots before and after the step.
@@ -118,7 +143,7 @@ class _PlannedStep:
     plan: ScheduledStep
     batch: StepBatch
     first_rows: Arrays
-    samples: list[tuple[int, Sequence]]
+    samples: list["_Sample"]
     needed: SamplingVariant | None
     unseen: list[tuple[int, Seq[int], Seq[int]]]
     copies: SlotCopies
@@ -186,8 +211,11 @@ class StepLoop:
         slots: SlotTable,
         runner: ModelRunner,
         launcher: Launcher | None = None,
+        drafting: Drafting | None = None,
     ) -> None:
         """A loop made of these parts; see `for_model`."""
+        assert drafting is None or shapes.limits.mixes, "steps with guesses have both prefills and decodes"
+        self.drafting = drafting
         self.scheduler = scheduler
         self._shapes = shapes
         self._slots = slots
@@ -338,16 +366,27 @@ class StepLoop:
 
     def step(self) -> list[tuple[Sequence, Token]]:
         """Launches the next step, if there is one, and returns the tokens of earlier steps."""
-        plan = self.scheduler.plan()
+        tokens, plan = self._plan()
         assert plan.chunks or self._in_flight or self.scheduler.is_idle, "no step is in flight, and none can be started"
         if plan.chunks:
             self._start(self._planned(plan))
-        tokens, unread = [], self._steps_to_leave_unread(plan)
+        unread = self._steps_to_leave_unread(plan)
         while len(self._in_flight) > unread:
             tokens += self._read(self._in_flight.popleft())
         if self.is_idle:
             self._newest = None
         return tokens
+
+    def _plan(self) -> tuple[list[tuple[Sequence, Token]], ScheduledStep]:
+        """Returns the next step, and the tokens that had to be read to guess those after them."""
+        drafting, running = self.drafting, self.scheduler.running
+        if drafting is None:
+            return [], self.scheduler.plan()
+        is_verifying = any(step.planned.plan.verifies for step in self._in_flight)
+        tokens = self.drain() if is_verifying or drafting.wants(running) else []
+        if self._in_flight:
+            return tokens, self.scheduler.plan()
+        return tokens, drafting.fill(self.scheduler.plan(drafting.wanted(running)))
 
     def _steps_to_leave_unread(self, plan: ScheduledStep) -> int:
         """Returns how many steps stay in flight after a step has been started."""
@@ -361,10 +400,11 @@ class StepLoop:
 
     def _planned(self, plan: ScheduledStep) -> _PlannedStep:
         """Copies a step to the device and marks it as submitted."""
-        samples = [(row, chunk.sequence) for row, chunk in enumerate(plan.chunks) if chunk.completes]
-        needed = SamplingVariant.needed_by([sequence.params for _, sequence in samples]) if samples else None
+        rows = itertools.accumulate((chunk.sampled for chunk in plan.chunks), initial=0)
+        samples = [_Sample(row, chunk) for row, chunk in zip(rows, plan.chunks, strict=False) if chunk.completes]
+        needed = SamplingVariant.needed_by([sample.sequence.params for sample in samples]) if samples else None
         shape = self._shapes.smallest(plan, self._runner.has_layers)
-        if needed is not None and (steps := self._runner.steps_of_run(shape, needed)) > 1:
+        if needed is not None and self._may_run and (steps := self._runner.steps_of_run(shape, needed)) > 1:
             self.scheduler.extend_to_run(plan, steps)
         self._compute_rows(
             images
@@ -374,9 +414,15 @@ class StepLoop:
         batch = self._slots.batch(plan, shape, adjusted=needed is not None and needed.adjusted)
         first_rows = batch.queries.first_row
         assert first_rows is not None
-        unseen = [tokens for _, sequence in samples if (tokens := _unseen(sequence)) is not None]
+        unseen = [tokens for sample in samples if (tokens := _unseen(sample.sequence)) is not None]
         copies = self.scheduler.mark_submitted(plan)
         return _PlannedStep(plan, self._runner.copy(batch), first_rows, samples, needed, unseen, copies)
+
+    @property
+    def _may_run(self) -> bool:
+        """True if steps may form runs: nobody needs the steps one by one."""
+        drafting = self.drafting
+        return drafting is None or not (drafting.drafter.follows or drafting.wants(self.scheduler.running))
 
     def _start(self, planned: _PlannedStep) -> None:
         """Launches a step, in the launcher's thread if it has to wait for masks."""
@@ -405,6 +451,8 @@ class StepLoop:
                 pending.result()
             return _Launched([], sampled, {})
         hidden, rows = self._runner.forward(planned.batch)
+        if self.drafting is not None:
+            self.drafting.drafter.follow(planned.batch, self._runner.last_tokens)
         for slot, snapshot in planned.copies.taken:
             snapshot.rows = self._runner.take_slot(slot)
         if planned.plan.chunks[0].sequence.context.pooling is not None:  # as in all sequences of a model that pools
@@ -433,10 +481,10 @@ class StepLoop:
         if not self._runner.carries:
             return _Launched(tokens, None, {}, self._runner.pool(hidden, wanted).start_copy())
         slots, factors = np.full(count, self._slots.slots, np.int32), np.zeros(count, np.float32)
-        for row, sequence in planned.samples:
-            assert sequence.slot is not None
-            slots[row] = sequence.slot
-            factors[row] = 1 / len(sequence.prompt) if self._runner.averages else 1
+        for row, chunk in planned.samples:
+            assert chunk.sequence.slot is not None
+            slots[row] = chunk.sequence.slot
+            factors[row] = 1 / len(chunk.sequence.prompt) if self._runner.averages else 1
         return _Launched(tokens, None, {}, self._runner.pool_carried(slots, factors, wanted).start_copy())
 
     def _token_results(self, chunk: ScheduledChunk, first_row: int, rows: Any) -> Iterator[_TokenResults]:
@@ -484,24 +532,37 @@ class StepLoop:
         if sampled is None:
             return
         for tokens in sampled.by_step() if plan.is_run else [sampled]:
-            for row, sequence in step.planned.samples:
-                # The sequence ended after the step was started, or other sequences have more tokens left in the run.
-                if sequence.finish_reason is not None:
-                    continue
-                if row in launched.failures:
-                    message = f"the sample's constraint failed: {launched.failures[row]}"
-                    sequence.failure = FieldError(message, sequence.params.field_of_masks)
-                token = sequence.add(*tokens.at(row, sequence.params), batch=size)
-                self.scheduler.accept_token(sequence)
-                if token.finish_reason is not None and sequence.matcher is not None:
-                    sequence.matcher.end()
-                yield sequence, token
+            for sample in step.planned.samples:
+                chunk, sequence = sample.chunk, sample.chunk.sequence
+                for row in self._rows_that_count(sample, tokens) if chunk.drafted else (sample.row,):
+                    # The sequence ended after the step was started or at an earlier row, or other sequences have more
+                    # tokens left in the run.
+                    if sequence.finish_reason is not None:
+                        break
+                    if row in launched.failures:
+                        message = f"the sample's constraint failed: {launched.failures[row]}"
+                        sequence.failure = FieldError(message, sequence.params.field_of_masks)
+                    token = sequence.add(*tokens.at(row, sequence.params), batch=size)
+                    self.scheduler.accept_token(sequence)
+                    if token.finish_reason is not None and sequence.matcher is not None:
+                        sequence.matcher.end()
+                    yield sequence, token
+
+    def _rows_that_count(self, sample: _Sample, tokens: SampledTokens) -> range:
+        """Takes note of which guesses of a chunk were right, and returns the rows whose tokens count."""
+        rows = sample.rows(tokens.token)
+        if sample.sequence.finish_reason is None:
+            self.scheduler.accept_drafts(sample.chunk, len(rows) - 1)
+            if self.drafting is not None:
+                self.drafting.note(sample.sequence, sample.chunk.drafted, len(rows) - 1)
+        return rows
 
     def _read_pooled(
-        self, samples: Iterable[tuple[int, Sequence]], pooled: PooledBatch, size: int
+        self, samples: Iterable[_Sample], pooled: PooledBatch, size: int
     ) -> Iterator[tuple[Sequence, Token]]:
         """Ends the sequences whose results a step has computed."""
-        for row, sequence in samples:
+        for row, chunk in samples:
+            sequence = chunk.sequence
             pooling = sequence.context.pooling
             assert pooling is not None
             if sequence.finish_reason is None:
@@ -543,11 +604,13 @@ def _unseen(sequence: Sequence) -> tuple[int, Seq[int], Seq[int]] | None:
 
 def _start_masks(previous: _InFlightStep | None, planned: _PlannedStep) -> Future[Masks] | None:
     """Starts computing the masks of a planned step, which depend on the tokens of the previous step."""
-    matchers = {row: sequence.matcher for row, sequence in planned.samples if sequence.matcher is not None}
+    samples = [(sample, matcher) for sample in planned.samples if (matcher := sample.sequence.matcher) is not None]
+    matchers = {sample.row: matcher for sample, matcher in samples}
+    after_guesses = {sample.row: sample.chunk.masks for sample, _ in samples if sample.chunk.drafted}
     accepting = [
-        (row, sequence.matcher, sequence.context.end_tokens)
-        for row, sequence in (() if previous is None else previous.planned.samples)
-        if sequence.matcher is not None and sequence.finish_reason is None
+        (sample, matcher, sample.sequence.context.end_tokens)
+        for sample in (() if previous is None else previous.planned.samples)
+        if (matcher := sample.sequence.matcher) is not None and sample.sequence.finish_reason is None
     ]
 
     def accepted() -> Iterator[tuple[Matcher, int]]:
@@ -556,10 +619,13 @@ def _start_masks(previous: _InFlightStep | None, planned: _PlannedStep) -> Futur
         # The previous step may use the matchers until it is launched.
         launched = previous.launched.result()
         tokens = launched.sampled.read_tokens() if accepting and launched.sampled is not None else []
-        for row, matcher, end_tokens in accepting:
-            if tokens[row] not in end_tokens:
-                yield matcher, tokens[row]
+        for sample, matcher, end_tokens in accepting:
+            for row in sample.rows(tokens):
+                if tokens[row] not in end_tokens:
+                    yield matcher, tokens[row]
 
     computer = computer_for([*matchers.values(), *(matcher for _, matcher, _ in accepting)])
     rows = planned.batch.shape.sampled
-    return None if computer is None else computer.start_masks(rows, matchers, accepted)
+    # Without guesses, computers need not know of them.
+    given = (after_guesses,) if after_guesses else ()
+    return None if computer is None else computer.start_masks(rows, matchers, accepted, *given)

@@ -61,7 +61,7 @@ def forward(batch: StepBatch, state: State, last: Any) -> StepProgram:
     shape = batch.shape
     prefills = f", and prefills of up to {shape.rows} rows" if shape.rows else ""
     # The layers do not depend on sampling: their program is the same with and without adjustments.
-    args = state, last, batch._replace(adjustments=None)
+    args = state, last, batch.for_layers()
     return StepProgram(_forward, shape, args, {}, f"layers: up to {shape.decodes} decodes{prefills}")
 
 
@@ -79,7 +79,7 @@ def decode_run(batch: StepBatch, state: State, last: Any, variant: SamplingVaria
     """Returns the program that computes several decode steps, each from the tokens of the previous step."""
     count = batch.shape.decodes
     purpose = f"runs of {RUN_STEPS} steps: up to {count} decodes {variant.description}"
-    args = state, last, batch._replace(adjustments=None)
+    args = state, last, batch.for_layers()
     return StepProgram(_decode_run, count, args, {"variant": variant, "most": RUN_STEPS}, purpose, is_essential=False)
 
 

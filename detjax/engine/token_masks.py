@@ -6,6 +6,8 @@ same bits in every batch. The host computes masks while the device computes hidd
 
 import concurrent.futures
 import functools
+import itertools
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -66,7 +68,11 @@ class MaskComputer:
         """Frees the matcher of an ended sample in the background."""
 
     def start_masks(
-        self, rows: int, matchers: "Mapping[int, Matcher]", accepted: "Callable[[], Iterable[tuple[Matcher, int]]]"
+        self,
+        rows: int,
+        matchers: "Mapping[int, Matcher]",
+        accepted: "Callable[[], Iterable[tuple[Matcher, int]]]",
+        after_guesses: "Mapping[int, Sequence[UInt32[np.ndarray, 'W']]]" = types.MappingProxyType({}),
     ) -> Future[Masks]:
         """Starts computing the tokens that each row allows, in other threads and without the GIL.
 
@@ -75,9 +81,10 @@ class MaskComputer:
         Args:
             rows: the number of rows, R.
             matchers: by row; from this computer or another one for the same tokens. Other rows allow all tokens.
-            accepted: returns matchers, each with its sample's last token, which it has not consumed yet. It is called
+            accepted: returns matchers with their samples' last tokens, which they have not consumed yet. It is called
                 in another thread, so it may wait for the tokens, and must wait for the masks of earlier steps. A
                 constraint that refuses its token or becomes too complex is among the failures from then on.
+            after_guesses: the masks of the rows after some of these rows, which follow guessed tokens.
         """
         self._start([matcher for matcher in matchers.values() if matcher.starting is None])
 
@@ -85,14 +92,20 @@ class MaskComputer:
             concurrent.futures.wait({matcher.starting for matcher in matchers.values() if matcher.starting is not None})
             # The device waits for everything after `accepted`, which waits for the last tokens.
             allowed = all_allowed(rows, self._vocabulary)
-            last_tokens = [*accepted()]
-            failures = self._fill(allowed, matchers, last_tokens)
-            for matcher, token in last_tokens:
-                matcher.note(token)
+            turns = _in_turns(accepted())
+            for tokens, later in itertools.pairwise(turns):
+                # A constraint has limits on its work, so its work must not depend on how many tokens come together.
+                between = {row: matcher for row, (matcher, _) in enumerate(later)}
+                self._fill(all_allowed(len(later), self._vocabulary), between, tokens)
+                _note(tokens)
+            failures = self._fill(allowed, matchers, turns[-1])
+            _note(turns[-1])
             for row, matcher in matchers.items():
                 if row not in failures and not matcher.restrict(allowed[row]):
                     failures[row] = NOTHING_LEFT
             allowed[[*failures]] = ALL_ALLOWED
+            for row, masks in after_guesses.items():
+                allowed[row + 1 : row + 1 + len(masks)] = masks
             return Masks(jax.device_put(allowed), failures)
 
         return self._threads.submit(masks)
@@ -169,6 +182,23 @@ class Matcher:
     def end(self) -> None:
         """Frees the llguidance matcher in the background, once nothing else uses it."""
         self.computer.free(self)
+
+
+def _in_turns(accepted: Iterable[tuple[Matcher, int]]) -> list[list[tuple[Matcher, int]]]:
+    """Returns the first token of each matcher, then the second ones, and so on; at least one list."""
+    turns: list[list[tuple[Matcher, int]]] = [[]]
+    count = dict[Matcher, int]()
+    for matcher, token in accepted:
+        turn = count[matcher] = count.get(matcher, -1) + 1
+        if turn == len(turns):
+            turns.append([])
+        turns[turn].append((matcher, token))
+    return turns
+
+
+def _note(tokens: Iterable[tuple[Matcher, int]]) -> None:
+    for matcher, token in tokens:
+        matcher.note(token)
 
 
 def computer_for(matchers: Iterable[Matcher]) -> MaskComputer | None:

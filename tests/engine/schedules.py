@@ -9,6 +9,7 @@ import functools
 import itertools
 import random
 import sys
+import types
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
@@ -35,6 +36,9 @@ from detjax.engine import batch, page_pool, sampling_variant, scheduler, step_lo
 from detjax.engine.batch import BatchShape, BatchShapes, SlotTable, StepBatch
 from detjax.engine.constraint import Constraint
 from detjax.engine.constraints import CompiledConstraint, ConstraintCompiler
+from detjax.engine.drafts.draft_lengths import DraftLengths
+from detjax.engine.drafts.drafter import Drafter
+from detjax.engine.drafts.drafting import Drafting
 from detjax.engine.launcher import Launcher
 from detjax.engine.model_runner import ModelRunner
 from detjax.engine.page_pool import PagePool, prefix_root
@@ -55,6 +59,8 @@ MOST_LIKELIEST = 3
 """Likeliest tokens that a program reports; requests ask for some of them."""
 SCORED_ROWS = 3
 """Prompt tokens that are scored at once: so few that chunks have several parts."""
+DROPPABLE = 7
+"""Tokens that a slot can drop again."""
 _ALL_ALLOWED = 0xFFFFFFFF
 
 
@@ -63,9 +69,9 @@ def content(before: int, token: int) -> int:
     return hash((before, int(token)))
 
 
-def next_token(state: int, seed: int, index: int) -> int:
-    """Returns the model's next token: it depends on all tokens before it, and on the request."""
-    return hash((state, seed, index)) % VOCABULARY
+def next_token(state: int, key: tuple[int, ...], position: int) -> int:
+    """Returns the model's next token: it depends on all tokens before it, and on the noise of the request."""
+    return hash((state, key, position)) % VOCABULARY
 
 
 def prompt_logprob(state: int, token: int) -> float:
@@ -94,7 +100,8 @@ def expected_tokens(sequence: Sequence) -> list[int]:
     while len(tokens) < params.max_tokens and tokens[-1:] != [END]:
         adjustment = penalty(sequence.prompt, tokens) if params.penalized else 0
         mask = allowed_word(tokens) if params.constraint is not None else _ALL_ALLOWED
-        token = next_token(state ^ adjustment ^ mask, params.seed, sequence.index)
+        position = len(sequence.prompt) + len(tokens)
+        token = next_token(state ^ adjustment ^ mask, sequence.noise_key, position)
         tokens.append(END + 1 if token == END and len(tokens) < params.min_tokens else token)
         state = content(state, tokens[-1])
     return tokens
@@ -114,6 +121,14 @@ class TokensSoFar(list[int]):
 
     consume_token = list.append
 
+    def is_error(self) -> bool:
+        """Returns False: it accepts any token."""
+        return False
+
+    def compute_ff_tokens(self) -> list[int]:
+        """Returns no tokens: none is forced."""
+        return []
+
 
 class RememberingCompiler(ConstraintCompiler):
     """A compiler whose matchers remember the tokens they consumed. It computes masks as late as possible."""
@@ -122,8 +137,16 @@ class RememberingCompiler(ConstraintCompiler):
 
     def free(self, matcher: Matcher) -> None: ...
 
+    def masks_after(self, state: Any, guesses: Seq[int]) -> Iterator[np.ndarray]:
+        for count in range(1, len(guesses) + 1):
+            yield np.array([allowed_word([*state, *guesses[:count]])], np.uint32)
+
     def start_masks(
-        self, rows: int, matchers: Mapping[int, Matcher], accepted: Callable[[], Iterable[tuple[Matcher, int]]]
+        self,
+        rows: int,
+        matchers: Mapping[int, Matcher],
+        accepted: Callable[[], Iterable[tuple[Matcher, int]]],
+        after_guesses: Mapping[int, Seq[np.ndarray]] = types.MappingProxyType({}),
     ) -> Future[Masks]:
         def masks() -> Masks:
             for matcher, token in accepted():
@@ -131,6 +154,8 @@ class RememberingCompiler(ConstraintCompiler):
             allowed = np.full((rows, 1), _ALL_ALLOWED, np.uint32)
             for row, matcher in matchers.items():
                 allowed[row] = allowed_word(matcher.state)
+            for row, words in after_guesses.items():
+                allowed[row + 1 : row + 1 + len(words)] = words
             return Masks(jnp.asarray(allowed), {})
 
         return _LateFuture(masks)
@@ -184,8 +209,13 @@ class RememberingRunner(ModelRunner):
         self.cache: dict[tuple[int, int], int] = {}
         self.last = np.full(slots, -1)
         self.seen: list[tuple[tuple[int, ...], list[int]]] = [((), [])] * slots
-        self.held: list[tuple[int, int]] = [(-1, 0)] * slots
-        """For models with state in slots: how many tokens a slot has seen, and what it holds of them."""
+        self.held: list[list[tuple[int, int]]] = [[]] * slots
+        """For models with state in slots: how many tokens a slot has seen, and what it holds of them; also before the
+        last few of them."""
+
+    @property
+    def last_tokens(self) -> Any:
+        return self.last
 
     def copy(self, batch: StepBatch) -> StepBatch:
         return batch
@@ -208,8 +238,13 @@ class RememberingRunner(ModelRunner):
             before = self.cache[place(row, position - 1)] if position else 0
             if queries.slots is not None:
                 slot = queries.slots[queries.rows.request[row]]
-                assert not position or self.held[slot] == (position, before)
-                self.held[slot] = position + 1, content(before, tokens[row])
+                if position:
+                    held = [one for one in self.held[slot] if one[0] <= position]
+                    assert held[-1:] == [(position, before)]
+                else:
+                    held = []
+                # The last tokens of a call can be dropped.
+                self.held[slot] = [*held, (position + 1, content(before, tokens[row]))][-1 - DROPPABLE :]
             self.cache[places[row]] = content(before, tokens[row])
         held_at = [self.cache[places[row]] if row in places else 0 for row in range(len(tokens))]
         return [held_at[row] for row in batch.last_row.tolist()], held_at[decodes:]
@@ -223,16 +258,24 @@ class RememberingRunner(ModelRunner):
         sampled = np.zeros(len(batch.slot), np.int32)
         chunks = np.flatnonzero(batch.slot < len(self.last))
         assert len(chunks)
+        counts = False
         for chunk in chunks:
             row = batch.last_row[chunk]
-            assert batch.sampling.position[chunk] == queries.rows.position[row] + 1
-            seed = int(batch.sampling.seed[chunk, 0]) << 32 | int(batch.sampling.seed[chunk, 1])
+            position = int(batch.sampling.position[chunk])
+            assert position == queries.rows.position[row] + 1
+            if batch.drafted is not None and (offset := batch.drafted.offset[chunk]):
+                # Tokens after a wrong guess are never used.
+                counts &= batch.drafted.guesses[chunk, offset - 1] == sampled[chunk - 1]
+                if not counts:
+                    continue
+            counts = True
             slot, adjustment, barred = batch.slot[chunk], 0, ()
             if (adjustments := batch.adjustments) is not None:
                 barred = adjustments.biased[chunk][np.isneginf(adjustments.bias[chunk])]
                 adjustment = penalty(*self.seen[slot]) if adjustments.frequency[chunk] else 0
             mask = _ALL_ALLOWED if words is None else words[chunk]
-            token = next_token(hidden[chunk] ^ adjustment ^ mask, seed, int(batch.sampling.sample_index[chunk]))
+            key = tuple(batch.sampling.noise_key[chunk].tolist())
+            token = next_token(hidden[chunk] ^ adjustment ^ mask, key, position)
             sampled[chunk] = token + 1 if token in barred else token
             self.last[slot] = sampled[chunk]
             self.seen[slot][1].append(int(sampled[chunk]))
@@ -272,10 +315,10 @@ class RememberingRunner(ModelRunner):
     def note_seen(self, slot: int, prompt: Seq[int], generated: Seq[int]) -> None:
         self.seen[slot] = tuple(prompt), [*generated]
 
-    def take_slot(self, slot: int) -> tuple[int, int]:
+    def take_slot(self, slot: int) -> list[tuple[int, int]]:
         return self.held[slot]
 
-    def put_slot(self, slot: int, rows: tuple[int, int]) -> None:
+    def put_slot(self, slot: int, rows: list[tuple[int, int]]) -> None:
         self.held[slot] = rows
 
     def score(self, rows: list[int], first: int, tokens: np.ndarray) -> SampledTokens:
@@ -329,9 +372,29 @@ class _TokensOnTheHost(SampledTokens):
         return self
 
 
-def shapes_for(slots: int, tokens: int, chunk: int | None = None, mixes: bool = True) -> BatchShapes:
+def shapes_for(slots: int, tokens: int, chunk: int | None = None, mixes: bool = True, drafts: int = 0) -> BatchShapes:
     """Returns an engine's shapes, or with `chunk` the shapes of `generate`."""
-    return BatchShapes.for_chunks(slots, chunk, mixes=mixes) if chunk else BatchShapes.for_serving(slots, tokens)
+    if chunk:
+        return BatchShapes.for_chunks(slots, chunk, mixes=mixes or drafts > 0, drafts=drafts)
+    return BatchShapes.for_serving(slots, tokens, drafts)
+
+
+class Oracle(Drafter):
+    """Guesses tokens that are right, wrong, or none of the vocabulary's, as numbers decide."""
+
+    def __init__(self, expected: Mapping[Sequence, list[int]], numbers: random.Random) -> None:
+        self._expected, self._numbers = expected, numbers
+
+    def propose(self, wanted: Mapping[Sequence, int]) -> dict[Sequence, list[int]]:
+        guesses = {}
+        for sequence, most in wanted.items():
+            assert not sequence.unread
+            right = self._expected[sequence][len(sequence.generated) :][:most]
+            right += [0] * (most - len(right))
+            wrong = self._numbers.choice([1, 1, VOCABULARY, -VOCABULARY])
+            first = self._numbers.choice([0, 1, 2, most, most])
+            guesses[sequence] = [token if number < first else token + wrong for number, token in enumerate(right)]
+        return guesses
 
 
 class Schedule:
@@ -345,6 +408,7 @@ class Schedule:
         launches_late: bool,
         snapshots: int | None,
         run_steps: int,
+        drafts: int,
     ) -> None:
         slots, keeps_slots = shapes.limits.slots, snapshots is not None
         cache = SnapshotCache(snapshots) if snapshots else None
@@ -352,13 +416,17 @@ class Schedule:
         self.pool = PagePool(num_pages, keeps_prefixes=keeps_prefixes, snapshots=cache)
         self.scheduler = Scheduler(self.pool, shapes.limits)
         launcher = LateLauncher() if launches_late else Launcher()
-        table = SlotTable(slots, num_pages, named_in_queries=keeps_slots)
+        table = SlotTable(slots, num_pages, named_in_queries=keeps_slots, drafts=drafts)
         self.runner = RememberingRunner(slots, run_steps)
-        self.loop = StepLoop(self.scheduler, shapes, table, self.runner, launcher)
+        self.expected: dict[Sequence, list[int]] = {}
+        drafting, numbers = None, random.Random(num_pages)
+        if drafts:
+            lengths: DraftLengths = lambda sequences, acceptance: numbers.randint(0, drafts)  # noqa: E731
+            drafting = Drafting(Oracle(self.expected, numbers), drafts, VOCABULARY, lengths)
+        self.loop = StepLoop(self.scheduler, shapes, table, self.runner, launcher, drafting)
         start: Any = TokensSoFar
         self.constraint = CompiledConstraint(RememberingCompiler(), start)
         self.sequences: list[Sequence] = []
-        self.expected: dict[Sequence, list[int]] = {}
         self.read: Counter[Sequence] = Counter()
 
     def submit(self, first_pages: list[int], more_tokens: int, max_tokens: int, n: int, client: str | None) -> None:
@@ -369,7 +437,7 @@ class Schedule:
         has_minimum = more_tokens % 3 == 0
         # A constraint gives the tokens of a prompt no sampling logprobs.
         is_constrained = max_tokens % 3 == 0 and not has_minimum and more_tokens != 5
-        params = SamplingParams(max_tokens=max_tokens, seed=more_tokens << 40 | max_tokens, n=n)
+        params = SamplingParams(max_tokens=max_tokens, temperature=1.0, seed=more_tokens << 40 | max_tokens, n=n)
         if self.runner.run_steps == 1 or more_tokens % 3 == 2:  # most of the others can be in runs
             params = dataclasses.replace(
                 params,
@@ -448,11 +516,11 @@ class Schedule:
 
 def play(draw: random.Random, actions: int) -> int:
     """Plays a random schedule of a number of actions, and returns how many runs of steps it had."""
-    chunk = draw.choice([None, None, 1, 3, 8])
-    shapes = shapes_for(draw.randint(1, 4), draw.randint(1, 24), chunk, draw.random() < 0.5)
+    chunk, drafts = draw.choice([None, None, 1, 3, 8]), draw.choice([0, 0, 0, 1, 7])
+    shapes = shapes_for(draw.randint(1, 4), draw.randint(1, 24), chunk, draw.random() < 0.5, drafts)
     snapshots = draw.choice([None, None, 0, 1, 3, 20])
     sizes = draw.randint(6, 14), draw.random() < 0.5, draw.random() < 0.5
-    schedule = Schedule(shapes, *sizes, snapshots, draw.choice([1, 2, 4]))
+    schedule = Schedule(shapes, *sizes, snapshots, draw.choice([1, 2, 4]), drafts)
     for _ in range(actions):
         match draw.choice(["submit", "submit", "step", "step", "cancel", "forget", "drop"]):
             case "submit":
@@ -485,6 +553,7 @@ class Schedules(RuleBasedStateMachine):
         launches_late=st.booleans(),
         snapshots=st.sampled_from([None, None, 0, 1, 3, 20]),
         run_steps=st.sampled_from([1, 2, 4]),
+        drafts=st.sampled_from([0, 0, 1, 7]),
     )
     def begin(
         self,
@@ -497,9 +566,10 @@ class Schedules(RuleBasedStateMachine):
         launches_late: bool,
         snapshots: int | None,
         run_steps: int,
+        drafts: int,
     ):
-        shapes = shapes_for(slots, tokens, chunk, mixes)
-        self.schedule = Schedule(shapes, num_pages, keeps_prefixes, launches_late, snapshots, run_steps)
+        shapes = shapes_for(slots, tokens, chunk, mixes, drafts)
+        self.schedule = Schedule(shapes, num_pages, keeps_prefixes, launches_late, snapshots, run_steps, drafts)
 
     @rule(
         first_pages=st.lists(st.sampled_from([0, 1]), max_size=4),
@@ -546,6 +616,7 @@ def small_pages() -> Iterator[None]:
         for module in (batch, scheduler, kv_pages):
             patch.setattr(module, "QUERY_UNIT", 2)
         patch.setattr(batch, "_MIN_ROWS", 8)
+        patch.setattr(batch, "_MIN_DRAFTED_ROWS", 4)
         patch.setattr(step_loop, "SCORED_ROWS", SCORED_ROWS)
         yield
 

@@ -1,0 +1,81 @@
+"""The interface of everything that guesses tokens.
+
+A new drafter is a subclass of `Drafter`. `new_drafter` in `drafting` makes the one that the settings ask for.
+"""
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from typing import NamedTuple
+
+from jaxtyping import Array, Float, Int32
+
+from detjax.engine.batch import BatchShape, StepBatch
+from detjax.engine.sampled_tokens import SampledTokens
+from detjax.engine.sequence import Sequence
+
+
+class SampledStep(NamedTuple):
+    """A step of the model whose tokens are sampled; its arrays are on the device, and may still be computed.
+
+    Attributes:
+        batch: the step's arrays. In a row of `batch.queries` the step has computed `token`.
+        token: the token that each row was computed from, `[N]`.
+        hidden: the model's normalized hidden state of each row.
+        features: the residual streams that `Drafter.depths` asks for, side by side; None: it asks for none.
+        sampled: the tokens sampled from the rows `batch.last_row`; None if the step samples none. Where a row's draft
+            turns out wrong, the rows after it are void; `sampling_programs.counted_rows` says which rows count.
+    """
+
+    batch: StepBatch
+    token: Int32[Array, "N"]
+    hidden: Float[Array, "N D"]
+    features: Float[Array, "N F"] | None
+    sampled: SampledTokens | None
+
+
+class Drafter:
+    """Guesses the next tokens of sequences. Guesses may be wrong, and need no determinism on one device.
+
+    Where devices of several processes share the model, all processes must guess the same tokens.
+
+    All methods are called in the order of steps. `follow` and `note_sampled` are called in the thread that launches
+    steps, and must not wait for the device; none of them runs while `propose` runs.
+
+    A drafter with a cache of keys and values may use the page tables and page ids of the model for pages of its own.
+    The pages of a sequence, of a shared prefix, and of a preempted sequence then always correspond.
+    """
+
+    follows: bool = False
+    """True if the drafter needs every step. Then no step is computed in a run of several."""
+    reads_hidden_states: bool = False
+    """True if `note_sampled` is to be called."""
+    depths: tuple[int, ...] | None = None
+    """The layers whose incoming residual streams `SampledStep.features` holds; see `DraftHead.depths`."""
+
+    def propose(self, wanted: Mapping[Sequence, int]) -> Mapping[Sequence, Seq[int]]:
+        """Returns guesses of the tokens after the last token of some sequences, each at most as many as wanted.
+
+        All tokens of these sequences were read. Their pages have room for the guesses, and the last token of each is in
+        its slot. Sequences without a guess may be missing.
+        """
+        raise NotImplementedError
+
+    def follow(self, batch: StepBatch, last: Int32[Array, "slots"]) -> None:
+        """Takes note of a step that computes the tokens of a batch, before tokens are sampled.
+
+        Args:
+            batch: the step's arrays, on the device.
+            last: the last token of each slot.
+        """
+
+    def note_sampled(self, step: SampledStep) -> None:
+        """Takes note of a step's hidden states and of the tokens sampled from them."""
+
+    def make_state(self) -> None:
+        """Allocates the cache again after `drop_state`."""
+
+    def drop_state(self) -> None:
+        """Releases the cache, and the weights if the drafter has its own."""
+
+    def warm_up(self, shapes: Seq[BatchShape]) -> None:
+        """Compiles and runs the programs that batches of these shapes need."""

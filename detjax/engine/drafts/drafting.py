@@ -1,0 +1,124 @@
+"""Drafting: decides which sequences of a step get guesses and how many, and keeps the guesses that can be right."""
+
+import itertools
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from weakref import WeakKeyDictionary
+
+from detjax.engine.drafts.draft_lengths import Acceptance, DraftLengths, tuned_length
+from detjax.engine.drafts.drafter import Drafter
+from detjax.engine.drafts.look_ahead import LookAhead
+from detjax.engine.scheduler import ScheduledChunk, ScheduledStep
+from detjax.engine.sequence import Sequence
+
+
+class Drafting:
+    """Guesses tokens for a step loop.
+
+    Attributes:
+        drafter: makes the guesses, except for tokens that a constraint forces.
+        most: maximum number of guesses of a sequence in a step.
+        proposed: number of guesses that steps verified.
+        accepted_at: number of guesses at each position of a draft that were right, as all before them.
+    """
+
+    def __init__(self, drafter: Drafter, most: int, vocabulary: int, lengths: DraftLengths = tuned_length) -> None:
+        """Drafting for a model with `vocabulary` logits."""
+        self.drafter, self.most = drafter, most
+        self.proposed = 0
+        self.accepted_at = [0] * most
+        self._vocabulary, self._lengths = vocabulary, lengths
+        self._acceptance: WeakKeyDictionary[Sequence, Acceptance] = WeakKeyDictionary()
+        self._ahead: WeakKeyDictionary[Sequence, LookAhead] = WeakKeyDictionary()
+        self._forced: dict[Sequence, Seq[int]] = {}
+
+    def wants(self, running: Seq[Sequence]) -> bool:
+        """Returns True if guesses are wanted for some sequence once all its tokens have been read."""
+        return any(
+            sequence.is_held and (_is_forcible(sequence) or self._length(sequence, len(running)) > 0)
+            for sequence in running
+            if sequence.context.drafts
+        )
+
+    def wanted(self, running: Seq[Sequence]) -> dict[Sequence, int]:
+        """Returns the number of guesses that the next step should verify for some sequences.
+
+        All tokens must have been read.
+        """
+        self._forced, wanted = {}, {}
+        for sequence in running:
+            if not sequence.context.drafts or not sequence.is_held:
+                continue
+            assert not sequence.unread
+            room = self._room(sequence)
+            forced = self._ahead_of(sequence).forced()[:room] if room > 0 and _is_forcible(sequence) else []
+            if forced:
+                self._forced[sequence] = forced
+            if count := len(forced) or self._length(sequence, len(running)):
+                wanted[sequence] = count
+            else:
+                self._acceptance_of(sequence).skip()
+        return wanted
+
+    def fill(self, plan: ScheduledStep) -> ScheduledStep:
+        """Puts guesses into the chunks of a plan that have room for them. Chunks without a guess become decodes."""
+        chunks = [chunk for chunk in plan.prefills if chunk.drafted]
+        if not chunks:
+            return plan
+        asked = {chunk.sequence: chunk.drafted for chunk in chunks if chunk.sequence not in self._forced}
+        guesses = {**(self.drafter.propose(asked) if asked else {}), **self._forced}
+        for chunk in chunks:
+            self._put(chunk, guesses.get(chunk.sequence, ()))
+            if chunk.sequence in asked and not chunk.drafts:
+                self._acceptance_of(chunk.sequence).miss()
+        decodes = *plan.decodes, *(chunk for chunk in chunks if chunk.is_decode)
+        return ScheduledStep(decodes, tuple(chunk for chunk in plan.prefills if not chunk.is_decode))
+
+    def note(self, sequence: Sequence, proposed: int, accepted: int) -> None:
+        """Takes note of how many guesses of a verified draft were right."""
+        self.proposed += proposed
+        for position in range(accepted):
+            self.accepted_at[position] += 1
+        if sequence not in self._forced:
+            self._acceptance_of(sequence).note(proposed, accepted)
+
+    def _room(self, sequence: Sequence) -> int:
+        """Returns the maximum number of guesses for a sequence."""
+        # The step samples one more token than it has guesses.
+        room = min(self.most, sequence.missing - 1)
+        count, least = len(sequence.generated) + sequence.unread, sequence.params.min_tokens
+        # The rows of a chunk share their biases, which forbid end tokens until the sequence has enough tokens.
+        return min(room, least - count - 1) if count < least else room
+
+    def _length(self, sequence: Sequence, sequences: int) -> int:
+        room = self._room(sequence)
+        return min(room, self._lengths(sequences, self._acceptance_of(sequence))) if room > 0 else 0
+
+    def _put(self, chunk: ScheduledChunk, guesses: Iterable[int]) -> None:
+        """Puts the guesses that can be right into a chunk."""
+        sequence = chunk.sequence
+        ends = sequence.context.end_tokens
+        # Nothing comes after an end token, so the row before it samples it.
+        usable = itertools.takewhile(lambda token: 0 <= token < self._vocabulary and token not in ends, guesses)
+        drafts = list(itertools.islice(usable, chunk.drafted))
+        if drafts and sequence.matcher is not None:
+            chunk.masks = self._ahead_of(sequence).masks(sequence.generated, drafts)
+            drafts = drafts[: len(chunk.masks)]
+        chunk.drafts = drafts
+        chunk.shorten(len(drafts))
+
+    def _ahead_of(self, sequence: Sequence) -> LookAhead:
+        ahead = self._ahead.get(sequence)
+        if ahead is None:
+            context = sequence.context
+            ahead = self._ahead[sequence] = LookAhead(context.constraint, context.rules, self._vocabulary)
+        ahead.follow(sequence.generated)
+        return ahead
+
+    def _acceptance_of(self, sequence: Sequence) -> Acceptance:
+        return self._acceptance.setdefault(sequence, Acceptance())
+
+
+def _is_forcible(sequence: Sequence) -> bool:
+    """Returns True if a constraint may force the next token of a sequence."""
+    return sequence.context.constraint is not None and sequence.missing > 1
