@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from detjax import ops
 from detjax.engine.batch import (
     BatchShape,
     SlotTable,
@@ -121,8 +122,9 @@ def test_tokens_and_positions_of_each_chunk_are_in_its_rows() -> None:
 def test_each_row_is_sampled_for_its_position_with_the_parameters_of_its_sequence() -> None:
     batch = batch_of(STEP, SHAPE)
     assert batch.sampling.position.tolist() == [4, 200, 151, 131, 2, 0]
-    assert batch.sampling.seed[:, 1].tolist() == [4, 1, 0, 5, 2, 0]
-    assert batch.sampling.sample_index.tolist() == [14, 11, 10, 15, 12, 0]
+    slots = [((1, 2, 3), 4), (PROMPT, 1), (PROMPT, 0), (PROMPT, 5), ((7, 6), 2)]
+    keys = [ops.noise_key(slot, ops.prompt_digest(prompt), 10 + slot) for prompt, slot in slots]
+    assert batch.sampling.noise_key.tolist() == [[*key] for key in keys] + [[0] * 4]
     assert batch.sampling.top_p.tolist() == [0.25] * 5 + [0.0]
     assert batch.adjustments is None
     adjusted = batch_of(STEP, SHAPE, adjusted=True).adjustments

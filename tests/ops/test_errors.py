@@ -395,7 +395,7 @@ BEHIND_ANNOTATIONS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (
         lambda: sample(unchecked(ops.sample), noise_key=jnp.zeros((3, 4), jnp.uint32)),
         ValueError,
-        "sample: seed has shape (3, 2); accepted: (4, 2), logits being (4, 8)",
+        "sample: noise_key has shape (3, 4); accepted: (4, 4), logits being (4, 8)",
     ),
     (
         lambda: sample(unchecked(ops.sample), temperature=jnp.ones(1)),

@@ -7,7 +7,7 @@ backend sorts the logits and decides which are kept.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -17,12 +17,13 @@ from jax import Array, lax
 from jax.experimental.pallas import tpu as pltpu
 
 from detjax.contract import ACCUMULATOR, LANES, NOISE_WORDS
+from detjax.operands.noise import SPAN
 from detjax.operands.numerics import LOWEST
 from detjax.operands.sampling_arrays import SamplingArrays
 from detjax.pallas.gumbel import NO_ID, beats, lane_noise
 from detjax.pallas.softmax_formulas import finished, row_constant
 from detjax.pallas.tpu.device import check_dtypes
-from detjax.pallas.tpu.rows import PIECE, Problem, Schedule, in_every_lane, lane_ids, register_rows
+from detjax.pallas.tpu.rows import PIECE, Problem, Schedule, in_every_lane, register_rows
 from detjax.pallas.tpu.softmax import BlockStatistics, RowBlocks, log_softmax
 from detjax.portable import sampling as portable
 
@@ -103,7 +104,7 @@ def sample_kept(
         grid=(pl.cdiv(batch, rows), blocks.count),
         in_specs=[_Inputs(tile, None if kept is None else tile, key_columns, column, column)],
         out_specs=[_Outputs(column, column)],
-        scratch_shapes=[BlockStatistics.scratch(blocks, rows), _Candidates.scratch(rows)],
+        scratch_shapes=[BlockStatistics.scratch(blocks, rows), _Candidates.scratch(rows, blocks)],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
         name="sample",
     )(_Inputs(logits, kept, keys, positions[:, None], padded_temperature))
@@ -128,17 +129,17 @@ class _Outputs(NamedTuple):
 
 
 class _Candidates(NamedTuple):
-    """The best candidate of each lane so far, `[rows, 128]`: its value with noise, token id and logit."""
+    """The best candidate of each lane so far, `[rows, lanes]`: its value with noise, token id and logit."""
 
     value: Any
     token: Any
     logit: Any
 
     @classmethod
-    def scratch(cls, rows: int) -> "_Candidates":
+    def scratch(cls, rows: int, blocks: RowBlocks) -> "_Candidates":
         """Returns the types of the candidates' scratch memory."""
         dtypes = ACCUMULATOR, jnp.int32, ACCUMULATOR
-        return cls(*(pltpu.VMEM((rows, PIECE), dtype) for dtype in dtypes))
+        return cls(*(pltpu.VMEM((rows, min(LANES, blocks.columns)), dtype) for dtype in dtypes))
 
     def load(self) -> "_Candidates":
         return _Candidates(*(ref[...] for ref in self))
@@ -152,16 +153,9 @@ class _Candidates(NamedTuple):
             ref[...] = jnp.full(ref.shape, nothing, ref.dtype)
 
 
-_PIECES: Final = LANES // PIECE
-"""Pieces of consecutive token ids that have different counters of noise."""
-
-_Noise = Callable[[int, int | Array], list[Array]]
-"""A function of a piece's number among `_PIECES` and of the first token id of all, which returns the noise of the piece
-and of every `_PIECES`-th one after it."""
-
-
-_ValueOf = Callable[[Array, Array, Any], Array]
-"""A function of logits, kept logits and noise that returns the values to maximize."""
+_ValueOf = Callable[[int | Array, list[tuple[Array, Array]]], list[Array]]
+"""A function of the first token id, and of up to `NOISE_WORDS` consecutive chunks of logits and kept logits, that
+returns the values to maximize."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -186,71 +180,93 @@ class _Kernel:
 
         @pl.when(jnp.logical_not(needs_noise))
         def compare_logits() -> None:
-            self.update_best(block, end, lambda logits, kept, _: logits)
+            self.update_best(block, end, lambda _, chunks: [logits for logits, _ in chunks])
 
         @pl.when(needs_noise)
         def compare_with_noise() -> None:
-            self.update_best(block, end, self.noisy_values(temperature), self.noise())
+            self.update_best(block, end, self.noisy_values(temperature))
 
         pl.when(block == self.blocks.count - 1)(self.store)
 
-    def noise(self) -> _Noise:
-        """Returns the function that makes noise for the tile's rows."""
-        row = [in_every_lane(self.inputs.keys[:, word : word + 1]) for word in range(4)]
-        position = lax.bitcast_convert_type(in_every_lane(self.inputs.position[...]), jnp.uint32)
-        lanes = lane_ids(self.schedule.rows)
+    @property
+    def lanes(self) -> int:
+        """The number of lanes that keep a candidate: the contract's, or the columns of a narrower row."""
+        return min(LANES, self.blocks.columns)
 
-        def noise(piece: int, first: int | Array) -> list[Array]:
-            # `operands.noise.group` of the tokens; the first one is a multiple of the tokens of all words.
-            groups = lanes + (piece * PIECE + lax.div(first, NOISE_WORDS))
+    def in_every_lane(self, column: Array) -> Array:
+        """Returns the numbers `[rows, 1]` of rows, repeated in every lane."""
+        return jnp.broadcast_to(column, (column.shape[0], self.lanes))
+
+    def columns(self, count: int) -> Array:
+        """Returns the columns `[rows, count]` from 0 on, int32."""
+        return lax.broadcasted_iota(jnp.int32, (self.schedule.rows, count), 1)
+
+    def noise(self) -> Callable[[int | Array], list[Array]]:
+        """Returns the function that makes the noise of `NOISE_WORDS` consecutive tokens of each lane.
+
+        Its argument is the first token id, a multiple of the ids of all lanes' counters.
+        """
+        row = [self.in_every_lane(self.inputs.keys[:, word : word + 1]) for word in range(4)]
+        position = lax.bitcast_convert_type(self.in_every_lane(self.inputs.position[...]), jnp.uint32)
+
+        def noise(first: int | Array) -> list[Array]:
+            groups = self.columns(self.lanes) + lax.div(first, NOISE_WORDS)  # `operands.noise.group` of the tokens
             return lane_noise(lax.bitcast_convert_type(groups, jnp.uint32), row, position, multiply_high)
 
         return noise
 
     def noisy_values(self, temperature: Array) -> _ValueOf:
         """Returns the function of scaled logits plus noise, or of plain logits in greedy rows."""
-        greedy = in_every_lane(temperature) == 0
-        inverse = in_every_lane(1 / jnp.where(temperature == 0, 1.0, temperature))
+        noise = self.noise()
+        greedy = self.in_every_lane(temperature) == 0
+        inverse = self.in_every_lane(1 / jnp.where(temperature == 0, 1.0, temperature))
 
-        def values(logits: Array, kept: Array, noise: Array) -> Array:
-            scaled = kept * inverse
+        def values(first: int | Array, chunks: list[tuple[Array, Array]]) -> list[Array]:
+            return [value(*chunk, drawn) for chunk, drawn in zip(chunks, noise(first), strict=False)]
+
+        def value(logits: Array, kept: Array, noise: Array) -> Array:
+            lanes = logits.shape[1]
+            scaled = kept * inverse[:, :lanes]
             # A NaN stays a NaN. The contract raises -inf to the lowest number, except for logits that a filter removed.
             scaled = jnp.where(scaled < LOWEST, LOWEST, scaled)
             if self.inputs.kept is not None:
                 scaled = jnp.where((kept == -jnp.inf) & (logits != -jnp.inf), -jnp.inf, scaled)
-            return jnp.where(greedy, logits, scaled + noise)
+            return jnp.where(greedy[:, :lanes], logits, scaled + noise[:, :lanes])
 
         return values
 
-    def update_best(self, block: Array, end: int | Array, value_of: _ValueOf, noise: _Noise | None = None) -> None:
+    def update_best(self, block: Array, end: int | Array, values_of: _ValueOf) -> None:
         """Updates the lanes' best candidates with this block, whose part of the row ends at column `end`."""
         logits_ref = self.inputs.logits
         kept_ref = logits_ref if self.inputs.kept is None else self.inputs.kept
-        first, together = self.blocks.first_column(block), _PIECES * NOISE_WORDS
+        first_token = self.blocks.first_column(block)
 
-        def step(start: int | Array, count: int, best: _Candidates) -> _Candidates:
-            """Returns the best candidates after `count` pieces from piece `start` on."""
-            by_counter = (
-                [] if noise is None else [noise(piece, first + start * PIECE) for piece in range(min(count, _PIECES))]
-            )
-            for number in range(count):
-                piece = start + number
-                place = pl.ds(pl.multiple_of(piece * PIECE, PIECE), PIECE)
-                column = lane_ids(self.schedule.rows) + piece * PIECE
-                logits, kept = logits_ref[:, place].astype(ACCUMULATOR), kept_ref[:, place].astype(ACCUMULATOR)
-                drawn = None if noise is None else by_counter[number % _PIECES][number // _PIECES]
-                value = value_of(logits, kept, drawn)
-                better = (beats(value, best.value) | (best.token == NO_ID)) & (column < end)
-                candidates = _Candidates(value, column + first, logits)
-                best = _Candidates(*(jnp.where(better, new, old) for new, old in zip(candidates, best, strict=True)))
+        def step(first: int | Array, count: int, best: _Candidates) -> _Candidates:
+            """Returns the best candidates after `count` columns from column `first` on."""
+            starts = range(0, count, self.lanes)
+            widths = [min(self.lanes, count - start) for start in starts]
+            places = [
+                pl.ds(pl.multiple_of(first + start, PIECE), width) for start, width in zip(starts, widths, strict=True)
+            ]
+            chunks = [(logits_ref[:, x].astype(ACCUMULATOR), kept_ref[:, x].astype(ACCUMULATOR)) for x in places]
+            values = values_of(first_token + first, chunks)
+            for start, width, (logits, _), value in zip(starts, widths, chunks, values, strict=True):
+                column = self.columns(width) + (first + start)
+                earlier = _Candidates(*(array[:, :width] for array in best))
+                better = (beats(value, earlier.value) | (earlier.token == NO_ID)) & (column < end)
+                new = value, column + first_token, logits
+                kept = [jnp.where(better, now, before) for now, before in zip(new, earlier, strict=True)]
+                if width < self.lanes:
+                    kept = [jnp.concatenate([x, y[:, width:]], axis=1) for x, y in zip(kept, best, strict=True)]
+                best = _Candidates(*kept)
             return best
 
-        whole, rest = divmod(self.blocks.pieces, together)
+        whole, rest = divmod(self.blocks.columns, SPAN)
         best = self.best.load()
         if whole:
-            best = lax.fori_loop(0, whole, lambda index, best: step(index * together, together, best), best)
+            best = lax.fori_loop(0, whole, lambda index, best: step(index * SPAN, SPAN, best), best)
         if rest:
-            best = step(whole * together, rest, best)
+            best = step(whole * SPAN, rest, best)
         self.best.store(best)
 
     def store(self) -> None:
