@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo docs check test pytest test-fast test-tpu test-tunix test-ray test-clients test-models test-tier test-all notebooks mutants mutate soak wheel address workflows lint lint-types lint-tests lint-style format lock clean always
+.PHONY: help demo docs check test test-fast test-tpu test-tunix test-ray test-clients test-models test-tier test-all notebooks mutants mutate soak wheel address workflows lint lint-types lint-tests lint-style format lock clean always
 
 BIN := .venv/bin
 READY := .venv/.ready
@@ -51,11 +51,7 @@ check: $(READY) ## lint, and run the tests that compile no large program
 test-fast: $(READY)
 	$(BIN)/pytest -q -m fast $(PYTEST_ARGS) $(IF_ANY)
 
-# The tests leave some of two processors' time to the linters.
-test: $(PTXAS)/.ready ## set up, then lint and run the tests (PYTEST_ARGS="-k matmul" picks some)
-	@$(MAKE) --jobs 3 pytest $(LINTERS)
-
-pytest: $(PTXAS)/.ready
+test: $(PTXAS)/.ready ## set up, then run the tests (PYTEST_ARGS="-k matmul" picks some)
 	$(PYTEST) $(PYTEST_ARGS) $(IF_ANY)
 
 test-tier: $(PTXAS)/.ready ## run the tests of one TIER: numerics, kernels, engine or service
