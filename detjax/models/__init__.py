@@ -5,9 +5,12 @@ Read `decoder` first, then a family in `families`, then `parts`, which families 
 """
 
 from detjax.models import families as families
+from detjax.models.adapters.adapter import Adapter as Adapter
+from detjax.models.adapters.adapter import read_adapter as read_adapter
+from detjax.models.adapters.adapter import save_adapter as save_adapter
+from detjax.models.adapters.loading import load as load
 from detjax.models.cache import KVCache as KVCache
 from detjax.models.checkpoint.digest import digest as digest
-from detjax.models.checkpoint.loading import load as load
 from detjax.models.checkpoint.loading import save as save
 from detjax.models.checkpoint.metadata import ModelMetadata as ModelMetadata
 from detjax.models.configuration.config import DecoderConfig as DecoderConfig

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, overload
 
 import jax
@@ -32,6 +32,7 @@ from detjax.runtime import compilation
 from detjax.runtime.device_links import DeviceLinks
 
 if TYPE_CHECKING:
+    from detjax.models.adapters.adapter_set import AdapterSet
     from detjax.models.configuration.generation_defaults import GenerationDefaults
     from detjax.models.vision.images import ImageOptions
 
@@ -55,8 +56,10 @@ class Decoder(nnx.Module):
         generation_defaults: the checkpoint's defaults for generation, or None.
         image_options: how images become patches; None for a model without a vision tower.
         video_options: how video frames become patches; None: as images do.
+        quantized_from: the checkpoint whose codes and scales some weights hold; None: all weights are plain.
         mesh: the devices that share the model, with the axes "tensor" and "expert"; None: the model is on one device,
             or replicated. See `detjax.models.sharded`.
+        adapters: the adapters that `__call__` knows by name; None: no adapters.
     """
 
     CHECKPOINT_NAMES: Final = {
@@ -102,7 +105,9 @@ class Decoder(nnx.Module):
         self.vision = None if vision is None else vision.tower(vision, rngs=rngs, dtype=dtype)
         self.image_options: ImageOptions | None = None
         self.video_options: ImageOptions | None = None
+        self.quantized_from: str | None = None
         self.mesh: Mesh | None = None
+        self.adapters: AdapterSet | None = None
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -110,13 +115,25 @@ class Decoder(nnx.Module):
         return self.embedding.weight[...].dtype
 
     @overload
-    def __call__(self, tokens: Int[Array, "B T"]) -> Float32[Array, "B T V"]: ...
+    def __call__(
+        self, tokens: Int[Array, "B T"], *, adapter: str | Sequence[str | None] | None = None
+    ) -> Float32[Array, "B T V"]: ...
     @overload
     def __call__(
-        self, tokens: Int[Array, "B T"], cache: KVCache, counts: Int[Array, "B"] | None = None
+        self,
+        tokens: Int[Array, "B T"],
+        cache: KVCache,
+        counts: Int[Array, "B"] | None = None,
+        *,
+        adapter: str | Sequence[str | None] | None = None,
     ) -> tuple[Float32[Array, "B T V"], KVCache]: ...
     def __call__(
-        self, tokens: Int[Array, "B T"], cache: KVCache | None = None, counts: Int[Array, "B"] | None = None
+        self,
+        tokens: Int[Array, "B T"],
+        cache: KVCache | None = None,
+        counts: Int[Array, "B"] | None = None,
+        *,
+        adapter: str | Sequence[str | None] | None = None,
     ) -> Float32[Array, "B T V"] | tuple[Float32[Array, "B T V"], KVCache]:
         """Returns the logits of each token's successor; with a cache, also the cache with these tokens in it.
 
@@ -124,7 +141,16 @@ class Decoder(nnx.Module):
             tokens: ids within the vocabulary. They follow the tokens that their requests have in the cache.
             cache: default: none, the tokens are whole requests from position 0 on, as in training.
             counts: the number of tokens of each request, the rest being padding on the right; default: all.
+            adapter: the name of an adapter that `load` was given, or a list with a name or None for each request;
+                default: none.
+
+        Raises:
+            ValueError: the model has no adapter of this name.
         """
+        if adapter is not None:
+            if self.adapters is None:
+                raise ValueError(f"Decoder: adapter is {adapter!r}; accepted: None, as the model has no adapters")
+            return self.adapters(self, tokens, cache, counts, adapter)
         hidden, written = self.hidden(tokens, cache, counts)
         return self.logits(hidden) if cache is None else (self.logits(hidden), written)
 
