@@ -8,8 +8,9 @@ import numpy as np
 from jaxtyping import Array, PyTree
 
 from detjax.models import Decoder
-from detjax.models.mesh import placement, shardings_of, whole, whole_shapes
+from detjax.models.mesh import placement, shardings_of, whole, whole_arrays
 from detjax.models.network import Network, Weights
+from detjax.operands.quantized_weight import is_quantized
 from detjax.runtime.threads import in_threads
 
 _PINNED: Final = "pinned_host"
@@ -32,11 +33,12 @@ class DeviceWeights:
         """The weights of `model`, which `network.split` has returned."""
         self.arrays: tuple[Any, ...] = committed(tuple(weights))
         self._mesh = model.mesh
-        self._places = [weight.sharding for weight in weights]
+        self._places = [jax.tree.map(lambda x: x.sharding, weight) for weight in weights]
         self._placements = placement(model, model.mesh)
-        self._shapes, self._dtypes = whole_shapes(model), [weight.dtype for weight in weights]
+        self._whole = whole_arrays(model)
+        """The shapes and dtypes of the arrays of whole weights."""
         self._shardings = [None] * len(weights) if model.mesh is None else shardings_of(model, model.mesh)
-        self._resting: list[Array | np.ndarray | None] | None = None
+        self._resting: list[Any] | None = None
         """The weights on the host while they are not on the devices, None for lost ones."""
 
     @property
@@ -48,7 +50,7 @@ class DeviceWeights:
 
     def rest(self, *, copies: bool) -> None:
         """Removes the weights from the devices, and copies them to the host if `copies`."""
-        self._resting = [self._host_copy(number) if copies else None for number in range(len(self._shapes))]
+        self._resting = [self._host_copy(number) if copies else None for number in range(len(self._whole))]
         jax.block_until_ready(self._resting)
         self.arrays = ()
 
@@ -58,32 +60,32 @@ class DeviceWeights:
         resting, self._resting = self._resting, None
         self._set([self._from_host(number, copy) for number, copy in enumerate(resting)])
 
-    def _host_copy(self, number: int) -> Array | np.ndarray | None:
+    def _host_copy(self, number: int) -> Any:
         """Starts to copy a weight to the host, and returns the copy; None: it is lost."""
         weight = self.arrays[number]
         if weight is None:
             return None
         try:
             # Devices copy to pinned memory at the speed of the link, and JAX keeps the memory for the next sleep.
-            return jax.device_put(weight, weight.sharding.with_memory_kind(_PINNED))
+            return jax.tree.map(lambda x: jax.device_put(x, x.sharding.with_memory_kind(_PINNED)), weight)
         except jax.errors.JaxRuntimeError:  # JAX takes a limited amount of pinned memory
             return self.whole(number)
 
-    def _from_host(self, number: int, copy: Array | np.ndarray | None) -> Array | None:
+    def _from_host(self, number: int, copy: Any) -> Any:
         """Starts to put a copy of a weight back on the devices."""
-        if isinstance(copy, jax.Array):
-            return jax.device_put(copy, self._places[number])
+        if copy is not None and isinstance(jax.tree.leaves(copy)[0], jax.Array):
+            return jax.tree.map(jax.device_put, copy, self._places[number])
         return None if copy is None else self._placements[number](copy)
 
     # --- other numbers ------------------------------------------------------------------------------------------------
 
-    def whole(self, number: int) -> np.ndarray | None:
+    def whole(self, number: int) -> Any:
         """Returns a whole weight on the host; None: it is lost."""
         weight = self.arrays[number] if self._resting is None else self._resting[number]
         # Without a mesh, NumPy would share the device's memory on a CPU.
-        return None if weight is None else np.array(whole(weight, self._shardings[number], self._mesh))
+        return None if weight is None else jax.tree.map(np.array, whole(weight, self._shardings[number], self._mesh))
 
-    def replace(self, new: Mapping[int, np.ndarray]) -> None:
+    def replace(self, new: Mapping[int, Any]) -> None:
         """Replaces some whole weights. The devices never hold both an old and a new one.
 
         If a device fails, the remaining weights are undefined.
@@ -94,7 +96,7 @@ class DeviceWeights:
 
         def replace(number: int) -> None:
             value = new[number]
-            assert (value.shape, value.dtype) == (self._shapes[number], self._dtypes[number])
+            assert (value.shape, value.dtype) == (self._whole[number].shape, self._whole[number].dtype)
             weights[number] = None  # released before the new one comes
             weights[number] = self._placements[number](value)
 
@@ -108,9 +110,14 @@ class DeviceWeights:
         Raises:
             ValueError: the weights do not fit the model.
         """
-        pairs = zip(self._shapes, self._dtypes, strict=True)
-        expected = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in pairs]
-        _check_fit(network.state(tuple(expected)), params)
+        in_codes = sum(map(is_quantized, self._whole))
+        if in_codes and not any(map(is_quantized, jax.tree.leaves(params, is_leaf=is_quantized))):
+            raise ValueError(
+                f"Engine.update_weights: {in_codes} weights are plain numbers; accepted: the model's codes and scales. "
+                "An engine of quantized weights and a trainer of plain ones compute other logprobs, so that training "
+                "would not be on-policy; load both with quantized='widened', or train what is not quantized"
+            )
+        _check_fit(network.state(tuple(self._whole)), params)
         self._set([put(x) for put, x in zip(self._placements, network.weights(params), strict=True)])
 
     def _set(self, weights: Sequence[Any]) -> None:

@@ -1,5 +1,6 @@
 """Models that the devices of a mesh share: placement of weights and state, and calls that run on all devices."""
 
+import dataclasses
 import functools
 import gc
 import math
@@ -27,6 +28,7 @@ from detjax.models.parts.sharding import (
     slice_and_pad,
 )
 from detjax.operands.adapted_weight import AdaptedWeight
+from detjax.operands.quantized_weight import QuantizedWeight
 from detjax.runtime import backends, compilation
 from detjax.runtime.device_links import Buffers, DeviceLinks, reach_one_another
 
@@ -143,11 +145,13 @@ def _sharding_of(model: Any, path: Path, mesh: Mesh | AbstractMesh) -> OutputSha
     return sharding if sharding is not None and sharding.is_sharded else None
 
 
-def place(x: Any, sharding: OutputSharding | None, mesh: Mesh) -> Array:
+def place(x: Any, sharding: OutputSharding | None, mesh: Mesh) -> Any:
     """Returns an array on the devices of a mesh; each gets only its part.
 
     Reads at most one device's part of `x` at a time, and waits until it is on the device before reading the next.
     """
+    if isinstance(x, QuantizedWeight):
+        return _by_array(x, sharding, lambda array, sharding: place(array, sharding, mesh))
     if sharding is None:
         return replicate(x if isinstance(x, jax.Array) else np.asarray(x), everywhere(mesh))
     placed, axis = NamedSharding(mesh, _spec(x.ndim, sharding)), x.ndim + sharding.axis
@@ -168,6 +172,19 @@ def place(x: Any, sharding: OutputSharding | None, mesh: Mesh) -> Array:
     return jax.make_array_from_single_device_arrays(tuple(shape), placed, parts)
 
 
+def _by_array(weight: QuantizedWeight, sharding: OutputSharding | None, function: Callable[..., Any]) -> Any:
+    """Replaces each array of a quantized weight by `function(array, the array's sharding)`."""
+
+    def replaced(x: Any, axis: int | None) -> Any:
+        if sharding is None or (axis is None and sharding.experts is None):
+            return function(x, None)
+        # Every device of an expert has all of what its rows share.
+        shared = dataclasses.replace(sharding, groups=(ShardGroup(x.shape[-1], 1),), axis=-1)
+        return function(x, shared if axis is None else sharding.at(axis))
+
+    return weight.map_arrays(replaced)
+
+
 def _some_experts(x: Any, experts: ShardGroup, begin: int, mesh: Mesh) -> Any:
     """Slices the experts of one shard, given its start in the sharded array; missing experts are zeros."""
     if experts.shards == 1:
@@ -179,8 +196,12 @@ def _some_experts(x: Any, experts: ShardGroup, begin: int, mesh: Mesh) -> Any:
 def placement(model: Any, mesh: Mesh | None) -> list[Callable[[Any], Array]]:
     """Returns a function per weight that puts it on the devices of a mesh, or without a mesh on the default device."""
     if mesh is None:
-        return [jnp.asarray for _ in parameters(model)]
+        return [_on_default_device for _ in parameters(model)]
     return [functools.partial(place, sharding=sharding, mesh=mesh) for sharding in shardings_of(model, mesh)]
+
+
+def _on_default_device(x: Any) -> Any:
+    return jax.tree.map(jnp.asarray, x) if isinstance(x, QuantizedWeight) else jnp.asarray(x)
 
 
 def spans_processes(mesh: Mesh | None) -> bool:
@@ -230,6 +251,8 @@ def whole(x: Any, sharding: OutputSharding | None, mesh: Mesh | None) -> Any:
     """
     if mesh is None:
         return x
+    if isinstance(x, QuantizedWeight):
+        return _by_array(x, sharding, lambda array, sharding: whole(array, sharding, mesh))
     order = list(mesh.devices.flat)
     if x.is_fully_addressable:
         by_device = {shard.device: np.asarray(shard.data) for shard in x.addressable_shards}
@@ -258,6 +281,19 @@ def whole_shapes(model: Any) -> list[tuple[int, ...]]:
     ]
 
 
+def whole_arrays(model: Any) -> list[Any]:
+    """Returns the shapes and dtypes of the arrays of `whole_weights`."""
+    weights = split(model)[1]
+    shardings = [None] * len(weights) if model.mesh is None else shardings_of(model, model.mesh)
+
+    def described(x: Any, sharding: OutputSharding | None) -> Any:
+        if isinstance(x, QuantizedWeight):
+            return _by_array(x, sharding, described)
+        return jax.ShapeDtypeStruct(x.shape if sharding is None else sharding.whole_shape(x.shape), x.dtype)
+
+    return [described(x, sharding) for x, sharding in zip(weights, shardings, strict=True)]
+
+
 def whole_weights(model: Any) -> list[Any]:
     """Returns a decoder's weights as on one device, in the order of `network.split`."""
     weights = split(model)[1]
@@ -279,10 +315,12 @@ def _spec(ndim: int, sharding: OutputSharding | None) -> P:
 
 def _weight_specs(weight: Any, sharding: OutputSharding | None) -> Any:
     """Returns the partition specs of a weight's arrays: of an adapted one, all outputs are sharded alike."""
+    if isinstance(weight, QuantizedWeight):
+        return _by_array(weight, sharding, lambda x, sharding: _spec(x.ndim, sharding))
     if not isinstance(weight, AdaptedWeight) or sharding is None:
         return _spec(len(weight.shape), sharding)
     a = P() if sharding.experts is None else P(EXPERT)
-    value, b = (_spec(len(x.shape), sharding) for x in (weight.value, weight.b))
+    value, b = _weight_specs(weight.value, sharding), _spec(len(weight.b.shape), sharding)
     scales, rows = _spec(weight.scales.ndim, sharding.at(-1)), None if weight.rows is None else P()
     specs: Any = AdaptedWeight(value, a, b, scales, rows)  # pyright: ignore[reportArgumentType]
     return specs

@@ -16,10 +16,11 @@ from jaxtyping import PyTree
 
 from detjax.operands.accumulated_weight import AccumulatedWeight
 from detjax.operands.adapted_weight import AdaptedWeight
+from detjax.operands.quantized_weight import QuantizedWeight, is_quantized
 
 type Weights = tuple[Any, ...]
-"""A module's weights in the order of their names: arrays, shapes and dtypes, or `AccumulatedWeight`s and
-`AdaptedWeight`s."""
+"""A module's weights in the order of their names: arrays, shapes and dtypes, or `AccumulatedWeight`s,
+`AdaptedWeight`s and `QuantizedWeight`s."""
 
 type Path = tuple[Any, ...]
 """Attributes and list indices that lead to a parameter."""
@@ -51,8 +52,8 @@ class Network[M: nnx.Module]:
         graph: the module's static part.
         tree: the structure of its state.
         paths: the path of each weight.
-        trained: for each weight, whether it is an `nnx.Param` outside the vision tower; gradients and optimizers leave
-            the others unchanged.
+        trained: for each weight, whether it is an `nnx.Param` of plain numbers outside the vision tower; gradients and
+            optimizers leave the others unchanged.
         order: the index of each weight among the leaves of the state.
     """
 
@@ -85,13 +86,17 @@ def split[M: nnx.Module](module: M) -> tuple[Network[M], Weights]:
     graph, state = nnx.split(module)
     flat = nnx.to_flat_state(state)
     leaves = zip(flat.paths, flat.leaves, strict=True)
-    trained = tuple(isinstance(variable, nnx.Param) and path[0] != _NEVER_TRAINED for path, variable in leaves)
+    trained = tuple(_is_trained(path, variable) for path, variable in leaves)
     network = _network(graph, jax.tree.structure(state, is_leaf=_is_weight), tuple(flat.paths), trained)
     return network, network.weights(state)
 
 
+def _is_trained(path: Path, variable: Any) -> bool:
+    return isinstance(variable, nnx.Param) and path[0] != _NEVER_TRAINED and not is_quantized(variable.get_value())
+
+
 def _is_weight(x: Any) -> bool:
-    return isinstance(x, AccumulatedWeight | AdaptedWeight)
+    return isinstance(x, AccumulatedWeight | AdaptedWeight | QuantizedWeight)
 
 
 @functools.lru_cache(maxsize=64)

@@ -125,10 +125,14 @@ class QuantizedWeight:
 
     def map_rows(self, function: Callable[[Any, int], Any]) -> "QuantizedWeight":
         """Replaces every array that has rows by `function(array, axis of the rows, counted from the end)`."""
+        return self.map_arrays(lambda x, axis: x if axis is None else function(x, axis))
+
+    def map_arrays(self, function: Callable[[Any, int | None], Any]) -> "QuantizedWeight":
+        """Replaces every array; `function` is also given the axis of rows, counted from the end, or None."""
         places = {"codes": -2, "scales": -2, "zeros": -2, "source": -1}
-        leaves = {name: getattr(self, name) for name in places}
-        new = {name: function(x, places[name]) for name, x in leaves.items() if x is not None}
-        return dataclasses.replace(self, **new)
+        names = [field.name for field in dataclasses.fields(self) if not field.metadata]
+        arrays = {name: x for name in names if (x := getattr(self, name)) is not None}
+        return dataclasses.replace(self, **{name: function(x, places.get(name)) for name, x in arrays.items()})
 
 
 def is_quantized(weight: Any) -> bool:

@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import numpy as np
@@ -14,6 +15,7 @@ from detjax.models.decoder import Decoder
 from detjax.models.mesh import whole_weights
 from detjax.models.network import name_of, parameters
 from detjax.models.text.tokenizer import Tokenizer
+from detjax.operands.quantized_weight import is_quantized, widened
 from detjax.runtime.threads import in_threads
 
 
@@ -51,7 +53,7 @@ class ModelDigest:
         return cls(
             (_description(model.config), repr(model.generation_defaults), *map(repr, given)),
             tuple(f"{name_of(path)}.value" for path in parameters(model)),
-            tuple(in_threads(array_digest, whole_weights(model))),
+            tuple(in_threads(weight_digest, whole_weights(model))),
             tuple(f"{name} {hashlib.sha256(files[name]).hexdigest()}" for name in sorted(files)),
         )
 
@@ -77,6 +79,16 @@ def _description(config: DecoderConfig) -> str:
         if getattr(config, field.name) != field.default
     ]
     return f"{type(config).__name__}({', '.join(stated)})"
+
+
+def weight_digest(weight: Any) -> str:
+    """Returns the digest of a weight. One in codes with plain activations has the digest of its plain numbers."""
+    if not is_quantized(weight):
+        return array_digest(weight)
+    if not weight.is_computed:
+        return array_digest(widened(jax.tree.map(np.asarray, weight)))
+    arrays = " ".join(map(array_digest, jax.tree.leaves(weight)))
+    return hashlib.sha256(f"{weight.format} {jax.tree.structure(weight)} {arrays}".encode()).hexdigest()
 
 
 def array_digest(array: Array | np.ndarray) -> str:

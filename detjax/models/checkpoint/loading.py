@@ -11,7 +11,7 @@ import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 import jax
 import jax.numpy as jnp
@@ -27,8 +27,12 @@ from jaxtyping import Array, DTypeLike
 from detjax.contract import INPUT_DTYPES
 from detjax.models.checkpoint.directory_files import refuse_adapter, refuse_without_model, unread_files
 from detjax.models.checkpoint.lazy_parameter import LazyParameter
+from detjax.models.checkpoint.matrix_arrays import StoredMatrix
+from detjax.models.checkpoint.quantization_schemes import Quantized
+from detjax.models.checkpoint.quantized_parameter import QuantizedParameter, quantized_parameter
+from detjax.models.checkpoint.quantized_saving import StoredCodes, opened_codes
 from detjax.models.checkpoint.sentence_files import sentence_files, with_answer_ids, with_sentence_files
-from detjax.models.checkpoint.stored_formats import stored_format
+from detjax.models.checkpoint.stored_formats import stored_formats
 from detjax.models.checkpoint.weight_files import StoredTensor, open_weights, write_weights
 from detjax.models.configuration.config import DecoderConfig
 from detjax.models.configuration.family import Description, Family, description, family_named
@@ -42,6 +46,7 @@ from detjax.models.parts.parameters import Tensors
 from detjax.models.text.tokenizer import Tokenizer
 from detjax.models.vision.clips import image_options_class
 from detjax.models.vision.images import ImageOptions
+from detjax.operands.quantized_weight import QuantizedWeight, is_quantized
 
 CONFIG: Final = "config.json"
 _GENERATION: Final = "generation_config.json"
@@ -65,6 +70,7 @@ def load(
     progress: bool | None = None,
     mesh: Mesh | None = None,
     overrides: Mapping[str, Any] | None = None,
+    quantized: Quantized = "computed",
 ) -> tuple[Decoder, Tokenizer | None]:
     """Returns the model in the Hugging Face directory `path`, and its tokenizer or None.
 
@@ -87,13 +93,19 @@ def load(
             Parameters go from the file to the devices one at a time, so no device and no process holds the whole model.
             Default: a single device.
         overrides: keys of `config.json` with the values to read instead, such as vLLM's `classifier_from_token`.
+        quantized: the reading of quantized weights. "computed": weights stay in the checkpoint's codes, and products
+            quantize activations where it says so; "weights": they stay in codes, and activations are plain; "widened":
+            they become plain weights. The last two have the same bits, and so has the first one without quantized
+            activations.
 
     Raises:
         CheckpointError: `path` is not a directory, or it has an adapter; a file is missing, damaged or not fetched; the
             architecture or an option is not supported; a tensor is missing, surplus, misshapen, of another dtype, or
             beyond the range of `dtype`.
-        ValueError: `dtype` is not supported, or the mesh has another axis or no device of this process.
+        ValueError: `dtype` or `quantized` is not supported, or the mesh has another axis or no device of this process.
     """
+    if quantized not in get_args(Quantized):
+        raise ValueError(f"load: quantized is {quantized!r}; accepted: {', '.join(get_args(Quantized))}")
     directory, mesh = Path(path), None if mesh is None else checked("load", mesh)
     if not directory.is_dir():
         raise CheckpointError(
@@ -105,28 +117,30 @@ def load(
     refuse_adapter(directory)
     tokenizer = Tokenizer.load(directory)
     described, config, defaults = _read_configuration(directory, overrides or {}, tokenizer)
-    block_format = stored_format(described.file)
+    formats = stored_formats(described.file)
     image_options, video_options = _read_image_options(directory, config)
 
     with contextlib.ExitStack() as files:
         family = described.family
         listing, stored = open_weights(directory, files)
         stored = by_decoder_name(stored, family, config)
-        if block_format is not None:
-            stored = block_format.dequantized(stored)
+        if formats is not None:
+            stored = formats.read(stored)
         config = _dtype_as_stored(_tied_as_stored(config, stored), described.file.raw, stored)
         weights_dtype = requested_dtype or np.dtype(config.dtype)
         empty = without_weights(config, weights_dtype)
         parameters = parameters_of_checkpoint(empty, stored)
         sizes = _checked_sizes(parameters, stored, listing, skipped_names(family, config))
         with _progress_bar(f"Loading {directory.resolve().name}", sum(sizes), progress) as advance:
-            weights = _read_weights(parameters, sizes, stored, advance, placement(empty, mesh))
+            weights = _read_weights(parameters, sizes, stored, advance, placement(empty, mesh), quantized)
     read = {listing.name, *(tensor.file.name for tensor in stored.values())}
     has_template = tokenizer is not None and tokenizer.has_chat_template
     if unread := unread_files(directory, read, has_tokenizer=tokenizer is not None, has_template=has_template):
         warnings.warn(f"load: {directory} also holds {unread}, which is not read", stacklevel=2)
     model = split(empty)[0].with_weights(weights) if mesh is None else with_mesh(empty, weights, mesh)
     model.generation_defaults, model.image_options, model.video_options = defaults, image_options, video_options
+    if any(map(is_quantized, weights)):
+        model.quantized_from = os.fspath(directory.resolve())
     return model, tokenizer
 
 
@@ -196,12 +210,16 @@ def _read_weights(
     sizes: Sequence[int],
     stored: Mapping[str, StoredTensor],
     advance: Callable[[int], None],
-    placements: Sequence[Callable[[LazyParameter], Array]],
+    placements: Sequence[Callable[[LazyParameter | QuantizedWeight], Any]],
+    quantized: Quantized,
 ) -> Weights:
     """Returns the arrays that `placements` makes of parameters; `advance` gets the number of bytes that were read."""
+    # A mixture of schemes that is not supported is refused before anything is read.
+    in_codes = [parameter.in_codes(stored, quantized) for parameter in parameters]
     weights = []
-    for parameter, size, put in zip(parameters, sizes, placements, strict=True):
-        weights.append(put(parameter.unread(stored)))
+    for parameter, size, put, codes in zip(parameters, sizes, placements, in_codes, strict=True):
+        weight = None if codes is None else codes.read()
+        weights.append(put(parameter.unread(stored) if weight is None else weight))
         advance(size)
     return tuple(weights)
 
@@ -238,15 +256,45 @@ def save(
     _check_parameters(model)
     contents = _configuration_files(model, tokenizer)
     family = family_named("save", model.config.architecture)
-    pairs = zip(parameters_of_checkpoint(without_weights(model.config, model.dtype)), whole_weights(model), strict=True)
-    groups = [_sized_tensors(family, *pair) for pair in pairs]
-    with _one_writer(model.mesh) as writes:
+    empty, weights = without_weights(model.config, model.dtype), whole_weights(model)
+    pairs = zip(parameters_of_checkpoint(empty), weights, strict=True)
+    with contextlib.ExitStack() as files, _one_writer(model.mesh) as writes:
         if writes:
-            with _new_directory(target) as directory:
+            if model.quantized_from is None:
+                groups = [_sized_tensors(family, *pair) for pair in pairs]
+            else:
+                rename = functools.partial(by_decoder_name, family=family, config=model.config)
+                codes = files.enter_context(opened_codes(Path(model.quantized_from), rename))
+                groups, plain = _sized_codes(family, empty, list(pairs), codes)
+                described = json.loads(contents[CONFIG]) | codes.configuration(plain)
+                contents[CONFIG] = f"{json.dumps(described, indent=2, sort_keys=True)}\n".encode()
+            with new_directory(target) as directory:
                 for name, content in contents.items():
                     (directory / name).parent.mkdir(exist_ok=True)
                     (directory / name).write_bytes(content)
                 write_weights(directory, groups, max_shard_bytes)
+
+
+def _sized_codes(
+    family: Family, empty: Decoder, pairs: Sequence[tuple["Parameter", Any]], codes: StoredCodes
+) -> tuple[list[tuple[int, Callable[[], dict[str, np.ndarray]]]], list[str]]:
+    """Returns `_sized_tensors` of parameters, of which some have the codes of a checkpoint, and modules with others."""
+    groups, plain = [], list[str]()
+    for parameter, (default, weight) in zip(parameters_of_checkpoint(empty, codes.stored), pairs, strict=True):
+        names = list(parameter.shapes)
+        reading: Quantized = "computed" if is_quantized(weight) and weight.is_computed else "weights"
+
+        def read(parameter: Parameter = parameter, weight: Any = weight, reading: Quantized = reading) -> Any:
+            held = parameter.in_codes(codes.stored, reading) if is_quantized(weight) else None
+            return np.asarray(parameter.unread(codes.stored)) if held is None else held.read()
+
+        if codes.are_in(weight, read, names):
+            groups.append((codes.size(names), functools.partial(codes.tensors, names)))
+        else:
+            groups.append(_sized_tensors(family, default, weight))
+            changed = [codes.stored[name] for name in names]
+            plain += [one.name.removesuffix(".weight") for one in changed if isinstance(one, StoredMatrix)]
+    return groups, plain
 
 
 @contextlib.contextmanager
@@ -263,7 +311,7 @@ def _one_writer(mesh: Mesh | None) -> Iterator[bool]:
 
 
 @contextlib.contextmanager
-def _new_directory(target: Path) -> Iterator[Path]:
+def new_directory(target: Path) -> Iterator[Path]:
     """Yields a directory that becomes `target` at the end, or is deleted after an error."""
     target.parent.mkdir(parents=True, exist_ok=True)
     if target.exists():
@@ -327,20 +375,41 @@ def _sized_tensors(
 
 @dataclasses.dataclass(frozen=True)
 class Parameter:
-    """A parameter of a decoder: its tensors, with their shapes by name in the checkpoint, and its shape and dtype."""
+    """A parameter of a decoder.
+
+    Attributes:
+        tensors: its tensors.
+        shapes: their shapes by name in the checkpoint.
+        shape: its shape.
+        dtype: its dtype.
+        is_product: whether it is only multiplied by, in a product that takes codes.
+        is_always_widened: whether its contract reads it as plain numbers.
+    """
 
     tensors: Tensors
     shapes: Mapping[str, tuple[int, ...]]
     shape: tuple[int, ...]
     dtype: np.dtype
+    is_product: bool = False
+    is_always_widened: bool = False
 
     def unread(self, stored: Mapping[str, StoredTensor]) -> LazyParameter:
         """Returns the placeholder of its array, given the stored tensors."""
         return LazyParameter(self.tensors, [stored[name] for name in self.shapes], self.shape, self.dtype)
 
+    def in_codes(self, stored: Mapping[str, StoredTensor], quantized: Quantized) -> QuantizedParameter | None:
+        """Returns the parameter that keeps its codes; None: it is read as plain numbers.
+
+        Raises:
+            CheckpointError: its tensors have different schemes, or quantized activations of another product.
+        """
+        uses: dict[str, bool] = {"is_product": self.is_product, "is_always_widened": self.is_always_widened}
+        tensors = [stored[name] for name in self.shapes]
+        return quantized_parameter(self.tensors, tensors, self.shape, self.dtype, quantized=quantized, **uses)
+
 
 def parameters_of_checkpoint(
-    model: Decoder, stored: Mapping[str, StoredTensor] = types.MappingProxyType({})
+    model: nnx.Module, stored: Mapping[str, StoredTensor] = types.MappingProxyType({})
 ) -> list[Parameter]:
     """Returns the parameters in the order of `network.split`'s weights, each in the form of the stored tensors."""
     parameters = []
@@ -359,7 +428,8 @@ def parameters_of_checkpoint(
         while tensors is not None:
             names = [prefix + tensor for tensor in tensors.names]
             shapes = dict(zip(names, tensors.shapes(value.shape), strict=True))
-            forms.append(Parameter(tensors, shapes, value.shape, np.dtype(value.dtype)))
+            uses = name in getattr(part, "PRODUCTS", ()), name in getattr(part, "WIDENED", ())
+            forms.append(Parameter(tensors, shapes, value.shape, np.dtype(value.dtype), *uses))
             tensors = tensors.other_form
         parameters.append(_stored_form(forms, stored))
     return parameters

@@ -1,8 +1,7 @@
 """Weights that a checkpoint stores as low-precision numbers in blocks, each with a scale.
 
-They are read as the plain tensors that they encode, under one contract: a value is the stored number times its block's
-scale, as a float32 product, rounded once to the requested dtype, to nearest even. Computation and saved checkpoints use
-the plain tensors: activations are not quantized, whatever the checkpoint was made for.
+A value is the stored number times its block's scale, as a float32 product, rounded once to the requested dtype, to
+nearest even.
 """
 
 import dataclasses
@@ -14,8 +13,10 @@ from typing import Final
 import numpy as np
 from jaxtyping import Float32
 
+from detjax.models.checkpoint.matrix_arrays import POWERS_OF_TWO, MatrixArrays, StoredMatrix, beyond_range
 from detjax.models.checkpoint.weight_files import StoredTensor
 from detjax.models.configuration.json_object import CheckpointError
+from detjax.operands.quantized_weight import CodeNumbers
 
 _NUMBERS_AT_ONCE: Final = 1 << 20
 """The approximate number of numbers that are read and multiplied at a time."""
@@ -29,7 +30,10 @@ def finite_scales(scales: StoredTensor) -> Float32[np.ndarray, "..."]:
     Raises:
         CheckpointError: a scale is infinite or NaN, or the file is unreadable.
     """
-    values = scales.read(np.dtype(np.float32))
+    if scales.format == "F8_E8M0":
+        values = POWERS_OF_TWO[scales.read_bytes(0, scales.size).reshape(scales.shape)]
+    else:
+        values = scales.read(np.dtype(np.float32))
     if not np.isfinite(values).all():
         raise CheckpointError(f"{scales.file}: tensor {scales.name!r} holds infinite scales or NaN; accepted: numbers")
     return values
@@ -53,6 +57,8 @@ class BlockFormat:
         row_axes: the number of trailing axes of the codes that make up a row.
         transposed: whether rows and columns are swapped in the plain tensor.
         read_scales: returns the scales as float32, or raises `CheckpointError`.
+        kind: the numbers of codes as products know them.
+        scale_table: the numbers of scales of one byte; None: scales are floating-point numbers.
     """
 
     name: str
@@ -66,6 +72,8 @@ class BlockFormat:
     row_axes: int = 1
     transposed: bool = False
     read_scales: Callable[[StoredTensor], np.ndarray] = finite_scales
+    kind: CodeNumbers = "e4m3"
+    scale_table: Float32[np.ndarray, "256"] | None = None
 
     @property
     def endings(self) -> tuple[str, ...]:
@@ -79,7 +87,7 @@ class BlockFormat:
                 return name.removesuffix(ending)
         return name if not self.codes and tensor.format == self.code_format else None
 
-    def dequantized(self, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    def dequantized(self, stored: Mapping[str, StoredTensor], scheme: object = None) -> dict[str, StoredTensor]:
         """Returns the tensors, by the same names, with codes, scales and shape replaced by plain tensors.
 
         Raises:
@@ -87,23 +95,25 @@ class BlockFormat:
         """
         plain = dict(stored)
         for name in dict.fromkeys(itertools.starmap(self.plain_name, stored.items())):
-            if name is None:
-                continue
-            parts = {name + ending: plain.pop(name + ending, None) for ending in self.endings}
-            present = [part for part in parts.values() if part is not None]
-            for part, tensor in parts.items():
-                if tensor is None:
-                    raise CheckpointError(
-                        f"{present[0].file}: tensor {part!r} is missing, which belongs to {present[0].name!r}; "
-                        f"accepted: all of {', '.join(map(repr, parts))}"
-                    )
-            plain[name] = self._plain(name, *present)
+            if name is not None:
+                parts = {ending: plain.pop(name + ending, None) for ending in self.endings}
+                plain[name] = self.matrix(name, {end: part for end, part in parts.items() if part is not None}, scheme)
         return plain
 
-    def _plain(
-        self, name: str, codes: StoredTensor, scales: StoredTensor, shape: StoredTensor | None = None
-    ) -> "_Plain":
-        """Returns the plain tensor of codes, scales and shape."""
+    def matrix(self, name: str, parts: dict[str, StoredTensor], scheme: object = None) -> StoredMatrix:
+        """Returns the plain tensor of a name, given its tensors by the ends of their names.
+
+        Raises:
+            CheckpointError: one of them is missing, or a shape or dtype does not match the format.
+        """
+        for end in self.endings:
+            if end not in parts:
+                present = next(parts[ending] for ending in self.endings if ending in parts)
+                raise CheckpointError(
+                    f"{present.file}: tensor {name + end!r} is missing, which belongs to {present.name!r}; "
+                    f"accepted: all of {', '.join(repr(name + ending) for ending in self.endings)}"
+                )
+        codes, scales, shape = parts[self.codes], parts[self.scales], parts.get(self.shape or "-")
         integers = ("I64", "I32")
         accepted = [(codes, (self.code_format,)), (scales, self.scale_formats), (shape, integers)]
         for tensor, formats in accepted:
@@ -129,8 +139,8 @@ class BlockFormat:
                 f"has {codes.shape} and blocks of {self.name} have {self.block[0]} rows and {self.block[1]} columns"
             )
         axes = (*others, columns, rows) if self.transposed else (*others, rows, columns)
-        parts = tuple(tensor for tensor in (codes, scales, shape) if tensor is not None)
-        return _Plain(name, codes.file, axes, self.name, sum(part.size for part in parts), None, 0, self, parts)
+        size = sum(part.size for part in parts.values())
+        return _Plain(name, codes.file, axes, self.name, size, None, 0, parts, scheme, self.transposed, self)
 
     def _stated_columns(self, shape: StoredTensor, rows: tuple[int, ...], columns: int, per_code: int) -> int:
         """Returns the columns that a shape tensor states, of at most `columns`, the codes' capacity."""
@@ -144,17 +154,35 @@ class BlockFormat:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Plain(StoredTensor):
+class _Plain(StoredMatrix):
     """A plain tensor in a block format that is decoded from its parts: codes, scales and, if stored, the shape."""
 
     block_format: BlockFormat
-    parts: tuple[StoredTensor, ...]
-    has_parts = False
+
+    def arrays(self) -> MatrixArrays:
+        """Returns the matrix in codes and scales; the scales of a block of several rows are repeated."""
+        stored, codes = self.block_format, self.parts[self.block_format.codes]
+        *others, rows, columns = self._axes
+        content = codes.read_bytes(0, codes.size).reshape(*others, rows, -1)
+        if stored.kind == "e4m3":
+            if ((content & 127) == 127).any():
+                raise beyond_range(codes, "NaN", self.dtype)
+        else:
+            content = np.ascontiguousarray(content[..., : -(-columns // 2)])
+        scales = stored.read_scales(self.parts[stored.scales])
+        if stored.scale_table is not None:
+            raw = self.parts[stored.scales]
+            scales = raw.read_bytes(0, raw.size).reshape(raw.shape)
+        elif stored.block[0] == 1 and self.parts[stored.scales].format != "F8_E8M0":
+            scales = self.parts[stored.scales].read()  # in the stored dtype, which may be smaller
+        scales = scales.repeat(stored.block[0], axis=-2)[..., :rows, :]
+        return MatrixArrays(stored.kind, columns, stored.block[1], content, scales, table=stored.scale_table)
 
     @property
-    def dtype(self) -> np.dtype:
-        """The dtype of the products."""
-        return np.dtype(np.float32)
+    def _axes(self) -> tuple[int, ...]:
+        """The shape with rows before columns."""
+        *others, rows, columns = self.shape
+        return (*others, columns, rows) if self.transposed else self.shape
 
     def read(self, dtype: np.dtype | None = None) -> np.ndarray:
         """Returns the values in a dtype (default: float32), rounded to nearest even.
@@ -164,12 +192,10 @@ class _Plain(StoredTensor):
         Raises:
             CheckpointError: a file is unreadable, a code or a scale is NaN, or a value would overflow.
         """
-        stored, codes = self.block_format, self.parts[0]
+        stored, codes = self.block_format, self.parts[self.block_format.codes]
         dtype = self.dtype if dtype is None else dtype
-        scales = stored.read_scales(self.parts[1])
-        *others, rows, columns = self.shape
-        if stored.transposed:
-            rows, columns = columns, rows
+        scales = stored.read_scales(self.parts[stored.scales])
+        *others, rows, columns = self._axes
         values = np.empty((math.prod(others), rows, columns), dtype)
         by_matrix = scales.reshape(len(values), *scales.shape[-2:])
         row_bytes = codes.size // (len(values) * rows)
@@ -184,10 +210,8 @@ class _Plain(StoredTensor):
             with np.errstate(over="ignore"):
                 values[matrix, begin : begin + count] = (numbers * factors).astype(dtype)
             if not np.isfinite(values[matrix, begin : begin + count]).all():
-                what = "NaN" if np.isnan(numbers).any() else f"values beyond the range of {dtype}"
-                raise CheckpointError(
-                    f"{codes.file}: tensor {codes.name!r} holds {what}; accepted: finite values that {dtype} holds, or "
-                    "another dtype"
+                raise beyond_range(
+                    codes, "NaN" if np.isnan(numbers).any() else f"values beyond the range of {dtype}", dtype
                 )
         values = values.reshape(*others, rows, columns)
-        return values.swapaxes(-1, -2) if stored.transposed else values
+        return values.swapaxes(-1, -2) if self.transposed else values

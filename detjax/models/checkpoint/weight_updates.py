@@ -5,20 +5,23 @@ import dataclasses
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
+import jax
 import numpy as np
 
 from detjax.models.checkpoint import loading
-from detjax.models.checkpoint.digest import ModelDigest, array_digest
+from detjax.models.checkpoint.digest import ModelDigest, weight_digest
 from detjax.models.checkpoint.directory_files import refuse_adapter
-from detjax.models.checkpoint.stored_formats import stored_format
+from detjax.models.checkpoint.stored_formats import StoredFormats, stored_formats
 from detjax.models.checkpoint.weight_files import StoredTensor, open_file, open_weights
 from detjax.models.configuration.config import DecoderConfig
 from detjax.models.configuration.family import description, family_named
 from detjax.models.configuration.json_object import CheckpointError, parse_json_object, read_file
 from detjax.models.decoder import Decoder
+from detjax.models.network import split
 from detjax.models.text.tokenizer import Tokenizer
+from detjax.operands.quantized_weight import QuantizedWeight, is_quantized
 from detjax.runtime.threads import in_threads
 
 _HEADER_BYTES: Final = 1 << 10
@@ -35,7 +38,7 @@ class WeightUpdate:
         is_whole: True if all weights are new.
     """
 
-    weights: Mapping[int, np.ndarray]
+    weights: Mapping[int, Any]
     digest: ModelDigest
     is_whole: bool
 
@@ -53,6 +56,12 @@ class UpdatableWeights:
         self._config = model.config
         self._family = family_named("UpdatableWeights", model.config.architecture)
         self._empty = loading.without_weights(model.config, model.dtype)
+        # Weights in codes are only replaced by codes and scales of the same form.
+        forms = enumerate(map(_form, split(model)[1]))
+        self._in_codes = {number: form for number, form in forms if form is not None}
+        self._formats: StoredFormats | None = None
+        if model.quantized_from is not None:
+            self._formats = stored_formats(self._checked_configuration(Path(model.quantized_from) / loading.CONFIG))
 
     def read(self, path: Path, current: Callable[[int], np.ndarray | None], *, needs_all: bool = False) -> WeightUpdate:
         """Reads and checks an update, and changes nothing.
@@ -75,9 +84,13 @@ class UpdatableWeights:
             self._check(path, parameters, stored)
             numbers = _numbers_given(path, parameters, stored, needs_all)
 
-            def read(number: int) -> tuple[np.ndarray, str]:
-                weight = _new_weight(path, parameters[number], stored, lambda: current(number))
-                return weight, array_digest(weight)
+            def read(number: int) -> tuple[Any, str]:
+                form = self._in_codes.get(number)
+                if form is not None:
+                    weight = _new_codes(path, parameters[number], stored, form)
+                else:
+                    weight = _new_weight(path, parameters[number], stored, lambda: current(number))
+                return weight, weight_digest(weight)
 
             read_weights = dict(zip(numbers, in_threads(read, numbers), strict=True))
         weights = {number: weight for number, (weight, _) in read_weights.items()}
@@ -86,17 +99,17 @@ class UpdatableWeights:
 
     def _opened(self, path: Path, files: contextlib.ExitStack) -> dict[str, StoredTensor]:
         """Returns the tensors by their names in the decoder, without quantization."""
-        block_format = None
+        formats = self._formats
         if path.is_dir():
             refuse_adapter(path)
             if (path / loading.CONFIG).exists(follow_symlinks=False):
-                block_format = stored_format(self._checked_configuration(path / loading.CONFIG))
+                formats = stored_formats(self._checked_configuration(path / loading.CONFIG))
             _, tensors = open_weights(path, files)
         else:
             tensors = open_file(path, files)
         stored = loading.by_decoder_name(tensors, self._family, self._config)
-        if block_format is not None:
-            stored = block_format.dequantized(stored)
+        if formats is not None:
+            stored = formats.read(stored)
         has_head = self._config.pooling is None or self._config.pooling.has_answers
         if has_head and self._config.tied_embeddings and loading.LM_HEAD in stored:
             self._remove_tied_head(stored)
@@ -184,6 +197,41 @@ def _new_weight(
     tensors = dict(zip(parameter.shapes, parameter.tensors.split(before), strict=True))
     read = {name: stored[name].read(parameter.dtype) for name in given}
     return parameter.tensors.join((tensors | read).values())
+
+
+type _Form = tuple[Any, tuple[tuple[int, ...], ...], tuple[np.dtype, ...]]
+"""The structure of a quantized weight, and the shapes and dtypes of its arrays."""
+
+
+def _form(weight: Any) -> _Form | None:
+    """Returns the form of a quantized weight; None for a plain one. The rows of a shard are not the weight's."""
+    if not is_quantized(weight):
+        return None
+    rowless = [weight.tables, weight.groups, weight.input_scales]
+    shapes = weight.codes.shape[-1:], weight.scales.shape[-1:], *(x.shape for x in rowless if x is not None)
+    return jax.tree.structure(weight), shapes, tuple(np.dtype(x.dtype) for x in jax.tree.leaves(weight))
+
+
+def _new_codes(
+    path: Path, parameter: loading.Parameter, stored: Mapping[str, StoredTensor], form: _Form
+) -> QuantizedWeight:
+    """Reads a parameter whose present weight has codes and scales of a form."""
+    for name in parameter.shapes:
+        if name not in stored:
+            raise CheckpointError(
+                f"{path}: tensor {name!r} is missing; accepted: all tensors of a product whose weight is quantized"
+            )
+    structure: Any = form[0]
+    is_computed = structure.unflatten(range(structure.num_leaves)).is_computed
+    codes = parameter.in_codes(stored, "computed" if is_computed else "weights")
+    weight = None if codes is None else codes.read()
+    if weight is None or _form(weight) != form:
+        names = ", ".join(map(repr, parameter.shapes))
+        raise CheckpointError(
+            f"{path}: {names} are stored in another format than the model's weights; accepted: the format of the "
+            "checkpoint that the model was loaded from, or a model that was loaded with quantized='widened'"
+        )
+    return weight
 
 
 def _missing(path: Path, name: str) -> CheckpointError:

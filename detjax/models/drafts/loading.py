@@ -16,7 +16,7 @@ from jaxtyping import DTypeLike, Int64
 
 from detjax.contract import INPUT_DTYPES
 from detjax.models.checkpoint.loading import CONFIG, EMBEDDING, LM_HEAD, are_equal, parameters_of_checkpoint
-from detjax.models.checkpoint.stored_formats import stored_format
+from detjax.models.checkpoint.stored_formats import stored_formats
 from detjax.models.checkpoint.weight_files import INDEX, SINGLE_FILE, StoredTensor, open_weights
 from detjax.models.configuration.config import DecoderConfig
 from detjax.models.configuration.family import Family, description
@@ -212,9 +212,9 @@ def _next_token(files: _Files, model: Decoder, dtype: np.dtype) -> Draft:
         raise described.file.error("mtp_use_dedicated_embeddings", "false")
     if described.file.boolean("mtp_hidden_states_first", False):
         raise described.file.error("mtp_hidden_states_first", "false; no published model of this family has it")
-    block_format = stored_format(described.file)
-    if block_format is not None:
-        stored = block_format.dequantized(stored)
+    formats = stored_formats(described.file)
+    if formats is not None:
+        stored = formats.read(stored)
     by_name = {name.removeprefix(prefix): tensor for name, tensor in stored.items() if name.startswith(prefix)}
     kind = QwenNextTokenHead if prefix == _QWEN else NextTokenHead
     if kind is NextTokenHead:

@@ -97,6 +97,8 @@ class Attention(nnx.Module):
     checkpoints all rotated columns come first.
     """
 
+    PRODUCTS: ClassVar = ("qkv", "output")
+    """The parameters that products take in codes as well."""
     QUERY_PARTS: ClassVar = 1
     """Outputs of the query projection per column of a query."""
 

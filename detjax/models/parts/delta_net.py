@@ -1,6 +1,7 @@
 """Linear attention by the gated delta rule."""
 
 import dataclasses
+from typing import ClassVar
 
 import jax.numpy as jnp
 from flax import nnx
@@ -43,6 +44,9 @@ class DeltaNet(nnx.Module):
     Weights are `[N, K]`, rows being outputs, as in checkpoints. The rows of `qkvz` are all queries, then all keys, all
     values and all gates; the rows of `ba` give the rates and then the decays.
     """
+
+    PRODUCTS: ClassVar = ("qkvz", "ba", "output")
+    """The parameters that products take in codes as well."""
 
     def __init__(self, width: int, options: DeltaNetOptions, *, eps: float, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
         keys, values = options.key_heads * options.key_dim, options.value_heads * options.value_dim

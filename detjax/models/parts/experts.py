@@ -80,6 +80,8 @@ class Experts(nnx.Module):
     """
 
     CHECKPOINT_NAMES: ClassVar[Mapping[str, str]] = {"router": "gate"}
+    PRODUCTS: ClassVar = ("gate_up", "down")
+    """The parameters that products take in codes as well."""
     ROUTER: ClassVar[Any] = SoftmaxRouter
     """The class of the router."""
     PROJECTIONS: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import jax
 import jax.numpy as jnp
@@ -94,6 +94,11 @@ class LatentAttention(nnx.Module):
     latent, and the shared columns; `q_up` makes the queries of all heads. `kv_up` has each head's rows for keys, then
     its rows for values.
     """
+
+    PRODUCTS: ClassVar = ("latents", "q_up", "output")
+    """The parameters that products take in codes as well."""
+    WIDENED: ClassVar = ("kv_up",)
+    """The parameters that the contract reads as plain numbers."""
 
     def __init__(self, width: int, options: LatentAttentionOptions, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
         latent, heads = options.latent, options.heads

@@ -1,7 +1,7 @@
 """The MLP of a layer, with or without a gate."""
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 from flax import nnx
 from jaxtyping import Array, DTypeLike, Float
@@ -34,6 +34,9 @@ class GatedMLP(nnx.Module):
 
     Weights are `[N, K]`, rows being outputs, as in checkpoints; gate and up are stacked.
     """
+
+    PRODUCTS: ClassVar = ("gate_up", "down")
+    """The parameters that products take in codes as well."""
 
     def __init__(self, width: int, options: MLPOptions, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
         inner = options.inner_width

@@ -27,6 +27,7 @@ from detjax import ops
 from detjax.operands.accumulated_weight import AccumulatedWeight, Weight
 from detjax.operands.adapted_weight import AdaptedWeight
 from detjax.operands.numerics import ceil_div, round_up
+from detjax.operands.quantized_weight import QuantizedWeight, widened
 from detjax.ops.collectives import gather_columns
 from detjax.ops.matmul import shared_matmul
 from detjax.runtime import backends
@@ -352,13 +353,15 @@ def gathered_matmul(
         and sharding.groups[0].padded_size == sharding.size
     )
     can_share = is_plain and sharding.experts is None and not isinstance(weight, AdaptedWeight)
+    can_share = can_share and not (isinstance(weight, QuantizedWeight) and weight.is_computed)
     if links is not None and count > 1 and can_share:
 
         def shared(x: Array, weight: Array, arrays: dict[str, Any]) -> Any:
             return shared_matmul(x, weight, sharding.over, links, **arrays, **options)
 
         # Kernels that can do so write each result to all devices as it is computed.
-        y = refusing_gradients(shared)(x, _plain(weight), {"bias": bias, "residual": residual})
+        dense = widened(weight) if isinstance(weight, QuantizedWeight) else _plain(weight)
+        y = refusing_gradients(shared)(x, dense, {"bias": bias, "residual": residual})
         if y is not None:
             return y
     return gathered(sharded_matmul(x, weight, sharding=sharding, bias=bias, residual=residual, **options), sharding)
@@ -448,8 +451,10 @@ def _plain(weight: Weight) -> Array:
     return weight
 
 
-def _at_its_place(x: Array, sharding: OutputSharding) -> Array:
+def _at_its_place(x: Any, sharding: OutputSharding) -> Any:
     """Places this device's part in an array of the whole shape that is zero elsewhere."""
+    if isinstance(x, QuantizedWeight):
+        return x.map_rows(lambda rows, axis: _at_its_place(rows, sharding.at(axis)))
     count, device, axis = devices(sharding.over), lax.axis_index(sharding.over), x.ndim + sharding.axis
     parts = []
     for place in sharding.places():
