@@ -80,6 +80,12 @@ def runs_mesh_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert content["one"]["digests"] == content["several"]["digests"] and content["usual_cut_differs"]
 
 
+def runs_usual_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = run_on_two_devices("usual_cut", tmp_path)
+    assert {count: len(seconds) for count, seconds in content["seconds"].items()} == {"1": 5, "2": 5}
+    assert content["time_over_one"] > 0
+
+
 def runs_batch_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(run_small("batch_bits", tmp_path)["digests"]) == {"last", "mean", "cls"}
     sizes = dataclasses.replace(batch_bits.SMALL, sides=((16, 24), (24, 16)))
@@ -364,5 +370,6 @@ RUNS: Final[dict[str, Callable[[Path, pytest.MonkeyPatch], None]]] = {
     "true_on_policy, failing": runs_true_on_policy_failing,
     "true_on_policy, in processes": runs_true_on_policy_in_processes,
     "update": runs_update,
+    "usual_cut": runs_usual_cut,
     "verify": runs_verify,
 }

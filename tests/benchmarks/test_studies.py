@@ -50,6 +50,7 @@ STUDIES = (
     "true_on_policy",
     "tunix_learners",
     "update",
+    "usual_cut",
     "verify",
 )
 
