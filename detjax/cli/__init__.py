@@ -19,6 +19,7 @@ from detjax.version import __version__
 
 COMMANDS: Final = (
     *("demo", "generate", "train", "serve", "verify", "certify", "divergence", "trace", "bisect", "fingerprint"),
+    "quantize",
 )
 _EXTRAS: Final = {
     "serve": ("server", "prometheus_client", "pydantic", "starlette", "uvicorn"),

@@ -47,6 +47,7 @@ def generate(
     sampling: Annotated[dict[str, Any], _SAMPLING],
     logprobs: int | None = None,
     kv_cache_dtype: KVQuantization | None = None,
+    speculative_config: str | None = None,
     backend: Backend = None,
     as_json: Annotated[bool, Option(name="--json")] = False,
 ) -> None:
@@ -63,9 +64,12 @@ def generate(
             checkpoint's, else 2.
         logprobs: print each token with its logprob and the N most likely tokens. Default: no logprobs.
         kv_cache_dtype: quantize the KV cache to this type. Default: the model's dtype, not quantized.
+        speculative_config: JSON object with the settings of speculative decoding, as for vLLM: method, model,
+            num_speculative_tokens, prompt_lookup_min and prompt_lookup_max. Default: no tokens are guessed.
         as_json: print texts, tokens, logprobs and the fingerprint as JSON.
     """
     sampling |= {"top_logprobs": logprobs or 0}
+    speculative = loading.speculative(speculative_config)
     engine.SamplingParams(**sampling)  # refuses bad values before loading takes minutes
     if prompts.count("-") > 1:
         raise ValueError("--prompt is - more than once; accepted: once, because there is one standard input")
@@ -90,6 +94,7 @@ def generate(
             images=[shown] * len(texts),
             tokenizer=tokenizer,
             kv_cache_dtype=kv_cache_dtype,
+            speculative=speculative,
             progress=sys.stderr.isatty(),
         )
     if as_json:

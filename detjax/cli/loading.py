@@ -7,6 +7,7 @@ from typing import Annotated, Any, Final
 
 from detjax import models
 from detjax.cli.options import Option
+from detjax.engine import SpeculativeConfig
 from detjax.models import Decoder, Tokenizer
 from detjax.models.configuration.json_object import parse_json_object
 from detjax.runtime import backends
@@ -53,6 +54,10 @@ class Loading:
             return parse_json_object(self.hf_overrides.encode(), "--hf-overrides")
         except ValueError as error:
             raise ValueError(f'{error}. An example is {{"is_matryoshka": true}}') from None
+
+    def speculative(self, text: str | None) -> SpeculativeConfig | None:
+        """Returns the settings in --speculative-config; raises a ValueError if they are not accepted."""
+        return None if text is None else SpeculativeConfig.from_json(text, self.model)
 
     def template(self) -> str | None:
         """Reads the chat template; raises a ValueError if the file is not readable."""

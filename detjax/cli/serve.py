@@ -148,7 +148,8 @@ def serve(
     loading: Annotated[Loading, _LOADING],
     client_settings: Annotated[dict[str, Any], _SETTINGS],
     max_queue: Annotated[int, Option(panel=_CLIENTS)] = 1024,
-    config: Annotated[engine.EngineConfig, Fields(engine.EngineConfig, "Engine")],
+    config: Annotated[engine.EngineConfig, Fields(engine.EngineConfig, "Engine", without=("speculative",))],
+    speculative_config: Annotated[str | None, Option(panel="Engine")] = None,
     connections: Annotated[server.ConnectionSettings, _CONNECTION_SETTINGS],
     log: Annotated[server.LogSettings, _LOG],
     programs: Annotated[Programs, Fields(Programs, "Compiled programs")],
@@ -157,7 +158,10 @@ def serve(
 
     Args:
         max_queue: maximum number of samples in the queue; further requests get status 429.
+        speculative_config: JSON object with the settings of speculative decoding, as for vLLM: method, model,
+            num_speculative_tokens, prompt_lookup_min and prompt_lookup_max. Default: no tokens are guessed.
     """
+    config = dataclasses.replace(config, speculative=loading.speculative(speculative_config))
     if max_queue < 0:
         raise ValueError(f"--max-queue is {max_queue}; accepted: at least 0")
     replicas.check(programs.certify)

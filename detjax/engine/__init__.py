@@ -9,6 +9,7 @@ from detjax.engine.batch import BatchShapes as BatchShapes
 from detjax.engine.config import EngineConfig as EngineConfig
 from detjax.engine.config import EngineStats as EngineStats
 from detjax.engine.constraint import Constraint as Constraint
+from detjax.engine.drafts.speculative_config import SpeculativeConfig as SpeculativeConfig
 from detjax.engine.engine import Engine as Engine
 from detjax.engine.engine_thread import EngineClosed as EngineClosed
 from detjax.engine.field_error import FieldError as FieldError

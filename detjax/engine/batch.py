@@ -12,7 +12,9 @@ from detjax.contract import QUERY_UNIT
 from detjax.engine import sequence as sequences
 from detjax.engine.sampling_params import SamplingParams
 from detjax.engine.scheduler import ScheduledChunk, ScheduledStep, StepLimits, padded_rows
+from detjax.models.adapters.pool import SlotArrays
 from detjax.models.decoder import ImageRows
+from detjax.operands.adapted_weight import NO_ADAPTER
 from detjax.operands.kv_pages import Queries
 from detjax.operands.noise import NO_NOISE
 from detjax.operands.sampling_arrays import Arrays, LogitAdjustments, SamplingArrays
@@ -205,6 +207,8 @@ class StepBatch(NamedTuple):
         sampling: sampling parameters of each row.
         adjustments: logit adjustments of each row; None if no chunk has any.
         images: the rows of images among the prefill tokens; None without images.
+        adapters: the slot of the adapter of each request of the queries, or `NO_ADAPTER`; None if no request has one.
+        pool: the arrays of all slots for adapters, which the runner adds if `adapters` is given.
         steps: in a run, the number of steps that each decode takes part in; None for a single step.
         drafted: guessed tokens before the rows to sample from; None if no step of the loop has any.
     """
@@ -217,6 +221,8 @@ class StepBatch(NamedTuple):
     sampling: SamplingArrays
     adjustments: LogitAdjustments | None = None
     images: ImageRows | None = None
+    adapters: Int32[Arrays, "requests"] | None = None
+    pool: SlotArrays | None = None
     steps: Int32[Arrays, "decodes"] | None = None
     drafted: DraftedRows | None = None
 
@@ -290,7 +296,7 @@ class SlotTable:
         starts = np.array([chunk.start for chunk in step.chunks], np.int32)
         counts = np.array([chunk.count for chunk in step.chunks], np.int32)
         completes = np.array([chunk.completes for chunk in step.chunks], bool)
-        rows = _SampledRows.of(step.chunks, slots, starts + counts, completes) if self._drafts else None
+        rows = _SampledRows.for_chunks(step.chunks, slots, starts + counts, completes) if self._drafts else None
 
         def by_request(values: np.ndarray) -> np.ndarray:
             """Scatters values per chunk to the requests of the queries."""
@@ -328,6 +334,7 @@ class SlotTable:
             sampling=sampling._replace(position=sampled(position)),
             adjustments=adjustments,
             images=_image_rows(step, shape),
+            adapters=_adapter_slots(step, requests, shape) if step.has_adapters else None,
             steps=_steps(step, shape) if step.is_run else None,
             drafted=None if rows is None else self._drafted(step, sampled(rows.offset)),
         )
@@ -404,7 +411,7 @@ class _SampledRows(NamedTuple):
     samples: Bool[np.ndarray, "R"]
 
     @classmethod
-    def of(
+    def for_chunks(
         cls, chunks: Sequence[ScheduledChunk], slots: np.ndarray, ends: np.ndarray, completes: np.ndarray
     ) -> "_SampledRows":
         """Returns the rows of chunks, given the slot, the end and the kind of each."""
@@ -435,6 +442,20 @@ def _coordinates(step: ScheduledStep, shape: BatchShape, count: int) -> Int32[np
         else:
             result[row : row + chunk.count] = images.coordinates(chunk.start, chunk.count)
     return result
+
+
+def no_adapters(shape: BatchShape) -> Int32[np.ndarray, "requests"]:
+    """Returns the slots of adapters of a batch whose requests have none."""
+    return np.full(shape.decodes + shape.prefills, NO_ADAPTER, np.int32)
+
+
+def _adapter_slots(step: ScheduledStep, requests: Sequence[int], shape: BatchShape) -> Int32[np.ndarray, "requests"]:
+    """Returns the slot of each request's adapter, given the requests of the step's chunks."""
+    slots = no_adapters(shape)
+    for request, chunk in zip(requests, step.chunks, strict=True):
+        if chunk.sequence.adapter_slot is not None:
+            slots[request] = chunk.sequence.adapter_slot
+    return slots
 
 
 def _image_rows(step: ScheduledStep, shape: BatchShape) -> ImageRows | None:

@@ -8,6 +8,7 @@ import jax
 
 from detjax.contract import KV_BLOCK
 from detjax.engine.batch import BatchShapes
+from detjax.engine.drafts.speculative_config import SpeculativeConfig
 from detjax.engine.model_runner import bytes_of_page, bytes_of_slot, bytes_of_snapshot
 from detjax.engine.sampling_variant import SamplingVariant
 from detjax.engine.snapshots import SLOTS_IN_TRANSIT
@@ -55,6 +56,10 @@ class EngineConfig:
         runs_of: maximum batch size for decode runs, in which the device computes four tokens per sample without
             waiting for the host; 0: no runs. Tokens then arrive four at a time. There are no runs while requests
             wait, but a new request waits for up to two runs in flight. Default: 64 on GPUs, 0 elsewhere.
+        speculative: guess tokens and verify several of them in one step; see `SpeculativeConfig`. Default: no guesses.
+        max_loras: maximum number of adapters in one step; 0: no request may have an adapter. More of them may be
+            loaded: the least recently used ones leave the device, and come back when a request needs them.
+        max_lora_rank: the largest rank of an adapter.
         step_seconds: maximum seconds that the engine waits for the devices to finish a step. Then it fails, rather than
             hang when a device or another process that shares the model is lost. Default: 30 if GPUs share the model,
             else no limit.
@@ -75,6 +80,9 @@ class EngineConfig:
     top_logprobs: int = 20
     runs_of: int | None = None
     step_seconds: float | None = None
+    speculative: SpeculativeConfig | None = None
+    max_loras: int = 0
+    max_lora_rank: int = 16
 
     def resolved(self, model: Decoder) -> "EngineConfig":
         """Returns these settings with all defaults filled in for a model.
@@ -91,6 +99,8 @@ class EngineConfig:
             "max_length": (length, 2 <= length <= positions, f"2 to {positions}, the model's"),
             "snapshot_bytes": (self.snapshot_bytes, self.snapshot_bytes >= 0, "0 and more"),
             "snapshot_tokens": (self.snapshot_tokens, self.snapshot_tokens >= 1, "at least 1"),
+            "max_loras": (self.max_loras, self.max_loras >= 0, "0 and more"),
+            "max_lora_rank": (self.max_lora_rank, 1 <= self.max_lora_rank <= 512, "1 to 512"),
             "top_logprobs": (self.top_logprobs, 0 <= self.top_logprobs <= vocabulary, f"0 to {vocabulary}"),
             "runs_of": (self.runs_of, self.runs_of is None or self.runs_of >= 0, "0 and more, or None"),
             "step_seconds": (
@@ -112,6 +122,16 @@ class EngineConfig:
             raise ValueError(
                 f"Engine: snapshot_bytes is {self.snapshot_bytes}; accepted: at least {snapshot}, for one snapshot of "
                 "this model, or 0, which turns off its prefix cache"
+            )
+        if self.max_loras and model.config.pooling is not None:
+            raise ValueError(
+                f"Engine: max_loras is {self.max_loras}, and the model pools; accepted: 0 for models that do not "
+                "generate"
+            )
+        if self.speculative is not None and model.config.pooling is not None:
+            raise ValueError(
+                f"Engine: speculative is {self.speculative}, and the model pools; accepted: None for models that "
+                "do not generate"
             )
         needed = _pages(length, pools=model.config.pooling is not None)
         num_pages = self.num_pages
@@ -149,8 +169,9 @@ class EngineConfig:
         assert self.max_length is not None
         assert self.num_pages is not None
         assert self.runs_of is not None
+        drafts = 0 if self.speculative is None else self.speculative.num_speculative_tokens
         return StepLoopConfig(
-            shapes=BatchShapes.for_serving(self.max_samples, self.token_budget),
+            shapes=BatchShapes.for_serving(self.max_samples, self.token_budget, drafts),
             num_pages=self.num_pages,
             pages_per_sequence=_pages(self.max_length, pools=False),
             variants=SamplingVariant.for_serving(self.top_logprobs),
@@ -159,6 +180,9 @@ class EngineConfig:
             snapshot_tokens=self.snapshot_tokens,
             kv_cache_dtype=self.kv_cache_dtype,
             runs_of=self.runs_of,
+            speculative=self.speculative,
+            max_loras=self.max_loras,
+            max_lora_rank=self.max_lora_rank,
         )
 
 
@@ -174,6 +198,9 @@ class EngineStats(NamedTuple):
         snapshots: snapshots in host memory; see `EngineConfig.snapshot_bytes`.
         snapshot_bytes: their bytes.
         snapshot_hits: number of times a sample resumed from a snapshot, since the engine was made.
+        drafts_proposed: number of guessed tokens that steps verified, since the engine was made.
+        drafts_accepted: number of them that were right.
+        drafts_accepted_at: this number for each position of a draft.
     """
 
     running: int
@@ -184,6 +211,9 @@ class EngineStats(NamedTuple):
     snapshots: int = 0
     snapshot_bytes: int = 0
     snapshot_hits: int = 0
+    drafts_proposed: int = 0
+    drafts_accepted: int = 0
+    drafts_accepted_at: tuple[int, ...] = ()
 
 
 def _pages(length: int, *, pools: bool) -> int:

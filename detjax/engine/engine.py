@@ -36,8 +36,11 @@ from detjax.engine.program import StepProgram
 from detjax.engine.program_compiler import ProgramCompiler
 from detjax.engine.request import Aborted, Generation, Request, Token
 from detjax.engine.watchdog import StepTimeout
-from detjax.models import Decoder, Tokenizer, sharded
+from detjax.models import Adapter, Decoder, Tokenizer, sharded
+from detjax.models.adapters.adapter_set import without_adapters
 
+_POLL_SECONDS: Final = 0.01
+"""Seconds between looks at whether the requests with an adapter have ended."""
 _SWITCH_INTERVAL: Final = 0.0005
 """Python's switch interval after a warm-up, in seconds. Threads that launch steps need the GIL for moments; with the
 default of 5 ms they would wait as long as a step takes."""
@@ -94,7 +97,8 @@ class Engine(EngineThread):
         Args:
             model: the decoder.
             tokenizer: needed for texts and stop strings.
-            config: the engine's settings.
+            config: the engine's settings. With `max_loras`, requests may name the adapters that `load` was given, and
+                those of `load_adapter`.
             mesh: devices that share the model, with the axes "tensor", "expert" or both; see `detjax.models.sharded`.
                 No bit depends on it. Default: the model's mesh.
             options: fields of `EngineConfig` that override `config`.
@@ -106,7 +110,8 @@ class Engine(EngineThread):
         """
         model = model if mesh is None else sharded(model, mesh)
         resolved = dataclasses.replace(config or EngineConfig(), **options).resolved(model)
-        super().__init__(model, tokenizer, resolved)
+        adapters = {} if model.adapters is None or not resolved.max_loras else model.adapters.by_name
+        super().__init__(without_adapters(model), tokenizer, resolved, adapters)
         atexit.register(self.close)  # exiting while the device computes may crash
 
     def warm_up(self, *, progress: bool = False, cache: Path | None = None, in_background: bool = False) -> None:
@@ -392,6 +397,44 @@ class Engine(EngineThread):
 
         self._call(update).result()
 
+    def load_adapter(self, name: str, adapter: Adapter, *, replaces: bool = False) -> None:
+        """Makes requests with this adapter name compute with an adapter. No program is compiled.
+
+        Requests that were submitted before keep the adapter that had the name then. The prefix cache knows adapters by
+        their contents, so nothing has to be cleared.
+
+        Args:
+            name: the name.
+            adapter: from `detjax.models.read_adapter`, or a trainer's.
+            replaces: whether another adapter may have the name.
+
+        Raises:
+            CheckpointError: the adapter does not fit the model or the engine's `max_lora_rank`.
+            ValueError: the name is taken, or the engine's `max_loras` is 0.
+        """
+        self._loop.check_adapter(adapter)
+        if name in self._adapters and not replaces:
+            raise ValueError(f"Engine.load_adapter: {name!r} is loaded already; accepted: another name, or replaces")
+        self._adapters[name] = adapter
+
+    def unload_adapter(self, name: str) -> None:
+        """Refuses new requests with this adapter name, and returns when the last request with it has ended.
+
+        Raises:
+            KeyError: no adapter has the name.
+        """
+        self._refuse_listeners()
+        if name not in self._adapters:
+            raise KeyError(f"Engine.unload_adapter: {name!r} is not loaded")
+        adapter = self._adapters.pop(name)
+
+        def running() -> bool:
+            samples = [*self._jobs, *(sample for job in self._held for sample in job.samples)]
+            return any(sample.context.adapter is adapter for sample in samples)
+
+        while self.is_open and self._call(running).result():
+            time.sleep(_POLL_SECONDS)
+
     def forget_prefixes(self) -> None:
         """Clears the prefix cache. No bit depends on it.
 
@@ -439,6 +482,8 @@ class Engine(EngineThread):
         scheduler = self._loop.scheduler
         snapshots = scheduler.pool.snapshots
         count = 0 if snapshots is None else len(snapshots)
+        drafting = self._loop.drafting
+        accepted_at = () if drafting is None else tuple(drafting.accepted_at)
         return EngineStats(
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
@@ -448,4 +493,7 @@ class Engine(EngineThread):
             snapshots=count,
             snapshot_bytes=0 if snapshots is None else count * snapshots.bytes_of_snapshot,
             snapshot_hits=0 if snapshots is None else snapshots.hits,
+            drafts_proposed=0 if drafting is None else drafting.proposed,
+            drafts_accepted=sum(accepted_at),
+            drafts_accepted_at=accepted_at,
         )

@@ -1,26 +1,29 @@
 """The thread of an engine: it calls functions that other threads send, computes steps, and settles requests."""
 
 import contextlib
+import dataclasses
 import logging
 import queue
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from types import MappingProxyType
 from typing import Any, Final, Literal
 
 import jax
 
 from detjax.engine import sequence as sequences
 from detjax.engine.config import EngineConfig
+from detjax.engine.drafts.loading import load_guesser
 from detjax.engine.job import ABORT, Job
 from detjax.engine.launcher import LauncherThread
 from detjax.engine.request import Token
 from detjax.engine.request_reader import RequestReader
 from detjax.engine.step_loop import StepLoop
 from detjax.engine.watchdog import StepTimeout, Watchdog
-from detjax.models import Decoder, Tokenizer
+from detjax.models import Adapter, Decoder, Tokenizer
 from detjax.models.mesh import spans_processes
 from detjax.runtime.compilation import ExecutionChoices
 
@@ -46,12 +49,24 @@ class EngineThread(RequestReader):
             cancelled.
     """
 
-    def __init__(self, model: Decoder, tokenizer: Tokenizer | None, config: EngineConfig) -> None:
-        """Starts the thread for an engine with resolved settings."""
+    def __init__(
+        self,
+        model: Decoder,
+        tokenizer: Tokenizer | None,
+        config: EngineConfig,
+        adapters: Mapping[str, Adapter] = MappingProxyType({}),
+    ) -> None:
+        """Starts the thread for an engine with resolved settings, and with adapters by name."""
         super().__init__(model, tokenizer, config)
         self._in_lockstep = spans_processes(model.mesh)
         sizes = config.step_loop() if model.config.pooling is None else config.pooling_loop()
-        self._loop = StepLoop.for_model(model, sizes, LauncherThread())
+        sizes = dataclasses.replace(sizes, adapters=tuple(adapters.values()))
+        guesser = None if config.speculative is None else load_guesser(config.speculative, model, tokenizer)
+        self._loop = StepLoop.for_model(model, sizes, LauncherThread(), guesser)
+
+        for adapter in adapters.values():
+            self._loop.check_adapter(adapter)
+        self._adapters |= adapters
 
         # Only the engine's thread uses the fields below; other threads send it functions through the inbox.
         self._jobs: dict[sequences.Sequence, Job] = {}

@@ -9,6 +9,8 @@ from rich.progress import Progress
 from detjax.contract import PORTABLE_ROWS
 from detjax.engine.batch import BatchShapes
 from detjax.engine.config import EngineConfig
+from detjax.engine.drafts.loading import load_guesser
+from detjax.engine.drafts.speculative_config import SpeculativeConfig
 from detjax.engine.model_runner import bytes_of_page
 from detjax.engine.request import Generation, Request
 from detjax.engine.request_reader import RequestReader
@@ -34,6 +36,7 @@ def generate(  # noqa: PLR0913
     tokenizer: Tokenizer | None = None,
     prefill_chunk: int = PREFILL_CHUNK,
     kv_cache_dtype: KVQuantization | None = None,
+    speculative: SpeculativeConfig | None = None,
     progress: bool = False,
 ) -> list[Generation]:
     """Returns a generation per prompt. Each has the same bits as if it were generated alone.
@@ -47,6 +50,7 @@ def generate(  # noqa: PLR0913
         prefill_chunk: maximum tokens of a prompt in one step. It changes no bits.
         kv_cache_dtype: "int8", "fp8_e4m3" or "q4_0" quantize keys and values in the cache (`ops.quantize_kv`). This
             changes the numbers; they still depend on nothing but the prompt. Default: the model's dtype.
+        speculative: guess tokens and verify several of them in one step, which changes no bits. Default: no guesses.
         progress: show a progress bar on stderr.
 
     Raises:
@@ -86,7 +90,11 @@ def generate(  # noqa: PLR0913
         reader.samples_of(f"generate: prompt {index}", Request(prompt, row, images=visuals), is_streamed=False)
         for index, (prompt, row, visuals) in enumerate(zip(prompts, params, images or [()] * len(prompts), strict=True))
     ]
-    _run(model, [sequence for request in requests for sequence in request], prefill_chunk, kv_cache_dtype, progress)
+    sequences = [sequence for request in requests for sequence in request]
+    if sequences:
+        config = _config(sequences, prefill_chunk, kv_cache_dtype, speculative)
+        guesser = None if speculative is None else load_guesser(speculative, model, tokenizer)
+        _run(StepLoop.for_model(model, config, guesser=guesser), sequences, progress)
     return [
         Generation(first.prompt, tuple(sequence.completion() for sequence in (first, *others)), first.scored_prompt())
         for first, *others in requests
@@ -103,17 +111,8 @@ def _one_per_prompt(sampling: SamplingParams | Seq[SamplingParams] | None, promp
     return list(sampling)
 
 
-def _run(
-    model: Decoder,
-    sequences: list[Sequence],
-    prefill_chunk: int,
-    kv_cache_dtype: KVQuantization | None,
-    progress: bool,
-) -> None:
+def _run(loop: StepLoop, sequences: list[Sequence], progress: bool) -> None:
     """Generates until all sequences have ended."""
-    if not sequences:
-        return
-    loop = StepLoop.for_model(model, _config(sequences, prefill_chunk, kv_cache_dtype))
     loop.compute_images(sequences)
     for sequence in sequences:
         loop.submit(sequence)
@@ -125,7 +124,12 @@ def _run(
         bars.update(bar, completed=total)
 
 
-def _config(sequences: list[Sequence], prefill_chunk: int, kv_cache_dtype: KVQuantization | None) -> StepLoopConfig:
+def _config(
+    sequences: list[Sequence],
+    prefill_chunk: int,
+    kv_cache_dtype: KVQuantization | None,
+    speculative: SpeculativeConfig | None = None,
+) -> StepLoopConfig:
     """Returns the sizes of a loop in which all sequences run at once.
 
     Sizes are rounded up so that calls of similar size share programs: at most two for the layers, one for sampling, and
@@ -134,12 +138,15 @@ def _config(sequences: list[Sequence], prefill_chunk: int, kv_cache_dtype: KVQua
     slots = _power_of_two(len(sequences))
     longest = max(len(sequence.prompt) for sequence in sequences)
     pages = [pages_needed(sequence) for sequence in sequences]
+    chunk = min(prefill_chunk, max(_power_of_two(longest), PORTABLE_ROWS))
+    drafts = 0 if speculative is None else speculative.num_speculative_tokens
     return StepLoopConfig(
-        shapes=BatchShapes.for_chunks(slots, min(prefill_chunk, max(_power_of_two(longest), PORTABLE_ROWS))),
+        shapes=BatchShapes.for_chunks(slots, chunk, mixes=drafts > 0, drafts=drafts),
         num_pages=min(slots * max(pages), _power_of_two(sum(pages))),
         pages_per_sequence=max(pages),
         variants=(SamplingVariant.needed_by([sequence.params for sequence in sequences]),),
         kv_cache_dtype=kv_cache_dtype,
+        speculative=speculative,
     )
 
 

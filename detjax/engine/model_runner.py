@@ -11,7 +11,7 @@ from jaxtyping import Array, PyTree
 
 from detjax.engine import pooling_programs, sampling_programs, sampling_variant, step_programs
 from detjax.engine import sequence as sequences
-from detjax.engine.batch import BatchShape, StepBatch
+from detjax.engine.batch import BatchShape, StepBatch, no_adapters
 from detjax.engine.device_weights import DeviceWeights, committed
 from detjax.engine.pooling import PooledBatch, pooled_rows
 from detjax.engine.program import Parameters, StepProgram, shapes_of
@@ -22,7 +22,8 @@ from detjax.engine.sampling_programs import ScoredRows, SlotState, none_seen, se
 from detjax.engine.sampling_variant import SamplingVariant, most_likeliest
 from detjax.engine.step_programs import StepPrograms, slot_rows, state_in_slots
 from detjax.engine.token_masks import all_allowed
-from detjax.models import Decoder
+from detjax.models import Adapter, Decoder
+from detjax.models.adapters.pool import AdapterPool
 from detjax.models.cache import declarations
 from detjax.models.decoder import ImageRows
 from detjax.models.mesh import (
@@ -84,7 +85,7 @@ class ModelRunner:
         weights: the model's weights.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         model: Decoder,
         sizes: StateSizes,
@@ -93,6 +94,8 @@ class ModelRunner:
         empty_batch: Callable[[BatchShape], StepBatch],
         image_tokens: int = 0,
         runs_of: int = 0,
+        run_steps: int = step_programs.RUN_STEPS,
+        adapters: AdapterPool | None = None,
     ) -> None:
         """A runner with an empty cache.
 
@@ -103,7 +106,10 @@ class ModelRunner:
             empty_batch: returns a batch of a shape without chunks.
             image_tokens: tokens of the largest image for which a program is compiled in advance.
             runs_of: maximum number of decodes of a run; 0: no runs.
+            run_steps: steps of a run.
+            adapters: the slots of adapters; None: no row has one.
         """
+        self._adapters = adapters
         self._network, weights = split(model)
         self._buffers = device_buffers(model.mesh)
         self.weights = DeviceWeights(model, weights)
@@ -114,7 +120,7 @@ class ModelRunner:
         self._spans_processes = spans_processes(model.mesh)
         self._vocabulary = model.config.vocab_size
         self._hidden = jax.ShapeDtypeStruct((model.config.hidden_size,), model.dtype)
-        self._variants, self._runs_of = tuple(variants), runs_of
+        self._variants, self._runs_of, self._run_steps = tuple(variants), runs_of, run_steps
         self._compiled: dict[Hashable, Callable[..., Any]] = {}
         self._compilation: Compilation | None = None
         self._free: dict[int, Array] = {}
@@ -138,7 +144,9 @@ class ModelRunner:
     # --- memory -------------------------------------------------------------------------------------------------------
 
     def make_state(self) -> None:
-        """Allocates an empty cache."""
+        """Allocates an empty cache, and empty slots for adapters."""
+        if self._adapters is not None and self._adapters.arrays is None:
+            self._adapters.make()
         adjusts = any(variant.adjusted for variant in self._variants)
         seen = none_seen(self._num_slots, self._vocabulary) if adjusts else None
         empty = SlotState(jnp.zeros(self._num_slots, jnp.int32), seen)
@@ -153,6 +161,8 @@ class ModelRunner:
         """Releases the cache and all other arrays on the devices but the weights. Then no step can run."""
         jax.block_until_ready((self._state, self._slots, self._carried))
         del self._state, self._slots, self._carried
+        if self._adapters is not None:
+            self._adapters.drop()
         for kept in (self._copies, self._free, self._without_images):
             kept.clear()
 
@@ -179,13 +189,35 @@ class ModelRunner:
             size *= 2
         return size
 
+    def check_adapter(self, adapter: Adapter) -> None:
+        """Raises unless a slot can hold an adapter; see `AdapterPool.check`."""
+        if self._adapters is None:
+            raise ValueError("Engine: it has no slots for adapters; accepted: max_loras of at least 1")
+        self._adapters.check(adapter)
+
+    def load_adapter(self, slot: int, adapter: Adapter) -> None:
+        """Writes an adapter into a slot for later steps."""
+        assert self._adapters is not None
+        self._adapters.put(slot, adapter)
+
+    def _with_adapters(self, batch: StepBatch) -> StepBatch:
+        """Returns a batch with adapters, and with the arrays that they lie in."""
+        assert self._adapters is not None
+        return batch._replace(pool=self._adapters.arrays)
+
+    def _empty_adapted(self, shape: BatchShape) -> StepBatch:
+        """Returns an empty batch of the programs for rows with adapters."""
+        return self._empty_batch(shape)._replace(adapters=no_adapters(shape))
+
     def forward(self, batch: StepBatch) -> tuple[Array, Array]:
         """Returns the hidden states of each chunk's last token, for `sample`, and of the prefill rows, for `score`.
 
         The batch must be on the device; see `copy`.
         """
-        if self._needs_priming(step_programs.forward_key(batch.shape)):
-            self._forward(self.copy(self._empty_batch(batch.shape)), is_linked=False)
+        has_adapters = batch.adapters is not None
+        if self._needs_priming(step_programs.forward_key(batch.shape, has_adapters=has_adapters)):
+            empty = self._empty_adapted if has_adapters else self._empty_batch
+            self._forward(self.copy(empty(batch.shape)), is_linked=False)
         return self._forward(batch)
 
     @property
@@ -193,7 +225,12 @@ class ModelRunner:
         """The last sampled token of each slot."""
         return self._slots.last
 
+    def adopt_last_tokens(self, last: Array) -> None:
+        """Takes the last sampled tokens of another runner, whose slots hold the same sequences."""
+        self._slots = self._slots._replace(last=last)
+
     def _forward(self, batch: StepBatch, *, is_linked: bool = True) -> tuple[Array, Array]:
+        batch = batch if batch.adapters is None else self._with_adapters(batch)
         program = step_programs.forward(batch, self._state, self._slots.last)
         self._state, hidden, rows = self._run(program, is_linked=is_linked)
         return hidden, rows
@@ -201,16 +238,19 @@ class ModelRunner:
     def steps_of_run(self, shape: BatchShape, needed: SamplingVariant) -> int:
         """Returns the number of steps of a shape that one launch can compute: 1 unless a run's program serves them."""
         has_variant = self._variant_of_run(shape, needed) is not None
-        return step_programs.RUN_STEPS if has_variant else 1
+        return self._run_steps if has_variant else 1
 
     def _variant_of_run(self, shape: BatchShape, needed: SamplingVariant) -> SamplingVariant | None:
         """Returns the sampling variant of a run of a shape; None if no run is possible."""
         if not step_programs.has_runs(shape, self._runs_of):
             return None
         for variant in sampling_variant.run_variants(self._variants):
-            if variant.serves(needed) and self._is_ready(step_programs.decode_run_key(shape.decodes, variant)):
+            if variant.serves(needed) and self._is_ready(self._decode_run_key(shape, variant)):
                 return variant
         return None
+
+    def _decode_run_key(self, shape: BatchShape, variant: SamplingVariant) -> Hashable:
+        return step_programs.decode_run_key(shape.decodes, variant, self._run_steps)
 
     def decode_run(self, batch: StepBatch, needed: SamplingVariant) -> SampledTokens:
         """Computes a run of steps, each from the tokens that the previous step sampled.
@@ -226,12 +266,12 @@ class ModelRunner:
 
     def _decode_run(self, batch: StepBatch, variant: SamplingVariant) -> SampledTokens:
         def run(batch: StepBatch, *, is_linked: bool) -> SampledTokens:
-            program = step_programs.decode_run(batch, self._state, self._slots.last, variant)
+            program = step_programs.decode_run(batch, self._state, self._slots.last, variant, self._run_steps)
             self._state, last, sampled = self._run(program, is_linked=is_linked)
             self._slots = self._slots._replace(last=last)
             return sampled
 
-        if self._needs_priming(step_programs.decode_run_key(batch.shape.decodes, variant)):
+        if self._needs_priming(self._decode_run_key(batch.shape, variant)):
             run(self.copy(self._empty_batch(batch.shape).as_empty_run()), is_linked=False)
         return run(batch, is_linked=True)
 
@@ -412,12 +452,18 @@ class ModelRunner:
             hidden=self._hidden,
             vocabulary=self._vocabulary,
             images=tuple(shapes_of(patches) for patches in self._empty_packs()),
+            adapted=() if self._adapters is None else tuple(map(self._adapted_shapes, batches)),
             everywhere=self._everywhere,
             runs_of=self._runs_of,
             scored=None if self._scored is None else shapes_of(self._scored),
             pooling=self._pooling,
             carried=None if self._carried is None else shapes_of(self._carried),
         )
+
+    def _adapted_shapes(self, batch: StepBatch) -> StepBatch:
+        """Returns the shapes of a batch of the programs for rows with adapters, given an empty one without."""
+        with_slots = self._with_images(batch._replace(adapters=no_adapters(batch.shape)))
+        return shapes_of(self._with_adapters(with_slots), self._everywhere)
 
     def _empty_packs(self) -> list[Patches]:
         """Returns empty image patches of each size that is compiled in advance."""
@@ -433,9 +479,9 @@ class ModelRunner:
             self._compilation = compiler.start(self.programs(batches), self._compiled.__setitem__)
         self._run_all([batch for batch in batches if self.has_layers(batch.shape)])
 
-    def has_layers(self, shape: BatchShape) -> bool:
+    def has_layers(self, shape: BatchShape, *, has_adapters: bool = False) -> bool:
         """Returns whether the program for the layers of this shape is ready."""
-        return self._is_ready(step_programs.forward_key(shape))
+        return self._is_ready(step_programs.forward_key(shape, has_adapters=has_adapters))
 
     def wait_for_programs(self) -> None:
         """Waits until all programs are compiled."""
@@ -458,6 +504,8 @@ class ModelRunner:
             batches = ()
         for batch in map(self.copy, batches):
             shape = batch.shape
+            if self._adapters is not None and self.has_layers(shape, has_adapters=True):
+                self.forward(self.copy(self._empty_adapted(shape)))
             hidden, rows = self.forward(batch)
             if ("sampled", shape.sampled) not in sizes:
                 for variant in self._variants:

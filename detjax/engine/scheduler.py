@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import UInt32
 
 from detjax.contract import KV_BLOCK, QUERY_UNIT
+from detjax.engine.adapter_slots import AdapterSlots
 from detjax.engine.page_pool import Digest, PagePool
 from detjax.engine.sequence import Sequence
 from detjax.engine.snapshots import MAX_PER_STEP, SlotCopies
@@ -53,7 +54,7 @@ class ScheduledChunk:
 
     @property
     def tokens(self) -> Seq[int]:
-        """The chunk's tokens, all of which the host must know."""
+        """The chunk's tokens, which the host must know."""
         known = self.sequence.tokens[self.start : self.start + self.count - self.drafted]
         return (*known, *self.drafts) if self.drafted else known
 
@@ -92,6 +93,11 @@ class ScheduledStep:
         return any(chunk.later for chunk in self.decodes)
 
     @property
+    def has_adapters(self) -> bool:
+        """True if some sequence has an adapter."""
+        return any(chunk.sequence.adapter_slot is not None for chunk in self.chunks)
+
+    @property
     def verifies(self) -> bool:
         """True if guessed tokens are among the step's."""
         return any(chunk.drafted for chunk in self.prefills)
@@ -128,8 +134,9 @@ class Scheduler:
     recomputed later.
     """
 
-    def __init__(self, pool: PagePool, limits: StepLimits) -> None:
+    def __init__(self, pool: PagePool, limits: StepLimits, adapters: AdapterSlots | None = None) -> None:
         self.pool = pool
+        self.adapters = adapters or AdapterSlots(0)
         self.limits = limits
         self.waiting = WaitingQueue()
         self.running: list[Sequence] = []
@@ -181,7 +188,7 @@ class Scheduler:
 
         Args:
             drafts: the number of tokens to guess for some sequences, whose tokens have all been read. The step has room
-                for at most so many.
+                for at most this many.
         """
         chunks, preemptions = self._chunks_of_running(drafts or {}), self.preemptions
         for sequence in sorted(chunks, key=_TURN):
@@ -279,7 +286,8 @@ class Scheduler:
             sequence.computed = sequence.named_pages * KV_BLOCK
             missing = ceil_div(len(sequence.tokens), KV_BLOCK) - len(sequence.page_ids)
             restored = sum(other.restored is not None for other in chunks)
-            if missing <= self.pool.available and (sequence.restored is None or restored < MAX_PER_STEP):
+            has_room = self.adapters.has_room_for(sequence.context.adapter)
+            if has_room and missing <= self.pool.available and (sequence.restored is None or restored < MAX_PER_STEP):
                 chunks.add(sequence)
             if sequence not in chunks:
                 self._return_pages(sequence)
@@ -289,6 +297,8 @@ class Scheduler:
                 cached = min(sequence.computed, len(sequence.prompt))
                 sequence.cached_tokens = cached if sequence.leader is None else sequence.leader.cached_tokens
             sequence.slot = self._slots.pop()
+            if sequence.context.adapter is not None:
+                sequence.adapter_slot = self.adapters.take(sequence.context.adapter)
             self.waiting.take(sequence)
             self.running.append(sequence)
             self.running.sort(key=_TURN)
@@ -381,6 +391,9 @@ class Scheduler:
         self.running.remove(sequence)
         self._slots.append(sequence.slot)
         sequence.slot, sequence.is_held = None, False
+        if sequence.context.adapter is not None:
+            self.adapters.release(sequence.context.adapter)
+            sequence.adapter_slot = None
         self._return_pages(sequence)
 
     def _return_pages(self, sequence: Sequence) -> None:

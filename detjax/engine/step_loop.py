@@ -15,8 +15,14 @@ import numpy as np
 from jaxtyping import Array, PyTree
 
 from detjax.contract import KV_BLOCK
+from detjax.engine.adapter_slots import AdapterSlots
 from detjax.engine.batch import BatchShapes, SlotTable, StepBatch
+from detjax.engine.drafts.draft_model import DraftModel
+from detjax.engine.drafts.drafter import Drafter
 from detjax.engine.drafts.drafting import Drafting
+from detjax.engine.drafts.loading import Guesser
+from detjax.engine.drafts.prompt_lookup import PromptLookup
+from detjax.engine.drafts.speculative_config import SpeculativeConfig
 from detjax.engine.field_error import FieldError
 from detjax.engine.launcher import Launcher
 from detjax.engine.model_runner import ModelRunner, StateSizes, bytes_of_snapshot
@@ -32,7 +38,8 @@ from detjax.engine.sequence import Sequence
 from detjax.engine.snapshots import SlotCopies, SnapshotCache
 from detjax.engine.step_programs import StepPrograms
 from detjax.engine.token_masks import Masks, Matcher, computer_for
-from detjax.models import Decoder
+from detjax.models import Adapter, Decoder
+from detjax.models.adapters.pool import AdapterPool
 from detjax.models.parts.pooling import ChunkRows
 from detjax.models.vision.clips import image_options_class
 from detjax.models.vision.prompt_images import PromptImages
@@ -48,6 +55,10 @@ class StepLoopConfig:
         shapes: the shapes of its batches.
         pages_per_sequence: maximum pages of a sequence.
         variants: sampling programs that steps may use, the fastest first.
+        speculative: settings of speculative decoding. Shapes must have room for its guesses.
+        max_loras: slots for adapters; 0: no row has an adapter.
+        max_lora_rank: the largest rank of an adapter.
+        adapters: adapters for whose modules there must be room, in addition to all linear layers without experts.
     """
 
     shapes: BatchShapes
@@ -59,6 +70,15 @@ class StepLoopConfig:
     snapshot_tokens: int = 1
     kv_cache_dtype: KVQuantization | None = None
     runs_of: int = 0
+    speculative: SpeculativeConfig | None = None
+    max_loras: int = 0
+    max_lora_rank: int = 16
+    adapters: tuple[Adapter, ...] = ()
+
+    @property
+    def most_drafted(self) -> int:
+        """Maximum number of guessed tokens of a sequence in a step."""
+        return 0 if self.speculative is None else self.speculative.num_speculative_tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,6 +158,7 @@ class _PlannedStep:
         needed: the capabilities that the sampling program needs; None if no token is sampled.
         unseen: arguments of `ModelRunner.note_seen` for the samples whose tokens the device does not know yet.
         copies: copies between slots and snapshots before and after the step.
+        adapters: adapters to write before the step, with their slots.
     """
 
     plan: ScheduledStep
@@ -147,6 +168,7 @@ class _PlannedStep:
     needed: SamplingVariant | None
     unseen: list[tuple[int, Seq[int], Seq[int]]]
     copies: SlotCopies
+    adapters: Seq[tuple[int, Adapter]] = ()
 
     @property
     def is_constrained(self) -> bool:
@@ -228,7 +250,9 @@ class StepLoop:
         """The monotonic time since when the loop waits for the device to finish a step; None while it does not wait."""
 
     @classmethod
-    def for_model(cls, model: Decoder, config: StepLoopConfig, launcher: Launcher | None = None) -> "StepLoop":
+    def for_model(
+        cls, model: Decoder, config: StepLoopConfig, launcher: Launcher | None = None, guesser: Guesser = None
+    ) -> "StepLoop":
         """Returns a loop with an empty cache on the model's devices.
 
         Args:
@@ -236,6 +260,7 @@ class StepLoop:
             config: the loop's sizes.
             launcher: launches the steps that wait for masks; the loop closes it. Default: the thread that calls `step`
                 launches them, like all other steps.
+            guesser: the model or head of `config.speculative`, if it names one.
         """
         slots = config.shapes.limits.slots
         sections = model.config.rope.sections
@@ -244,7 +269,11 @@ class StepLoop:
             config.pages_per_sequence,
             named_in_queries=model.has_slots,
             coordinates=None if sections is None else len(sections),
+            drafts=config.most_drafted,
         )
+        adapters = None
+        if config.max_loras:
+            adapters = AdapterPool(model, config.max_loras, config.max_lora_rank, config.adapters)
         runner = ModelRunner(
             model,
             StateSizes(config.num_pages, slots, config.kv_cache_dtype),
@@ -252,6 +281,7 @@ class StepLoop:
             empty_batch=functools.partial(table.batch, ScheduledStep()),
             image_tokens=_image_tokens(model, config.pages_per_sequence * KV_BLOCK),
             runs_of=config.runs_of,
+            adapters=adapters,
         )
         # Pages do not hold the state that layers keep in slots, but snapshots may.
         snapshots = None
@@ -261,8 +291,12 @@ class StepLoop:
                 snapshots = SnapshotCache(count, size, config.snapshot_tokens)
         keeps_prefixes = config.prefix_cache and (snapshots is not None or not model.has_slots)
         pool = PagePool(config.num_pages, keeps_prefixes=keeps_prefixes, snapshots=snapshots)
-        scheduler = Scheduler(pool, config.shapes.limits)
-        return cls(scheduler, config.shapes, table, runner, launcher)
+        scheduler = Scheduler(pool, config.shapes.limits, AdapterSlots(config.max_loras))
+        drafting = None
+        if config.speculative is not None:
+            drafter = new_drafter(config.speculative, guesser, table, config, runner)
+            drafting = Drafting(drafter, config.most_drafted, model.config.vocab_size)
+        return cls(scheduler, config.shapes, table, runner, launcher, drafting)
 
     @property
     def is_idle(self) -> bool:
@@ -300,6 +334,8 @@ class StepLoop:
     def warm_up(self, compiler: ProgramCompiler) -> None:
         """Compiles the programs that steps may need; see `ModelRunner.warm_up`. The loop must be idle."""
         self._runner.warm_up(self._empty_batches(), compiler)
+        if self.drafting is not None:
+            self.drafting.drafter.warm_up([shape for shape in self._shapes if self._runner.has_layers(shape)])
 
     def wait_for_programs(self) -> None:
         """Waits until all programs are compiled."""
@@ -334,8 +370,11 @@ class StepLoop:
             keeps_weights: copy the weights to the host. Otherwise they are lost.
         """
         self.scheduler.preempt_all()
+        self.scheduler.adapters.forget()
         self.scheduler.pool.forget_prefixes()
         self._runner.drop_state()
+        if self.drafting is not None:
+            self.drafting.drafter.drop_state()
         self._runner.weights.rest(copies=keeps_weights)
 
     def wake_weights(self) -> None:
@@ -345,6 +384,17 @@ class StepLoop:
     def wake_state(self) -> None:
         """Allocates the cache again."""
         self._runner.make_state()
+        if self.drafting is not None:
+            self.drafting.drafter.make_state()
+
+    def check_adapter(self, adapter: Adapter) -> None:
+        """Raises unless a sequence may have an adapter.
+
+        Raises:
+            CheckpointError: the adapter does not fit the model or the slots.
+            ValueError: there are no slots.
+        """
+        self._runner.check_adapter(adapter)
 
     def weight(self, number: int) -> np.ndarray | None:
         """Returns a weight on the host; see `DeviceWeights.whole`."""
@@ -403,8 +453,13 @@ class StepLoop:
         rows = itertools.accumulate((chunk.sampled for chunk in plan.chunks), initial=0)
         samples = [_Sample(row, chunk) for row, chunk in zip(rows, plan.chunks, strict=False) if chunk.completes]
         needed = SamplingVariant.needed_by([sample.sequence.params for sample in samples]) if samples else None
-        shape = self._shapes.smallest(plan, self._runner.has_layers)
-        if needed is not None and self._may_run and (steps := self._runner.steps_of_run(shape, needed)) > 1:
+        has_adapters = plan.has_adapters
+        is_ready = self._runner.has_layers
+        if has_adapters:
+            is_ready = functools.partial(is_ready, has_adapters=True)
+        shape = self._shapes.smallest(plan, is_ready)
+        may_run = self._may_run and not has_adapters
+        if needed is not None and may_run and (steps := self._runner.steps_of_run(shape, needed)) > 1:
             self.scheduler.extend_to_run(plan, steps)
         self._compute_rows(
             images
@@ -416,7 +471,8 @@ class StepLoop:
         assert first_rows is not None
         unseen = [tokens for sample in samples if (tokens := _unseen(sample.sequence)) is not None]
         copies = self.scheduler.mark_submitted(plan)
-        return _PlannedStep(plan, self._runner.copy(batch), first_rows, samples, needed, unseen, copies)
+        adapters = self.scheduler.adapters.take_pending()
+        return _PlannedStep(plan, self._runner.copy(batch), first_rows, samples, needed, unseen, copies, adapters)
 
     @property
     def _may_run(self) -> bool:
@@ -439,6 +495,8 @@ class StepLoop:
 
     def _launch(self, planned: _PlannedStep, pending: Future[Masks] | None) -> _Launched:
         """Launches the layers of a step at once, and the sampling when the masks are there."""
+        for adapter in planned.adapters:
+            self._runner.load_adapter(*adapter)
         for tokens in planned.unseen:
             self._runner.note_seen(*tokens)
         for slot, snapshot in planned.copies.restored:
@@ -451,7 +509,7 @@ class StepLoop:
                 pending.result()
             return _Launched([], sampled, {})
         hidden, rows = self._runner.forward(planned.batch)
-        if self.drafting is not None:
+        if self.drafting is not None and self.drafting.drafter.follows:
             self.drafting.drafter.follow(planned.batch, self._runner.last_tokens)
         for slot, snapshot in planned.copies.taken:
             snapshot.rows = self._runner.take_slot(slot)
@@ -549,7 +607,7 @@ class StepLoop:
                     yield sequence, token
 
     def _rows_that_count(self, sample: _Sample, tokens: SampledTokens) -> range:
-        """Takes note of which guesses of a chunk were right, and returns the rows whose tokens count."""
+        """Notes the guesses of a chunk that were right, and returns the rows whose tokens count."""
         rows = sample.rows(tokens.token)
         if sample.sequence.finish_reason is None:
             self.scheduler.accept_drafts(sample.chunk, len(rows) - 1)
@@ -569,6 +627,18 @@ class StepLoop:
                 token = sequence.add_pooled(None if pooling.is_of_tokens else pooled.at(row, pooling), batch=size)
                 self.scheduler.accept_token(sequence)
                 yield sequence, token
+
+
+def new_drafter(
+    speculative: SpeculativeConfig, guesser: Guesser, table: SlotTable, config: StepLoopConfig, runner: ModelRunner
+) -> Drafter:
+    """Returns the drafter that the settings ask for."""
+    if guesser is None:
+        return PromptLookup(*speculative.lookup)
+    if isinstance(guesser, Decoder):
+        sizes = config.num_pages, config.most_drafted
+        return DraftModel(guesser, table, config.shapes, *sizes, lambda: runner.last_tokens)
+    raise NotImplementedError
 
 
 def _chunk_rows(prefills: Seq[tuple[ScheduledChunk, int]], batch: StepBatch, no_slot: int) -> ChunkRows:

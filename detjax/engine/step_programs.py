@@ -42,27 +42,33 @@ from detjax.models.network import Network
 from detjax.models.parts.pooling import ChunkRows, PoolingOptions
 from detjax.models.parts.sharding import current_links, linked
 from detjax.models.parts.vision import Patches
+from detjax.operands.adapted_weight import NO_ADAPTER
+from detjax.operands.kv_pages import requests_of_tokens
 from detjax.operands.sampling_arrays import Arrays
 from detjax.runtime import compilation
 
 RUN_STEPS: Final = 4
 """Steps of a run of decodes. The host prepares the next run while the device computes them."""
+_ADAPTERS: Final = "adapters"
+"""Part of the size of programs for rows with adapters."""
 _SLOT: Final = "slot"
 """The size of programs that copy one slot."""
 
 
-def forward_key(shape: BatchShape) -> Hashable:
+def forward_key(shape: BatchShape, *, has_adapters: bool = False) -> Hashable:
     """Returns the key of the result of `forward` for a batch of a shape."""
-    return _forward.__name__, shape
+    return _forward.__name__, (shape, _ADAPTERS) if has_adapters else shape
 
 
 def forward(batch: StepBatch, state: State, last: Any) -> StepProgram:
     """Returns the program that computes hidden states."""
-    shape = batch.shape
+    shape, has_adapters = batch.shape, batch.adapters is not None
     prefills = f", and prefills of up to {shape.rows} rows" if shape.rows else ""
     # The layers do not depend on sampling: their program is the same with and without adjustments.
     args = state, last, batch.for_layers()
-    return StepProgram(_forward, shape, args, {}, f"layers: up to {shape.decodes} decodes{prefills}")
+    _, size = forward_key(shape, has_adapters=has_adapters)  # pyright: ignore[reportGeneralTypeIssues]
+    adapters = ", with adapters" if has_adapters else ""
+    return StepProgram(_forward, size, args, {}, f"layers: up to {shape.decodes} decodes{prefills}{adapters}")
 
 
 def has_runs(shape: BatchShape, most: int) -> bool:
@@ -70,17 +76,19 @@ def has_runs(shape: BatchShape, most: int) -> bool:
     return not shape.rows and shape.sampled == shape.decodes <= most
 
 
-def decode_run_key(count: int, variant: SamplingVariant) -> Hashable:
+def decode_run_key(count: int, variant: SamplingVariant, most: int = RUN_STEPS) -> Hashable:
     """Returns the key of the result of `decode_run` for a batch with `count` decodes."""
-    return _decode_run.__name__, count, variant, RUN_STEPS
+    return _decode_run.__name__, count, variant, most
 
 
-def decode_run(batch: StepBatch, state: State, last: Any, variant: SamplingVariant) -> StepProgram:
-    """Returns the program that computes several decode steps, each from the tokens of the previous step."""
+def decode_run(
+    batch: StepBatch, state: State, last: Any, variant: SamplingVariant, most: int = RUN_STEPS
+) -> StepProgram:
+    """Returns the program that computes `most` decode steps, each from the tokens of the previous step."""
     count = batch.shape.decodes
-    purpose = f"runs of {RUN_STEPS} steps: up to {count} decodes {variant.description}"
+    purpose = f"runs of {most} steps: up to {count} decodes {variant.description}"
     args = state, last, batch.for_layers()
-    return StepProgram(_decode_run, count, args, {"variant": variant, "most": RUN_STEPS}, purpose, is_essential=False)
+    return StepProgram(_decode_run, count, args, {"variant": variant, "most": most}, purpose, is_essential=False)
 
 
 def image_rows_key(windows: int) -> Hashable:
@@ -115,6 +123,7 @@ class StepPrograms:
         in_slots: for each layer, whether its state lies in slots.
         slots: the state of the slots.
         batches: a batch of each shape.
+        adapted: a batch of each shape with adapters; empty for an engine without adapters.
         variants: the sampling programs that steps may use.
         hidden: one row of hidden states.
         vocabulary: the number of tokens.
@@ -136,6 +145,7 @@ class StepPrograms:
     hidden: jax.ShapeDtypeStruct
     vocabulary: int
     images: tuple[Patches, ...] = ()
+    adapted: tuple[StepBatch, ...] = ()
     everywhere: NamedSharding | None = None
     runs_of: int = 0
     scored: ScoredRows | None = None
@@ -158,7 +168,7 @@ class StepPrograms:
         pools = self.pooling is not None
         sampling, scoring = (self._pools, self._pools_rows) if pools else (self._sampling, self._scoring)
         programs = [
-            *(self._layers(batch) for batch in batches),
+            *(self._layers(batch) for batch in (*batches, *self.adapted)),
             *(program for batch in by_size.values() for program in sampling(batch)),
             *(program for batch in batches if batch.shape.rows for program in scoring(batch)),
             *(
@@ -253,6 +263,11 @@ def _forward(
         padding = (decodes, 0)
         images = ImageRows(jnp.pad(images.present, padding), jnp.pad(images.rows, (padding, (0, 0))))
     with model_of(network, parameters) as model:
+        if batch.adapters is not None:
+            assert batch.pool is not None
+            request, present = requests_of_tokens(batch.queries, tokens.shape)
+            rows = jnp.where(present, jnp.asarray(batch.adapters)[request], NO_ADAPTER)
+            model = batch.pool.adapted(model, rows)
         hidden, state = model.hidden_states(tokens, batch.queries, state, images=images)
     return state, hidden[batch.last_row], hidden[decodes:]
 

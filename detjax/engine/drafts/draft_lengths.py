@@ -17,7 +17,7 @@ _LONGEST_WAIT: Final = 8
 
 
 class Acceptance:
-    """How often the guesses for one sequence were right.
+    """The share of guesses for one sequence that were right.
 
     Attributes:
         share: a running average.

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class LookAhead:
-    """What a sample's constraint and rules allow after guessed tokens.
+    """A reader of guesses: finds what a sample's constraint and rules allow after each of them.
 
     It has an llguidance matcher of its own. The sample's matcher reads only the sample's tokens: its lexer keeps a
     limited number of states, so guesses could make a constraint fail that does not fail without them.

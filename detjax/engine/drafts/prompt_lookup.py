@@ -27,8 +27,8 @@ class EarlierPlaces:
     def continuation(self, tokens: Seq[int], most: int) -> list[int]:
         """Returns up to `most` tokens that follow the last earlier place of the longest ending of the text.
 
-        `tokens` must begin with those of the previous call. Where the place is so late that its continuation reaches
-        the end of the text, the text is assumed to repeat.
+        `tokens` must begin with the tokens of the previous call. Where the continuation reaches the end of the text,
+        the text is assumed to repeat.
         """
         length = len(tokens)
         # Groups that end at the end of the text have no continuation yet.

@@ -2,12 +2,14 @@
 
 import dataclasses
 import json
+from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
 Method = Literal["ngram", "draft_model", "eagle3", "mtp"]
-"""How tokens are guessed."""
+"""The kind of guesses."""
 MOST_DRAFTED: Final = 7
 """Maximum number of drafted tokens of a sequence in a step. Layers with state in slots can drop that many."""
+_METHODS: Final = ", ".join(map(repr, get_args(Method)))
 _LOOKUP: Final = 2, 4
 """Default minimum and maximum number of tokens that prompt lookup searches for."""
 
@@ -48,7 +50,7 @@ class SpeculativeConfig:
         needs_model = f"the directory of a checkpoint, which method {self.method!r} needs"
         range_ = "1 and more, the minimum up to the maximum" if looks_up else "None: only the method 'ngram' looks up"
         accepted = {
-            "method": (self.method in methods, ", ".join(map(repr, methods))),
+            "method": (self.method in methods, _METHODS),
             "model": (
                 self.model is None if looks_up else bool(self.model) and isinstance(self.model, str),
                 "None: the method 'ngram' has no model" if looks_up else needs_model,
@@ -59,10 +61,10 @@ class SpeculativeConfig:
             ),
         } | {
             name: (
-                lookup == (None, None) if not looks_up else low is not None and high is not None and 1 <= low <= high,
+                given is None if not looks_up else low is not None and high is not None and 1 <= low <= high,
                 range_,
             )
-            for name in ("prompt_lookup_min", "prompt_lookup_max")
+            for name, given in zip(("prompt_lookup_min", "prompt_lookup_max"), lookup, strict=True)
         }
         for name, (is_accepted, description) in accepted.items():
             if not is_accepted:
@@ -77,8 +79,12 @@ class SpeculativeConfig:
         return low, max(_LOOKUP[1], low) if high is None else high
 
     @classmethod
-    def from_json(cls, text: str) -> "SpeculativeConfig":
+    def from_json(cls, text: str, target: Path | None = None) -> "SpeculativeConfig":
         """Returns the settings in a JSON object, as in vLLM's `--speculative-config`.
+
+        Args:
+            text: the JSON object.
+            target: the directory of the model that tokens are guessed for; it is the default `model` of "mtp".
 
         Raises:
             ValueError: the text is not a JSON object, a key is unknown, or a value is not accepted.
@@ -95,6 +101,10 @@ class SpeculativeConfig:
                 f"speculative has the key {unknown[0]!r} with the value {content[unknown[0]]!r}; accepted: "
                 f"{', '.join(names)}"
             )
+        if content["method"] not in get_args(Method):
+            raise ValueError(f"speculative: method is {content['method']!r}; accepted: {_METHODS}")
+        if content["method"] == "mtp" and target is not None:
+            content = {"model": str(target)} | content
         return cls(**content)
 
 

@@ -136,6 +136,7 @@ class ApiCall(abc.ABC):
         """Tokens of streamed answers, for receipts."""
         self._draws_seeds = model.draws_seeds and body.seed is None
         self._caller, self._cache_salt = caller, caller.cache_salt(body.cache_salt)
+        self._speculative = body.speculative is not False
         values = {name: getattr(body, name, None) for name in _SAMPLING_FIELDS}
         self._fields = model.defaults | {name: value for name, value in values.items() if value is not None}
         self._fields |= {"stop": body.stops, "ignore_eos": body.ignore_eos}
@@ -238,7 +239,15 @@ class ApiCall(abc.ABC):
         if self._draws_seeds and params.temperature > 0:
             params = dataclasses.replace(params, seed=secrets.randbits(_DRAWN_BITS))
         caller = self._caller.client
-        return Request(prompt, params, images=images, cache_salt=self._cache_salt, client=caller, id=self._id)
+        return Request(
+            prompt,
+            params,
+            images=images,
+            cache_salt=self._cache_salt,
+            client=caller,
+            id=self._id,
+            speculative=self._speculative,
+        )
 
     async def read(self, generations: Sequence[Generation]) -> None:
         """Does the slow part of making a whole response, before `full_response`."""

@@ -211,6 +211,10 @@ class SamplingRequest(_ClientFields, FormFields):
     cache_salt: Annotated[str, Field(min_length=1, max_length=LONGEST_SALT)] | None = Field(
         default=None, description="Share the prefix cache only with requests that have the same salt."
     )
+    speculative: bool | None = Field(
+        default=None,
+        description="False: do not guess tokens of this request. No answer depends on it. Default: as the server does.",
+    )
 
     @field_validator("temperature")
     @classmethod

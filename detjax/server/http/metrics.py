@@ -66,6 +66,16 @@ class _EngineCollector(Collector):
         yield CounterMetricFamily(
             "detjax_snapshot_hits", "Samples that resumed from a snapshot of a slot.", stats.snapshot_hits
         )
+        yield CounterMetricFamily(
+            "detjax_drafts_proposed", "Guessed tokens that steps verified.", stats.drafts_proposed
+        )
+        yield CounterMetricFamily("detjax_drafts_accepted", "Guessed tokens that were right.", stats.drafts_accepted)
+        by_position = CounterMetricFamily(
+            "detjax_drafts_accepted_at", "Right guesses at each position of a draft.", labels=["position"]
+        )
+        for position, count in enumerate(stats.drafts_accepted_at):
+            by_position.add_metric([str(position)], count)
+        yield by_position
 
 
 class _ControlCollector(Collector):

@@ -15,6 +15,7 @@ Requires the extra `ray`. From a shell:
 import asyncio
 import contextlib
 import dataclasses
+import json
 import logging
 from collections.abc import AsyncGenerator, Collection, Sequence
 from pathlib import Path
@@ -24,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from ray import exceptions, serve  # pyright: ignore[reportMissingImports]
 from starlette.applications import Starlette
 
-from detjax.engine import EngineConfig, Request
+from detjax.engine import EngineConfig, Request, SpeculativeConfig
 from detjax.engine.commands import Command, Commit, Discard, ForgetPrefixes, History, Prepare, Prepared
 from detjax.server.app import app_of
 from detjax.server.http.settings import Settings
@@ -55,7 +56,7 @@ class Arguments(BaseModel):
         dtype: the dtype of the weights; see `detjax.models.load`.
         tensor_parallel: devices of each replica that the model is sharded over; see `detjax.models.mesh_of`.
         overrides: keys of `config.json` with the values to read instead; see `detjax.models.load`.
-        engine: fields of `EngineConfig`.
+        engine: fields of `EngineConfig`; `speculative` is an object as for `--speculative-config`.
         settings: additional fields of `detjax.server.Settings`.
         cache: directory of compiled programs, which makes replicas start faster; see `Engine.warm_up`.
         actor: `ray_actor_options` of the replicas, such as `{"num_gpus": 1}`.
@@ -76,7 +77,10 @@ class Arguments(BaseModel):
 
     def options(self) -> ReplicaOptions:
         """Returns the options of each replica."""
-        config = EngineConfig(**self.engine)
+        given = dict(self.engine)
+        if isinstance(speculative := given.get("speculative"), dict):
+            given["speculative"] = SpeculativeConfig.from_json(json.dumps(speculative), self.model)
+        config = EngineConfig(**given)
         return ReplicaOptions(
             self.model,
             dtype=self.dtype,

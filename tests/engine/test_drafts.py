@@ -1,0 +1,287 @@
+"""Speculative decoding: no bit of an answer depends on guesses, whether they are right, and how many there are."""
+
+import dataclasses
+import random
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
+from typing import Any, Final
+
+import pytest
+
+from detjax.engine import (
+    BatchShapes,
+    Constraint,
+    EngineConfig,
+    Request,
+    SamplingParams,
+    SamplingVariant,
+    Sequence,
+    SpeculativeConfig,
+    StepLoop,
+    StepLoopConfig,
+    generate,
+)
+from detjax.engine.drafts.draft_lengths import Acceptance, tuned_length
+from detjax.engine.drafts.draft_model import DraftModel
+from detjax.engine.drafts.drafter import Drafter
+from detjax.engine.drafts.drafting import Drafting
+from detjax.engine.drafts.loading import Guesser, check_vocabularies
+from detjax.engine.drafts.prompt_lookup import EarlierPlaces
+from detjax.engine.page_pool import PagePool
+from detjax.engine.request_reader import RequestReader
+from tests.engine.state_schedules import bits
+from tests.support.bits import assert_same_bits
+from tests.support.small_loops import FIXTURE, small_model, small_tokenizer
+
+VARIANT: Final = SamplingVariant(True, 2, adjusted=True, constrained=True, distribution=True)
+SLOTS, MOST = 4, 7
+NGRAM: Final = SpeculativeConfig(method="ngram", num_speculative_tokens=MOST)
+
+
+def loop_of(speculative: SpeculativeConfig | None, guesser: Guesser = None, pages: int = 4) -> StepLoop:
+    """Returns a loop whose scheduler has some of the device's pages."""
+    drafts = 0 if speculative is None else MOST
+    config = StepLoopConfig(
+        shapes=BatchShapes.for_chunks(SLOTS, 32, mixes=True, drafts=drafts),
+        num_pages=5,
+        pages_per_sequence=2,
+        variants=(VARIANT,),
+        prefix_cache=True,
+        speculative=speculative,
+    )
+    loop = StepLoop.for_model(small_model(), config, guesser=guesser)
+    loop.scheduler.pool = PagePool(pages)
+    return loop
+
+
+def drafting_of(loop: StepLoop) -> Drafting:
+    assert loop.drafting is not None
+    return loop.drafting
+
+
+def requests() -> list[Request]:
+    """Requests for everything that a token may depend on; the second one ends a page within its answer."""
+    numbers = random.Random(0)
+
+    def request(length: int, **params: Any) -> Request:
+        given = {"max_tokens": 20, "seed": length, "ignore_eos": True} | params
+        return Request(numbers.choices(range(300), k=length), SamplingParams(**given))
+
+    penalties = {"frequency_penalty": 0.4, "presence_penalty": 0.5, "repetition_penalty": 1.2}
+    schema = {"type": "object", "properties": {"ab": {"type": "integer"}}, "required": ["ab"]}
+    return [
+        request(40, top_logprobs=2),
+        request(120, temperature=0.7, **penalties, logit_bias=((7, 2.0),), max_tokens=30),
+        request(33, temperature=1.3, top_k=20, sampling_logprobs=True, top_logprobs=1, n=2),
+        request(126, temperature=0.7, constraint=Constraint.json_schema(schema), ignore_eos=False),
+        request(21, temperature=1.3, min_p=0.01, min_tokens=7, stop_token_ids=tuple(range(200))),
+        request(9, **penalties, max_tokens=40),
+        request(50, temperature=1.3, allowed_token_ids=tuple(range(60, 90)), prompt_logprobs=True),
+        request(124, temperature=0.7, max_tokens=30),
+        dataclasses.replace(request(125, temperature=0.7), speculative=False),
+    ]
+
+
+def samples_of(requests: Seq[Request]) -> list[Sequence]:
+    reader = RequestReader(small_model(), small_tokenizer(), EngineConfig(max_length=256))
+    return [one for request in requests for one in reader.samples_of("request", request, is_streamed=True)]
+
+
+def play(loop: StepLoop, samples: Seq[Sequence], at_once: int = 3) -> list[list[str | None]]:
+    """Computes samples, of which a few arrive before each step, and returns the pieces of their texts."""
+    pieces: dict[Sequence, list[str | None]] = {sample: [] for sample in samples}
+    waiting = list(samples)
+    while waiting or not loop.is_idle:
+        for sample in waiting[:at_once]:
+            loop.submit(sample)
+        del waiting[:at_once]
+        for sample, token in loop.step():
+            pieces[sample].append(token.text)
+    assert loop.scheduler.pool.in_use == 0
+    return list(pieces.values())
+
+
+@dataclasses.dataclass
+class Plain:
+    """Answers without guesses."""
+
+    requests: list[Request]
+    samples: list[Sequence]
+    pieces: list[list[str | None]]
+
+    def check(self, samples: Seq[Sequence], pieces: list[list[str | None]]) -> None:
+        """Checks that other samples have the same bits, texts, and pieces of texts."""
+        for sample, plain in zip(samples, self.samples, strict=True):
+            assert sample.failure is None
+            assert_same_bits(bits(sample), bits(plain))
+            assert (sample.finish_reason, sample.text) == (plain.finish_reason, plain.text)
+        assert pieces == self.pieces
+
+
+@pytest.fixture(scope="module")
+def plain() -> Plain:
+    some, loop = requests(), loop_of(None)
+    first = samples_of(some[:1])
+    play(loop, first)
+    # A stop string that begins within one token and ends within another.
+    text = first[0].text
+    assert text is not None
+    some.append(dataclasses.replace(some[0], sampling=dataclasses.replace(some[0].sampling, stop=(text[7:13],))))
+    samples = samples_of(some)
+    pieces = play(loop, samples)
+    assert loop.scheduler.preemptions
+    assert samples[-1].finish_reason == "stop"
+    return Plain(some, samples, pieces)
+
+
+class Known(Drafter):
+    """Guesses tokens from known answers, changed by a function of random numbers: right, wrong or impossible ones."""
+
+    def __init__(self, plain: Plain, change: Callable[[random.Random, list[int]], list[int]]) -> None:
+        self._answers = {(one.prompt, one.params.seed, one.index): one.generated for one in plain.samples[:-1]}
+        self._change, self._numbers = change, random.Random(1)
+
+    def propose(self, wanted: Mapping[Sequence, int]) -> dict[Sequence, list[int]]:
+        """Returns guesses for requests that allow them."""
+        guesses = {}
+        for one, most in wanted.items():
+            assert one.context.drafts
+            known = self._answers[one.prompt, one.params.seed, one.index][len(one.generated) :][:most]
+            guesses[one] = self._change(self._numbers, [*known, *[5] * (most - len(known))])
+        return guesses
+
+
+def mixed(numbers: random.Random, right: list[int]) -> list[int]:
+    """Returns a few right guesses, and wrong ones after them."""
+    count = numbers.randint(0, len(right))
+    return [*right[:count], *[numbers.choice([token + 1, 3, -1, 10**6]) for token in right[count:]]]
+
+
+CHANGES: Final[dict[str, Callable[[random.Random, list[int]], list[int]]]] = {
+    "mixed": mixed,
+    "right": lambda numbers, right: right,
+    "wrong": lambda numbers, right: [token ^ 1 for token in right],
+}
+
+
+def test_guesses_change_no_bit_of_requests_that_restrict_their_tokens(plain: Plain) -> None:
+    numbers = random.Random(2)
+    for name, change in CHANGES.items():
+        loop, samples = loop_of(NGRAM), samples_of(plain.requests)
+        drafting = drafting_of(loop)
+        drafting.drafter = Known(plain, change)
+        drafting._lengths = lambda sequences, acceptance: numbers.randint(0, MOST)
+        plain.check(samples, play(loop, samples))
+        assert loop.scheduler.preemptions
+        share = sum(drafting.accepted_at) / drafting.proposed
+        low, high = {"mixed": (0.2, 0.8), "right": (0.6, 1.0), "wrong": (0.0, 0.2)}[name]
+        assert low <= share <= high, (name, share)
+
+
+def test_prompt_lookup_changes_no_bit(plain: Plain) -> None:
+    loop, samples = loop_of(NGRAM), samples_of(plain.requests)
+    plain.check(samples, play(loop, samples))
+    assert drafting_of(loop).accepted_at[0]
+
+
+def test_a_draft_model_with_the_same_weights_is_always_right(plain: Plain) -> None:
+    """Its cache has every token, and it draws with the noise of the request."""
+    loop, samples = loop_of(NGRAM, small_model()), samples_of(plain.requests)
+    assert isinstance(drafting_of(loop).drafter, DraftModel)
+    plain.check(samples, play(loop, samples))
+    free = [request for request in plain.requests if SamplingParams(**_free(request.sampling)) == request.sampling]
+    assert len(free) >= 2
+    loop = loop_of(NGRAM, small_model(), pages=2)
+    drafting = drafting_of(loop)
+    play(loop, samples_of(free))
+    assert loop.scheduler.preemptions
+    assert drafting.proposed == sum(drafting.accepted_at) > 20
+
+
+def _free(params: SamplingParams) -> dict[str, Any]:
+    """Returns what remains of sampling parameters without penalties and restrictions."""
+    names = "max_tokens", "temperature", "seed", "top_k", "n", "top_logprobs", "sampling_logprobs", "ignore_eos"
+    return {name: getattr(params, name) for name in names}
+
+
+def test_generate_gives_the_same_completions_with_guesses() -> None:
+    prompts, params = [[3, 4, 5, 3, 4, 5, 3, 4], [9] * 7], SamplingParams(max_tokens=12, temperature=0.7)
+    same = SpeculativeConfig(method="draft_model", model=str(FIXTURE), num_speculative_tokens=3)
+    options = {"tokenizer": small_tokenizer()}
+    assert generate(small_model(), prompts, params, speculative=same, **options) == generate(
+        small_model(), prompts, params, **options
+    )
+
+
+def test_lookup_continues_the_last_earlier_place_of_the_longest_ending() -> None:
+    text = random.Random(3).choices(range(3), k=200)
+    for shortest, longest in ((1, 1), (2, 4), (3, 3)):
+        places = EarlierPlaces(shortest, longest)
+        for length in [*range(1, 40), *range(40, 200, 7)]:
+            known, expected = text[:length], []
+            for size in range(longest, shortest - 1, -1):
+                ends = [end for end in range(size, length) if known[end - size : end] == known[length - size :]]
+                if ends:
+                    expected = (known[ends[-1] :] * 5)[:5]
+                    break
+            assert places.continuation(known, 5) == expected
+
+
+def test_the_number_of_guesses_follows_load_and_acceptance() -> None:
+    acceptance = Acceptance()
+    assert 0 < tuned_length(64, acceptance) < tuned_length(1, acceptance)
+    assert tuned_length(151, acceptance) == 0
+    for _ in range(30):
+        acceptance.note(3, 0)
+    assert tuned_length(1, acceptance) == 0
+    for _ in range(40):
+        acceptance.skip()
+    assert tuned_length(1, acceptance) == 1
+    for _ in range(30):
+        acceptance.note(5, 5)
+    assert tuned_length(1, acceptance) > MOST
+    acceptance.miss()
+    assert tuned_length(1, acceptance) == 0
+    acceptance.skip()
+    assert tuned_length(1, acceptance) > MOST
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"method": "ngram", "draft_tensor_parallel_size": 2}', "'draft_tensor_parallel_size' with the value 2; acc"),
+        ('{"method": "medusa"}', "method is 'medusa'; accepted: 'ngram', 'draft_model', 'eagle3', 'mtp'"),
+        ('{"method": "ngram", "model": "x"}', "model is 'x'; accepted: None"),
+        ('{"method": "eagle3"}', "model is None; accepted: the directory"),
+        (
+            '{"method": "ngram", "num_speculative_tokens": 8}',
+            "num_speculative_tokens is 8; accepted: an integer from 1",
+        ),
+        ('{"method": "ngram", "num_speculative_tokens": true}', "num_speculative_tokens is True; accepted"),
+        ('{"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 3}', "prompt_lookup_min is 5; accepted"),
+        ('{"method": "mtp", "model": "x", "prompt_lookup_max": 3}', "prompt_lookup_max is 3; accepted: None"),
+        ('{"model": "x"}', "accepted: a JSON object with the key 'method'"),
+        ("ngram", "which is not JSON"),
+    ],
+)
+def test_settings_that_are_not_accepted_are_named(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match="speculative") as raised:
+        SpeculativeConfig.from_json(text)
+    assert message in str(raised.value)
+
+
+def test_settings_are_read_from_json() -> None:
+    assert SpeculativeConfig.from_json('{"method": "ngram", "num_speculative_tokens": 7}') == NGRAM
+    assert SpeculativeConfig(method="ngram", prompt_lookup_min=5).lookup == (5, 5)
+    assert SpeculativeConfig(method="ngram", prompt_lookup_max=1).lookup == (1, 1)
+
+
+def test_a_draft_model_with_another_vocabulary_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = small_tokenizer()
+    check_vocabularies(tokenizer, tokenizer, "x")
+    other = type(tokenizer)(tokenizer.files, "x")
+    monkeypatch.setattr(other, "_bytes", {5: b"?"})
+    with pytest.raises(ValueError, match=r"token 5 is .* in the model's vocabulary and b'\?' in the draft model 'x'"):
+        check_vocabularies(tokenizer, other, "x")
+    with pytest.raises(ValueError, match="the engine has no tokenizer"):
+        check_vocabularies(None, other, "x")
