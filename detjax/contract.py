@@ -226,9 +226,10 @@ position and its id. It comes from Philox-4x32 with 10 rounds (Salmon et al. 201
 
 with token ids as int32, all other numbers as uint64, and words as uint32, all little-endian. The token ids are the
 prompt's alone: generated tokens do not count, so a request that is resumed or computed again keeps its noise. Words 0
-and 1 are Philox's key. The noise of token id `t` is word `(t // LANES) % NOISE_WORDS` of the result for the counter
+and 1 are Philox's key. With `L` the `NOISE_LANES` and `W` the `NOISE_WORDS`, the noise of token id `t` is word
+`(t // L) % W` of the result for the counter
 
-    (t // (LANES * NOISE_WORDS)) * LANES + t % LANES,  absolute position of the token,  word 2,  word 3
+    (t // (L * W)) * L + t % L,  absolute position of the token,  word 2,  word 3
 
 Each vocabulary entry has one Gumbel variable
 
@@ -430,8 +431,11 @@ Q4_GROUP: Final = 32
 # --- sampling ---------------------------------------------------------------------------------------------------------
 
 NOISE_WORDS: Final = 4
-"""Words of a result of Philox. The token ids that share a result are `LANES` apart, so that a GPU thread, which has one
-lane's tokens, and a TPU register, which has neighbouring lanes, use all of its words."""
+"""Words of a result of Philox; see `NOISE_LANES`."""
+
+NOISE_LANES: Final = 128
+"""Distance of the token ids that share a result of Philox: the threads of a warpgroup, and the lanes of a TPU register.
+So a thread or a lane uses all words of its results."""
 
 # --- the portable backend ---------------------------------------------------------------------------------------------
 

@@ -14,15 +14,15 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float32, Int32, UInt32
 
-from detjax.contract import ACCUMULATOR, LANES, NOISE_WORDS
+from detjax.contract import ACCUMULATOR, NOISE_LANES, NOISE_WORDS
 
 ROUNDS: Final = 10
 _MULTIPLIERS: Final = np.uint32(0xD2511F53), np.uint32(0xCD9E8D57)
 _KEY_STEPS: Final = 0x9E3779B9, 0xBB67AE85
 _LARGEST_BELOW_ONE: Final = np.float32(1 - 2**-24)
 
-SPAN: Final = LANES * NOISE_WORDS
-"""Consecutive token ids whose noise comes from `LANES` counters. Ids of a counter are `LANES` apart."""
+SPAN: Final = NOISE_LANES * NOISE_WORDS
+"""Consecutive token ids whose noise comes from `NOISE_LANES` counters."""
 
 NO_NOISE: Final = 0, 0, 0, 0
 """The key of rows that sample nothing."""
@@ -108,9 +108,9 @@ def gumbel(bits: Array) -> Array:
 
 
 def group(token: Array) -> Array:
-    """Returns the first word of the counters of token ids, uint32. The ids of a counter are `LANES` apart."""
+    """Returns the first word of the counters of token ids, uint32. The ids of a counter are `NOISE_LANES` apart."""
     token = token.astype(jnp.uint32)
-    return ((token // np.uint32(SPAN)) * np.uint32(LANES)) | (token % np.uint32(LANES))
+    return ((token // np.uint32(SPAN)) * np.uint32(NOISE_LANES)) | (token % np.uint32(NOISE_LANES))
 
 
 def noise_of_tokens(
@@ -118,7 +118,7 @@ def noise_of_tokens(
 ) -> Float32[Array, "B n"]:
     """Returns the noise of any token ids in each row."""
     words = _words(keys, positions, group(tokens))
-    word = jnp.broadcast_to((tokens // np.int32(LANES)) % np.int32(NOISE_WORDS), words[0].shape)
+    word = jnp.broadcast_to((tokens // np.int32(NOISE_LANES)) % np.int32(NOISE_WORDS), words[0].shape)
     return gumbel(lax.select_n(word, *words))
 
 
@@ -126,12 +126,12 @@ def noise_of_range(
     keys: UInt32[Array, "B 4"], positions: Int32[Array, "B"], first: Int32[Array, ""], size: int
 ) -> Float32[Array, "B n"]:
     """Returns the noise of `size` consecutive token ids in each row. The first is a multiple of `SPAN`."""
-    lanes = min(size, LANES)
+    lanes = min(size, NOISE_LANES)
     spans = -(-size // SPAN)
     start = jnp.arange(spans, dtype=jnp.int32)[:, None] * np.int32(SPAN) + first
     groups = group(start + jnp.arange(lanes, dtype=jnp.int32)[None])
     words = _words(keys, positions, groups.ravel())
-    if size <= LANES:
+    if size <= NOISE_LANES:
         return gumbel(words[0])
     bits = jnp.stack([word.reshape(-1, spans, lanes) for word in words], axis=2)
     return gumbel(bits.reshape(len(keys), -1)[:, :size])

@@ -16,6 +16,7 @@ import numpy as np
 
 LANES = 512
 LANE_GROUP = 4
+NOISE_LANES = 128
 SOFTMAX_BLOCK = 4096
 KV_BLOCK = 128
 SPAN_BLOCKS = 8
@@ -317,9 +318,9 @@ def uniform(key: Sequence[int], position: int, tokens: Iterable[int]) -> np.ndar
     """The float32 numbers `u` of the noise of token ids at a position."""
     bits = []
     for token in map(int, tokens):
-        span, place = divmod(token, 4 * LANES)
-        word, lane = divmod(place, LANES)
-        bits.append(philox([LANES * span + lane, int(position), key[2], key[3]], [key[0], key[1]])[word] >> 9)
+        span, place = divmod(token, 4 * NOISE_LANES)
+        word, lane = divmod(place, NOISE_LANES)
+        bits.append(philox([NOISE_LANES * span + lane, int(position), key[2], key[3]], [key[0], key[1]])[word] >> 9)
     return ((2 * np.array(bits, np.int64) + 1) * 2.0**-24).astype(np.float32)
 
 

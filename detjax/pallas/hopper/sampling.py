@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from detjax.contract import ACCUMULATOR, LANES, NOISE_WORDS, SOFTMAX_BLOCK
+from detjax.contract import ACCUMULATOR, LANES, NOISE_LANES, NOISE_WORDS, SOFTMAX_BLOCK
 from detjax.operands.numerics import LOWEST, ceil_div
 from detjax.operands.sampling_arrays import SamplingArrays
 from detjax.pallas.gumbel import NO_ID, beats, lane_noise
@@ -132,7 +132,8 @@ def _reduce_block(block: StreamedBlock, *references: Any, offset: Any = None) ->
 
         def sampled() -> tuple[Array, Array]:
             key = [keys[block.row, word] for word in range(4)]
-            return _best(block, size, first, _add_noise(key, positions[block.row], 1 / temperature))
+            noisy = _add_noise(key, positions[block.row], 1 / temperature)
+            return _best(block, size, first, noisy, NOISE_LANES, NOISE_WORDS)
 
         return m, total, *lax.cond(temperature == 0, greedy, sampled)
 
@@ -145,15 +146,15 @@ def _reduce_block(block: StreamedBlock, *references: Any, offset: Any = None) ->
 
 
 _ValuesOf = Callable[[list[Array], Any], list[Array]]
-"""A function of the elements of up to `NOISE_WORDS` consecutive chunks of lanes, and of the first one's first token id,
-that returns the values to maximize."""
+"""A function of the elements of consecutive chunks, and of the first one's first token id, that returns the values to
+maximize."""
 
 
 def _add_noise(key: list[Array], position: Array, inverse_temperature: Array) -> _ValuesOf:
-    """Returns the function of logits whose largest value is sampled."""
-    lanes = layout(LANES)
-    lane = plgpu.broadcasted_iota(jnp.int32, (LANES,), 0, layout=lanes)
-    row = [*key[:2], plgpu.layout_cast(jnp.full((LANES,), key[2], jnp.uint32), lanes), key[3]]
+    """Returns the function of up to `NOISE_WORDS` chunks of `NOISE_LANES` logits whose largest value is sampled."""
+    lanes = layout(NOISE_LANES)
+    lane = plgpu.broadcasted_iota(jnp.int32, (NOISE_LANES,), 0, layout=lanes)
+    row = [*key[:2], plgpu.layout_cast(jnp.full((NOISE_LANES,), key[2], jnp.uint32), lanes), key[3]]
 
     def high(word: Array, factor: np.uint32) -> Array:
         return multiply_high(word, factor=int(factor), layout=lanes)
@@ -169,22 +170,38 @@ def _add_noise(key: list[Array], position: Array, inverse_temperature: Array) ->
     return noisy
 
 
-def _best(block: StreamedBlock, size: int, first: Any, values_of: _ValuesOf) -> tuple[Array, Array]:
+def _best(
+    block: StreamedBlock, size: int, first: Any, values_of: _ValuesOf, lanes: int = LANES, together: int = 1
+) -> tuple[Array, Array]:
     """Returns the largest of the values of a block's elements and its token id, the lowest in case of a tie.
 
-    The block's token ids start at `first`. Each of the `LANES` lanes keeps the best of its elements, in ascending
-    order.
+    The block's token ids start at `first`. Each of the lanes keeps the best of its elements, in ascending order.
+
+    Args:
+        block: the block.
+        size: its number of elements.
+        first: its first token id.
+        values_of: the values to maximize.
+        lanes: elements of a chunk.
+        together: chunks that `values_of` is called with; the last call may have fewer.
     """
-    lane = plgpu.broadcasted_iota(jnp.int32, (LANES,), 0, layout=layout(LANES))
-    best = plgpu.layout_cast(jnp.full((LANES,), -jnp.inf, ACCUMULATOR), layout(LANES)), lane + first
+    lane = plgpu.broadcasted_iota(jnp.int32, (lanes,), 0, layout=layout(lanes)) + first
+    best = plgpu.layout_cast(jnp.full((lanes,), -jnp.inf, ACCUMULATOR), layout(lanes)), lane
     for part in range(ceil_div(size, PART)):
-        chunks = ceil_div(min(PART, size - part * PART), LANES)
-        starts = [chunk * LANES for chunk in range(chunks)]
-        values = values_of([block.load(part, start, LANES) for start in starts], first + part * PART)
-        for start, value in zip(starts, values, strict=True):
-            better = beats(value, best[0])
-            token = lane + (first + part * PART + start)
-            best = jnp.where(better, value, best[0]), jnp.where(better, token, best[1])
+
+        def step(start: Any, count: int, best: tuple[Array, Array], part: int = part) -> tuple[Array, Array]:
+            starts = [start + chunk * lanes for chunk in range(count)]
+            values = values_of([block.load(part, x, lanes) for x in starts], first + (part * PART + start))
+            for x, value in zip(starts, values, strict=True):
+                token = lane + (part * PART + x)
+                better = beats(value, best[0])
+                best = jnp.where(better, value, best[0]), jnp.where(better, token, best[1])
+            return best
+
+        whole, rest = divmod(ceil_div(min(PART, size - part * PART), lanes), together)
+        best = lax.fori_loop(0, whole, lambda i, best, step=step: step(i * together * lanes, together, best), best)
+        if rest:
+            best = step(whole * together * lanes, rest, best)
     value, token = best
     top = jnp.max(value)
     return top, jnp.min(jnp.where((value == top) | (value != value), token, NO_ID))

@@ -7,7 +7,7 @@ backend sorts the logits and decides which are kept.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -16,7 +16,7 @@ import numpy as np
 from jax import Array, lax
 from jax.experimental.pallas import tpu as pltpu
 
-from detjax.contract import ACCUMULATOR, LANES, NOISE_WORDS
+from detjax.contract import ACCUMULATOR, NOISE_LANES, NOISE_WORDS
 from detjax.operands.noise import SPAN
 from detjax.operands.numerics import LOWEST
 from detjax.operands.sampling_arrays import SamplingArrays
@@ -139,7 +139,7 @@ class _Candidates(NamedTuple):
     def scratch(cls, rows: int, blocks: RowBlocks) -> "_Candidates":
         """Returns the types of the candidates' scratch memory."""
         dtypes = ACCUMULATOR, jnp.int32, ACCUMULATOR
-        return cls(*(pltpu.VMEM((rows, min(LANES, blocks.columns)), dtype) for dtype in dtypes))
+        return cls(*(pltpu.VMEM((rows, min(SPAN, blocks.columns)), dtype) for dtype in dtypes))
 
     def load(self) -> "_Candidates":
         return _Candidates(*(ref[...] for ref in self))
@@ -153,9 +153,12 @@ class _Candidates(NamedTuple):
             ref[...] = jnp.full(ref.shape, nothing, ref.dtype)
 
 
-_ValueOf = Callable[[int | Array, list[tuple[Array, Array]]], list[Array]]
-"""A function of the first token id, and of up to `NOISE_WORDS` consecutive chunks of logits and kept logits, that
-returns the values to maximize."""
+_CHUNKS_TOGETHER: Final = 4
+"""Chunks whose noise is computed at the same time: for one, each instruction would wait for the one before it."""
+
+_ValuesOf = Callable[[int | Array, list[tuple[Array, Array]]], list[Array]]
+"""A function of the first token id, and of consecutive chunks of logits and kept logits, that returns the
+values to maximize."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -190,8 +193,8 @@ class _Kernel:
 
     @property
     def lanes(self) -> int:
-        """The number of lanes that keep a candidate: the contract's, or the columns of a narrower row."""
-        return min(LANES, self.blocks.columns)
+        """The number of lanes that keep a candidate: a span of token ids, or the columns of a narrower row."""
+        return min(SPAN, self.blocks.columns)
 
     def in_every_lane(self, column: Array) -> Array:
         """Returns the numbers `[rows, 1]` of rows, repeated in every lane."""
@@ -201,28 +204,35 @@ class _Kernel:
         """Returns the columns `[rows, count]` from 0 on, int32."""
         return lax.broadcasted_iota(jnp.int32, (self.schedule.rows, count), 1)
 
-    def noise(self) -> Callable[[int | Array], list[Array]]:
-        """Returns the function that makes the noise of `NOISE_WORDS` consecutive tokens of each lane.
+    def noise(self) -> Callable[[int | Array, int], list[Array]]:
+        """Returns the function that makes the noise of consecutive chunks of token ids, from the first id on.
 
-        Its argument is the first token id, a multiple of the ids of all lanes' counters.
+        A chunk has a token id for each lane. The first id is a multiple of `SPAN`.
         """
-        row = [self.in_every_lane(self.inputs.keys[:, word : word + 1]) for word in range(4)]
-        position = lax.bitcast_convert_type(self.in_every_lane(self.inputs.position[...]), jnp.uint32)
+        row = [self.inputs.keys[:, word : word + 1] for word in range(4)]
+        position = lax.bitcast_convert_type(self.inputs.position[...], jnp.uint32)
 
-        def noise(first: int | Array) -> list[Array]:
-            groups = self.columns(self.lanes) + lax.div(first, NOISE_WORDS)  # `operands.noise.group` of the tokens
-            return lane_noise(lax.bitcast_convert_type(groups, jnp.uint32), row, position, multiply_high)
+        def noise(first: int | Array, chunks: int) -> list[Array]:
+            # `operands.noise.group` of the ids in the first lanes of all chunks, which are consecutive numbers.
+            groups = self.columns(chunks * NOISE_LANES) + lax.div(first, NOISE_WORDS)
+            key = [jnp.broadcast_to(word, groups.shape) for word in row]
+            place = jnp.broadcast_to(position, groups.shape)
+            words = lane_noise(lax.bitcast_convert_type(groups, jnp.uint32), key, place, multiply_high)[
+                : self.lanes // NOISE_LANES
+            ]
+            spans = [slice(chunk * NOISE_LANES, (chunk + 1) * NOISE_LANES) for chunk in range(chunks)]
+            return [jnp.concatenate([word[:, span] for word in words], axis=1) for span in spans]
 
         return noise
 
-    def noisy_values(self, temperature: Array) -> _ValueOf:
+    def noisy_values(self, temperature: Array) -> _ValuesOf:
         """Returns the function of scaled logits plus noise, or of plain logits in greedy rows."""
         noise = self.noise()
         greedy = self.in_every_lane(temperature) == 0
         inverse = self.in_every_lane(1 / jnp.where(temperature == 0, 1.0, temperature))
 
         def values(first: int | Array, chunks: list[tuple[Array, Array]]) -> list[Array]:
-            return [value(*chunk, drawn) for chunk, drawn in zip(chunks, noise(first), strict=False)]
+            return [value(*chunk, drawn) for chunk, drawn in zip(chunks, noise(first, len(chunks)), strict=True)]
 
         def value(logits: Array, kept: Array, noise: Array) -> Array:
             lanes = logits.shape[1]
@@ -235,7 +245,7 @@ class _Kernel:
 
         return values
 
-    def update_best(self, block: Array, end: int | Array, values_of: _ValueOf) -> None:
+    def update_best(self, block: Array, end: int | Array, values_of: _ValuesOf) -> None:
         """Updates the lanes' best candidates with this block, whose part of the row ends at column `end`."""
         logits_ref = self.inputs.logits
         kept_ref = logits_ref if self.inputs.kept is None else self.inputs.kept
@@ -261,12 +271,13 @@ class _Kernel:
                 best = _Candidates(*kept)
             return best
 
-        whole, rest = divmod(self.blocks.columns, SPAN)
+        together = _CHUNKS_TOGETHER * self.lanes
+        whole, rest = divmod(self.blocks.columns, together)
         best = self.best.load()
         if whole:
-            best = lax.fori_loop(0, whole, lambda index, best: step(index * SPAN, SPAN, best), best)
+            best = lax.fori_loop(0, whole, lambda index, best: step(index * together, together, best), best)
         if rest:
-            best = step(whole * SPAN, rest, best)
+            best = step(whole * together, rest, best)
         self.best.store(best)
 
     def store(self) -> None:

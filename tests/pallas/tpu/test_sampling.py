@@ -19,7 +19,7 @@ from tests.pallas.tpu.rows_cases import rows_with_one_repeated
 from tests.support.bits import assert_same_bits
 from tests.support.kernel_texts import kernel_texts
 
-BLOCK = 2048
+BLOCK = 512
 
 
 @pytest.fixture
