@@ -83,6 +83,7 @@ class ModelRunner:
 
     Attributes:
         weights: the model's weights.
+        computed: all rows of the last step, if somebody reads them.
     """
 
     def __init__(  # noqa: PLR0913
@@ -95,6 +96,7 @@ class ModelRunner:
         image_tokens: int = 0,
         runs_of: int = 0,
         run_steps: int = step_programs.RUN_STEPS,
+        depths: tuple[int, ...] | None = None,
         adapters: AdapterPool | None = None,
     ) -> None:
         """A runner with an empty cache.
@@ -107,6 +109,8 @@ class ModelRunner:
             image_tokens: tokens of the largest image for which a program is compiled in advance.
             runs_of: maximum number of decodes of a run; 0: no runs.
             run_steps: steps of a run.
+            depths: layers whose incoming residual streams `computed` has, with the hidden states of all rows. None:
+                nobody reads these.
             adapters: the slots of adapters; None: no row has one.
         """
         self._adapters = adapters
@@ -121,6 +125,8 @@ class ModelRunner:
         self._vocabulary = model.config.vocab_size
         self._hidden = jax.ShapeDtypeStruct((model.config.hidden_size,), model.dtype)
         self._variants, self._runs_of, self._run_steps = tuple(variants), runs_of, run_steps
+        self._depths = depths
+        self.computed: step_programs.ComputedRows | None = None
         self._compiled: dict[Hashable, Callable[..., Any]] = {}
         self._compilation: Compilation | None = None
         self._free: dict[int, Array] = {}
@@ -215,7 +221,7 @@ class ModelRunner:
         The batch must be on the device; see `copy`.
         """
         has_adapters = batch.adapters is not None
-        if self._needs_priming(step_programs.forward_key(batch.shape, has_adapters=has_adapters)):
+        if self._needs_priming(self._forward_key(batch.shape, has_adapters)):
             empty = self._empty_adapted if has_adapters else self._empty_batch
             self._forward(self.copy(empty(batch.shape)), is_linked=False)
         return self._forward(batch)
@@ -231,9 +237,13 @@ class ModelRunner:
 
     def _forward(self, batch: StepBatch, *, is_linked: bool = True) -> tuple[Array, Array]:
         batch = batch if batch.adapters is None else self._with_adapters(batch)
-        program = step_programs.forward(batch, self._state, self._slots.last)
-        self._state, hidden, rows = self._run(program, is_linked=is_linked)
+        program = step_programs.forward(batch, self._state, self._slots.last, self._depths)
+        self._state, hidden, rows, *computed = self._run(program, is_linked=is_linked)
+        self.computed = computed[0] if computed else None
         return hidden, rows
+
+    def _forward_key(self, shape: BatchShape, has_adapters: bool) -> Hashable:
+        return step_programs.forward_key(shape, has_adapters=has_adapters, depths=self._depths)
 
     def steps_of_run(self, shape: BatchShape, needed: SamplingVariant) -> int:
         """Returns the number of steps of a shape that one launch can compute: 1 unless a run's program serves them."""
@@ -458,6 +468,7 @@ class ModelRunner:
             scored=None if self._scored is None else shapes_of(self._scored),
             pooling=self._pooling,
             carried=None if self._carried is None else shapes_of(self._carried),
+            depths=self._depths,
         )
 
     def _adapted_shapes(self, batch: StepBatch) -> StepBatch:
@@ -481,7 +492,7 @@ class ModelRunner:
 
     def has_layers(self, shape: BatchShape, *, has_adapters: bool = False) -> bool:
         """Returns whether the program for the layers of this shape is ready."""
-        return self._is_ready(step_programs.forward_key(shape, has_adapters=has_adapters))
+        return self._is_ready(self._forward_key(shape, has_adapters))
 
     def wait_for_programs(self) -> None:
         """Waits until all programs are compiled."""

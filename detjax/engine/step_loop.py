@@ -18,7 +18,7 @@ from detjax.contract import KV_BLOCK
 from detjax.engine.adapter_slots import AdapterSlots
 from detjax.engine.batch import BatchShapes, SlotTable, StepBatch
 from detjax.engine.drafts.draft_model import DraftModel
-from detjax.engine.drafts.drafter import Drafter
+from detjax.engine.drafts.drafter import Drafter, SampledStep
 from detjax.engine.drafts.drafting import Drafting
 from detjax.engine.drafts.loading import Guesser
 from detjax.engine.drafts.prompt_lookup import PromptLookup
@@ -38,7 +38,7 @@ from detjax.engine.sequence import Sequence
 from detjax.engine.snapshots import SlotCopies, SnapshotCache
 from detjax.engine.step_programs import StepPrograms
 from detjax.engine.token_masks import Masks, Matcher, computer_for
-from detjax.models import Adapter, Decoder
+from detjax.models import Adapter, Decoder, Draft
 from detjax.models.adapters.pool import AdapterPool
 from detjax.models.parts.pooling import ChunkRows
 from detjax.models.vision.clips import image_options_class
@@ -282,6 +282,7 @@ class StepLoop:
             image_tokens=_image_tokens(model, config.pages_per_sequence * KV_BLOCK),
             runs_of=config.runs_of,
             adapters=adapters,
+            depths=guesser.head.depths or () if isinstance(guesser, Draft) else None,
         )
         # Pages do not hold the state that layers keep in slots, but snapshots may.
         snapshots = None
@@ -524,6 +525,8 @@ class StepLoop:
         if planned.needed is not None:
             allowed = masks.allowed if masks is not None and planned.is_constrained else None
             sampled = self._runner.sample(planned.batch, hidden, planned.needed, allowed).start_copy()
+        if self._runner.computed is not None and self.drafting is not None:
+            self.drafting.drafter.note_sampled(SampledStep(planned.batch, self._runner.computed, sampled))
         return _Launched(scores, sampled, {} if masks is None else masks.failures)
 
     def _pooled(self, planned: _PlannedStep, hidden: Any, rows: Any) -> _Launched:
@@ -638,7 +641,7 @@ def new_drafter(
     if isinstance(guesser, Decoder):
         sizes = config.num_pages, config.most_drafted
         return DraftModel(guesser, table, config.shapes, *sizes, lambda: runner.last_tokens)
-    raise NotImplementedError
+    raise NotImplementedError(f"speculative: method {speculative.method!r} is not supported")
 
 
 def _chunk_rows(prefills: Seq[tuple[ScheduledChunk, int]], batch: StepBatch, no_slot: int) -> ChunkRows:

@@ -7,7 +7,7 @@ first request; see `BatchShapes.for_serving`.
 import dataclasses
 import functools
 from collections.abc import Hashable, Iterator, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -55,20 +55,34 @@ _SLOT: Final = "slot"
 """The size of programs that copy one slot."""
 
 
-def forward_key(shape: BatchShape, *, has_adapters: bool = False) -> Hashable:
+def forward_key(shape: BatchShape, *, has_adapters: bool = False, depths: tuple[int, ...] | None = None) -> Hashable:
     """Returns the key of the result of `forward` for a batch of a shape."""
-    return _forward.__name__, (shape, _ADAPTERS) if has_adapters else shape
+    static = () if depths is None else (depths,)
+    return _forward.__name__, _size_of_layers(shape, has_adapters), *static
 
 
-def forward(batch: StepBatch, state: State, last: Any) -> StepProgram:
-    """Returns the program that computes hidden states."""
+def _size_of_layers(shape: BatchShape, has_adapters: bool) -> Hashable:
+    return (shape, _ADAPTERS) if has_adapters else shape
+
+
+def forward(batch: StepBatch, state: State, last: Any, depths: tuple[int, ...] | None = None) -> StepProgram:
+    """Returns the program that computes hidden states.
+
+    Args:
+        batch: the step's arrays.
+        state: the layers' state.
+        last: the last token of each slot.
+        depths: layers whose incoming residual streams the program returns too, with the hidden states of all rows.
+            None: it returns neither.
+    """
     shape, has_adapters = batch.shape, batch.adapters is not None
     prefills = f", and prefills of up to {shape.rows} rows" if shape.rows else ""
     # The layers do not depend on sampling: their program is the same with and without adjustments.
     args = state, last, batch.for_layers()
-    _, size = forward_key(shape, has_adapters=has_adapters)  # pyright: ignore[reportGeneralTypeIssues]
     adapters = ", with adapters" if has_adapters else ""
-    return StepProgram(_forward, size, args, {}, f"layers: up to {shape.decodes} decodes{prefills}{adapters}")
+    purpose = f"layers: up to {shape.decodes} decodes{prefills}{adapters}"
+    static = {} if depths is None else {"depths": depths}
+    return StepProgram(_forward, _size_of_layers(shape, has_adapters), args, static, purpose)
 
 
 def has_runs(shape: BatchShape, most: int) -> bool:
@@ -112,6 +126,20 @@ def put_slot(state: State, slot: int, rows: PyTree) -> StepProgram:
     return StepProgram(_put_slot, _SLOT, (state, np.int32(slot), rows), {}, "snapshots: a slot that gets its rows")
 
 
+class ComputedRows(NamedTuple):
+    """The results of the layers for all rows of a step, for drafters that read them.
+
+    Attributes:
+        token: the token of each row.
+        hidden: its normalized hidden state.
+        features: the residual streams at some depths, side by side; None: at no depth.
+    """
+
+    token: Int32[Array, "N"]
+    hidden: Float[Array, "N D"]
+    features: Float[Array, "N F"] | None
+
+
 @dataclasses.dataclass(frozen=True)
 class StepPrograms:
     """All programs that a step loop may need, described by shapes and dtypes so that they can be pickled.
@@ -133,6 +161,7 @@ class StepPrograms:
         scored: rows of prompts to score under sampling distributions; None if no variant reports these.
         pooling: the results of a model that pools; None: the model generates.
         carried: what slots carry from chunk to chunk in such a model; None: nothing.
+        depths: see `forward`.
     """
 
     network: Network
@@ -151,6 +180,7 @@ class StepPrograms:
     scored: ScoredRows | None = None
     pooling: PoolingOptions | None = None
     carried: Any = None
+    depths: tuple[int, ...] | None = None
 
     @property
     def mesh(self) -> Mesh | None:
@@ -197,7 +227,7 @@ class StepPrograms:
         alike = [other.shape for other in self.batches if other.shape.rows == shape.rows]
         # Most steps only decode. In steps that prefill, unused room for decodes costs little.
         is_essential = not shape.rows or shape == max(alike)
-        return forward(batch, self.state, self.slots.last)._replace(is_essential=is_essential)
+        return forward(batch, self.state, self.slots.last, self.depths)._replace(is_essential=is_essential)
 
     def _sampling(self, batch: StepBatch) -> Iterator[StepProgram]:
         count, essential = batch.shape.sampled, (self.variants[0], self.variants[-1])
@@ -250,11 +280,20 @@ def slot_rows(state: State) -> PyTree[jax.ShapeDtypeStruct]:
     return jax.tree.map(row, state)
 
 
-@functools.partial(compilation.jit, static_argnums=0, donate_argnums=2)
+@functools.partial(compilation.jit, static_argnums=0, donate_argnums=2, static_argnames="depths")
 def _forward(
-    network: Network, parameters: Parameters, state: State, last: Int32[Array, "slots"], batch: StepBatch
-) -> tuple[State, Float[Array, "R D"], Float[Array, "rows D"]]:
-    """Returns the new state, the hidden state of each chunk's last token, and the hidden states of prefill rows."""
+    network: Network,
+    parameters: Parameters,
+    state: State,
+    last: Int32[Array, "slots"],
+    batch: StepBatch,
+    *,
+    depths: tuple[int, ...] | None = None,
+) -> tuple[Any, ...]:
+    """Returns the new state, the hidden state of each row to sample from, and the hidden states of prefill rows.
+
+    With `depths`, it also returns the `ComputedRows`.
+    """
     decodes = batch.held.shape[0]
     is_held = batch.held < last.shape[0]
     tokens = jnp.concatenate([jnp.where(is_held, last[batch.held], batch.token[:decodes]), batch.token[decodes:]])
@@ -268,8 +307,17 @@ def _forward(
             request, present = requests_of_tokens(batch.queries, tokens.shape)
             rows = jnp.where(present, jnp.asarray(batch.adapters)[request], NO_ADAPTER)
             model = batch.pool.adapted(model, rows)
-        hidden, state = model.hidden_states(tokens, batch.queries, state, images=images)
-    return state, hidden[batch.last_row], hidden[decodes:]
+        if depths:
+            hidden, streams, state = model.hidden_and_residual_states(
+                tokens, batch.queries, state, images, depths=depths
+            )
+        else:
+            hidden, state = model.hidden_states(tokens, batch.queries, state, images=images)
+            streams = ()
+    result = state, hidden[batch.last_row], hidden[decodes:]
+    if depths is None:
+        return result
+    return *result, ComputedRows(tokens, hidden, jnp.concatenate(streams, axis=-1) if depths else None)
 
 
 @functools.partial(compilation.jit, static_argnums=0, donate_argnums=(2, 3), static_argnames=("variant", "most"))

@@ -102,7 +102,7 @@ class DraftModel(Drafter):
 def _without_extras(batch: StepBatch) -> StepBatch:
     """Returns a batch without what only larger models have: images, and their coordinates and slots."""
     queries = dataclasses.replace(batch.queries, slots=None, coordinates=None)
-    return batch.for_layers()._replace(queries=queries, images=None, steps=None)
+    return batch.for_layers()._replace(queries=queries, images=None, steps=None, adapters=None)
 
 
 def check_draft_model(model: Decoder, draft: Decoder, name: str) -> None:

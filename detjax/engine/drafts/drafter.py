@@ -7,29 +7,26 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Int32
 
 from detjax.engine.batch import BatchShape, StepBatch
 from detjax.engine.sampled_tokens import SampledTokens
 from detjax.engine.sequence import Sequence
+from detjax.engine.step_programs import ComputedRows
 
 
 class SampledStep(NamedTuple):
     """A step of the model whose tokens are sampled; its arrays are on the device, and may still be computed.
 
     Attributes:
-        batch: the step's arrays. In a row of `batch.queries` the step has computed `token`.
-        token: the token that each row was computed from, `[N]`.
-        hidden: the model's normalized hidden state of each row.
-        features: the residual streams that `Drafter.depths` asks for, side by side; None: it asks for none.
+        batch: the step's arrays.
+        computed: the token of each of its rows, the model's hidden states, and a head's features.
         sampled: the tokens sampled from the rows `batch.last_row`; None if the step samples none. Where a row's draft
             turns out wrong, the rows after it are void; `sampling_programs.counted_rows` says which rows count.
     """
 
     batch: StepBatch
-    token: Int32[Array, "N"]
-    hidden: Float[Array, "N D"]
-    features: Float[Array, "N F"] | None
+    computed: ComputedRows
     sampled: SampledTokens | None
 
 
@@ -47,10 +44,6 @@ class Drafter:
 
     follows: bool = False
     """True if the drafter needs every step. Then no step is computed in a run of several."""
-    reads_hidden_states: bool = False
-    """True if `note_sampled` is to be called."""
-    depths: tuple[int, ...] | None = None
-    """The layers whose incoming residual streams `SampledStep.features` holds; see `DraftHead.depths`."""
 
     def propose(self, wanted: Mapping[Sequence, int]) -> Mapping[Sequence, Seq[int]]:
         """Returns guesses of the tokens after the last token of some sequences, each at most as many as wanted.
@@ -69,7 +62,10 @@ class Drafter:
         """
 
     def note_sampled(self, step: SampledStep) -> None:
-        """Takes note of a step's hidden states and of the tokens sampled from them."""
+        """Takes note of a step's hidden states and of the tokens sampled from them.
+
+        It is called if the guesser is a head: its `depths` decide which features the step computes.
+        """
 
     def make_state(self) -> None:
         """Allocates the cache again after `drop_state`."""
