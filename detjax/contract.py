@@ -45,7 +45,7 @@ ascending, of products of numbers, from a fresh accumulator, blocks ascending:
     in groups:  acc = fma(P_b, rn(s_x * s_w), acc), with the scales of the row's group and of the weight's block
     by rows:    acc = rn(acc + P_b), and at the end rn(s_x * rn(s_w * acc))
 
-The epilogue of a matrix product follows. The gradient of x is that of a product with the widened weight; the derivative
+The epilogue of a matrix product follows. The gradient of x is the gradient of a product with the widened weight; the derivative
 of the epilogue is evaluated at the biased sums of this contract. Codes and scales have no gradient. The up-projection of
 latent attention is always widened, since its keys and values are plain.
 

@@ -9,6 +9,7 @@ from detjax import models
 from detjax.cli.options import Option
 from detjax.engine import SpeculativeConfig
 from detjax.models import Decoder, Tokenizer
+from detjax.models.checkpoint.quantization_schemes import Quantized
 from detjax.models.configuration.json_object import parse_json_object
 from detjax.runtime import backends
 
@@ -36,6 +37,8 @@ class Loading:
         template_date: today's date for chat templates, as YYYY-MM-DD; it is part of the fingerprint. Default: no date.
         hf_overrides: JSON object with keys of the checkpoint's config.json and the values to read instead, as for vLLM.
             Default: nothing is replaced.
+        quantized: reading of quantized weights: "computed", products as the checkpoint describes them; "weights", plain
+            activations with weights in codes; "widened", plain weights.
     """
 
     model: Path
@@ -45,6 +48,7 @@ class Loading:
     chat_template: Path | None = None
     template_date: datetime.date | None = None
     hf_overrides: str | None = None
+    quantized: Quantized = "computed"
 
     def overrides(self) -> dict[str, Any]:
         """Returns the replaced keys of config.json; raises a ValueError if the option is not a JSON object."""
@@ -73,7 +77,8 @@ class Loading:
     def load(self, template: str | None = None) -> tuple[Decoder, Tokenizer]:
         """Returns the sharded model, and its tokenizer with `template` instead of the checkpoint's chat template."""
         mesh = models.mesh_of(self.tensor_parallel, self.expert_parallel)
-        decoder, tokenizer = models.load(self.model, dtype=self.dtype, mesh=mesh, overrides=self.overrides())
+        options: dict[str, Any] = {"overrides": self.overrides(), "quantized": self.quantized}
+        decoder, tokenizer = models.load(self.model, dtype=self.dtype, mesh=mesh, **options)
         if tokenizer is None:
             raise ValueError(
                 f"{self.model} has no tokenizer.json; accepted: a checkpoint with one, since prompts are text"

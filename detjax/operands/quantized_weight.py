@@ -168,11 +168,11 @@ def by_row(weight: QuantizedWeight, shared: Array) -> Array:
     return jnp.take_along_axis(shared, weight.source.astype(jnp.int32)[..., None], axis=-2, mode="clip")
 
 
-def by_column(weight: QuantizedWeight, of_groups: Array) -> Array:
+def by_column(weight: QuantizedWeight, group_values: Array) -> Array:
     """Returns for each column the entry of its group, `[..., N, K]`, of an array `[..., N, G]`."""
     if weight.groups is None:
-        return jnp.repeat(of_groups, weight.format.group, axis=-1)[..., : weight.format.columns]
-    return jnp.take_along_axis(of_groups, by_row(weight, weight.groups).astype(jnp.int32), axis=-1, mode="clip")
+        return jnp.repeat(group_values, weight.format.group, axis=-1)[..., : weight.format.columns]
+    return jnp.take_along_axis(group_values, by_row(weight, weight.groups).astype(jnp.int32), axis=-1, mode="clip")
 
 
 def widened(weight: QuantizedWeight) -> Array:

@@ -169,10 +169,10 @@ def _sum(x: Array, w: QuantizedWeight) -> Array:
     if w.input_scales is None:
         return _sum_by_rows(*quantized_rows(x, x.shape[-1]), w)
     by_source = [_sum_by_rows(*quantized_rows(x, x.shape[-1], scale), w) for scale in w.input_scales]
-    return by_source[0] if w.source is None else _of_sources(by_source, w.source)
+    return by_source[0] if w.source is None else _chosen_by_source(by_source, w.source)
 
 
-def _of_sources(by_source: Sequence[Array], source: Array) -> Array:
+def _chosen_by_source(by_source: Sequence[Array], source: Array) -> Array:
     """Chooses each output from the results for its source."""
     return functools.reduce(lambda y, one: jnp.where(source == one[0], one[1], y), enumerate(by_source), by_source[0])
 

@@ -111,7 +111,7 @@ def drawn_mxfp4(directory: Path, lowest: int, highest: int) -> np.ndarray:
 def test_all_numbers_of_mxfp4_are_exact(tmp_path: Path, dtype: str) -> None:
     directory = copied(PUBLISHED, tmp_path)
     numbers = drawn_mxfp4(directory, 0, 252)
-    down = np.asarray(load(directory, dtype=dtype)[0].layers[1].mlp.down[...])
+    down = np.asarray(load(directory, dtype=dtype, quantized="widened")[0].layers[1].mlp.down[...])
     assert (down.astype(np.float64) == numbers).all()
     assert (np.signbit(down) == np.signbit(numbers)).all()
 
@@ -119,7 +119,7 @@ def test_all_numbers_of_mxfp4_are_exact(tmp_path: Path, dtype: str) -> None:
 def test_float16_rounds_to_nearest_even(tmp_path: Path) -> None:
     directory = copied(PUBLISHED, tmp_path)
     numbers = drawn_mxfp4(directory, 95, 139)
-    down = np.asarray(load(directory, dtype="float16")[0].layers[1].mlp.down[...])
+    down = np.asarray(load(directory, dtype="float16", quantized="widened")[0].layers[1].mlp.down[...])
     assert_same_bits(down, numbers.astype(np.float16))
     assert (down.astype(np.float64) != numbers).any()
 
@@ -194,7 +194,7 @@ def test_plain_tensors_serve_though_the_configuration_names_a_quantization(tmp_p
 
 
 def test_what_is_saved_is_plain_bfloat16_without_a_quantization(tmp_path: Path) -> None:
-    save(load(FIXTURES / PUBLISHED)[0], tmp_path / "saved")
+    save(load(FIXTURES / PUBLISHED, quantized="widened")[0], tmp_path / "saved")
     assert "quantization_config" not in json.loads((tmp_path / "saved" / "config.json").read_text())
     stored = tensors(tmp_path / "saved")
     assert {value.dtype for value in stored.values()} == {np.dtype(ml_dtypes.bfloat16)}

@@ -17,7 +17,7 @@ from flax import nnx
 
 from detjax.models import CheckpointError, load, save
 from detjax.models.checkpoint.quantization import BlockFormat
-from detjax.models.checkpoint.stored_formats import stored_format
+from detjax.models.checkpoint.stored_formats import stored_formats
 from detjax.models.checkpoint.weight_files import StoredTensor, open_weights
 from detjax.models.configuration.json_object import JsonObject
 from tests.models.hugging_face import FIXTURES, SINGLE, changed_json, changed_tensors, copied, tensors
@@ -34,7 +34,7 @@ INT4: dict[str, Any] = {
     "quant_method": "compressed-tensors",
     "format": "pack-quantized",
     "quantization_status": "compressed",
-    "ignore": ["lm_head", "re:.*self_attn.*"],
+    "ignore": ["lm_head", "re:.*self_attn.*", "shared_experts", r"re:.*mlp\.(gate|up|down)_proj"],
     "kv_cache_scheme": None,
 }
 LINEAR = re.compile(r".*(_proj|_proj_with_mqa)\.weight")
@@ -53,9 +53,11 @@ def int4_config(group: int, **changes: Any) -> dict[str, Any]:
 
 
 def block_format(config: dict[str, Any]) -> BlockFormat:
-    described = stored_format(JsonObject({"quantization_config": config}, "config.json"))
+    described = stored_formats(JsonObject({"quantization_config": config}, "config.json"))
     assert described is not None
-    return described
+    ((_, scheme),) = described.groups
+    assert isinstance(scheme.matrix_format, BlockFormat)
+    return scheme.matrix_format
 
 
 def values(config: dict[str, Any], parts: dict[str, np.ndarray], folder: Path, dtype: Any = "float32") -> np.ndarray:
@@ -250,7 +252,7 @@ def quantized(kind: str, folder: Path) -> tuple[Path, dict[str, np.ndarray]]:
 @pytest.mark.parametrize("kind", CHECKPOINTS)
 def test_a_quantized_checkpoint_is_the_plain_one_that_it_stands_for(tmp_path: Path, kind: str) -> None:
     directory, plain = quantized(kind, tmp_path)
-    model = load(directory)[0]
+    model = load(directory, quantized="widened")[0]
     other = copied(CHECKPOINTS[kind][0], tmp_path / "plain")
     with changed_tensors(other / SINGLE) as stored:
         stored |= plain
@@ -263,10 +265,10 @@ def test_a_quantized_checkpoint_is_the_plain_one_that_it_stands_for(tmp_path: Pa
 
 def test_quantized_layers_that_predict_further_tokens_are_passed_over(tmp_path: Path) -> None:
     directory, _ = quantized("fp8", tmp_path)
-    expected = nnx.to_pure_dict(nnx.state(load(directory)[0]))
+    expected = nnx.to_pure_dict(nnx.state(load(directory, quantized="widened")[0]))
     with changed_tensors(directory / SINGLE) as stored:
         stored |= in_fp8("model.layers.2.eh_proj.weight", np.ones((20, 30), np.float32))[0]
-    assert_same_bits(nnx.to_pure_dict(nnx.state(load(directory)[0])), expected)
+    assert_same_bits(nnx.to_pure_dict(nnx.state(load(directory, quantized="widened")[0])), expected)
 
 
 def test_no_checkpoint_is_held_twice(tmp_path: Path) -> None:
@@ -278,9 +280,9 @@ def test_no_checkpoint_is_held_twice(tmp_path: Path) -> None:
         for name in [name for name in stored if LINEAR.fullmatch(name) and ".mlp." in name]:
             rows, columns = (wide if size in (20, 72) else size for size in stored[name].shape)
             stored |= in_fp8(name, np.full((rows, columns), 0.01, np.float32))[0]
-    load(directory)  # what is made once is not counted
+    load(directory, quantized="widened")  # what is made once is not counted
     tracemalloc.start()
-    model = load(directory)[0]
+    model = load(directory, quantized="widened")[0]
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     sizes = [weight.nbytes for weight in nnx.to_flat_state(nnx.state(model)).leaves]
@@ -350,7 +352,7 @@ def test_tensors_that_are_not_the_formats_are_refused(
         if value is not None:
             stored[name] = np.array(value, order="C")
     with pytest.raises(CheckpointError, match=re.escape(words)):
-        load(directory)
+        load(directory, quantized="widened")
 
 
 def group_with(**changes: Any) -> dict[str, Any]:
@@ -363,10 +365,21 @@ def group_with(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({"bits": 4}, "quant_method is missing; accepted: mxfp4, fp8, compressed-tensors; other quantizations"),
-        ({"quant_method": "awq"}, "quant_method is 'awq'; accepted: mxfp4, fp8, compressed-tensors"),
+        ({"bits": 4}, "quant_method is missing; accepted: mxfp4, fp8, compressed-tensors, gptq, awq, modelopt; other"),
+        ({"quant_method": "bitsandbytes"}, "quant_method is 'bitsandbytes'; accepted: mxfp4, fp8, compressed-tensors"),
         ({"quant_method": ["fp8"]}, "quant_method is ['fp8']; accepted: mxfp4"),
-        (FP8, "weight_block_size is missing; accepted: a list of the rows and the columns"),
+        ({"quant_method": "gptq", "bits": 8, "group_size": 128}, "bits is 8; accepted: 4"),
+        ({"quant_method": "gptq", "bits": 4}, "group_size is missing; accepted: an integer >= 1"),
+        (
+            {"quant_method": "gptq", "bits": 4, "group_size": 128, "dynamic": {"-:.*": {}}},
+            "dynamic is {'-:.*': {}}; accepted: null",
+        ),
+        (
+            {"quant_method": "gptq", "bits": 4, "group_size": 128, "checkpoint_format": "marlin"},
+            "checkpoint_format is 'marlin'; accepted: gptq, gptq_v2",
+        ),
+        ({"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemv"}, "version is 'gemv'; accepted: gemm"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo is 'W4A8_AWQ'; accepted: FP8, NVFP4"),
         (FP8 | {"weight_block_size": [128, 0]}, "weight_block_size is [128, 0]; accepted: a list of the rows"),
         (fp8_config(128, 128, fmt="e5m2"), "fmt is 'e5m2'; accepted: e4m3"),
         (fp8_config(128, 128, activation_scheme="static"), "activation_scheme is 'static'; accepted: dynamic"),
@@ -382,25 +395,21 @@ def group_with(**changes: Any) -> dict[str, Any]:
         (INT4, "config_groups is missing; accepted: an object"),
         (INT4 | {"config_groups": {"group_0": {"weights": None}}}, "config_groups.group_0 is {'weights': None}"),
         (INT4 | group_with(num_bits=8), "config_groups.group_0.weights.num_bits is 8; accepted: 4"),
-        (INT4 | group_with(type="float"), "weights.type is 'float'; accepted: int"),
-        (INT4 | group_with(symmetric=False), "weights.symmetric is False; accepted: true"),
-        (INT4 | group_with(strategy="channel"), "weights.strategy is 'channel'; accepted: group"),
-        (INT4 | group_with(actorder="group"), "weights.actorder is 'group'; accepted: static, weight"),
+        (INT4 | group_with(type="float"), "format is 'pack-quantized'; accepted: nvfp4-pack-quantized"),
+        (INT4 | group_with(strategy="tensor"), "weights.strategy is 'tensor'; accepted: group, channel"),
+        (INT4 | group_with(actorder="dynamic"), "weights.actorder is 'dynamic'; accepted: static, weight, group"),
+        (INT4 | group_with(dynamic=True), "weights.dynamic is True; accepted: false"),
+        (INT4 | group_with(targets=["Embedding"]), "group_0.targets is ['Embedding']; accepted: Linear"),
         (INT4 | group_with(group_size=0), "weights.group_size is 0; accepted: an integer >= 1"),
         (INT4 | group_with(input_activations={"num_bits": 8}), "group_0.input_activations is {'num_bits': 8}"),
         (INT4 | group_with(output_activations={"num_bits": 8}), "group_0.output_activations is {'num_bits': 8}"),
         (INT4 | group_with(format="dense"), "group_0.format is 'dense'; accepted: pack-quantized"),
-        (
-            int4_config(32)
-            | {"config_groups": {"a": int4_config(32)["config_groups"]["group_0"]} | int4_config(16)["config_groups"]},
-            "accepted: groups of one size",
-        ),
     ],
 )
 def test_other_quantizations_are_refused_by_key(config: dict[str, Any], words: str) -> None:
     raw = json.loads((FIXTURES / "qwen3" / "config.json").read_text()) | {"quantization_config": config}
     with pytest.raises(CheckpointError) as error:
-        stored_format(JsonObject(raw, "config.json"))
+        stored_formats(JsonObject(raw, "config.json"))
     assert str(error.value).startswith("config.json: quantization_config.")
     assert words in str(error.value)
 
@@ -409,4 +418,4 @@ def test_keys_without_effect_and_other_orders_of_groups_are_read() -> None:
     for changes in ({}, {"sparsity_config": {}, "transform_config": None}, group_with(actorder="weight")):
         assert block_format(int4_config(32) | changes).block == (1, 32)
     assert block_format(FP8 | {"weight_block_size": [3, 5]}).block == (3, 5)
-    assert stored_format(JsonObject({"quantization_config": {}}, "config.json")) is None
+    assert stored_formats(JsonObject({"quantization_config": {}}, "config.json")) is None

@@ -278,7 +278,7 @@ def save(
 def _sized_codes(
     family: Family, empty: Decoder, pairs: Sequence[tuple["Parameter", Any]], codes: StoredCodes
 ) -> tuple[list[tuple[int, Callable[[], dict[str, np.ndarray]]]], list[str]]:
-    """Returns `_sized_tensors` of parameters, of which some have the codes of a checkpoint, and modules with others."""
+    """Returns `_sized_tensors` of parameters that may have the codes of a checkpoint, and modules with others."""
     groups, plain = [], list[str]()
     for parameter, (default, weight) in zip(parameters_of_checkpoint(empty, codes.stored), pairs, strict=True):
         names = list(parameter.shapes)

@@ -146,7 +146,7 @@ def gptq(group: int | None, *, symmetric: bool, first_version: bool, ordered: bo
     """Returns GPTQ's format (Frantar et al. 2022): words along inputs, zero points along outputs.
 
     Args:
-        group: consecutive columns of a group; None: all.
+        group: the columns of a group; None: all.
         symmetric: whether every zero point is 8, as `sym` says.
         first_version: whether zero points are stored less one.
         ordered: whether `g_idx` must be present, as `desc_act` says.
@@ -217,7 +217,7 @@ def awq(group: int | None, *, has_zeros: bool) -> MatrixFormat:
 
 
 def _stated_shape(parts: Parts, per_word: int) -> tuple[int, int]:
-    """Returns the outputs and inputs of packed codes, of which a shape tensor may say more."""
+    """Returns the outputs and inputs of packed codes, whose shape a tensor may state."""
     codes, stated = parts[".weight_packed"], parts.get(".weight_shape")
     rows, columns = codes.shape[0], codes.shape[1] * per_word
     if stated is None:
@@ -302,7 +302,7 @@ def modelopt_nvfp4(group: int, *, has_inputs: bool) -> MatrixFormat:
 
 
 def _bytes(tensor: StoredTensor, table: np.ndarray) -> np.ndarray:
-    """Returns scales of one byte, all of which have finite numbers in a table."""
+    """Returns scales of one byte, which all have finite numbers in a table."""
     scales = tensor.read_bytes(0, tensor.size).reshape(tensor.shape)
     if not np.isfinite(table[np.unique(scales)]).all():
         raise CheckpointError(f"{tensor.file}: tensor {tensor.name!r} holds infinite scales or NaN; accepted: numbers")

@@ -49,7 +49,7 @@ class StoredFormats:
     is_complete: bool = True
 
     def read(self, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-        """Returns the tensors with those of quantized modules replaced by a `StoredMatrix` of the plain tensor's name.
+        """Returns the tensors; a `StoredMatrix` of the plain tensor's name replaces those that a quantized module has.
 
         Raises:
             CheckpointError: a tensor is missing or does not match its module's scheme, or the lists of modules do not

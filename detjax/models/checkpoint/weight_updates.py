@@ -107,6 +107,8 @@ class UpdatableWeights:
             _, tensors = open_weights(path, files)
         else:
             tensors = open_file(path, files)
+            # A file without a configuration may hold plain tensors of modules that the checkpoint has in codes.
+            formats = None if formats is None else dataclasses.replace(formats, is_complete=False)
         stored = loading.by_decoder_name(tensors, self._family, self._config)
         if formats is not None:
             stored = formats.read(stored)
