@@ -42,11 +42,11 @@ class Draft:
         """The number of tokens that the head can guess."""
         return self.target.config.vocab_size if self.target_ids is None else len(self.target_ids)
 
-    def logits(self, ids: Int[Any, "B T"]) -> Float32[Array, "B T-1 v"]:
-        """Returns the logits of each token after the next one; row `j` guesses the token after `ids[j + 1]`.
+    def logits(self, ids: Any) -> Float32[Array, "B t v"]:
+        """Returns logits `[B, T - 1, v]`; row `j` guesses the token after `ids[j + 1]`.
 
         Args:
-            ids: whole texts of equal length, at least 2 tokens within the target's vocabulary.
+            ids: `[B, T]`, whole texts of equal length, at least 2 tokens within the target's vocabulary.
 
         Raises:
             ValueError: `ids` has another number of axes, another dtype, fewer tokens, or a token beyond the vocabulary.

@@ -117,7 +117,7 @@ class Attention(nnx.Module):
         self.sinks = zero_bias(options.sinks, (options.heads,), dtype)
 
     def __call__(
-        self, x: Float[Array, "*N D"], queries: Queries, kv: KVPages, *, residual: Float[Array, "*N D"] | None = None
+        self, x: Float[Array, "*N _"], queries: Queries, kv: KVPages, *, residual: Float[Array, "*N D"] | None = None
     ) -> tuple[Float[Array, "*N D"], KVPages]:
         """Returns the attention of the new tokens and the pages with their keys and values.
 
