@@ -102,8 +102,7 @@ def _seconds(config: DecoderConfig, sizes: Sizes, devices: int, rounds: int) -> 
     """Returns the seconds of a step in each round."""
     mesh = Mesh(jax.devices()[:devices], (AXIS,))
     specs = Model(P(), OUTPUTS, (LAYER,) * config.layers)
-    placed = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
-    model = jax.jit(functools.partial(_random, config, sizes.prompt + sizes.steps), out_shardings=placed)()
+    model = _random(config, sizes.prompt + sizes.steps, mesh)
     body = jax.shard_map(
         functools.partial(step, config), mesh=mesh, in_specs=(specs, P(), P()), out_specs=(P(), specs), check_vma=False
     )
@@ -119,21 +118,36 @@ def _seconds(config: DecoderConfig, sizes: Sizes, devices: int, rounds: int) -> 
     return timed
 
 
-def _random(config: DecoderConfig, context: int) -> Model:
+def _random(config: DecoderConfig, context: int, mesh: Mesh) -> Model:
     width, inner, head = config.hidden_size, config.intermediate_size, config.head_dim
     heads, keys = config.heads * head, config.kv_heads * head
     draw = iter(jax.random.split(jax.random.key(0), 2 + 7 * config.layers))
-
-    def weight(*shape: int) -> Array:
-        return jax.random.normal(next(draw), shape, jnp.bfloat16) * shape[0] ** -0.5
+    shapes = (
+        (width, heads),
+        (width, keys),
+        (width, keys),
+        (heads, width),
+        (width, inner),
+        (width, inner),
+        (inner, width),
+    )
 
     def layer() -> Layer:
-        shapes = (width, heads), (width, keys), (width, keys), (heads, width), (width, inner), (width, inner)
+        weights = [
+            _weight(next(draw), shape, NamedSharding(mesh, spec)) for shape, spec in zip(shapes, LAYER, strict=False)
+        ]
         cache = jnp.zeros((context, config.kv_heads, head), jnp.bfloat16)
-        return Layer(*(weight(*shape) for shape in shapes), weight(inner, width), cache, cache)
+        return Layer(*weights, *(jax.device_put(cache, NamedSharding(mesh, HEADS), may_alias=False) for _ in range(2)))
 
-    embedding, vocabulary = weight(config.vocab_size, width), weight(width, config.vocab_size)
-    return Model(embedding, vocabulary, tuple(layer() for _ in range(config.layers)))
+    embedding = _weight(next(draw), (config.vocab_size, width), NamedSharding(mesh, P()))
+    head_weight = _weight(next(draw), (width, config.vocab_size), NamedSharding(mesh, OUTPUTS))
+    return Model(embedding, head_weight, tuple(layer() for _ in range(config.layers)))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _weight(key: Array, shape: tuple[int, int], sharding: NamedSharding) -> Array:
+    """Returns random numbers. One program makes all weights of a shape, because the compiler needs long for many."""
+    return lax.with_sharding_constraint(jax.random.normal(key, shape, jnp.bfloat16) * shape[0] ** -0.5, sharding)
 
 
 def step(
