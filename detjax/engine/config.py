@@ -8,13 +8,16 @@ import jax
 
 from detjax.contract import KV_BLOCK
 from detjax.engine.batch import BatchShapes
+from detjax.engine.drafts.loading import Guesser
 from detjax.engine.drafts.speculative_config import SpeculativeConfig
 from detjax.engine.model_runner import bytes_of_page, bytes_of_slot, bytes_of_snapshot
 from detjax.engine.sampling_variant import SamplingVariant
 from detjax.engine.snapshots import SLOTS_IN_TRANSIT
 from detjax.engine.step_loop import StepLoopConfig
 from detjax.models import Decoder
+from detjax.models.cache import declarations
 from detjax.models.mesh import spans_processes
+from detjax.models.parts.state import StateSize
 from detjax.operands.numerics import ceil_div
 from detjax.operands.options import KVQuantization
 from detjax.runtime import backends
@@ -84,8 +87,12 @@ class EngineConfig:
     max_loras: int = 0
     max_lora_rank: int = 16
 
-    def resolved(self, model: Decoder) -> "EngineConfig":
+    def resolved(self, model: Decoder, guesser: Guesser = None) -> "EngineConfig":
         """Returns these settings with all defaults filled in for a model.
+
+        Args:
+            model: the model.
+            guesser: the smaller model or head that guesses tokens, and has pages of its own.
 
         Raises:
             ValueError: a setting is out of range, the model does not support this quantization of keys and values, or
@@ -116,6 +123,7 @@ class EngineConfig:
             page = bytes_of_page(model, self.kv_cache_dtype)
         except ValueError as error:
             raise ValueError(f"Engine: {error}") from error
+        page += _bytes_of_guessers_page(guesser)
         slot, takes_snapshots = bytes_of_slot(model), model.has_slots and self.prefix_cache and self.snapshot_bytes > 0
         snapshot = bytes_of_snapshot(model)
         if takes_snapshots and self.snapshot_bytes < snapshot:
@@ -214,6 +222,17 @@ class EngineStats(NamedTuple):
     drafts_proposed: int = 0
     drafts_accepted: int = 0
     drafts_accepted_at: tuple[int, ...] = ()
+
+
+def _bytes_of_guessers_page(guesser: Guesser) -> int:
+    """Returns the bytes that a smaller model or head adds to a page on each device, at most."""
+    if isinstance(guesser, Decoder):
+        return bytes_of_page(guesser, None)
+    if guesser is None:
+        return 0
+    size = StateSize(1, guesser.target.dtype)
+    pages = jax.eval_shape(lambda: [declared.empty(size) for declared in declarations(guesser.head.config)])
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pages))
 
 
 def _pages(length: int, *, pools: bool) -> int:

@@ -30,6 +30,7 @@ from rich.console import Console
 from rich.progress import track
 
 from detjax.engine.config import EngineConfig, EngineStats
+from detjax.engine.drafts.loading import load_guesser
 from detjax.engine.engine_thread import EngineClosed, EngineThread, Part
 from detjax.engine.job import ABORT, Job
 from detjax.engine.program import StepProgram
@@ -109,9 +110,13 @@ class Engine(EngineThread):
                 is already sharded.
         """
         model = model if mesh is None else sharded(model, mesh)
-        resolved = dataclasses.replace(config or EngineConfig(), **options).resolved(model)
+        given = dataclasses.replace(config or EngineConfig(), **options)
+        resolved, guesser = given.resolved(model), None
+        if given.speculative is not None:  # its pages and weights leave less memory
+            guesser = load_guesser(given.speculative, model, tokenizer)
+            resolved = given.resolved(model, guesser)
         adapters = {} if model.adapters is None or not resolved.max_loras else model.adapters.by_name
-        super().__init__(without_adapters(model), tokenizer, resolved, adapters)
+        super().__init__(without_adapters(model), tokenizer, resolved, adapters, guesser)
         atexit.register(self.close)  # exiting while the device computes may crash
 
     def warm_up(self, *, progress: bool = False, cache: Path | None = None, in_background: bool = False) -> None:

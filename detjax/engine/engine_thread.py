@@ -16,7 +16,7 @@ import jax
 
 from detjax.engine import sequence as sequences
 from detjax.engine.config import EngineConfig
-from detjax.engine.drafts.loading import load_guesser
+from detjax.engine.drafts.loading import Guesser
 from detjax.engine.job import ABORT, Job
 from detjax.engine.launcher import LauncherThread
 from detjax.engine.request import Token
@@ -55,13 +55,16 @@ class EngineThread(RequestReader):
         tokenizer: Tokenizer | None,
         config: EngineConfig,
         adapters: Mapping[str, Adapter] = MappingProxyType({}),
+        guesser: Guesser = None,
     ) -> None:
-        """Starts the thread for an engine with resolved settings, and with adapters by name."""
+        """Starts the thread for an engine with resolved settings, and with adapters by name.
+
+        `guesser` is the smaller model or head of `config.speculative`, if it names one.
+        """
         super().__init__(model, tokenizer, config)
         self._in_lockstep = spans_processes(model.mesh)
         sizes = config.step_loop() if model.config.pooling is None else config.pooling_loop()
         sizes = dataclasses.replace(sizes, adapters=tuple(adapters.values()))
-        guesser = None if config.speculative is None else load_guesser(config.speculative, model, tokenizer)
         self._loop = StepLoop.for_model(model, sizes, LauncherThread(), guesser)
 
         for adapter in adapters.values():

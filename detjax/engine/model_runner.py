@@ -33,7 +33,7 @@ from detjax.models.mesh import (
     replicate,
     spans_processes,
 )
-from detjax.models.network import abstract, split
+from detjax.models.network import Network, abstract, split
 from detjax.models.parts.pooling import ChunkRows, PooledRows
 from detjax.models.parts.state import StateSize
 from detjax.models.parts.vision import Patches
@@ -86,6 +86,8 @@ class ModelRunner:
         computed: all rows of the last step, if somebody reads them.
     """
 
+    computed: step_programs.ComputedRows | None = None
+
     def __init__(  # noqa: PLR0913
         self,
         model: Decoder,
@@ -126,7 +128,6 @@ class ModelRunner:
         self._hidden = jax.ShapeDtypeStruct((model.config.hidden_size,), model.dtype)
         self._variants, self._runs_of, self._run_steps = tuple(variants), runs_of, run_steps
         self._depths = depths
-        self.computed: step_programs.ComputedRows | None = None
         self._compiled: dict[Hashable, Callable[..., Any]] = {}
         self._compilation: Compilation | None = None
         self._free: dict[int, Array] = {}
@@ -146,6 +147,15 @@ class ModelRunner:
     def _parameters(self) -> Parameters:
         """The arrays that all programs of the model take."""
         return Parameters(self.weights.arrays, None if self._buffers is None else self._buffers.links)
+
+    @property
+    def model_arrays(self) -> tuple[Network[Decoder], Parameters]:
+        """The model's static graph and its current weights, for programs that use no links."""
+        return self._network, Parameters(self.weights.arrays)
+
+    def replicate(self, tree: PyTree) -> Any:
+        """Returns arrays on all devices of the model."""
+        return replicate(tree, self._everywhere)
 
     # --- memory -------------------------------------------------------------------------------------------------------
 

@@ -16,13 +16,22 @@ type Digest = bytes
 """A hash of the tokens of a page and of all pages before it. Pages with the same digest hold the same bits."""
 
 
-def prefix_root(cache_salt: str | None) -> Digest:
-    """Returns the root of a request's page digests. Requests of different salts share no pages."""
-    if cache_salt is None:
+def prefix_root(cache_salt: str | None, adapter: bytes | None = None) -> Digest:
+    """Returns the root of a request's page digests. Requests of different salts or adapters share no pages.
+
+    Args:
+        cache_salt: see `Request.cache_salt`.
+        adapter: the digest of the content of the request's adapter.
+    """
+    if cache_salt is None and adapter is None:
         return b""
     # Personalized, so that no salt can give the digest of a page. JSON allows lone surrogates, which UTF-8 does not.
-    salt = cache_salt.encode(errors="surrogatepass")
-    return hashlib.blake2b(salt, digest_size=_DIGEST_BYTES, person=b"cache_salt").digest()
+    salt = b"" if cache_salt is None else cache_salt.encode(errors="surrogatepass")
+    root = hashlib.blake2b(salt, digest_size=_DIGEST_BYTES, person=b"cache_salt").digest()
+    if adapter is None:
+        return root
+    known = b"" if cache_salt is None else root
+    return hashlib.blake2b(adapter + known, digest_size=_DIGEST_BYTES, person=b"adapter").digest()
 
 
 def digests(

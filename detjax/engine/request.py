@@ -35,6 +35,7 @@ class Request:
             had not sent yet.
         pooling: the result of a model that pools; `sampling` is not read then. None: the request generates.
         speculative: whether the engine may guess tokens of the request, if it does so at all.
+        adapter: the name of an adapter that the engine has loaded; None: the model alone.
 
     No bit of the answer depends on `cache_salt`, `client`, `id` or `speculative`.
 
@@ -52,6 +53,7 @@ class Request:
     generated: Sequence[Sequence[int]] = ()
     pooling: Pooling | None = None
     speculative: bool = dataclasses.field(default=True, compare=False)
+    adapter: str | None = None
 
 
 type TopLogprobs = tuple[tuple[int, float], ...]

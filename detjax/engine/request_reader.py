@@ -1,6 +1,7 @@
 """Validates requests and turns them into sequences: prompts, images and constraints."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from detjax.engine import sequence as sequences
 from detjax.engine.config import EngineConfig
@@ -12,7 +13,7 @@ from detjax.engine.pooling import needs_all_rows
 from detjax.engine.request import Request
 from detjax.engine.sampling_params import SamplingParams
 from detjax.engine.validation import check_arrays, encode_prompt, end_tokens, given_tokens
-from detjax.models import Decoder, ModelMetadata, Tokenizer
+from detjax.models import Adapter, Decoder, ModelMetadata, Tokenizer
 from detjax.models.parts.pooling import PoolingOptions
 from detjax.models.text.video_texts import VideoTexts
 from detjax.models.vision.frame_sampling import FrameSampling
@@ -38,6 +39,7 @@ class RequestReader:
         self._model_config, self._defaults, self._tokenizer = model.config, model.generation_defaults, tokenizer
         self._image_reader = ImageReader(model.config, model.image_options, model.video_options)
         self._constraints = ModelConstraints(model.config, model.generation_defaults, tokenizer)
+        self._adapters: dict[str, Adapter] = {}
 
     @property
     def config(self) -> EngineConfig:
@@ -54,6 +56,21 @@ class RequestReader:
     def tokenizer(self) -> Tokenizer | None:
         """The tokenizer, if the engine has one."""
         return self._tokenizer
+
+    @property
+    def adapters(self) -> Mapping[str, Adapter]:
+        """The adapters that requests may name. A request keeps the one that had its name when it was submitted."""
+        return MappingProxyType(dict(self._adapters))
+
+    def _adapter(self, name: str, adapter: str | None) -> Adapter | None:
+        """Returns the adapter of a request."""
+        if adapter is None:
+            return None
+        known = self._adapters.get(adapter)
+        if known is None:
+            accepted = ", ".join(map(repr, self._adapters)) or "no adapter is loaded"
+            raise FieldError(f"{name}: adapter is {adapter!r}; accepted: None, {accepted}", "model")
+        return known
 
     @property
     def pooling(self) -> PoolingOptions | None:
@@ -138,11 +155,13 @@ class RequestReader:
         ends = end_tokens(self._defaults, params)
         check_arrays(name, params, ends)
         generated = given_tokens(name, self._model_config, params, request.generated)
+        adapter = self._adapter(name, request.adapter)
         context = sequences.RequestContext(
             end_tokens=ends,
             tokenizer=self._tokenizer,
             is_streamed=is_streamed,
-            prefix_root=prefix_root(request.cache_salt),
+            prefix_root=prefix_root(request.cache_salt, None if adapter is None else adapter.digest),
+            adapter=adapter,
             client=request.client,
             constraint=self._constraints.compile(params.constraint),
             rules=self._constraints.rules(params, ends),
@@ -163,6 +182,8 @@ class RequestReader:
             raise FieldError(f"{name} asks for {wants} and the model {does}; accepted: {accepted}", "pooling")
         if is_streamed:
             raise FieldError(f"{name} is streamed and the model pools; accepted: whole answers", "stream")
+        if request.adapter is not None:
+            raise FieldError(f"{name}: adapter is {request.adapter!r}, and the model pools; accepted: None", "model")
         pooling, params = given.resolved(name, self._model_config), SamplingParams(max_tokens=1)
         images = self._image_reader.patches(name, request.images)
         prompt = encode_prompt(

@@ -16,7 +16,7 @@ from detjax.engine.sampling_params import SamplingParams
 from detjax.engine.snapshots import Snapshot
 from detjax.engine.text_stream import StopStrings, TextStream
 from detjax.engine.token_masks import Matcher, TokenRules
-from detjax.models import Tokenizer
+from detjax.models import Adapter, Tokenizer
 from detjax.models.vision.prompt_images import PromptImages
 from detjax.operands.noise import NO_NOISE, noise_key, prompt_digest
 
@@ -66,6 +66,7 @@ class RequestContext:
         images: the prompt's images, if it has any.
         pooling: the result of a model that pools, in full; None: the request generates.
         reads_all_rows: True if the result depends on the hidden states of all tokens of the prompt.
+        adapter: the adapter of its rows; None: they have the model's bits.
         drafts: whether tokens may be guessed.
     """
 
@@ -79,6 +80,7 @@ class RequestContext:
     images: PromptImages | None = None
     pooling: Pooling | None = None
     reads_all_rows: bool = False
+    adapter: Adapter | None = None
     drafts: bool = True
 
 
@@ -134,6 +136,7 @@ class Sequence:
         named_pages: number of leading pages that other sequences can share.
         turn: number of sequences that got a slot before this one first did; None before that.
         slot: the slot in which the device keeps the last sampled token; None while the sequence waits.
+        adapter_slot: the slot of its adapter while it runs; None while it waits, and without an adapter.
         is_held: whether the only token left to compute is the one in the slot.
         restored: the snapshot to restore to the slot before the next chunk, if any.
         snapshot_ends: positions at which to take snapshots of the slot, ascending. Chunks end there.
@@ -172,6 +175,7 @@ class Sequence:
         self.named_pages = 0
         self.turn: int | None = None
         self.slot: int | None = None
+        self.adapter_slot: int | None = None
         self.is_held = False
         self.restored: Snapshot | None = None
         self.snapshot_ends: list[int] = []

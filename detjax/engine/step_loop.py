@@ -17,6 +17,7 @@ from jaxtyping import Array, PyTree
 from detjax.contract import KV_BLOCK
 from detjax.engine.adapter_slots import AdapterSlots
 from detjax.engine.batch import BatchShapes, SlotTable, StepBatch
+from detjax.engine.drafts.draft_head import HeadDrafter
 from detjax.engine.drafts.draft_model import DraftModel
 from detjax.engine.drafts.drafter import Drafter, SampledStep
 from detjax.engine.drafts.drafting import Drafting
@@ -641,7 +642,7 @@ def new_drafter(
     if isinstance(guesser, Decoder):
         sizes = config.num_pages, config.most_drafted
         return DraftModel(guesser, table, config.shapes, *sizes, lambda: runner.last_tokens)
-    raise NotImplementedError(f"speculative: method {speculative.method!r} is not supported")
+    return HeadDrafter(guesser, table, config.shapes, config.num_pages, runner)
 
 
 def _chunk_rows(prefills: Seq[tuple[ScheduledChunk, int]], batch: StepBatch, no_slot: int) -> ChunkRows:

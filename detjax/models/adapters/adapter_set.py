@@ -9,9 +9,10 @@ from jaxtyping import Array, Int
 
 from detjax.models.adapters.adapted_model import with_adapter
 from detjax.models.adapters.adapter import Adapter
-from detjax.models.adapters.pool import AdapterPool, adapted_by
+from detjax.models.adapters.pool import AdapterPool
 from detjax.models.configuration.json_object import CheckpointError
 from detjax.models.decoder import Decoder
+from detjax.models.network import split
 from detjax.operands.adapted_weight import NO_ADAPTER
 
 
@@ -95,4 +96,15 @@ class AdapterSet:
             return model
         slots = [NO_ADAPTER if name is None else self._slots[name] for name in names]
         rows = jnp.asarray(np.repeat(np.array(slots, np.int32)[:, None], length, axis=1))
-        return adapted_by(model, self._pool.numbers, self._pool.arrays, rows)
+        assert self._pool.arrays is not None
+        return self._pool.arrays.adapted(model, rows)
+
+
+def without_adapters(model: Decoder) -> Decoder:
+    """Returns a decoder that shares the weights, and knows no adapter by name."""
+    if model.adapters is None:
+        return model
+    network, weights = split(model)
+    plain = network.with_weights(weights)
+    plain.adapters = None
+    return plain

@@ -1,7 +1,8 @@
 """A pool of adapters on the devices: slots of one size, so that another adapter compiles nothing."""
 
+import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -16,9 +17,27 @@ from detjax.models.configuration.json_object import CheckpointError
 from detjax.models.decoder import Decoder
 from detjax.models.mesh import shardings_of
 from detjax.operands.adapted_weight import padded_rank
+from detjax.operands.pytrees import array_dataclass
 
-type PoolArrays = tuple[tuple[Array, Array, Array], ...]
-"""The arrays `a`, `b` and `scales` of each adapted parameter, in the order of the parameters."""
+type _Arrays = tuple[tuple[Any, Any, Any], ...]
+
+
+@array_dataclass
+@dataclasses.dataclass(frozen=True)
+class SlotArrays:
+    """The arrays of all slots.
+
+    Attributes:
+        arrays: the arrays `a`, `b` and `scales` of each adapted parameter; see `AdaptedWeight`.
+        numbers: the parameters, by their numbers in `Network.paths`.
+    """
+
+    arrays: _Arrays
+    numbers: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+
+    def adapted(self, model: Decoder, rows: Int[Array, "..."]) -> Decoder:
+        """Returns a decoder whose rows have the adapters in given slots, or none."""
+        return adapted_with(model, dict(zip(self.numbers, self.arrays, strict=True)), rows)
 
 
 class AdapterPool:
@@ -28,7 +47,7 @@ class AdapterPool:
         slots: the number of slots.
         rank: the largest rank of an adapter.
         numbers: the parameters that adapters may have factors for.
-        arrays: the arrays of all slots. `put` replaces them.
+        arrays: the arrays of all slots, which `put` replaces; None after `drop`.
     """
 
     def __init__(self, model: Decoder, slots: int, rank: int, adapters: Iterable[Adapter] = ()) -> None:
@@ -46,7 +65,16 @@ class AdapterPool:
         self._mesh = model.mesh
         count = len(self.targets.paths)
         self._shardings = [None] * count if model.mesh is None else shardings_of(model, model.mesh)
-        self.arrays: PoolArrays = tuple(self._placed(number, self._empty(number)) for number in self.numbers)
+        self.make()
+
+    def make(self) -> None:
+        """Empties all slots."""
+        arrays = tuple(self._placed(number, self._empty(number)) for number in self.numbers)
+        self.arrays: SlotArrays | None = SlotArrays(arrays, self.numbers)
+
+    def drop(self) -> None:
+        """Releases the devices' memory, until `make`."""
+        self.arrays = None
 
     def _parameter(self, number: int) -> AdaptedParameter:
         return self.targets.adaptable[number]
@@ -93,16 +121,13 @@ class AdapterPool:
             arrays = self._parameter(number).arrays(factors.get(number, {}), padded_rank(self.rank))
             new.append(self._placed(number, arrays))
         axes = tuple(self._parameter(number).slot_axis for number in self.numbers)
-        self.arrays = _written(self.arrays, tuple(new), np.int32(slot), axes)
-
-
-def adapted_by(model: Decoder, numbers: Sequence[int], arrays: PoolArrays, rows: Int[Array, "..."]) -> Decoder:
-    """Returns a decoder whose rows have the adapters in given slots of a pool, or none."""
-    return adapted_with(model, dict(zip(numbers, arrays, strict=True)), rows)
+        assert self.arrays is not None
+        arrays = _written(self.arrays.arrays, tuple(new), np.int32(slot), axes)
+        self.arrays = SlotArrays(arrays, self.numbers)
 
 
 @functools.partial(jax.jit, static_argnums=3, donate_argnums=0)
-def _written(arrays: PoolArrays, new: PoolArrays, slot: Any, axes: tuple[int, ...]) -> PoolArrays:
+def _written(arrays: _Arrays, new: _Arrays, slot: Any, axes: tuple[int, ...]) -> _Arrays:
     """Returns the arrays with other contents in a slot."""
 
     def write(x: Array, value: Array, axis: int) -> Array:

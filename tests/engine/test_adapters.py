@@ -1,0 +1,157 @@
+"""Adapters in an engine: a request has the bits that it has alone, whoever shares its steps, slots and pages."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import detjax
+from detjax.engine.adapter_slots import AdapterSlots
+from detjax.models import Adapter, CheckpointError, read_adapter
+from tests.support.adapters import FIXTURE, LINEAR, make_adapter
+from tests.support.compiled_programs import compiled_programs
+
+NAMES = ("small", "middle", "large")
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Adapter]:
+    """Adapters of ranks 3, 8 and 64, of which one has no factors in some modules."""
+    folder = tmp_path_factory.mktemp("adapters")
+    targets = {"small": ["q_proj", "down_proj"], "middle": LINEAR, "large": LINEAR}
+    ranks = {"small": 3, "middle": 8, "large": 64}
+    return {
+        name: read_adapter(make_adapter(folder / name, targets[name], ranks[name], seed=seed))
+        for seed, name in enumerate(NAMES)
+    }
+
+
+@pytest.fixture(scope="module")
+def engine(adapters: dict[str, Adapter]) -> Iterator[detjax.Engine]:
+    """An engine with two slots for three adapters."""
+    model, _ = detjax.models.load(FIXTURE, dtype="float32", progress=False)
+    options: dict[str, Any] = {"max_samples": 4, "token_budget": 64, "max_length": 160, "max_loras": 2}
+    with detjax.Engine(model, max_lora_rank=64, **options) as engine:
+        for name, adapter in adapters.items():
+            engine.load_adapter(name, adapter)
+        yield engine
+
+
+def request(name: str | None, prompt: int = 0, length: int = 6, tokens: int = 5) -> detjax.Request:
+    ids = np.random.default_rng([prompt]).integers(0, 100, length).tolist()
+    return detjax.Request(ids, detjax.SamplingParams(max_tokens=tokens, temperature=0.7, seed=3), adapter=name)
+
+
+@pytest.fixture(scope="module")
+def alone(engine: detjax.Engine) -> dict[str | None, detjax.Generation]:
+    """The answer of each adapter's request when no other request is in flight."""
+    return {name: engine.generate([request(name)])[0] for name in (None, *NAMES)}
+
+
+def test_requests_with_different_adapters_and_without_one_have_the_bits_that_they_have_alone(
+    engine: detjax.Engine, alone: dict[str | None, detjax.Generation]
+) -> None:
+    order = ["middle", None, "large", "small", None, "small", "large", "middle"]
+    assert engine.generate(map(request, order)) == [alone[name] for name in order]
+    assert len({generation.completions[0].logprobs for generation in alone.values()}) == 4
+
+
+def test_answers_are_those_of_the_model_and_the_base_requests_those_of_an_engine_without_adapters(
+    engine: detjax.Engine, adapters: dict[str, Adapter], alone: dict[str | None, detjax.Generation], tmp_path: Path
+) -> None:
+    for name, adapter in adapters.items():
+        detjax.models.save_adapter(adapter, tmp_path / name)
+    folders = {name: tmp_path / name for name in NAMES}
+    model, _ = detjax.models.load(FIXTURE, dtype="float32", progress=False, adapters=folders)
+    plain = detjax.generate(model, [request(None).prompt], request(None).sampling)
+    assert list(plain) == [alone[None]]
+    rows = [[*alone[name].prompt_tokens, *alone[name].completions[0].tokens] for name in ("middle", "large")]
+    logits = np.asarray(model(jnp.asarray(rows), adapter=["middle", "large"]))
+    logprobs = np.asarray(detjax.jit(detjax.ops.log_softmax)(logits))
+    for row, name in enumerate(("middle", "large")):
+        completion, first = alone[name].completions[0], len(alone[name].prompt_tokens)
+        expected = [logprobs[row, first + n - 1, token] for n, token in enumerate(completion.tokens)]
+        assert np.array(completion.logprobs, np.float32).tobytes() == np.array(expected, np.float32).tobytes()
+
+
+def test_an_adapter_has_the_same_bits_after_it_left_and_came_back_elsewhere(
+    engine: detjax.Engine, adapters: dict[str, Adapter], alone: dict[str | None, detjax.Generation]
+) -> None:
+    engine.unload_adapter("small")
+    with pytest.raises(ValueError, match="adapter is 'small'"):
+        engine.generate([request("small")])
+    with pytest.raises(KeyError, match="not loaded"):
+        engine.unload_adapter("small")
+    engine.generate([request("middle"), request("large")])
+    engine.load_adapter("again", adapters["small"])
+    engine.load_adapter("small", adapters["small"])
+    assert engine.generate([request("again")]) == [alone["small"]]
+    with pytest.raises(ValueError, match="loaded already"):
+        engine.load_adapter("small", adapters["large"])
+
+
+def test_a_prefix_that_was_computed_with_one_adapter_never_serves_another(
+    engine: detjax.Engine, adapters: dict[str, Adapter]
+) -> None:
+    def answers(*names: str | None) -> list[detjax.Generation]:
+        return [engine.generate([request(name, prompt=7, length=140)])[0] for name in names]
+
+    engine.forget_prefixes()
+    expected = answers("middle", "large", None)
+    assert [one.cached_tokens for one in expected] == [0, 0, 0]
+    engine.load_adapter("same content", adapters["middle"])
+    again = answers("same content", "large", None)
+    assert again == expected
+    assert [one.cached_tokens for one in again] == [128, 128, 128]
+    engine.load_adapter("same content", adapters["large"], replaces=True)
+    (replaced,) = answers("same content")
+    assert replaced == expected[1] and replaced.cached_tokens == 128
+    engine.unload_adapter("same content")
+
+
+def test_sleep_empties_the_slots_and_changes_no_bit(
+    engine: detjax.Engine, alone: dict[str | None, detjax.Generation]
+) -> None:
+    engine.sleep()
+    engine.wake_up()
+    assert engine.generate([request("middle"), request(None)]) == [alone["middle"], alone[None]]
+
+
+def test_another_adapter_compiles_nothing(
+    engine: detjax.Engine, alone: dict[str | None, detjax.Generation], tmp_path: Path
+) -> None:
+    engine.load_adapter("new", read_adapter(make_adapter(tmp_path / "new", ["v_proj"], 5, seed=9)))
+    with compiled_programs() as compiled:
+        (new,) = engine.generate([request("new")])
+    assert not compiled
+    assert new not in alone.values()
+    engine.unload_adapter("new")
+
+
+def test_adapters_that_cannot_share_steps_are_refused(engine: detjax.Engine, tmp_path: Path) -> None:
+    saved = make_adapter(tmp_path / "saved", ["q_proj"], 4, replaced=["model.norm.weight"], modules_to_save=["norm"])
+    with pytest.raises(CheckpointError, match=r"replaces 'model\.norm\.weight'"):
+        engine.load_adapter("saved", read_adapter(saved))
+    with pytest.raises(CheckpointError, match="has rank 65; accepted: up to 64"):
+        engine.load_adapter("wide", read_adapter(make_adapter(tmp_path / "wide", ["q_proj"], 65)))
+    with pytest.raises(ValueError, match="adapter is 'nobody'; accepted: None, 'middle'"):
+        engine.generate([request("nobody")])
+
+
+def test_the_least_recently_used_adapter_that_nobody_runs_leaves_its_slot() -> None:
+    a, b, c = (Adapter(None, {}, {name: np.zeros(1)}) for name in "abc")  # pyright: ignore[reportArgumentType]
+    slots = AdapterSlots(2)
+    assert [slots.take(a), slots.take(b), slots.take(a)] == [0, 1, 0]
+    assert not slots.has_room_for(c)
+    slots.release(a)
+    assert not slots.has_room_for(c) and slots.has_room_for(b)
+    slots.release(a)
+    slots.release(b)
+    assert slots.take(c) == 1  # b was used before a's last use
+    assert [slot for slot, _ in slots.take_pending()] == [0, 1, 1]
+    slots.release(c)
+    slots.forget()
+    assert slots.take(b) == 0
