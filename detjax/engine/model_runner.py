@@ -243,7 +243,7 @@ class ModelRunner:
 
     def adopt_last_tokens(self, last: Array) -> None:
         """Takes the last sampled tokens of another runner, whose slots hold the same sequences."""
-        self._slots = self._slots._replace(last=last)
+        self._slots = self._slots._replace(last=jnp.copy(last))  # programs of both runners consume the array
 
     def _forward(self, batch: StepBatch, *, is_linked: bool = True) -> tuple[Array, Array]:
         batch = batch if batch.adapters is None else self._with_adapters(batch)

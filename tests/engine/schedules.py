@@ -71,7 +71,7 @@ def content(before: int, token: int) -> int:
 
 def next_token(state: int, key: tuple[int, ...], position: int) -> int:
     """Returns the model's next token: it depends on all tokens before it, and on the noise of the request."""
-    return hash((state, key, position)) % VOCABULARY
+    return hash((position, state, key)) % VOCABULARY
 
 
 def prompt_logprob(state: int, token: int) -> float:

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import random
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,6 +16,8 @@ from flax import nnx
 
 from detjax import SamplingParams
 from detjax.engine.batch import BatchShape, BatchShapes, SlotTable, StepBatch
+from detjax.engine.drafts.draft_lengths import DraftLengths
+from detjax.engine.drafts.drafting import Drafting
 from detjax.engine.model_runner import ModelRunner, StateSizes
 from detjax.engine.page_pool import PagePool, prefix_root
 from detjax.engine.sampled_tokens import SampledTokens
@@ -26,6 +28,7 @@ from detjax.engine.snapshots import SnapshotCache
 from detjax.engine.step_loop import StepLoop
 from detjax.models import Decoder, load
 from detjax.operands.options import KVQuantization
+from tests.engine.schedules import Oracle
 from tests.models.shallow_models import cut
 from tests.support.bits import assert_same_bits
 
@@ -62,10 +65,13 @@ KINDS: Final[Mapping[str, Kind]] = {
     "sections": Kind("qwen2_5_vl-tiny"),
 }
 
-_FEW_SHAPES: Final = BatchShapes(
-    [BatchShape(3, 0, 0, 3), BatchShape(3, 32, 3, 3)],
-    StepLimits(slots=3, tokens=29, prefills=3, rows=32, prefill_chunk=29),
-)
+_FEW_SHAPES: Final = {
+    drafts: BatchShapes(
+        [BatchShape(3, 0, 0, 3), BatchShape(3, 32, 3, 3 + 3 * drafts)],
+        StepLimits(slots=3, tokens=29, prefills=3, rows=32, prefill_chunk=29, drafts=3 * drafts),
+    )
+    for drafts in (0, 7)
+}
 """Two shapes, so that few programs are compiled. Steps cut prompts at other places when there are several."""
 SHAPES: Final = (
     BatchShapes.for_serving(4, 48),
@@ -73,7 +79,12 @@ SHAPES: Final = (
     BatchShapes.for_serving(2, 150),
     BatchShapes.for_chunks(3, 29, mixes=True),
     BatchShapes.for_chunks(4, 1),
+    BatchShapes.for_serving(3, 60, 7),
+    BatchShapes.for_chunks(4, 50, mixes=True, drafts=3),
 )
+
+
+_NOTHING: Final[Mapping[Sequence, Sequence]] = {}
 
 
 def model_of(kind: Kind) -> Decoder:
@@ -99,9 +110,13 @@ class CountingRunner(ModelRunner):
 class Cases:
     """The requests of a kind of state, and their answers where each is alone."""
 
-    def __init__(self, kind: Kind, is_small: bool = False) -> None:
-        """Small cases have one sampling program, short answers, and the same programs for requests that are alone."""
+    def __init__(self, kind: Kind, is_small: bool = False, drafts: int = 0) -> None:
+        """Small cases have one sampling program, short answers, and the same programs for requests that are alone.
+
+        They may have up to `drafts` guesses of a sequence in a step.
+        """
         self.kind, self.model, self.is_small = kind, model_of(kind), is_small
+        self.few_shapes = _FEW_SHAPES[drafts]
         self.longest = min(self.model.config.max_positions, 400)
         self.pages_per_sequence = -(-(self.longest - 1) // 128)
         self.requests = _small_requests() if is_small else [self._request(index) for index in range(_REQUESTS)]
@@ -137,14 +152,23 @@ class Cases:
         if index not in self._answers:
             self._answers[index] = samples(*self.requests[index], RequestContext())
             for sample in self._answers[index]:
-                shapes = _FEW_SHAPES if self.is_small else BatchShapes.for_chunks(1, self.longest)
+                shapes = self.few_shapes if self.is_small else BatchShapes.for_chunks(1, self.longest)
                 loop = self.loop(shapes, _PAGES, snapshots=None)
                 loop.submit(sample)
                 while not loop.is_idle:
                     loop.step()
         return self._answers[index]
 
-    def loop(self, shapes: BatchShapes, num_pages: int, *, snapshots: int | None, runs_of: int = 0) -> StepLoop:
+    def loop(
+        self,
+        shapes: BatchShapes,
+        num_pages: int,
+        *,
+        snapshots: int | None,
+        runs_of: int = 0,
+        expected: Mapping[Sequence, Sequence] = _NOTHING,
+        guesses_always: bool = False,
+    ) -> StepLoop:
         """Returns a step loop with an empty cache; the scheduler may use some of its pages.
 
         Args:
@@ -152,6 +176,8 @@ class Cases:
             num_pages: pages that the scheduler has.
             snapshots: maximum number of snapshots, for models that need them for a prefix cache; None: no prefix cache.
             runs_of: maximum number of decodes of a run; 0: no runs.
+            expected: the answers of sequences, for guesses if the shapes have room for them.
+            guesses_always: whether all steps have guesses, and not just some of them.
         """
         slots, has_slots = shapes.limits.slots, self.model.has_slots
         cache = SnapshotCache(snapshots) if snapshots is not None and has_slots else None
@@ -159,7 +185,10 @@ class Cases:
         scheduler = Scheduler(pool, shapes.limits)
         sections = self.model.config.rope.sections
         coordinates = None if sections is None else len(sections)
-        table = SlotTable(slots, self.pages_per_sequence, named_in_queries=has_slots, coordinates=coordinates)
+        drafts = shapes.limits.drafts // slots
+        table = SlotTable(
+            slots, self.pages_per_sequence, named_in_queries=has_slots, coordinates=coordinates, drafts=drafts
+        )
         runner = CountingRunner(
             self.model,
             StateSizes(_PAGES, slots, self.kind.quantization),
@@ -167,12 +196,34 @@ class Cases:
             empty_batch=functools.partial(table.batch, ScheduledStep()),
             runs_of=runs_of,
         )
-        return StepLoop(scheduler, shapes, table, runner)
+        numbers, drafting = random.Random(0), None
+        if expected is not _NOTHING:
+            fewest = 1 if guesses_always else -3 * drafts
+            lengths: DraftLengths = lambda sequences, acceptance: max(0, numbers.randint(fewest, drafts))  # noqa: E731
+            oracle = Oracle(_Tokens(expected), numbers)
+            drafting = Drafting(oracle, drafts, self.model.config.vocab_size, lengths) if drafts else None
+        return StepLoop(scheduler, shapes, table, runner, drafting=drafting)
+
+
+class _Tokens(Mapping[Sequence, list[int]]):
+    """The tokens of sequences' answers."""
+
+    def __init__(self, answers: Mapping[Sequence, Sequence]) -> None:
+        self._answers = answers
+
+    def __getitem__(self, sequence: Sequence) -> list[int]:
+        return self._answers[sequence].generated
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._answers)
+
+    def __len__(self) -> int:
+        return len(self._answers)
 
 
 @functools.cache
-def cases_of(kind: Kind, is_small: bool = False) -> Cases:
-    return Cases(kind, is_small)
+def cases_of(kind: Kind, is_small: bool = False, drafts: int = 0) -> Cases:
+    return Cases(kind, is_small, drafts)
 
 
 def bits(sequence: Sequence, count: int | None = None) -> list[Any]:
@@ -194,6 +245,8 @@ class Findings:
     cached_tokens: int = 0
     snapshot_hits: int = 0
     runs: int = 0
+    guesses: int = 0
+    right_guesses: int = 0
 
 
 class Schedule:
@@ -203,8 +256,9 @@ class Schedule:
         self.cases, self.draw = cases_of(kind), draw
         num_pages = draw.randint(self.cases.pages_per_sequence, _PAGES)
         snapshots, runs_of = draw.choice([None, 1, 2, 5, 20]), draw.choice([0, 4])
-        self.loop = self.cases.loop(shapes, num_pages, snapshots=snapshots, runs_of=runs_of)
         self.expected: dict[Sequence, Sequence] = {}
+        options = {"snapshots": snapshots, "runs_of": runs_of, "expected": self.expected}
+        self.loop = self.cases.loop(shapes, num_pages, **options)
 
     def submit(self) -> None:
         index, client = self.draw.randrange(_REQUESTS), self.draw.choice([None, None, "a", "b"])
@@ -249,6 +303,9 @@ def finish(loop: StepLoop, expected: Mapping[Sequence, Sequence], findings: Find
     findings.snapshot_hits += 0 if snapshots is None else snapshots.hits
     assert isinstance(loop._runner, CountingRunner)
     findings.runs += loop._runner.runs
+    if loop.drafting is not None:
+        findings.guesses += loop.drafting.proposed
+        findings.right_guesses += sum(loop.drafting.accepted_at)
     findings.schedules += 1
 
 
@@ -281,10 +338,11 @@ def _small_requests() -> list[tuple[tuple[int, ...], SamplingParams]]:
     return [*zip(prompts, params, strict=True)]
 
 
-def play_small(name: str) -> Findings:
+def play_small(name: str, drafts: int = 0) -> Findings:
     """Plays one schedule in which everything happens that may happen to a sequence, with few programs and steps."""
-    findings, expected, cases = Findings(), dict[Sequence, Sequence](), cases_of(KINDS[name], is_small=True)
-    loop = cases.loop(_FEW_SHAPES, 4, snapshots=5, runs_of=3)
+    findings, expected = Findings(), dict[Sequence, Sequence]()
+    cases = cases_of(KINDS[name], is_small=True, drafts=drafts)
+    loop = cases.loop(cases.few_shapes, 4, snapshots=5, runs_of=3, expected=expected)
 
     def submit(index: int, steps: int) -> Sequence:
         (sample,), (alone,) = samples(*cases.requests[index], RequestContext()), cases.answers(index)
@@ -302,6 +360,12 @@ def play_small(name: str) -> Findings:
     assert preempted.finish_reason is not None
     submit(3, 1)
     finish(loop, expected, findings)
+    if drafts:
+        expected.clear()
+        loop = cases.loop(cases.few_shapes, 6, snapshots=5, expected=expected, guesses_always=True)
+        for index in (2, 1, 0, 3):
+            submit(index, 1)
+        finish(loop, expected, findings)
     return findings
 
 

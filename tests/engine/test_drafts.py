@@ -11,6 +11,7 @@ import pytest
 from detjax.engine import (
     BatchShapes,
     Constraint,
+    Engine,
     EngineConfig,
     Request,
     SamplingParams,
@@ -87,15 +88,23 @@ def samples_of(requests: Seq[Request]) -> list[Sequence]:
     return [one for request in requests for one in reader.samples_of("request", request, is_streamed=True)]
 
 
-def play(loop: StepLoop, samples: Seq[Sequence], at_once: int = 3) -> list[list[str | None]]:
-    """Computes samples, of which a few arrive before each step, and returns the pieces of their texts."""
+def play(loop: StepLoop, samples: Seq[Sequence], preempted_after: int = 0) -> list[list[str | None]]:
+    """Computes samples, with a few arriving before each step, and returns the pieces of their texts.
+
+    After a number of steps, all running samples are preempted.
+    """
     pieces: dict[Sequence, list[str | None]] = {sample: [] for sample in samples}
-    waiting = list(samples)
+    waiting, steps = list(samples), 0
     while waiting or not loop.is_idle:
-        for sample in waiting[:at_once]:
+        for sample in waiting[:3]:
             loop.submit(sample)
-        del waiting[:at_once]
-        for sample, token in loop.step():
+        del waiting[:3]
+        tokens, steps = loop.step(), steps + 1
+        if steps == preempted_after:
+            tokens += loop.drain()
+            assert any(sample.generated for sample in loop.scheduler.running)
+            loop.scheduler.preempt_all()
+        for sample, token in tokens:
             pieces[sample].append(token.text)
     assert loop.scheduler.pool.in_use == 0
     return list(pieces.values())
@@ -191,10 +200,9 @@ def test_a_draft_model_with_the_same_weights_is_always_right(plain: Plain) -> No
     plain.check(samples, play(loop, samples))
     free = [request for request in plain.requests if SamplingParams(**_free(request.sampling)) == request.sampling]
     assert len(free) >= 2
-    loop = loop_of(NGRAM, small_model(), pages=2)
+    loop = loop_of(NGRAM, small_model())
     drafting = drafting_of(loop)
-    play(loop, samples_of(free))
-    assert loop.scheduler.preemptions
+    play(loop, samples_of(free), preempted_after=4)
     assert drafting.proposed == sum(drafting.accepted_at) > 20
 
 
@@ -211,6 +219,24 @@ def test_generate_gives_the_same_completions_with_guesses() -> None:
     assert generate(small_model(), prompts, params, speculative=same, **options) == generate(
         small_model(), prompts, params, **options
     )
+
+
+def test_an_engine_with_a_draft_model_counts_its_guesses() -> None:
+    same = SpeculativeConfig(method="draft_model", model=str(FIXTURE), num_speculative_tokens=3)
+    sizes: Any = {"max_samples": 1, "token_budget": 8, "max_length": 64, "num_pages": 1}
+    params = SamplingParams(max_tokens=12, temperature=0.7)
+    (expected,) = generate(small_model(), [[3, 4, 5]], params, tokenizer=small_tokenizer())
+    with Engine(small_model(), small_tokenizer(), speculative=same, **sizes) as engine:
+        for is_asleep in (False, True):
+            if is_asleep:
+                engine.sleep()
+                engine.wake_up()
+            before = engine.stats().drafts_proposed
+            assert engine.generate([Request([3, 4, 5], params, speculative=False)]) == [expected]
+            assert engine.stats().drafts_proposed == before
+            assert engine.generate([Request([3, 4, 5], params)]) == [expected]
+            stats = engine.stats()
+            assert before < stats.drafts_proposed == stats.drafts_accepted == sum(stats.drafts_accepted_at)
 
 
 def test_lookup_continues_the_last_earlier_place_of_the_longest_ending() -> None:

@@ -1,5 +1,6 @@
 """Launchers, and step loops whose steps are given to the device by another thread."""
 
+import dataclasses
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
@@ -151,7 +152,8 @@ def loop_and_sequence(compiler: ConstraintCompiler, tokens: int, launcher: Launc
     loop = StepLoop(Scheduler(PagePool(10), shapes.limits), shapes, SlotTable(1, 10), RememberingRunner(1), launcher)
     start: Any = list
     context = RequestContext(end_tokens=frozenset([END]), constraint=CompiledConstraint(compiler, start))
-    params = (SamplingParams(max_tokens=20, seed=seed, constraint=Constraint.choice(["x"])) for seed in range(10_000))
+    constrained = SamplingParams(max_tokens=20, temperature=1.0, constraint=Constraint.choice(["x"]))
+    params = (dataclasses.replace(constrained, seed=seed) for seed in range(10_000))
     sequences = (Sequence((1, 2, 3), one, context=context) for one in params)
     sequence = next(one for one in sequences if len(expected_tokens(one)) == tokens)
     loop.submit(sequence)

@@ -19,6 +19,7 @@ from detjax.engine import (
     Request,
     SamplingVariant,
     Sequence,
+    SpeculativeConfig,
     StepLoop,
     StepLoopConfig,
     Token,
@@ -49,10 +50,15 @@ type Arrivals = Mapping[int, Seq[list[Sequence]]]
 """Samples of requests, by the number of the step before which they arrive."""
 
 
-def loop_of(model: Decoder, runs_of: int, *, has_few_shapes: bool = True) -> StepLoop:
+def loop_of(
+    model: Decoder, runs_of: int, *, has_few_shapes: bool = True, speculative: SpeculativeConfig | None = None
+) -> StepLoop:
     """Returns a loop whose runs have one program for any number of decodes, or one for each of several numbers."""
+    drafts = 0 if speculative is None else speculative.num_speculative_tokens
+    few_shapes = BatchShapes.for_chunks(SLOTS, 16, mixes=drafts > 0, drafts=drafts)
     config = StepLoopConfig(
-        shapes=BatchShapes.for_chunks(SLOTS, 16) if has_few_shapes else BatchShapes.for_serving(SLOTS, 64),
+        shapes=few_shapes if has_few_shapes else BatchShapes.for_serving(SLOTS, 64),
+        speculative=speculative,
         num_pages=NUM_PAGES,
         pages_per_sequence=2,
         variants=VARIANTS,
@@ -374,7 +380,12 @@ def main(family: str) -> None:
     expected = play(loop_of(model, 0), arrivals())
     mesh = mesh_of(jax.device_count())
     assert mesh is not None
-    assert_same_outputs(play(loop_of(sharded(model, mesh), SLOTS), arrivals()), expected)
+    shared = sharded(model, mesh)
+    assert_same_outputs(play(loop_of(shared, SLOTS), arrivals()), expected)
+    if len(mesh.devices.flat) > 2 or family != "llama3":  # nor do guesses change a bit; at night
+        loop = loop_of(shared, 0, speculative=SpeculativeConfig(method="ngram", prompt_lookup_min=1))
+        assert_same_outputs(play(loop, arrivals()), expected)
+        assert loop.drafting is not None and loop.drafting.proposed
     print(ALL_HOLD)
 
 

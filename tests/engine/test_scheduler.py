@@ -50,7 +50,8 @@ def test_ten_thousand_random_schedules_change_no_token_and_leak_no_page(seeds: r
 
 
 def sequence(prompt: tuple[int, ...], **params: int) -> Sequence:
-    return Sequence(prompt, SamplingParams(**params), context=RequestContext(end_tokens=frozenset([END])))
+    sampling = SamplingParams(**{"temperature": 1.0, **params})
+    return Sequence(prompt, sampling, context=RequestContext(end_tokens=frozenset([END])))
 
 
 def step_loop(shapes: BatchShapes, num_pages: int, keeps_prefixes: bool = True, run_steps: int = 1) -> StepLoop:
@@ -388,8 +389,7 @@ def test_a_slot_of_an_ended_sequence_serves_the_next_one_with_its_own_parameters
         step = scheduler.plan()
         batch = table.batch(step, shapes.smallest(step))
         (row,) = np.flatnonzero(batch.slot == 0)
-        assert batch.sampling.seed[row].tolist() == [0, seed]
-        assert (batch.sampling.temperature[row], batch.sampling.sample_index[row]) == (temperature, seed)
+        assert (tuple(batch.sampling.noise_key[row]), batch.sampling.temperature[row]) == (one.noise_key, temperature)
         assert batch.queries.page_table[row, 0] == one.page_ids[0]
         scheduler.mark_submitted(step)
         one.finish_reason = "length"

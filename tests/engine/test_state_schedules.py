@@ -9,12 +9,18 @@ SCHEDULES = 1000
 MANY = [pytest.param(first, marks=pytest.mark.nightly) for first in range(0, SCHEDULES, BLOCK)]
 
 
+DRAFTS = {"slots": 7, "windows": 7, "fp8_e4m3": 7}
+"""Maximum number of guesses of a sequence in a step, for kinds of state. Other kinds have guesses at night."""
+
+
 @pytest.mark.parametrize("first", ["small", *MANY])
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_schedules_change_no_bit(kind: str, first: int | str) -> None:
     findings = Findings()
     if isinstance(first, str):
-        findings = state_schedules.play_small(kind)
+        drafts = DRAFTS.get(kind, 0)
+        findings = state_schedules.play_small(kind, drafts)
+        assert not drafts or findings.guesses > findings.right_guesses > 0
         assert findings.runs and findings.preemptions and findings.cached_tokens and findings.cancelled
         assert findings.snapshot_hits or kind != "slots"
     else:

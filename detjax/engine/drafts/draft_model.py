@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32
 
@@ -66,7 +65,7 @@ class DraftModel(Drafter):
         steps[: len(wanted)] = list(wanted.values())
         batch = _without_extras(self._table.batch(step, shape))._replace(steps=steps)
         needed = SamplingVariant(any(sequence.params.filtered for sequence in wanted), 0)
-        self._runner.adopt_last_tokens(jnp.copy(self._last()))  # the run's program takes over the array
+        self._runner.adopt_last_tokens(self._last())
         tokens = self._runner.decode_run(self._runner.copy(batch), needed).read().token
         return {
             sequence: [tokens[number][row] for number in range(count)]
