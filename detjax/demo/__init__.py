@@ -6,6 +6,12 @@ from typing import Final
 CHECKPOINT: Final = Path(__file__).parent / "checkpoint"
 """The model that ships with detjax: 1.3 million parameters, trained on Shakespeare's plays."""
 
+EAGLE3: Final = Path(__file__).parent / "eagle3"
+"""An EAGLE-3 head that drafts for it, trained on texts that it wrote."""
+
+DRAFT_MODEL: Final = Path(__file__).parent / "draft_model"
+"""A smaller model with its vocabulary that drafts for it, trained on the same texts."""
+
 DEFAULT_PROMPT: Final = "KING RICHARD III:\nHell is empty, and all the devils are here.\n"
 """A question to which stock XLA gives three answers.
 
