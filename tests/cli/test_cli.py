@@ -233,6 +233,14 @@ def test_chat_wraps_the_prompt_in_the_template(generating: Generating) -> None:
         (("--dtype", "int8"), "int8"),
         (("--tensor-parallel", 1000), "tensor is 1000 and expert is 1; accepted: "),
         (("--kv-cache-dtype", "int4"), "--kv-cache-dtype is 'int4'; accepted: int8, fp8_e4m3, q4_0"),
+        (
+            ("--speculative-config", '{"method": "ngram", "k": 2}'),
+            "speculative has the key 'k' with the value 2; accepted",
+        ),
+        (
+            ("--speculative-config", '{"method": "mtp", "num_speculative_tokens": 0}'),
+            "num_speculative_tokens is 0; acc",
+        ),
         (("--prompt", ""), "prompt 1 has no tokens; accepted: a prompt of at least one token"),
         (("--prompt", "-", "--prompt", "-"), "--prompt is - more than once; accepted: once"),
         (("--max-tokens", 10_000), "asks for 10000 more; accepted: 512 in all"),
@@ -453,6 +461,7 @@ def test_the_options_of_serve_reach_the_engine_and_the_server(
         *("--no-access-log", "--log-level", "error", "--log-format", "json"),
         *("--allowed-origin", "https://a.example", "--allowed-origin", "https://b.example"),
         *("--image-directory", tmp_path),
+        *("--speculative-config", '{"method": "mtp", "num_speculative_tokens": 2}'),
     )
     assert run("serve", checkpoint, *options).exit_code == 0
     assert serving.config == engine.EngineConfig(
@@ -464,6 +473,7 @@ def test_the_options_of_serve_reach_the_engine_and_the_server(
         kv_cache_dtype="int8",
         top_logprobs=4,
         runs_of=6,
+        speculative=engine.SpeculativeConfig(method="mtp", model=str(checkpoint), num_speculative_tokens=2),
     )
     assert serving.settings == server.Settings(
         "it",

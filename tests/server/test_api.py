@@ -314,6 +314,7 @@ def test_health_metrics_and_the_document(server: Running, client: openai.OpenAI)
     assert grown['detjax_requests_total{path="/v1/completions",status="200"}'] == 1
     assert after["detjax_pages_in_use"] == 0
     assert after["detjax_pages"] == server.engine.stats().num_pages
+    assert after["detjax_drafts_proposed_total"] == after["detjax_drafts_accepted_total"] == 0
     _check_metrics_of_streams(client, lambda: _numbers(get("/metrics")))
     assert set(json.loads(get("/openapi.json"))["paths"]) >= {"/v1/completions", "/v1/chat/completions"}
 
