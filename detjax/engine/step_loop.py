@@ -437,6 +437,7 @@ class StepLoop:
         is_verifying = any(step.planned.plan.verifies for step in self._in_flight)
         tokens = self.drain() if is_verifying or drafting.wants(running) else []
         if self._in_flight:
+            drafting.skip(running)
             return tokens, self.scheduler.plan()
         return tokens, drafting.fill(self.scheduler.plan(drafting.wanted(running)))
 

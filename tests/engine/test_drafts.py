@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+from collections import Counter
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from typing import Any, Final
@@ -14,6 +15,8 @@ from detjax.engine import (
     Constraint,
     Engine,
     EngineConfig,
+    ReasoningBudget,
+    ReasoningMarks,
     Request,
     SamplingParams,
     SamplingVariant,
@@ -81,6 +84,7 @@ def requests() -> list[Request]:
         request(9, **penalties, max_tokens=40),
         request(50, temperature=1.3, allowed_token_ids=tuple(range(60, 90)), prompt_logprobs=True),
         request(124, temperature=0.7, max_tokens=30),
+        request(22, temperature=0.7, reasoning_budget=ReasoningBudget(6, ReasoningMarks((11, 12), is_open=True))),
         dataclasses.replace(request(125, temperature=0.7), speculative=False),
     ]
 
@@ -191,8 +195,13 @@ def test_guesses_change_no_bit_of_requests_that_restrict_their_tokens(plain: Pla
 
 def test_prompt_lookup_changes_no_bit(plain: Plain) -> None:
     loop, samples = loop_of(NGRAM), samples_of(plain.requests)
+    drafting, asked = drafting_of(loop), Counter[Sequence]()
+    propose = drafting.drafter.propose
+    drafting.drafter.propose = lambda wanted: (asked.update(wanted.keys()), propose(wanted))[1]
     plain.check(samples, play(loop, samples))
-    assert drafting_of(loop).accepted_at[0]
+    assert drafting.accepted_at[0]
+    # Where the drafter has no guess, it is asked again later.
+    assert asked[samples[1]] > 2
 
 
 def test_a_draft_model_with_the_same_weights_is_always_right(plain: Plain) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from detjax import cli, models
-from detjax.engine import EngineConfig
+from detjax.engine import EngineConfig, SpeculativeConfig
 from detjax.models import GenerationDefaults
 from detjax.operands.options import Distribution
 from detjax.rl.policy_gradients.policy_gradient import PolicyGradient
@@ -111,7 +111,7 @@ def test_each_option_reaches_what_it_sets(tmp_path: Path, monkeypatch: pytest.Mo
     learning = "--temperature", 0.5, "--learning-rate", 0.25, "--kind", "reinforcement", "--kv-cache-dtype", "int8"
     gradient = "--estimator", "rloo", "--correction", "sequence_masked", "--task", "sorting:3", "--task", "addition:2"
     with pytest.raises(Stop):
-        run(tmp_path / "new", *sizes, *counts, *learning, *gradient)
+        run(tmp_path / "new", *sizes, *counts, *learning, *gradient, "--speculative-config", '{"method": "ngram"}')
     config = RunConfig(
         kind="reinforcement",
         tasks=(("sorting", 3), ("addition", 2)),
@@ -129,7 +129,8 @@ def test_each_option_reaches_what_it_sets(tmp_path: Path, monkeypatch: pytest.Mo
     assert seen["trainer_for"] == ((config, policy[0], Plan(Packed(112), devices=2)), {})
     origin = config.as_json() | {"model": models.digest(*policy), "dtype": "float16"}
     assert seen["RunState"] == ((tmp_path / "new" / "states", origin), {})
-    engine = EngineConfig(max_samples=4, token_budget=16, max_length=112, kv_cache_dtype="int8")
+    lookup = SpeculativeConfig(method="ngram")
+    engine = EngineConfig(max_samples=4, token_budget=16, max_length=112, kv_cache_dtype="int8", speculative=lookup)
     assert seen["Engine"] == ((*policy, engine), {})
     assert seen["Run"] == (config, "trainer", policy[1], policies.end_token(), None)
     assert seen["steps"] == {"save_every": 4}
@@ -175,6 +176,7 @@ def test_a_run_that_has_ended_is_not_written_over(ended: Path) -> None:
         (("--task", "plus:1"), "name is 'plus'; accepted: 'addition'"),
         (("--task", "addition"), "--task is 'addition'; accepted: a name and a difficulty of at least 1"),
         (("--task", "addition:0"), "--task is 'addition:0'; accepted"),
+        (("--task", "addition:1", "--speculative-config", '{"method": "ngram"}'), "accepted: 'reinforcement', which"),
         (("--task", "addition:1", "--kind", "both"), "--kind is 'both'; accepted: supervised, reinforcement"),
         (("--task", "addition:1", "--estimator", "ppo"), "--estimator is 'ppo'; accepted: grpo, rloo, reinforce"),
         (("--task", "addition:1", "--correction", "all"), "--correction is 'all'; accepted: none"),

@@ -40,6 +40,12 @@ class Drafting:
             if sequence.context.drafts
         )
 
+    def skip(self, running: Seq[Sequence]) -> None:
+        """Takes note of a step without guesses."""
+        for sequence in running:
+            if sequence.context.drafts and sequence.is_held:
+                self._acceptance_of(sequence).skip()
+
     def wanted(self, running: Seq[Sequence]) -> dict[Sequence, int]:
         """Returns the number of guesses that the next step should verify for some sequences.
 

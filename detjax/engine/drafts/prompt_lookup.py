@@ -45,8 +45,9 @@ class EarlierPlaces:
             ending = tuple(tokens[length - size : length])
             end = self._ends[size].get(hash(ending))
             if end is not None and tuple(tokens[end - size : end]) == ending:
-                known = list(tokens[end:length])
-                return [known[index % len(known)] for index in range(most)]
+                period = length - end
+                known = tokens[end : end + min(period, most)]
+                return [known[index % period] for index in range(most)]
         return []
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Final
 
 from detjax import models
-from detjax.engine import Engine, EngineConfig
+from detjax.engine import Engine, EngineConfig, SpeculativeConfig
 from detjax.models import Decoder, Tokenizer
 from detjax.operands.options import Distribution, KVQuantization
 from detjax.rl.policy_gradients.policy_gradient import Correction, Estimator, PolicyGradient
@@ -47,6 +47,8 @@ class TrainingOptions:
         estimator: estimator of advantages from rewards.
         correction: the importance weights.
         kv_cache_dtype: quantize the KV cache of rollouts only. Default: the model's dtype.
+        speculative_config: JSON object with the settings of speculative decoding for rollouts, as for `detjax serve`;
+            no bit depends on it. Default: no tokens are guessed.
         seed: random seed, 0 to 2^64 - 1.
         microbatch_tokens: tokens per packed microbatch, a multiple of 16; no bit depends on it.
         devices: number of devices that share a batch.
@@ -69,10 +71,26 @@ class TrainingOptions:
     estimator: Estimator = "grpo"
     correction: Correction = "none"
     kv_cache_dtype: KVQuantization | None = None
+    speculative_config: str | None = None
     seed: int = 0
     microbatch_tokens: int = 1024
     devices: int = 1
     save_every: int = 50
+
+    def speculative(self) -> SpeculativeConfig | None:
+        """Returns the settings of speculative decoding for rollouts.
+
+        Raises:
+            ValueError: they are not accepted, or there are no rollouts.
+        """
+        if self.speculative_config is None:
+            return None
+        if self.kind != "reinforcement":
+            raise ValueError(
+                f"--speculative-config is given and --kind is {self.kind!r}; accepted: 'reinforcement', which has "
+                "rollouts"
+            )
+        return SpeculativeConfig.from_json(self.speculative_config, self.model)
 
     def config(self) -> RunConfig:
         """Returns the run's configuration.
@@ -116,7 +134,7 @@ def train(options: TrainingOptions) -> str:
         FileExistsError: the run has already finished.
         ValueError: an option is not accepted, or the directory has the states of another run.
     """
-    config = options.config()
+    config, speculative = options.config(), options.speculative()
     plan = Plan(Packed(options.microbatch_tokens), devices=options.devices)
     target = options.directory / "model"
     if target.exists():
@@ -134,6 +152,7 @@ def train(options: TrainingOptions) -> str:
                 token_budget=4 * _ENGINE_SAMPLES,
                 max_length=min(options.microbatch_tokens, decoder.config.max_positions),
                 kv_cache_dtype=config.kv_cache_dtype,
+                speculative=speculative,
             )
             engine = stack.enter_context(Engine(decoder, tokenizer, sizes))
         run = Run(config, trainer, tokenizer, _end_token(decoder), engine)
