@@ -160,13 +160,21 @@ class _Step:
 def _counted_experts() -> Iterator[list[int]]:
     """A context in which programs append the number of each layer's chosen experts to a list."""
     counts: list[int] = []
-    rows = ops.expert_rows
+    rows, route = ops.expert_rows, ops.route
+
+    def count(ids: Array) -> None:
+        jax.debug.callback(lambda ids: counts.append(np.unique(ids).size), ids)
 
     def counted(ids: Array, *args: Any, **kwargs: Any) -> Any:
-        jax.debug.callback(lambda ids: counts.append(np.unique(ids).size), ids)
+        count(ids)
         return rows(ids, *args, **kwargs)
 
-    with mock.patch.object(ops, "expert_rows", counted):
+    def counted_route(*args: Any, **kwargs: Any) -> Any:
+        ids, *rest = route(*args, **kwargs)
+        count(ids)
+        return ids, *rest
+
+    with mock.patch.object(ops, "expert_rows", counted), mock.patch.object(ops, "route", counted_route):
         yield counts
 
 

@@ -49,6 +49,7 @@ from detjax.ops.rotary import Llama3Scaling as Llama3Scaling
 from detjax.ops.rotary import LongRopeScaling as LongRopeScaling
 from detjax.ops.rotary import RotaryEmbedding as RotaryEmbedding
 from detjax.ops.rotary import YarnScaling as YarnScaling
+from detjax.ops.route import route as route
 from detjax.ops.row_functions import decay_and_rate as decay_and_rate
 from detjax.ops.row_functions import gated_rms_norm as gated_rms_norm
 from detjax.ops.row_functions import l2_norm as l2_norm

@@ -98,6 +98,8 @@ class ExpertRows:
         token: the token of each row, `[M]`, ascending within an expert; N for padding rows.
         place: the row of each token and each of its experts, `[N, count]`; M for an absent token.
         unit: M and all group sizes are multiples of this number, for `grouped_matmul`.
+        tiles: the expert of each `unit` rows, and at the end how many such tiles have rows, `[M / unit + 1]`; for
+            `grouped_matmul`, which computes it from the group sizes if it is None.
 
     Example:
         >>> rows = ops.expert_rows(jnp.array([[1, 0], [1, 2]], jnp.int32), experts=3)
@@ -109,6 +111,7 @@ class ExpertRows:
     token: Int32[Array, "M"]
     place: Int32[Array, "N count"]
     unit: int = dataclasses.field(metadata={"static": True})
+    tiles: Int32[Array, "T"] | None = None
 
     def gather(self, x: Float[Array, "N D"]) -> Float[Array, "M D"]:
         """Gathers `x` into rows; padding rows are zeros.
@@ -146,12 +149,16 @@ def expert_rows(ids: Int32[Array, "N count"], experts: int, present: Bool[Array,
     earlier, totals = _earlier_and_totals(keys.reshape(-1), experts)
     sizes, expert = -(-totals // unit) * unit, jnp.arange(experts, dtype=jnp.int32)
     firsts = jnp.where(expert[None] < expert[:, None], sizes[None], 0).sum(axis=1, dtype=jnp.int32)
-    # Each chosen expert may need up to `unit - 1` padding rows.
-    rows = round_down(ids.size + min(experts, ids.size) * (unit - 1), unit)
+    rows = most_rows(ids.size, experts, unit)
     place = jnp.where(keys < experts, firsts.at[keys].get(mode="clip") + earlier.reshape(keys.shape), jnp.int32(rows))
     chooser = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32)[:, None], place.shape)
     token = jnp.full(rows, tokens, jnp.int32).at[place].set(chooser, mode="drop", unique_indices=True)
     return ExpertRows(sizes, token, place, unit)
+
+
+def most_rows(choices: int, experts: int, unit: int) -> int:
+    """Returns the rows that a number of choices needs at most: each chosen expert may have `unit - 1` padding rows."""
+    return round_down(choices + min(experts, choices) * (unit - 1), unit)
 
 
 def _earlier_and_totals(keys: Int32[Array, "K"], experts: int) -> tuple[Int32[Array, "K"], Int32[Array, "E"]]:

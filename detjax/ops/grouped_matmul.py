@@ -35,6 +35,7 @@ def grouped_matmul(  # noqa: PLR0913
     clamp: Clamp | None = None,
     sequences: Int[Array, "M"] | None = None,
     unit: int = 1,
+    tiles: Int[Array, "T"] | None = None,
     out_dtype: DTypeLike | None = None,
 ) -> Float[Array, "M N"]:
     """Returns `act(x[m] @ w[e] + bias[e])`, with e the expert of row m. Rows after the last group are undefined.
@@ -57,6 +58,7 @@ def grouped_matmul(  # noqa: PLR0913
             numbers mark padding rows, which add nothing. Default: all rows belong to one sequence.
         unit: M and all group sizes are multiples of this number, such as `ExpertRows.unit`. It saves work on some
             backends, and changes no bit.
+        tiles: `ExpertRows.tiles` of these rows. It saves work on some backends, and changes no bit.
         out_dtype: the dtype of the result; default: x's.
 
     Raises:
@@ -94,7 +96,9 @@ def grouped_matmul(  # noqa: PLR0913
         return quantized_grouped_matmul(operands, bias_sum, epilogue=epilogue, out_dtype=out_dtype)
     options, sums = _Options(layout, epilogue, out_dtype, unit), (w_sum, bias_sum)
     return GROUPED_MATMUL.call(
-        lambda operands, **options: _grouped_matmul(operands, sums, _Options(**options)), operands, **options._asdict()
+        lambda operands, **options: _grouped_matmul(operands, sums, tiles, _Options(**options)),
+        operands,
+        **options._asdict(),
     )
 
 
@@ -105,12 +109,17 @@ class _Options(NamedTuple):
     unit: int
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _grouped_matmul(operands: GroupedOperands, sums: WeightSums, options: _Options) -> Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _grouped_matmul(operands: GroupedOperands, sums: WeightSums, tiles: Array | None, options: _Options) -> Array:
     del sums  # only the backward pass adds to them
     if fusions.is_unfused("grouped_matmul_epilogue"):
         return _in_separate_steps(operands, options)
-    return GROUPED_MATMUL.kernels().forward(operands, **options._asdict())
+    return GROUPED_MATMUL.kernels().forward(operands, **options._asdict(), **_for_kernels(tiles))
+
+
+def _for_kernels(tiles: Array | None) -> dict[str, Array]:
+    """Returns the tiles as an option of the backend's kernels, if they take it."""
+    return {} if tiles is None or not hasattr(GROUPED_MATMUL.kernels(), "TAKES_TILES") else {"tiles": tiles}
 
 
 def _in_separate_steps(operands: GroupedOperands, options: _Options) -> Array:
@@ -128,14 +137,17 @@ def _in_separate_steps(operands: GroupedOperands, options: _Options) -> Array:
     return kernels.apply_epilogue(sums, biases, None, epilogue=options.epilogue, out_dtype=options.out_dtype)
 
 
-def _forward(operands: GroupedOperands, sums: WeightSums, options: _Options) -> tuple[Array, tuple[Any, ...]]:
+def _forward(
+    operands: GroupedOperands, sums: WeightSums, tiles: Array | None, options: _Options
+) -> tuple[Array, tuple[Any, ...]]:
     kernels, (layout, epilogue, out_dtype, unit) = GROUPED_MATMUL.kernels(), options
     # As in `matmul`: a backend that can return the biased sums does not compute them twice.
     fused = epilogue != Epilogue() and not fusions.is_unfused("grouped_matmul_epilogue")
     if fused and out_dtype == operands.x.dtype and hasattr(kernels, "forward_keeping_sums"):
-        y, z = kernels.forward_keeping_sums(operands, layout=layout, epilogue=epilogue, unit=unit)
+        given = _for_kernels(tiles)
+        y, z = kernels.forward_keeping_sums(operands, layout=layout, epilogue=epilogue, unit=unit, **given)
         return y, (operands, sums, (z,))
-    return _grouped_matmul(operands, sums, options), (operands, sums, ())
+    return _grouped_matmul(operands, sums, tiles, options), (operands, sums, ())
 
 
 def _backward(options: _Options, saved: tuple[Any, ...], dy: Array) -> tuple[Any, ...]:
@@ -145,7 +157,7 @@ def _backward(options: _Options, saved: tuple[Any, ...], dy: Array) -> tuple[Any
     dx, *gradients = backward(operands, dy, sums, *biased_sums, layout=layout, epilogue=epilogue, unit=unit)
     (dw, dbias), carried = fresh_and_carried(gradients, sums)
     cotangents: Any = dx, dw, dbias, None, None
-    return GroupedOperands(*cotangents), carried
+    return GroupedOperands(*cotangents), carried, None
 
 
 _grouped_matmul.defvjp(_forward, _backward)

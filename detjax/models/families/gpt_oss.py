@@ -18,7 +18,7 @@ from detjax.models.configuration.rope_config import read_rope
 from detjax.models.configuration.windows import first_window, read_alternating_windows, write_alternating_windows
 from detjax.models.families import llama, mixture
 from detjax.models.parts.attention import AttentionOptions
-from detjax.models.parts.experts import Experts, ExpertsOptions
+from detjax.models.parts.experts import Experts, ExpertsOptions, Router
 from detjax.models.parts.parameters import Tensors, optional, random_weight, zero_bias
 from detjax.operands.options import Clamp
 from detjax.ops.rotary import RotaryEmbedding, YarnScaling
@@ -29,7 +29,7 @@ _SCALING: Final = YarnScaling(32.0, 4096, truncate=False)
 _WINDOW: Final = 128
 
 
-class LogitRouter(nnx.Module):
+class LogitRouter(Router):
     """Chooses the experts with the highest logits. The weights are the softmax of only the chosen logits.
 
     Logits are float32 and not rounded. The softmax takes them in ascending order of experts.

@@ -28,11 +28,18 @@ def whole_experts(experts: int, sharing: int) -> ShardGroup:
     return ShardGroup(experts, indivisible_shards(experts, sharing))
 
 
+def first_local(experts: ShardGroup) -> Int32[Array, ""] | None:
+    """Returns the first of this device's experts; None if it has all of them."""
+    if experts.shards == 1:
+        return None
+    return experts.shard_of(lax.axis_index(EXPERT), _sharing()) * experts.length
+
+
 def local_ids(ids: Int32[Array, "N k"], experts: ShardGroup) -> Int32[Array, "N k"]:
     """Returns each expert's index among this device's experts, and their number for experts of other devices."""
-    if experts.shards == 1:
+    first = first_local(experts)
+    if first is None:
         return ids
-    first = experts.shard_of(lax.axis_index(EXPERT), _sharing()) * experts.length
     is_local = (ids >= first) & (ids < first + experts.length)
     return jnp.where(is_local, ids - first, jnp.int32(experts.length))
 

@@ -6,15 +6,23 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from flax import nnx
-from jaxtyping import Array, DTypeLike, Float, Float32, Int32
+from jaxtyping import Array, Bool, DTypeLike, Float, Float32, Int32
 
 from detjax import ops
-from detjax.models.parts.expert_exchange import at_home, from_homes, local_ids, results_at_home, whole_experts
+from detjax.models.parts.expert_exchange import (
+    at_home,
+    first_local,
+    from_homes,
+    local_ids,
+    results_at_home,
+    whole_experts,
+)
 from detjax.models.parts.parameters import Tensors, optional, random_weight, zero_bias
 from detjax.models.parts.sharding import (
     EXPERT,
     TENSOR,
     OutputSharding,
+    ShardGroup,
     devices,
     gathered,
     local_columns,
@@ -51,7 +59,22 @@ class ExpertsOptions:
     aggregation: Aggregation = "contract"
 
 
-class SoftmaxRouter(nnx.Module):
+class Router(nnx.Module):
+    """Chooses experts for tokens."""
+
+    def __call__(self, x: Float[Array, "N D"]) -> tuple[Int32[Array, "N k"], Float32[Array, "N k"]]:
+        """Returns the experts of each token in ascending order, and their weights."""
+        raise NotImplementedError
+
+    def with_rows(
+        self, x: Float[Array, "N D"], experts: ShardGroup, present: Bool[Array, "N"]
+    ) -> tuple[Int32[Array, "N k"], Float32[Array, "N k"], ops.ExpertRows]:
+        """Returns the experts of each token, their weights, and the rows of tokens for this device's experts."""
+        ids, weights = self(x)
+        return ids, weights, ops.expert_rows(local_ids(ids, experts), experts.length, present)
+
+
+class SoftmaxRouter(Router):
     """Chooses the experts with the highest probabilities, which become their weights (Shazeer et al. 2017; Fedus et al.
     2022).
 
@@ -64,8 +87,18 @@ class SoftmaxRouter(nnx.Module):
 
     def __call__(self, x: Float[Array, "N D"]) -> tuple[Int32[Array, "N k"], Float32[Array, "N k"]]:
         """Returns the experts of each token in ascending order, and their weights."""
-        logits = ops.matmul(x, self.weight[...], layout="nk", out_dtype="float32")
-        return ops.choose_experts(ops.softmax(logits), self.options.chosen, normalized=self.options.normalized)
+        return ops.choose_experts(ops.softmax(self.logits(x)), self.options.chosen, normalized=self.options.normalized)
+
+    def with_rows(
+        self, x: Float[Array, "N D"], experts: ShardGroup, present: Bool[Array, "N"]
+    ) -> tuple[Int32[Array, "N k"], Float32[Array, "N k"], ops.ExpertRows]:
+        """Returns the result of `Router.with_rows`, by one kernel where the backend has it."""
+        place: dict[str, Any] = {"present": present, "first": first_local(experts), "experts": experts.length}
+        return ops.route(self.logits(x), self.options.chosen, normalized=self.options.normalized, **place)
+
+    def logits(self, x: Float[Array, "N D"]) -> Float32[Array, "N E"]:
+        """Returns the logits of tokens."""
+        return ops.matmul(x, self.weight[...], layout="nk", out_dtype="float32")
 
     @property
     def tensors(self) -> dict[str, Tensors]:
@@ -118,13 +151,13 @@ class Experts(nnx.Module):
         """
         flat = x.reshape(-1, x.shape[-1])
         request, present = requests_of_tokens(queries, x.shape[:-1])
-        ids, weights = self.router(flat if routed_by is None else routed_by.reshape(flat.shape))
         shardings = self.expert_shardings(devices((TENSOR,)), devices((EXPERT,)))
         experts = whole_experts(self.options.experts, devices((EXPERT,)))
-        rows = ops.expert_rows(local_ids(ids, experts), experts.length, present)
+        routed_by = flat if routed_by is None else routed_by.reshape(flat.shape)
+        ids, weights, rows = self.router.with_rows(routed_by, experts, present)
         # Rows that pad a group belong to no sequence.
         sequences = request.at[rows.token].get(mode="fill", fill_value=-1)
-        options: dict[str, Any] = {"unit": rows.unit, "sequences": sequences}
+        options: dict[str, Any] = {"unit": rows.unit, "tiles": rows.tiles, "sequences": sequences}
         gate: dict[str, Any] = {"activation": self.activation, "gated": True, "clamp": self.options.clamp}
         chosen_rows, sizes = rows.gather(flat), rows.group_sizes
         gate_up, down = shardings["gate_up"].output_sharding, shardings["down"].output_sharding

@@ -8,7 +8,7 @@ from flax import nnx
 from jaxtyping import Array, DTypeLike, Float, Float32, Int32
 
 from detjax import ops
-from detjax.models.parts.experts import Experts, ExpertsOptions
+from detjax.models.parts.experts import Experts, ExpertsOptions, Router
 from detjax.models.parts.mlp import GatedMLP, MLPOptions
 from detjax.models.parts.parameters import FixedWeight, Tensors, random_weight
 from detjax.operands.options import Activation
@@ -34,7 +34,7 @@ class GroupedExpertsOptions(ExpertsOptions):
     shared: int
 
 
-class GroupLimitedRouter(nnx.Module):
+class GroupLimitedRouter(Router):
     """Chooses the experts with the highest corrected scores in the best groups (DeepSeek-AI 2024, section 2.1.2).
 
     Scores are sigmoids of float32 logits that are not rounded. The correction, float32 in any model, only decides which

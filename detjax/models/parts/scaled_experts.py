@@ -9,7 +9,7 @@ from flax import nnx
 from jaxtyping import Array, DTypeLike, Float, Float32, Int32
 
 from detjax import ops
-from detjax.models.parts.experts import Experts, ExpertsOptions
+from detjax.models.parts.experts import Experts, ExpertsOptions, Router
 from detjax.models.parts.parameters import Tensors, random_weight
 
 
@@ -24,7 +24,7 @@ class ScaledExpertsOptions(ExpertsOptions):
     norm_eps: float
 
 
-class ScaledRouter(nnx.Module):
+class ScaledRouter(Router):
     """Chooses the experts with the highest probabilities; their weights are normalized, then times the experts' scales.
 
     The router sees the RMS norm of the hidden state, times a weight for each column and `1 / sqrt(width)`. Logits are

@@ -31,6 +31,10 @@ _TILES: Final = 128, 64, 32, 16, _MIN_TILE
 """Tile sizes in rows."""
 
 
+TAKES_TILES: Final = True
+"""Marks a module whose products take `ExpertRows.tiles`."""
+
+
 def group_unit(rows: int, experts: int) -> int:
     """Returns the size of tiles for groups of `rows / experts` rows on average.
 
@@ -48,11 +52,13 @@ def forward(
     epilogue: Epilogue,
     out_dtype: DTypeLike,
     unit: int,
+    tiles: Array | None = None,
     schedule: Schedule | None = None,
 ) -> Array:
     """Returns rows `[M, N]` for rows `[M, K]`; see `detjax.ops.grouped_matmul` for the operands and options.
 
     Args:
+        tiles: the experts of tiles of `unit` rows, if known; see `ExpertRows.tiles`.
         schedule: a schedule with tiles of `unit` tokens; default: `_schedule`'s for this tile size.
 
     Raises:
@@ -66,11 +72,16 @@ def forward(
         options: dict[str, Any] = {"layout": layout, "epilogue": epilogue, "out_dtype": out_dtype}
         return product(Operands(x, w, bias, experts=experts), schedule=chosen, **options)
 
-    return _in_tiles(multiply, x, group_sizes, unit)
+    return _in_tiles(multiply, x, group_sizes, unit, tiles)
 
 
 def forward_keeping_sums(
-    operands: GroupedOperands, *, layout: WeightLayout, epilogue: Epilogue, unit: int
+    operands: GroupedOperands,
+    *,
+    layout: WeightLayout,
+    epilogue: Epilogue,
+    unit: int,
+    tiles: Array | None = None,
 ) -> tuple[Array, tuple[Array, ...]]:
     """Returns the result of `forward` in x's dtype, and the biased sums `[M, N]` of each part, for `backward`."""
     x, w, bias, group_sizes, _ = operands
@@ -81,7 +92,7 @@ def forward_keeping_sums(
         tiles = Operands(x, w, bias, experts=experts)
         return product_keeping_sums(tiles, layout=layout, epilogue=epilogue, schedule=schedule)
 
-    return _in_tiles(multiply, x, group_sizes, unit)
+    return _in_tiles(multiply, x, group_sizes, unit, tiles)
 
 
 def backward(
@@ -171,12 +182,12 @@ def _schedule(tile: int, outputs: int, layout: WeightLayout) -> Schedule:
 
 
 def _in_tiles[T: PyTree[Array]](
-    multiply: Callable[[Array, Array, int], T], x: Array, group_sizes: Array, unit: int
+    multiply: Callable[[Array, Array, int], T], x: Array, group_sizes: Array, unit: int, known: Array | None = None
 ) -> T:
     """Returns `multiply(rows, experts, tile)`, in which `experts` is as in `Operands` and `tile` is the tile size.
 
     The sizes of groups are multiples of `unit`. If no tile size divides `unit`, groups are padded to whole tiles and
-    the padding is removed from the results.
+    the padding is removed from the results. The experts of tiles of `unit` rows may be known.
     """
     if unit % _MIN_TILE or len(x) % unit:
         place, padded_sizes, padded_rows = _padded_groups(group_sizes, len(x))
@@ -184,6 +195,8 @@ def _in_tiles[T: PyTree[Array]](
         y = _in_tiles(multiply, padded, padded_sizes, _MIN_TILE)
         return jax.tree.map(lambda rows: rows.at[place].get(mode="fill", fill_value=0), y)
     tile = next(size for size in _TILES if unit % size == 0)
+    if known is not None and tile == unit:
+        return multiply(x, known, tile)
     ends, tiles = jnp.cumsum(group_sizes, dtype=jnp.int32), len(x) // tile
     first = jnp.arange(tiles, dtype=jnp.int32) * tile
     # Unrolled, the search is one kernel; as a loop it would launch one kernel per step.
