@@ -10,13 +10,13 @@ class MatmulOperands(NamedTuple):
 
     Attributes:
         x: rows `[*B, K]`.
-        w: a weight, or the stacked weights of gate and up.
+        w: a weight, or the stacked weights of gate and up; for products in codes, a `QuantizedWeight`.
         bias: `[N]`, or `[2, N]` if w is stacked.
         residual: rows `[*B, N]`.
     """
 
     x: Array
-    w: Array
+    w: Any
     bias: Array | None = None
     residual: Array | None = None
 
@@ -33,7 +33,7 @@ class GroupedOperands(NamedTuple):
     """
 
     x: Array
-    w: Array
+    w: Any
     bias: Array | None
     group_sizes: Array
     sequences: Array | None = None

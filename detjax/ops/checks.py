@@ -3,7 +3,6 @@
 import math
 from typing import get_args
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
@@ -15,7 +14,7 @@ from detjax.operands.quantized_weight import QuantizedWeight
 from detjax.runtime import backends
 
 
-def check_dtype(operation: str, *, like: Array | None = None, **arrays: Array | None) -> None:
+def check_dtype(operation: str, *, like: Array | None = None, **arrays: Array | QuantizedWeight | None) -> None:
     """Raises a TypeError unless all arrays have a dtype under contract, or the dtype of `like` if it is given."""
     accepted = INPUT_DTYPES if like is None else (str(like.dtype),)
     for name, array in arrays.items():
@@ -50,14 +49,18 @@ def check_booleans(operation: str, **arrays: Array | None) -> None:
 
 
 def check_shape(
-    operation: str, name: str, array: Array | QuantizedPages | None, accepted: tuple[int, ...], because: str
+    operation: str,
+    name: str,
+    array: Array | QuantizedPages | QuantizedWeight | None,
+    accepted: tuple[int, ...],
+    because: str,
 ) -> None:
     """Raises a ValueError unless `array` is None or has the shape `accepted`; `because` explains the shape."""
     if array is not None and array.shape != accepted:
         raise ValueError(f"{operation}: {name} has shape {array.shape}; accepted: {accepted}, {because}")
 
 
-def check_not_empty(operation: str, **arrays: jax.Array) -> None:
+def check_not_empty(operation: str, **arrays: Array | QuantizedWeight) -> None:
     """Raises a ValueError if an array is empty."""
     for name, array in arrays.items():
         if array.size == 0:

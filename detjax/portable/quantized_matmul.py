@@ -174,7 +174,7 @@ def _sum(x: Array, w: QuantizedWeight) -> Array:
 
 def _chosen_by_source(by_source: Sequence[Array], source: Array) -> Array:
     """Chooses each output from the results for its source."""
-    return functools.reduce(lambda y, one: jnp.where(source == one[0], one[1], y), enumerate(by_source), by_source[0])
+    return functools.reduce(lambda y, one: jnp.where(source[None] == one[0], one[1], y), enumerate(by_source), by_source[0])
 
 
 def _sum_in_groups(numbers: Array, scales: Array, w: QuantizedWeight) -> Array:
@@ -191,7 +191,7 @@ def _sum_by_rows(numbers: Array, scales: Array, w: QuantizedWeight) -> Array:
     flat = numbers.reshape(len(numbers), -1)
     blocks = jnp.pad(flat, [(0, 0), (0, w.codes.shape[-1] - flat.shape[-1])]).reshape(len(flat), -1, FP8_BLOCK)
     acc = _by_blocks(lambda block, acc: acc + _partial(blocks[:, block], w, block), blocks, w)
-    return sealed(scales[:, :1] * sealed(scales_of(w)[:, 0] * acc))
+    return sealed(scales[:, :1] * sealed(scales_of(w).T * acc))
 
 
 def _by_blocks(step: Callable[[Array, Array], Array], numbers: Array, w: QuantizedWeight) -> Array:

@@ -21,7 +21,7 @@ from detjax.models import Decoder
 from detjax.models.network import split
 from detjax.operands.options import MODEL_DISTRIBUTION, Distribution
 from detjax.rl import rollouts
-from detjax.rl.trainer.gradients import Loss
+from detjax.rl.trainer.gradients import Loss, gradient_shape
 from detjax.rl.trainer.microbatches import Layout, Sample
 from detjax.rl.trainer.placement import Flat, Placement
 from detjax.rl.trainer.sample_checks import check_certain
@@ -151,7 +151,7 @@ class Training:
         weights = plan.placement.everywhere(self.network.weights(params))
         result = batch_gradients(self.network, weights, batch, self._loss, plan, self._distribution)
         check_certain(batch, self._loss, self._distribution, lambda: result.logprobs)
-        leaves = [_shaped(leaf, like.shape) for leaf, like in zip(result.leaves, self._like, strict=True)]
+        leaves = [_shaped(leaf, gradient_shape(like)) for leaf, like in zip(result.leaves, self._like, strict=True)]
         loss = self._loss.value(batch, result.logprobs)
         return LossAndGradients(loss, self.network.state(tuple(leaves)), result.logprobs)
 
@@ -167,10 +167,10 @@ class Training:
         """
         leaves = self.network.weights(gradients)
         for path, leaf, like in zip(self.network.paths, leaves, self._like, strict=True):
-            if (leaf.shape, leaf.dtype) != (like.shape, ACCUMULATOR):
+            if (leaf.shape, leaf.dtype) != (gradient_shape(like), ACCUMULATOR):
                 raise ValueError(
                     f"update: the gradient of {path} is {leaf.dtype}{list(leaf.shape)}; accepted: "
-                    f"float32{list(like.shape)}"
+                    f"float32{list(gradient_shape(like))}"
                 )
         placement = Placement(self._shards, _devices(leaves[0]))
         flat = tuple(_flat(leaf, placement) for leaf in leaves)

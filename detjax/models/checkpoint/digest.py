@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
@@ -86,7 +87,7 @@ def weight_digest(weight: Any) -> str:
     if not is_quantized(weight):
         return array_digest(weight)
     if not weight.is_computed:
-        return array_digest(widened(jax.tree.map(np.asarray, weight)))
+        return array_digest(widened(jax.tree.map(jnp.asarray, weight)))
     arrays = " ".join(map(array_digest, jax.tree.leaves(weight)))
     return hashlib.sha256(f"{weight.format} {jax.tree.structure(weight)} {arrays}".encode()).hexdigest()
 

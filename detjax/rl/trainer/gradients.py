@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Final, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,9 @@ from detjax.models import Decoder
 from detjax.models.network import Network, Weights
 from detjax.operands.accumulated_weight import AccumulatedWeight
 from detjax.operands.options import MODEL_DISTRIBUTION, Distribution
+from detjax.operands.quantized_weight import is_quantized
 from detjax.rl.trainer.microbatches import Microbatch, Sample
+from detjax.rl.trainer.train_state import UNTRAINED
 from detjax.runtime import compilation
 
 
@@ -59,12 +61,17 @@ def empty_sums(network: Network[Decoder], weights: Weights) -> Sums:
     """Returns zero sums for each weight of a decoder. The sums of frozen weights stay zero."""
 
     def empty(path: tuple[object, ...], weight: Array) -> WeightSums:
-        zeros = functools.partial(jnp.zeros, weight.shape, ACCUMULATOR)
+        zeros = functools.partial(jnp.zeros, gradient_shape(weight), ACCUMULATOR)
         is_table = path[-2:] in _TABLES
         is_multiplied = not is_table or path == network.paths[_head_index(network)]
         return WeightSums(zeros() if is_multiplied else None, zeros() if is_table else None)
 
     return tuple(empty(path, weight) for path, weight in zip(network.paths, weights, strict=True))
+
+
+def gradient_shape(weight: Any) -> tuple[int, ...]:
+    """Returns the shape of a weight's gradient; quantized weights, which have none, share a single zero."""
+    return UNTRAINED if is_quantized(weight) else weight.shape
 
 
 def completion_logprobs(model: Decoder, microbatch: Microbatch, distribution: Distribution) -> Float32[Array, "*N"]:

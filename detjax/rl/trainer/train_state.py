@@ -6,7 +6,7 @@ are updated in groups by programs that groups of equal shapes share, and devices
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +16,16 @@ from jaxtyping import Array, Float32
 
 from detjax.contract import ACCUMULATOR
 from detjax.models.network import Weights
+from detjax.operands.quantized_weight import is_quantized
 from detjax.operands.rounding import rounded
 from detjax.ops.elements import map_elements, slice_squares
 from detjax.rl.trainer.optimizers import norm_of_slices
 from detjax.rl.trainer.placement import Flat, Placement
 from detjax.rl.trainer.update_groups import update_groups
 from detjax.runtime import compilation
+
+UNTRAINED: Final = (1,)
+"""The shape of the gradients and the master of a quantized weight, which are zero."""
 
 
 class TrainState(NamedTuple):
@@ -43,7 +47,7 @@ def initial_state(
     *,
     trained: Sequence[bool] | None = None,
 ) -> TrainState:
-    """Returns the state before the first step.
+    """Returns the state before the first step. A quantized weight has a master of a single zero.
 
     Args:
         optimizer: such as `detjax.rl.trainer.optimizers.adamw`.
@@ -51,7 +55,8 @@ def initial_state(
     """
 
     def leaf(weight: Array, is_trained: bool) -> tuple[Flat, Any]:
-        master = placement.flat(jnp.asarray(weight, ACCUMULATOR))
+        numbers = jnp.zeros(UNTRAINED, ACCUMULATOR) if is_quantized(weight) else jnp.asarray(weight, ACCUMULATOR)
+        master = placement.flat(numbers)
         # Each leaf is placed before the next one is created, so the default device never holds the whole state.
         return placement.placed((master, optimizer.init(master) if is_trained else None))
 
@@ -138,13 +143,15 @@ def next_leaf(
 
 
 def weights_of(state: TrainState, like: Weights, placement: Placement) -> Weights:
-    """Rounds the masters to weights with the shapes and dtypes of `like`, on every device."""
-    shapes = tuple(jax.ShapeDtypeStruct(weight.shape, weight.dtype) for weight in like)
-    weights: dict[int, Array] = {}
-    for indices in update_groups(shapes):
+    """Rounds the masters to weights with the shapes and dtypes of `like`, on every device; quantized ones stay."""
+    plain = [index for index, weight in enumerate(like) if not is_quantized(weight)]
+    shapes = {index: jax.ShapeDtypeStruct(like[index].shape, like[index].dtype) for index in plain}
+    weights = {index: placement.everywhere(weight) for index, weight in enumerate(like) if index not in shapes}
+    for group in update_groups(tuple(shapes.values())):
+        indices = [plain[place] for place in group]
         program = _weights_program(placement, tuple(shapes[index] for index in indices))
         weights |= zip(indices, program(tuple(state.masters[index] for index in indices)), strict=True)
-    return tuple(weights[index] for index in range(len(shapes)))
+    return tuple(weights[index] for index in range(len(like)))
 
 
 @functools.lru_cache(maxsize=32)

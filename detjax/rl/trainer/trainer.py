@@ -12,6 +12,7 @@ from jaxtyping import Array, Float32, PyTree
 from detjax.models import Decoder
 from detjax.models.network import Network, Weights, split
 from detjax.operands.options import MODEL_DISTRIBUTION, Distribution
+from detjax.operands.quantized_weight import is_quantized
 from detjax.rl.trainer.entropy import entropies
 from detjax.rl.trainer.gradients import Loss, completion_logprobs, last_hidden_states
 from detjax.rl.trainer.microbatches import Microbatch, PlacedMicrobatch, Sample, by_sequence
@@ -94,7 +95,9 @@ class Trainer:
         self.network, weights = split(model)
         self.optimizer, self.loss, self.plan, self.max_norm = optimizer, loss, plan, max_norm
         self.distribution = distribution
-        self._shapes = tuple(jax.ShapeDtypeStruct(weight.shape, weight.dtype) for weight in weights)
+        self._like = tuple(
+            weight if is_quantized(weight) else jax.ShapeDtypeStruct(weight.shape, weight.dtype) for weight in weights
+        )
         self.state = initial_state(weights, optimizer, plan.placement, trained=self.network.trained)
 
     @property
@@ -105,7 +108,7 @@ class Trainer:
     @state.setter
     def state(self, state: TrainState) -> None:
         self._state = self.plan.placement.placed(state)
-        self.weights: Weights = weights_of(self._state, self._shapes, self.plan.placement)
+        self.weights: Weights = weights_of(self._state, self._like, self.plan.placement)
 
     @property
     def params(self) -> PyTree[Array]:
@@ -143,7 +146,7 @@ class Trainer:
         check_certain(samples, self.loss, self.distribution, lambda: gradients.logprobs)
         placement = self.plan.placement
         self._state, norm = update(self._state, gradients.leaves, self.optimizer, placement, max_norm=self.max_norm)
-        self.weights = weights_of(self._state, self._shapes, placement)
+        self.weights = weights_of(self._state, self._like, placement)
         return StepReport(gradients.logprobs, float(norm))
 
 
