@@ -2,7 +2,9 @@
 
 import dataclasses
 import datetime
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Final
 
 from detjax import models
@@ -74,11 +76,16 @@ class Loading:
                 "with a Jinja template"
             ) from error
 
-    def load(self, template: str | None = None) -> tuple[Decoder, Tokenizer]:
-        """Returns the sharded model, and its tokenizer with `template` instead of the checkpoint's chat template."""
+    def load(
+        self, template: str | None = None, adapters: Mapping[str, Path] = MappingProxyType({})
+    ) -> tuple[Decoder, Tokenizer]:
+        """Returns the sharded model, and its tokenizer with `template` instead of the checkpoint's chat template.
+
+        The model knows the adapters in some folders by their names.
+        """
         mesh = models.mesh_of(self.tensor_parallel, self.expert_parallel)
         options: dict[str, Any] = {"overrides": self.overrides(), "quantized": self.quantized}
-        decoder, tokenizer = models.load(self.model, dtype=self.dtype, mesh=mesh, **options)
+        decoder, tokenizer = models.load(self.model, adapters=adapters, dtype=self.dtype, mesh=mesh, **options)
         if tokenizer is None:
             raise ValueError(
                 f"{self.model} has no tokenizer.json; accepted: a checkpoint with one, since prompts are text"
@@ -86,3 +93,22 @@ class Loading:
         if self.template_date is not None:
             tokenizer = tokenizer.with_template_date(self.template_date)
         return decoder, tokenizer if template is None else tokenizer.with_chat_template(template)
+
+
+def lora_adapters(modules: Sequence[str]) -> dict[str, Path]:
+    """Returns the folders of adapters by name, as --lora-modules gives them; raises a ValueError if one is invalid."""
+    adapters: dict[str, Path] = {}
+    for text in modules:
+        if text.lstrip().startswith("{"):
+            given = parse_json_object(text.encode(), "--lora-modules")
+            name, path = given.get("name"), given.get("path")
+            if unknown := sorted(given.keys() - {"name", "path", "base_model_name"}):
+                raise ValueError(f"--lora-modules has {unknown[0]!r}; accepted: name, path, base_model_name")
+        else:
+            name, _, path = text.partition("=")
+        if not isinstance(name, str) or not isinstance(path, str) or not name or not path:
+            raise ValueError(f"--lora-modules is {text!r}; accepted: NAME=PATH, or a JSON object with name and path")
+        if name in adapters:
+            raise ValueError(f"--lora-modules has {name!r} twice; accepted: each name once")
+        adapters[name] = Path(path)
+    return adapters

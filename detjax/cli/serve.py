@@ -15,7 +15,7 @@ from starlette.applications import Starlette
 
 from detjax import audit, engine, server
 from detjax.audit.certification import certify as certificates
-from detjax.cli.loading import Backend, Loading
+from detjax.cli.loading import Backend, Loading, lora_adapters
 from detjax.cli.options import Fields, Option, command
 from detjax.models import Decoder
 from detjax.runtime import backends
@@ -150,6 +150,7 @@ def serve(
     max_queue: Annotated[int, Option(panel=_CLIENTS)] = 1024,
     config: Annotated[engine.EngineConfig, Fields(engine.EngineConfig, "Engine", without=("speculative",))],
     speculative_config: Annotated[str | None, Option(panel="Engine")] = None,
+    lora_modules: Annotated[tuple[str, ...], Option(panel="Engine")] = (),
     connections: Annotated[server.ConnectionSettings, _CONNECTION_SETTINGS],
     log: Annotated[server.LogSettings, _LOG],
     programs: Annotated[Programs, Fields(Programs, "Compiled programs")],
@@ -158,14 +159,24 @@ def serve(
 
     Args:
         max_queue: maximum number of samples in the queue; further requests get status 429.
+        lora_modules: adapter as NAME=PATH, or as a JSON object with name and path, as for vLLM; its name is another
+            name of the model for clients. Without --max-loras, all of them share steps.
         speculative_config: JSON object with the settings of speculative decoding, as for vLLM: method, model,
             num_speculative_tokens, prompt_lookup_min and prompt_lookup_max. Default: no tokens are guessed.
     """
-    config = dataclasses.replace(config, speculative=loading.speculative(speculative_config))
+    adapters = lora_adapters(lora_modules)
+    slots = config.max_loras or len(adapters)
+    config = dataclasses.replace(config, speculative=loading.speculative(speculative_config), max_loras=slots)
+    if slots and replicas.data_parallel > 1:
+        raise ValueError(
+            f"--data-parallel is {replicas.data_parallel} and there are adapters; accepted: one engine for adapters"
+        )
     if max_queue < 0:
         raise ValueError(f"--max-queue is {max_queue}; accepted: at least 0")
     replicas.check(programs.certify)
     names = address.names or (loading.model.resolve().name,)
+    if taken := [name for name in adapters if name in names]:
+        raise ValueError(f"--lora-modules has the name {taken[0]!r}; accepted: names that the model does not have")
     if API_KEY_VARIABLE in os.environ:  # even if it is empty, so that `Settings` rejects it
         client_settings = {"api_keys": (os.environ[API_KEY_VARIABLE],)} | client_settings
     if CONTROL_KEY_VARIABLE in os.environ:
@@ -203,7 +214,7 @@ def serve(
             _start_texts(app, held)
         else:
             backends.check_device()
-            decoder, tokenizer = loading.load(template)
+            decoder, tokenizer = loading.load(template, adapters)
             running = held.enter_context(engine.Engine(decoder, tokenizer, config))
             if programs.certify and not _are_certified(decoder, running):
                 return 1

@@ -12,6 +12,7 @@ from typing import Any, Final, Protocol, get_args
 
 from detjax.engine.engine import Engine
 from detjax.engine.engine_thread import Part
+from detjax.models.adapters.adapter import read_adapter, read_weights
 from detjax.models.checkpoint.weight_updates import UpdatableWeights, WeightUpdate
 
 PARTS: Final[tuple[Part, ...]] = get_args(Part)
@@ -74,7 +75,31 @@ class Discard:
     """Drops the prepared weights, if any."""
 
 
-type Command = Pause | Resume | Abort | Sleep | WakeUp | ForgetPrefixes | Prepare | Commit | Discard
+@dataclasses.dataclass(frozen=True)
+class LoadAdapter:
+    """Loads an adapter; see `Engine.load_adapter`.
+
+    Attributes:
+        name: its name.
+        path: a folder of peft's, or a safetensors file with other tensors for the adapter that has the name.
+        replaces: whether another adapter may have the name.
+    """
+
+    name: str
+    path: Path
+    replaces: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class UnloadAdapter:
+    """Unloads an adapter when its requests have ended; see `Engine.unload_adapter`."""
+
+    name: str
+
+
+type Command = (
+    Pause | Resume | Abort | Sleep | WakeUp | ForgetPrefixes | Prepare | Commit | Discard | LoadAdapter | UnloadAdapter
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,6 +189,11 @@ class EngineCommands:
                 self._weights.digest, self._prepared, self._has_weights = self._prepared.digest, None, True
             case Discard():
                 self._prepared = None
+            case LoadAdapter(name, path, replaces):
+                adapter = read_adapter(path) if path.is_dir() else read_weights(path, engine.adapters[name].config)
+                engine.load_adapter(name, adapter, replaces=replaces)
+            case UnloadAdapter(name):
+                engine.unload_adapter(name)
         return None
 
 

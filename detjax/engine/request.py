@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from detjax.engine.pooling import Pooling, Vectors
 from detjax.engine.sampling_params import SamplingParams
+from detjax.models.adapters.adapter import Adapter
 from detjax.models.vision.prompt_images import GivenImage
 
 
@@ -35,7 +36,7 @@ class Request:
             had not sent yet.
         pooling: the result of a model that pools; `sampling` is not read then. None: the request generates.
         speculative: whether the engine may guess tokens of the request, if it does so at all.
-        adapter: the name of an adapter that the engine has loaded; None: the model alone.
+        adapter: the name of an adapter that the engine has loaded, or one of its `adapters`; None: the model alone.
 
     No bit of the answer depends on `cache_salt`, `client`, `id` or `speculative`.
 
@@ -53,7 +54,7 @@ class Request:
     generated: Sequence[Sequence[int]] = ()
     pooling: Pooling | None = None
     speculative: bool = dataclasses.field(default=True, compare=False)
-    adapter: str | None = None
+    adapter: str | Adapter | None = None
 
 
 type TopLogprobs = tuple[tuple[int, float], ...]

@@ -62,10 +62,10 @@ class RequestReader:
         """The adapters that requests may name. A request keeps the one that had its name when it was submitted."""
         return MappingProxyType(dict(self._adapters))
 
-    def _adapter(self, name: str, adapter: str | None) -> Adapter | None:
-        """Returns the adapter of a request."""
-        if adapter is None:
-            return None
+    def _adapter(self, name: str, adapter: str | Adapter | None) -> Adapter | None:
+        """Returns the adapter of a request. One that was loaded, and is not any more, still serves."""
+        if not isinstance(adapter, str):
+            return adapter
         known = self._adapters.get(adapter)
         if known is None:
             accepted = ", ".join(map(repr, self._adapters)) or "no adapter is loaded"

@@ -38,6 +38,7 @@ from detjax.server.api.response_calls import ResponsesCall
 from detjax.server.api.response_fields import ResponsesRequest
 from detjax.server.api.schemas import ChatRequest, CompletionRequest
 from detjax.server.api.text_routes import DetokenizeRequest, TokenizeRequest, detokenized, tokenized
+from detjax.server.control.adapters import AdapterFiles
 from detjax.server.control.control import Control
 from detjax.server.control.gate import Gate, Version
 from detjax.server.control.routes import ControlRoutes
@@ -150,7 +151,8 @@ def app_of(
 
         api.control = Control(api.gate, commands, version_of)
         files = WeightFiles(settings.weights_directory, most_update_bytes(metadata.config), settings.body_seconds)
-        control = ControlRoutes(api.control, commands, files, settings.control_key, api.parse_body).routes()
+        adapters = AdapterFiles(engine, commands, files, settings.names)
+        control = ControlRoutes(api.control, commands, files, settings.control_key, api.parse_body, adapters).routes()
     else:
         files, control = None, []
     # Few servers are asked for it, and it takes a while.
@@ -232,7 +234,7 @@ class _Api:
         self._check_model_name(body.model)
         try:
             # Responses have the name that the client asked for.
-            call = call_type(body, dataclasses.replace(self.served, name=body.model), self._caller(request))
+            call = call_type(body, self._named(body.model), self._caller(request))
             with contextlib.ExitStack() as admission:
                 admitted = admission.enter_context(self.guard.admitted(call.num_samples))
                 deadline = admitted.deadline
@@ -381,9 +383,18 @@ class _Api:
             return
         check_key(request, self._keys, name="API key", expected="a key of this server", code="invalid_api_key")
 
+    def _named(self, name: str) -> ServedModel:
+        """Returns the model that a name stands for, which has an adapter or not."""
+        return dataclasses.replace(self.served, name=name, adapter=self.served.engine.adapters.get(name))
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        """The names of the model and of its adapters."""
+        return *self.settings.names, *self.served.engine.adapters
+
     def _check_model_name(self, name: str) -> None:
-        if name not in self.settings.names:
-            accepted = ", ".join(map(repr, self.settings.names))
+        if name not in self._names:
+            accepted = ", ".join(map(repr, self._names))
             raise ApiError(404, f"model is {quote(name)}; accepted: {accepted}", param="model", code="model_not_found")
 
     async def parse_body[Body: BaseModel](self, request: Request, schema: type[Body]) -> Body:
@@ -420,7 +431,7 @@ class _Api:
     async def list_models(self, request: Request) -> Response:
         """GET /v1/models."""
         self._authorize(request)
-        return JSONResponse({"object": "list", "data": [self._model_json(name) for name in self.settings.names]})
+        return JSONResponse({"object": "list", "data": [self._model_json(name) for name in self._names]})
 
     async def retrieve_model(self, request: Request) -> Response:
         """GET /v1/models/{name}."""
@@ -429,6 +440,10 @@ class _Api:
         return JSONResponse(self._model_json(request.path_params["name"]))
 
     def _model_json(self, name: str) -> dict[str, Any]:
+        adapter, version = self.served.engine.adapters.get(name), self.gate.version
+        parent = {}
+        if adapter is not None:
+            version, parent = version.adapted(adapter.digest), {"parent": self.settings.name}
         return {
             "id": name,
             "object": "model",
@@ -436,8 +451,8 @@ class _Api:
             "owned_by": "detjax",
             "max_model_len": self.served.engine.max_length,
             "chat": self.served.tokenizer.has_chat_template and self.served.engine.pooling is None,
-            "system_fingerprint": self.gate.version.fingerprint,
-        } | self._tasks()
+            "system_fingerprint": version.fingerprint,
+        } | (parent | self._tasks())
 
     def _tasks(self) -> dict[str, Any]:
         """Returns the field with the tasks of a model that pools."""

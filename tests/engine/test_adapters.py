@@ -11,6 +11,7 @@ import pytest
 import detjax
 from detjax.engine.adapter_slots import AdapterSlots
 from detjax.models import Adapter, CheckpointError, read_adapter
+from detjax.models.adapters.adapter_config import AdapterConfig
 from tests.support.adapters import FIXTURE, LINEAR, make_adapter
 from tests.support.compiled_programs import compiled_programs
 
@@ -142,7 +143,7 @@ def test_adapters_that_cannot_share_steps_are_refused(engine: detjax.Engine, tmp
 
 
 def test_the_least_recently_used_adapter_that_nobody_runs_leaves_its_slot() -> None:
-    a, b, c = (Adapter(None, {}, {name: np.zeros(1)}) for name in "abc")  # pyright: ignore[reportArgumentType]
+    a, b, c = (Adapter(AdapterConfig(rank=1, alpha=1.0), {}, {name: np.zeros(1)}) for name in "abc")
     slots = AdapterSlots(2)
     assert [slots.take(a), slots.take(b), slots.take(a)] == [0, 1, 0]
     assert not slots.has_room_for(c)

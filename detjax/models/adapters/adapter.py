@@ -89,7 +89,6 @@ def read_adapter(folder: str | os.PathLike[str]) -> Adapter:
     directory = Path(folder)
     if not directory.is_dir():
         raise CheckpointError(f"{os.fspath(folder)!r} is not a directory; accepted: one with {CONFIG} and {WEIGHTS}")
-    config = read_adapter_config(directory)
     path = directory / WEIGHTS
     pickles = [name for name in _PICKLES if (directory / name).exists()]
     if not path.exists(follow_symlinks=False) and pickles:
@@ -97,6 +96,15 @@ def read_adapter(folder: str | os.PathLike[str]) -> Adapter:
             f"{directory} holds {pickles[0]}, a pickle, which is not read, since it may run any code; accepted: "
             f"{WEIGHTS}. Load the adapter with peft and save it with save_pretrained"
         )
+    return read_weights(path, read_adapter_config(directory))
+
+
+def read_weights(path: Path, config: AdapterConfig) -> Adapter:
+    """Returns an adapter with the tensors of a safetensors file, which must agree with a configuration.
+
+    Raises:
+        CheckpointError: the file is missing or damaged, or the tensors and the configuration disagree.
+    """
     with contextlib.ExitStack() as files:
         stored = open_file(path, files)
         pairs: dict[str, dict[str, StoredTensor]] = {}

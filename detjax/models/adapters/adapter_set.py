@@ -9,7 +9,7 @@ from jaxtyping import Array, Int
 
 from detjax.models.adapters.adapted_model import with_adapter
 from detjax.models.adapters.adapter import Adapter
-from detjax.models.adapters.pool import AdapterPool
+from detjax.models.adapters.pool import AdapterPool, SlotArrays
 from detjax.models.configuration.json_object import CheckpointError
 from detjax.models.decoder import Decoder
 from detjax.models.network import split
@@ -41,9 +41,16 @@ class AdapterSet:
         self._slots = {name: slot for slot, name in enumerate(pooled)}
         rank = max((adapter.rank for adapter in pooled.values()), default=1)
         self._pool = AdapterPool(model, len(pooled), rank, pooled.values()) if pooled else None
-        for name, slot in self._slots.items():
-            assert self._pool is not None
-            self._pool.put(slot, pooled[name])
+
+    def _arrays(self) -> SlotArrays:
+        """The arrays of the pool, which the first call allocates: an engine has a pool of its own."""
+        assert self._pool is not None
+        if self._pool.arrays is None:
+            self._pool.make()
+            for name, slot in self._slots.items():
+                self._pool.put(slot, self.by_name[name])
+        assert self._pool.arrays is not None
+        return self._pool.arrays
 
     def __call__(
         self,
@@ -96,8 +103,7 @@ class AdapterSet:
             return model
         slots = [NO_ADAPTER if name is None else self._slots[name] for name in names]
         rows = jnp.asarray(np.repeat(np.array(slots, np.int32)[:, None], length, axis=1))
-        assert self._pool.arrays is not None
-        return self._pool.arrays.adapted(model, rows)
+        return self._arrays().adapted(model, rows)
 
 
 def without_adapters(model: Decoder) -> Decoder:

@@ -47,11 +47,11 @@ class AdapterPool:
         slots: the number of slots.
         rank: the largest rank of an adapter.
         numbers: the parameters that adapters may have factors for.
-        arrays: the arrays of all slots, which `put` replaces; None after `drop`.
+        arrays: the arrays of all slots, which `put` replaces; None before `make` and after `drop`.
     """
 
     def __init__(self, model: Decoder, slots: int, rank: int, adapters: Iterable[Adapter] = ()) -> None:
-        """A pool of empty slots, for linear layers without experts, and for the parameters of some adapters.
+        """A pool for linear layers without experts, and for the parameters of some adapters. `make` allocates it.
 
         Raises:
             CheckpointError: one of these adapters does not fit the model.
@@ -65,12 +65,12 @@ class AdapterPool:
         self._mesh = model.mesh
         count = len(self.targets.paths)
         self._shardings = [None] * count if model.mesh is None else shardings_of(model, model.mesh)
-        self.make()
+        self.arrays: SlotArrays | None = None
 
     def make(self) -> None:
         """Empties all slots."""
         arrays = tuple(self._placed(number, self._empty(number)) for number in self.numbers)
-        self.arrays: SlotArrays | None = SlotArrays(arrays, self.numbers)
+        self.arrays = SlotArrays(arrays, self.numbers)
 
     def drop(self) -> None:
         """Releases the devices' memory, until `make`."""

@@ -29,7 +29,7 @@ from detjax.engine import (
     Token,
 )
 from detjax.engine.job import ABORT
-from detjax.models import Tokenizer
+from detjax.models import Adapter, Tokenizer
 from detjax.models.vision.images import VisualInput
 from detjax.server.api.request_fields import SamplingRequest
 from detjax.server.http.errors import ApiError
@@ -73,6 +73,7 @@ class ServedModel:
         draws_seeds: True to draw an unpredictable seed for requests without one, False to use 0.
         logprobs_mode: the distribution of the logprobs in answers; see `Settings.logprobs_mode`.
         created: start time of the server, in seconds since 1970.
+        adapter: the adapter that the call's model name stands for; None: the model itself.
     """
 
     name: str
@@ -89,6 +90,7 @@ class ServedModel:
     logprobs_mode: LogprobsMode = RAW
     reasoning_format: ReasoningFormat | None = None
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
+    adapter: Adapter | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -247,6 +249,7 @@ class ApiCall(abc.ABC):
             client=caller,
             id=self._id,
             speculative=self._speculative,
+            adapter=self.model.adapter,
         )
 
     async def read(self, generations: Sequence[Generation]) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import hashlib
 from collections.abc import AsyncGenerator, Awaitable, Collection
 from typing import Final, Protocol
 
@@ -24,6 +25,16 @@ class Version:
 
     origin: Origin
     fingerprint: str
+
+    def adapted(self, adapter: bytes) -> "Version":
+        """Returns the version of answers with an adapter, given the digest of its content.
+
+        To a verifier, the model with the adapter is another model.
+        """
+        model = hashlib.sha256(f"{self.origin.model} {adapter.hex()}".encode()).hexdigest()
+        rest, _, digest = self.fingerprint.rpartition("-")
+        adapted = hashlib.sha256(f"{digest} {adapter.hex()}".encode()).hexdigest()
+        return Version(dataclasses.replace(self.origin, model=model), f"{rest}-{adapted[: len(digest)]}")
 
 
 class GatedCall(Protocol):
@@ -141,7 +152,8 @@ class Gate:
             if is_aborted:
                 yield None
                 return
-        version = self.version
+        version, adapter = self.version, call.model.adapter
+        version = version if adapter is None else version.adapted(adapter.digest)
         call.model = dataclasses.replace(call.model, origin=version.origin, fingerprint=version.fingerprint)
         run = _Run(call, names, asyncio.get_running_loop().create_future())
         self._running[run] = None

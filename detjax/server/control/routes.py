@@ -9,6 +9,7 @@ from starlette.routing import Route
 
 from detjax.engine.commands import PARTS, Commanded
 from detjax.server.api.field_marks import Ignored, Unserved
+from detjax.server.control.adapters import AdapterFiles
 from detjax.server.control.control import Control, Mode
 from detjax.server.control.uploads import WeightFiles
 from detjax.server.http.errors import ApiError, quote, to_api_error
@@ -49,6 +50,22 @@ class UpdateBody(Body):
     recapture_cuda_graph: Annotated[bool | None, Ignored("compiled programs take new weights")] = None
 
 
+class LoadAdapterBody(Body):
+    """vLLM's body of /v1/load_lora_adapter."""
+
+    lora_name: str
+    lora_path: str
+    load_inplace: bool = False
+    base_model_name: Annotated[str | None, Ignored("the server has one base model")] = None
+
+
+class UnloadAdapterBody(Body):
+    """vLLM's body of /v1/unload_lora_adapter."""
+
+    lora_name: str
+    lora_int_id: Annotated[int | None, Ignored("the name identifies the adapter")] = None
+
+
 class ControlRoutes:
     """The handlers of the control paths."""
 
@@ -59,8 +76,10 @@ class ControlRoutes:
         files: WeightFiles,
         key: str,
         parse: Callable[[Request, type[Any]], Awaitable[Any]],
+        adapters: AdapterFiles,
     ) -> None:
         """Handlers that require a key; `parse` reads a JSON body."""
+        self._adapters = adapters
         self._control, self._commands, self._files = control, commands, files
         self._key, self._parse = key.encode(), parse
 
@@ -78,6 +97,8 @@ class ControlRoutes:
             ("POST", "/abort_requests"): self._abort_requests,
             ("POST", "/update_weights_from_disk"): self._update_weights_from_disk,
             ("PUT", "/weights"): self._put_weights,
+            ("POST", "/v1/load_lora_adapter"): self._load_adapter,
+            ("POST", "/v1/unload_lora_adapter"): self._unload_adapter,
         }
         return [Route(path, self._guarded(handler), methods=[method]) for (method, path), handler in handlers.items()]
 
@@ -150,6 +171,18 @@ class ControlRoutes:
         names = [body.request_ids] if isinstance(body.request_ids, str) else body.request_ids
         return JSONResponse({"status": "aborted", "aborted": await self._control.abort(names or None)})
 
+    # --- adapters -----------------------------------------------------------------------------------------------------
+
+    async def _load_adapter(self, request: Request) -> Response:
+        body: LoadAdapterBody = await self._parse(request, LoadAdapterBody)
+        await self._adapters.load(body.lora_name, body.lora_path, replaces=body.load_inplace)
+        return JSONResponse({"success": True, "message": f"LoRA adapter {body.lora_name!r} is loaded"})
+
+    async def _unload_adapter(self, request: Request) -> Response:
+        body: UnloadAdapterBody = await self._parse(request, UnloadAdapterBody)
+        await self._adapters.unload(body.lora_name)
+        return JSONResponse({"success": True, "message": f"LoRA adapter {body.lora_name!r} is unloaded"})
+
     # --- weights ------------------------------------------------------------------------------------------------------
 
     async def _update_weights_from_disk(self, request: Request) -> Response:
@@ -162,7 +195,14 @@ class ControlRoutes:
         return await self._update(self._files.named(body.model_path), mode)
 
     async def _put_weights(self, request: Request) -> Response:
-        mode = _mode(_query(request, "mode").get("mode", "wait"))
+        given = _query(request, "mode", "adapter")
+        if "adapter" in given:
+            if "mode" in given:
+                raise ApiError(400, "mode is given with adapter; accepted: none, as no call has to end", param="mode")
+            async with self._files.received(request, lambda: self._commands.kept_files) as file:
+                await self._adapters.replace(given["adapter"], file)
+            return JSONResponse({"success": True, "message": "the adapter is in use"})
+        mode = _mode(given.get("mode", "wait"))
         return await self._update(self._files.received(request, lambda: self._commands.kept_files), mode)
 
     async def _update(self, source: Any, mode: Mode) -> Response:
