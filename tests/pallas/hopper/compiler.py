@@ -30,6 +30,7 @@ from detjax.contract import KV_BLOCK
 from detjax.models import Decoder, KVCache
 from detjax.models.configuration.config import DecoderConfig
 from detjax.models.network import split
+from detjax.models.parts.experts import Experts
 from detjax.models.parts.vision import VisionOptions
 from detjax.models.vision.images import ImagePatches, packed
 from detjax.operands.attention import AttentionOperands
@@ -308,6 +309,39 @@ def _config(layers: int = 2) -> DecoderConfig:
     )
 
 
+def experts_of_tokens(tokens: int) -> Program:
+    """The experts of a layer of Qwen3-30B-A3B in a decode step, from the normalized hidden states to their sum."""
+    config = presets.config("Qwen3-30B-A3B", 1)
+    assert config.experts is not None
+
+    def module() -> Experts:
+        return Experts(config.hidden_size, config.experts, "silu", rngs=nnx.Rngs(0), dtype=jnp.bfloat16)  # pyright: ignore
+
+    graph, state = nnx.split(nnx.eval_shape(module))
+    integers = array(tokens, 2, dtype="int32"), array(tokens, dtype="int32"), array(tokens, dtype="int32")
+    rows = array(tokens, 1, config.hidden_size)
+    leaves, tree = jax.tree.flatten((state, rows, Queries(*integers), rows))
+
+    def fn(*leaves: Any) -> Any:
+        state, x, queries, residual = jax.tree.unflatten(tree, leaves)
+        with backends.tracing_for("gpu"), backends.use_backend("hopper"):
+            return nnx.merge(graph, state)(x, queries, residual=residual)
+
+    return fn, [array(*leaf.shape, dtype=str(leaf.dtype)) for leaf in leaves]
+
+
+def choice_of_experts(tokens: int, known: int, count: int) -> Program:
+    """The choice of experts by the softmax of logits, and the places of rows, on a device with a quarter of them."""
+
+    def fn(logits: jax.Array, present: jax.Array, first: jax.Array) -> Any:
+        with backends.tracing_for("gpu"), backends.use_backend("hopper"):
+            ids, weights, rows = ops.route(logits, count, present=present, first=first, experts=known // 4)
+            return ids, weights, rows.group_sizes, rows.token, rows.place, rows.tiles
+
+    shapes = [array(tokens, known, dtype="float32"), array(tokens, dtype="bool"), array(dtype="int32")]
+    return fn, shapes
+
+
 def decode_step(batch: int, config: DecoderConfig) -> Program:
     """A step of a decoder: logits and the cache. Its first operands are the pools of pages."""
     graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)))
@@ -555,6 +589,8 @@ def programs() -> dict[str, Program]:
             [array(4096, 4, 1152), array(4096, 4, dtype="float32")],
         ),
         "combination of experts": combination_of_experts(64, 8, 2048),
+        "choice of most experts": choice_of_experts(64, 512, 16),
+        "experts of 8 tokens": experts_of_tokens(8),
         "decode step": decode_step(4, _config(1)),
         "vision tower": vision_tower(QWEN2_5_VL, 36, 52),
         "vision tower of clips": vision_tower(KIMI_K2_5, 36, 52),

@@ -14,8 +14,11 @@ from tests.pallas.hopper.compiler import Kernel, compiled, copied, programs, rep
 
 COMBINATION = "combination of experts"
 """A program of XLA's kernels alone."""
+EXPERTS = "experts of 8 tokens"
 EXAMINED = (
     COMBINATION,
+    EXPERTS,
+    "choice of most experts",
     "attention decode of slices",
     "delta rule decode",
     "delta rule prefill",
@@ -138,6 +141,13 @@ def test_results_of_experts_are_gathered_weighted_and_added_in_one_kernel(report
     """Its products are rounded before they are added: the compiler does not know what their bits are combined with."""
     assert re.findall(r"^kernels: (.*)$", reports[COMBINATION], re.MULTILINE) == ["1"]
     assert re.findall(r"^seals: (.*)$", reports[COMBINATION], re.MULTILINE) == ["parameter"]
+
+
+def test_experts_of_few_tokens_take_six_kernels(reports: dict[str, str]) -> None:
+    """Router, choice and places, gather, two products, and combination; and one that says that no token is absent."""
+    assert re.findall(r"^kernels: (.*)$", reports[EXPERTS], re.MULTILINE) == ["7"]
+    names = [kernel.name.removesuffix("_mosaic_gpu_kernel") for kernel in reported_kernels(reports[EXPERTS])]
+    assert names == ["matmul", "expert_choice", "matmul", "matmul"]
 
 
 def test_a_seal_by_a_known_number_is_seen() -> None:
