@@ -30,7 +30,7 @@ from detjax.portable.tiles import (
     sealed,
     sum_of_rows,
 )
-from detjax.runtime import varying
+from detjax.runtime import backends, varying
 
 _SMALLEST_NORMAL: Final = np.float32(2.0**-6)
 """The smallest normal e4m3 number."""
@@ -62,8 +62,16 @@ def quantized_rows(x: Array, group: int, scale: Array | None = None) -> tuple[Ar
 
 
 def _quotient(x: Array, divisor: Any) -> Array:
-    """Returns `x / divisor`. XLA would multiply by the reciprocal of a divisor that it broadcasts."""
-    return x / jnp.where(x == 0, np.float32(1), divisor)
+    """Returns `x / divisor`, correctly rounded."""
+    # XLA would multiply by the reciprocal of a divisor that it broadcasts.
+    divisor = jnp.where(x == 0, np.float32(1), divisor)
+    if backends.target() != "gpu":
+        return x / divisor
+    # XLA's float32 division on GPUs is off by up to two units in the last place, its float64 division is not. The
+    # float64 quotient of float32 numbers, rounded to float32, is the correctly rounded quotient (Figueroa 1995).
+    with jax.enable_x64(True):
+        quotient = lax.div(lax.convert_element_type(x, jnp.float64), lax.convert_element_type(divisor, jnp.float64))
+        return lax.convert_element_type(quotient, jnp.float32)
 
 
 def padded(w: QuantizedWeight) -> QuantizedWeight:
@@ -174,7 +182,10 @@ def _sum(x: Array, w: QuantizedWeight) -> Array:
 
 def _chosen_by_source(by_source: Sequence[Array], source: Array) -> Array:
     """Chooses each output from the results for its source."""
-    return functools.reduce(lambda y, one: jnp.where(source[None] == one[0], one[1], y), enumerate(by_source), by_source[0])
+    y = by_source[0]
+    for number, one in enumerate(by_source[1:], start=1):
+        y = jnp.where(source[None] == number, one, y)
+    return y
 
 
 def _sum_in_groups(numbers: Array, scales: Array, w: QuantizedWeight) -> Array:

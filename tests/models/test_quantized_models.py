@@ -18,6 +18,7 @@ import optax
 import pytest
 from flax import nnx
 
+from detjax import audit
 from detjax.engine import Engine, Request, SamplingParams
 from detjax.models import CheckpointError, Decoder, digest, load, mesh_of, save, sharded
 from detjax.models.checkpoint.matrix_arrays import StoredMatrix
@@ -146,17 +147,18 @@ def test_engine_and_trainer_have_the_same_bits(models: Callable[..., Decoder]) -
     model, prompt = models("fp8 static"), TOKENS[0].tolist()
     params = SamplingParams(max_tokens=4, temperature=0.0)
     plain_network, plain_weights = split(models("fp8 static", quantized="widened"))
-    with Engine(model, max_length=64, max_samples=2) as engine:
-        (answer,) = engine.generate([Request(tuple(prompt), params)])
+    trainer = Trainer(model, optax.sgd(0.1), LogLikelihood(), Plan(Rows(sequences=1, length=32)))
+    before = split(model)[1]
+    with Engine(model, max_length=64, max_samples=2, token_budget=16) as engine:
+        assert audit.engine_risks(model, engine.programs()) == {}
         with pytest.raises(ValueError, match="a trainer of plain ones compute other logprobs"):
             engine.update_weights(plain_network.state(plain_weights))
-    completion = answer.completions[0]
-    trainer = Trainer(model, optax.sgd(0.1), LogLikelihood(), Plan(Rows(sequences=1, length=32)))
-    samples = supervised_samples([(prompt, list(completion.tokens))])
-    (logprobs,) = trainer.logprobs(samples)
-    assert_same_bits(np.asarray(completion.logprobs, np.float32), logprobs)
-    before = split(model)[1]
-    trainer.step(samples)
+        for _ in range(2):
+            completion = engine.generate([Request(tuple(prompt), params)])[0].completions[0]
+            samples = supervised_samples([(prompt, list(completion.tokens))])
+            assert_same_bits(np.asarray(completion.logprobs, np.float32), trainer.logprobs(samples)[0])
+            trainer.step(samples)
+            engine.update_weights(trainer.params)
     for old, new, path in zip(before, trainer.weights, trainer.network.paths, strict=True):
         assert same_bits(old, new) == is_quantized(old), path
 
