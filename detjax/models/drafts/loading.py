@@ -63,6 +63,12 @@ def load_draft(path: str | os.PathLike[str], model: Decoder, *, dtype: DTypeLike
         CheckpointError: there is no head in the directory, or only a pickle; a file is missing or damaged; an option is
             not supported; `config.json`, the tensors and the model disagree.
         ValueError: the dtype is not supported.
+
+    Example:
+        >>> model, _ = detjax.models.load(detjax.demo.CHECKPOINT, progress=False)
+        >>> draft = detjax.models.load_draft(detjax.demo.EAGLE3, model)
+        >>> draft.logits(np.array([[1, 2, 3, 4]])).shape
+        (1, 3, 448)
     """
     directory = Path(path)
     if not directory.is_dir():
