@@ -40,6 +40,10 @@ class QuantizedFormat:
         dtype: the dtype of the widened weight, which the model's activations have.
         activations: how products quantize activations; None: activations are plain, so the weight's format is a
             schedule, which changes no bit.
+
+    Example:
+        >>> ops.QuantizedFormat("e4m3", columns=300, group=128, dtype="bfloat16", activations="group").group
+        128
     """
 
     numbers: CodeNumbers
@@ -69,6 +73,12 @@ class QuantizedWeight:
         groups: the group of each column, `[..., S, K]`; None: groups are consecutive columns.
         input_scales: the scales of activations, float32 `[..., S]`, if they are static.
         format: the meaning of the arrays.
+
+    Example:
+        >>> described = ops.QuantizedFormat("int4", columns=4, group=4, dtype="float32")
+        >>> w = ops.QuantizedWeight(jnp.uint8([[0x9A, 0x78]]), jnp.float32([[0.5]]), format=described)
+        >>> ops.matmul(jnp.ones((1, 4)), w, layout="nk")
+        Array([[1.]], dtype=float32)
     """
 
     codes: Any
@@ -176,6 +186,13 @@ def by_column(weight: QuantizedWeight, group_values: Array) -> Array:
 
 
 def widened(weight: QuantizedWeight) -> Array:
-    """Returns the plain weight `rnd(rn(number * scale))` of the format's dtype, with one rounding after the product."""
+    """Returns the plain weight `rnd(rn(number * scale))` of the format's dtype, with one rounding after the product.
+
+    Example:
+        >>> described = ops.QuantizedFormat("int4", columns=4, group=4, dtype="float32")
+        >>> w = ops.QuantizedWeight(jnp.uint8([[0x9A, 0x78]]), jnp.float32([[0.5]]), format=described)
+        >>> ops.widened(w)
+        Array([[ 1. ,  0.5,  0. , -0.5]], dtype=float32)
+    """
     products = lax.optimization_barrier(numbers_of(weight) * by_column(weight, scales_of(weight)))
     return lax.stop_gradient(rounded(products, weight.format.dtype))

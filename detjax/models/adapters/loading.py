@@ -37,7 +37,8 @@ def load(
             dtype that `config.json` names, else the embedding's stored dtype); `mesh`, the devices that share the
             model, with the axes "tensor" and "expert" or one of them, see `sharded` (default: one device); `progress`,
             whether to draw a progress bar on stderr (default: if it is a terminal); `overrides`, keys of `config.json`
-            with the values to read instead; and further options of `detjax.models.checkpoint.loading.load`.
+            with the values to read instead; `quantized`, the reading of quantized weights; and further options of
+            `detjax.models.checkpoint.loading.load`.
 
     Raises:
         CheckpointError: `path` is not a directory, or it has an adapter; a file is missing, damaged or not fetched; the
