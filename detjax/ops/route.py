@@ -76,7 +76,7 @@ def _by_kernel(logits: Array, present: Array | None, first: Array | None, proble
 
 def _forward(
     logits: Array, present: Array | None, first: Array | None, problem: Any
-) -> tuple[tuple[Array, ...], tuple[Array, Any]]:
+) -> tuple[tuple[Array, ...], tuple[Array]]:
     return _by_kernel(logits, present, first, problem), (logits,)
 
 

@@ -87,18 +87,27 @@ class SoftmaxRouter(Router):
 
     def __call__(self, x: Float[Array, "N D"]) -> tuple[Int32[Array, "N k"], Float32[Array, "N k"]]:
         """Returns the experts of each token in ascending order, and their weights."""
-        return ops.choose_experts(ops.softmax(self.logits(x)), self.options.chosen, normalized=self.options.normalized)
+        probabilities = ops.softmax(self.logits(x))
+        ids, weights = ops.choose_experts(probabilities, self.options.chosen, normalized=self.options.normalized)
+        return ids, self.final(weights, ids)
 
     def with_rows(
         self, x: Float[Array, "N D"], experts: ShardGroup, present: Bool[Array, "N"]
     ) -> tuple[Int32[Array, "N k"], Float32[Array, "N k"], ops.ExpertRows]:
         """Returns the result of `Router.with_rows`, by one kernel where the backend has it."""
         place: dict[str, Any] = {"present": present, "first": first_local(experts), "experts": experts.length}
-        return ops.route(self.logits(x), self.options.chosen, normalized=self.options.normalized, **place)
+        logits, options = self.logits(x), self.options
+        ids, weights, rows = ops.route(logits, options.chosen, normalized=options.normalized, **place)
+        return ids, self.final(weights, ids), rows
 
     def logits(self, x: Float[Array, "N D"]) -> Float32[Array, "N E"]:
         """Returns the logits of tokens."""
         return ops.matmul(x, self.weight[...], layout="nk", out_dtype="float32")
+
+    def final(self, weights: Float32[Array, "N k"], ids: Int32[Array, "N k"]) -> Float32[Array, "N k"]:
+        """Returns the weights by which results are multiplied, from probabilities; here the same."""
+        del ids
+        return weights
 
     @property
     def tensors(self) -> dict[str, Tensors]:

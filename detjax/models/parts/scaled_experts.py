@@ -9,7 +9,7 @@ from flax import nnx
 from jaxtyping import Array, DTypeLike, Float, Float32, Int32
 
 from detjax import ops
-from detjax.models.parts.experts import Experts, ExpertsOptions, Router
+from detjax.models.parts.experts import Experts, ExpertsOptions, SoftmaxRouter
 from detjax.models.parts.parameters import Tensors, random_weight
 
 
@@ -24,7 +24,7 @@ class ScaledExpertsOptions(ExpertsOptions):
     norm_eps: float
 
 
-class ScaledRouter(Router):
+class ScaledRouter(SoftmaxRouter):
     """Chooses the experts with the highest probabilities; their weights are normalized, then times the experts' scales.
 
     The router sees the RMS norm of the hidden state, times a weight for each column and `1 / sqrt(width)`. Logits are
@@ -38,14 +38,16 @@ class ScaledRouter(Router):
         self.weight = random_weight(rngs, (options.experts, width), dtype)
         self.expert_scales = nnx.Param(jnp.ones(options.experts, dtype))
 
-    def __call__(self, x: Float[Array, "N D"]) -> tuple[Int32[Array, "N k"], Float32[Array, "N k"]]:
-        """Returns the experts of each token in ascending order, and their weights."""
+    def logits(self, x: Float[Array, "N D"]) -> Float32[Array, "N E"]:
+        """Returns the logits of tokens."""
         y = ops.rms_norm(x, self.norm[...], eps=self.options.norm_eps)
-        logits = ops.scale(ops.matmul(y, self.weight[...], layout="nk", out_dtype="float32"), self.factor)
-        ids, weights = ops.choose_experts(ops.softmax(logits), self.options.chosen, normalized=self.options.normalized)
+        return ops.scale(ops.matmul(y, self.weight[...], layout="nk", out_dtype="float32"), self.factor)
+
+    def final(self, weights: Float32[Array, "N k"], ids: Int32[Array, "N k"]) -> Float32[Array, "N k"]:
+        """Returns normalized weights times the experts' scales."""
         # An accumulated weight is reshaped together with its sum.
         table: Any = jax.tree.map(lambda scales: scales.reshape(-1, 1), self.expert_scales[...])
-        return ids, ops.multiply(weights, ops.embed(ids, table)[..., 0])
+        return ops.multiply(weights, ops.embed(ids, table)[..., 0])
 
     @property
     def tensors(self) -> dict[str, Tensors]:

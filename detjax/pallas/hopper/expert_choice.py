@@ -48,6 +48,8 @@ _BITS: Final = 32
 _MAX_WARPGROUPS: Final = 4
 _MAX_HELD: Final = 32
 """Elements of a row that a thread holds at most, so that nothing spills."""
+_NAN: Final = 0x7FFFFFFF
+"""The bits of a NaN, the largest int32."""
 _ALL_WARPGROUPS: Final = 15
 """The hardware's barrier at which all warpgroups meet; single warpgroups meet at the first ones."""
 
@@ -343,24 +345,24 @@ class _Choice:
 
     def chosen(self, logits: Any, row: Array) -> tuple[list[Array], list[Array]]:
         """Returns ids and weights of the tokens from a row on: vectors `[rows]`, in ascending order of ids."""
-        columns = self.shape[1]
+        rows, columns = self.shape
+        starts = range(0, logits.shape[1], columns)
         column = plgpu.broadcasted_iota(jnp.int32, self.shape, 1, layout=self.layout)
-        ids = [column + start for start in range(0, logits.shape[1], columns)]
-        refs = [
-            logits.at[pl.ds(row, self.shape[0]), pl.ds(start, columns)] for start in range(0, logits.shape[1], columns)
-        ]
-        values = self.softmax([plgpu.load(ref, layout=self.layout, optimized=False) for ref in refs])
+        ids = [column + start for start in starts]
+        refs = [logits.at[pl.ds(row, rows), pl.ds(start, columns)] for start in starts]
+        scores = self.softmax([plgpu.load(ref, layout=self.layout, optimized=False) for ref in refs])
+        # Numbers that are not negative have the order of their bits as integers, whose maximum over a warp Mosaic GPU
+        # finds in one instruction. A NaN makes its whole row NaN, and then the lowest ids win.
+        keys = [jnp.where(x == x, lax.bitcast_convert_type(x, jnp.int32), _NAN) for x in scores]
         picks = []
         for _ in range(self.problem.count):
-            top = self.over_rows(jnp.maximum, jnp.max, values)
+            top = self.over_rows(jnp.maximum, jnp.max, keys)
             spread = self.spread(top)
-            # A NaN makes its whole row NaN, and then the lowest ids are chosen.
-            is_top = [(value == spread) | (value != value) for value in values]
-            candidates = [jnp.where(here, i, logits.shape[1]) for here, i in zip(is_top, ids, strict=True)]
-            best = self.over_rows(jnp.minimum, jnp.min, candidates)
+            candidates = [jnp.where(key == spread, -i, -logits.shape[1]) for key, i in zip(keys, ids, strict=True)]
+            best = -self.over_rows(jnp.maximum, jnp.max, candidates)
             taken = self.spread(best)
-            values = [jnp.where(i == taken, -jnp.inf, value) for i, value in zip(ids, values, strict=True)]
-            picks.append((best, top))
+            keys = [jnp.where(i == taken, -1, key) for i, key in zip(ids, keys, strict=True)]
+            picks.append((best, lax.bitcast_convert_type(top, ACCUMULATOR)))
         return self.weighted(_ascending(picks))
 
     def softmax(self, logits: list[Array]) -> list[Array]:
