@@ -54,7 +54,8 @@ def route(
         shape = tokens, known, count, normalized, local, unit, most_rows(choices, local, unit)
         problem = kernels.Problem(*shape)
         if problem.served:
-            ids, weights, sizes, token, place, tiles = _by_kernel(logits, present, first, problem)
+            results: tuple[Array, ...] = _by_kernel(logits, present, first, problem)
+            ids, weights, sizes, token, place, tiles = results
             return ids, weights, ExpertRows(sizes, token, place, unit, tiles)
     ids, weights = choose_experts(softmax(logits), count, normalized=normalized)
     return ids, weights, expert_rows(_local(ids, first, local), local, present)
