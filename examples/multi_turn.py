@@ -62,7 +62,7 @@ def play(engine: detjax.Engine, tokenizer: Tokenizer, episodes: Sequence[Episode
     for turn in range(TURNS):
         # The next prompt is the conversation's tokens: no text is tokenized twice.
         requests = [
-            # A seed for each turn, because a token's random number depends on the seed and its place in the answer.
+            # A seed for each conversation and turn, since equal prompts have equal answers with one seed.
             detjax.Request(tuple(one.tokens), dataclasses.replace(SAMPLING, seed=seed_of(seed, number, turn)))
             for number, one in playing.items()
         ]

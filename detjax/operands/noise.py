@@ -59,32 +59,43 @@ def noise_key(seed: SupportsIndex, prompt: bytes, sample_index: SupportsIndex = 
 
     Raises:
         TypeError: the seed or the index is not an integer.
-        ValueError: it is not in the range 0 to 2^64 - 1.
+        ValueError: the seed is not in the range 0 to 2^64 - 1, or the index not in 0 to 2^31 - 1.
 
     Example:
         >>> ops.noise_key(7, ops.prompt_digest([3, 1, 4]))
         (4133689421, 1470025727, 662003392, 3243293780)
     """
-    numbers = {"seed": operator.index(seed), "sample_index": operator.index(sample_index)}
-    for name, number in numbers.items():
-        if not 0 <= number < 2**64:
-            raise ValueError(f"{name} is {number}; accepted: 0 to 2^64 - 1")
-    hashed = b"".join(number.to_bytes(8, "little") for number in numbers.values())
+    numbers = {"seed": (operator.index(seed), 64), "sample_index": (operator.index(sample_index), 31)}
+    for name, (number, bits) in numbers.items():
+        if not 0 <= number < 2**bits:
+            raise ValueError(f"{name} is {number}; accepted: 0 to 2^{bits} - 1")
+    hashed = b"".join(number.to_bytes(8, "little") for number, _ in numbers.values())
     first, second, third, fourth = np.frombuffer(hashlib.sha256(hashed + prompt).digest()[:16], "<u4").tolist()
     return first, second, third, fourth
 
 
+def multiply_high(word: Array, factor: np.uint32) -> Array:
+    """Returns the upper 32 bits of the product of uint32 words with a constant, from products of halves.
+
+    JAX's `lax.mulhi` has the same bits. But XLA cannot divide it among devices, and TPUs have no such instruction.
+    """
+    half, shift = np.uint32(0xFFFF), np.uint32(16)
+    low, high, factor_low, factor_high = word & half, word >> shift, factor & half, factor >> shift
+    middle = high * factor_low + (low * factor_low >> shift)
+    other = low * factor_high + (middle & half)
+    return high * factor_high + (middle >> shift) + (other >> shift)
+
+
 def philox(
-    counter: Words, key: tuple[Array, Array], multiply_high: Callable[[Array, np.uint32], Array] | None = None
+    counter: Words, key: tuple[Array, Array], multiply_high: Callable[[Array, np.uint32], Array] = multiply_high
 ) -> Words:
     """Returns the four random words of uint32 counters: Philox-4x32 with 10 rounds.
 
     Args:
         counter: the counter's words.
         key: the key's words.
-        multiply_high: returns the upper 32 bits of a word's product with a constant. Default: JAX's.
+        multiply_high: returns the upper 32 bits of a word's product with a constant.
     """
-    multiply_high = multiply_high or _multiply_high
     a, b, c, d = counter
     for number in range(ROUNDS):
         first, second = (word + np.uint32(number * step % 2**32) for word, step in zip(key, _KEY_STEPS, strict=True))
@@ -95,10 +106,6 @@ def philox(
             a * _MULTIPLIERS[0],
         )
     return a, b, c, d
-
-
-def _multiply_high(word: Array, factor: np.uint32) -> Array:
-    return lax.mulhi(word, jnp.full_like(word, factor))
 
 
 def gumbel(bits: Array) -> Array:
@@ -126,14 +133,15 @@ def noise_of_range(
     keys: UInt32[Array, "B 4"], positions: Int32[Array, "B"], first: Int32[Array, ""], size: int
 ) -> Float32[Array, "B n"]:
     """Returns the noise of `size` consecutive token ids in each row. The first is a multiple of `SPAN`."""
-    lanes = min(size, NOISE_LANES)
+    # With the barriers XLA folds no constants, and does not compute all words again for each of them.
+    first = lax.optimization_barrier(first)
+    if size <= SPAN:
+        return noise_of_tokens(keys, positions, first + jnp.arange(size, dtype=jnp.int32))
     spans = -(-size // SPAN)
-    start = jnp.arange(spans, dtype=jnp.int32)[:, None] * np.int32(SPAN) + first
-    groups = group(start + jnp.arange(lanes, dtype=jnp.int32)[None])
-    words = _words(keys, positions, groups.ravel())
-    if size <= NOISE_LANES:
-        return gumbel(words[0])
-    bits = jnp.stack([word.reshape(-1, spans, lanes) for word in words], axis=2)
+    # The ids of a span have the next `NOISE_LANES` numbers as the first words of their counters.
+    groups = first // np.int32(NOISE_WORDS) + jnp.arange(spans * NOISE_LANES, dtype=jnp.int32)
+    words = lax.optimization_barrier(_words(keys, positions, groups.astype(jnp.uint32)))
+    bits = jnp.stack([word.reshape(-1, spans, NOISE_LANES) for word in words], axis=2)
     return gumbel(bits.reshape(len(keys), -1)[:, :size])
 
 

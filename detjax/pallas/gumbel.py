@@ -18,7 +18,10 @@ def beats(value: Array, best: Array) -> Array:
 
 
 def lane_noise(
-    groups: Array, row: Sequence[Array], position: Array, multiply_high: Callable[[Array, np.uint32], Array]
+    groups: Array,
+    row: Sequence[Array],
+    position: Array,
+    multiply_high: Callable[[Array, np.uint32], Array] = noise.multiply_high,
 ) -> list[Array]:
     """Returns the noise of the tokens of lanes: `NOISE_WORDS` consecutive tokens of each lane, in ascending order.
 

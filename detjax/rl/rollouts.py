@@ -81,7 +81,12 @@ class Rollout:
 
 
 def rollouts(
-    engine: Engine, prompts: Sequence[str | Sequence[int]], sampling: SamplingParams, seeds: Sequence[int]
+    engine: Engine,
+    prompts: Sequence[str | Sequence[int]],
+    sampling: SamplingParams,
+    seeds: Sequence[int],
+    *,
+    adapter: str | None = None,
 ) -> list[list[Rollout]]:
     """Returns `sampling.n` rollouts of each prompt.
 
@@ -90,9 +95,10 @@ def rollouts(
         prompts: texts or tokens.
         sampling: the sampling parameters. Their seed is ignored.
         seeds: a seed for each prompt; see `prompt_seeds`.
+        adapter: the name of an adapter of the engine that is the policy; None: its model is.
     """
     pairs = zip(prompts, seeds, strict=True)
-    requests = [Request(prompt, dataclasses.replace(sampling, seed=seed)) for prompt, seed in pairs]
+    requests = [Request(prompt, dataclasses.replace(sampling, seed=seed), adapter=adapter) for prompt, seed in pairs]
     return [
         [
             Rollout(
@@ -110,7 +116,7 @@ def rollouts(
 
 
 def prompt_seeds(seed: int, prompts: int) -> list[int]:
-    """Returns a seed for each of `prompts` prompts that are sampled together."""
+    """Returns a seed for each of `prompts` prompts that are sampled together, some of which may be equal."""
     return [seed_of(seed, index) for index in range(prompts)]
 
 

@@ -33,7 +33,7 @@ _OTHER_CODE: Final = "programs would be compiled to other code, and JAX would no
 
 REFUSED: Final[Mapping[str, Refused]] = {
     "jax_disable_jit": Refused(False, "operations would run uncompiled and with other bits"),
-    "jax_threefry_partitionable": Refused(True, "sampled tokens would depend on the vocabulary's layout"),
+    "jax_threefry_partitionable": Refused(True, "weights drawn from a seed would depend on their layout"),
     "jax_disable_most_optimizations": Refused(False, _OTHER_CODE.replace("code", "bits")),
     "jax_compiler_enable_remat_pass": Refused(True, _OTHER_CODE),
     "jax_optimization_level": Refused("UNKNOWN", _OTHER_CODE),
@@ -126,10 +126,10 @@ HARMLESS: Final[Mapping[str, tuple[str, ...]]] = {
             jax_export_ignore_forward_compatibility jax_ragged_dot_use_ragged_dot_instruction
             jax_serialization_version jax_use_magma
         """,
-        "It chooses the default random generator. All keys of detjax name theirs.": """
+        "It chooses JAX's default random generator. The noise of samples has its own.": """
             jax_default_prng_impl jax_enable_custom_prng
         """,
-        "It chooses the default range of Gumbel noise. All noise of detjax names its own.": """
+        "It chooses the range of JAX's Gumbel noise. The noise of samples is not JAX's.": """
             jax_high_dynamic_range_gumbel
         """,
         "It numbers the barriers of kernels that wait for other devices. No kernel of detjax does.": """

@@ -12,7 +12,6 @@ from typing import Any, Final, NamedTuple
 import jax
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 from jax.experimental.pallas import tpu as pltpu
 
@@ -217,9 +216,7 @@ class _Kernel:
             groups = self.columns(chunks * NOISE_LANES) + lax.div(first, NOISE_WORDS)
             key = [jnp.broadcast_to(word, groups.shape) for word in row]
             place = jnp.broadcast_to(position, groups.shape)
-            words = lane_noise(lax.bitcast_convert_type(groups, jnp.uint32), key, place, multiply_high)[
-                : self.lanes // NOISE_LANES
-            ]
+            words = lane_noise(lax.bitcast_convert_type(groups, jnp.uint32), key, place)[: self.lanes // NOISE_LANES]
             spans = [slice(chunk * NOISE_LANES, (chunk + 1) * NOISE_LANES) for chunk in range(chunks)]
             return [jnp.concatenate([word[:, span] for word in words], axis=1) for span in spans]
 
@@ -287,16 +284,6 @@ class _Kernel:
         constant = row_constant("log_softmax", total)
         self.outputs.token[...] = token
         self.outputs.logprob[...] = finished("log_softmax", in_every_lane(logit), m, constant)[:, :1]
-
-
-def multiply_high(word: Array, factor: np.uint32) -> Array:
-    """Returns the upper 32 bits of a product, from products of halves: Mosaic TPU has no such operation."""
-    half = np.uint32(0xFFFF)
-    low, high = word & half, word >> np.uint32(16)
-    factor_low, factor_high = factor & half, factor >> np.uint32(16)
-    middle = high * factor_low + (low * factor_low >> np.uint32(16))
-    other = low * factor_high + (middle & half)
-    return high * factor_high + (middle >> np.uint32(16)) + (other >> np.uint32(16))
 
 
 def _best_of_lanes(candidates: _Candidates) -> tuple[Array, Array]:

@@ -54,14 +54,6 @@ def sample(arguments: dict[str, np.ndarray], *, filtered: bool = False, cores: i
     return interpreted(lambda arguments: fn(*nouns(arguments)), cores=cores)(arguments)
 
 
-def test_the_upper_half_of_a_product_of_words_is_exact() -> None:
-    words = np.random.default_rng(0).integers(0, 2**32, 10_000, np.uint32)
-    words[:6] = 0, 1, 2**16 - 1, 2**16, 2**31, 2**32 - 1
-    for factor in (np.uint32(0xD2511F53), np.uint32(0xCD9E8D57), np.uint32(2**32 - 1)):
-        expected = (words.astype(np.uint64) * np.uint64(factor) >> np.uint64(32)).astype(np.uint32)
-        assert_same_bits(jax.jit(sampling.multiply_high)(words, factor), expected)
-
-
 def test_tokens_are_those_of_the_portable_backend_and_logprobs_have_the_bits_of_log_softmax(small_blocks: None) -> None:
     arguments = requests(11, 2 * BLOCK + 44, filters=True)
     arguments["logits"] = arguments["logits"].astype(jnp.bfloat16)
