@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import pytest
 
-from detjax.engine import EngineConfig, config
+from detjax.engine import EngineConfig, SpeculativeConfig, config
 from detjax.engine.model_runner import bytes_of_page, bytes_of_slot, bytes_of_snapshot
 from detjax.engine.sampling_variant import SamplingVariant
 from detjax.models import Decoder, load
@@ -133,6 +133,7 @@ def test_a_step_loop_has_the_settings_of_its_engine() -> None:
         kv_cache_dtype="int8",
         top_logprobs=9,
         runs_of=2,
+        speculative=SpeculativeConfig(method="ngram"),
     )
     loop = settings.resolved(small_model()).step_loop()
     assert (loop.shapes.limits.slots, loop.shapes.limits.tokens) == (5, 70)
@@ -146,6 +147,10 @@ def test_a_step_loop_has_the_settings_of_its_engine() -> None:
         "snapshot_tokens": 77,
         "kv_cache_dtype": "int8",
         "runs_of": 2,
+        "speculative": SpeculativeConfig(method="ngram"),
+        "max_loras": 0,
+        "max_lora_rank": 16,
+        "adapters": (),
     }
     assert EngineConfig().resolved(small_model()).step_loop().prefix_cache is True
 
