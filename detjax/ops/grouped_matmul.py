@@ -93,7 +93,7 @@ def grouped_matmul(  # noqa: PLR0913
     check_weights(name, operands, layout, gated)
     check_shape(name, "sequences", sequences, x.shape[:1], f"x being {x.shape}")
     if isinstance(w, QuantizedWeight):
-        return quantized_grouped_matmul(operands, bias_sum, epilogue=epilogue, out_dtype=out_dtype)
+        return quantized_grouped_matmul(operands, bias_sum, epilogue=epilogue, out_dtype=out_dtype, unit=unit)
     options, sums = _Options(layout, epilogue, out_dtype, unit), (w_sum, bias_sum)
     return GROUPED_MATMUL.call(
         lambda operands, **options: _grouped_matmul(operands, sums, tiles, _Options(**options)),

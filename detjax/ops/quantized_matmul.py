@@ -11,8 +11,7 @@ from detjax.operands.options import Epilogue
 from detjax.operands.products import GroupedOperands, MatmulOperands
 from detjax.ops.dispatch import Operation, backend_modules, one_by_one, with_vmap_rule
 
-# All chips compute it in plain JAX.
-_MODULES: Final = backend_modules("quantized_matmul", kernels=())
+_MODULES: Final = backend_modules("quantized_matmul", kernels=("hopper",))
 _MATMUL: Final = Operation("quantized_matmul", _MODULES)
 _GROUPED: Final = Operation("quantized_grouped_matmul", _MODULES)
 
@@ -29,7 +28,7 @@ def quantized_matmul(
 
 
 def quantized_grouped_matmul(
-    operands: GroupedOperands, bias_sum: Array | None, *, epilogue: Epilogue, out_dtype: jnp.dtype
+    operands: GroupedOperands, bias_sum: Array | None, *, epilogue: Epilogue, out_dtype: jnp.dtype, unit: int
 ) -> Float[Array, "M N"]:
     """Returns the product with a computed `QuantizedWeight` for `ops.grouped_matmul`, which has checked its arguments.
 
@@ -39,7 +38,7 @@ def quantized_grouped_matmul(
     def under_contract(operands: GroupedOperands, **options: Any) -> Array:
         return _grouped_matmul(operands, bias_sum, *options.values())
 
-    return _GROUPED.call(under_contract, operands, epilogue=epilogue, out_dtype=out_dtype)
+    return _GROUPED.call(under_contract, operands, epilogue=epilogue, out_dtype=out_dtype, unit=unit)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
@@ -69,23 +68,23 @@ def _backward(epilogue: Epilogue, out_dtype: jnp.dtype, saved: Any, dy: Array) -
 _matmul.defvjp(_forward, _backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def _grouped_matmul(
-    operands: GroupedOperands, bias_sum: Array | None, epilogue: Epilogue, out_dtype: jnp.dtype
+    operands: GroupedOperands, bias_sum: Array | None, epilogue: Epilogue, out_dtype: jnp.dtype, unit: int
 ) -> Array:
     del bias_sum
-    return _GROUPED.kernels().grouped_forward(operands, epilogue=epilogue, out_dtype=out_dtype)
+    return _GROUPED.kernels().grouped_forward(operands, epilogue=epilogue, out_dtype=out_dtype, unit=unit)
 
 
 def _grouped_forward(
-    operands: GroupedOperands, bias_sum: Array | None, epilogue: Epilogue, out_dtype: jnp.dtype
+    operands: GroupedOperands, bias_sum: Array | None, epilogue: Epilogue, out_dtype: jnp.dtype, unit: int
 ) -> tuple[Array, Any]:
-    return _grouped_matmul(operands, bias_sum, epilogue, out_dtype), (operands, bias_sum)
+    return _grouped_matmul(operands, bias_sum, epilogue, out_dtype, unit), (operands, bias_sum)
 
 
-def _grouped_backward(epilogue: Epilogue, out_dtype: jnp.dtype, saved: Any, dy: Array) -> tuple[Any, Any]:
+def _grouped_backward(epilogue: Epilogue, out_dtype: jnp.dtype, unit: int, saved: Any, dy: Array) -> tuple[Any, Any]:
     operands, bias_sum = saved
-    dx, dbias = _GROUPED.kernels().grouped_backward(operands, dy, bias_sum, epilogue=epilogue)
+    dx, dbias = _GROUPED.kernels().grouped_backward(operands, dy, bias_sum, epilogue=epilogue, unit=unit)
     fresh, carried = (dbias, None) if bias_sum is None else (None, dbias)
     cotangents: Any = dx, None, fresh, None, None
     return GroupedOperands(*cotangents), carried

@@ -115,6 +115,12 @@ def backward(
         return gradient_of_sums(sums(x, shared), dy, x.dtype, epilogue)
 
     dz = map_rows(accumulator_gradient, (flat_rows(x), flat_rows(dy)), (padded(w), bias))
+    return gradients(operands, dz, bias_sum)
+
+
+def gradients(operands: MatmulOperands, dz: Array, bias_sum: Array | None) -> tuple[Array, Array | None]:
+    """Returns the gradients of x and of the bias, given the gradient of the biased sums, `[M, parts, N]`."""
+    x, w, bias, _ = operands
     dx = map_rows(functools.partial(input_gradient, layout="nk"), dz, widened(w)).reshape(x.shape)
     if bias is None:
         return dx, None
@@ -125,8 +131,9 @@ def backward(
     return dx, final_sum(dbias, bias_sum, bias)
 
 
-def grouped_forward(operands: GroupedOperands, *, epilogue: Epilogue, out_dtype: DTypeLike) -> Array:
+def grouped_forward(operands: GroupedOperands, *, epilogue: Epilogue, out_dtype: DTypeLike, unit: int) -> Array:
     """Returns rows `[M, N]` for rows `[M, K]` that are sorted by expert; see `detjax.ops.grouped_matmul`."""
+    del unit
     x, w, bias, group_sizes, _ = operands
 
     def tile(x: Array, expert: Array, shared: _Shared) -> Array:
@@ -136,20 +143,28 @@ def grouped_forward(operands: GroupedOperands, *, epilogue: Epilogue, out_dtype:
 
 
 def grouped_backward(
-    operands: GroupedOperands, dy: Array, bias_sum: Array | None = None, *, epilogue: Epilogue
+    operands: GroupedOperands, dy: Array, bias_sum: Array | None = None, *, epilogue: Epilogue, unit: int
 ) -> tuple[Array, Array | None]:
     """Returns the gradients of x and of the bias, or its next sum if it has one; see `backward`."""
-    x, w, bias, group_sizes, sequences = operands
+    del unit
+    x, w, bias, group_sizes, _ = operands
 
     def accumulator_gradient(rows: tuple[Array, Array], expert: Array, shared: _Shared) -> Array:
         x, dy = rows
         return gradient_of_sums(sums(x, _at(shared, expert)), dy, x.dtype, epilogue)
 
+    tiles = group_tiles(group_sizes, len(x), PORTABLE_ROWS)
+    return grouped_gradients(operands, map_groups(accumulator_gradient, (x, dy), (padded(w), bias), tiles), bias_sum)
+
+
+def grouped_gradients(operands: GroupedOperands, dz: Array, bias_sum: Array | None) -> tuple[Array, Array | None]:
+    """Returns the gradients of x and of the bias, given the gradient of the biased sums, `[M, parts, N]`."""
+    x, w, bias, group_sizes, sequences = operands
+
     def row_gradient(dz: Array, expert: Array, w: QuantizedWeight) -> Array:
         return input_gradient(dz, widened(_at(w, expert)), "nk")
 
     tiles = group_tiles(group_sizes, len(x), PORTABLE_ROWS)
-    dz = map_groups(accumulator_gradient, (x, dy), (padded(w), bias), tiles)
     dx = map_groups(row_gradient, dz, w, tiles)
     if bias is None:
         return dx, None

@@ -22,10 +22,12 @@ def quantized_matmul(operands: MatmulOperands, *, epilogue: Epilogue, out_dtype:
     return plain.matmul(dense, layout="nk", epilogue=epilogue, out_dtype=out_dtype)
 
 
-def quantized_grouped_matmul(operands: GroupedOperands, *, epilogue: Epilogue, out_dtype: DTypeLike) -> Array:
+def quantized_grouped_matmul(
+    operands: GroupedOperands, *, epilogue: Epilogue, out_dtype: DTypeLike, unit: int
+) -> Array:
     """See `detjax.ops.grouped_matmul`."""
     dense = operands._replace(x=_quantized(operands.x), w=widened(operands.w))
-    return grouped.grouped_matmul(dense, layout="nk", epilogue=epilogue, out_dtype=out_dtype, unit=1)
+    return grouped.grouped_matmul(dense, layout="nk", epilogue=epilogue, out_dtype=out_dtype, unit=unit)
 
 
 def _quantized(x: Array) -> Array:

@@ -446,7 +446,7 @@ def all_gathered(x: Shaped[Array, "*N n"], over: Sequence[str]) -> Shaped[Array,
     return columns.reshape(*x.shape[:-1], devices(over), x.shape[-1])
 
 
-def _plain(weight: Weight) -> Array:
+def _plain(weight: Any) -> Any:
     assert not isinstance(weight, AccumulatedWeight), "devices that share a model train none of it"
     return weight
 
