@@ -336,6 +336,15 @@ def runs_digests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert result["layers_over_plain"] == pytest.approx(result["layers_ms"] / result["plain_ms"])
 
 
+def runs_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = run_small("drafts", tmp_path)["results"]
+    assert [(result["temperature"], result["kind"]) for result in results] == [
+        (temperature, kind) for temperature in (0, 0.7, 1) for kind in ("ngram", "draft_model", "eagle3")
+    ]
+    assert all(result["answers_with_other_bits"] == 0 for result in results)
+    assert all(result["share_counted"][0] > 0 for result in results if result["kind"] == "eagle3")
+
+
 QUICK: Final = ("expert_schedules", "loading", "matmul", "sleep", "update")
 """Runs of a few seconds."""
 RUNS: Final[dict[str, Callable[[Path, pytest.MonkeyPatch], None]]] = {
@@ -348,6 +357,7 @@ RUNS: Final[dict[str, Callable[[Path, pytest.MonkeyPatch], None]]] = {
     "decoder": runs_decoder,
     "delta_rule": runs_delta_rule,
     "digests": runs_digests,
+    "drafts": runs_drafts,
     "expert_schedules": runs_expert_schedules,
     "experts": runs_experts,
     "invariant": runs_invariant,

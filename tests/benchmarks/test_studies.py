@@ -29,6 +29,7 @@ STUDIES = (
     "decoder",
     "delta_rule",
     "digests",
+    "drafts",
     "expert_schedules",
     "experts",
     "invariant",
