@@ -133,14 +133,14 @@ def noise_of_range(
     keys: UInt32[Array, "B 4"], positions: Int32[Array, "B"], first: Int32[Array, ""], size: int
 ) -> Float32[Array, "B n"]:
     """Returns the noise of `size` consecutive token ids in each row. The first is a multiple of `SPAN`."""
-    # With the barriers XLA folds no constants, and does not compute all words again for each of them.
-    first = lax.optimization_barrier(first)
+    # The barriers limit what XLA compiles as one loop: without them, it would take seconds, and compute all words again
+    # for each of them.
     if size <= SPAN:
-        return noise_of_tokens(keys, positions, first + jnp.arange(size, dtype=jnp.int32))
+        return noise_of_tokens(keys, positions, lax.optimization_barrier(first + jnp.arange(size, dtype=jnp.int32)))
     spans = -(-size // SPAN)
     # The ids of a span have the next `NOISE_LANES` numbers as the first words of their counters.
     groups = first // np.int32(NOISE_WORDS) + jnp.arange(spans * NOISE_LANES, dtype=jnp.int32)
-    words = lax.optimization_barrier(_words(keys, positions, groups.astype(jnp.uint32)))
+    words = lax.optimization_barrier(_words(keys, positions, lax.optimization_barrier(groups.astype(jnp.uint32))))
     bits = jnp.stack([word.reshape(-1, spans, NOISE_LANES) for word in words], axis=2)
     return gumbel(bits.reshape(len(keys), -1)[:, :size])
 
