@@ -5,9 +5,13 @@ Read `decoder` first, then a family in `families`, then `parts`, which families 
 """
 
 from detjax.models import families as families
+from detjax.models.adapters.adapted_model import adapter_of as adapter_of
+from detjax.models.adapters.adapted_model import new_adapter as new_adapter
+from detjax.models.adapters.adapted_model import with_adapter as with_adapter
 from detjax.models.adapters.adapter import Adapter as Adapter
 from detjax.models.adapters.adapter import read_adapter as read_adapter
 from detjax.models.adapters.adapter import save_adapter as save_adapter
+from detjax.models.adapters.adapter_config import AdapterConfig as AdapterConfig
 from detjax.models.adapters.loading import load as load
 from detjax.models.cache import KVCache as KVCache
 from detjax.models.checkpoint.digest import digest as digest

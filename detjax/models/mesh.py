@@ -322,7 +322,8 @@ def _weight_specs(weight: Any, sharding: OutputSharding | None) -> Any:
     a = P() if sharding.experts is None else P(EXPERT)
     value, b = _weight_specs(weight.value, sharding), _spec(len(weight.b.shape), sharding)
     scales, rows = _spec(weight.scales.ndim, sharding.at(-1)), None if weight.rows is None else P()
-    specs: Any = AdaptedWeight(value, a, b, scales, rows)  # pyright: ignore[reportArgumentType]
+    mask = None if weight.b_mask is None else b
+    specs: Any = AdaptedWeight(value, a, b, scales, rows, mask)  # pyright: ignore[reportArgumentType]
     return specs
 
 

@@ -5,7 +5,7 @@ from types import EllipsisType
 from typing import Any, Final
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float32, Int, Int32
+from jaxtyping import Array, Bool, Float32, Int, Int32
 
 from detjax.contract import RANK_STEP
 from detjax.operands.accumulated_weight import AccumulatedWeight, Weight
@@ -36,6 +36,7 @@ class AdaptedWeight:
             in place of K.
         scales: the factors of the products, in the shape of `b` without R.
         rows: the slot of each row of x, or `NO_ADAPTER`; None: all rows have the one adapter.
+        b_mask: True where the numbers of `b` are trained: in the ranks of the row's own tensor. None: everywhere.
 
     Example:
         >>> from detjax import ops
@@ -50,6 +51,7 @@ class AdaptedWeight:
     b: Weight
     scales: Float32[Array, "..."]
     rows: Int[Array, "..."] | None = None
+    b_mask: Bool[Array, "..."] | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:

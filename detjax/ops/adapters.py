@@ -216,8 +216,10 @@ def _sums_backward(
     dx = rounded(sum(base[1:], base[0]) + to_inputs(v, _value(a)), x.dtype)
     da = _weight_gradient(product, x, a, v, groups)
     db = _weight_gradient(product, u, b, h, groups)
+    if weight.b_mask is not None:
+        db = jax.tree.map(lambda x: jnp.where(weight.b_mask.reshape(x.shape), x, jnp.zeros_like(x)), db)
     shaped = jax.tree.map(lambda gradient, like: gradient.reshape(like.shape), (da, db), (weight.a, weight.b))
-    return dx, AdaptedWeight(None, *shaped, jnp.zeros_like(weight.scales), None), None, None
+    return dx, AdaptedWeight(None, *shaped, jnp.zeros_like(weight.scales), None, None), None, None
 
 
 def _joined(weight: Weight, axis: int) -> Weight:

@@ -7,7 +7,7 @@ depend on microbatches or devices. `detjax.rl.runs.run` trains with the same ste
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import jax
 import numpy as np
@@ -17,17 +17,21 @@ from jaxtyping import Array, Float32, Int32, PyTree
 
 from detjax.contract import ACCUMULATOR, GRADIENT_SHARDS
 from detjax.engine import Engine, SamplingParams
-from detjax.models import Decoder
+from detjax.models import Decoder, adapter_of
 from detjax.models.network import split
 from detjax.operands.options import MODEL_DISTRIBUTION, Distribution
 from detjax.rl import rollouts
-from detjax.rl.trainer.gradients import Loss, gradient_shape
+from detjax.rl.trainer.gradients import Loss
 from detjax.rl.trainer.microbatches import Layout, Sample
 from detjax.rl.trainer.placement import Flat, Placement
 from detjax.rl.trainer.sample_checks import check_certain
 from detjax.rl.trainer.step import Plan, batch_gradients
 from detjax.rl.trainer.train_state import TrainState, initial_state, update, weights_of
+from detjax.rl.trainer.trained_weights import gradient_shapes, has_adapter, trained
 from detjax.runtime import compilation
+
+_POLICY: Final = "policy"
+"""The name of the adapter that an engine samples with."""
 
 type Params = PyTree[Array]
 """A model's weights, as `nnx.state(model)` returns them and `Engine.update_weights` takes them."""
@@ -91,7 +95,10 @@ class Training:
         """Binds the functions to a model.
 
         Args:
-            model: the decoder. Its weights are not used; they may be `jax.ShapeDtypeStruct`.
+            model: the decoder. Its weights are not used; they may be `jax.ShapeDtypeStruct`. With an adapter
+                (`detjax.models.with_adapter`), only the adapter's factors are trained, and the other weights are used.
+                Gradients then have one leaf for an adapted weight, the numbers of A, then those of B, and a single zero
+                for other weights.
             optimizer: such as `detjax.rl.trainer.optimizers.adamw`. It sees one leaf at a time.
             loss: see `detjax.rl.trainer.losses`.
             max_norm: gradients with a larger norm are scaled down to it; None: no clipping.
@@ -109,7 +116,8 @@ class Training:
         """Returns `rollout(params, prompts, seed)`, which samples completions from the distribution.
 
         Args:
-            engine: computes the completions. Each call of `rollout` replaces its weights.
+            engine: computes the completions. Each call of `rollout` replaces its weights, or the adapter that it has
+                under the name "policy": then it has the base model's weights, and `max_loras` of at least 1.
             max_tokens: maximum number of tokens of a completion.
             samples: completions of each prompt.
         """
@@ -117,8 +125,16 @@ class Training:
         sampling = SamplingParams(max_tokens, n=samples, sampling_logprobs=True, **distribution)
 
         def rollout(params: Params, prompts: Sequence[str | Sequence[int]], seed: int) -> Rollouts:
-            engine.update_weights(params)
-            groups = rollouts.rollouts(engine, prompts, sampling, rollouts.prompt_seeds(seed, len(prompts)))
+            adapter = None
+            if has_adapter(self.network.weights(params)):
+                adapter = _POLICY
+                engine.load_adapter(
+                    _POLICY, adapter_of(self.network.with_weights(self.network.weights(params))), replaces=True
+                )
+            else:
+                engine.update_weights(params)
+            seeds = rollouts.prompt_seeds(seed, len(prompts))
+            groups = rollouts.rollouts(engine, prompts, sampling, seeds, adapter=adapter)
             return Rollouts(
                 [[one.completion for one in group] for group in groups],
                 [[one.sampling_logprobs for one in group] for group in groups],
@@ -130,7 +146,7 @@ class Training:
         """Returns the state before the first step."""
         weights = self.network.weights(params)
         placement = Placement(self._shards)
-        return State(params, initial_state(weights, self._optimizer, placement, trained=self.network.trained))
+        return State(params, initial_state(weights, self._optimizer, placement, trained=trained(self.network, weights)))
 
     def loss_and_gradients(
         self, params: Params, batch: Sequence[Sample], *, microbatch: Layout, mesh: Mesh | None = None
@@ -151,7 +167,7 @@ class Training:
         weights = plan.placement.everywhere(self.network.weights(params))
         result = batch_gradients(self.network, weights, batch, self._loss, plan, self._distribution)
         check_certain(batch, self._loss, self._distribution, lambda: result.logprobs)
-        leaves = [_shaped(leaf, gradient_shape(like)) for leaf, like in zip(result.leaves, self._like, strict=True)]
+        leaves = [_shaped(*pair) for pair in zip(result.leaves, gradient_shapes(self._like), strict=True)]
         loss = self._loss.value(batch, result.logprobs)
         return LossAndGradients(loss, self.network.state(tuple(leaves)), result.logprobs)
 
@@ -166,11 +182,10 @@ class Training:
             ValueError: the gradients have other shapes or dtypes.
         """
         leaves = self.network.weights(gradients)
-        for path, leaf, like in zip(self.network.paths, leaves, self._like, strict=True):
-            if (leaf.shape, leaf.dtype) != (gradient_shape(like), ACCUMULATOR):
+        for path, leaf, shape in zip(self.network.paths, leaves, gradient_shapes(self._like), strict=True):
+            if (leaf.shape, leaf.dtype) != (shape, ACCUMULATOR):
                 raise ValueError(
-                    f"update: the gradient of {path} is {leaf.dtype}{list(leaf.shape)}; accepted: "
-                    f"float32{list(gradient_shape(like))}"
+                    f"update: the gradient of {path} is {leaf.dtype}{list(leaf.shape)}; accepted: float32{list(shape)}"
                 )
         placement = Placement(self._shards, _devices(leaves[0]))
         flat = tuple(_flat(leaf, placement) for leaf in leaves)

@@ -1,6 +1,7 @@
 """A model with one adapter for all of its rows: what a trainer trains, and what a sampler of RL samples from."""
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,7 +9,9 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array
 
-from detjax.models.adapters.adapter import Adapter
+from detjax.contract import RANK_STEP
+from detjax.models.adapters.adapter import Adapter, Factors
+from detjax.models.adapters.adapter_config import AdapterConfig
 from detjax.models.adapters.targets import HEAD_PATH, AdapterArrays, Targets
 from detjax.models.checkpoint.loading import without_weights
 from detjax.models.configuration.json_object import CheckpointError
@@ -48,7 +51,10 @@ def with_adapter(model: Decoder, adapter: Adapter) -> Decoder:
     rank = padded_rank(adapter.rank)
     for number, by_tensor in factors.items():
         arrays = targets.adaptable[number].arrays(by_tensor, rank)
-        adapted[number] = AdaptedWeight(adapted[number], *placed_arrays(arrays, shardings[number], model.mesh))
+        mask = targets.adaptable[number].b_mask(rank)
+        mask = None if mask is None else placed(mask, shardings[number], model.mesh)
+        on_devices = placed_arrays(arrays, shardings[number], model.mesh)
+        adapted[number] = AdaptedWeight(adapted[number], *on_devices, None, mask)
     return network.with_weights(tuple(adapted))
 
 
@@ -90,3 +96,67 @@ def _untied(model: Decoder) -> Decoder:
     known = dict(parameters(model))
     network = split(empty)[0]
     return network.with_weights(tuple(known[_EMBEDDING_PATH if path == HEAD_PATH else path] for path in network.paths))
+
+
+def new_adapter(model: Decoder, config: AdapterConfig, *, seed: int = 0) -> Adapter:
+    """Returns an adapter to train: its first product is zero, so the model's answers do not change yet.
+
+    As in peft, each A is uniform within `1 / sqrt(inputs)`, and each B is zero.
+
+    Args:
+        model: the decoder.
+        config: its targets choose the modules. "all-linear" leaves out the head.
+        seed: of A.
+
+    Raises:
+        ValueError: no module of the model is a target.
+    """
+    targets, rng = Targets(model.config, np.dtype(model.dtype)), np.random.default_rng(seed)
+    factors = {}
+    for number, one in targets.adaptable.items():
+        for index, (outputs, inputs) in enumerate(one.parameter.shapes.values()):
+            module = targets.module_of(number, index)
+            if config.has_target(module):
+                rank, bound = config.rank_of(module), inputs**-0.5
+                a = rng.uniform(-bound, bound, (rank, inputs)).astype(one.parameter.dtype)
+                b = np.zeros((outputs, rank), one.parameter.dtype)
+                factors[module] = Factors(a, b, np.float32(config.scale_of(module)))
+    if not factors:
+        raise ValueError(f"new_adapter: targets are {config.targets!r}; accepted: names of the model's linear layers")
+    return Adapter(config, factors)
+
+
+def adapter_of(model: Decoder, config: AdapterConfig | None = None) -> Adapter:
+    """Returns the adapter of a decoder that has one, on the host: the inverse of `with_adapter`.
+
+    Weights that an adapter replaced are not part of it.
+
+    Args:
+        model: a decoder from `with_adapter`, perhaps trained.
+        config: the adapter's options. Default: ranks with padding, and factors as alphas, for each module.
+
+    Raises:
+        ValueError: the model has no adapter, or devices share it.
+    """
+    weights = split(model)[1]
+    adapted = {number: weight for number, weight in enumerate(weights) if isinstance(weight, AdaptedWeight)}
+    if not adapted or model.mesh is not None or any(weight.rows is not None for weight in adapted.values()):
+        raise ValueError("adapter_of: the model has no adapter of its own; accepted: one of with_adapter on one device")
+    targets, factors = Targets(model.config, np.dtype(model.dtype)), {}
+    for number, weight in adapted.items():
+        for index, found in targets.adaptable[number].factors(AdapterArrays(*map(np.asarray, _arrays(weight)))).items():
+            module = targets.module_of(number, index)
+            if config is None:
+                factors[module] = found
+            else:
+                rank = config.rank_of(module)
+                factors[module] = Factors(found.a[:rank], found.b[:, :rank], np.float32(config.scale_of(module)))
+    if config is None:
+        ranks = {re.escape(module): len(one.a) for module, one in factors.items()}
+        alphas = {re.escape(module): float(one.scale) * len(one.a) for module, one in factors.items()}
+        config = AdapterConfig(rank=RANK_STEP, alpha=1.0, rank_pattern=ranks, alpha_pattern=alphas)
+    return Adapter(config, factors)
+
+
+def _arrays(weight: AdaptedWeight) -> tuple[Any, Any, Any]:
+    return weight.a, weight.b, weight.scales

@@ -88,6 +88,34 @@ class AdaptedParameter:
         arrays = (a, joined_b, joined_scales)
         return AdapterArrays(*(x.reshape(shape) for x, shape in zip(arrays, shapes, strict=True)))
 
+    def b_mask(self, rank: int) -> np.ndarray | None:
+        """Returns where `b` of one adapter has the ranks of a row's own tensor; None: everywhere."""
+        if self.parts == 1:
+            return None
+        masks = []
+        for index, shape in enumerate(self.parameter.shapes.values()):
+            mask, first = np.zeros((shape[0], self.parts * rank), bool), index % self.parts * rank
+            mask[:, first : first + rank] = True
+            masks.append(mask)
+        return self.parameter.tensors.join(masks).reshape(self.shapes(1, rank).b)
+
+    def factors(self, arrays: AdapterArrays) -> dict[int, Factors]:
+        """Returns the factors by tensor, with padding ranks, given the arrays of one adapter; see `arrays`.
+
+        Tensors without factors, whose scale is zero, are left out.
+        """
+        ranks = arrays.a.shape[-2] // self.parts
+        a = arrays.a.reshape(max(self.experts, 1), self.parts, ranks, -1)
+        tensors, shape = self.parameter.tensors, self.parameter.shape
+        b_parts = tensors.split(arrays.b.reshape(*shape[:-1], -1))
+        scale_parts = tensors.split(arrays.scales.reshape(*shape[:-1], 1))
+        factors = {}
+        for index, (b, scales) in enumerate(zip(b_parts, scale_parts, strict=True)):
+            expert, part = divmod(index, self.parts)
+            if scale := np.float32(scales.reshape(-1)[0]):
+                factors[index] = Factors(a[expert, part], b[:, part * ranks : (part + 1) * ranks], scale)
+        return factors
+
 
 class Targets:
     """The parameters of a model that adapters may change.

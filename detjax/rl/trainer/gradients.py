@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
+from typing import Final, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +17,8 @@ from detjax.models import Decoder
 from detjax.models.network import Network, Weights
 from detjax.operands.accumulated_weight import AccumulatedWeight
 from detjax.operands.options import MODEL_DISTRIBUTION, Distribution
-from detjax.operands.quantized_weight import is_quantized
 from detjax.rl.trainer.microbatches import Microbatch, Sample
-from detjax.rl.trainer.train_state import UNTRAINED
+from detjax.rl.trainer.trained_weights import gradient_shapes, trained, with_sums, without_masters
 from detjax.runtime import compilation
 
 
@@ -60,18 +59,13 @@ type Sums = tuple[WeightSums, ...]
 def empty_sums(network: Network[Decoder], weights: Weights) -> Sums:
     """Returns zero sums for each weight of a decoder. The sums of frozen weights stay zero."""
 
-    def empty(path: tuple[object, ...], weight: Array) -> WeightSums:
-        zeros = functools.partial(jnp.zeros, gradient_shape(weight), ACCUMULATOR)
+    def empty(path: tuple[object, ...], shape: tuple[int, ...]) -> WeightSums:
+        zeros = functools.partial(jnp.zeros, shape, ACCUMULATOR)
         is_table = path[-2:] in _TABLES
         is_multiplied = not is_table or path == network.paths[_head_index(network)]
         return WeightSums(zeros() if is_multiplied else None, zeros() if is_table else None)
 
-    return tuple(empty(path, weight) for path, weight in zip(network.paths, weights, strict=True))
-
-
-def gradient_shape(weight: Any) -> tuple[int, ...]:
-    """Returns the shape of a weight's gradient; quantized weights, which have none, share a single zero."""
-    return UNTRAINED if is_quantized(weight) else weight.shape
+    return tuple(empty(path, shape) for path, shape in zip(network.paths, gradient_shapes(weights), strict=True))
 
 
 def completion_logprobs(model: Decoder, microbatch: Microbatch, distribution: Distribution) -> Float32[Array, "*N"]:
@@ -105,12 +99,14 @@ def next_sums(
     """
 
     head = _head_index(network)
-    products = sums[head].products
+    products, head_is_fixed = sums[head].products, without_masters(weights)[head]
+    if head_is_fixed:  # its gradient is computed along with the others, and dropped
+        products = jnp.zeros(weights[head].shape, ACCUMULATOR)
 
     def hidden_states(sums: Sums) -> Array:
-        leaves = zip(weights, sums, network.trained, strict=True)
+        leaves = zip(weights, sums, trained(network, weights), strict=True)
         model = network.with_weights(
-            tuple(AccumulatedWeight(weight, *total) if trained else weight for weight, total, trained in leaves)
+            tuple(with_sums(weight, *total) if is_trained else weight for weight, total, is_trained in leaves)
         )
         return last_hidden_states(model, microbatch, rematerialized=rematerialized)
 
@@ -127,6 +123,8 @@ def next_sums(
         distribution=distribution,
         **network.with_weights(weights).head.logit_options,
     )
+    if head_is_fixed:
+        products = sums[head].products
     (sums,) = pullback(dhidden)
     return (*sums[:head], sums[head]._replace(products=products), *sums[head + 1 :]), logprobs
 

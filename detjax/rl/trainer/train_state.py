@@ -6,7 +6,7 @@ are updated in groups by programs that groups of equal shapes share, and devices
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,16 +16,20 @@ from jaxtyping import Array, Float32
 
 from detjax.contract import ACCUMULATOR
 from detjax.models.network import Weights
-from detjax.operands.quantized_weight import is_quantized
+from detjax.operands.adapted_weight import AdaptedWeight
 from detjax.operands.rounding import rounded
 from detjax.ops.elements import map_elements, slice_squares
 from detjax.rl.trainer.optimizers import norm_of_slices
 from detjax.rl.trainer.placement import Flat, Placement
+from detjax.rl.trainer.trained_weights import (
+    UNTRAINED,
+    trained_numbers,
+    trained_shape,
+    with_numbers,
+    without_masters,
+)
 from detjax.rl.trainer.update_groups import update_groups
 from detjax.runtime import compilation
-
-UNTRAINED: Final = (1,)
-"""The shape of the gradients and the master of a quantized weight, which are zero."""
 
 
 class TrainState(NamedTuple):
@@ -47,21 +51,22 @@ def initial_state(
     *,
     trained: Sequence[bool] | None = None,
 ) -> TrainState:
-    """Returns the state before the first step. A quantized weight has a master of a single zero.
+    """Returns the state before the first step. A weight without masters has a single zero; see `trained_weights`.
 
     Args:
         optimizer: such as `detjax.rl.trainer.optimizers.adamw`.
         trained: whether each weight is trained, such as `Network.trained`; None: all are.
     """
 
-    def leaf(weight: Array, is_trained: bool) -> tuple[Flat, Any]:
-        numbers = jnp.zeros(UNTRAINED, ACCUMULATOR) if is_quantized(weight) else jnp.asarray(weight, ACCUMULATOR)
+    def leaf(weight: Any, is_trained: bool, is_fixed: bool) -> tuple[Flat, Any]:
+        numbers = jnp.zeros(UNTRAINED, ACCUMULATOR) if is_fixed else jnp.asarray(trained_numbers(weight), ACCUMULATOR)
         master = placement.flat(numbers)
         # Each leaf is placed before the next one is created, so the default device never holds the whole state.
         return placement.placed((master, optimizer.init(master) if is_trained else None))
 
-    pairs = zip(weights, (True,) * len(weights) if trained is None else trained, strict=True)
-    masters, states = zip(*(leaf(*pair) for pair in pairs), strict=True)
+    are_trained = (True,) * len(weights) if trained is None else trained
+    leaves = zip(weights, are_trained, without_masters(weights), strict=True)
+    masters, states = zip(*(leaf(*one) for one in leaves), strict=True)
     return TrainState(masters, states)
 
 
@@ -143,14 +148,21 @@ def next_leaf(
 
 
 def weights_of(state: TrainState, like: Weights, placement: Placement) -> Weights:
-    """Rounds the masters to weights with the shapes and dtypes of `like`, on every device; quantized ones stay."""
-    plain = [index for index, weight in enumerate(like) if not is_quantized(weight)]
-    shapes = {index: jax.ShapeDtypeStruct(like[index].shape, like[index].dtype) for index in plain}
+    """Rounds the masters to weights with the shapes and dtypes of `like`, on every device; those without masters stay.
+
+    Of an adapted weight, the factors come from the master.
+    """
+    fixed = without_masters(like)
+    plain = [index for index, is_fixed in enumerate(fixed) if not is_fixed]
+    shapes = {index: jax.ShapeDtypeStruct(trained_shape(like[index]), like[index].dtype) for index in plain}
     weights = {index: placement.everywhere(weight) for index, weight in enumerate(like) if index not in shapes}
     for group in update_groups(tuple(shapes.values())):
         indices = [plain[place] for place in group]
         program = _weights_program(placement, tuple(shapes[index] for index in indices))
         weights |= zip(indices, program(tuple(state.masters[index] for index in indices)), strict=True)
+    for index, weight in enumerate(like):
+        if isinstance(weight, AdaptedWeight):
+            weights[index] = with_numbers(placement.everywhere(weight), weights[index])
     return tuple(weights[index] for index in range(len(like)))
 
 

@@ -11,8 +11,8 @@ from jaxtyping import Array, Float32, PyTree
 
 from detjax.models import Decoder
 from detjax.models.network import Network, Weights, split
+from detjax.operands.adapted_weight import AdaptedWeight
 from detjax.operands.options import MODEL_DISTRIBUTION, Distribution
-from detjax.operands.quantized_weight import is_quantized
 from detjax.rl.trainer.entropy import entropies
 from detjax.rl.trainer.gradients import Loss, completion_logprobs, last_hidden_states
 from detjax.rl.trainer.microbatches import Microbatch, PlacedMicrobatch, Sample, by_sequence
@@ -20,6 +20,7 @@ from detjax.rl.trainer.sample_checks import check_certain, check_drawn
 from detjax.rl.trainer.sample_images import with_rows
 from detjax.rl.trainer.step import Plan, batch_gradients
 from detjax.rl.trainer.train_state import TrainState, initial_state, update, weights_of
+from detjax.rl.trainer.trained_weights import trained, without_masters
 from detjax.runtime import compilation
 
 
@@ -85,7 +86,8 @@ class Trainer:
         """Starts training from a model's weights.
 
         Args:
-            model: the decoder, which is not modified.
+            model: the decoder, which is not modified. With an adapter (`detjax.models.with_adapter`), the adapter's
+                factors are trained, and nothing else.
             optimizer: such as `detjax.rl.trainer.optimizers.adamw`.
             loss: see `detjax.rl.trainer.losses`.
             plan: the training plan.
@@ -96,9 +98,12 @@ class Trainer:
         self.optimizer, self.loss, self.plan, self.max_norm = optimizer, loss, plan, max_norm
         self.distribution = distribution
         self._like = tuple(
-            weight if is_quantized(weight) else jax.ShapeDtypeStruct(weight.shape, weight.dtype) for weight in weights
+            weight
+            if is_fixed or isinstance(weight, AdaptedWeight)
+            else jax.ShapeDtypeStruct(weight.shape, weight.dtype)
+            for weight, is_fixed in zip(weights, without_masters(weights), strict=True)
         )
-        self.state = initial_state(weights, optimizer, plan.placement, trained=self.network.trained)
+        self.state = initial_state(weights, optimizer, plan.placement, trained=trained(self.network, weights))
 
     @property
     def state(self) -> TrainState:
