@@ -18,10 +18,13 @@ from detjax.operands.numerics import ceil_div, round_down
 from detjax.operands.options import Aggregation
 from detjax.operands.pytrees import array_dataclass
 from detjax.ops.checks import check_dtype, check_integers, check_shape
+from detjax.ops.dispatch import Operation, one_by_one
 from detjax.ops.grouped_kernels import group_unit
 from detjax.portable import experts as portable
 from detjax.runtime import compilation
 
+_PLACES: Final = Operation("expert_rows", {"hopper": "detjax.pallas.hopper.expert_places"})
+"""The kernel of rows of few tokens."""
 _BLOCK: Final = 256
 """Choices in a block that is searched for equal choices at once."""
 
@@ -145,6 +148,12 @@ def expert_rows(ids: Int32[Array, "N count"], experts: int, present: Bool[Array,
     """
     check_integers("expert_rows", ids=ids)
     tokens, unit = len(ids), group_unit(ids.size, experts)
+    if _PLACES.is_served():
+        problem = _PLACES.module().Problem(*ids.shape, experts, unit, most_rows(ids.size, experts, unit))
+        if problem.served:
+            placed: tuple[Array, ...] = _by_kernel(ids.astype(jnp.int32), present, problem)
+            sizes, token, place, tiles = placed
+            return ExpertRows(sizes, token, place, unit, tiles)
     keys = ids if present is None else jnp.where(present[:, None], ids, jnp.int32(experts))
     earlier, totals = _earlier_and_totals(keys.reshape(-1), experts)
     sizes, expert = -(-totals // unit) * unit, jnp.arange(experts, dtype=jnp.int32)
@@ -154,6 +163,25 @@ def expert_rows(ids: Int32[Array, "N count"], experts: int, present: Bool[Array,
     chooser = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32)[:, None], place.shape)
     token = jnp.full(rows, tokens, jnp.int32).at[place].set(chooser, mode="drop", unique_indices=True)
     return ExpertRows(sizes, token, place, unit)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _by_kernel(ids: Array, present: Array | None, problem: Any) -> tuple[Array, ...]:
+    places = functools.partial(_PLACES.module().place, problem=problem)
+    return tuple(one_by_one(places, (ids, present)))
+
+
+def _placed_forward(ids: Array, present: Array | None, problem: Any) -> tuple[tuple[Array, ...], None]:
+    return _by_kernel(ids, present, problem), None
+
+
+def _placed_backward(problem: Any, saved: None, gradients: Any) -> tuple[None, None]:
+    """Places are integers, which have no gradients."""
+    del problem, saved, gradients
+    return None, None
+
+
+_by_kernel.defvjp(_placed_forward, _placed_backward)
 
 
 def most_rows(choices: int, experts: int, unit: int) -> int:

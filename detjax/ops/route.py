@@ -51,8 +51,8 @@ def route(
     if _ROUTE.is_served() and logits.dtype == jnp.float32 and 1 <= count <= known:
         kernels, choices = _ROUTE.module(), tokens * count
         unit = group_unit(choices, local)
-        shape = tokens, known, count, normalized, local, unit, most_rows(choices, local, unit)
-        problem = kernels.Problem(*shape)
+        shape = tokens, count, local, unit, most_rows(choices, local, unit)
+        problem = kernels.Problem(*shape, experts=known, normalized=normalized)
         if problem.served:
             results: tuple[Array, ...] = _by_kernel(logits, present, first, problem)
             ids, weights, sizes, token, place, tiles = results

@@ -6,8 +6,7 @@ Decode steps have so few tokens that each of the many operations of `ops.softmax
 1. Choice. Warpgroups take rows of logits. 2 to 32 threads hold a row, by the layouts of `rows`, whose sums have the
    contract's order. Softmax uses the formulas of `softmax.py`. The highest probability is taken as often as a token
    chooses, and the choices are sorted by id.
-2. Places. Each thread of one warpgroup takes some choices. An expert has a bit for each token, so the rows before a
-   token's are the lower bits that are set. The lanes of a warp add the sizes of groups.
+2. Places. One warpgroup places the rows, as in `expert_places`.
 """
 
 import dataclasses
@@ -23,28 +22,14 @@ from jax import Array, lax
 
 from detjax.contract import ACCUMULATOR, LANE_GROUP
 from detjax.operands.numerics import LOWEST, ceil_div, round_up
-from detjax.pallas.hopper.device import WARP, WARPGROUP
+from detjax.pallas.hopper import expert_places
+from detjax.pallas.hopper.device import WARPGROUP
+from detjax.pallas.hopper.expert_places import MAX_EXPERTS, Places, Results
 from detjax.pallas.hopper.mosaic.barriers import sync
-from detjax.pallas.hopper.mosaic.threads import (
-    count_bits,
-    load,
-    meet,
-    or_into,
-    store,
-    store_vector,
-    sum_up_to,
-    thread,
-)
+from detjax.pallas.hopper.mosaic.threads import load, store, store_vector
 from detjax.pallas.hopper.rows import NO_AUTO_BARRIERS, broadcast, layout, row_sums
 from detjax.pallas.softmax_formulas import exp_difference, row_constant
 
-MAX_TOKENS: Final = 64
-"""Tokens of a call: an expert has two words of `_BITS` bits for them."""
-MAX_EXPERTS: Final = 512
-MAX_CHOSEN: Final = 16
-"""Experts that a token chooses at most; the kernel's text has all steps of the choice."""
-
-_BITS: Final = 32
 _MAX_WARPGROUPS: Final = 4
 _MAX_HELD: Final = 32
 """Elements of a row that a thread holds at most, so that nothing spills."""
@@ -55,21 +40,12 @@ _ALL_WARPGROUPS: Final = 15
 
 
 @dataclasses.dataclass(frozen=True)
-class Problem:
+class Problem(expert_places.Problem):
     """The shapes and options of a choice."""
 
-    tokens: int
     experts: int
     """Experts that tokens choose from."""
-    count: int
-    """Experts that a token chooses."""
     normalized: bool
-    local: int
-    """Experts of this device."""
-    unit: int
-    """Groups of rows are padded to a multiple of this number."""
-    rows: int
-    """Rows of all groups with their padding, at most."""
 
     @property
     def width(self) -> int:
@@ -79,7 +55,7 @@ class Problem:
     @property
     def served(self) -> bool:
         """True if the kernel serves the problem."""
-        return self.tokens <= MAX_TOKENS and self.experts <= MAX_EXPERTS and self.count <= MAX_CHOSEN
+        return super().served and self.experts <= MAX_EXPERTS
 
 
 def _power_of_two(size: int) -> int:
@@ -131,10 +107,7 @@ def choose(
     problem: Problem,
     schedule: Schedule | None = None,
 ) -> tuple[Array, ...]:
-    """Returns ids and weights `[N, count]`, and group sizes `[local]`, tokens `[rows]`, places
-    `[N, count]` and tiles `[rows / unit + 1]`.
-
-    See `detjax.ops.expert_choice`.
+    """Returns ids and weights `[N, count]`, and the results of `expert_places.place`.
 
     Args:
         logits: float32 `[N, E]`.
@@ -151,30 +124,44 @@ def choose(
     given = [x for x in optional if x is not None]
 
     def body(logits: Any, *refs: Any) -> None:
-        refs, scratch = refs[: -len(scratch_types)], refs[-len(scratch_types) :]
-        operands, results = iter(refs[: len(given)]), refs[len(given) :]
+        operands, results, scratch = iter(refs[: len(given)]), refs[len(given) : -4], refs[-4:]
         present, first = (None if x is None else next(operands) for x in optional)
-        _Cta(problem, schedule, _Scratch(*scratch)).run(logits, present, first, _Results(*results))
+        places = Places(problem, *scratch[2:], Results(*results[2:]))
+        warpgroup, count = lax.axis_index("warpgroup"), schedule.warpgroups
+        pl.when(warpgroup == 0)(places.clear)
+        rows = schedule.rows_at_once(problem)
+        choice = _Choice(problem, schedule, rows)
+        for turn in range(ceil_div(problem.tokens, rows * count)):
+            # The last rows may be taken twice, with the same result.
+            row = jnp.minimum((turn * count + warpgroup) * rows, problem.tokens - rows)
+            for ref, vectors in zip(scratch[:2], choice.chosen(logits, row), strict=True):
+                for j, vector in enumerate(vectors):
+                    store_vector(ref.at[j, pl.ds(row, rows)], vector, layout=choice.layout.reduce(1))
+        sync(_ALL_WARPGROUPS, count * WARPGROUP)
 
-    n, count, rows = problem.tokens, problem.count, problem.rows
-    scratch_types = [
-        plgpu.SMEM((count, n), jnp.int32),
-        plgpu.SMEM((count, n), ACCUMULATOR),
-        plgpu.SMEM((_words(problem) * problem.local,), jnp.int32),
-        plgpu.SMEM((problem.local,), jnp.int32),
-    ]
+        @pl.when(warpgroup == 0)
+        def _() -> None:
+            ids, weights = scratch[:2]
+            choices = places.choices(lambda token, j: load(ids, j, token), present, first)
+            places.store(choices)
+            for one in choices:
+                store(results[0], one.is_valid, one.id, one.token, one.j)
+                store(results[1], one.is_valid, load(weights, one.j, one.token), one.token, one.j)
+
+    n, count = problem.tokens, problem.count
     return tuple(
         plgpu.kernel(
             body,
             out_type=[
                 jax.ShapeDtypeStruct((n, count), jnp.int32),
                 jax.ShapeDtypeStruct((n, count), ACCUMULATOR),
-                jax.ShapeDtypeStruct((problem.local,), jnp.int32),
-                jax.ShapeDtypeStruct((rows,), jnp.int32),
-                jax.ShapeDtypeStruct((n, count), jnp.int32),
-                jax.ShapeDtypeStruct((rows // problem.unit + 1,), jnp.int32),
+                *expert_places.result_types(problem),
             ],
-            scratch_types=scratch_types,
+            scratch_types=[
+                plgpu.SMEM((count, n), jnp.int32),
+                plgpu.SMEM((count, n), ACCUMULATOR),
+                *expert_places.scratch_types(problem),
+            ],
             grid=(1,),
             grid_names=("cta",),
             num_threads=schedule.warpgroups,
@@ -183,156 +170,6 @@ def choose(
             compiler_params=NO_AUTO_BARRIERS,
         )(logits, *given)
     )
-
-
-def _words(problem: Problem) -> int:
-    return ceil_div(problem.tokens, _BITS)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Scratch:
-    """Arrays in shared memory."""
-
-    ids: Any
-    """The chosen experts, `[count, N]`."""
-    weights: Any
-    """Their weights."""
-    bits: Any
-    """For each word of tokens and each expert of this device, the tokens that chose it."""
-    firsts: Any
-    """The first row of each expert of this device."""
-
-
-@dataclasses.dataclass(frozen=True)
-class _Results:
-    """The results in device memory."""
-
-    ids: Any
-    weights: Any
-    group_sizes: Any
-    token: Any
-    place: Any
-    tiles: Any
-
-
-class _Cta:
-    """The CTA that chooses and places."""
-
-    def __init__(self, problem: Problem, schedule: Schedule, scratch: _Scratch) -> None:
-        self.problem, self.schedule, self.scratch = problem, schedule, scratch
-
-    def run(self, logits: Any, present: Any, first: Any, results: _Results) -> None:
-        """Computes all results."""
-        warpgroup, tokens = lax.axis_index("warpgroup"), self.problem.tokens
-        is_placing = warpgroup == 0
-        pl.when(is_placing)(lambda: self.clear(results))
-        at_once = self.schedule.rows_at_once(self.problem)
-        for turn in range(ceil_div(tokens, at_once * self.schedule.warpgroups)):
-            # The last rows may be taken twice, with the same result.
-            row = jnp.minimum((turn * self.schedule.warpgroups + warpgroup) * at_once, tokens - at_once)
-            choice = _Choice(self.problem, self.schedule, at_once)
-            for ref, vectors in zip((self.scratch.ids, self.scratch.weights), choice.chosen(logits, row), strict=True):
-                for j, vector in enumerate(vectors):
-                    store_vector(ref.at[j, pl.ds(row, at_once)], vector, layout=choice.layout.reduce(1))
-        sync(_ALL_WARPGROUPS, self.schedule.warpgroups * WARPGROUP)
-        pl.when(is_placing)(lambda: self.place(present, first, results))
-
-    def clear(self, results: _Results) -> None:
-        """Clears the bits, and makes all rows padding, which has the last expert."""
-        problem = self.problem
-        cleared = (self.scratch.bits, 0), (results.token, problem.tokens), (results.tiles, problem.local - 1)
-        for ref, value in cleared:
-            for start in range(0, ref.shape[0], WARPGROUP):
-                index = thread() + start
-                store(ref, index < ref.shape[0], jnp.int32(value), index)
-
-    def place(self, present: Any, first: Any, results: _Results) -> None:
-        """Stores the results of all tokens."""
-        problem, scratch = self.problem, self.scratch
-        choices = [self.choice(start, present, first) for start in range(0, problem.tokens * problem.count, WARPGROUP)]
-        for choice in choices:
-            or_into(scratch.bits, choice.has_row, lax.shift_left(jnp.int32(1), choice.bit), choice.word)
-        meet()
-        self.place_groups(results)
-        meet()
-        for choice in choices:
-            index = choice.token, choice.j
-            store(results.ids, choice.is_valid, choice.id, *index)
-            store(results.weights, choice.is_valid, load(scratch.weights, choice.j, choice.token), *index)
-            place = jnp.where(choice.has_row, self.place_of(choice), problem.rows)
-            store(results.place, choice.is_valid, place, *index)
-            store(results.token, choice.has_row, choice.token, place)
-            # All rows of a tile store the same expert.
-            store(results.tiles, choice.has_row, choice.local, lax.div(place, problem.unit))
-
-    def choice(self, start: int, present: Any, first: Any) -> "_OneChoice":
-        """Returns the thread's choice among those from `start` on."""
-        problem = self.problem
-        index = thread() + start
-        is_valid = index < problem.tokens * problem.count
-        index = jnp.where(is_valid, index, 0)
-        token, j = lax.div(index, problem.count), lax.rem(index, problem.count)
-        chosen = load(self.scratch.ids, j, token)
-        local = chosen if first is None else chosen - first[0]
-        has_row = is_valid if present is None else is_valid & (load(present, token) != 0)
-        if first is not None:
-            has_row = has_row & (local >= 0) & (local < problem.local)
-        local = jnp.where(has_row, local, 0)
-        return _OneChoice(token, j, chosen, is_valid, has_row, local, lax.div(token, _BITS) * problem.local + local)
-
-    def place_groups(self, results: _Results) -> None:
-        """Stores the sizes of groups and their first rows. Each lane of the first warp has consecutive experts."""
-        problem = self.problem
-        held = ceil_div(problem.local, WARP)
-        lane, is_first_warp = lax.rem(thread(), WARP), thread() < WARP
-        experts, sizes = [lane * held + i for i in range(held)], []
-        for expert in experts:
-            known = jnp.minimum(expert, problem.local - 1)
-            words = [load(self.scratch.bits, known + word * problem.local) for word in range(_words(problem))]
-            rows = functools.reduce(jnp.add, map(count_bits, words))
-            sizes.append(jnp.where(expert < problem.local, lax.div(rows + (problem.unit - 1), problem.unit), 0))
-        total = functools.reduce(jnp.add, sizes)
-        place = sum_up_to(total) - total
-        for expert, size in zip(experts, sizes, strict=True):
-            is_stored = is_first_warp & (expert < problem.local)
-            store(self.scratch.firsts, is_stored, place * problem.unit, expert)
-            store(results.group_sizes, is_stored, size * problem.unit, expert)
-            place = place + size
-        # The last lane of a warp has passed all groups.
-        store(results.tiles, thread() == WARP - 1, place, jnp.full_like(place, problem.rows // problem.unit))
-
-    def place_of(self, choice: "_OneChoice") -> Array:
-        """Returns the row of a choice: the first row of its expert, and after it the rows of earlier tokens."""
-        earlier = load(self.scratch.bits, choice.word) & (lax.shift_left(jnp.int32(1), choice.bit) - 1)
-        place = load(self.scratch.firsts, choice.local) + count_bits(earlier)
-        for word in range(_words(self.problem) - 1):
-            # All tokens of an earlier word are earlier.
-            tokens = count_bits(load(self.scratch.bits, choice.local + word * self.problem.local))
-            place = place + jnp.where(choice.token >= (word + 1) * _BITS, tokens, 0)
-        return place
-
-
-@dataclasses.dataclass(frozen=True)
-class _OneChoice:
-    """An expert that a token chose."""
-
-    token: Array
-    j: Array
-    """Number among the token's choices."""
-    id: Array
-    is_valid: Array
-    """True if there is such a choice."""
-    has_row: Array
-    """True if the token is present and the expert on this device."""
-    local: Array
-    """The expert among this device's; 0 without a row."""
-    word: Array
-    """The index of the expert's bits for the token."""
-
-    @property
-    def bit(self) -> Array:
-        """The token's bit in the word."""
-        return lax.rem(self.token, _BITS)
 
 
 class _Choice:

@@ -342,6 +342,17 @@ def choice_of_experts(tokens: int, known: int, count: int) -> Program:
     return fn, shapes
 
 
+def rows_of_experts(tokens: int, count: int, known: int) -> Program:
+    """The places of rows for choices that are given."""
+
+    def fn(ids: jax.Array, present: jax.Array) -> Any:
+        with backends.tracing_for("gpu"), backends.use_backend("hopper"):
+            rows = ops.expert_rows(ids, known, present)
+            return rows.group_sizes, rows.token, rows.place, rows.tiles
+
+    return fn, [array(tokens, count, dtype="int32"), array(tokens, dtype="bool")]
+
+
 def decode_step(batch: int, config: DecoderConfig) -> Program:
     """A step of a decoder: logits and the cache. Its first operands are the pools of pages."""
     graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)))
@@ -590,6 +601,7 @@ def programs() -> dict[str, Program]:
         ),
         "combination of experts": combination_of_experts(64, 8, 2048),
         "choice of most experts": choice_of_experts(64, 512, 16),
+        "rows of chosen experts": rows_of_experts(64, 8, 256),
         "experts of 8 tokens": experts_of_tokens(8),
         "decode step": decode_step(4, _config(1)),
         "vision tower": vision_tower(QWEN2_5_VL, 36, 52),

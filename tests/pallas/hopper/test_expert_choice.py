@@ -1,6 +1,5 @@
-"""The kernel that chooses experts and places rows: the portable backend's bits in Pallas' interpreter, and lowered."""
+"""The kernels that choose experts and place rows: the portable backend's bits in Pallas' interpreter, and lowered."""
 
-import dataclasses
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -14,7 +13,7 @@ import pytest
 import detjax
 from detjax import ops
 from detjax.ops.experts import most_rows
-from detjax.pallas.hopper import expert_choice
+from detjax.pallas.hopper import expert_choice, expert_places
 from detjax.pallas.hopper.expert_choice import Problem, Schedule, default_schedule
 from detjax.runtime import backends
 from tests.pallas.hopper.interpreter import lowered
@@ -37,7 +36,8 @@ def problem(
     tokens: int, experts: int, count: int, *, normalized: bool = True, unit: int = 8, local: int | None = None
 ) -> Problem:
     local = experts if local is None else local
-    return Problem(tokens, experts, count, normalized, local, unit, most_rows(tokens * count, local, unit))
+    rows = most_rows(tokens * count, local, unit)
+    return Problem(tokens, count, local, unit, rows, experts=experts, normalized=normalized)
 
 
 def logits(tokens: int, experts: int) -> jax.Array:
@@ -111,6 +111,29 @@ def test_choices_and_rows_have_the_bits_of_the_separate_operations(
 
 
 @in_the_interpreter
+def test_rows_of_given_choices_are_those_of_the_portable_backend() -> None:
+    """Choices of experts on other devices, whose id is 9, occur several times."""
+    ids = np.argsort(np.random.default_rng(0).standard_normal((35, 12)), axis=1)[:, :5]
+    ids = jnp.asarray(np.sort(np.minimum(ids, 9)), jnp.int32)
+    present = jnp.arange(35) % 4 != 1
+    fields = ("group_sizes", "token", "place")
+
+    def rows(ids: jax.Array, present: jax.Array) -> ops.ExpertRows:
+        return ops.expert_rows(ids, 9, present)
+
+    placed = jax.jit(rows)(ids, present)
+    with detjax.use_backend("portable"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ops.experts, "group_unit", lambda rows, experts: placed.unit)  # pyright: ignore[reportAttributeAccessIssue]
+        expected = detjax.jit(rows)(ids, present)
+    assert expected.tiles is None and placed.tiles is not None
+    assert_same_bits([getattr(placed, f) for f in fields], [getattr(expected, f) for f in fields])
+    sizes, tiles = np.asarray(placed.group_sizes) // placed.unit, np.asarray(placed.tiles)
+    assert tiles[-1] == sizes.sum()
+    assert tiles[: tiles[-1]].tolist() == np.repeat(np.arange(9), sizes).tolist()
+    assert tiles[tiles[-1] : -1].tolist() == [8] * (len(tiles) - 1 - tiles[-1])
+
+
+@in_the_interpreter
 def test_a_token_has_its_bits_whatever_the_schedule_and_its_neighbors() -> None:
     p, x = problem(6, 32, 4), jnp.asarray(np.random.default_rng(0).standard_normal((6, 32)), jnp.float32)
     ids, weights, *_ = by_kernel(x, None, None, p, Schedule(8, 2))
@@ -127,7 +150,7 @@ def test_the_operation_has_the_bits_and_the_gradients_of_its_steps() -> None:
 
     def routed(x: jax.Array) -> Any:
         ids, weights, rows = ops.route(x, 3, normalized=True, present=present)
-        return weights, (ids, dataclasses.replace(rows, tiles=None))
+        return weights, (ids, rows)
 
     def separate(x: jax.Array) -> Any:
         ids, weights = ops.choose_experts(ops.softmax(x), 3, normalized=True)
@@ -190,3 +213,23 @@ def test_choices_lower_for_cuda(p: Problem) -> None:
 
     types = ((p.tokens, p.experts), "float32"), ((p.tokens,), "bool"), ((), "int32")
     lowered(fn, *(jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape, dtype in types))
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize(
+    ("tokens", "experts", "count"), [(1, 128, 8), (8, 128, 8), (64, 128, 8), (33, 60, 4), (64, 512, 10), (17, 8, 2)]
+)
+def test_the_device_gives_the_bits_of_the_separate_operations(
+    tokens: int, experts: int, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    random = np.random.default_rng(tokens)
+    x = jnp.asarray(random.standard_normal((tokens, experts)) * 3, jnp.float32)
+    present = jnp.asarray(random.random(tokens) < 0.8)
+
+    def results(x: jax.Array, present: jax.Array) -> tuple[Any, ...]:
+        ids, weights, rows = ops.route(x, count, normalized=True, present=present)
+        return ids, weights, rows.group_sizes, rows.token, rows.place
+
+    actual = detjax.jit(lambda x, present: results(x, present))(x, present)
+    monkeypatch.setattr(expert_places.Problem, "served", False)
+    assert_same_bits(actual, detjax.jit(lambda x, present: results(x, present))(x, present))

@@ -19,6 +19,7 @@ EXAMINED = (
     COMBINATION,
     EXPERTS,
     "choice of most experts",
+    "rows of chosen experts",
     "attention decode of slices",
     "delta rule decode",
     "delta rule prefill",
