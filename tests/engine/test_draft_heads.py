@@ -142,6 +142,8 @@ def test_each_guess_is_the_head_s_own_and_changes_no_bit(draft: Draft) -> None:
     loop = loop_of(draft.target, draft)
     drafting = loop.drafting
     assert drafting is not None and isinstance(drafting.drafter, HeadDrafter)
+    drafting.drafter.drop_state()
+    drafting.drafter.make_state()
     numbers = random.Random(3)
     drafting._lengths = lambda sequences, acceptance: numbers.randint(0, MOST)
     answers = {one.prompt: one.generated for one in plain}

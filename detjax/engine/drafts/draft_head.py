@@ -38,7 +38,7 @@ from detjax.models.parts.logits import Logits, vocabulary_sharding
 from detjax.models.parts.state import StateSize
 from detjax.operands.kv_pages import PackedRows, Queries
 from detjax.operands.rounding import rounded
-from detjax.operands.sampling_arrays import SamplingArrays
+from detjax.operands.sampling_arrays import Arrays, SamplingArrays
 from detjax.runtime import compilation
 
 
@@ -158,16 +158,16 @@ class HeadDrafter(Drafter):
 class _Verified(NamedTuple):
     """The tokens that a step sampled, and the guesses that they verify; see `StepBatch` and `SampledStep`."""
 
-    last_row: Int32[Array, "R"]
+    last_row: Int32[Arrays, "R"]
     drafted: DraftedRows | None
-    token: Int32[Array, "R"]
+    token: Int32[Arrays, "R"]
 
 
 class _Chain(NamedTuple):
     """The sequences that get guesses: the slots of their last tokens, the number of guesses and where they begin."""
 
-    held: Int32[Array, "decodes"]
-    steps: Int32[Array, "decodes"]
+    held: Int32[Arrays, "decodes"]
+    steps: Int32[Arrays, "decodes"]
     queries: Queries
     sampling: SamplingArrays
 

@@ -65,9 +65,10 @@ def load_draft(path: str | os.PathLike[str], model: Decoder, *, dtype: DTypeLike
         ValueError: the dtype is not supported.
 
     Example:
+        >>> import detjax, detjax.demo
         >>> model, _ = detjax.models.load(detjax.demo.CHECKPOINT, progress=False)
         >>> draft = detjax.models.load_draft(detjax.demo.EAGLE3, model)
-        >>> draft.logits(np.array([[1, 2, 3, 4]])).shape
+        >>> draft.logits([[1, 2, 3, 4]]).shape
         (1, 3, 448)
     """
     directory = Path(path)
