@@ -3,6 +3,7 @@
 Encoders are written here a second time, from the formats' descriptions. Sizes fill no block of 128.
 """
 
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -141,6 +142,14 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[..., Encoded]]] = {
         {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
         fp8_blocks,
     ),
+    "fp8 blocks of compressed-tensors": (
+        _compressed(
+            "float-quantized",
+            _fp8("block", block_structure=[128, 128]),
+            _fp8("group", group_size=128, dynamic=True),
+        ),
+        functools.partial(fp8_blocks, end=".weight_scale"),
+    ),
     "fp8 rows": (_compressed("float-quantized", _fp8("channel"), _fp8("token", dynamic=True)), fp8_channels),
     "fp8 static": (_compressed("float-quantized", _fp8("tensor"), _fp8("tensor")), fp8_static),
     "fp8 of modelopt": ({"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}, fp8_static),
@@ -164,8 +173,6 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[..., Encoded]]] = {
         modelopt_nvfp4,
     ),
 }
-COMPUTED: Final = ("fp8 blocks", "fp8 rows", "fp8 static", "fp8 of modelopt")
-"""The formats with quantized activations."""
 
 
 def write(kind: str, folder: Path, **changes: Any) -> dict[str, np.ndarray]:

@@ -17,12 +17,14 @@ from flax import nnx
 import detjax
 from detjax import ops
 from detjax.contract import KV_BLOCK, QUERY_UNIT
-from detjax.models import CheckpointError, DecoderConfig, load, save
+from detjax.models import CheckpointError, DecoderConfig, digest, load, save
 from detjax.models.families.gpt_oss import LogitRouter
+from detjax.models.network import split
 from detjax.models.parts.experts import ExpertsOptions
 from detjax.operands.accumulated_weight import AccumulatedWeight
 from detjax.operands.kv_pages import KVPages, Queries
 from detjax.operands.options import Clamp
+from detjax.operands.quantized_weight import is_quantized, widened
 from detjax.ops.rotary import RotaryEmbedding, YarnScaling
 from tests.models.hugging_face import (
     FIXTURES,
@@ -192,6 +194,16 @@ def test_plain_tensors_serve_though_the_configuration_names_a_quantization(tmp_p
     safetensors.numpy.save_file(plain, directory / SINGLE, metadata={"format": "pt"})
     states.append(nnx.to_pure_dict(nnx.state(load(directory, quantized="widened")[0])))
     assert_same_bits(*states)
+
+
+def test_experts_stay_in_mxfp4() -> None:
+    models = [load(FIXTURES / PUBLISHED, quantized=way, progress=False)[0] for way in ("computed", "widened")]
+    kept = 0
+    for weight, plain in zip(*(split(model)[1] for model in models), strict=True):
+        kept += is_quantized(weight)
+        assert_same_bits(widened(weight) if is_quantized(weight) else weight, plain)
+    assert kept == 2 * models[0].config.layers
+    assert digest(models[0]) == digest(models[1])
 
 
 def test_what_is_saved_is_plain_bfloat16_without_a_quantization(tmp_path: Path) -> None:

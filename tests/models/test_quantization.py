@@ -127,6 +127,16 @@ def test_int4_is_read_as_products_in_float32(
         assert_same_bits(values(int4_config(group), parts, tmp_path, dtype), expected.astype(np.dtype(dtype)))
 
 
+def test_scales_of_fp8_may_be_powers_of_two(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    codes = random.integers(0, 127, (20, 30), dtype=np.uint8)
+    exponents = random.integers(120, 130, (5, 4), dtype=np.uint8)
+    parts = {"w.weight": codes.view(ml_dtypes.float8_e4m3fn)}
+    parts["w.weight_scale_inv"] = exponents.view(ml_dtypes.float8_e8m0fnu)
+    expected = products(e4m3(codes), 2.0 ** (exponents.astype(int) - 127), (4, 8))
+    assert_same_bits(values(fp8_config(4, 8), parts, tmp_path), expected)
+
+
 def fp8_parts(*shape: int) -> dict[str, np.ndarray]:
     """Random matrices in blocks of 4 x 8."""
     random = np.random.default_rng(0)

@@ -35,7 +35,7 @@ from detjax.rl.trainer.microbatches import Rows
 from detjax.rl.trainer.step import Plan
 from detjax.rl.trainer.trainer import Trainer
 from tests.models import quantized_checkpoints as checkpoints
-from tests.models.hugging_face import changed_json, changed_tensors
+from tests.models.hugging_face import FIXTURES, changed_json, changed_tensors
 from tests.support.bits import assert_same_bits, same_bits
 from tests.support.simulated_devices import ALL_HOLD, run_on_devices
 
@@ -140,6 +140,9 @@ def main() -> None:
             assert digest(shared) == digest(model)
             assert_same_bits(shared(jnp.asarray(TOKENS)), model(jnp.asarray(TOKENS)))
             assert_same_bits(nnx.to_pure_dict(nnx.state(sharded(model, mesh))), nnx.to_pure_dict(nnx.state(shared)))
+    by_experts = mesh_of(1, 2)
+    model, shared = (load(FIXTURES / "gpt-oss-mxfp4", progress=False, mesh=place)[0] for place in (None, by_experts))
+    assert digest(shared) == digest(model)
     print(ALL_HOLD)
 
 
@@ -158,6 +161,8 @@ def test_engine_and_trainer_have_the_same_bits(models: Callable[..., Decoder]) -
             samples = supervised_samples([(prompt, list(completion.tokens))])
             assert_same_bits(np.asarray(completion.logprobs, np.float32), trainer.logprobs(samples)[0])
             trainer.step(samples)
+            engine.sleep()
+            engine.wake_up()
             engine.update_weights(trainer.params)
     for old, new, path in zip(before, trainer.weights, trainer.network.paths, strict=True):
         assert same_bits(old, new) == is_quantized(old), path
