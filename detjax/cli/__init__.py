@@ -20,6 +20,7 @@ from detjax.version import __version__
 COMMANDS: Final = (
     *("demo", "generate", "train", "serve", "verify", "certify", "divergence", "trace", "bisect", "fingerprint"),
     "quantize",
+    "merge",
 )
 _EXTRAS: Final = {
     "serve": ("server", "prometheus_client", "pydantic", "starlette", "uvicorn"),

@@ -6,6 +6,7 @@ Read `decoder` first, then a family in `families`, then `parts`, which families 
 
 from detjax.models import families as families
 from detjax.models.adapters.adapted_model import adapter_of as adapter_of
+from detjax.models.adapters.adapted_model import merged as merged
 from detjax.models.adapters.adapted_model import new_adapter as new_adapter
 from detjax.models.adapters.adapted_model import with_adapter as with_adapter
 from detjax.models.adapters.adapter import Adapter as Adapter

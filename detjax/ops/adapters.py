@@ -80,9 +80,9 @@ def adapted_product(  # noqa: PLR0913
         )
     _check(name, x, weight, epilogue.gated, has_experts=groups is not None)
     plain_bias: Any = bias.value if isinstance(bias, AccumulatedWeight) else bias
-    sums = _sums(product, epilogue.gated, flat_rows(x), weight, plain_bias, groups)
+    sums: Any = _sums(product, epilogue.gated, flat_rows(x), weight, plain_bias, groups)
     flat = None if residual is None else flat_rows(residual)
-    y = _epilogue(product, epilogue, jnp.dtype(x.dtype), jnp.dtype(out_dtype), sums, flat)
+    y: Any = _epilogue(product, epilogue, jnp.dtype(x.dtype), jnp.dtype(out_dtype), sums, flat)
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
@@ -113,8 +113,8 @@ def _sums(
     product: Product, gated: bool, x: Array, weight: AdaptedWeight, bias: Array | None, groups: Groups | None
 ) -> tuple[Array, ...]:
     """Returns the biased sums `[M, N]` with the adapters' products: one, or gate's and up's."""
-    halves = _halves(weight.value, gated)
-    biases = [None] * len(halves) if bias is None else _halves(bias, gated, axes=1)
+    halves = _halves(weight.value, gated, groups)
+    biases = [None] * len(halves) if bias is None else _halves(bias, gated, groups)
     sums = [product(x, half, groups, bias=b) for half, b in zip(halves, biases, strict=True)]
     factors, products = _adapter_products(product, x, weight, groups)
     parts_of = functools.partial(jnp.split, indices_or_sections=len(sums), axis=1)
@@ -122,13 +122,14 @@ def _sums(
     return tuple(portable.added_to_sums(*term) for term in terms)
 
 
-def _halves(x: Any, gated: bool, axes: int = 2) -> list[Any]:
-    """Returns a weight, or the weights of gate and up; `axes` follow the axis of the two."""
+def _halves(x: Any, gated: bool, groups: Groups | None) -> list[Any]:
+    """Returns a weight or a bias, or those of gate and up."""
     if not gated:
         return [x]
+    axis = 0 if groups is None else 1
 
     def half(x: Array, index: int) -> Array:
-        return jax.lax.index_in_dim(x, index, x.ndim - axes - 1, keepdims=False)
+        return jax.lax.index_in_dim(x, index, axis, keepdims=False)
 
     return [jax.tree.map(functools.partial(half, index=index), x) for index in range(2)]
 
@@ -202,7 +203,7 @@ def _sums_backward(
     # The gradient of the sums is rounded to x's dtype before matrix products.
     g = [rounded(gradient, x.dtype) for gradient in gradients]
     to_inputs = functools.partial(product, groups=groups, layout="kn")
-    base = [to_inputs(part, half) for part, half in zip(g, _halves(weight.value, gated), strict=True)]
+    base = [to_inputs(part, half) for part, half in zip(g, _halves(weight.value, gated, groups), strict=True)]
     joined, lead = jnp.concatenate(g, axis=1), len(weight.a.shape) - 3
     a, b = only_adapter(weight.a, lead), only_adapter(weight.b, lead)
     b = _joined(b, lead) if gated else b
@@ -219,7 +220,9 @@ def _sums_backward(
     if weight.b_mask is not None:
         db = jax.tree.map(lambda x: jnp.where(weight.b_mask.reshape(x.shape), x, jnp.zeros_like(x)), db)
     shaped = jax.tree.map(lambda gradient, like: gradient.reshape(like.shape), (da, db), (weight.a, weight.b))
-    return dx, AdaptedWeight(None, *shaped, jnp.zeros_like(weight.scales), None, None), None, None
+    da, db = shaped
+    cotangent: Any = AdaptedWeight(None, da, db, jnp.zeros_like(weight.scales), None, None)
+    return dx, cotangent, None, None
 
 
 def _joined(weight: Weight, axis: int) -> Weight:

@@ -7,7 +7,7 @@ depend on microbatches or devices. `detjax.rl.runs.run` trains with the same ste
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -17,7 +17,7 @@ from jaxtyping import Array, Float32, Int32, PyTree
 
 from detjax.contract import ACCUMULATOR, GRADIENT_SHARDS
 from detjax.engine import Engine, SamplingParams
-from detjax.models import Decoder, adapter_of
+from detjax.models import Decoder
 from detjax.models.network import split
 from detjax.operands.options import MODEL_DISTRIBUTION, Distribution
 from detjax.rl import rollouts
@@ -27,11 +27,8 @@ from detjax.rl.trainer.placement import Flat, Placement
 from detjax.rl.trainer.sample_checks import check_certain
 from detjax.rl.trainer.step import Plan, batch_gradients
 from detjax.rl.trainer.train_state import TrainState, initial_state, update, weights_of
-from detjax.rl.trainer.trained_weights import gradient_shapes, has_adapter, trained
+from detjax.rl.trainer.trained_weights import gradient_shapes, trained
 from detjax.runtime import compilation
-
-_POLICY: Final = "policy"
-"""The name of the adapter that an engine samples with."""
 
 type Params = PyTree[Array]
 """A model's weights, as `nnx.state(model)` returns them and `Engine.update_weights` takes them."""
@@ -125,14 +122,7 @@ class Training:
         sampling = SamplingParams(max_tokens, n=samples, sampling_logprobs=True, **distribution)
 
         def rollout(params: Params, prompts: Sequence[str | Sequence[int]], seed: int) -> Rollouts:
-            adapter = None
-            if has_adapter(self.network.weights(params)):
-                adapter = _POLICY
-                engine.load_adapter(
-                    _POLICY, adapter_of(self.network.with_weights(self.network.weights(params))), replaces=True
-                )
-            else:
-                engine.update_weights(params)
+            adapter = rollouts.give_policy(engine, self.network, self.network.weights(params))
             seeds = rollouts.prompt_seeds(seed, len(prompts))
             groups = rollouts.rollouts(engine, prompts, sampling, seeds, adapter=adapter)
             return Rollouts(

@@ -7,13 +7,20 @@ again to the same bits.
 import dataclasses
 import hashlib
 from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 from jaxtyping import Float32, Int32
 
 from detjax.audit.verification.transcripts import Transcript
 from detjax.engine import Engine, Request, SamplingParams
+from detjax.models import Decoder, adapter_of
+from detjax.models.network import Network, Weights
 from detjax.rl.trainer.microbatches import Sample
+from detjax.rl.trainer.trained_weights import has_adapter
+
+_POLICY: Final = "policy"
+"""The name of the adapter that an engine samples with."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -113,6 +120,18 @@ def rollouts(
         ]
         for generation in engine.generate(requests)
     ]
+
+
+def give_policy(engine: Engine, network: Network[Decoder], weights: Weights) -> str | None:
+    """Gives an engine a policy's weights, and returns the name of the adapter to sample with, if the policy has one.
+
+    Then the engine has the base model's weights, and gets the adapter alone, in slots that other adapters may share.
+    """
+    if not has_adapter(weights):
+        engine.update_weights(network.state(weights))
+        return None
+    engine.load_adapter(_POLICY, adapter_of(network.with_weights(weights)), replaces=True)
+    return _POLICY
 
 
 def prompt_seeds(seed: int, prompts: int) -> list[int]:

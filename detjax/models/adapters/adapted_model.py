@@ -32,30 +32,68 @@ def with_adapter(model: Decoder, adapter: Adapter) -> Decoder:
     Raises:
         CheckpointError: the adapter does not fit the model.
     """
+    model = with_replaced(model, adapter)
     targets = Targets(model.config, np.dtype(model.dtype))
-    head = "lm_head"
-    changed = {name.rsplit(".", 1)[0] for name in adapter.replaced} | set(adapter.factors)
-    tables = {module for module in changed if module.endswith(("embed_tokens", head))}
-    if tables and model.config.tied_embeddings:
-        model = _untied(model)
-        targets = Targets(model.config, np.dtype(model.dtype))
-    factors, replaced = targets.factors_of(adapter), targets.replaced_by(adapter)
     network, weights = split(model)
-    assert network.paths == targets.paths
-    shardings = [None] * len(weights) if model.mesh is None else shardings_of(model, model.mesh)
-    wholes = whole_weights(model) if replaced else []
-    adapted: list[Any] = list(weights)
-    for number, tensors in replaced.items():
-        value = targets.with_replaced(number, wholes[number], tensors)
-        adapted[number] = placed(value, shardings[number], model.mesh)
-    rank = padded_rank(adapter.rank)
-    for number, by_tensor in factors.items():
-        arrays = targets.adaptable[number].arrays(by_tensor, rank)
-        mask = targets.adaptable[number].b_mask(rank)
+    shardings = _shardings(model, len(weights))
+    adapted, rank = list(weights), padded_rank(adapter.rank)
+    for number, by_tensor in targets.factors_of(adapter).items():
+        one = targets.adaptable[number]
+        mask = one.b_mask(rank)
         mask = None if mask is None else placed(mask, shardings[number], model.mesh)
-        on_devices = placed_arrays(arrays, shardings[number], model.mesh)
-        adapted[number] = AdaptedWeight(adapted[number], *on_devices, None, mask)
+        arrays = placed_arrays(one.arrays(by_tensor, rank), shardings[number], model.mesh)
+        adapted[number] = AdaptedWeight(adapted[number], *arrays, None, mask)
     return network.with_weights(tuple(adapted))
+
+
+def with_replaced(model: Decoder, adapter: Adapter) -> Decoder:
+    """Returns a decoder with the tensors that an adapter replaces, and with a head of its own if it changes a table.
+
+    Raises:
+        CheckpointError: the tensors do not fit the model.
+    """
+    changed = {name.rsplit(".", 1)[0] for name in adapter.replaced} | set(adapter.factors)
+    if model.config.tied_embeddings and any(module.endswith(("embed_tokens", "lm_head")) for module in changed):
+        model = _untied(model)
+    targets = Targets(model.config, np.dtype(model.dtype))
+    replaced = targets.replaced_by(adapter)
+    wholes = whole_weights(model) if replaced else []
+    new = {number: targets.with_replaced(number, wholes[number], tensors) for number, tensors in replaced.items()}
+    return with_weights(model, new)
+
+
+def with_weights(model: Decoder, new: Mapping[int, np.ndarray]) -> Decoder:
+    """Returns a decoder with some whole weights replaced, by their numbers in `Network.paths`."""
+    network, weights = split(model)
+    shardings = _shardings(model, len(weights))
+    put = {number: placed(value, shardings[number], model.mesh) for number, value in new.items()}
+    return network.with_weights(tuple(put.get(number, weight) for number, weight in enumerate(weights)))
+
+
+def merged(model: Decoder, adapter: Adapter) -> Decoder:
+    """Returns a decoder with the weights `W + scale B A`; products are computed in float64, and sums rounded once.
+
+    It is another model: its answers have other bits than those with the adapter, and close values. Serve the adapter
+    itself where bits count.
+
+    Raises:
+        CheckpointError: the adapter does not fit the model.
+    """
+    model = with_replaced(model, adapter)
+    targets, new = Targets(model.config, np.dtype(model.dtype)), dict[int, np.ndarray]()
+    wholes = whole_weights(model)
+    for number, by_tensor in targets.factors_of(adapter).items():
+        parts = targets.adaptable[number].parameter.tensors.split(np.asarray(wholes[number]))
+        sums = {}
+        for index, (a, b, scale) in by_tensor.items():
+            product = np.float64(scale) * (b.astype(np.float64) @ a.astype(np.float64))
+            sums[index] = parts[index].astype(np.float64) + product
+        new[number] = targets.with_replaced(number, np.asarray(wholes[number]), sums)
+    return with_weights(model, new)
+
+
+def _shardings(model: Decoder, count: int) -> list[OutputSharding | None]:
+    return [None] * count if model.mesh is None else list(shardings_of(model, model.mesh))
 
 
 def adapted_with(model: Decoder, arrays: Mapping[int, tuple[Any, Any, Any]], rows: Array | None) -> Decoder:

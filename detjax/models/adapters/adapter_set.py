@@ -87,7 +87,7 @@ class AdapterSet:
         for rows in filter(None, groups):
             chosen, some = np.array(rows), None if counts is None else counts[np.array(rows)]
             decoder = separate.get(names[rows[0]]) or self._shared(model, [names[row] for row in rows], length)
-            results[chosen] = np.asarray(decoder(tokens[chosen], None, some))
+            results[chosen] = np.asarray(decoder.logits(decoder.hidden(tokens[chosen], None, some)[0]))
         return jnp.asarray(results)
 
     def _check(self, names: Sequence[str | None], batch: int) -> None:

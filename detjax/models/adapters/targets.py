@@ -21,10 +21,10 @@ HEAD_PATH: Final = ("lm_head", "weight")
 
 
 class Place(NamedTuple):
-    """A tensor's parameter, by its number in `Network.paths`, and the tensor's index in it."""
+    """A tensor's parameter, by its number in `Network.paths`, and the tensor's number in it."""
 
     number: int
-    index: int
+    tensor: int
 
 
 class AdapterArrays(NamedTuple):
@@ -155,7 +155,7 @@ class Targets:
         by_parameter: dict[int, dict[int, Factors]] = {}
         for module, factors in adapter.factors.items():
             place = self._place(f"{module}.weight", f"the factors of {module!r}")
-            shape = list(self._parameters[place.number].shapes.values())[place.index]
+            shape = list(self._parameters[place.number].shapes.values())[place.tensor]
             if place.number not in self.adaptable:
                 raise CheckpointError(
                     f"adapter: the factors of {module!r} cannot be kept under contract; accepted: linear layers of "
@@ -168,7 +168,7 @@ class Targets:
                     f"adapter: the factors of {module!r} are for a weight of shape {given}; accepted: {shape}. Was the "
                     "adapter made for this model?"
                 )
-            by_parameter.setdefault(place.number, {})[place.index] = factors
+            by_parameter.setdefault(place.number, {})[place.tensor] = factors
         return by_parameter
 
     def replaced_by(self, adapter: Adapter) -> dict[int, dict[int, np.ndarray]]:
@@ -180,10 +180,10 @@ class Targets:
         by_parameter: dict[int, dict[int, np.ndarray]] = {}
         for name, value in adapter.replaced.items():
             place = self._place(name, f"the tensor {name!r}")
-            shape = list(self._parameters[place.number].shapes.values())[place.index]
+            shape = list(self._parameters[place.number].shapes.values())[place.tensor]
             if value.shape != shape:
                 raise CheckpointError(f"adapter: the tensor {name!r} has shape {value.shape}; accepted: {shape}")
-            by_parameter.setdefault(place.number, {})[place.index] = value
+            by_parameter.setdefault(place.number, {})[place.tensor] = value
         return by_parameter
 
     def with_replaced(self, number: int, whole: np.ndarray, tensors: Mapping[int, np.ndarray]) -> np.ndarray:

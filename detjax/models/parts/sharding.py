@@ -329,7 +329,8 @@ def _multiplied(
         return weight, bias, False
     whole_bias = None if bias is None else _at_its_place(_plain(bias), sharding.at(-1))
     if isinstance(weight, AdaptedWeight):
-        value, b = (_at_its_place(_plain(x), sharding.at(-2)) for x in (weight.value, weight.b))
+        base = widened(weight.value) if isinstance(weight.value, QuantizedWeight) else weight.value
+        value, b = (_at_its_place(_plain(x), sharding.at(-2)) for x in (base, weight.b))
         scales = _at_its_place(weight.scales, sharding.at(-1))
         return dataclasses.replace(weight, value=value, b=b, scales=scales), whole_bias, True
     return _at_its_place(_plain(weight), sharding.at(-2)), whole_bias, True

@@ -2,12 +2,14 @@
 
 import contextlib
 import dataclasses
+import math
 from pathlib import Path
 from typing import Final
 
 from detjax import models
 from detjax.engine import Engine, EngineConfig, SpeculativeConfig
-from detjax.models import Decoder, Tokenizer
+from detjax.models import AdapterConfig, Decoder, Tokenizer
+from detjax.operands.adapted_weight import padded_rank
 from detjax.operands.options import Distribution, KVQuantization
 from detjax.rl.policy_gradients.policy_gradient import Correction, Estimator, PolicyGradient
 from detjax.rl.runs.log import RunLog
@@ -53,6 +55,11 @@ class TrainingOptions:
         microbatch_tokens: tokens per packed microbatch, a multiple of 16; no bit depends on it.
         devices: number of devices that share a batch.
         save_every: steps between two saved states.
+        lora_rank: train an adapter of this rank, and leave the model as it is; the run's directory gets the adapter in
+            peft's files as `adapter`. 0: train the model.
+        lora_alpha: the adapter's factor times its rank. Default: twice the rank.
+        lora_targets: modules that get an adapter, such as q_proj.
+        lora_rslora: divide by the root of the rank in place of the rank.
     """
 
     directory: Path
@@ -76,6 +83,34 @@ class TrainingOptions:
     microbatch_tokens: int = 1024
     devices: int = 1
     save_every: int = 50
+    lora_rank: int = 0
+    lora_alpha: float | None = None
+    lora_targets: tuple[str, ...] = ()
+    lora_rslora: bool = False
+
+    def adapter(self) -> AdapterConfig | None:
+        """Returns the options of the adapter to train; None: the model is trained.
+
+        Raises:
+            ValueError: an option is out of range, or there is no adapter that it belongs to.
+        """
+        given = self.lora_alpha is not None or bool(self.lora_targets) or self.lora_rslora
+        if self.lora_rank < 0 or (given and not self.lora_rank):
+            raise ValueError(
+                f"--lora-rank is {self.lora_rank}; accepted: at least 1, or 0 without other --lora options"
+            )
+        if not self.lora_rank:
+            return None
+        alpha = 2.0 * self.lora_rank if self.lora_alpha is None else self.lora_alpha
+        if not 0 < alpha < math.inf:
+            raise ValueError(f"--lora-alpha is {alpha}; accepted: a number > 0")
+        return AdapterConfig(
+            rank=self.lora_rank,
+            alpha=alpha,
+            is_rank_stabilized=self.lora_rslora,
+            targets=self.lora_targets or "all-linear",
+            base=None if self.model is None else str(self.model),
+        )
 
     def speculative(self) -> SpeculativeConfig | None:
         """Returns the settings of speculative decoding for rollouts.
@@ -125,24 +160,28 @@ def _task(text: str) -> tuple[str, int]:
 
 
 def train(options: TrainingOptions) -> str:
-    """Trains a model and writes it to the subdirectory `model` of the run's directory.
+    """Trains a model and writes it to the subdirectory `model` of the run's directory, or an adapter to `adapter`.
 
     Returns:
-        The digest of the model's weights, configuration and tokenizer; see `detjax.models.digest`.
+        The digest of the model's weights, configuration and tokenizer, see `detjax.models.digest`; or of the adapter.
 
     Raises:
         FileExistsError: the run has already finished.
         ValueError: an option is not accepted, or the directory has the states of another run.
     """
-    config, speculative = options.config(), options.speculative()
+    config, speculative, adapter = options.config(), options.speculative(), options.adapter()
     plan = Plan(Packed(options.microbatch_tokens), devices=options.devices)
-    target = options.directory / "model"
+    target = options.directory / ("model" if adapter is None else "adapter")
     if target.exists():
         raise FileExistsError(f"{target} exists: the run has already finished. Choose another directory.")
     options.directory.mkdir(parents=True, exist_ok=True)
     decoder, tokenizer = _model(options)
-    trainer = trainer_for(config, decoder, plan)
     origin = config.as_json() | {"model": models.digest(decoder, tokenizer), "dtype": options.dtype}
+    policy = decoder
+    if adapter is not None:
+        policy = models.with_adapter(decoder, models.new_adapter(decoder, adapter, seed=options.seed))
+        origin |= {"adapter": adapter.to_json()}
+    trainer = trainer_for(config, policy, plan)
     with contextlib.ExitStack() as stack:
         state = stack.enter_context(RunState(options.directory / "states", origin))
         engine = None
@@ -153,6 +192,8 @@ def train(options: TrainingOptions) -> str:
                 max_length=min(options.microbatch_tokens, decoder.config.max_positions),
                 kv_cache_dtype=config.kv_cache_dtype,
                 speculative=speculative,
+                max_loras=0 if adapter is None else 1,
+                max_lora_rank=padded_rank(options.lora_rank or 1),
             )
             engine = stack.enter_context(Engine(decoder, tokenizer, sizes))
         run = Run(config, trainer, tokenizer, _end_token(decoder), engine)
@@ -163,6 +204,10 @@ def train(options: TrainingOptions) -> str:
                 resumed = step if step or path.exists() else None
                 log = stack.enter_context(RunLog(path, _COLUMNS[config.kind], resumed_step=resumed))
             log.write(step, metrics)
+    if adapter is not None:
+        trained = models.adapter_of(trainer.model, adapter)
+        models.save_adapter(trained, target)
+        return trained.digest.hex()
     models.save(trainer.model, target, tokenizer=tokenizer)
     return models.digest(trainer.model, tokenizer)
 

@@ -21,7 +21,7 @@ from detjax.engine import Engine, SamplingParams
 from detjax.models import Decoder, Tokenizer
 from detjax.operands.options import Distribution, KVQuantization
 from detjax.rl.policy_gradients.policy_gradient import PolicyGradient, supervised_samples
-from detjax.rl.rollouts import prompt_seeds, rollouts, seed_of
+from detjax.rl.rollouts import give_policy, prompt_seeds, rollouts, seed_of
 from detjax.rl.runs.run_state import RunState
 from detjax.rl.tasks import Example, Task, task_named
 from detjax.rl.trainer.optimizers import adamw
@@ -176,11 +176,11 @@ class Run:
     def _reinforced(self, step: int) -> dict[str, Any]:
         config, engine, examples = self.config, self.engine, self.examples(step)
         assert engine is not None
-        engine.update_weights(self.trainer.params)
+        adapter = give_policy(engine, self.trainer.network, self.trainer.weights)
         distribution = dataclasses.asdict(config.distribution)
         sampling = SamplingParams(config.max_tokens, n=config.samples, sampling_logprobs=True, **distribution)
         seeds = prompt_seeds(seed_of(config.seed, step), len(examples))
-        groups = rollouts(engine, [example.prompt for _, example in examples], sampling, seeds)
+        groups = rollouts(engine, [example.prompt for _, example in examples], sampling, seeds, adapter=adapter)
         pairs = zip(examples, groups, strict=True)
         rewards = np.array([[task.reward(example, one.text) for one in group] for (task, example), group in pairs])
         flat = [one for group in groups for one in group]
