@@ -124,9 +124,10 @@ def choose(
     given = [x for x in optional if x is not None]
 
     def body(logits: Any, *refs: Any) -> None:
-        operands, results, scratch = iter(refs[: len(given)]), refs[len(given) : -4], refs[-4:]
+        operands, results = iter(refs[: len(given)]), refs[len(given) : -4]
+        ids, weights, bits, firsts = refs[-4:]
         present, first = (None if x is None else next(operands) for x in optional)
-        places = Places(problem, *scratch[2:], Results(*results[2:]))
+        places = Places(problem, bits, firsts, Results(*results[2:]))
         warpgroup, count = lax.axis_index("warpgroup"), schedule.warpgroups
         pl.when(warpgroup == 0)(places.clear)
         rows = schedule.rows_at_once(problem)
@@ -134,14 +135,13 @@ def choose(
         for turn in range(ceil_div(problem.tokens, rows * count)):
             # The last rows may be taken twice, with the same result.
             row = jnp.minimum((turn * count + warpgroup) * rows, problem.tokens - rows)
-            for ref, vectors in zip(scratch[:2], choice.chosen(logits, row), strict=True):
+            for ref, vectors in zip((ids, weights), choice.chosen(logits, row), strict=True):
                 for j, vector in enumerate(vectors):
                     store_vector(ref.at[j, pl.ds(row, rows)], vector, layout=choice.layout.reduce(1))
         sync(_ALL_WARPGROUPS, count * WARPGROUP)
 
         @pl.when(warpgroup == 0)
         def _() -> None:
-            ids, weights = scratch[:2]
             choices = places.choices(lambda token, j: load(ids, j, token), present, first)
             places.store(choices)
             for one in choices:

@@ -66,8 +66,8 @@ def place(ids: Array, present: Array | None, *, problem: Problem) -> tuple[Array
     operands = [ids] if present is None else [ids, present.astype(jnp.int32)]
 
     def body(*refs: Any) -> None:
-        given, results, scratch = refs[: len(operands)], refs[len(operands) : -2], refs[-2:]
-        places = Places(problem, *scratch, Results(*results))
+        given, results, (bits, firsts) = refs[: len(operands)], refs[len(operands) : -2], refs[-2:]
+        places = Places(problem, bits, firsts, Results(*results))
         places.clear()
         meet()
         places.store(places.choices(lambda token, j: load(given[0], token, j), (*given[1:], None)[0], first=None))
