@@ -15,7 +15,7 @@ import pytest
 import benchmarks
 import detjax
 from benchmarks.__main__ import main
-from benchmarks.studies import batch_bits, decode
+from benchmarks.studies import batch_bits, decode, noise
 from benchmarks.studies.training import measures as training
 from benchmarks.studies.true_on_policy import experiment as true_on_policy
 from detjax.bench import presets
@@ -93,6 +93,16 @@ def runs_batch_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(results["images"]["alone"]) == 4 and batch_bits.problem(results) == ""
     with pytest.raises(ValueError, match="neither pools nor takes images"):
         batch_bits.digests(presets.decoder("tiny", 1), sizes)
+
+
+def runs_noise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = run_small("noise", tmp_path)
+    assert (content["words"]["different"], content["tokens"]["different"]) == (0, 0)
+    assert len(content["deviations"]) == 8 and min(content["controls"].values()) > noise.LARGEST
+    assert noise.problem(content) == ""
+    assert "not NumPy's" in noise.problem(content | {"words": {"compared": 2, "different": 1}})
+    assert "the deviation is" in noise.problem(content | {"deviations": {"prompt": -6.0}})
+    assert "was not found" in noise.problem(content | {"controls": {"equal pairs": 1.0}})
 
 
 def runs_matmul(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -364,6 +374,7 @@ RUNS: Final[dict[str, Callable[[Path, pytest.MonkeyPatch], None]]] = {
     "loading": runs_loading,
     "matmul": runs_matmul,
     "mesh_bits": runs_mesh_bits,
+    "noise": runs_noise,
     "norms": runs_norms,
     "on_policy": runs_on_policy,
     "on_policy, stock": runs_on_policy_stock,

@@ -36,6 +36,7 @@ STUDIES = (
     "loading",
     "matmul",
     "mesh_bits",
+    "noise",
     "norms",
     "on_policy",
     "peer_vllm",

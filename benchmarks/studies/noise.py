@@ -1,0 +1,233 @@
+"""The statistics of sampled tokens: a thousand million draws by `ops.sample`, against their probabilities.
+
+    python -m benchmarks noise --out benchmarks/results/noise-h100.json
+
+Draws have consecutive positions, and share the rest. Their chi-square has a thousand cells, with probabilities from a
+tenth to a few millionths. Pairs of draws at the same positions, with keys that differ in prompt, seed, sample or one
+position, fill tables, whose chi-square is that of independence. A deviation is the number of standard deviations from
+what is expected. Two controls must deviate: probabilities of which one is a little wrong, and pairs of which a few are
+equal. Before that, the device's random words and tokens are compared with NumPy's.
+
+The exit code is 1 if a word or token is another one, if a deviation is larger than `LARGEST`, or a control's is not.
+`--small` draws 200,000 tokens on a CPU in seconds.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any, Final
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from benchmarks.study import Result, Run
+from detjax import ops
+from detjax.operands import noise
+from detjax.runtime import compilation
+
+LARGEST: Final = 5.0
+"""The largest deviation that a study accepts: good noise exceeds it in one of three million cases."""
+CLASSES: Final = 16
+"""The kinds of tokens in tables of pairs: `token % CLASSES`."""
+_PROMPT: Final = ops.prompt_digest([3, 1, 4])
+_SEEDS: Final = 1, 2**32, 2**63, 2**64 - 1
+
+type Key = tuple[int, int, int, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """The sizes of a run.
+
+    Attributes:
+        draws: tokens to draw for the probabilities, and half as many for each table of pairs.
+        rows: tokens of a call of `ops.sample`.
+        calls: calls of one program.
+        vocabulary: number of tokens.
+        wrong: the error of a control's probability, relative to the right one.
+        equal: the share of equal pairs of a control.
+    """
+
+    draws: int = 1_000_000_000
+    rows: int = 1 << 16
+    calls: int = 64
+    vocabulary: int = 1024
+    wrong: float = 1e-2
+    equal: float = 1e-3
+
+
+SMALL: Final = Sizes(200_000, 1 << 12, 5, 640, 0.5, 0.1)
+
+
+def study(run: Run) -> Result:
+    sizes = SMALL if run.small else Sizes()
+    content: dict[str, Any] = {
+        "sizes": dataclasses.asdict(sizes),
+        "words": other_words(),
+        "tokens": other_tokens(sizes),
+    }
+    content |= {"deviations": deviations(sizes), "controls": controls(sizes)}
+    return Result(content, problem(content))
+
+
+def problem(content: Mapping[str, Any]) -> str:
+    """Returns what is wrong with a result; empty: nothing."""
+    for what in ("words", "tokens"):
+        if content[what]["different"]:
+            return f"{content[what]['different']} of {content[what]['compared']} {what} are not NumPy's"
+    for name, deviation in content["deviations"].items():
+        if not abs(deviation) <= LARGEST:
+            return f"{name}: the deviation is {deviation:.2f}; accepted: up to {LARGEST}"
+    for name, deviation in content["controls"].items():
+        if not deviation > LARGEST:
+            return f"the control, {name}, was not found: its deviation is {deviation:.2f}"
+    return ""
+
+
+# --- NumPy ------------------------------------------------------------------------------------------------------------
+
+
+def words_in_numpy(counter: np.ndarray, key: np.ndarray) -> np.ndarray:
+    """Returns the words of Philox-4x32-10, `[4, n]`, for counters `[4, n]` and keys `[2, n]`, all uint64 below 2^32."""
+    low, shift = np.uint64(0xFFFFFFFF), np.uint64(32)
+    a, b, c, d = counter
+    first, second = key
+    for _ in range(10):
+        p, q = a * np.uint64(0xD2511F53), c * np.uint64(0xCD9E8D57)
+        a, b, c, d = q >> shift ^ b ^ first, q & low, p >> shift ^ d ^ second, p & low
+        first, second = first + np.uint64(0x9E3779B9) & low, second + np.uint64(0xBB67AE85) & low
+    return np.stack([a, b, c, d])
+
+
+def other_words() -> dict[str, int]:
+    """Returns the number of words compared, and of those that are not NumPy's."""
+    random = np.random.default_rng(0).integers(0, 2**32, (6, 100_000), np.uint32)
+    a, b, c, d, first, second = (jnp.asarray(word) for word in random)
+    words = np.stack([np.asarray(word) for word in compilation.jit(noise.philox)((a, b, c, d), (first, second))])
+    expected = words_in_numpy(random[:4].astype(np.uint64), random[4:].astype(np.uint64))
+    return {"compared": words.size, "different": int((words != expected).sum())}
+
+
+def other_tokens(sizes: Sizes) -> dict[str, int]:
+    """Returns the number of tokens compared, and of those that are not NumPy's, where noise alone chooses them."""
+    key = ops.noise_key(5, _PROMPT)
+    token = np.arange(sizes.vocabulary, dtype=np.uint64)[None]
+    position = np.arange(sizes.rows, dtype=np.uint64)[:256, None]
+    group, word = (
+        token // np.uint64(512) * np.uint64(128) + token % np.uint64(128),
+        token // np.uint64(128) % np.uint64(4),
+    )
+    counter = np.broadcast_arrays(group, position, *np.uint64(key[2:]))
+    words = words_in_numpy(
+        np.stack(counter), np.broadcast_to(np.uint64(key[:2])[:, None, None], (2, *counter[0].shape))
+    )
+    bits = np.take_along_axis(words, np.broadcast_to(word, words.shape[1:])[None], axis=0)[0] >> np.uint64(9)
+    tokens = np.asarray(_tokens(_words(key), jnp.int32(0), jnp.zeros(sizes.vocabulary), len(position)))
+    return {"compared": len(tokens), "different": int((tokens != bits.argmax(axis=1)).sum())}
+
+
+# --- draws ------------------------------------------------------------------------------------------------------------
+
+
+def _words(key: Key) -> Array:
+    return jnp.asarray(key, jnp.uint32)
+
+
+def _tokens(key: Array, first: Array, logits: Array, rows: int) -> Array:
+    """Returns the tokens that a key draws at consecutive positions."""
+    ones, zeros = jnp.ones(rows, jnp.float32), jnp.zeros(rows, jnp.int32)
+    keys, positions = jnp.broadcast_to(key, (rows, 4)), first + jnp.arange(rows, dtype=jnp.int32)
+    arrays = ops.SamplingArrays(keys, positions, ones, zeros, ones, 0 * ones)
+    return ops.sample(jnp.broadcast_to(logits, (rows, len(logits))), arrays, filtered=False)[0]
+
+
+@compilation.jit(static_argnames=("rows", "calls"))
+def _counts(key: Array, first: Array, logits: Array, rows: int, calls: int) -> Array:
+    """Returns how often each token is drawn."""
+
+    def add(call: Array, counts: Array) -> Array:
+        return counts.at[_tokens(key, first + call * rows, logits, rows)].add(1)
+
+    return lax.fori_loop(0, calls, add, jnp.zeros(len(logits), jnp.int32))
+
+
+@compilation.jit(static_argnames=("rows", "calls", "shift"))
+def _pairs(keys: Array, first: Array, logits: Array, share: Array, rows: int, calls: int, shift: int) -> Array:
+    """Returns how often each pair of kinds is drawn by two keys, the second `shift` positions later.
+
+    A share of the pairs is replaced by equal ones.
+    """
+
+    def add(call: Array, table: Array) -> Array:
+        start = first + call * rows
+        one = _tokens(keys[0], start, logits, rows) % CLASSES
+        other = _tokens(keys[1], start + shift, logits, rows) % CLASSES
+        other = jnp.where(jnp.arange(rows, dtype=jnp.int32) < share, one, other)
+        return table.at[one * CLASSES + other].add(1)
+
+    return lax.fori_loop(0, calls, add, jnp.zeros(CLASSES**2, jnp.int32))
+
+
+@functools.cache
+def probabilities(vocabulary: int, draws: int) -> np.ndarray:
+    """Returns the probabilities of tokens, float64: from the largest to that of some 20 draws, in no order of ids."""
+    p = np.geomspace(1, 200 / draws, vocabulary)
+    return np.random.default_rng(0).permutation(p / p.sum())
+
+
+def counted(sizes: Sizes) -> tuple[np.ndarray, np.ndarray]:
+    """Returns how often each token was drawn, and the probabilities under the logits in float32."""
+    logits = np.log(probabilities(sizes.vocabulary, sizes.draws)).astype(np.float32)
+    p, counts = np.exp(logits.astype(np.float64)), np.zeros(sizes.vocabulary, np.int64)
+    step = sizes.rows * sizes.calls
+    for first in range(0, sizes.draws, step):
+        counts += np.asarray(
+            _counts(_words(ops.noise_key(0, _PROMPT)), jnp.int32(first), jnp.asarray(logits), sizes.rows, sizes.calls)
+        )
+    return counts, p / p.sum()
+
+
+def table(sizes: Sizes, keys: tuple[Key, Key], shift: int = 0, equal: float = 0) -> np.ndarray:
+    """Returns how often each pair of kinds was drawn."""
+    logits = jnp.asarray(np.log(probabilities(sizes.vocabulary, sizes.draws)), jnp.float32)
+    result, share = np.zeros(CLASSES**2, np.int64), jnp.int32(equal * sizes.rows)
+    both = jnp.stack([_words(key) for key in keys])
+    for first in range(0, sizes.draws // 2, sizes.rows * sizes.calls):
+        result += np.asarray(_pairs(both, jnp.int32(first), logits, share, sizes.rows, sizes.calls, shift))
+    return result.reshape(CLASSES, CLASSES)
+
+
+def deviation(observed: np.ndarray, expected: np.ndarray, freedoms: int) -> float:
+    """Returns how far a chi-square lies from what is expected, in standard deviations (Wilson and Hilferty 1931)."""
+    chi_square = float(np.sum((observed - expected) ** 2 / expected))
+    spread = 2 / (9 * freedoms)
+    return ((chi_square / freedoms) ** (1 / 3) - (1 - spread)) / spread**0.5
+
+
+def dependence(pairs: np.ndarray) -> float:
+    """Returns the deviation of a table of pairs from independence."""
+    expected = pairs.sum(1, keepdims=True) * (pairs.sum(0, keepdims=True) / pairs.sum())
+    return deviation(pairs, expected, (CLASSES - 1) ** 2)
+
+
+def deviations(sizes: Sizes) -> dict[str, float]:
+    """Returns the deviation of the counts of tokens, and of each table of pairs."""
+    counts, p = counted(sizes)
+    base, results = ops.noise_key(0, _PROMPT), {"probabilities": deviation(counts, p * counts.sum(), len(p) - 1)}
+    others = {f"seed {seed}": ops.noise_key(seed, _PROMPT) for seed in _SEEDS}
+    others |= {"sample 1": ops.noise_key(0, _PROMPT, 1), "prompt": ops.noise_key(0, ops.prompt_digest([3, 1, 5]))}
+    results |= {name: dependence(table(sizes, (base, key))) for name, key in others.items()}
+    return results | {"next position": dependence(table(sizes, (base, base), shift=1))}
+
+
+def controls(sizes: Sizes) -> dict[str, float]:
+    """Returns deviations that have to be large: of a wrong probability, and of pairs that are sometimes equal."""
+    counts, p = counted(sizes)
+    wrong = p.copy()
+    wrong[wrong.argmax()] *= 1 + sizes.wrong
+    base, other = ops.noise_key(0, _PROMPT), ops.noise_key(1, _PROMPT)
+    return {
+        "a wrong probability": deviation(counts, wrong / wrong.sum() * counts.sum(), len(p) - 1),
+        "equal pairs": dependence(table(sizes, (base, other), equal=sizes.equal)),
+    }
