@@ -202,6 +202,7 @@ def serve(
                 chat_template=template,
                 template_date=loading.template_date,
                 overrides=loading.overrides(),
+                quantized=loading.quantized,
                 config=config,
                 cache=cache,
             )

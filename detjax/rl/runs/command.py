@@ -222,7 +222,8 @@ def _end_token(decoder: Decoder) -> int:
 def _model(options: TrainingOptions) -> tuple[Decoder, Tokenizer]:
     if options.model is None:
         return small_policy(options.layers, options.width, seed=options.seed, dtype=options.dtype)
-    decoder, tokenizer = models.load(options.model, dtype=options.dtype)
+    # Weights in codes would not be trained.
+    decoder, tokenizer = models.load(options.model, dtype=options.dtype, quantized="widened")
     if tokenizer is None:
         raise ValueError(f"{options.model} has no tokenizer; accepted: a checkpoint with one, since tasks are text")
     return decoder, tokenizer

@@ -14,6 +14,7 @@ from detjax.audit import Origin
 from detjax.engine import Engine, EngineConfig, prepare_cache
 from detjax.engine.commands import EngineCommands
 from detjax.models import ModelMetadata, Tokenizer
+from detjax.models.checkpoint.quantization_schemes import Quantized
 from detjax.models.checkpoint.weight_updates import UpdatableWeights
 from detjax.runtime import backends, fingerprints
 from detjax.server.app import fingerprint_of
@@ -32,6 +33,7 @@ class ReplicaOptions:
         chat_template: replaces the checkpoint's chat template.
         template_date: today's date for chat templates.
         overrides: keys of `config.json` with the values to read instead; see `detjax.models.load`.
+        quantized: the reading of quantized weights; see `detjax.models.load`.
         config: the engine's settings.
         cache: directory of compiled programs, which makes replicas start faster; see `Engine.warm_up`.
     """
@@ -44,6 +46,7 @@ class ReplicaOptions:
     chat_template: str | None = None
     template_date: datetime.date | None = None
     overrides: dict[str, Any] = dataclasses.field(default_factory=dict)
+    quantized: Quantized = "computed"
     config: EngineConfig = dataclasses.field(default_factory=EngineConfig)
     cache: Path | None = None
 
@@ -88,7 +91,7 @@ def started_engine(options: ReplicaOptions) -> tuple[Engine, ReplicaFacts, Engin
     with backends.use_backend(options.backend):
         backends.check_device()
         mesh = models.mesh_of(options.tensor_parallel, options.expert_parallel)
-        given = {"dtype": options.dtype, "mesh": mesh, "overrides": options.overrides}
+        given = {"dtype": options.dtype, "mesh": mesh, "overrides": options.overrides, "quantized": options.quantized}
         model, tokenizer = models.load(options.model, progress=False, **given)
         if tokenizer is None:
             raise ValueError(f"{options.model} has no tokenizer.json; accepted: a checkpoint with a tokenizer")

@@ -27,6 +27,7 @@ from starlette.applications import Starlette
 
 from detjax.engine import EngineConfig, Request, SpeculativeConfig
 from detjax.engine.commands import Command, Commit, Discard, ForgetPrefixes, History, Prepare, Prepared
+from detjax.models.checkpoint.quantization_schemes import Quantized
 from detjax.server.app import app_of
 from detjax.server.http.settings import Settings
 from detjax.server.replicas.engine import ReplicaFacts, ReplicaOptions, started_engine
@@ -56,6 +57,7 @@ class Arguments(BaseModel):
         dtype: the dtype of the weights; see `detjax.models.load`.
         tensor_parallel: devices of each replica that the model is sharded over; see `detjax.models.mesh_of`.
         overrides: keys of `config.json` with the values to read instead; see `detjax.models.load`.
+        quantized: the reading of quantized weights; see `detjax.models.load`.
         engine: fields of `EngineConfig`; `speculative` is an object as for `--speculative-config`.
         settings: additional fields of `detjax.server.Settings`.
         cache: directory of compiled programs, which makes replicas start faster; see `Engine.warm_up`.
@@ -70,6 +72,7 @@ class Arguments(BaseModel):
     dtype: str | None = None
     tensor_parallel: int = Field(default=1, ge=1)
     overrides: dict[str, Any] = Field(default_factory=dict)
+    quantized: Quantized = "computed"
     engine: dict[str, Any] = Field(default_factory=dict)
     settings: dict[str, Any] = Field(default_factory=dict)
     cache: Path | None = None
@@ -86,6 +89,7 @@ class Arguments(BaseModel):
             dtype=self.dtype,
             tensor_parallel=self.tensor_parallel,
             overrides=self.overrides,
+            quantized=self.quantized,
             config=config,
             cache=self.cache,
         )
