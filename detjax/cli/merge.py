@@ -31,4 +31,4 @@ def merge(
         raise FileExistsError(f"{out} exists; accepted: a path that does not exist")
     decoder, tokenizer = models.load(model, dtype=dtype, quantized="widened")
     models.save(models.merged(decoder, models.read_adapter(adapter)), out, tokenizer=tokenizer)
-    print(f"{out}: another model, whose answers have other bits than those of {model} with {adapter}")
+    print(f"{out}: another model, whose answers have other bits than {model} with {adapter}")

@@ -123,7 +123,7 @@ def _sums(
 
 
 def _halves(x: Any, gated: bool, groups: Groups | None) -> list[Any]:
-    """Returns a weight or a bias, or those of gate and up."""
+    """Returns a weight or a bias, or the two for gate and up."""
     if not gated:
         return [x]
     axis = 0 if groups is None else 1

@@ -20,7 +20,7 @@ NAMES = ("small", "middle", "large")
 
 @pytest.fixture(scope="module")
 def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Adapter]:
-    """Adapters of ranks 3, 8 and 64, of which one has no factors in some modules."""
+    """Adapters of ranks 3, 8 and 64; the first has no factors in some modules."""
     folder = tmp_path_factory.mktemp("adapters")
     targets = {"small": ["q_proj", "down_proj"], "middle": LINEAR, "large": LINEAR}
     ranks = {"small": 3, "middle": 8, "large": 64}

@@ -207,7 +207,7 @@ def test_an_adapter_is_named_with_its_base_model_and_what_to_do(tmp_path, has_mo
     kind = "LORA of Qwen/Qwen3-8B" if base else "LORA"
     assert message.startswith(f"{directory} holds an adapter (adapter_config.json, {kind}) ")
     assert ("next to a model" if has_model else "and no model") in message
-    assert "accepted: a directory with a whole model. Merge the adapter into its base model" in message
+    assert "accepted: a directory with a whole model. Pass the base model" in message
 
 
 FOREIGN = {

@@ -39,10 +39,10 @@ def make_adapter(
         module = name.removesuffix(".weight")
         if value.ndim == 2 and module.endswith(tuple(targets)):
             patterns = config.get("rank_pattern", {}).items()
-            own = next((other for ending, other in patterns if module.endswith(ending)), rank)
-            a, b = rng.standard_normal((own, value.shape[1])), rng.standard_normal((value.shape[0], own))
+            ranks = next((other for ending, other in patterns if module.endswith(ending)), rank)
+            a, b = rng.standard_normal((ranks, value.shape[1])), rng.standard_normal((value.shape[0], ranks))
             tensors[f"{module}.lora_A.weight"] = a / np.sqrt(value.shape[1])
-            tensors[f"{module}.lora_B.weight"] = 0.3 * b / np.sqrt(own)
+            tensors[f"{module}.lora_B.weight"] = 0.3 * b / np.sqrt(ranks)
         if name in replaced:
             tensors[name] = value.astype(np.float32) + 0.1 * rng.standard_normal(value.shape)
     folder.mkdir(parents=True)

@@ -182,13 +182,15 @@ def adapter_of(model: Decoder, config: AdapterConfig | None = None) -> Adapter:
         raise ValueError("adapter_of: the model has no adapter of its own; accepted: one of with_adapter on one device")
     targets, factors = Targets(model.config, np.dtype(model.dtype)), {}
     for number, weight in adapted.items():
-        for index, found in targets.adaptable[number].factors(AdapterArrays(*map(np.asarray, _arrays(weight)))).items():
+        for index, padded in (
+            targets.adaptable[number].factors(AdapterArrays(*map(np.asarray, _arrays(weight)))).items()
+        ):
             module = targets.module_of(number, index)
             if config is None:
-                factors[module] = found
+                factors[module] = padded
             else:
                 rank = config.rank_of(module)
-                factors[module] = Factors(found.a[:rank], found.b[:, :rank], np.float32(config.scale_of(module)))
+                factors[module] = Factors(padded.a[:rank], padded.b[:, :rank], np.float32(config.scale_of(module)))
     if config is None:
         ranks = {re.escape(module): len(one.a) for module, one in factors.items()}
         alphas = {re.escape(module): float(one.scale) * len(one.a) for module, one in factors.items()}

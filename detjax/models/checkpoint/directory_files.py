@@ -82,9 +82,9 @@ def _adapter_error(directory: Path, state: str) -> CheckpointError:
     base_name = f" of {base}" if isinstance(base, str) and base else ""
     described = f"{ADAPTER}, {kind}{base_name}" if isinstance(kind, str) else f"{ADAPTER}{base_name}"
     return CheckpointError(
-        f"{directory} holds an adapter ({described}) {state}; accepted: a directory with a whole model. Merge the "
-        "adapter into its base model with merge_and_unload of peft, save that with save_pretrained, and pass its "
-        "directory"
+        f"{directory} holds an adapter ({described}) {state}; accepted: a directory with a whole model. Pass the "
+        "base model, and this directory as an adapter (load(adapters=...), --lora-modules); or merge the two with "
+        "detjax merge"
     )
 
 

@@ -1,7 +1,7 @@
-"""The numbers of a model's weights that training changes: all of them, or those of an adapter.
+"""The numbers of a model's weights that training changes: all of them, or an adapter's.
 
 If a weight is an `AdaptedWeight`, only the factors of such weights are trained. They are one leaf of gradients, masters
-and optimizer states: the numbers of `A`, then those of `B`. A weight that is not trained has a single zero there.
+and optimizer states: the numbers of `A`, then the numbers of `B`. A weight that is not trained has a single zero there.
 """
 
 import dataclasses

@@ -75,7 +75,7 @@ class _ClientFields(Body):
     early_stopping: Annotated[Any, Unserved(False, why="beam search is not supported")] = None
     logits_processors: Annotated[Any, Unserved([], why="the server does not run clients' code")] = None
     custom_logit_processor: Annotated[Any, Unserved(why="the server does not run clients' code")] = None
-    lora_path: Annotated[Any, Unserved(why="the server has one model, without adapters")] = None
+    lora_path: Annotated[Any, Unserved(why="model names an adapter, which /v1/load_lora_adapter loads")] = None
     kv_transfer_params: Annotated[Any, Unserved(why="keys and values stay on their server")] = None
     vllm_xargs: Annotated[Any, Unserved({}, why="the engine is not vLLM")] = None
     moderation: Annotated[Any, Unserved(why="the server does not moderate content")] = None
