@@ -4,6 +4,7 @@ import dataclasses
 import random
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
+from pathlib import Path
 from typing import Any, Final
 
 import jax
@@ -34,7 +35,9 @@ from detjax.engine.drafts.loading import Guesser, check_vocabularies
 from detjax.engine.drafts.prompt_lookup import EarlierPlaces
 from detjax.engine.page_pool import PagePool
 from detjax.engine.request_reader import RequestReader
+from detjax.models import read_adapter
 from tests.engine.state_schedules import bits
+from tests.support.adapters import LINEAR, make_adapter
 from tests.support.bits import assert_same_bits
 from tests.support.small_loops import FIXTURE, small_model, small_tokenizer
 
@@ -187,10 +190,9 @@ def test_guesses_change_no_bit_of_requests_that_restrict_their_tokens(plain: Pla
         drafting = drafting_of(loop)
         drafting.drafter = Known(plain, change, seed)
         drafting._lengths = lambda sequences, acceptance: numbers.randint(0, MOST)
-        plain.check(samples, play(loop, samples))
-        assert loop.scheduler.preemptions
+        plain.check(samples, play(loop, samples, preempted_after=6))
         share = sum(drafting.accepted_at) / drafting.proposed
-        low, high = {"mixed": (0.2, 0.8), "wrong": (0.0, 0.2)}[name]
+        low, high = {"mixed": (0.2, 0.95), "wrong": (0.0, 0.3)}[name]
         assert low <= share <= high, (name, share)
 
 
@@ -249,9 +251,10 @@ def _free(params: SamplingParams) -> dict[str, Any]:
     return {name: getattr(params, name) for name in names}
 
 
-def test_generate_and_an_engine_give_the_same_completions_with_a_draft_model() -> None:
+@pytest.mark.parametrize("adapters", [0, pytest.param(1, marks=pytest.mark.nightly)])
+def test_generate_and_an_engine_give_the_same_completions_with_a_draft_model(adapters: int, tmp_path: Path) -> None:
     same = SpeculativeConfig(method="draft_model", model=str(FIXTURE), num_speculative_tokens=3)
-    sizes: Any = {"max_samples": 1, "token_budget": 8, "max_length": 64, "num_pages": 1}
+    sizes: Any = {"max_samples": 1, "token_budget": 8, "max_length": 64, "num_pages": 1, "max_loras": adapters}
     params = SamplingParams(max_tokens=12, temperature=0.7)
     (expected,), drafted = (
         generate(small_model(), [[3, 4, 5]], params, tokenizer=small_tokenizer(), speculative=speculative)
@@ -269,6 +272,14 @@ def test_generate_and_an_engine_give_the_same_completions_with_a_draft_model() -
             assert engine.generate([Request([3, 4, 5], params)]) == [expected]
             stats = engine.stats()
             assert before < stats.drafts_proposed == stats.drafts_accepted == sum(stats.drafts_accepted_at)
+        if adapters:
+            engine.load_adapter("a", read_adapter(make_adapter(tmp_path / "a", LINEAR, 4)))
+            answers = [
+                engine.generate([Request([3, 4, 5], params, adapter="a", speculative=is_drafted)])
+                for is_drafted in (False, True)
+            ]
+            assert answers[0] == answers[1] != [expected]
+            assert engine.stats().drafts_proposed > stats.drafts_proposed
 
 
 def test_an_engine_without_guesses_has_no_arrays_for_them(plain: Plain) -> None:
