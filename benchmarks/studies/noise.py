@@ -2,11 +2,11 @@
 
     python -m benchmarks noise --out benchmarks/results/noise-h100.json
 
-Draws have consecutive positions, and share the rest. Their chi-square has a thousand cells, with probabilities from a
-tenth to a few millionths. Pairs of draws at the same positions, with keys that differ in prompt, seed, sample or one
-position, fill tables, whose chi-square is that of independence. A deviation is the number of standard deviations from
-what is expected. Two controls must deviate: probabilities of which one is a little wrong, and pairs of which a few are
-equal. Before that, the device's random words and tokens are compared with NumPy's.
+Draws have consecutive positions, and share the rest. Their chi-square has a thousand cells, with probabilities of some
+hundredths to some thousand-millionths. Pairs of draws at the same positions, with keys that differ in prompt, seed,
+sample or one position, fill tables, whose chi-square shows dependence. A deviation is the number of standard deviations
+from the expected chi-square. Two controls must deviate: one with a slightly wrong probability, and pairs with a few
+equal ones. Before all this, the device's random words and tokens are compared with NumPy's.
 
 The exit code is 1 if a word or token is another one, if a deviation is larger than `LARGEST`, or a control's is not.
 `--small` draws 200,000 tokens on a CPU in seconds.
@@ -171,7 +171,7 @@ def _pairs(keys: Array, first: Array, logits: Array, share: Array, rows: int, ca
 
 @functools.cache
 def probabilities(vocabulary: int, draws: int) -> np.ndarray:
-    """Returns the probabilities of tokens, float64: from the largest to that of some 20 draws, in no order of ids."""
+    """Returns the probabilities of tokens, float64: in no order of ids. The smallest one gives a few draws."""
     p = np.geomspace(1, 200 / draws, vocabulary)
     return np.random.default_rng(0).permutation(p / p.sum())
 

@@ -115,7 +115,7 @@ def gumbel(bits: Array) -> Array:
 
 
 def group(token: Array) -> Array:
-    """Returns the first word of the counters of token ids, uint32. The ids of a counter are `NOISE_LANES` apart."""
+    """Returns the first word of each token id's counter, uint32; ids that share it differ by multiples of `NOISE_LANES`."""
     token = token.astype(jnp.uint32)
     return ((token // np.uint32(SPAN)) * np.uint32(NOISE_LANES)) | (token % np.uint32(NOISE_LANES))
 

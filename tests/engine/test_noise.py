@@ -1,4 +1,4 @@
-"""The noise of requests in an engine: that of NumPy for seed, prompt, sample and position."""
+"""The noise of requests in an engine, compared with NumPy for seed, prompt, sample and position."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -36,7 +36,7 @@ def test_tokens_are_those_of_the_largest_noise_in_numpy(engine: Engine) -> None:
     generations = engine.generate([Request(prompt, FLAT) for prompt in PROMPTS])
     assert [[[*one.tokens] for one in generation.completions] for generation in generations] == expected
     # Prompts and samples share no noise under one seed.
-    assert len({tuple(tokens) for of_prompt in expected for tokens in of_prompt}) == 4
+    assert len({tuple(tokens) for pair in expected for tokens in pair}) == 4
     # Generated tokens belong to no prompt: a request that is resumed keeps its noise.
     given = [tokens[:3] for tokens in expected[0]]
     (resumed,) = engine.generate([dataclasses.replace(Request(PROMPTS[0], FLAT), generated=given)])

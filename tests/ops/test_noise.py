@@ -107,7 +107,7 @@ LOG_P = np.log(np.float32([0.3, 0.01, 0.2, 0.05, 0.14, 0.15, 0.05, 0.1]))
 IDS = 0, 128, 256, 384, 1, 129, 512, 5000
 """Some of these ids share a result of Philox."""
 CRITICAL = {7: 24.3, 49: 85.4}
-"""What a chi-square of so many degrees of freedom exceeds in 1 of 1000 cases. These are few cases, and fixed."""
+"""A chi-square, by degrees of freedom, that is exceeded in 1 of 1000 cases. These are few cases, and fixed."""
 
 
 def drawn(keys: Sequence[Any], positions: Sequence[int]) -> np.ndarray:
@@ -161,7 +161,7 @@ def test_tokens_of_other_prompts_samples_positions_and_seeds_are_independent(cou
     for name, key in others.items():
         assert dependence(base, tokens(key)) < CRITICAL[49], name
     assert dependence(base, tokens(ops.noise_key(0, PROMPT), 1)) < CRITICAL[49]
-    # The same key is not independent, and neither is a key of which one position in 20 is the same.
+    # The same key is not independent, and neither is one with equal numbers at one position in 20.
     assert dependence(base, tokens(ops.noise_key(0, PROMPT))) > 1000
     mixed = np.where(np.arange(count) % 20, tokens(ops.noise_key(1, PROMPT)), base)
     assert dependence(base, mixed) > CRITICAL[49]
