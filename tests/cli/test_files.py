@@ -62,12 +62,14 @@ def test_a_model_is_loaded_as_its_options_say(tmp_path: Path, monkeypatch: pytes
     plain: Any = Loading.load
     load = getattr(plain, "__wrapped__", plain)
     assert load(Loading(model=tmp_path)) == ("a model", tokenizer)
-    assert given == [(tmp_path, {"dtype": None, "mesh": ("a mesh", 1, 1), "overrides": {}})]
+    options = {"dtype": None, "mesh": ("a mesh", 1, 1), "overrides": {}, "quantized": "computed", "adapters": {}}
+    assert given == [(tmp_path, options)]
     day = datetime.date(2026, 1, 31)
     sizes: Any = {"tensor_parallel": 2, "expert_parallel": 3}
     loading = Loading(model=tmp_path, dtype="float16", template_date=day, hf_overrides='{"a": [1]}', **sizes)
     assert load(loading) == ("a model", dated)
-    assert given[1:] == [(tmp_path, {"dtype": "float16", "mesh": ("a mesh", 2, 3), "overrides": {"a": [1]}}), day]
+    options |= {"dtype": "float16", "mesh": ("a mesh", 2, 3), "overrides": {"a": [1]}}
+    assert given[1:] == [(tmp_path, options), day]
     assert load(loading, "a template") == ("a model", ("templated", "a template"))
     monkeypatch.setattr(models, "load", lambda *_, **__: ("a model", None))
     with pytest.raises(ValueError, match=r"has no tokenizer.json; accepted: a checkpoint with one"):
@@ -93,6 +95,7 @@ def test_a_command_that_does_not_exist_and_none_at_all_are_usage_errors() -> Non
     result = commands.run(main, "sevre")
     assert (result.exit_code, result.stdout) == (2, "")
     accepted = "demo, generate, train, serve, verify, certify, divergence, trace, bisect, fingerprint"
+    accepted += ", quantize, merge"
     assert result.stderr == f"error: 'sevre' is not a command; accepted: {accepted}\n"
     nothing = commands.run(main)
     assert nothing.exit_code == 2

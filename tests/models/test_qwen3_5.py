@@ -11,7 +11,7 @@ import pytest
 
 from detjax.bench import cases, presets
 from detjax.models import CheckpointError, DecoderConfig, GenerationDefaults, digest, load, save
-from detjax.models.checkpoint.stored_formats import stored_format
+from detjax.models.checkpoint.stored_formats import stored_formats
 from detjax.models.configuration.family import description
 from detjax.models.parts.delta_net import DeltaNetOptions
 from detjax.models.parts.gated_experts import GatedExpertsOptions
@@ -133,11 +133,11 @@ def test_what_is_not_served_is_refused_by_its_place_in_the_file(raw: dict[str, A
 
 
 def test_a_storage_format_of_the_whole_model_is_found() -> None:
-    described = description(multimodal(TEXT, quantization_config={"quant_method": "awq"}), "some/config.json")
+    described = description(multimodal(TEXT, quantization_config={"quant_method": "exl2"}), "some/config.json")
     with pytest.raises(
-        CheckpointError, match=r"^some/config.json: quantization_config.quant_method is 'awq'; accepted: "
+        CheckpointError, match=r"^some/config.json: quantization_config.quant_method is 'exl2'; accepted: "
     ):
-        stored_format(described.file)
+        stored_formats(described.file)
 
 
 @pytest.mark.parametrize("raw", [TEXT, MOE])
