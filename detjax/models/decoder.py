@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, overload
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,6 @@ from detjax.runtime import compilation
 from detjax.runtime.device_links import DeviceLinks
 
 if TYPE_CHECKING:
-    from detjax.models.adapters.adapter_set import AdapterSet
     from detjax.models.configuration.generation_defaults import GenerationDefaults
     from detjax.models.vision.images import ImageOptions
 
@@ -46,6 +45,23 @@ class ImageRows(NamedTuple):
 
     present: Bool[Arrays, "*N"]
     rows: Float[Arrays, "*N R"]
+
+
+class RowAdapters(Protocol):
+    """The adapters of a decoder, by name; see `detjax.models.adapters.adapter_set`."""
+
+    by_name: dict[str, Any]
+
+    def __call__(
+        self,
+        model: Any,
+        tokens: Array,
+        cache: KVCache | None,
+        counts: Array | None,
+        adapter: str | Sequence[str | None],
+    ) -> Any:
+        """Returns the results of the decoder for rows with adapters."""
+        ...
 
 
 class Decoder(nnx.Module):
@@ -107,7 +123,7 @@ class Decoder(nnx.Module):
         self.video_options: ImageOptions | None = None
         self.quantized_from: str | None = None
         self.mesh: Mesh | None = None
-        self.adapters: AdapterSet | None = None
+        self.adapters: RowAdapters | None = None
 
     @property
     def dtype(self) -> jnp.dtype:
