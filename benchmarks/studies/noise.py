@@ -112,16 +112,12 @@ def other_words() -> dict[str, int]:
 def other_tokens(sizes: Sizes) -> dict[str, int]:
     """Returns the number of tokens compared, and of those that are not NumPy's, where noise alone chooses them."""
     key = ops.noise_key(5, _PROMPT)
-    token = np.arange(sizes.vocabulary, dtype=np.uint64)[None]
-    position = np.arange(sizes.rows, dtype=np.uint64)[:256, None]
-    group, word = (
-        token // np.uint64(512) * np.uint64(128) + token % np.uint64(128),
-        token // np.uint64(128) % np.uint64(4),
-    )
-    counter = np.broadcast_arrays(group, position, *np.uint64(key[2:]))
-    words = words_in_numpy(
-        np.stack(counter), np.broadcast_to(np.uint64(key[:2])[:, None, None], (2, *counter[0].shape))
-    )
+    token, position = np.arange(sizes.vocabulary)[None], np.arange(256)[:, None]
+    group, word = token // 512 * 128 + token % 128, token // 128 % 4
+    shape = len(position), sizes.vocabulary
+    counter = np.stack([np.broadcast_to(x, shape) for x in (group, position, key[2], key[3])]).astype(np.uint64)
+    keys = np.broadcast_to(np.array(key[:2], np.uint64)[:, None, None], (2, *shape))
+    words = words_in_numpy(counter, keys)
     bits = np.take_along_axis(words, np.broadcast_to(word, words.shape[1:])[None], axis=0)[0] >> np.uint64(9)
     tokens = np.asarray(_tokens(_words(key), jnp.int32(0), jnp.zeros(sizes.vocabulary), len(position)))
     return {"compared": len(tokens), "different": int((tokens != bits.argmax(axis=1)).sum())}

@@ -115,7 +115,7 @@ def gumbel(bits: Array) -> Array:
 
 
 def group(token: Array) -> Array:
-    """Returns the first word of each token id's counter, uint32; ids that share it differ by multiples of `NOISE_LANES`."""
+    """Returns the first words of token ids' counters, uint32. `NOISE_WORDS` ids have the same one."""
     token = token.astype(jnp.uint32)
     return ((token // np.uint32(SPAN)) * np.uint32(NOISE_LANES)) | (token % np.uint32(NOISE_LANES))
 

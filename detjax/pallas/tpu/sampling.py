@@ -253,7 +253,8 @@ class _Kernel:
             starts = range(0, count, self.lanes)
             widths = [min(self.lanes, count - start) for start in starts]
             places = [
-                pl.ds(pl.multiple_of(first + start, PIECE), width) for start, width in zip(starts, widths, strict=True)
+                pl.ds(pl.multiple_of(jnp.int32(first + start), PIECE), width)
+                for start, width in zip(starts, widths, strict=True)
             ]
             chunks = [(logits_ref[:, x].astype(ACCUMULATOR), kept_ref[:, x].astype(ACCUMULATOR)) for x in places]
             values = values_of(first_token + first, chunks)
