@@ -1,5 +1,6 @@
 """Training of an adapter: only its factors change, with the bits that an engine samples with."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import detjax
 from detjax.models import AdapterConfig, Decoder, adapter_of, new_adapter, read_adapter, save_adapter, with_adapter
 from detjax.rl.functional import Training
 from detjax.rl.policy_gradients.policy_gradient import supervised_samples
+from detjax.rl.runs.command import TrainingOptions, train
+from detjax.rl.tasks.pairs import Pairs
 from detjax.rl.trainer.losses import LogLikelihood
 from detjax.rl.trainer.microbatches import Packed, Rows
 from detjax.rl.trainer.optimizers import adamw
@@ -100,3 +103,28 @@ def test_the_pure_functions_train_and_sample_with_an_adapter(base: Decoder, trai
         sampled = rollout(state.params, [[1, 2, 3]], 7)
     samples = supervised_samples([([1, 2, 3], tokens) for tokens in sampled.tokens[0]])
     assert_same_bits(trained.logprobs(samples), [np.asarray(one) for one in sampled.logprobs[0]])
+
+
+def test_a_command_trains_an_adapter_on_a_file(tmp_path: Path) -> None:
+    lines = [{"prompt": f"{n}+{n}=", "completion": str(2 * n)} for n in range(5)]
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    options: dict[str, Any] = {"tasks": ("sft",), "data": data, "prompts": 3, "save_every": 1, "microbatch_tokens": 64}
+    options |= {"lora_rank": 4, "lora_targets": ("q_proj", "down_proj"), "width": 32, "layers": 1, "learning_rate": 0.1}
+    whole = train(TrainingOptions(directory=tmp_path / "whole", steps=3, **options))
+    adapter = read_adapter(tmp_path / "whole" / "adapter")
+    assert adapter.digest.hex() == whole and any(np.any(one.b) for one in adapter.factors.values())
+    with pytest.raises(ValueError, match="--data"):
+        train(TrainingOptions(directory=tmp_path / "no", steps=1, **(options | {"data": None})))
+    with pytest.raises(ValueError, match="--lora-rank is 0"):
+        train(TrainingOptions(directory=tmp_path / "no", steps=1, **(options | {"lora_rank": 0})))
+    data.write_text('{"prompt": "1"}')
+    with pytest.raises(ValueError, match=r"data\.jsonl:1 has \['prompt'\]"):
+        train(TrainingOptions(directory=tmp_path / "no", steps=1, **options))
+
+
+def test_a_pass_over_a_file_has_every_pair_once_in_an_order_of_its_own() -> None:
+    pairs = Pairs(tuple((str(n), "x") for n in range(7)), "")
+    first, second = (pairs.chosen(0, range(7 * epoch, 7 * epoch + 7)) for epoch in range(2))
+    assert sorted(first) == sorted(second) == sorted(pairs.pairs) and first != second
+    assert pairs.chosen(0, [8]) == second[1:2] and pairs.chosen(1, range(7)) != first

@@ -17,6 +17,8 @@ from detjax.rl.runs.policy import small_policy
 from detjax.rl.runs.run import Kind, Run, RunConfig, trainer_for
 from detjax.rl.runs.run_state import RunState
 from detjax.rl.tasks import task_named
+from detjax.rl.tasks.pairs import NAME as SFT
+from detjax.rl.tasks.pairs import Pairs
 from detjax.rl.trainer.microbatches import Packed
 from detjax.rl.trainer.step import Plan
 
@@ -34,7 +36,7 @@ class TrainingOptions:
 
     Attributes:
         directory: directory of the run: its states, its log and, at the end, its model.
-        tasks: a task with its difficulty, such as addition:2.
+        tasks: a task with its difficulty, such as addition:2; or sft, with --data.
         kind: supervised: train on correct answers; reinforcement: train on the policy's own rollouts.
         model: start from this checkpoint. Default: random weights.
         layers: layers of a model with random weights.
@@ -55,6 +57,8 @@ class TrainingOptions:
         microbatch_tokens: tokens per packed microbatch, a multiple of 16; no bit depends on it.
         devices: number of devices that share a batch.
         save_every: steps between two saved states.
+        data: for the task sft, a file with an object of prompt and completion in each line. The end token follows each
+            completion. Default: no file.
         lora_rank: train an adapter of this rank, and leave the model as it is; the run's directory gets the adapter in
             peft's files as `adapter`. 0: train the model.
         lora_alpha: the adapter's factor times its rank. Default: twice the rank.
@@ -83,6 +87,7 @@ class TrainingOptions:
     microbatch_tokens: int = 1024
     devices: int = 1
     save_every: int = 50
+    data: Path | None = None
     lora_rank: int = 0
     lora_alpha: float | None = None
     lora_targets: tuple[str, ...] = ()
@@ -112,6 +117,21 @@ class TrainingOptions:
             base=None if self.model is None else str(self.model),
         )
 
+    def pairs(self) -> Pairs | None:
+        """Returns the prompts and completions of the task sft; None for other tasks.
+
+        Raises:
+            ValueError: the file is missing or not accepted, or the task is not alone, or not supervised.
+        """
+        if self.data is None and SFT not in self.tasks:
+            return None
+        if self.data is None or self.tasks != (SFT,) or self.kind != "supervised":
+            raise ValueError(
+                f"--data is {self.data}, --tasks are {self.tasks} and --kind is {self.kind!r}; accepted: --data with "
+                f"the task {SFT} alone, supervised"
+            )
+        return Pairs.read(self.data)
+
     def speculative(self) -> SpeculativeConfig | None:
         """Returns the settings of speculative decoding for rollouts.
 
@@ -138,7 +158,7 @@ class TrainingOptions:
                 raise ValueError(f"--{option.replace('_', '-')} is {getattr(self, option)}; accepted: at least 1")
         return RunConfig(
             kind=self.kind,
-            tasks=tuple(map(_task, self.tasks)),
+            tasks=() if self.data is not None else tuple(map(_task, self.tasks)),
             steps=self.steps,
             seed=self.seed,
             prompts=self.prompts,
@@ -169,7 +189,10 @@ def train(options: TrainingOptions) -> str:
         FileExistsError: the run has already finished.
         ValueError: an option is not accepted, or the directory has the states of another run.
     """
+    data = options.pairs()
     config, speculative, adapter = options.config(), options.speculative(), options.adapter()
+    if data is not None:
+        config = dataclasses.replace(config, data=data.digest)
     plan = Plan(Packed(options.microbatch_tokens), devices=options.devices)
     target = options.directory / ("model" if adapter is None else "adapter")
     if target.exists():
@@ -196,7 +219,7 @@ def train(options: TrainingOptions) -> str:
                 max_lora_rank=padded_rank(options.lora_rank or 1),
             )
             engine = stack.enter_context(Engine(decoder, tokenizer, sizes))
-        run = Run(config, trainer, tokenizer, _end_token(decoder), engine)
+        run = Run(config, trainer, tokenizer, _end_token(decoder), engine, data)
         log = None
         for step, metrics in run.steps(state, save_every=options.save_every):
             if log is None:

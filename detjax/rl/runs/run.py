@@ -24,6 +24,7 @@ from detjax.rl.policy_gradients.policy_gradient import PolicyGradient, supervise
 from detjax.rl.rollouts import give_policy, prompt_seeds, rollouts, seed_of
 from detjax.rl.runs.run_state import RunState
 from detjax.rl.tasks import Example, Task, task_named
+from detjax.rl.tasks.pairs import Pairs
 from detjax.rl.trainer.optimizers import adamw
 from detjax.rl.trainer.step import Plan
 from detjax.rl.trainer.trainer import Trainer
@@ -52,6 +53,7 @@ class RunConfig:
         final_share: the share of `learning_rate` that remains at the last step, after linear decay.
         max_norm: gradients with a larger norm are scaled down to it.
         shards: see `detjax.rl.trainer.step.Plan`.
+        data: the digest of the prompts and completions that a supervised run trains on; None: it trains on tasks.
     """
 
     kind: Kind
@@ -69,11 +71,14 @@ class RunConfig:
     final_share: float = 1.0
     max_norm: float = 1.0
     shards: int = GRADIENT_SHARDS
+    data: str | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Returns the configuration as JSON values, with the loss as its `repr`."""
         fields = dataclasses.asdict(self)
         fields["policy_gradient"]["loss"] = repr(self.policy_gradient.loss)
+        if self.data is None:  # as in runs before there was such a field
+            del fields["data"]
         return json.loads(json.dumps(fields))
 
 
@@ -105,13 +110,20 @@ class Run:
     """A run, step by step."""
 
     def __init__(
-        self, config: RunConfig, trainer: Trainer, tokenizer: Tokenizer, end_token: int, engine: Engine | None = None
+        self,
+        config: RunConfig,
+        trainer: Trainer,
+        tokenizer: Tokenizer,
+        end_token: int,
+        engine: Engine | None = None,
+        pairs: Pairs | None = None,
     ) -> None:
         """Prepares a run that starts from the trainer's weights.
 
         Args:
             end_token: the token that ends an answer.
             engine: computes rollouts; required for reinforcement learning. Its model has the trainer's shapes.
+            pairs: the prompts and completions whose digest is `config.data`.
 
         Raises:
             ValueError: a task is unknown, a required engine is missing, or the trainer's or engine's configuration does
@@ -119,6 +131,8 @@ class Run:
         """
         if config.kind == "reinforcement" and engine is None:
             raise ValueError("Run: engine is None; accepted: an engine, since the run trains on rollouts")
+        if config.data != (None if pairs is None else pairs.digest):
+            raise ValueError("Run: pairs are other data than config.data; accepted: the pairs with this digest")
         if config.shards != trainer.plan.shards:
             raise ValueError(f"Run: the trainer's plan has {trainer.plan.shards} shards; accepted: {config.shards}")
         if config.distribution != trainer.distribution:
@@ -130,7 +144,7 @@ class Run:
                 f"Run: the engine's kv_cache_dtype is {engine.config.kv_cache_dtype}; accepted: {config.kv_cache_dtype}"
             )
         self.config, self.trainer, self.tokenizer, self.engine = config, trainer, tokenizer, engine
-        self._end_token = end_token
+        self._end_token, self._pairs = end_token, pairs
         self._tasks = [(task_named(name), difficulty) for name, difficulty in config.tasks]
 
     def steps(self, state: RunState | None = None, *, save_every: int = 50) -> Iterator[tuple[int, Mapping[str, Any]]]:
@@ -162,10 +176,13 @@ class Run:
         return [(task, task.example(self.config.seed, number, difficulty)) for (task, difficulty), number in pairs]
 
     def _supervised(self, step: int) -> dict[str, Any]:
-        pairs = [
-            (self.tokenizer.encode(example.prompt), [*self.tokenizer.encode(task.solution(example)), self._end_token])
-            for task, example in self.examples(step)
-        ]
+        if self._pairs is None:
+            texts = [(example.prompt, task.solution(example)) for task, example in self.examples(step)]
+        else:
+            numbers = range(step * self.config.prompts, (step + 1) * self.config.prompts)
+            texts = self._pairs.chosen(self.config.seed, numbers)
+        encode = self.tokenizer.encode
+        pairs = [(encode(prompt), [*encode(completion), self._end_token]) for prompt, completion in texts]
         report = self.trainer.step(supervised_samples(pairs))
         return {
             "loss": -_mean(report.logprobs),
