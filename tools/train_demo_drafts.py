@@ -7,7 +7,7 @@ The head is trained as in EAGLE-3 (Li et al. 2025): it sees the checkpoint's hid
 own for further ones, and learns the checkpoint's probabilities. The smaller model learns them too. Every batch of texts
 is new, so neither can learn texts by heart.
 
-Needs torch and transformers. Takes about 20 minutes on a CPU core. The seed is fixed, and torch's CPU operations repeat
+Needs torch and transformers. Takes about 15 minutes on a CPU core. The seed is fixed, and torch's CPU operations repeat
 on the same kind of machine.
 """
 
@@ -92,9 +92,7 @@ class Head(nn.Module):
         mlp = {name: linear(width, inner) for name in ("gate_proj", "up_proj")} | {"down_proj": linear(inner, width)}
         norms = {name: norm() for name in ("hidden_norm", "input_layernorm", "post_attention_layernorm")}
         self.fc, self.norm, self.lm_head = linear(3 * width, width), norm(), linear(width, DRAFT_VOCABULARY)
-        self.midlayer = nn.ModuleDict(
-            {"self_attn": nn.ModuleDict(attention), "mlp": nn.ModuleDict(mlp), **norms}
-        )
+        self.midlayer = nn.ModuleDict({"self_attn": nn.ModuleDict(attention), "mlp": nn.ModuleDict(mlp), **norms})
 
     def guesses(self, features: torch.Tensor, embedded: torch.Tensor) -> list[torch.Tensor]:
         """Returns the logits of each guess of a chain; row `j` of each guesses the token after `embedded[:, j]`.
@@ -197,7 +195,9 @@ def fit(target: Qwen3ForCausalLM, head: Head, model: Qwen3ForCausalLM, ids: torc
         if step % 20 == 0 or step + 1 == steps:
             head_entropy, entropy = (loss.item() for loss in losses)
             seconds = time.monotonic() - started
-            print(f"step {step + 1} of {steps}: head {head_entropy:.3f}, model {entropy:.3f}, {seconds:.0f} s", flush=True)
+            print(
+                f"step {step + 1} of {steps}: head {head_entropy:.3f}, model {entropy:.3f}, {seconds:.0f} s", flush=True
+            )
 
 
 def save_head(head: Head, target: Qwen3ForCausalLM, ids: torch.Tensor, out: Path) -> None:
