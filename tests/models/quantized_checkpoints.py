@@ -64,7 +64,9 @@ def fp8_static(w: np.ndarray, random: np.random.Generator) -> Encoded:
     codes = e4m3(w / scale)
     parts = {".weight": codes, ".weight_scale": scale.reshape(1)}
     # So small that many activations are clipped.
-    return parts | {".input_scale": np.float32([0.003 * random.uniform(1, 2)])}, codes.astype(np.float32) * scale
+    return parts | {".input_scale": np.array([0.003 * random.uniform(1, 2)], np.float32)}, codes.astype(
+        np.float32
+    ) * scale
 
 
 def _integers(w: np.ndarray, random: np.random.Generator, groups: np.ndarray, *, symmetric: bool) -> Any:
@@ -120,7 +122,7 @@ def modelopt_nvfp4(w: np.ndarray, random: np.random.Generator) -> Encoded:
     wide = (scales.astype(np.float32) * factor).repeat(16, 1)
     codes = np.abs(w[..., None] - wide[..., None] * _E2M1).argmin(-1).astype(np.uint8)
     parts = {".weight": codes[:, 0::2] | codes[:, 1::2] << 4, ".weight_scale": scales}
-    return parts | {".weight_scale_2": factor.reshape(())}, _E2M1[codes] * wide
+    return parts | {".weight_scale_2": np.asarray(factor)}, _E2M1[codes] * wide
 
 
 def _compressed(stored: str, weights: dict[str, Any], inputs: dict[str, Any] | None = None) -> dict[str, Any]:

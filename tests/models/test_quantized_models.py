@@ -268,7 +268,7 @@ def test_activations_that_are_not_computed_are_refused_unless_weights_are_asked_
     if kind == "fp4":
         with changed_tensors(tmp_path / "model" / "model.safetensors") as stored:
             for name in checkpoints.MATRICES:
-                stored[f"model.layers.0.{name}.input_global_scale"] = np.float32([1])
+                stored[f"model.layers.0.{name}.input_global_scale"] = np.array([1], np.float32)
     with pytest.raises(CheckpointError, match=f"asks for {words}.*quantized='weights'"):
         load(tmp_path / "model", progress=False)
     weights = split(load(tmp_path / "model", progress=False, quantized="weights")[0])[1]

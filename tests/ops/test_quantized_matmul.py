@@ -23,7 +23,10 @@ def plain_weights() -> dict[str, QuantizedWeight]:
     """Weights of every kind of numbers whose products have plain activations."""
     random = np.random.default_rng(2)
     codes = random.integers(0, 256, (N, K // 2), dtype=np.uint8)
-    scales, table = random.uniform(0.1, 1, (N, 3)).astype(np.float16), np.float32(random.uniform(0.1, 1, (2, 256)))
+    scales, table = (
+        random.uniform(0.1, 1, (N, 3)).astype(np.float16),
+        random.uniform(0.1, 1, (2, 256)).astype(np.float32),
+    )
     fp4 = random.integers(0, 256, (N, K // 16), dtype=np.uint8)
     zeros, source = random.integers(0, 16, (N, 3), dtype=np.uint8), random.integers(0, 2, N, dtype=np.uint8)
     groups = np.stack([random.permutation(np.arange(K, dtype=np.int32) // 64) for _ in range(2)])
@@ -57,7 +60,7 @@ def test_numbers_are_rounded_to_the_nearest_code_with_ties_to_even() -> None:
     codes = np.arange(127, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
     middles = (codes[1:] + codes[:-1]) / 2
     near = [np.nextafter(middles, np.float32(side)) for side in (-1e9, 1e9)]
-    x = np.concatenate([codes, middles, *near, np.float32([1e-30, 449, 1e30])])
+    x = np.concatenate([codes, middles, *near, np.array([1e-30, 449, 1e30], np.float32)])
     x = np.concatenate([x, -x, [np.float32(np.nan)]])
     expected = np.clip(x, -448, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
     np.testing.assert_array_equal(jax.jit(to_e4m3)(x), expected)

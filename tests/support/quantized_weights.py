@@ -24,7 +24,7 @@ def e4m3_weight(kind: str, *stack: int, dtype: str = "float32") -> QuantizedWeig
     activations: Any = kind.split()[0]
     described = QuantizedFormat("e4m3", K, group, dtype, activations)
     inputs = {"static": [0.01], "static of two": [0.01, 0.02]}.get(kind)
-    shared = None if inputs is None else np.broadcast_to(np.float32(inputs), (*stack, len(inputs)))
+    shared = None if inputs is None else np.broadcast_to(np.array(inputs, np.float32), (*stack, len(inputs)))
     source = np.broadcast_to(np.arange(N, dtype=np.uint8) % 2, (*stack, N)) if kind == "static of two" else None
     weight = QuantizedWeight(codes, scales, source=source, input_scales=shared, format=described)
     return jax.tree.map(jnp.asarray, weight)
