@@ -40,14 +40,14 @@ def plain(x: Any, w: Any, bias: Any) -> jax.Array:
 def test_rows_with_adapters_of_many_ranks_have_the_bits_that_they_have_alone() -> None:
     x, w, bias = drawn(37, K), drawn(N, K), drawn(N)
     rows = jnp.asarray(np.random.default_rng(1).integers(-1, 3, 37), jnp.int32)
-    mixed = plain(x, AdaptedWeight(w, *adapters(3, 8, 64), rows), bias)
+    mixed = plain(x, AdaptedWeight(w, *adapters(3, 8, 64), rows=rows), bias)
     # Alone, in another pool, in another slot, with as many ranks as its own.
     for adapter, rank in enumerate((3, 8, 64)):
         factors = adapters(rank, padded=-(-rank // 16) * 16)
         one = plain(x, AdaptedWeight(w, *factors), bias)
         assert_same_bits(mixed[rows == adapter], one[rows == adapter])
         other = [jnp.concatenate([jnp.full_like(y, jnp.nan), y]) for y in factors]
-        among_nan = plain(x[rows == adapter][:1], AdaptedWeight(w, *other, jnp.ones(1, jnp.int32)), bias)
+        among_nan = plain(x[rows == adapter][:1], AdaptedWeight(w, *other, rows=jnp.ones(1, jnp.int32)), bias)
         assert_same_bits(among_nan, mixed[rows == adapter][:1])
     assert_same_bits(mixed[rows == -1], plain(x, w, bias)[rows == -1])
     assert not same_bits(mixed[rows == 0], plain(x, w, bias)[rows == 0])

@@ -11,6 +11,7 @@ import pytest
 
 import detjax
 from detjax.models import AdapterConfig, Decoder, adapter_of, new_adapter, read_adapter, save_adapter, with_adapter
+from detjax.models.network import split
 from detjax.rl.functional import Training
 from detjax.rl.policy_gradients.policy_gradient import supervised_samples
 from detjax.rl.runs.command import TrainingOptions, train
@@ -91,7 +92,7 @@ def test_no_bit_of_an_adapters_gradients_depends_on_microbatches(base: Decoder, 
 def test_the_pure_functions_train_and_sample_with_an_adapter(base: Decoder, trained: Trainer) -> None:
     policy = with_adapter(base, new_adapter(base, CONFIG))
     training = Training(policy, adamw(1e-2), LogLikelihood(), shards=2)
-    params = training.network.state(detjax.models.network.split(policy)[1])
+    params = training.network.state(split(policy)[1])
     state = training.init(params)
     for _ in range(2):
         result = training.loss_and_gradients(state.params, SAMPLES, microbatch=Packed(tokens=32))
