@@ -31,7 +31,8 @@ The format of a weight whose activations are plain is a schedule. The product ha
 
     w = rnd(rn(number * scale))
 
-where `rnd` rounds to x's dtype and `number` is a code's number, less its zero point. K ascends in the order of the file.
+where `rnd` rounds to x's dtype and `number` is a code's number, less its zero point. K ascends in the order of the
+file.
 
 Products with quantized activations have a contract of their own. A group of columns, `FP8_BLOCK` or the weight's own
 number of them, or the whole row, is quantized alone, from `x` as rounded to its dtype:
@@ -45,9 +46,9 @@ ascending, of products of numbers, from a fresh accumulator, blocks ascending:
     in groups:  acc = fma(P_b, rn(s_x * s_w), acc), with the scales of the row's group and of the weight's block
     by rows:    acc = rn(acc + P_b), and at the end rn(s_x * rn(s_w * acc))
 
-The epilogue of a matrix product follows. The gradient of x is the gradient of a product with the widened weight; the derivative
-of the epilogue is evaluated at the biased sums of this contract. Codes and scales have no gradient. The up-projection of
-latent attention is always widened, since its keys and values are plain.
+The epilogue of a matrix product follows. The gradient of x is the gradient of a product with the widened weight; the
+derivative of the epilogue is evaluated at the biased sums of this contract. Codes and scales have no gradient. The
+up-projection of latent attention is always widened, since its keys and values are plain.
 
 Adapters
 --------

@@ -55,24 +55,24 @@ SMALL: Final = Sizes("tiny", 1, 16, 4)
 
 
 class Layer(NamedTuple):
-    """The weights of a layer, `[K, N]`, and its cache, `[context, key heads, head_dim]`."""
+    """The weights of a layer, `[K, N]`, and its cache, `[context, key heads, head_dim]`; or their shardings."""
 
-    q: Array
-    k: Array
-    v: Array
-    o: Array
-    gate: Array
-    up: Array
-    down: Array
-    keys: Array
-    values: Array
+    q: Any
+    k: Any
+    v: Any
+    o: Any
+    gate: Any
+    up: Any
+    down: Any
+    keys: Any
+    values: Any
 
 
 class Model(NamedTuple):
-    """All weights and caches."""
+    """All weights and caches, or their shardings."""
 
-    embedding: Array
-    head: Array
+    embedding: Any
+    head: Any
     layers: tuple[Layer, ...]
 
 

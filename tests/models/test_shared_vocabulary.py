@@ -142,7 +142,6 @@ def compare_samples(model: models.Decoder, shared: models.Decoder, variant: Samp
 def sample_arguments(variant: SamplingVariant) -> tuple[Any, SampledRows]:
     """The slots' state and the rows of a step."""
     rng = np.random.default_rng(1)
-    zeros = np.zeros(ROWS, np.int32)
     sampling = SamplingArrays(
         noise_key=rng.integers(0, 2**32, (ROWS, 4), np.uint32),
         position=np.arange(ROWS, dtype=np.int32),
