@@ -171,16 +171,18 @@ class Run:
 
     def examples(self, step: int) -> list[tuple[Task, Example]]:
         """Returns the examples of a step, each with its task."""
-        numbers = range(step * self.config.prompts, (step + 1) * self.config.prompts)
-        pairs = [(self._tasks[number % len(self._tasks)], number) for number in numbers]
+        pairs = [(self._tasks[number % len(self._tasks)], number) for number in self._numbers(step)]
         return [(task, task.example(self.config.seed, number, difficulty)) for (task, difficulty), number in pairs]
+
+    def _numbers(self, step: int) -> range:
+        """Returns the numbers of a step's examples in the run."""
+        return range(step * self.config.prompts, (step + 1) * self.config.prompts)
 
     def _supervised(self, step: int) -> dict[str, Any]:
         if self._pairs is None:
             texts = [(example.prompt, task.solution(example)) for task, example in self.examples(step)]
         else:
-            numbers = range(step * self.config.prompts, (step + 1) * self.config.prompts)
-            texts = self._pairs.chosen(self.config.seed, numbers)
+            texts = self._pairs.chosen(self.config.seed, self._numbers(step))
         encode = self.tokenizer.encode
         pairs = [(encode(prompt), [*encode(completion), self._end_token]) for prompt, completion in texts]
         report = self.trainer.step(supervised_samples(pairs))
