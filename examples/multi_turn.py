@@ -113,7 +113,7 @@ def main() -> None:
             examples = [TASK.example(0, step * QUESTIONS + number, DIFFICULTY) for number in range(QUESTIONS)]
             groups = [[Episode(one, tokenizer.encode(one.prompt)) for _ in range(EPISODES)] for one in examples]
             episodes = [one for group in groups for one in group]
-            play(engine, tokenizer, episodes, seed_of(0, step))
+            play(engine, tokenizer, episodes, seed_of(1, step))
 
             rewards = np.array([[one.reward for one in group] for group in groups])
             count = sum(sum(one.is_sampled) for one in episodes)

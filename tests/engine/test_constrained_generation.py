@@ -142,7 +142,7 @@ def test_logprobs_are_those_that_the_model_gives_the_text(alone: list[Generation
 
 
 def test_samples_of_one_request_are_constrained_each_by_itself() -> None:
-    params = SamplingParams(max_tokens=40, temperature=1.5, seed=1, n=4, constraint=CONSTRAINTS[1])
+    params = SamplingParams(max_tokens=40, temperature=1.5, seed=2, n=4, constraint=CONSTRAINTS[1])
     with small_engine() as engine:
         (answer,) = engine.generate([Request("ROMEO:", params)])
     lists = [tuple(json.loads(text_of(completion))) for completion in answer.completions]
