@@ -46,7 +46,7 @@ def test_options_of_studies_are_explained() -> None:
 @pytest.mark.parametrize(
     ("command", "source", "without", "named"),
     [
-        ("serve", EngineConfig, (), {}),
+        ("serve", EngineConfig, (), {"speculative": "--speculative-config"}),
         ("serve", Settings, ("name", "more_names", "max_in_flight", "body_seconds"), {}),
         ("serve", ConnectionSettings, (), {"certificate": "--tls-certificate", "key": "--tls-key"}),
         ("serve", LogSettings, (), {"level": "--log-level", "format": "--log-format", "access": "--access-log"}),
