@@ -4,9 +4,13 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from jax.sharding import Mesh
+from jaxtyping import DTypeLike
+
 from detjax.models.adapters.adapter import read_adapter
 from detjax.models.adapters.adapter_set import AdapterSet
-from detjax.models.checkpoint import loading
+from detjax.models.checkpoint.loading import load_checkpoint
+from detjax.models.checkpoint.quantization_schemes import Quantized
 from detjax.models.decoder import Decoder
 from detjax.models.text.tokenizer import Tokenizer
 
@@ -14,8 +18,12 @@ from detjax.models.text.tokenizer import Tokenizer
 def load(
     path: str | os.PathLike[str],
     *,
+    dtype: DTypeLike | None = None,
+    progress: bool | None = None,
+    mesh: Mesh | None = None,
+    overrides: Mapping[str, Any] | None = None,
     adapters: Mapping[str, str | os.PathLike[str]] | None = None,
-    **options: Any,
+    quantized: Quantized = "computed",
 ) -> tuple[Decoder, Tokenizer | None]:
     """Returns the model in the Hugging Face directory `path`, and its tokenizer or None.
 
@@ -31,23 +39,29 @@ def load(
         path: a directory with `config.json` and `model.safetensors`, or shards of it with their index; optionally
             `generation_config.json`, `preprocessor_config.json` for images, `video_preprocessor_config.json` for
             videos, `tokenizer.json`, `tokenizer_config.json` and a chat template.
+        dtype: the dtype of the weights: float32, bfloat16 or float16, rounded to nearest even. Default: the dtype that
+            `config.json` names, else the embedding's stored dtype.
+        progress: whether to draw a progress bar on stderr. Default: if stderr is a terminal.
+        mesh: devices that share the model, with the axes "tensor" and "expert" or one of them; see `sharded`.
+            Parameters go from the file to the devices one at a time, so no device and no process holds the whole model.
+            Default: a single device.
+        overrides: keys of `config.json` with the values to read instead, such as vLLM's `classifier_from_token`.
         adapters: folders of adapters that peft saved, by the names that `model(tokens, adapter=name)` takes. A row
             without an adapter has the bits of the model; the base model's weights are never changed.
-        options: `dtype`, the dtype of the weights, float32, bfloat16 or float16, rounded to nearest even (default: the
-            dtype that `config.json` names, else the embedding's stored dtype); `mesh`, the devices that share the
-            model, with the axes "tensor" and "expert" or one of them, see `sharded` (default: one device); `progress`,
-            whether to draw a progress bar on stderr (default: if it is a terminal); `overrides`, keys of `config.json`
-            with the values to read instead; `quantized`, the reading of quantized weights; and further options of
-            `detjax.models.checkpoint.loading.load`.
+        quantized: the reading of quantized weights. "computed": weights stay in the checkpoint's codes, and products
+            quantize activations where it says so; "weights": they stay in codes, and activations are plain; "widened":
+            they become plain weights. The last two have the same bits, and so has the first one without quantized
+            activations.
 
     Raises:
         CheckpointError: `path` is not a directory, or it has an adapter; a file is missing, damaged or not fetched; the
             architecture or an option is not supported; a tensor is missing, surplus, misshapen, of another dtype, or
             beyond the range of `dtype`; an adapter does not fit the model.
-        ValueError: `dtype` is not supported, or the mesh has another axis or no device of this process.
+        ValueError: `dtype` or `quantized` is not supported, or the mesh has another axis or no device of this process.
     """
     read = {name: read_adapter(folder) for name, folder in (adapters or {}).items()}
-    model, tokenizer = loading.load(path, **options)
+    options: dict[str, Any] = {"dtype": dtype, "progress": progress, "mesh": mesh, "overrides": overrides}
+    model, tokenizer = load_checkpoint(path, **options, quantized=quantized)
     if read:
         model.adapters = AdapterSet(model, read)
     return model, tokenizer

@@ -63,47 +63,16 @@ _COMPARED_AT_ONCE: Final = 1 << 24
 """The bytes of a tensor that are compared at a time."""
 
 
-def load(
+def load_checkpoint(
     path: str | os.PathLike[str],
     *,
-    dtype: DTypeLike | None = None,
-    progress: bool | None = None,
-    mesh: Mesh | None = None,
-    overrides: Mapping[str, Any] | None = None,
-    quantized: Quantized = "computed",
+    dtype: DTypeLike | None,
+    progress: bool | None,
+    mesh: Mesh | None,
+    overrides: Mapping[str, Any] | None,
+    quantized: Quantized,
 ) -> tuple[Decoder, Tokenizer | None]:
-    """Returns the model in the Hugging Face directory `path`, and its tokenizer or None.
-
-    All files are checked before the first parameter is read. If `config.json` ties the embeddings but the files
-    hold a different `lm_head.weight`, the latter is used, with a warning, as in transformers. Model-related files that
-    are not read, such as weights in other formats, are named in a warning. Of a multimodal model whose `config.json`
-    describes no vision tower, the text model is read.
-
-    A checkpoint says whether its model generates or pools: it pools if its architecture has a head for classes, or if
-    the directory has the modules of Sentence Transformers.
-
-    Args:
-        path: a directory with `config.json` and `model.safetensors`, or shards of it with their index; optionally
-            `generation_config.json`, `preprocessor_config.json` for images, `video_preprocessor_config.json` for
-            videos, `tokenizer.json`, `tokenizer_config.json` and a chat template.
-        dtype: the dtype of the weights: float32, bfloat16 or float16, rounded to nearest even. Default: the dtype that
-            `config.json` names, else the embedding's stored dtype.
-        progress: whether to draw a progress bar on stderr. Default: if stderr is a terminal.
-        mesh: devices that share the model, with the axes "tensor" and "expert" or one of them; see `sharded`.
-            Parameters go from the file to the devices one at a time, so no device and no process holds the whole model.
-            Default: a single device.
-        overrides: keys of `config.json` with the values to read instead, such as vLLM's `classifier_from_token`.
-        quantized: the reading of quantized weights. "computed": weights stay in the checkpoint's codes, and products
-            quantize activations where it says so; "weights": they stay in codes, and activations are plain; "widened":
-            they become plain weights. The last two have the same bits, and so has the first one without quantized
-            activations.
-
-    Raises:
-        CheckpointError: `path` is not a directory, or it has an adapter; a file is missing, damaged or not fetched; the
-            architecture or an option is not supported; a tensor is missing, surplus, misshapen, of another dtype, or
-            beyond the range of `dtype`.
-        ValueError: `dtype` or `quantized` is not supported, or the mesh has another axis or no device of this process.
-    """
+    """Returns the model and the tokenizer; arguments and errors as in `detjax.models.load`."""
     if quantized not in get_args(Quantized):
         raise ValueError(f"load: quantized is {quantized!r}; accepted: {', '.join(get_args(Quantized))}")
     directory, mesh = Path(path), None if mesh is None else checked("load", mesh)
@@ -136,7 +105,7 @@ def load(
     read = {listing.name, *(tensor.file.name for tensor in stored.values())}
     has_template = tokenizer is not None and tokenizer.has_chat_template
     if unread := unread_files(directory, read, has_tokenizer=tokenizer is not None, has_template=has_template):
-        warnings.warn(f"load: {directory} also holds {unread}, which is not read", stacklevel=2)
+        warnings.warn(f"load: {directory} also holds {unread}, which is not read", stacklevel=3)
     model = split(empty)[0].with_weights(weights) if mesh is None else with_mesh(empty, weights, mesh)
     model.generation_defaults, model.image_options, model.video_options = defaults, image_options, video_options
     if any(map(is_quantized, weights)):
