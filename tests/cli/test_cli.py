@@ -142,7 +142,7 @@ def test_the_options_of_generate_reach_the_engine(checkpoint: Path, generating: 
     tokenizer = generating.given.pop("tokenizer")
     assert tokenizer.encode("x") == models.load(checkpoint, progress=False)[1].encode("x")
     silent = {"prompts": ["ROMEO:"], "sampling": SamplingParams(), "images": [[]], "kv_cache_dtype": None}
-    assert generating.given == silent | {"progress": False}
+    assert generating.given == silent | {"progress": False, "speculative": None}
     for option, field, value in (
         ("--max-tokens", "max_tokens", 7),
         ("--temperature", "temperature", 0.5),
