@@ -59,7 +59,7 @@ A row with an adapter of the factors A `[R, K]`, B `[N, R]` and `scale` `[N]` ha
     d[n]   = sum over r ascending of u[r] * B[n, r], a fresh accumulator
     acc[n] = fma(scale[n], d[n], rn(sum over k ascending of x[k] * w[k, n] + bias[n]))
 
-before the epilogue; `rnd` rounds to x's dtype. The sum of a row without an adapter is that of the plain product. Ranks
+before the epilogue; `rnd` rounds to x's dtype. A row without an adapter has the plain product's sum. Ranks
 of zeros change no bit. `scale` belongs to an adapter and an output. With g the gradient of the sums, rounded as above,
 `h = rnd(rn(scale[n] * g[n]))` and `v[r] = rnd(sum over n ascending of h[n] * B[n, r])`, the gradients are
 `rnd(rn(sum over n of g[n] * w[k, n] + sum over r of v[r] * A[r, k]))` for x, each sum with its own accumulator, the sum

@@ -98,8 +98,8 @@ class Engine(EngineThread):
         Args:
             model: the decoder.
             tokenizer: needed for texts and stop strings.
-            config: the engine's settings. With `max_loras`, requests may name the adapters that `load` was given, and
-                those of `load_adapter`.
+            config: the engine's settings. With `max_loras`, requests may name the adapters that `load` or
+                `load_adapter` was given.
             mesh: devices that share the model, with the axes "tensor", "expert" or both; see `detjax.models.sharded`.
                 No bit depends on it. Default: the model's mesh.
             options: fields of `EngineConfig` that override `config`.

@@ -135,7 +135,7 @@ def give_policy(engine: Engine, network: Network[Decoder], weights: Weights) -> 
 
 
 def prompt_seeds(seed: int, prompts: int) -> list[int]:
-    """Returns a seed for each of `prompts` prompts that are sampled together, some of which may be equal."""
+    """Returns a seed for each of `prompts` prompts that are sampled together. Prompts may be equal."""
     return [seed_of(seed, index) for index in range(prompts)]
 
 
