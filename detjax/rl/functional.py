@@ -94,8 +94,8 @@ class Training:
         Args:
             model: the decoder. Its weights are not used; they may be `jax.ShapeDtypeStruct`. With an adapter
                 (`detjax.models.with_adapter`), only the adapter's factors are trained, and the other weights are used.
-                Gradients then have one leaf for an adapted weight, the numbers of A and then of B, and a single zero for
-                other weights.
+                Gradients then have one leaf for an adapted weight, the numbers of A and then of B, and a single zero
+                for other weights.
             optimizer: such as `detjax.rl.trainer.optimizers.adamw`. It sees one leaf at a time.
             loss: see `detjax.rl.trainer.losses`.
             max_norm: gradients with a larger norm are scaled down to it; None: no clipping.
