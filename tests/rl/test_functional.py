@@ -96,7 +96,7 @@ def test_rollouts_are_drawn_from_the_distribution_with_its_logprobs(engine: Engi
     drawn = Distribution(0.7, top_k=5, top_p=0.9, min_p=0.01)
     functions = functional.Training(policies.policy(), policies.ADAMW, LogLikelihood(), distribution=drawn)
     asked: list[Any] = []
-    with mock.patch.object(functional.rollouts, "rollouts", lambda *given: asked.append(given) or []):
+    with mock.patch.object(functional.rollouts, "rollouts", lambda *given, **_: asked.append(given) or []):
         functions.rollout_function(engine, max_tokens=8, samples=3)(nnx.state(policies.policy()), ["1+2=", "3="], 7)
     ((_, prompts, sampling, seeds),) = asked
     assert (prompts, seeds) == (["1+2=", "3="], prompt_seeds(7, 2))

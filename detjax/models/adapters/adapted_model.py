@@ -58,7 +58,10 @@ def with_replaced(model: Decoder, adapter: Adapter) -> Decoder:
     targets = Targets(model.config, np.dtype(model.dtype))
     replaced = targets.replaced_by(adapter)
     wholes = whole_weights(model) if replaced else []
-    new = {number: targets.with_replaced(number, np.asarray(wholes[number]), tensors) for number, tensors in replaced.items()}
+    new = {
+        number: targets.with_replaced(number, np.asarray(wholes[number]), tensors)
+        for number, tensors in replaced.items()
+    }
     return with_weights(model, new)
 
 
