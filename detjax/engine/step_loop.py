@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -30,22 +30,21 @@ from detjax.engine.model_runner import ModelRunner, StateSizes, bytes_of_snapsho
 from detjax.engine.page_pool import PagePool
 from detjax.engine.pooling import PooledBatch, pooled_rows
 from detjax.engine.program_compiler import ProgramCompiler
+from detjax.engine.prompt_results import chunk_rows, prompt_scores, token_results
 from detjax.engine.request import Token
 from detjax.engine.sampled_tokens import SampledTokens
-from detjax.engine.sampling_programs import SCORED_ROWS
 from detjax.engine.sampling_variant import SamplingVariant
-from detjax.engine.scheduler import ScheduledChunk, ScheduledStep, Scheduler
+from detjax.engine.scheduler import ScheduledStep, Scheduler
 from detjax.engine.sequence import Sequence
-from detjax.engine.snapshots import SlotCopies, SnapshotCache
+from detjax.engine.snapshots import SnapshotCache
 from detjax.engine.step_programs import StepPrograms
+from detjax.engine.step_states import InFlightStep, LaunchedStep, PlannedStep, SampleRows
 from detjax.engine.token_masks import Masks, Matcher, computer_for
 from detjax.models import Adapter, Decoder, Draft
 from detjax.models.adapters.pool import AdapterPool
-from detjax.models.parts.pooling import ChunkRows
 from detjax.models.vision.clips import image_options_class
 from detjax.models.vision.prompt_images import PromptImages
 from detjax.operands.options import KVQuantization
-from detjax.operands.sampling_arrays import Arrays
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,124 +79,6 @@ class StepLoopConfig:
     def most_drafted(self) -> int:
         """Maximum number of guessed tokens of a sequence in a step."""
         return 0 if self.speculative is None else self.speculative.num_speculative_tokens
-
-
-@dataclasses.dataclass(frozen=True)
-class _PromptScore:
-    """Logprobs of some tokens of a prompt, which a step in flight computes."""
-
-    sequence: Sequence
-    position: int
-    """Position of the first of the tokens."""
-    count: int
-    tokens: SampledTokens
-
-    def read(self) -> None:
-        """Waits for the logprobs, and appends them to the sequence's output."""
-        tokens, logprobs = self.tokens.read(), self.sequence.output.prompt_logprobs
-        for index in range(self.count):
-            # A preempted sequence computes some of its logprobs twice.
-            if self.position + index == len(logprobs) + 1:
-                _, logprob, top, sampling_logprob, sampling_top = tokens.at(index, self.sequence.params)
-                logprobs.append((logprob, top))
-                if sampling_logprob is not None:
-                    self.sequence.output.prompt_sampling_logprobs.append((sampling_logprob, sampling_top))
-
-
-@dataclasses.dataclass(frozen=True)
-class _TokenResults:
-    """Results for some tokens of a prompt, which a step in flight computes in a model that pools."""
-
-    sequence: Sequence
-    position: int
-    """Position of the first of the tokens."""
-    count: int
-    rows: PooledBatch
-
-    def read(self) -> None:
-        """Waits for the results, and appends them to the sequence's output."""
-        rows, results, pooling = self.rows.read(), self.sequence.output.pooled, self.sequence.context.pooling
-        assert pooling is not None
-        for index in range(self.count):
-            # A preempted sequence computes some of its results twice.
-            if self.position + index == len(results):
-                results.append(rows.at(index, pooling))
-
-
-class _Sample(NamedTuple):
-    """A sequence that samples tokens in a step.
-
-    Attributes:
-        row: the row of its first sampled token.
-        chunk: its chunk. Its guesses have the next rows.
-    """
-
-    row: int
-    chunk: ScheduledChunk
-
-    @property
-    def sequence(self) -> Sequence:
-        """The sequence."""
-        return self.chunk.sequence
-
-    def rows(self, tokens: Seq[int]) -> range:
-        """Returns the rows that count, given the sampled tokens: those before which all guesses were right."""
-        drafts = self.chunk.drafts
-        count = next((n for n, guess in enumerate(drafts) if tokens[self.row + n] != guess), len(drafts))
-        return range(self.row, self.row + count + 1)
-
-
-@dataclasses.dataclass(frozen=True)
-class _PlannedStep:
-    """A step that is ready to launch.
-
-    Attributes:
-        plan: its chunks.
-        batch: its arrays, on the device.
-        first_rows: the first row of each prefill chunk.
-        samples: the sequences that sample tokens.
-        needed: the capabilities that the sampling program needs; None if no token is sampled.
-        unseen: arguments of `ModelRunner.note_seen` for the samples whose tokens the device does not know yet.
-        copies: copies between slots and snapshots before and after the step.
-        adapters: adapters to write before the step, with their slots.
-    """
-
-    plan: ScheduledStep
-    batch: StepBatch
-    first_rows: Arrays
-    samples: list["_Sample"]
-    needed: SamplingVariant | None
-    unseen: list[tuple[int, Seq[int], Seq[int]]]
-    copies: SlotCopies
-    adapters: Seq[tuple[int, Adapter]] = ()
-
-    @property
-    def is_constrained(self) -> bool:
-        """True if sampling has to wait for masks."""
-        return self.needed is not None and self.needed.constrained
-
-
-class _Launched(NamedTuple):
-    """The pending results of a step that the device computes.
-
-    Attributes:
-        scores: logprobs of prompts, or results of their tokens.
-        sampled: the tokens; None if no token is sampled.
-        pooled: results of a model that pools, in place of tokens.
-        failures: error messages of the rows whose constraints failed.
-    """
-
-    scores: Seq[_PromptScore | _TokenResults]
-    sampled: SampledTokens | None
-    failures: Mapping[int, str]
-    pooled: PooledBatch | None = None
-
-
-class _InFlightStep(NamedTuple):
-    """A step that the launcher has and whose results were not read yet."""
-
-    planned: _PlannedStep
-    launched: Future[_Launched]
 
 
 class StepLoop:
@@ -244,8 +125,8 @@ class StepLoop:
         self._slots = slots
         self._runner = runner
         self._launcher = launcher or Launcher()
-        self._in_flight: collections.deque[_InFlightStep] = collections.deque()
-        self._newest: _InFlightStep | None = None
+        self._in_flight: collections.deque[InFlightStep] = collections.deque()
+        self._newest: InFlightStep | None = None
         """The last step that was started, kept while constraints may need its tokens."""
         self.reading_since: float | None = None
         """The monotonic time since when the loop waits for the device to finish a step; None while it does not wait."""
@@ -451,10 +332,10 @@ class StepLoop:
         plans_ahead = self._in_flight[-1].planned.is_constrained and self.scheduler.can_plan_ahead
         return 2 if plans_ahead else 1
 
-    def _planned(self, plan: ScheduledStep) -> _PlannedStep:
+    def _planned(self, plan: ScheduledStep) -> PlannedStep:
         """Copies a step to the device and marks it as submitted."""
         rows = itertools.accumulate((chunk.sampled for chunk in plan.chunks), initial=0)
-        samples = [_Sample(row, chunk) for row, chunk in zip(rows, plan.chunks, strict=False) if chunk.completes]
+        samples = [SampleRows(row, chunk) for row, chunk in zip(rows, plan.chunks, strict=False) if chunk.completes]
         needed = SamplingVariant.needed_by([sample.sequence.params for sample in samples]) if samples else None
         has_adapters = plan.has_adapters
         is_ready = self._runner.has_layers
@@ -475,7 +356,7 @@ class StepLoop:
         unseen = [tokens for sample in samples if (tokens := _unseen(sample.sequence)) is not None]
         copies = self.scheduler.mark_submitted(plan)
         adapters = self.scheduler.adapters.take_pending()
-        return _PlannedStep(plan, self._runner.copy(batch), first_rows, samples, needed, unseen, copies, adapters)
+        return PlannedStep(plan, self._runner.copy(batch), first_rows, samples, needed, unseen, copies, adapters)
 
     @property
     def _may_run(self) -> bool:
@@ -483,7 +364,7 @@ class StepLoop:
         drafting = self.drafting
         return drafting is None or not (drafting.drafter.follows or drafting.wants(self.scheduler.running))
 
-    def _start(self, planned: _PlannedStep) -> None:
+    def _start(self, planned: PlannedStep) -> None:
         """Launches a step, in the launcher's thread if it has to wait for masks."""
         previous = self._newest
         masks = _start_masks(previous, planned)
@@ -493,10 +374,10 @@ class StepLoop:
             launcher = Launcher()
             if previous is not None:
                 previous.launched.result()  # raises what the launcher raised
-        self._newest = _InFlightStep(planned, launcher.submit(functools.partial(self._launch, planned, masks)))
+        self._newest = InFlightStep(planned, launcher.submit(functools.partial(self._launch, planned, masks)))
         self._in_flight.append(self._newest)
 
-    def _launch(self, planned: _PlannedStep, pending: Future[Masks] | None) -> _Launched:
+    def _launch(self, planned: PlannedStep, pending: Future[Masks] | None) -> LaunchedStep:
         """Launches the layers of a step at once, and the sampling when the masks are there."""
         for adapter in planned.adapters:
             self._runner.load_adapter(*adapter)
@@ -510,7 +391,7 @@ class StepLoop:
             sampled = self._runner.decode_run(planned.batch, planned.needed).start_copy()
             if pending is not None:  # a run has no masks, but matchers of the previous step still consume tokens
                 pending.result()
-            return _Launched([], sampled, {})
+            return LaunchedStep([], sampled, {})
         hidden, rows = self._runner.forward(planned.batch)
         if self.drafting is not None and self.drafting.drafter.follows:
             self.drafting.drafter.follow(planned.batch, self._runner.last_tokens)
@@ -521,7 +402,7 @@ class StepLoop:
         scores = [
             score
             for chunk, first_row in zip(planned.plan.prefills, planned.first_rows, strict=False)
-            for score in self._scores(chunk, int(first_row), rows)
+            for score in prompt_scores(self._runner, chunk, int(first_row), rows)
         ]
         masks, sampled = None if pending is None else pending.result(), None
         if planned.needed is not None:
@@ -529,52 +410,28 @@ class StepLoop:
             sampled = self._runner.sample(planned.batch, hidden, planned.needed, allowed).start_copy()
         if self._runner.computed is not None and self.drafting is not None:
             self.drafting.drafter.note_sampled(SampledStep(planned.batch, self._runner.computed, sampled))
-        return _Launched(scores, sampled, {} if masks is None else masks.failures)
+        return LaunchedStep(scores, sampled, {} if masks is None else masks.failures)
 
-    def _pooled(self, planned: _PlannedStep, hidden: Any, rows: Any) -> _Launched:
+    def _pooled(self, planned: PlannedStep, hidden: Any, rows: Any) -> LaunchedStep:
         """Computes the results of prompts and of tokens in a model that pools."""
         prefills = list(zip(planned.plan.prefills, planned.first_rows.tolist(), strict=False))
-        tokens = [part for chunk, first_row in prefills for part in self._token_results(chunk, first_row, rows)]
+        tokens = [part for chunk, first_row in prefills for part in token_results(self._runner, chunk, first_row, rows)]
         if self._runner.carries and prefills:
-            self._runner.carry(rows, _chunk_rows(prefills, planned.batch, self._slots.slots))
+            self._runner.carry(rows, chunk_rows(prefills, planned.batch, self._slots.slots))
         if planned.needed is None:
-            return _Launched(tokens, None, {})
+            return LaunchedStep(tokens, None, {})
         count = planned.batch.shape.sampled
         wanted = pooled_rows([chunk.sequence.context.pooling for chunk in planned.plan.chunks], count)
         if not self._runner.carries:
-            return _Launched(tokens, None, {}, self._runner.pool(hidden, wanted).start_copy())
+            return LaunchedStep(tokens, None, {}, self._runner.pool(hidden, wanted).start_copy())
         slots, factors = np.full(count, self._slots.slots, np.int32), np.zeros(count, np.float32)
         for row, chunk in planned.samples:
             assert chunk.sequence.slot is not None
             slots[row] = chunk.sequence.slot
             factors[row] = 1 / len(chunk.sequence.prompt) if self._runner.averages else 1
-        return _Launched(tokens, None, {}, self._runner.pool_carried(slots, factors, wanted).start_copy())
+        return LaunchedStep(tokens, None, {}, self._runner.pool_carried(slots, factors, wanted).start_copy())
 
-    def _token_results(self, chunk: ScheduledChunk, first_row: int, rows: Any) -> Iterator[_TokenResults]:
-        """Computes the results of a chunk's tokens if the request asks for them."""
-        pooling = chunk.sequence.context.pooling
-        assert pooling is not None
-        for begin in range(0, chunk.count if pooling.is_of_tokens else 0, SCORED_ROWS):
-            count = min(SCORED_ROWS, chunk.count - begin)
-            results = self._runner.pool_rows(rows, first_row + begin, pooled_rows([pooling] * count, SCORED_ROWS))
-            yield _TokenResults(chunk.sequence, chunk.start + begin, count, results.start_copy())
-
-    def _scores(self, chunk: ScheduledChunk, first_row: int, hidden: Any) -> Iterator[_PromptScore]:
-        """Computes the prompt logprobs of a chunk if the request asks for them."""
-        prompt = chunk.sequence.prompt
-        if not chunk.sequence.params.prompt_logprobs:
-            return
-        # The hidden state at a position gives the logprob of the token after it.
-        end = min(chunk.start + chunk.count + 1, len(prompt))
-        for position in range(chunk.start + 1, end, SCORED_ROWS):
-            count, row = min(SCORED_ROWS, end - position), first_row + position - 1 - chunk.start
-            if chunk.sequence.params.sampling_logprobs:
-                scored = self._runner.score_drawn(hidden, row, chunk.sequence, position, count)
-            else:
-                scored = self._runner.score(hidden, row, np.asarray(prompt[position : position + count], np.int32))
-            yield _PromptScore(chunk.sequence, position, count, scored.start_copy())
-
-    def _read(self, step: _InFlightStep) -> Iterator[tuple[Sequence, Token]]:
+    def _read(self, step: InFlightStep) -> Iterator[tuple[Sequence, Token]]:
         """Reads a step's results after later steps have been started."""
         if len(self._in_flight) > 1:
             # Other threads compute the next step's masks from the same tokens while the device waits.
@@ -611,7 +468,7 @@ class StepLoop:
                         sequence.matcher.end()
                     yield sequence, token
 
-    def _rows_that_count(self, sample: _Sample, tokens: SampledTokens) -> range:
+    def _rows_that_count(self, sample: SampleRows, tokens: SampledTokens) -> range:
         """Notes the guesses of a chunk that were right, and returns the rows whose tokens count."""
         rows = sample.rows(tokens.token)
         if sample.sequence.finish_reason is None:
@@ -621,7 +478,7 @@ class StepLoop:
         return rows
 
     def _read_pooled(
-        self, samples: Iterable[_Sample], pooled: PooledBatch, size: int
+        self, samples: Iterable[SampleRows], pooled: PooledBatch, size: int
     ) -> Iterator[tuple[Sequence, Token]]:
         """Ends the sequences whose results a step has computed."""
         for row, chunk in samples:
@@ -646,17 +503,6 @@ def new_drafter(
     return HeadDrafter(guesser, table, config.shapes, config.num_pages, runner)
 
 
-def _chunk_rows(prefills: Seq[tuple[ScheduledChunk, int]], batch: StepBatch, no_slot: int) -> ChunkRows:
-    """Returns the rows of a step's prefill chunks, in arrays of the size that its programs are compiled for."""
-    first, count, start = np.zeros((3, batch.shape.prefills), np.int32)
-    slot = np.full(batch.shape.prefills, no_slot, np.int32)
-    for index, (chunk, first_row) in enumerate(prefills):
-        assert chunk.sequence.slot is not None
-        first[index], count[index], start[index] = first_row, chunk.count, chunk.start
-        slot[index] = chunk.sequence.slot
-    return ChunkRows(first, count, start, slot)
-
-
 def _image_tokens(model: Decoder, most: int) -> int:
     """Returns the tokens of the largest image, or of all frames of a clip, in sequences of up to `most` tokens."""
     vision = model.config.vision
@@ -677,7 +523,7 @@ def _unseen(sequence: Sequence) -> tuple[int, Seq[int], Seq[int]] | None:
     return sequence.slot, sequence.prompt, sequence.generated
 
 
-def _start_masks(previous: _InFlightStep | None, planned: _PlannedStep) -> Future[Masks] | None:
+def _start_masks(previous: InFlightStep | None, planned: PlannedStep) -> Future[Masks] | None:
     """Starts computing the masks of a planned step, which depend on the tokens of the previous step."""
     samples = [(sample, matcher) for sample in planned.samples if (matcher := sample.sequence.matcher) is not None]
     matchers = {sample.row: matcher for sample, matcher in samples}

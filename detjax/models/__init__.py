@@ -16,8 +16,8 @@ from detjax.models.adapters.adapter_config import AdapterConfig as AdapterConfig
 from detjax.models.adapters.loading import load as load
 from detjax.models.cache import KVCache as KVCache
 from detjax.models.checkpoint.digest import digest as digest
-from detjax.models.checkpoint.loading import save as save
 from detjax.models.checkpoint.metadata import ModelMetadata as ModelMetadata
+from detjax.models.checkpoint.saving import save as save
 from detjax.models.configuration.config import DecoderConfig as DecoderConfig
 from detjax.models.configuration.generation_defaults import GenerationDefaults as GenerationDefaults
 from detjax.models.configuration.json_object import CheckpointError as CheckpointError

@@ -32,7 +32,7 @@ from hypothesis.stateful import (
 from jaxtyping import Array
 
 from detjax import SamplingParams
-from detjax.engine import batch, page_pool, sampling_variant, scheduler, step_loop, step_programs
+from detjax.engine import batch, page_pool, prompt_results, sampling_variant, scheduler, step_programs
 from detjax.engine.batch import BatchShape, BatchShapes, SlotTable, StepBatch
 from detjax.engine.constraint import Constraint
 from detjax.engine.constraints import CompiledConstraint, ConstraintCompiler
@@ -617,7 +617,7 @@ def small_pages() -> Iterator[None]:
             patch.setattr(module, "QUERY_UNIT", 2)
         patch.setattr(batch, "_MIN_ROWS", 8)
         patch.setattr(batch, "_MIN_DRAFTED_ROWS", 4)
-        patch.setattr(step_loop, "SCORED_ROWS", SCORED_ROWS)
+        patch.setattr(prompt_results, "SCORED_ROWS", SCORED_ROWS)
         yield
 
 

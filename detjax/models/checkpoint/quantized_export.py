@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 
 from detjax.contract import FP8_BLOCK, FP8_LARGEST
-from detjax.models.checkpoint import loading
+from detjax.models.checkpoint import loading, saving
 from detjax.models.checkpoint.directory_files import refuse_adapter, refuse_without_model
 from detjax.models.checkpoint.stored_formats import KEY
 from detjax.models.checkpoint.weight_files import StoredTensor, open_weights, write_weights
@@ -73,7 +73,7 @@ def quantize(
         encode = {"fp8-block": _fp8_blocks, "fp8-channel": _fp8_channels, "int4": int4}[to]
         readers = [_reader(one, encode if name in chosen else None) for name, one in tensors.items()]
         groups = list(zip([one.size for one in tensors.values()], readers, strict=True))
-        with loading.new_directory(target) as new:
+        with saving.new_directory(target) as new:
             shutil.copytree(directory, new, ignore=shutil.ignore_patterns(*_WEIGHTS, ".*"), dirs_exist_ok=True)
             content = raw | {KEY: _described(to, plain, group_size)}
             (new / loading.CONFIG).write_text(f"{json.dumps(content, indent=2)}\n", encoding="utf-8")
