@@ -73,10 +73,10 @@ def adapted_product(  # noqa: PLR0913
         ValueError: shapes do not fit together.
     """
     name = "matmul" if groups is None else "grouped_matmul"
-    if backends.backend() == "stock":
+    if (backend := backends.backend()) not in backends.BACKENDS:
         raise NotImplementedError(
-            f"{name}: the weight has adapters, and the backend is 'stock'; accepted: a backend under contract. Choose "
-            "one with detjax.use_backend."
+            f"{name}: the weight has adapters, and the backend is {backend!r}; accepted: a backend under contract. "
+            "Choose one with detjax.use_backend."
         )
     _check(name, x, weight, epilogue.gated, has_experts=groups is not None)
     plain_bias: Any = bias.value if isinstance(bias, AccumulatedWeight) else bias

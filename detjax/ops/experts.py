@@ -23,7 +23,7 @@ from detjax.ops.grouped_kernels import group_unit
 from detjax.portable import experts as portable
 from detjax.runtime import compilation
 
-_PLACES: Final = Operation("expert_rows", {"hopper": "detjax.pallas.hopper.expert_places"})
+_PLACES: Final = Operation("expert_rows", {"hopper": "detjax.pallas.hopper.expert_places"}, part_of=("grouped_matmul",))
 """The kernel of rows of few tokens."""
 _BLOCK: Final = 256
 """Choices in a block that is searched for equal choices at once."""
