@@ -132,7 +132,7 @@ def test_each_option_reaches_what_it_sets(tmp_path: Path, monkeypatch: pytest.Mo
     lookup = SpeculativeConfig(method="ngram")
     engine = EngineConfig(max_samples=4, token_budget=16, max_length=112, kv_cache_dtype="int8", speculative=lookup)
     assert seen["Engine"] == ((*policy, engine), {})
-    assert seen["Run"] == (config, "trainer", policy[1], policies.end_token(), None)
+    assert seen["Run"] == (config, "trainer", policy[1], policies.end_token(), None, None)
     assert seen["steps"] == {"save_every": 4}
     # A supervised run samples nothing, and rollouts are no longer than the model's positions.
     del seen["Engine"]
