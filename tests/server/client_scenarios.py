@@ -89,7 +89,7 @@ def _openai_responses(client: Any) -> None:
     assert json.loads(call.arguments)["city"] in ("Verona", "Mantua")
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "Sunny"}
     client.responses.create(input=[*QUESTION, *answer.output, result], **asked | {"max_output_tokens": 16})
-    with client.responses.stream(input=QUESTION, tool_choice="required", **asked) as stream:
+    with client.responses.stream(input=QUESTION, tool_choice="required", extra_body={"seed": 1}, **asked) as stream:
         kinds = [event.type for event in stream]
         assert kinds[0] == "response.created"
         assert stream.get_final_response().output[0].type == "function_call"

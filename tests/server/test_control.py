@@ -212,9 +212,10 @@ def test_a_pause_that_aborts_gives_requests_the_tokens_so_far(
     last = chunks[-1]["choices"][0]
     assert last["finish_reason"] == "abort"
     assert "finish_reason" not in last["receipt"]
-    assert long["text"].startswith(text_of(chunks))
+    # The last token may be the first bytes of a character.
+    assert long["text"].startswith(text_of(chunks).rstrip("\ufffd"))
     assert {choice["finish_reason"] for choice in answer["choices"]} == {"abort"}
-    assert long["text"].startswith(answer["choices"][0]["text"])
+    assert long["text"].startswith(answer["choices"][0]["text"].rstrip("\ufffd"))
     trainer.done("POST", "/resume")
     known = {fingerprint(versions["one"]): versions["one"]}
     tokens = [choice for choice in answer["choices"] if "receipt" in choice]
