@@ -4,7 +4,7 @@
 
 This is the rival of `--tensor-parallel` for one request. Each device has some heads and inner columns of a layer; the
 projections back to the residual stream are cut by their inputs, and two all-reduces a layer add the parts
-(Shoeybi et al. 2019). XLA computes everything, a step is one program, and there is no engine around it: keys and values
+(Shoeybi et al. 2019). XLA computes everything, a step is one program, and no engine runs it: keys and values
 are in one array, the likeliest token is chosen on the devices, and the next step takes it from there. The shape is a
 preset's, with random weights, on one device and on several. `XLA_FLAGS` chooses XLA's form of the all-reduce.
 

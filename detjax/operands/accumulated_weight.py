@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Sequence
-from types import EllipsisType
 from typing import Any, overload
 
 import jax
@@ -13,11 +12,12 @@ from detjax.contract import ACCUMULATOR
 from detjax.operands.pytrees import array_dataclass
 from detjax.operands.quantized_weight import QuantizedWeight
 from detjax.operands.rounding import rounded
+from detjax.operands.whole_weight import WeightWithValue
 
 
 @array_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
-class AccumulatedWeight:
+class AccumulatedWeight(WeightWithValue):
     """A weight, and the float32 sums to which a backward pass adds the weight's gradient.
 
     Operations accept it in place of a weight. They compute with the value and return the *next* sum, `sum + gradient`,
@@ -48,22 +48,6 @@ class AccumulatedWeight:
     value: Float[Array, "..."]
     products: Float32[Array, "..."] | None = None
     lookups: Float32[Array, "..."] | None = None
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The weight's shape."""
-        return self.value.shape
-
-    @property
-    def dtype(self) -> jnp.dtype:
-        """The weight's dtype."""
-        return self.value.dtype
-
-    def __getitem__(self, index: EllipsisType) -> "AccumulatedWeight":
-        """Returns the weight itself for `...`, so that a module's parameter may hold one."""
-        if index is not Ellipsis:
-            raise TypeError(f"AccumulatedWeight: index {index!r}; accepted: ..., because operations take it as a whole")
-        return self
 
 
 type Weight = Float[Array, "..."] | AccumulatedWeight | QuantizedWeight

@@ -1,16 +1,15 @@
 """Weights with adapters: low-rank products that are added to the product of the weight."""
 
 import dataclasses
-from types import EllipsisType
 from typing import Any, Final
 
-import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int, Int32
 
 from detjax.contract import RANK_STEP
 from detjax.operands.accumulated_weight import AccumulatedWeight, Weight
 from detjax.operands.numerics import round_up
 from detjax.operands.pytrees import array_dataclass
+from detjax.operands.whole_weight import WeightWithValue
 
 NO_ADAPTER: Final = -1
 """Stands for the slot of a row without an adapter."""
@@ -18,7 +17,7 @@ NO_ADAPTER: Final = -1
 
 @array_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
-class AdaptedWeight:
+class AdaptedWeight(WeightWithValue):
     """A weight `W`, and the factors `A` and `B` of adapters (LoRA; Hu et al. 2021): `W + scale B A`, never merged.
 
     `ops.matmul` and `ops.grouped_matmul` accept it in place of a weight with the layout "nk". A row with an adapter
@@ -52,22 +51,6 @@ class AdaptedWeight:
     scales: Float32[Array, "..."]
     rows: Int[Array, "..."] | None = None
     b_mask: Bool[Array, "..."] | None = None
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The weight's shape."""
-        return self.value.shape
-
-    @property
-    def dtype(self) -> jnp.dtype:
-        """The weight's dtype."""
-        return self.value.dtype
-
-    def __getitem__(self, index: EllipsisType) -> "AdaptedWeight":
-        """Returns the weight itself for `...`, so that a module's parameter may hold one."""
-        if index is not Ellipsis:
-            raise TypeError(f"AdaptedWeight: index {index!r}; accepted: ..., because operations take it as a whole")
-        return self
 
 
 def padded_rank(rank: int) -> int:

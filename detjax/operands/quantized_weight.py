@@ -3,7 +3,6 @@
 import dataclasses
 import math
 from collections.abc import Callable
-from types import EllipsisType
 from typing import Any, Final, Literal
 
 import jax
@@ -15,6 +14,7 @@ from jaxtyping import Array
 from detjax.contract import ACCUMULATOR
 from detjax.operands.pytrees import array_dataclass
 from detjax.operands.rounding import rounded
+from detjax.operands.whole_weight import WholeWeight
 
 CodeNumbers = Literal["int4", "e2m1", "e4m3"]
 """The numbers of codes: an integer from 0 to 15 less its zero point, or a floating-point number of 4 or 8 bits."""
@@ -55,7 +55,7 @@ class QuantizedFormat:
 
 @array_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
-class QuantizedWeight:
+class QuantizedWeight(WholeWeight):
     """A weight `[..., N, K]`, rows being outputs, as codes and scales; `...` are stacked matrices, such as experts.
 
     Several tensors of a checkpoint may make up the rows of a matrix. Arrays that a whole tensor shares have an entry
@@ -119,12 +119,6 @@ class QuantizedWeight:
     def is_computed(self) -> bool:
         """True if products quantize activations, which is a contract of its own."""
         return self.format.activations is not None
-
-    def __getitem__(self, index: EllipsisType) -> "QuantizedWeight":
-        """Returns the weight itself for `...`, so that a module's parameter may hold one."""
-        if index is not Ellipsis:
-            raise TypeError(f"QuantizedWeight: index {index!r}; accepted: ..., because operations take it as a whole")
-        return self
 
     def __len__(self) -> int:
         return self.codes.shape[0]

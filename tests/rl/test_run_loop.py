@@ -284,7 +284,7 @@ def test_each_field_of_a_configuration_shows_in_what_a_state_is_saved_with() -> 
     texts = {str(config.as_json()) for config in (CONFIG, *changed)}
     assert len(texts) == 1 + len(changed)
     for name, config in zip(CHANGES, changed, strict=False):
-        # Without data there is no such key, as in states of earlier versions.
+        # Without data the key is missing, as in states of earlier versions.
         here, there = CONFIG.as_json(), config.as_json()
         assert [key for key in there if here.get(key) != there[key]] == [name]
 

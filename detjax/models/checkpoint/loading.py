@@ -53,6 +53,9 @@ _LAYERS: Final = "model."
 """The prefix of the names of all tensors but the head."""
 _COMPUTED: Final = r".*\.rotary_emb\.inv_freq"
 """The names of tensors in old checkpoints that follow from config.json."""
+_ACCEPTED: Final = (
+    "the tensors of the model that config.json describes. Is it the one that the weights were saved with?"
+)
 _COMPARED_AT_ONCE: Final = 1 << 24
 """The bytes of a tensor that are compared at a time."""
 
@@ -93,7 +96,8 @@ def load_checkpoint(
         weights_dtype = requested_dtype or np.dtype(config.dtype)
         empty = without_weights(config, weights_dtype)
         parameters = parameters_of_checkpoint(empty, stored)
-        sizes = _checked_sizes(parameters, stored, listing, skipped_names(family, config))
+        check_tensors(parameters, stored, listing, skipped_names(family, config), accepted=_ACCEPTED)
+        sizes = [sum(stored[name].size for name in parameter.shapes) for parameter in parameters]
         with _progress_bar(f"Loading {directory.resolve().name}", sum(sizes), progress) as advance:
             weights = _read_weights(parameters, sizes, stored, advance, placement(empty, mesh), quantized)
     read = {listing.name, *(tensor.file.name for tensor in stored.values())}
@@ -313,12 +317,24 @@ def are_equal(one: StoredTensor, other: StoredTensor) -> bool:
     return all(np.array_equal(one.read_bytes(*part), other.read_bytes(*part)) for part in parts)
 
 
-def _checked_sizes(
-    parameters: Sequence[Parameter], stored: Mapping[str, StoredTensor], listing: Path, skips: Sequence[str]
-) -> list[int]:
-    """Checks the stored tensors against the parameters, and returns the bytes of each parameter's tensors.
+def check_tensors(
+    parameters: Sequence[Parameter],
+    stored: Mapping[str, StoredTensor],
+    listing: Path,
+    skips: Sequence[str],
+    *,
+    accepted: str,
+    prefix: str = "",
+) -> None:
+    """Checks the stored tensors against the parameters.
 
-    Additional tensors are accepted if their whole names match one of the regular expressions `skips`.
+    Args:
+        parameters: the parameters of the model or the head.
+        stored: the stored tensors by name.
+        listing: the file that lists them.
+        skips: regular expressions. Additional tensors are accepted if their whole names match one of them.
+        accepted: a description of accepted tensors, for surplus ones.
+        prefix: what precedes the names in the checkpoint.
 
     Raises:
         CheckpointError: a tensor is missing, surplus, misshapen, or of an unsupported dtype.
@@ -326,7 +342,7 @@ def _checked_sizes(
     expected = {name: shape for parameter in parameters for name, shape in parameter.shapes.items()}
     for name, shape in expected.items():
         if name not in stored:
-            raise CheckpointError(f"{listing}: tensor {name!r} is missing; accepted: one of shape {shape}")
+            raise CheckpointError(f"{listing}: tensor {prefix + name!r} is missing; accepted: one of shape {shape}")
         if stored[name].shape != shape:
             raise CheckpointError(
                 f"{stored[name].file}: tensor {stored[name].name!r} has shape {stored[name].shape}; accepted: {shape}, "
@@ -335,11 +351,7 @@ def _checked_sizes(
         _ = stored[name].dtype  # raises if it is not supported
     for name, tensor in stored.items():
         if name not in expected and not any(re.fullmatch(pattern, name) for pattern in skips):
-            raise CheckpointError(
-                f"{tensor.file}: tensor {tensor.name!r} is surplus; accepted: the tensors of the model that "
-                "config.json describes. Is it the one that the weights were saved with?"
-            )
-    return [sum(stored[name].size for name in parameter.shapes) for parameter in parameters]
+            raise CheckpointError(f"{tensor.file}: tensor {tensor.name!r} is surplus; accepted: {accepted}")
 
 
 @contextlib.contextmanager

@@ -15,7 +15,14 @@ from flax import nnx
 from jaxtyping import DTypeLike, Int64
 
 from detjax.contract import INPUT_DTYPES
-from detjax.models.checkpoint.loading import CONFIG, EMBEDDING, LM_HEAD, are_equal, parameters_of_checkpoint
+from detjax.models.checkpoint.loading import (
+    CONFIG,
+    EMBEDDING,
+    LM_HEAD,
+    are_equal,
+    check_tensors,
+    parameters_of_checkpoint,
+)
 from detjax.models.checkpoint.stored_formats import stored_formats
 from detjax.models.checkpoint.weight_files import INDEX, SINGLE_FILE, StoredTensor, open_weights
 from detjax.models.configuration.config import DecoderConfig
@@ -60,7 +67,7 @@ def load_draft(path: str | os.PathLike[str], model: Decoder, *, dtype: DTypeLike
             float16. Default: the model's.
 
     Raises:
-        CheckpointError: there is no head in the directory, or only a pickle; a file is missing or damaged; an option is
+        CheckpointError: the directory has no head, or only a pickle; a file is missing or damaged; an option is
             not supported; `config.json`, the tensors and the model disagree.
         ValueError: the dtype is not supported.
 
@@ -289,22 +296,8 @@ def _with_weights[H: DraftHead](
         CheckpointError: a tensor is missing, surplus, misshapen, or of an unsupported dtype.
     """
     parameters = parameters_of_checkpoint(empty, stored)
-    expected = {name: shape for parameter in parameters for name, shape in parameter.shapes.items()}
-    for name, shape in expected.items():
-        if name not in stored:
-            raise CheckpointError(f"{listing}: tensor {prefix + name!r} is missing; accepted: one of shape {shape}")
-        if stored[name].shape != shape:
-            raise CheckpointError(
-                f"{stored[name].file}: tensor {stored[name].name!r} has shape {stored[name].shape}; accepted: {shape}, "
-                "which follows from config.json"
-            )
-        _ = stored[name].dtype  # raises if it is not supported
-    for name, tensor in stored.items():
-        if name not in expected and not re.fullmatch(_COMPUTED, name):
-            raise CheckpointError(
-                f"{tensor.file}: tensor {tensor.name!r} is surplus; accepted: the tensors of the {empty.METHOD} head "
-                "that config.json describes"
-            )
+    accepted = f"the tensors of the {empty.METHOD} head that config.json describes"
+    check_tensors(parameters, stored, listing, (_COMPUTED,), accepted=accepted, prefix=prefix)
     place: Callable[[Any], Any] = jnp.asarray
     if (sharding := everywhere(model.mesh)) is not None:
         place = lambda value: jax.device_put(np.asarray(value), sharding)  # noqa: E731

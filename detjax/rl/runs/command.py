@@ -97,7 +97,7 @@ class TrainingOptions:
         """Returns the options of the adapter to train; None: the model is trained.
 
         Raises:
-            ValueError: an option is out of range, or there is no adapter that it belongs to.
+            ValueError: an option is out of range, or it belongs to adapters and none is given.
         """
         given = self.lora_alpha is not None or bool(self.lora_targets) or self.lora_rslora
         if self.lora_rank < 0 or (given and not self.lora_rank):
