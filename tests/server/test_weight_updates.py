@@ -471,7 +471,10 @@ def test_weights_change_in_a_sleeping_server_that_keeps_requests(
 def test_every_answer_in_a_crowd_is_verified_with_the_weights_that_it_names(
     trainer: Trainer, fingerprints: dict[str, str], versions: Any, tmp_path: Path, requests: int, updates: int
 ) -> None:
-    """Clients ask until the updates are done, each at least once, whole and streamed."""
+    """Clients ask until the updates are done, each at least once, whole and streamed.
+
+    An update waits for an answer of the present weights, since the mode `keep` may leave none.
+    """
 
     async def crowd() -> list[Any]:
         done, answers = False, list[Any]()
@@ -491,6 +494,9 @@ def test_every_answer_in_a_crowd_is_verified_with_the_weights_that_it_names(
         ) as http:
             clients = [asyncio.create_task(client(http, number)) for number in range(requests)]
             for number in range(updates):
+                present = fingerprints[NAMES[number % len(NAMES)]]
+                while present not in {answer["system_fingerprint"] for answer in answers}:
+                    await asyncio.sleep(0.01)
                 while trainer.running.app.state.gate.in_flight < requests // 2:
                     await asyncio.sleep(0.01)
                 name, mode = NAMES[(number + 1) % len(NAMES)], ("wait", "keep")[number % 2]
