@@ -16,6 +16,7 @@ import benchmarks
 import detjax
 from benchmarks.__main__ import main
 from benchmarks.studies import batch_bits, decode, noise
+from benchmarks.studies.draft_bits.models import kinds
 from benchmarks.studies.training import measures as training
 from benchmarks.studies.true_on_policy import experiment as true_on_policy
 from detjax.bench import presets
@@ -355,6 +356,15 @@ def runs_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(result["share_counted"][0] > 0 for result in results if result["kind"] == "eagle3")
 
 
+def runs_draft_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = run_small("draft_bits", tmp_path)
+    assert content["rounds"] == 1 and content["tokens_compared"] == sum(x["tokens"] for x in content["drafts"].values())
+    assert [name.removeprefix("demo, ") for name in content["drafts"]] == [*kinds("demo")]
+    assert all(one["guesses"] and not one["answers_with_other_bits"] for one in content["drafts"].values())
+    right = content["drafts"]["demo, right"]
+    assert right["guesses"] == right["right_guesses"]
+
+
 QUICK: Final = ("expert_schedules", "loading", "matmul", "sleep", "update")
 """Runs of a few seconds."""
 RUNS: Final[dict[str, Callable[[Path, pytest.MonkeyPatch], None]]] = {
@@ -367,6 +377,7 @@ RUNS: Final[dict[str, Callable[[Path, pytest.MonkeyPatch], None]]] = {
     "decoder": runs_decoder,
     "delta_rule": runs_delta_rule,
     "digests": runs_digests,
+    "draft_bits": runs_draft_bits,
     "drafts": runs_drafts,
     "expert_schedules": runs_expert_schedules,
     "experts": runs_experts,

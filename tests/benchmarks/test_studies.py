@@ -29,6 +29,7 @@ STUDIES = (
     "decoder",
     "delta_rule",
     "digests",
+    "draft_bits",
     "drafts",
     "expert_schedules",
     "experts",

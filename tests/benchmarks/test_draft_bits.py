@@ -1,0 +1,55 @@
+"""The comparison of drafts with plain decoding: it finds a fault, and continues an earlier result."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.studies.draft_bits import study as draft_bits
+from benchmarks.studies.draft_bits.requests import everything
+from benchmarks.study import Run
+from detjax.cli.options import UsageError
+from detjax.engine import SamplingParams, Sequence
+from detjax.engine.step_states import SampleRows
+
+
+def test_a_guess_that_is_taken_unverified_is_found_and_a_later_call_continues(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(draft_bits, "kinds", lambda name: ("mixed",))
+    run = Run("python -m benchmarks draft_bits", small=True, out=tmp_path / "result.json")
+    first = draft_bits.study(run)
+    assert not first.problem and first.content["tokens_compared"] > 0
+    with monkeypatch.context() as patch:
+        # All rows of a draft count, also those after wrong guesses.
+        patch.setattr(SampleRows, "rows", lambda self, tokens: range(self.row, self.row + 1 + len(self.chunk.drafts)))
+        second = draft_bits.study(run)
+    assert second.content["rounds"] == 2 and second.content["tokens_compared"] > first.content["tokens_compared"]
+    wrong = second.content["drafts"]["demo, mixed"]
+    assert wrong["answers_with_other_bits"] == len(wrong["differences"]) > 0
+    assert second.problem == f"{len(wrong['differences'])} answers have other bits with drafts"
+    assert run.out is not None
+    written = json.loads(run.out.read_text())
+    written["fingerprint"]["device_kind"] = "another"
+    run.out.write_text(json.dumps(written))
+    with pytest.raises(UsageError, match=r"was made with device_kind 'another', and this is .*; accepted: a result of"):
+        draft_bits.study(run)
+
+
+def test_all_bits_of_an_answer_are_compared() -> None:
+    def answer(logprob: float, top: float, text_ends: str | None = None) -> tuple[object, ...]:
+        sample = Sequence((1, 2), SamplingParams(max_tokens=1))
+        sample.generated.append(7)
+        sample.output.logprobs, sample.output.top_logprobs = [logprob], [((7, top),)]
+        sample.finish_reason = text_ends
+        return everything(sample)
+
+    same, *others = (
+        answer(-0.5, 0.0),
+        answer(-0.5, -0.0),
+        answer(-0.5000000596046448, 0.0),
+        answer(-0.5, 0.0, "stop"),
+    )
+    assert same == answer(-0.5, 0.0)
+    assert all(same != other for other in others)
+    assert answer(float("nan"), 0.0) == answer(float("nan"), 0.0)
