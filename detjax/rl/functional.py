@@ -26,7 +26,7 @@ from detjax.rl.trainer.microbatches import Layout, Sample
 from detjax.rl.trainer.placement import Flat, Placement
 from detjax.rl.trainer.sample_checks import check_certain
 from detjax.rl.trainer.step import Plan, batch_gradients
-from detjax.rl.trainer.train_state import TrainState, initial_state, update, weights_of
+from detjax.rl.trainer.train_state import TrainState, initial_state, update
 from detjax.rl.trainer.trained_weights import gradient_shapes, trained
 from detjax.runtime import compilation
 
@@ -179,15 +179,16 @@ class Training:
                 )
         placement = Placement(self._shards, _devices(leaves[0]))
         flat = tuple(_flat(leaf, placement) for leaf in leaves)
-        training, norm = update(
+        training, weights, norm = update(
             placement.placed(state.training),
             flat,
+            self.network.weights(state.params),
             self._optimizer,
             placement,
             max_norm=self._max_norm,
             donated=donated,
         )
-        return State(self.network.state(weights_of(training, self._like, placement)), training), norm
+        return State(self.network.state(weights), training), norm
 
 
 @functools.partial(compilation.jit, static_argnums=1)

@@ -39,12 +39,12 @@ def run_small(name: str, tmp_path: Path, *arguments: str) -> dict[str, Any]:
     return content
 
 
-def run_on_two_devices(name: str, tmp_path: Path) -> dict[str, Any]:
-    """The result of `--small` in a process with two simulated devices."""
+def run_on_devices(name: str, tmp_path: Path, *arguments: str, count: int = 2) -> dict[str, Any]:
+    """The result of `--small` in a process with simulated devices."""
     out = tmp_path / "result.json"
-    flags = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
+    flags = f"--xla_force_host_platform_device_count={count} --xla_backend_optimization_level=0"
     environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", "benchmarks", name, "--small", "--out", str(out)]
+    command = [sys.executable, "-m", "benchmarks", name, "--small", "--out", str(out), *arguments]
     subprocess.run(command, env=environment, cwd=Path(benchmarks.__file__).parents[1], check=True)
     return json.loads(out.read_text())
 
@@ -72,19 +72,40 @@ def runs_data_parallel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def runs_training_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    content = run_on_two_devices("training_devices", tmp_path)
+    content = run_on_devices("training_devices", tmp_path)
     assert set(content["equal"].values()) == {True} and content["control_differs"]
 
 
 def runs_mesh_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    content = run_on_two_devices("mesh_bits", tmp_path)
-    assert content["one"]["digests"] == content["several"]["digests"] and content["usual_cut_differs"]
+    content = run_on_devices("mesh_bits", tmp_path, "--preset", "Qwen3-30B-A3B")
+    assert list(content["meshes"]) == ["tensor 2, expert 1", "tensor 1, expert 2"]
+    assert all(arm["digests"] == content["one"]["digests"] for arm in content["meshes"].values())
+    assert content["usual_cut_differs"]
+
+
+def runs_mesh_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = run_on_devices("mesh_speed", tmp_path)
+    steps = [(row["step"], row["devices"]) for row in content["steps"]]
+    assert steps == [(f"{step}", count) for count in (1, 2) for step in content["digests"]]
+    assert all(row["time_over_usual"] > 0 for row in content["steps"])
+    assert all(len(by_count) == 2 and len(set(by_count.values())) == 1 for by_count in content["digests"].values())
+
+
+def runs_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = run_small("processes", tmp_path)
+    assert len(content["training"]) == len(content["answers"]) == 2 and content["lost"]["survivors"][0]["says"]
+
+
+def runs_expert_launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = run_small("expert_launches", tmp_path)
+    assert [(row["batch"], row["same_bits"]) for row in content["results"]] == [(1, True), (3, True)]
 
 
 def runs_usual_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    content = run_on_two_devices("usual_cut", tmp_path)
-    assert {count: len(seconds) for count, seconds in content["seconds"].items()} == {"1": 5, "2": 5}
-    assert content["time_over_one"] > 0
+    content = run_on_devices("usual_cut", tmp_path, "--devices", "4", "--rounds", "2", count=4)
+    assert list(content["seconds"]) == ["decode of 3", "decode of 1", "prefill of 24"]
+    assert all([*map(len, by_count.values())] == [2, 2, 2] for by_count in content["seconds"].values())
+    assert all(set(by_count) == {"1", "2", "4"} for by_count in content["time_over_one"].values())
 
 
 def runs_batch_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,6 +341,9 @@ def runs_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         content = run_small("training", tmp_path, "--part", "steps", "--part", "gradients", "--part", "carried")
     assert content["steps"]["missing"] == {}
     assert content["steps"]["seconds"].keys() == {"detjax", "stock", "stock, head in chunks of 64"}
+    apart = training.step_of(training.SMALL, training.DETJAX)
+    assert len(apart["seconds"]) == training.SMALL.rounds
+    assert apart["first"] > 0
     assert content["carried"].keys() == {"carried", "fresh"}
     assert all(case["missing"] == {} for case in content["gradients"])
 
@@ -365,7 +389,7 @@ def runs_draft_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert right["guesses"] == right["right_guesses"]
 
 
-QUICK: Final = ("expert_schedules", "loading", "matmul", "sleep", "update")
+QUICK: Final = ("expert_schedules", "loading", "matmul", "sleep", "update", "usual_cut")
 """Runs of a few seconds."""
 RUNS: Final[dict[str, Callable[[Path, pytest.MonkeyPatch], None]]] = {
     "aggregation": runs_aggregation,
@@ -380,16 +404,19 @@ RUNS: Final[dict[str, Callable[[Path, pytest.MonkeyPatch], None]]] = {
     "draft_bits": runs_draft_bits,
     "drafts": runs_drafts,
     "expert_schedules": runs_expert_schedules,
+    "expert_launches": runs_expert_launches,
     "experts": runs_experts,
     "invariant": runs_invariant,
     "loading": runs_loading,
     "matmul": runs_matmul,
     "mesh_bits": runs_mesh_bits,
+    "mesh_speed": runs_mesh_speed,
     "noise": runs_noise,
     "norms": runs_norms,
     "on_policy": runs_on_policy,
     "on_policy, stock": runs_on_policy_stock,
     "portable": runs_portable,
+    "processes": runs_processes,
     "ready": runs_ready,
     "sleep": runs_sleep,
     "softmax_schedules": runs_softmax_schedules,

@@ -22,6 +22,7 @@ from detjax.operands.options import Distribution
 from detjax.rl.trainer.gradients import Loss, ShardTree, WeightSums, shard_bounds
 from detjax.rl.trainer.losses import LogLikelihood
 from detjax.rl.trainer.microbatches import Packed, Rows, Sample
+from detjax.rl.trainer.optimizers import adamw
 from detjax.rl.trainer.placement import Placement
 from detjax.rl.trainer.step import Plan, _programs, batch_gradients
 from detjax.rl.trainer.train_state import initial_state, update, weights_of
@@ -177,7 +178,8 @@ def test_gradients_beyond_a_norm_are_scaled_down_to_it(max_norm: float | None) -
     given = [np.asarray(leaf) for leaf in gradients(2)]
     norm = np.sqrt(sum((leaf.astype(np.float64) ** 2).sum() for leaf in given))
     state = initial_state(weights, ADAMW, BASE.placement)
-    state, result = update(state, tuple(map(jnp.asarray, given)), ADAMW, BASE.placement, max_norm=max_norm)
+    leaves = tuple(map(jnp.asarray, given))
+    state, _, result = update(state, leaves, weights, ADAMW, BASE.placement, max_norm=max_norm)
     np.testing.assert_allclose(result, norm, rtol=1e-6)
     scale = 1.0 if max_norm is None else max_norm / max(norm, max_norm)
     for moments, leaf in zip(state.optimizer, given, strict=True):
@@ -194,24 +196,43 @@ def test_a_weight_that_is_not_trained_has_no_gradient_and_no_decay() -> None:
     assert not leaves[fixed].any()
     # Whatever a gradient it is given, it is not in the norm either.
     leaves = tuple(jnp.ones_like(leaf) if index == fixed else leaf for index, leaf in enumerate(leaves))
-    after, norm = update(state, leaves, ADAMW, BASE.placement, max_norm=1.0)
+    after, rounded, norm = update(state, leaves, weights, ADAMW, BASE.placement, max_norm=1.0)
     squares = [np.square(np.asarray(leaf, np.float64)).sum() for leaf in leaves]
     np.testing.assert_allclose(norm, np.sqrt(sum(squares) - squares[fixed]), rtol=1e-6)
     assert after.optimizer[fixed] is None
     for index, (one, other) in enumerate(zip(after.masters, before.masters, strict=True)):
         assert same_bits(one, other) == (index == fixed)
-    assert_same_bits(weights_of(after, weights, BASE.placement)[fixed], weights[fixed])
+    assert_same_bits(rounded, weights_of(after, weights, BASE.placement))
+    assert_same_bits(rounded[fixed], weights[fixed])
 
 
 def test_a_state_that_is_not_donated_stays_as_it_is() -> None:
     _, weights = network("qwen3, tied", "float32")
     state, leaves = initial_state(weights, ADAMW, BASE.placement), gradients(2)
     before = jax.tree.map(np.array, state)
-    kept, _ = update(state, leaves, ADAMW, BASE.placement, donated=False)
+    kept = update(state, leaves, weights, ADAMW, BASE.placement, donated=False)
     assert_same_bits(state, before)
-    given, _ = update(state, leaves, ADAMW, BASE.placement)
+    given = update(state, leaves, weights, ADAMW, BASE.placement)
     assert_same_bits(given, kept)
     assert all(master.is_deleted() for master in state.masters)
+
+
+@pytest.mark.parametrize(("max_norm", "dtype"), [(None, "float16"), (0.5, "bfloat16"), (0.5, "float32")])
+def test_an_update_in_one_pass_has_the_bits_of_its_steps(max_norm: float | None, dtype: str) -> None:
+    """The optimizer without its own pass is any optimizer of optax': clipping, moments and addition are steps."""
+    _, weights = network("qwen3, tied", "float32")
+    weights, leaves = tuple(weight.astype(dtype) for weight in weights), gradients(2)
+    one_pass = adamw(1e-3, weight_decay=0.1)
+    in_steps = optax.GradientTransformation(one_pass.init, one_pass.update)
+    results = []
+    for optimizer in (one_pass, in_steps):
+        state, rounded = initial_state(weights, optimizer, BASE.placement), weights
+        for _ in range(2):
+            state, rounded, _ = update(state, leaves, rounded, optimizer, BASE.placement, max_norm=max_norm)
+        assert_same_bits(rounded, weights_of(state, weights, BASE.placement))
+        results.append((state, rounded))
+    assert_same_bits(*results)
+    assert not same_bits(results[0][1], weights)
 
 
 def test_masters_are_rounded_to_weights_of_any_dtype_and_a_state_comes_back_from_the_host() -> None:

@@ -10,7 +10,7 @@ from detjax.models.network import abstract, split
 from detjax.rl.runs.policy import small_policy
 from detjax.rl.trainer.optimizers import adamw, global_norm
 from detjax.rl.trainer.placement import Placement
-from detjax.rl.trainer.train_state import initial_state, update, weights_of
+from detjax.rl.trainer.train_state import initial_state, update
 from detjax.rl.trainer.update_groups import update_groups
 from tests.support.bits import assert_same_bits
 
@@ -56,8 +56,7 @@ def test_more_layers_take_no_more_compilation() -> None:
         state = initial_state(weights, optimizer, placement)
         gradients = [jnp.ones_like(master) for master in state.masters]
         compiled.clear()
-        state, norm = update(state, gradients, optimizer, placement, max_norm=1.0)
-        jax.block_until_ready((weights_of(state, weights, placement), norm))
+        jax.block_until_ready(update(state, gradients, weights, optimizer, placement, max_norm=1.0))
         return len(compiled)
 
     jax.monitoring.register_event_duration_secs_listener(listen)
@@ -78,6 +77,6 @@ def test_the_norm_adds_leaves_in_their_order_whatever_the_rounds_are() -> None:
         # All leaves have about the same part in the norm, so that their order shows.
         leaves = [random.standard_normal(x.size) * random.uniform(1, 2) / np.sqrt(x.size) for x in state.masters]
         leaves = [jnp.asarray(leaf, jnp.float32) for leaf in leaves]
-        norms.append(np.asarray(update(state, leaves, optimizer, placement)[1]))
+        norms.append(np.asarray(update(state, leaves, weights, optimizer, placement)[-1]))
         expected.append(np.asarray(detjax.jit(global_norm, static_argnums=1)(leaves, 2)))
     assert_same_bits(norms, expected)

@@ -112,10 +112,10 @@ def two_steps(
     (net, weights), given = model, []
     placement = (plan if update_plan is None else update_plan).placement
     state = initial_state(weights, ADAMW, placement, trained=net.trained)
+    weights = weights_of(state, weights, placement)
     for batch in batches:
-        weights = weights_of(state, weights, placement)
         gradients = batch_gradients(net, weights, batch, loss, plan)
         host = jax.tree.map(on_host, gradients.leaves)
-        state, norm = update(state, gradients.leaves, ADAMW, placement, max_norm=1.0)
+        state, weights, norm = update(state, gradients.leaves, weights, ADAMW, placement, max_norm=1.0)
         given.append({"gradients": host, "logprobs": gradients.logprobs, "norm": norm})
-    return jax.tree.map(on_host, {"steps": given, "state": state, "weights": weights_of(state, weights, placement)})
+    return jax.tree.map(on_host, {"steps": given, "state": state, "weights": weights})

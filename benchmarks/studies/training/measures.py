@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any, Final
 
@@ -35,6 +35,8 @@ from detjax.runtime.backends import use_backend
 
 ANOTHER_ORDER: Final = "another order"
 """The control with sequences in reverse order."""
+
+DETJAX: Final = "detjax"
 
 HEAD_CHUNK: Final = 2048
 """Tokens per chunk of the stock program's head, if chunked."""
@@ -82,40 +84,79 @@ def _stock_microbatches(batch: Sequence[Sample], sizes: Sizes) -> list[tuple[Arr
     return [tuple(map(jnp.asarray, arrays)) for arrays in zip(*cut, strict=True)]
 
 
-def steps(sizes: Sizes) -> dict[str, Any]:
-    """Returns seconds of whole steps: gradients of all microbatches, update, and the next weights."""
+def rivals(sizes: Sizes) -> dict[str, Callable[[], Callable[[], None]]]:
+    """Returns the rivals by name: functions that make a rival's state, and return its step."""
     config = presets.config(sizes.preset, sizes.layers)
     batch = samples(sizes, config.vocab_size)
-    optimizer = adamw(stock.LEARNING_RATE, weight_decay=1e-4)
-    model = presets.decoder(sizes.preset, sizes.layers)
-    plan = Plan(Rows(sizes.sequences, sizes.length), shards=sizes.shards)
-    trainer = Trainer(model, optimizer, LogLikelihood(), plan, max_norm=stock.MAX_NORM)
-    microbatches = _stock_microbatches(batch, sizes)
 
-    def detjax_step() -> None:
-        trainer.step(batch)
-        jax.block_until_ready(trainer.weights)
+    def detjax_step() -> Callable[[], None]:
+        optimizer = adamw(stock.LEARNING_RATE, weight_decay=1e-4)
+        plan = Plan(Rows(sizes.sequences, sizes.length), shards=sizes.shards)
+        model = presets.decoder(sizes.preset, sizes.layers)
+        trainer = Trainer(model, optimizer, LogLikelihood(), plan, max_norm=stock.MAX_NORM)
+
+        def step() -> None:
+            trainer.step(batch)
+            jax.block_until_ready(trainer.weights)
+
+        return step
 
     def stock_step(chunk: int | None) -> Callable[[], None]:
-        @functools.cache
-        def training() -> stock.Training:
-            return stock.Training(config, chunk)
+        training, microbatches = stock.Training(config, chunk), _stock_microbatches(batch, sizes)
+        return lambda: training.step(microbatches)
 
-        return lambda: training().step(microbatches)
+    whole, chunk = "stock", min(HEAD_CHUNK, sizes.sequences * sizes.length)
+    return {
+        DETJAX: detjax_step,
+        whole: functools.partial(stock_step, None),
+        f"{whole}, head in chunks of {chunk}": functools.partial(stock_step, chunk),
+    }
 
-    whole, chunked = "stock", f"stock, head in chunks of {min(HEAD_CHUNK, sizes.sequences * sizes.length)}"
-    rivals = {"detjax": detjax_step, whole: stock_step(None), chunked: stock_step(int(chunked.split()[-1]))}
-    runs = {name: functools.partial(_seconds, step) for name, step in rivals.items()}
+
+def steps(sizes: Sizes) -> dict[str, Any]:
+    """Returns seconds of whole steps: gradients of all microbatches, update, and the next weights."""
+    made = {name: functools.cache(make) for name, make in rivals(sizes).items()}
+    runs = {name: lambda make=make: _seconds(make()) for name, make in made.items()}
     # The first two rounds compile and warm up.
-    result = timing.in_turns(runs, sizes.rounds + 2, required=["detjax"])
+    result = timing.in_turns(runs, sizes.rounds + 2, required=[DETJAX])
     medians = {name: statistics.median(seconds[2:]) for name, seconds in result.seconds.items()}
-    best = min((seconds for name, seconds in medians.items() if name != "detjax"), default=None)
     return {
         "seconds": medians,
         "rounds": {name: seconds[2:] for name, seconds in result.seconds.items()},
         "missing": result.missing,
-        "over_the_best_stock": None if best is None else medians["detjax"] / best,
+        "over_the_best_stock": _over_the_best_stock(medians),
     }
+
+
+def apart(sizes: Sizes) -> dict[str, Any]:
+    """Returns what `step_of` returns of each rival, in a process of its own, and the ratio of the steps' times.
+
+    Rivals whose states do not fit into the memory together cannot alternate.
+    """
+    os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = "0.93"  # of these processes
+    measured: dict[str, Any] = {}
+    for name in rivals(sizes):
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            try:
+                measured[name] = pool.submit(step_of, sizes, name).result()
+            except jax.errors.JaxRuntimeError as error:
+                measured[name] = {"missing": reason(error)}
+    medians = {name: statistics.median(one["seconds"]) for name, one in measured.items() if "seconds" in one}
+    return {"rivals": measured, "over_the_best_stock": _over_the_best_stock(medians)}
+
+
+def step_of(sizes: Sizes, name: str) -> dict[str, Any]:
+    """Returns the seconds of one rival's steps, of its first step, which compiles, and its most bytes of memory."""
+    step = rivals(sizes)[name]()
+    first, _, *seconds = [_seconds(step) for _ in range(sizes.rounds + 2)]
+    memory = jax.local_devices()[0].memory_stats() or {}
+    return {"first": first, "seconds": seconds, "bytes": memory.get("peak_bytes_in_use")}
+
+
+def _over_the_best_stock(seconds: Mapping[str, float]) -> float | None:
+    """The ratio of detjax's time to the time of the fastest rival; None without both."""
+    best = min((value for name, value in seconds.items() if name != DETJAX), default=None)
+    return None if best is None or DETJAX not in seconds else seconds[DETJAX] / best
 
 
 def _seconds(step: Callable[[], None]) -> float:

@@ -21,10 +21,10 @@ MAX_NORM: Final = 1.0
 
 
 def parameters(config: DecoderConfig) -> Params:
-    """Returns random bfloat16 weights of a model's shape, with the head tied to the embedding."""
+    """Returns random bfloat16 weights of a model's shape."""
     width, inner, layers = config.hidden_size, config.intermediate_size, config.layers
     q, kv, head = config.heads, config.kv_heads, config.head_dim
-    keys = iter(jax.random.split(jax.random.key(0), 8 * layers + 2))
+    keys = iter(jax.random.split(jax.random.key(0), 8 * layers + 3))
 
     def drawn(*shape: int) -> Array:
         return (jax.random.normal(next(keys), shape, jnp.float32) * shape[0] ** -0.5).astype(jnp.bfloat16)
@@ -45,7 +45,8 @@ def parameters(config: DecoderConfig) -> Params:
         }
 
     stack = [layer() for _ in range(layers)]
-    return {"embedding": drawn(config.vocab_size, width), "layers": stack, "norm": ones(width)}
+    params = {"embedding": drawn(config.vocab_size, width), "layers": stack, "norm": ones(width)}
+    return params if config.tied_embeddings else params | {"head": drawn(config.vocab_size, width)}
 
 
 def norm(x: Array, weight: Array, eps: float) -> Array:
@@ -130,7 +131,8 @@ def loss(
         x = x + product(o.reshape(*x.shape[:2], -1), layer["out"])
         x = x + product(gated(product(norm(x, layer["mlp_norm"], eps), layer["gate_up"])), layer["down"])
     x = norm(x, params["norm"], eps).reshape(-1, x.shape[-1])
-    return -jnp.sum(token_logprobs(x, params["embedding"], targets.reshape(-1), chunk) * weights.reshape(-1))
+    head = params.get("head", params["embedding"])
+    return -jnp.sum(token_logprobs(x, head, targets.reshape(-1), chunk) * weights.reshape(-1))
 
 
 class Training:

@@ -2,15 +2,16 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, Self
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jaxtyping import Array, Float32, Int32, PyTree
+from jaxtyping import Array, DTypeLike, Float32, Int32, PyTree
 
 from detjax.contract import ACCUMULATOR
+from detjax.operands.rounding import rounded
 from detjax.ops.elements import map_elements, slice_squares
 
 
@@ -28,6 +29,43 @@ class AdamState(NamedTuple):
     square: PyTree[Float32[Array, "..."]]
 
 
+class NextLeaf(Protocol):
+    """The update of a leaf in one pass over memory; see `OnePassOptimizer`."""
+
+    def __call__(
+        self, gradient: Array, scale: Array | None, state: Any, master: Array, dtype: DTypeLike
+    ) -> tuple[Array, Any, Array]:
+        """Returns the leaf's next master and state, and the master rounded to a dtype.
+
+        Args:
+            gradient: float32.
+            scale: the factor of the gradient that limits the norm of all gradients; None: 1.
+            state: the leaf's optimizer state.
+            master: float32, of the gradient's shape. Its buffer and the state's are overwritten if they were donated.
+            dtype: the dtype of the weight.
+        """
+        ...
+
+
+class OnePassOptimizer(optax.GradientTransformation):
+    """An optimizer that can update a leaf in one pass over memory, with the bits of `update` and an addition.
+
+    An update is bound by the memory's bandwidth: clipping, moments, the addition to the master and the rounding of the
+    weight as steps of their own would read and write the leaf twice as often.
+
+    Attributes:
+        next_leaf: updates a leaf.
+    """
+
+    next_leaf: NextLeaf
+
+    def __new__(cls, init: Any, update: Any, next_leaf: NextLeaf) -> Self:
+        """Creates the optimizer from optax' two functions and its own."""
+        self = super().__new__(cls, init, update)
+        self.next_leaf = next_leaf
+        return self
+
+
 def adamw(
     learning_rate: float | Callable[[Array], Array],
     *,
@@ -35,7 +73,7 @@ def adamw(
     b2: float = 0.999,
     eps: float = 1e-8,
     weight_decay: float = 0.0,
-) -> optax.GradientTransformation:
+) -> OnePassOptimizer:
     """Returns AdamW (Loshchilov & Hutter 2019), for float32 gradients and parameters.
 
     `optax.adamw` has the same formula, but its bits depend on array shapes and on the surrounding program, because a
@@ -61,31 +99,54 @@ def adamw(
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, AdamState]:
         if params is None:
             raise ValueError("adamw: params is None; accepted: the parameters, which weight decay needs")
-        count = lax.optimization_barrier(optax.safe_increment(state.updates))
+        count, scalars = next_scalars(state.updates)
+
+        def leaf(gradient: Array, mean: Array, square: Array, param: Array) -> tuple[Array, Array, Array]:
+            return map_elements(change, gradient, mean, square, param, scalars=scalars, overwritten={1: 1, 2: 2})
+
+        results = jax.tree.map(leaf, updates, state.mean, state.square, params)
+        updates, mean, square = jax.tree.transpose(jax.tree.structure(updates), None, results)
+        return updates, AdamState(count, mean, square)
+
+    def next_leaf(
+        gradient: Array, scale: Array | None, state: AdamState, master: Array, dtype: DTypeLike
+    ) -> tuple[Array, AdamState, Array]:
+        count, scalars = next_scalars(state.updates)
+
+        def element(g: Array, m: Array, v: Array, p: Array, *scalars: Array) -> tuple[Array, Array, Array, Array]:
+            if scale is not None:
+                *_, factor = scalars
+                g = _with_barrier(g * factor)
+            difference, m, v = change(g, m, v, p, *scalars[:3])
+            p = _with_barrier(p + _with_barrier(difference))
+            return p, m, v, rounded(p, dtype)
+
+        scalars = scalars if scale is None else (*scalars, scale)
+        arrays = gradient, state.mean, state.square, master
+        master, mean, square, weight = map_elements(element, *arrays, scalars=scalars, overwritten={0: 3, 1: 1, 2: 2})
+        return master, AdamState(count, mean, square), weight
+
+    def next_scalars(updates: Array) -> tuple[Array, tuple[Array, ...]]:
+        """Counts an update, and returns its step size and the factors that correct the averages' bias."""
+        count = lax.optimization_barrier(optax.safe_increment(updates))
         step = count.astype(ACCUMULATOR)
         rate = learning_rate(count - 1) if callable(learning_rate) else learning_rate
         # Barriers keep the compiler from folding scalars that depend on the number of updates, and from replacing a
         # division by them with a product with the reciprocal.
         corrections = [_with_barrier(1 - _with_barrier(jnp.float32(b) ** step)) for b in (b1, b2)]
-        scalars = _with_barrier((jnp.asarray(rate, ACCUMULATOR), *(1 / correction for correction in corrections)))
+        return count, _with_barrier((jnp.asarray(rate, ACCUMULATOR), *(1 / correction for correction in corrections)))
 
-        def next_leaf(gradient: Array, mean: Array, square: Array, param: Array) -> tuple[Array, Array, Array]:
-            def element(g: Array, m: Array, v: Array, p: Array, *scalars: Array) -> tuple[Array, Array, Array]:
-                rate, mean_factor, square_factor = scalars
-                # Products are rounded before they are added, and averages before they are used. Otherwise a compiler
-                # that computes one twice may contract product and sum to an FMA in one place and not in the other.
-                m = _with_barrier(_with_barrier(b1 * m) + _with_barrier((1 - b1) * g))
-                v = _with_barrier(_with_barrier(b2 * v) + _with_barrier((1 - b2) * _with_barrier(g * g)))
-                change = _with_barrier(m * mean_factor) / (jnp.sqrt(_with_barrier(v * square_factor)) + eps)
-                return -rate * (change + _with_barrier(weight_decay * p)), m, v
+    def change(g: Array, m: Array, v: Array, p: Array, *scalars: Array) -> tuple[Array, Array, Array]:
+        """Returns what is added to an element, and its next averages."""
+        rate, mean_factor, square_factor = scalars
+        # Products are rounded before they are added, and averages before they are used. Otherwise a compiler that
+        # computes one twice may contract product and sum to an FMA in one place and not in the other.
+        m = _with_barrier(_with_barrier(b1 * m) + _with_barrier((1 - b1) * g))
+        v = _with_barrier(_with_barrier(b2 * v) + _with_barrier((1 - b2) * _with_barrier(g * g)))
+        step = _with_barrier(m * mean_factor) / (jnp.sqrt(_with_barrier(v * square_factor)) + eps)
+        return -rate * (step + _with_barrier(weight_decay * p)), m, v
 
-            return map_elements(element, gradient, mean, square, param, scalars=scalars, overwritten={1: 1, 2: 2})
-
-        results = jax.tree.map(next_leaf, updates, state.mean, state.square, params)
-        updates, mean, square = jax.tree.transpose(jax.tree.structure(updates), None, results)
-        return updates, AdamState(count, mean, square)
-
-    return optax.GradientTransformation(init, update)
+    return OnePassOptimizer(init, update, next_leaf)
 
 
 def _with_barrier[T](x: T) -> T:

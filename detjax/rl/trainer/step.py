@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float32
 
-from detjax.contract import GRADIENT_SHARDS
+from detjax.contract import GRADIENT_SHARDS, LANES
 from detjax.models import Decoder
 from detjax.models.network import Network, Weights
 from detjax.operands.options import MODEL_DISTRIBUTION, Distribution
@@ -153,18 +153,28 @@ def _reduced(sums: Sums, placement: Placement) -> tuple[Flat, ...]:
     leaves: dict[int, Flat] = {}
     for indices in update_groups(list(rest.values())):
         # Sums are freed group by group, so that sums and gradients never exist as a whole at the same time.
-        results = program(tuple(rest.pop(index) for index in indices))
-        leaves |= zip(indices, results, strict=True)
+        group = [rest.pop(index) for index in indices]
+        given = tuple(total if _stays(total, placement) else None for total in group)
+        kept = tuple(None if one else total for one, total in zip(given, group, strict=True))
+        del group
+        leaves |= zip(indices, program(given, kept), strict=True)
+        del given, kept
     return tuple(leaves[index] for index in range(len(leaves)))
 
 
+def _stays(total: WeightSums, placement: Placement) -> bool:
+    """Whether a gradient can lie where its sum lay: the only sum of one device, of a size that needs no padding."""
+    first, *others = (part for part in total if part is not None)
+    return placement.count == 1 and not others and first.size % (placement.shards * LANES) == 0
+
+
 @functools.lru_cache(maxsize=32)
-def _reduced_program(placement: Placement) -> Callable[[Sums], tuple[Flat, ...]]:
-    def reduced(sums: Sums) -> tuple[Flat, ...]:
+def _reduced_program(placement: Placement) -> Callable[..., tuple[Flat, ...]]:
+    def reduced(given: tuple[WeightSums | None, ...], kept: tuple[WeightSums | None, ...]) -> tuple[Flat, ...]:
         def leaf(total: WeightSums) -> Array:
             parts = [placement.added(placement.flat(part[0])) for part in total if part is not None]
             return functools.reduce(jnp.add, parts)
 
-        return tuple(map(leaf, sums))
+        return tuple(leaf(one or other) for one, other in zip(given, kept, strict=True))  # pyright: ignore[reportArgumentType]
 
-    return compilation.jit(placement.on_devices(reduced, (P(AXIS),), placement.spec))
+    return compilation.jit(placement.on_devices(reduced, (P(AXIS), P(AXIS)), placement.spec), donate_argnums=0)

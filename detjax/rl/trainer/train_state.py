@@ -5,7 +5,7 @@ are updated in groups by programs that groups of equal shapes share, and devices
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +19,7 @@ from detjax.models.network import Weights
 from detjax.operands.adapted_weight import AdaptedWeight
 from detjax.operands.rounding import rounded
 from detjax.ops.elements import map_elements, slice_squares
-from detjax.rl.trainer.optimizers import norm_of_slices
+from detjax.rl.trainer.optimizers import OnePassOptimizer, norm_of_slices
 from detjax.rl.trainer.placement import Flat, Placement
 from detjax.rl.trainer.trained_weights import (
     UNTRAINED,
@@ -73,16 +73,18 @@ def initial_state(
 def update(
     state: TrainState,
     gradients: Sequence[Flat],
+    weights: Weights,
     optimizer: optax.GradientTransformation,
     placement: Placement,
     *,
     max_norm: float | None = None,
     donated: bool = True,
-) -> tuple[TrainState, Float32[Array, ""]]:
-    """Returns the next state, and the norm of the gradients of trained weights.
+) -> tuple[TrainState, Weights, Float32[Array, ""]]:
+    """Returns the next state, the weights rounded from it, and the norm of the gradients of trained weights.
 
     Args:
         gradients: each weight's gradient, as `detjax.rl.trainer.step.batch_gradients` returns them.
+        weights: the present weights. Those that are not trained are returned as they are, on every device.
         optimizer: such as `detjax.rl.trainer.optimizers.adamw`. It sees one leaf at a time.
         max_norm: gradients with a larger norm are scaled down to it; None: no clipping.
         donated: donates the state's buffers, which must not be used afterwards.
@@ -96,11 +98,13 @@ def update(
     program = _update_program(optimizer, placement, donated)
     masters, optimizer_states = list(state.masters), list(state.optimizer)
     del state
+    numbers: dict[int, Array] = {}
     for indices in groups:
         leaves = [tuple(values[i] for i in indices) for values in (masters, optimizer_states, gradients)]
-        for index, master, one in zip(indices, *program(*leaves, scale), strict=True):
-            masters[index], optimizer_states[index] = master, one
-    return TrainState(tuple(masters), tuple(optimizer_states)), norm
+        results = program(*leaves, scale, shapes=tuple(_numbers_of(weights[i]) for i in indices))
+        for index, master, one, rounded_ones in zip(indices, *results, strict=True):
+            masters[index], optimizer_states[index], numbers[index] = master, one, rounded_ones
+    return TrainState(tuple(masters), tuple(optimizer_states)), _with_numbers(weights, numbers, placement), norm
 
 
 @functools.lru_cache(maxsize=32)
@@ -125,26 +129,31 @@ def _norm_program(max_norm: float | None) -> Callable[[tuple[Array, ...]], tuple
 @functools.lru_cache(maxsize=32)
 def _update_program(
     optimizer: optax.GradientTransformation, placement: Placement, donated: bool
-) -> Callable[..., tuple[tuple[Flat, ...], tuple[Any, ...]]]:
-    def step(masters: Any, states: Any, gradients: Any, scale: Array | None) -> Any:
+) -> Callable[..., tuple[tuple[Flat, ...], tuple[Any, ...], tuple[Array, ...]]]:
+    def step(masters: Any, states: Any, gradients: Any, scale: Array | None, shapes: Any) -> Any:
         def on_device(masters: Any, states: Any, gradients: Any, scale: Array | None) -> Any:
-            results = [next_leaf(optimizer, *leaf, scale) for leaf in zip(masters, states, gradients, strict=True)]
-            return tuple(zip(*results, strict=True))
+            leaves = zip(masters, states, gradients, shapes, strict=True)
+            results = [next_leaf(optimizer, *leaf[:3], scale, leaf[3].dtype) for leaf in leaves]
+            masters, states, weights = zip(*results, strict=True)
+            return masters, states, tuple(map(functools.partial(_shaped, placement), weights, shapes))
 
         specs = placement.specs((masters, states, gradients))
-        return placement.on_devices(on_device, (*specs, P()), specs[:2])(masters, states, gradients, scale)
+        return placement.on_devices(on_device, (*specs, P()), (*specs[:2], P()))(masters, states, gradients, scale)
 
-    return compilation.jit(step, donate_argnums=(0, 1) if donated else ())
+    return compilation.jit(step, donate_argnums=(0, 1) if donated else (), static_argnames="shapes")
 
 
 def next_leaf(
-    optimizer: optax.GradientTransformation, master: Flat, state: Any, gradient: Flat, scale: Array | None
-) -> tuple[Flat, Any]:
-    """Returns a leaf's next master and optimizer state, in place if the buffers are donated."""
+    optimizer: optax.GradientTransformation, master: Flat, state: Any, gradient: Flat, scale: Array | None, dtype: Any
+) -> tuple[Flat, Any, Array]:
+    """Returns a leaf's next master and optimizer state, in place if the buffers are donated, and the rounded master."""
+    if isinstance(optimizer, OnePassOptimizer):
+        return optimizer.next_leaf(gradient, scale, state, master, dtype)
     if scale is not None:
         gradient = map_elements(lambda g, s: g * s, gradient, scalars=(scale,))
     change, state = optimizer.update(gradient, state, master)
-    return map_elements(jnp.add, master, jnp.asarray(change), overwritten={0: 0}), state
+    master = map_elements(jnp.add, master, jnp.asarray(change), overwritten={0: 0})
+    return master, state, rounded(master, dtype)
 
 
 def weights_of(state: TrainState, like: Weights, placement: Placement) -> Weights:
@@ -152,28 +161,45 @@ def weights_of(state: TrainState, like: Weights, placement: Placement) -> Weight
 
     Of an adapted weight, the factors come from the master.
     """
-    fixed = without_masters(like)
-    plain = [index for index, is_fixed in enumerate(fixed) if not is_fixed]
-    shapes = {index: jax.ShapeDtypeStruct(trained_shape(like[index]), like[index].dtype) for index in plain}
-    weights = {index: placement.everywhere(weight) for index, weight in enumerate(like) if index not in shapes}
-    for group in update_groups(tuple(shapes.values())):
-        indices = [plain[place] for place in group]
-        program = _weights_program(placement, tuple(shapes[index] for index in indices))
-        weights |= zip(indices, program(tuple(state.masters[index] for index in indices)), strict=True)
-    for index, weight in enumerate(like):
-        if isinstance(weight, AdaptedWeight):
-            weights[index] = with_numbers(placement.everywhere(weight), weights[index])
-    return tuple(weights[index] for index in range(len(like)))
+    indices = [index for index, is_fixed in enumerate(without_masters(like)) if not is_fixed]
+    shapes = {index: _numbers_of(like[index]) for index in indices}
+    numbers: dict[int, Array] = {}
+    for places in update_groups(tuple(shapes.values())):
+        group = [indices[place] for place in places]
+        program = _weights_program(placement, tuple(shapes[index] for index in group))
+        numbers |= zip(group, program(tuple(state.masters[index] for index in group)), strict=True)
+    return _with_numbers(like, numbers, placement)
 
 
 @functools.lru_cache(maxsize=32)
 def _weights_program(
     placement: Placement, shapes: tuple[jax.ShapeDtypeStruct, ...]
-) -> Callable[[tuple[Flat, ...]], Weights]:
-    def weights(masters: tuple[Flat, ...]) -> Weights:
-        def weight(master: Array, like: jax.ShapeDtypeStruct) -> Array:
-            return placement.gathered(rounded(master, like.dtype))[: like.size].reshape(like.shape)
-
-        return tuple(map(weight, masters, shapes))
+) -> Callable[[tuple[Flat, ...]], tuple[Array, ...]]:
+    def weights(masters: tuple[Flat, ...]) -> tuple[Array, ...]:
+        pairs = zip(masters, shapes, strict=True)
+        return tuple(_shaped(placement, rounded(master, like.dtype), like) for master, like in pairs)
 
     return compilation.jit(placement.on_devices(weights, (placement.spec,), P()))
+
+
+def _numbers_of(weight: Any) -> jax.ShapeDtypeStruct:
+    """The shape and dtype of a weight's trained numbers."""
+    return jax.ShapeDtypeStruct(trained_shape(weight), weight.dtype)
+
+
+def _shaped(placement: Placement, numbers: Array, like: jax.ShapeDtypeStruct) -> Array:
+    """Gathers a weight's numbers from the devices of a placement, within `on_devices`."""
+    return placement.gathered(numbers)[: like.size].reshape(like.shape)
+
+
+def _with_numbers(weights: Weights, numbers: Mapping[int, Array], placement: Placement) -> Weights:
+    """Returns weights, those of some indices with other numbers, and the others on every device of a placement."""
+
+    def weight(index: int, present: Any) -> Any:
+        if index not in numbers:
+            return placement.everywhere(present)
+        if isinstance(present, AdaptedWeight):
+            return with_numbers(placement.everywhere(present), numbers[index])
+        return numbers[index]
+
+    return tuple(weight(index, present) for index, present in enumerate(weights))

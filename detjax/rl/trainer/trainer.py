@@ -150,8 +150,9 @@ class Trainer:
         gradients = batch_gradients(self.network, self.weights, samples, self.loss, self.plan, self.distribution)
         check_certain(samples, self.loss, self.distribution, lambda: gradients.logprobs)
         placement = self.plan.placement
-        self._state, norm = update(self._state, gradients.leaves, self.optimizer, placement, max_norm=self.max_norm)
-        self.weights = weights_of(self._state, self._like, placement)
+        self._state, self.weights, norm = update(
+            self._state, gradients.leaves, self.weights, self.optimizer, placement, max_norm=self.max_norm
+        )
         return StepReport(gradients.logprobs, float(norm))
 
 

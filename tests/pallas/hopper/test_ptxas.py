@@ -111,9 +111,10 @@ def test_a_microbatch_takes_memory_for_a_chunk_of_logits_and_for_activations_alo
     assert temporary < 1.15 * logits
 
 
-def test_an_optimizer_writes_its_state_where_it_lies(reports: dict[str, str]) -> None:
+def test_an_optimizer_updates_a_leaf_in_one_kernel_and_writes_its_state_where_it_lies(reports: dict[str, str]) -> None:
     (copies,) = re.findall(r"^copied:(.*)$", reports["adamw"], re.MULTILINE)
     assert copies.split() == []
+    assert [kernel.name for kernel in reported_kernels(reports["adamw"])] == ["map_elements_mosaic_gpu_kernel"]
 
 
 def test_a_decode_step_writes_its_cache_where_it_lies(reports: dict[str, str]) -> None:

@@ -1,13 +1,13 @@
 """Schedules of the Hopper matmul: a `Problem`, a `Schedule` for it, and the `Plan` of sizes derived from both."""
 
 import dataclasses
+import functools
 import math
 from typing import Final, Literal
 
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 
-from detjax.operands.numerics import round_up
+from detjax.operands.numerics import ceil_div, round_up
 from detjax.operands.options import WeightLayout
 from detjax.pallas.hopper import device
 from detjax.pallas.hopper.device import SWIZZLE_BYTES
@@ -111,17 +111,18 @@ class Schedule:
 
     def __post_init__(self) -> None:
         """Raises ValueError if the schedule fits no problem."""
-        size = self.cluster_m * self.cluster_n
-        rules = {
-            f"rows is {self.rows!r}; accepted: 'weights', 'tokens'": self.rows in ("weights", "tokens"),
-            f"warpgroups is {self.warpgroups}; accepted: 1 or 2 warpgroups": self.warpgroups in (1, 2),
-            f"a cluster has {self.cluster_m} x {self.cluster_n} CTAs; accepted: clusters of "
-            f"{', '.join(map(str, _CLUSTER_SIZES[:-1]))} or {_CLUSTER_SIZES[-1]} CTAs": size in _CLUSTER_SIZES,
-            f"lines is {self.lines} and panel is {self.panel}; accepted: 1 and more": min(self.lines, self.panel) >= 1,
-        }
-        for text, holds in rules.items():
-            if not holds:
-                raise ValueError(f"matmul: Schedule: {text}")
+        text = ""
+        if self.rows not in ("weights", "tokens"):
+            text = f"rows is {self.rows!r}; accepted: 'weights', 'tokens'"
+        elif self.warpgroups not in (1, 2):
+            text = f"warpgroups is {self.warpgroups}; accepted: 1 or 2 warpgroups"
+        elif self.cluster_m * self.cluster_n not in _CLUSTER_SIZES:
+            sizes = f"{', '.join(map(str, _CLUSTER_SIZES[:-1]))} or {_CLUSTER_SIZES[-1]}"
+            text = f"a cluster has {self.cluster_m} x {self.cluster_n} CTAs; accepted: clusters of {sizes} CTAs"
+        elif min(self.lines, self.panel) < 1:
+            text = f"lines is {self.lines} and panel is {self.panel}; accepted: 1 and more"
+        if text:
+            raise ValueError(f"matmul: Schedule: {text}")
 
     def fits(self, problem: Problem) -> bool:
         """Returns True if a kernel of this schedule can compute the problem."""
@@ -144,17 +145,17 @@ class Plan:
     problem: Problem
     schedule: Schedule
 
-    @property
+    @functools.cached_property
     def weights_on_rows(self) -> bool:
         """True if accumulators are [outputs, tokens] rather than [tokens, outputs]."""
         return self.schedule.rows == "weights"
 
-    @property
+    @functools.cached_property
     def row_tile(self) -> int:
         """Rows of a CTA's tile."""
         return self.schedule.tile_n if self.weights_on_rows else self.schedule.tile_m
 
-    @property
+    @functools.cached_property
     def columns(self) -> int:
         """Columns of a CTA's tile, and of a warpgroup's accumulator."""
         return self.schedule.tile_m if self.weights_on_rows else self.schedule.tile_n
@@ -164,7 +165,7 @@ class Plan:
         """Rows of a tile that one warpgroup computes."""
         return self.row_tile // self.schedule.warpgroups
 
-    @property
+    @functools.cached_property
     def padded_rows(self) -> int:
         """Rows of a warpgroup's accumulator. Rows beyond `rows` are neither loaded nor stored.
 
@@ -192,7 +193,7 @@ class Plan:
         """Tiles of the column operand in a stage: 2 for gate and up."""
         return 1 if self.weights_on_rows else self.problem.parts
 
-    @property
+    @functools.cached_property
     def row_pieces(self) -> int:
         """Copies of a tile of the row operand: one, or one per warpgroup if padding separates their rows."""
         return 1 if self.rows == self.padded_rows else self.schedule.warpgroups
@@ -212,21 +213,21 @@ class Plan:
         """CTAs of a cluster that load the column operand together."""
         return self.schedule.cluster_n if self.weights_on_rows else self.schedule.cluster_m
 
-    @property
+    @functools.cached_property
     def line(self) -> int:
         """Elements in a swizzled line of an operand in shared memory."""
         whole = SWIZZLE_BYTES // self.problem.dtype.itemsize
         return math.gcd(whole, self.problem.k)
 
-    @property
+    @functools.cached_property
     def tile_k(self) -> int:
         """Elements of K in a stage."""
         return self.schedule.lines * self.line
 
-    @property
+    @functools.cached_property
     def k_steps(self) -> int:
         """Stages of a tile."""
-        return pl.cdiv(self.problem.k, self.tile_k)
+        return ceil_div(self.problem.k, self.tile_k)
 
     # --- the output -----------------------------------------------------------------------------------------------
 
@@ -242,7 +243,7 @@ class Plan:
     @property
     def chunks(self) -> int:
         """Chunks of an accumulator."""
-        return pl.cdiv(self.columns, self.chunk)
+        return ceil_div(self.columns, self.chunk)
 
     @property
     def slots(self) -> int:
@@ -301,18 +302,18 @@ class Plan:
             free -= 4 * self.schedule.warpgroups * self.problem.parts * self.bias_size
         return min(16, free // self.bytes_per_stage, self.k_steps * (math.prod(self.grid) // self.clusters))
 
-    @property
+    @functools.cached_property
     def grid(self) -> tuple[int, int]:
         """Clusters of tiles along tokens and along outputs."""
         s = self.schedule
-        return pl.cdiv(self.problem.m, s.tile_m * s.cluster_m), pl.cdiv(self.problem.n, s.tile_n * s.cluster_n)
+        return ceil_div(self.problem.m, s.tile_m * s.cluster_m), ceil_div(self.problem.n, s.tile_n * s.cluster_n)
 
-    @property
+    @functools.cached_property
     def cluster_size(self) -> int:
         """CTAs of a cluster."""
         return self.schedule.cluster_m * self.schedule.cluster_n
 
-    @property
+    @functools.cached_property
     def clusters(self) -> int:
         """Clusters that are launched, at most as many as fit on the chip: one that had to wait would double the
         time."""

@@ -9,9 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from jax.experimental import pallas as pl
-
-from detjax.operands.numerics import round_up
+from detjax.operands.numerics import ceil_div, round_up
 from detjax.pallas.hopper.device import SWIZZLE_BYTES
 from detjax.pallas.hopper.matmul.plan import MATRIX_ROWS, MAX_COLUMNS, Plan, Problem, Schedule
 from detjax.runtime import backends
@@ -127,8 +125,9 @@ _MAX_STAGE_BYTES: Final = 44 * 1024
 
 def candidates(problem: Problem) -> list[Schedule]:
     """Returns every schedule worth trying for the problem, in ascending order of estimated time."""
-    schedules = [schedule for schedule in _schedules(problem) if schedule.fits(problem)]
-    return sorted(schedules, key=lambda schedule: estimated_seconds(Plan(problem, schedule)))
+    plans = (Plan(problem, schedule) for schedule in _schedules(problem))
+    fitting = [plan for plan in plans if not plan.unmet_requirements()]
+    return [plan.schedule for plan in sorted(fitting, key=estimated_seconds)]
 
 
 def _schedules(problem: Problem) -> Iterator[Schedule]:
@@ -170,7 +169,7 @@ _LAUNCH: Final = 1.5e-6
 def estimated_seconds(plan: Plan) -> float:
     """Returns the estimated seconds of a plan on an H200, from the bottleneck of each step of K; only for ranking."""
     p, s = plan.problem, plan.schedule
-    waves = pl.cdiv(math.prod(plan.grid), plan.clusters)
+    waves = ceil_div(math.prod(plan.grid), plan.clusters)
     wgmma = 4 * s.lines * max(plan.columns / 2, _MIN_WGMMA_CYCLES) * plan.column_parts
     matrix_unit = s.warpgroups * plan.row_parts * plan.padded_rows / MATRIX_ROWS * wgmma
     line = s.lines * SWIZZLE_BYTES
