@@ -5,16 +5,20 @@ A study is a module `benchmarks/studies/NAME.py`, or `benchmarks/studies/NAME/st
 dictionary `PICTURES` from file name suffixes to functions of the result's content and the file.
 """
 
+import collections
 import dataclasses
 import functools
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final
 
+import jax
+
 from detjax.bench import command_line, presets, provenance
 from detjax.cli.options import Option
 from detjax.engine import EngineConfig
 from detjax.models import Decoder
+from detjax.models.network import abstract, parameters
 from detjax.runtime import backends
 
 ON_A_CPU: Final = "`--small` on the portable backend: a check that the benchmark runs, not a measurement of kernels"
@@ -97,6 +101,34 @@ class EngineSettings:
 
 SMALL_ENGINE: Final = EngineSettings("tiny", 1, 2, 16, 64, 4)
 """The settings of an engine for `--small`."""
+
+
+def layers_that_fit(preset: str, share: float, bytes_a_layer: int = 0) -> int:
+    """Returns the most layers of a preset that fit into a share of a device's memory; all of them on a CPU.
+
+    Args:
+        preset: the model's shape.
+        share: the share of the memory.
+        bytes_a_layer: what each layer takes besides its weights, such as its cache.
+    """
+    layers = presets.config(preset).layers
+    limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+    if limit is None:
+        return layers
+    weights = collections.Counter[int | None]()
+    for path, weight in parameters(abstract(lambda: presets.decoder(preset))).items():
+        weights[path[1] if path[0] == "layers" else None] += weight.size * weight.dtype.itemsize
+    free = share * limit - weights[None]
+    for layer in range(layers):
+        free -= weights[layer] + bytes_a_layer
+        if free < 0:
+            return max(1, layer)
+    return layers
+
+
+def counts(devices: int) -> list[int]:
+    """Returns the numbers of devices that a study compares: 1, 2, 4 and so on, and `devices`."""
+    return list(dict.fromkeys([*(2**power for power in range(devices.bit_length()) if 2**power < devices), devices]))
 
 
 def names(accepted: Collection[str], text: str = "Measure this only") -> Option:

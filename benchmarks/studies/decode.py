@@ -75,7 +75,7 @@ def bandwidths(preset: str, layers: int | None, sizes: Sizes) -> Iterator[dict[s
     copy = sizes.copied / copy_time(sizes.copied, calls=7)
     model = presets.decoder(preset, layers)
     for batch in sizes.batches:
-        step = _Step.drawn(model, batch, sizes.context)
+        step = DecodeStep.drawn(model, batch, sizes.context)
         chosen = step.experts()
         size = {"weights": _bytes_of_weights(model, batch, chosen), "cache": _bytes_of_cache(model, step)}
         seconds = step.seconds(sizes.steps)
@@ -92,7 +92,7 @@ def bandwidths(preset: str, layers: int | None, sizes: Sizes) -> Iterator[dict[s
 
 
 @dataclasses.dataclass
-class _Step:
+class DecodeStep:
     """A decode step of requests, with random weights, tokens and state.
 
     Attributes:
@@ -108,7 +108,8 @@ class _Step:
     state: Any
 
     @classmethod
-    def drawn(cls, model: Decoder, batch: int, context: int) -> "_Step":
+    def drawn(cls, model: Decoder, batch: int, context: int) -> "DecodeStep":
+        """Returns the step of `batch` requests with `context` cached tokens."""
         draw = np.random.default_rng(batch)
         pages = ceil_div(context + 1, KV_BLOCK)
         table = jnp.asarray(draw.permutation(batch * pages).reshape(batch, pages), jnp.int32)
@@ -126,7 +127,8 @@ class _Step:
             model, tokens, Queries(table, start, start + 1, jnp.ones_like(start)), jax.tree.unflatten(tree, filled)
         )
 
-    def _program(self) -> Any:
+    def program(self) -> Any:
+        """Returns the compiled step: a function of tokens that returns logits, and moves on the state."""
         network, weights = split(self.model)
 
         def run(state: Any, weights: Any, tokens: Array, queries: Queries) -> tuple[Array, Any]:
@@ -145,7 +147,7 @@ class _Step:
     def experts(self) -> float:
         """Returns the mean number of experts that the tokens choose per layer; 0 for a model without experts."""
         with _counted_experts() as counts:
-            jax.block_until_ready(self._program()(self.tokens))
+            jax.block_until_ready(self.program()(self.tokens))
             jax.effects_barrier()
         if not counts:
             return 0.0
@@ -153,7 +155,8 @@ class _Step:
         return float(np.mean(counts))
 
     def seconds(self, steps: int) -> float:
-        return timing.step_time(self._program(), [(self.tokens,)], steps=steps)
+        """Returns the seconds of a step in a sequence of `steps`."""
+        return timing.step_time(self.program(), [(self.tokens,)], steps=steps)
 
 
 @contextlib.contextmanager
@@ -191,7 +194,7 @@ def _bytes_of_weights(model: Decoder, batch: int, chosen: float) -> int:
     return round(total)
 
 
-def _bytes_of_cache(model: Decoder, step: _Step) -> int:
+def _bytes_of_cache(model: Decoder, step: DecodeStep) -> int:
     pages = step.queries.page_table.shape[1]
     context = int(step.queries.start[0])
     total = 0.0

@@ -2,11 +2,13 @@
 
     python -m benchmarks mesh_bits --out benchmarks/results/mesh-bits-h100.json
 
-An engine on one device and one on several answer the same workloads: one request, 64, and 1000 in three orders. Every
-other prompt begins alike, and pages are scarce, so prefixes are reused and requests are preempted. Digests of all
-tokens and logprobs are compared. The control is the usual sharding of a product, whose halves are added across devices.
-The exit code is 1 if a digest differs, if nothing was preempted or reused, or if the control has equal bits.
+An engine on one device and one on each mesh answer the same workloads: one request, 64, and 1000 in three orders. A
+model is shared by 2, 4 and so on up to `--devices`; one with experts by all devices, its experts over any number of
+them. Every other prompt begins alike, and pages are scarce, so prefixes are reused and requests are preempted. Digests
+of all tokens and logprobs are compared. The control is the usual sharding of a product, whose parts are added across
+devices. The exit code is 1 if a digest differs, if nothing was preempted or reused, or if the control has equal bits.
 
+Without `--layers`, a model has as many as fit on a device. Few layers have all kinds of programs, and compile sooner.
 `--small` takes a minute on a CPU with two devices simulated by `XLA_FLAGS=--xla_force_host_platform_device_count=2`.
 """
 
@@ -58,6 +60,8 @@ class Sizes:
 SMALL = Sizes(
     (1, 4, 12), (4, 40), (90, 140), 128, EngineConfig(max_samples=8, token_budget=64, max_length=384, num_pages=7)
 )
+SHARE_OF_WEIGHTS = 0.6
+"""The share of a device's memory that weights may take, where they decide the number of layers."""
 ORDERS = 3
 
 
@@ -70,30 +74,50 @@ def study(
 ) -> Result:
     sizes = Sizes()
     if run.small:
-        sizes, preset, layers = SMALL, "tiny", 1
-    mesh = mesh_of(devices)
-    assert mesh is not None
+        has_experts = presets.config(preset).experts is not None
+        sizes, preset, layers = SMALL, "tiny-experts" if has_experts else "tiny", 1
+    elif layers is None:
+        layers = options.layers_that_fit(preset, SHARE_OF_WEIGHTS)
+    has_experts = presets.config(preset, layers).experts is not None
+    meshes = [mesh_of(tensor, expert) for tensor, expert in shapes(devices, has_experts=has_experts)]
     content: dict[str, Any] = {
         "preset": preset,
         "layers": layers,
         "devices": devices,
         "sizes": dataclasses.asdict(sizes),
+        "meshes": {},
     }
     content["one"] = _answers(sizes, preset, layers, None)
     command_line.print_line(f"one: {content['one']}")
-    run.save(content)
-    gc.collect()  # the first engine's weights leave the memory that the second model's need
-    content["several"] = _answers(sizes, preset, layers, mesh)
-    command_line.print_line(f"several: {content['several']}")
-    content["usual_cut_differs"] = _usual_cut_differs(mesh)
+    for mesh in meshes:
+        assert mesh is not None
+        run.save(content)
+        gc.collect()  # the last engine's weights leave the memory that the next model's need
+        arm = _answers(sizes, preset, layers, mesh)
+        name = ", ".join(f"{axis} {count}" for axis, count in mesh.shape.items())
+        content["meshes"][name] = arm
+        command_line.print_line(f"{name}: {arm}")
+    assert meshes[-1] is not None
+    content["usual_cut_differs"] = _usual_cut_differs(meshes[-1])
     return Result(content, _problem(content))
 
 
+def shapes(devices: int, *, has_experts: bool) -> list[tuple[int, int]]:
+    """Returns the devices along "tensor" and along "expert" of each mesh."""
+    several = options.counts(devices)
+    if has_experts:
+        return [(devices // expert, expert) for expert in several if devices % expert == 0]
+    return [(tensor, 1) for tensor in several[1:]]
+
+
 def _problem(content: dict[str, Any]) -> str:
-    one, several = content["one"], content["several"]
-    if one["digests"] != several["digests"] or any(len(set(orders)) > 1 for orders in one["digests"].values()):
-        return f"bits differ: {one['digests']}, {several['digests']}"
-    if not all(arm["preemptions"] and arm["cached_tokens"] for arm in (one, several)):
+    one = content["one"]
+    if any(len(set(orders)) > 1 for orders in one["digests"].values()):
+        return f"bits differ between orders on one device: {one['digests']}"
+    for name, arm in content["meshes"].items():
+        if arm["digests"] != one["digests"]:
+            return f"bits differ between one device and {name}: {one['digests']}, {arm['digests']}"
+    if not all(arm["preemptions"] and arm["cached_tokens"] for arm in (one, *content["meshes"].values())):
         return "no request was preempted, or no prefix was reused"
     return "" if content["usual_cut_differs"] else "the control has the same bits"
 
@@ -133,14 +157,14 @@ def _in_order(engine: Engine, requests: Sequence[Request], order: int) -> list[A
 
 
 def _usual_cut_differs(mesh: Mesh) -> bool:
-    """Returns whether adding a product's halves across devices changes its bits."""
+    """Returns whether adding a product's parts across devices changes its bits."""
     draw = np.random.default_rng(1)
     x, w = (jnp.asarray(draw.standard_normal(shape), jnp.bfloat16) for shape in ((64, 4096), (4096, 4096)))
 
     def added(x: Array, w: Array) -> Array:
-        return jax.lax.psum(ops.matmul(x, w, layout="nk"), "tensor")
+        return jax.lax.psum(ops.matmul(x, w, layout="nk"), mesh.axis_names)
 
-    cut = P(None, "tensor")
+    cut = P(None, mesh.axis_names)
     usual = compilation.jit(jax.shard_map(added, mesh=mesh, in_specs=(cut, cut), out_specs=P(), check_vma=False))
     spread = [jax.device_put(array, NamedSharding(mesh, cut)) for array in (x, w)]
     return bool((np.asarray(usual(*spread)) != np.asarray(ops.matmul(x, w, layout="nk"))).any())

@@ -60,7 +60,7 @@ def study(
     arms |= {"several": (devices, batch)}
     arms |= {"several, another order": (devices, batch[::-1])} if one else {}
     for name, (count, given) in arms.items():
-        content[name] = _trained(sizes, count, given, timed=given is batch)
+        content[name] = trained(sizes, count, given, timed=given is batch)
         command_line.print_line(f"{name}: {content[name]}")
         run.save(content)
     return Result(content, _compared(content) if one else "")
@@ -78,8 +78,8 @@ def _compared(content: dict[str, Any]) -> str:
     return "" if content["control_differs"] else "the control has the same bits"
 
 
-def _trained(sizes: Sizes, devices: int, batch: Sequence[Sample], *, timed: bool) -> dict[str, Any]:
-    """Digests after the compared steps, and the median seconds of additional steps."""
+def trained(sizes: Sizes, devices: int, batch: Sequence[Sample], *, timed: bool) -> dict[str, Any]:
+    """Returns digests after the compared steps, and the median seconds of additional steps if it is timed."""
     plan = Plan(Rows(sizes.sequences, sizes.length), sizes.shards, devices, is_sharded=devices > 1, rematerialized=True)
     optimizer = adamw(1e-4, weight_decay=1e-4)
     trainer = Trainer(presets.decoder(sizes.preset, sizes.layers), optimizer, LogLikelihood(), plan)

@@ -511,6 +511,19 @@ MODELS: Final[dict[str, dict[str, Any]]] = {
         "vocab_size": 256,
         "tie_word_embeddings": True,
     },
+    "tiny-experts": {
+        **_QWEN3_MOE,
+        "head_dim": 32,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "moe_intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "vocab_size": 256,
+    },
 }
 """Configurations by name, as in Hugging Face's `config.json`."""
 

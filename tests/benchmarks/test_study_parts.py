@@ -19,7 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
+import benchmarks.study as study_module
 import detjax
 from benchmarks.bits import anchor_positions
 from benchmarks.studies import (
@@ -29,14 +32,17 @@ from benchmarks.studies import (
     decode,
     decoder,
     delta_rule,
+    expert_launches,
     expert_schedules,
     invariant,
     mesh_bits,
+    mesh_speed,
     on_policy,
     portable,
     ready,
     softmax_schedules,
     training_devices,
+    usual_cut,
     verify,
 )
 from benchmarks.studies.attention import study as attention
@@ -46,6 +52,8 @@ from benchmarks.studies.experts import study as experts
 from benchmarks.studies.matmul.summary import summarized
 from benchmarks.studies.norms import cache_writes, suite
 from benchmarks.studies.norms import study as norms
+from benchmarks.studies.processes import study as processes
+from benchmarks.studies.processes.worker import SMALL as SMALL_PROCESSES
 from benchmarks.studies.structured import measures as structured
 from benchmarks.studies.training import measures as training
 from benchmarks.studies.training import study as training_study
@@ -182,7 +190,7 @@ def test_devices_with_other_bits_or_a_control_with_the_same_fail_the_study(
         arm = {} if devices == 1 else several if batch[0] is first[0] else several | control
         return {"digests": digests | arm, "seconds": 6.0 if devices == 1 else 2.0}
 
-    monkeypatch.setattr(training_devices, "_trained", trained)
+    monkeypatch.setattr(training_devices, "trained", trained)
     result = study(training_devices.study, devices=4)
     assert result.problem == problem and result.content["speed_over_one"] == 3
     assert calls == [(1, True, True), (4, True, True), (4, False, False)]
@@ -206,8 +214,131 @@ ARM = {"digests": {"1": ["a"], "4": ["b", "b"]}, "preemptions": 1, "cached_token
 def test_answers_of_a_mesh_are_compared_in_every_order_and_with_a_control(
     one: dict[str, Any], several: dict[str, Any], control: bool, problem: str
 ) -> None:
-    content = {"one": ARM | one, "several": ARM | several, "usual_cut_differs": control}
+    meshes = {"tensor 2": ARM, "tensor 4": ARM | several}
+    content = {"one": ARM | one, "meshes": meshes, "usual_cut_differs": control}
     assert mesh_bits._problem(content).startswith(problem) and bool(mesh_bits._problem(content)) == bool(problem)
+
+
+def test_a_model_is_shared_by_more_and_more_devices_and_its_experts_by_any_number_of_them() -> None:
+    assert mesh_bits.shapes(8, has_experts=False) == [(2, 1), (4, 1), (8, 1)]
+    assert mesh_bits.shapes(8, has_experts=True) == [(8, 1), (4, 2), (2, 4), (1, 8)]
+    assert mesh_bits.shapes(2, has_experts=True) == [(2, 1), (1, 2)]
+    assert mesh_bits.shapes(6, has_experts=False) == [(2, 1), (4, 1), (6, 1)]
+    assert mesh_bits.shapes(6, has_experts=True) == [(6, 1), (3, 2), (1, 6)]
+
+
+@pytest.mark.parametrize(
+    ("memory", "extra", "layers"), [(None, 0, 36), (200e9, 0, 36), (80e9, 0, 36), (10e9, 0, 19), (10e9, 1 << 28, 11)]
+)
+def test_layers_are_chosen_by_the_devices_memory(
+    monkeypatch: pytest.MonkeyPatch, memory: float | None, extra: int, layers: int
+) -> None:
+    """A layer of Qwen3-8B has 193 million weights, and its embedding and head have 1.24 thousand million."""
+    device = SimpleNamespace(memory_stats=lambda: memory and {"bytes_limit": memory})
+    monkeypatch.setattr(study_module.jax, "local_devices", lambda: [device])
+    assert study_module.layers_that_fit("Qwen3-8B", 1.0, extra) == layers
+
+
+def test_a_step_of_all_requests_is_timed_from_the_last_first_token_to_the_first_last_one() -> None:
+    # The second request joins at 3 s, and the first one leaves at 7 s; two tokens arrive at a time.
+    first, second = [0.0, 1, 1, 3, 3, 5, 5, 7, 7], [3.0, 5, 5, 7, 7, 9, 9]
+    assert mesh_speed.step_seconds([first, second]) == 1.0
+    with pytest.raises(RuntimeError, match="no step in which all requests decode"):
+        mesh_speed.step_seconds([[0.0, 1.0], [2.0, 3.0]])
+
+
+def test_predictions_are_scaled_by_layers_and_the_head_counts_as_its_weights_do() -> None:
+    whole = mesh_speed.predicted("Qwen3-32B", None, "decode of 1", 4)
+    assert whole == pytest.approx({"detjax": 13.42e-3, "usual": 9.41e-3}, rel=1e-2)
+    half = mesh_speed.predicted("Qwen3-32B", 32, "decode of 1", 4)
+    assert 0.5 < half["detjax"] / whole["detjax"] < 0.52
+    assert mesh_speed.predicted("Qwen3-8B", None, "decode of 1", 4) == {}
+
+
+def test_speeds_of_meshes_with_other_bits_are_refused() -> None:
+    assert mesh_speed.problem({"decode of 1": {"1": "a", "4": "a"}, "prefill of 9": {"1": "b"}}) == ""
+    text = mesh_speed.problem({"decode of 1": {"1": "a", "4": "a"}, "decode of 8": {"1": "a", "4": "b"}})
+    assert text.startswith("decode of 8: bits differ between numbers of devices")
+
+
+def test_the_usual_cut_prefills_what_it_decodes() -> None:
+    """Token by token and all at once, a prompt has the same likeliest next token; so has another request's copy."""
+    config = usual_cut.shape_of(usual_cut.SMALL, 1)
+    mesh = Mesh(jax.devices()[:1], (usual_cut.AXIS,))
+    model, prompt = unchecked(usual_cut._random)(config, 2, 8, mesh), jnp.asarray([5, 250, 3, 77], jnp.int32)
+
+    def decode(model: Any, prompt: jax.Array) -> jax.Array:
+        token = jnp.zeros(2, jnp.int32)
+        for position, given in enumerate(prompt):
+            both = jnp.stack([given, given])
+            token, model = usual_cut.step(config, model, both, jnp.asarray(position, jnp.int32))
+        return token
+
+    def prefill(model: Any, prompt: jax.Array) -> jax.Array:
+        return usual_cut.prefill_step(config, model, prompt)
+
+    options: Any = {"mesh": mesh, "in_specs": P(), "out_specs": P(), "check_vma": False}
+    tokens = [jax.jit(jax.shard_map(fn, **options))(model, prompt).tolist() for fn in (decode, prefill)]
+    assert tokens[0] == tokens[1] * 2
+
+
+def test_the_usual_cut_refuses_other_shapes() -> None:
+    with pytest.raises(ValueError, match="preset is Qwen3-30B-A3B; accepted: dense models of Qwen3's form"):
+        usual_cut.shape_of(usual_cut.Sizes("Qwen3-30B-A3B"), 2)
+    with pytest.raises(ValueError, match="devices is 16; accepted: divisors of 8, the key heads"):
+        usual_cut.shape_of(usual_cut.Sizes("Qwen3-32B"), 16)
+
+
+@pytest.mark.parametrize(
+    ("on", "off", "kernels", "problem"),
+    [
+        ("a", "a", ("80 kernels", "99 kernels"), ""),
+        ("a", "b", ("80 kernels", "99 kernels"), "bits differ with DETJAX_EXPERT_KERNELS: tiny, batch 3"),
+        ("a", "a", ("99 kernels", "99 kernels"), "DETJAX_EXPERT_KERNELS changes no kernel"),
+        ("a", "a", ("out of memory", "out of memory"), ""),
+    ],
+)
+def test_kernels_of_experts_are_compared_in_bits_and_have_to_be_switched(
+    on: str, off: str, kernels: tuple[str, str], problem: str
+) -> None:
+    rounds = {
+        arm: [[{"batch": 3, "digest": digest, "seconds": seconds, "kernels": count}]] * 2
+        for arm, digest, seconds, count in (("on", on, 2.0, kernels[0]), ("off", off, 3.0, kernels[1]))
+    }
+    (row,) = rows = expert_launches.joined("tiny", 1, rounds)
+    assert (row["speed"], row["same_bits"]) == (1.5, on == off)
+    assert expert_launches.problem(rows, has_kernels=True) == problem
+    assert not problem.endswith("no kernel") or not expert_launches.problem(rows, has_kernels=False)
+
+
+def test_processes_have_a_device_each_and_no_simulated_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=4 --xla_other=1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,7")
+    environment = processes.environment(1)
+    assert (environment["CUDA_VISIBLE_DEVICES"], environment["XLA_FLAGS"]) == ("7", "--xla_other=1")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert processes.environment(1)["CUDA_VISIBLE_DEVICES"] == "1"
+
+
+def test_processes_that_outlive_a_lost_one_or_have_other_bits_fail_the_study() -> None:
+    def problem(part: str, content: Any) -> str:
+        return processes.problem(part, content, SMALL_PROCESSES)
+
+    ended = {"exit_code": 70, "seconds": 9.0, "says": "StepTimeout: the devices have not finished a step"}
+    assert problem("lost", {"survivors": [ended]}) == ""
+    for wrong in ({"exit_code": None}, {"exit_code": 0}, {"seconds": 60.0}, {"says": ""}):
+        assert problem("lost", {"survivors": [ended, ended | wrong]}).startswith("processes outlived the lost one")
+    same = {"one": "a", "several": "a"}
+    assert problem("answers", [same, same]) == ""
+    assert problem("answers", [same, {"one": "b", "several": "b"}]).startswith("bits differ")
+
+    def trained(gradients: str, control: str) -> dict[str, Any]:
+        arms = {"one": "a", "several": gradients, "several, another order": control}
+        return {arm: {"digests": {"gradients": digest, "state": "s"}} for arm, digest in arms.items()}
+
+    assert problem("training", [trained("a", "c")] * 2) == ""
+    assert problem("training", [trained("a", "c"), trained("b", "c")]) == "bits differ: gradients"
+    assert problem("training", [trained("a", "a")] * 2) == "another order of the batch has the same bits"
 
 
 @pytest.mark.parametrize(
@@ -475,7 +606,9 @@ def test_bandwidths_are_bytes_over_seconds_as_a_share_of_a_copys(monkeypatch: py
     drawn: list[tuple[int, int]] = []
     monkeypatch.setattr(decode, "copy_time", lambda size, calls: size / 100)
     monkeypatch.setattr(decode.presets, "decoder", lambda preset, layers: "model")
-    monkeypatch.setattr(decode._Step, "drawn", lambda model, batch, context: drawn.append((batch, context)) or step)
+    monkeypatch.setattr(
+        decode.DecodeStep, "drawn", lambda model, batch, context: drawn.append((batch, context)) or step
+    )
     monkeypatch.setattr(decode, "_bytes_of_weights", lambda model, batch, chosen: 100 * batch)
     monkeypatch.setattr(decode, "_bytes_of_cache", lambda model, step: 60)
     first, second = unchecked(decode.bandwidths)("tiny", None, decode.SMALL)
