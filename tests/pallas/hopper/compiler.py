@@ -478,14 +478,14 @@ def experts_gradients(widths: experts_bench.Widths, tokens: int, *, bias: bool =
 
 
 def adamw_update(size: int) -> Program:
-    """The next master and optimizer state of one leaf, which are the first operands."""
+    """The next master and optimizer state of one leaf, which are the first operands, and the rounded master."""
     optimizer = adamw(1e-3, weight_decay=0.1)
 
     def fn(
         master: jax.Array, mean: jax.Array, square: jax.Array, count: jax.Array, gradient: jax.Array, scale: jax.Array
     ) -> Any:
         with backends.use_backend("hopper"):
-            return next_leaf(optimizer, master, AdamState(count, mean, square), gradient, scale)
+            return next_leaf(optimizer, master, AdamState(count, mean, square), gradient, scale, jnp.bfloat16)
 
     leaf = array(size, dtype="float32")
     return fn, [leaf, leaf, leaf, array(dtype="int32"), leaf, array(dtype="float32")]
