@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -43,6 +43,9 @@ class Requests:
     Queries are `[B, T, H, K]`, a token for each key, and garbage after a request's last; keys and values
     `[B, T, h, K]`.
     """
+
+    kernels: ClassVar[Any] = attention
+    """The backend's module whose `forward` and `ragged` are called."""
 
     lengths: tuple[int, ...]
     q: np.ndarray
@@ -140,7 +143,7 @@ class Requests:
         return [np.asarray(x)[: max(n - first, 0)] for x, first, n in zip(o, start, self.lengths, strict=True)]
 
     def prefill(self, start: np.ndarray, tokens: int) -> list[np.ndarray]:
-        forward = functools.partial(attention.forward, masking=self.masking)
+        forward = functools.partial(self.kernels.forward, masking=self.masking)
         return self.rows_of_requests(detjax.jit(forward)(self.operands(start, tokens))[0], start)
 
     def decode(self, start: np.ndarray, tokens: int, schedule: Schedule | None = None) -> list[np.ndarray]:
@@ -153,7 +156,7 @@ class Requests:
     def in_chunks(self, size: int, with_normalizers: bool) -> list[np.ndarray]:
         """Computes all queries in chunks: without normalizers, small chunks are served by decode."""
         options = {"masking": self.masking, "with_normalizers": with_normalizers}
-        forward = detjax.jit(functools.partial(attention.forward, **options))
+        forward = detjax.jit(functools.partial(self.kernels.forward, **options))
         starts = [np.full(len(self.lengths), start) for start in range(0, max(self.lengths), size)]
         chunks = [self.rows_of_requests(forward(self.operands(start, size))[0], start) for start in starts]
         return [np.concatenate(rows) for rows in zip(*chunks, strict=True)]
@@ -166,7 +169,7 @@ class Requests:
         for q, first, count, row in zip(self.q, start, counts, rows[:-1], strict=True):
             packed[row : row + count] = q[first : first + count]
         numbers = (jnp.asarray(x, jnp.int32) for x in (start, self.lengths, counts, rows[:-1]))
-        forward = detjax.jit(functools.partial(attention.ragged, masking=self.masking))
+        forward = detjax.jit(functools.partial(self.kernels.ragged, masking=self.masking))
         queries = Queries(self.page_table, *numbers)
         o = forward(AttentionOperands(jnp.asarray(packed), self.kv, queries, self.sinks))
         return [np.asarray(o)[row : row + count] for row, count in zip(rows[:-1], counts, strict=True)]
@@ -175,7 +178,7 @@ class Requests:
         """Every query, in a call with a mask `[B or 1, H or 1, T, T]` in place of the causal one."""
         start = np.zeros(len(self.lengths), int)
         masking = dataclasses.replace(self.masking, causal=False)
-        forward = detjax.jit(functools.partial(attention.forward, masking=masking))
+        forward = detjax.jit(functools.partial(self.kernels.forward, masking=masking))
         operands = self.operands(start, self.q.shape[1])._replace(mask=jnp.asarray(mask))
         return self.rows_of_requests(forward(operands)[0], start)
 

@@ -65,9 +65,9 @@ def _plain_multiply(sums: Array, a: Array, b: Array) -> Array:
 
     def add_step(sums: Array, step: tuple[Array, Array]) -> tuple[Array, None]:
         a, b = (x.astype(ACCUMULATOR) for x in step)
-        total = a[0, :, None] * b[0]
+        total = a[0][:, None] * b[0][None]
         for k in range(1, STEP):
-            total = total + a[k, :, None] * b[k]
+            total = total + a[k][:, None] * b[k][None]
         return sums + total, None
 
     steps = a.shape[1] // STEP
