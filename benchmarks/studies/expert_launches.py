@@ -50,7 +50,7 @@ class Sizes:
     context: int = 1056
     compared: int = 4
     steps: int = 20
-    rounds: int = 2
+    rounds: int = 1
 
 
 SMALL: Final = Sizes((1, 3), 70, 2, 2, 1)

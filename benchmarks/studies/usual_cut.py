@@ -63,7 +63,7 @@ SMALL: Final = Sizes("tiny", 1, 16, 4, (1, 3), 24)
 
 
 class Layer(NamedTuple):
-    """A layer's weights, `[K, N]`, and its cache, `[requests, context, key heads, head_dim]`; or their shardings."""
+    """A layer's weights, `[K, N]`, and its cache, `[requests, key heads, context, head_dim]`; or their shardings."""
 
     q: Any
     k: Any
@@ -84,7 +84,7 @@ class Model(NamedTuple):
     layers: tuple[Layer, ...]
 
 
-INPUTS, OUTPUTS, HEADS = P(AXIS, None), P(None, AXIS), P(None, None, AXIS, None)
+INPUTS, OUTPUTS, HEADS = P(AXIS, None), P(None, AXIS), P(None, AXIS, None, None)
 LAYER: Final = Layer(OUTPUTS, OUTPUTS, OUTPUTS, INPUTS, OUTPUTS, OUTPUTS, INPUTS, HEADS, HEADS)
 """The sharding of a layer."""
 
@@ -197,7 +197,7 @@ def _random(config: DecoderConfig, requests: int, context: int, mesh: Mesh) -> M
         (inner, width),
     )
 
-    cache = requests, context, config.kv_heads, head
+    cache = requests, config.kv_heads, context, head
 
     def layer() -> Layer:
         weights = [
@@ -230,8 +230,8 @@ def step(
     places = jnp.broadcast_to(position, token.shape)
     for weights in model.layers:
         q, k, v = _heads(config, weights, x, places)
-        keys = lax.dynamic_update_index_in_dim(weights.keys, k, position, 1)
-        values = lax.dynamic_update_index_in_dim(weights.values, v, position, 1)
+        keys = lax.dynamic_update_index_in_dim(weights.keys, k, position, 2)
+        values = lax.dynamic_update_index_in_dim(weights.values, v, position, 2)
         x = _after_attention(weights, x, _attended(q, keys, values, places))
         layers.append(weights._replace(keys=keys, values=values))
     return _likeliest(model, x), model._replace(layers=tuple(layers))
@@ -245,7 +245,7 @@ def prefill_step(config: DecoderConfig, model: Model, prompt: Int32[Array, "T"])
         if jax.default_backend() == "gpu":
             mixed = rivals.cudnn(causal=True)(q[None], k[None], v[None])[0]
         else:  # each token as a request of the whole prompt
-            keys, values = (jnp.broadcast_to(part, (len(x), *part.shape)) for part in (k, v))
+            keys, values = (jnp.repeat(jnp.swapaxes(part, 0, 1)[None], len(x), axis=0) for part in (k, v))
             mixed = _attended(q, keys, values, places)
         x = _after_attention(weights, x, mixed)
     return _likeliest(model, x[-1:])
@@ -294,12 +294,12 @@ def _turned(x: BFloat16[Array, "N H d"], places: Int32[Array, "N"]) -> BFloat16[
 
 def _attended(
     q: BFloat16[Array, "B H d"],
-    keys: BFloat16[Array, "B C h d"],
-    values: BFloat16[Array, "B C h d"],
+    keys: BFloat16[Array, "B h C d"],
+    values: BFloat16[Array, "B h C d"],
     positions: Int32[Array, "B"],
 ) -> BFloat16[Array, "B H d"]:
-    grouped = q.reshape(len(q), keys.shape[2], -1, q.shape[-1])
-    scores = jnp.einsum("bhgd,bchd->bhgc", grouped, keys, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
-    seen = jnp.arange(keys.shape[1])[None] <= positions[:, None]
+    grouped = q.reshape(len(q), keys.shape[1], -1, q.shape[-1])
+    scores = jnp.einsum("bhgd,bhcd->bhgc", grouped, keys, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
+    seen = jnp.arange(keys.shape[2])[None] <= positions[:, None]
     probabilities = jax.nn.softmax(jnp.where(seen[:, None, None], scores, -jnp.inf)).astype(q.dtype)
-    return jnp.einsum("bhgc,bchd->bhgd", probabilities, values).reshape(q.shape)
+    return jnp.einsum("bhgc,bhcd->bhgd", probabilities, values).reshape(q.shape)

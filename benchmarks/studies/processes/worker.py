@@ -41,7 +41,8 @@ class Sizes:
         engine: the engine's settings.
         sequences: sequences of a microbatch of training.
         length: their tokens.
-        step_seconds: the engine's limit for a step, after which a lost process is noticed.
+        step_seconds: the engine's limit for a step, after which a lost process is noticed. A process may wait as long
+            for another one that compiles.
     """
 
     preset: str = "Qwen3-8B"
@@ -54,7 +55,7 @@ class Sizes:
     )
     sequences: int = 4
     length: int = 1024
-    step_seconds: float = 10.0
+    step_seconds: float = 30.0
 
     def drawn(self) -> list[Request]:
         """Returns the requests."""
