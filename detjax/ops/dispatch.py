@@ -4,7 +4,7 @@ import dataclasses
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +15,19 @@ from detjax.operands.accumulated_weight import with_fresh_sum
 from detjax.runtime import backends, compilation, fusions
 
 
-def backend_modules(name: str, *, kernels: Sequence[str] = ("hopper", "tpu")) -> dict[str, str]:
-    """Returns an operation's modules of a name by backend; the portable module serves chips without `kernels`."""
+def backend_modules(
+    name: str, *, kernels: Sequence[str] = ("hopper", "tpu"), mma: Literal["mma", "hopper"] | None = None
+) -> dict[str, str]:
+    """Returns an operation's modules of a name by backend; the portable module serves chips without `kernels`.
+
+    Args:
+        name: the name of the modules.
+        kernels: the chips with kernels of their own.
+        mma: the package with the kernels of the backend "mma": its own, or Hopper's if these run on every NVIDIA GPU.
+    """
     modules = dict.fromkeys(backends.BACKENDS, f"detjax.portable.{name}") | {"stock": f"detjax.stock.{name}"}
-    return modules | {chip: f"detjax.pallas.{chip}.{name}" for chip in kernels}
+    modules |= {chip: f"detjax.pallas.{chip}.{name}" for chip in kernels}
+    return modules if mma is None else modules | {"mma": f"detjax.pallas.{mma}.{name}"}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,7 +4,7 @@ from typing import Final
 
 from detjax.ops.dispatch import Operation, backend_modules
 
-GROUPED_MATMUL: Final = Operation("grouped_matmul", backend_modules("grouped_matmul"))
+GROUPED_MATMUL: Final = Operation("grouped_matmul", backend_modules("grouped_matmul", mma="mma"))
 """The operation of `ops.grouped_matmul`."""
 
 

@@ -10,12 +10,13 @@ from typing import Any, Final
 
 import jax
 
-BACKENDS: Final = ("hopper", "tpu", "portable")
-"""The backends under contract, in order of preference: kernels for GPUs of compute capability 9.0, kernels for TPUs,
-and plain JAX, which runs anywhere."""
+BACKENDS: Final = ("hopper", "mma", "tpu", "portable")
+"""The backends under contract, in order of preference: kernels for GPUs of compute capability 9.0, kernels for all
+NVIDIA GPUs since 8.0, kernels for TPUs, and plain JAX, which runs anywhere."""
 
 DEVICES: Final[Mapping[str, str]] = {
     "hopper": "GPUs of compute capability 9.0 (H100, H200)",
+    "mma": "NVIDIA GPUs of compute capability 8.0 and above",
     "tpu": "TPUs",
 }
 """Devices in error messages, for each backend that does not run everywhere."""
@@ -63,8 +64,13 @@ def backend() -> str:
 def runs_here(backend: str) -> bool:
     """Returns whether the default device can run a backend of `BACKENDS`."""
     device = jax.devices()[0]
-    if backend == "hopper":
-        return device.platform == "gpu" and getattr(device, "compute_capability", None) == "9.0"
+    if backend in ("hopper", "mma"):
+        capability = str(getattr(device, "compute_capability", None)) if device.platform == "gpu" else ""
+        if backend == "hopper":
+            return capability == "9.0"
+        # Devices of another vendor have names of architectures, such as "gfx942".
+        major, _, minor = capability.partition(".")
+        return major.isdecimal() and minor.isdecimal() and int(major) >= 8
     return backend == "portable" or device.platform == backend
 
 

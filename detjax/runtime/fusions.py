@@ -49,7 +49,7 @@ class Fusion:
 def _in_plain_jax(name: str, operations: tuple[str, ...], fuses: str) -> Fusion:
     """Returns a fusion whose separate steps the portable backend computes."""
     steps = "the contract in plain JAX, as on the portable backend"
-    return Fusion(name, operations, fuses, steps, changes_bits_on=("hopper", "tpu"), in_plain_jax=True)
+    return Fusion(name, operations, fuses, steps, changes_bits_on=("hopper", "mma", "tpu"), in_plain_jax=True)
 
 
 FUSIONS: Final[Mapping[str, Fusion]] = {

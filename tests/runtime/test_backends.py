@@ -44,7 +44,7 @@ def test_the_environment_variable_chooses_the_backend_and_a_context_beats_it(mon
 
 def test_an_unknown_backend_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
-        ValueError, match="use_backend: 'hoper' is not a backend; accepted: hopper, tpu, portable, stock"
+        ValueError, match="use_backend: 'hoper' is not a backend; accepted: hopper, mma, tpu, portable, stock"
     ):
         with detjax.use_backend("hoper"):
             pass
@@ -92,7 +92,7 @@ def test_an_operation_without_kernels_on_a_backend_is_refused(monkeypatch: pytes
     with (
         pytest.raises(
             NotImplementedError,
-            match=r"softmax: no kernels for backend 'new' on cpu:0 .*accepted: hopper, tpu, portable, stock",
+            match=r"softmax: no kernels for backend 'new' on cpu:0 .*accepted: hopper, mma, tpu, portable, stock",
         ),
         detjax.use_backend("new"),
     ):
@@ -115,23 +115,27 @@ def device(platform: str, capability: str | None = None) -> Any:
 @pytest.mark.parametrize(
     ("here", "serving"),
     [
-        (device("gpu", "9.0"), "hopper"),
-        (device("gpu", "8.9"), "portable"),
-        (device("gpu", "10.0"), "portable"),
-        (device("gpu"), "portable"),
-        (device("tpu"), "tpu"),
-        (device("cpu", "9.0"), "portable"),
+        (device("gpu", "9.0"), ["hopper", "mma"]),
+        *((device("gpu", capability), ["mma"]) for capability in ("8.0", "8.6", "8.9", "10.0", "12.0", "12.1")),
+        *((device("gpu", capability), []) for capability in ("7.5", "gfx942", None)),
+        (device("tpu"), ["tpu"]),
+        (device("cpu", "9.0"), []),
     ],
 )
 def test_a_device_is_served_by_the_best_backend_that_runs_on_it(
-    here: Any, serving: str, monkeypatch: pytest.MonkeyPatch
+    here: Any, serving: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(jax, "devices", lambda: [here, device("gpu", "9.0")])
     monkeypatch.setattr(backends, "runs_here", backends.runs_here.__wrapped__)
-    assert [name for name in backends.BACKENDS if backends.runs_here(name)] == [*dict.fromkeys([serving, "portable"])]
-    assert detjax.backend() == serving
+    serving = [*serving, "portable"]
+    assert [name for name in backends.BACKENDS if backends.runs_here(name)] == serving
+    assert detjax.backend() == serving[0]
     monkeypatch.setenv("DETJAX_BACKEND", "")  # as if it was not set
-    assert detjax.backend() == serving
+    assert detjax.backend() == serving[0]
+    for name in serving:  # on an H100, the kernels of every GPU run where they are asked for
+        monkeypatch.setenv("DETJAX_BACKEND", name)
+        backends.check_device()
+        assert detjax.backend() == name
 
 
 def test_devices_have_names_and_processors_their_model_and_cores(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,7 +157,7 @@ def test_a_device_that_cannot_serve_is_refused_before_anything_is_loaded(monkeyp
     for name in ("portable", "stock"):
         with detjax.use_backend(name):
             backends.check_device()
-    for name in ("hopper", "tpu"):
+    for name in ("hopper", "mma", "tpu"):
         with detjax.use_backend(name), pytest.raises(ValueError, match=f"backend is '{name}', which serves .*cpu:0"):
             backends.check_device()
     guards = ("", "_host_to_device", "_device_to_host", "_device_to_device")

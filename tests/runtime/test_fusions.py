@@ -120,17 +120,17 @@ CHANGES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "attention_dequantize": (("attention",), ()),
     "sampling_logprobs": (("sampling_logprobs",), ()),
     "token_logprobs": (("token_logprobs", "token_logprobs_and_gradients"), ()),
-    "sample": (("sample",), ("hopper", "tpu")),
-    "softmax": (("softmax", "log_softmax", "logsumexp"), ("hopper", "tpu")),
-    "attention": (("attention", "ragged_attention"), ("hopper", "tpu")),
-    "gated_delta_rule": (("gated_delta_rule",), ("hopper", "tpu")),
+    "sample": (("sample",), ("hopper", "mma", "tpu")),
+    "softmax": (("softmax", "log_softmax", "logsumexp"), ("hopper", "mma", "tpu")),
+    "attention": (("attention", "ragged_attention"), ("hopper", "mma", "tpu")),
+    "gated_delta_rule": (("gated_delta_rule",), ("hopper", "mma", "tpu")),
 }
 """Operations, and backends on which bits may change. Fingerprints depend on these, so they are written out twice."""
 
 
 def test_these_fusions_change_bits_on_these_backends() -> None:
     assert {name: (one.operations, one.changes_bits_on) for name, one in fusions.FUSIONS.items()} == CHANGES
-    for backend in ("hopper", "tpu", "portable", "stock"):
+    for backend in ("hopper", "mma", "tpu", "portable", "stock"):
         with detjax.use_backend(backend), detjax.without_fusions(*CHANGES):
             changing = sorted(name for name, (_, backends) in CHANGES.items() if backend in backends)
             assert fusions.unfused_with_other_bits() == tuple(changing)
@@ -172,5 +172,5 @@ def test_the_command_prints_the_table() -> None:
     for fusion in fusions.FUSIONS.values():
         assert fusion.name in done.output
     lines = [line for line in done.output.splitlines() if "│ softmax " in line]
-    assert len(lines) == 1 and "may change on hopper, tpu" in lines[0] and "off │" in lines[0]
+    assert len(lines) == 1 and "may change on hopper, mma, tpu" in lines[0] and "off │" in lines[0]
     assert "do not change" in next(line for line in done.output.splitlines() if "rms_norm_residual" in line)

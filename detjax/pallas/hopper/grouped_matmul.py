@@ -5,6 +5,7 @@ rows, up to 128 where they have many. Each row and its gradient have the bits of
 bit. The gradients of weights and biases are sums over an expert's tokens; see `group_sums`.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -25,27 +26,46 @@ from detjax.pallas.hopper.matmul import gradient_of_sums
 from detjax.pallas.hopper.matmul.kernel import Operands, product, product_keeping_sums
 from detjax.pallas.hopper.matmul.plan import Schedule
 
-_MIN_TILE: Final = 8
-"""Rows of the smallest tile."""
-_TILES: Final = 128, 64, 32, 16, _MIN_TILE
-"""Tile sizes in rows."""
-
-
 TAKES_TILES: Final = True
 """Marks a module whose products take `ExpertRows.tiles`."""
 
 
-def group_unit(rows: int, experts: int) -> int:
+def _schedule(tile: int, outputs: int, layout: WeightLayout) -> Schedule:
+    """Returns the schedule for a tile size: small tiles stream weights, large ones keep the matrix unit busy."""
+    if outputs <= 64:
+        return Schedule(tile, 64 if layout == "kn" else round_up(outputs, 8), "weights")
+    if tile == 128:
+        return Schedule(tile, 128, "weights", warpgroups=2)
+    return Schedule(tile, 64, "weights", lines=2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernels:
+    """The kernels that the functions of this module call; by default Hopper's own."""
+
+    product: Callable[..., Array] = product
+    product_keeping_sums: Callable[..., tuple[Array, tuple[Array, ...]]] = product_keeping_sums
+    product_sums: Callable[..., Array] = product_sums
+    schedule: Callable[[int, int, WeightLayout], Any] = _schedule
+    """Returns a schedule of `product` for a tile size, a number of outputs and the weights' layout."""
+    tiles: tuple[int, ...] = (128, 64, 32, 16, 8)
+    """Tile sizes in rows, the largest first."""
+
+
+HOPPER: Final = Kernels()
+
+
+def group_unit(rows: int, experts: int, kernels: Kernels = HOPPER) -> int:
     """Returns the size of tiles for groups of `rows / experts` rows on average.
 
     Tiles have up to twice the rows of the mean group. A group of two tiles would read its expert's weight twice, which
     costs more than padding: with 32 rows per expert, tiles of 8 take twice as long as tiles of 64 (measured on an H200
     by `python -m benchmarks expert_schedules`, as is `_schedule`).
     """
-    return next((unit for unit in _TILES if 2 * rows >= unit * experts), _MIN_TILE)
+    return next((unit for unit in kernels.tiles if 2 * rows >= unit * experts), kernels.tiles[-1])
 
 
-def forward(
+def forward(  # noqa: PLR0913
     operands: GroupedOperands,
     *,
     layout: WeightLayout,
@@ -53,13 +73,15 @@ def forward(
     out_dtype: DTypeLike,
     unit: int,
     tiles: Array | None = None,
-    schedule: Schedule | None = None,
+    schedule: Any = None,
+    kernels: Kernels = HOPPER,
 ) -> Array:
     """Returns rows `[M, N]` for rows `[M, K]`; see `detjax.ops.grouped_matmul` for the operands and options.
 
     Args:
         tiles: the experts of tiles of `unit` rows, if known; see `ExpertRows.tiles`.
-        schedule: a schedule with tiles of `unit` tokens; default: `_schedule`'s for this tile size.
+        schedule: a schedule with tiles of `unit` tokens; default: the kernels' own for this tile size.
+        kernels: the kernels.
 
     Raises:
         NotImplementedError: the matrix unit does not take x's dtype.
@@ -68,11 +90,11 @@ def forward(
     outputs = w.shape[-2 if layout == "nk" else -1]
 
     def multiply(x: Array, experts: Array, tile: int) -> Array:
-        chosen = schedule or _schedule(tile, outputs, layout)
+        chosen = schedule or kernels.schedule(tile, outputs, layout)
         options: dict[str, Any] = {"layout": layout, "epilogue": epilogue, "out_dtype": out_dtype}
-        return product(Operands(x, w, bias, experts=experts), schedule=chosen, **options)
+        return kernels.product(Operands(x, w, bias, experts=experts), schedule=chosen, **options)
 
-    return _in_tiles(multiply, x, group_sizes, unit, tiles)
+    return _in_tiles(multiply, x, group_sizes, unit, kernels.tiles, tiles)
 
 
 def forward_keeping_sums(
@@ -82,20 +104,21 @@ def forward_keeping_sums(
     epilogue: Epilogue,
     unit: int,
     tiles: Array | None = None,
+    kernels: Kernels = HOPPER,
 ) -> tuple[Array, tuple[Array, ...]]:
     """Returns the result of `forward` in x's dtype, and the biased sums `[M, N]` of each part, for `backward`."""
     x, w, bias, group_sizes, _ = operands
     outputs = w.shape[-2 if layout == "nk" else -1]
 
     def multiply(x: Array, experts: Array, tile: int) -> tuple[Array, tuple[Array, ...]]:
-        schedule = _schedule(tile, outputs, layout)
+        schedule = kernels.schedule(tile, outputs, layout)
         tiles = Operands(x, w, bias, experts=experts)
-        return product_keeping_sums(tiles, layout=layout, epilogue=epilogue, schedule=schedule)
+        return kernels.product_keeping_sums(tiles, layout=layout, epilogue=epilogue, schedule=schedule)
 
-    return _in_tiles(multiply, x, group_sizes, unit, tiles)
+    return _in_tiles(multiply, x, group_sizes, unit, kernels.tiles, tiles)
 
 
-def backward(
+def backward(  # noqa: PLR0913
     operands: GroupedOperands,
     dy: Array,
     sums: WeightSums = NO_SUMS,
@@ -104,6 +127,7 @@ def backward(
     layout: WeightLayout,
     epilogue: Epilogue,
     unit: int,
+    kernels: Kernels = HOPPER,
 ) -> Gradients:
     """Returns the gradients of x, w and bias, or the next sums of the last two; see `hopper.matmul.backward`.
 
@@ -118,7 +142,7 @@ def backward(
         dz = rounded(dy, x.dtype)
     else:
         if z is None:
-            z = forward_keeping_sums(operands, layout=layout, epilogue=epilogue, unit=unit)[1]
+            z = forward_keeping_sums(operands, layout=layout, epilogue=epilogue, unit=unit, kernels=kernels)[1]
         dz = gradient_of_sums(z, dy, epilogue)
 
     # The halves of a stacked "nk" weight are already contiguous along N; contracting "kn" halves at once takes a copy.
@@ -128,11 +152,11 @@ def backward(
     transposed: WeightLayout = "kn" if layout == "nk" else "nk"
 
     def multiply(dz: Array, experts: Array, tile: int) -> Array:
-        tiles, schedule = Operands(dz, joined, experts=experts), _schedule(tile, x.shape[1], transposed)
-        return product(tiles, layout=transposed, epilogue=Epilogue(), out_dtype=x.dtype, schedule=schedule)
+        tiles, schedule = Operands(dz, joined, experts=experts), kernels.schedule(tile, x.shape[1], transposed)
+        return kernels.product(tiles, layout=transposed, epilogue=Epilogue(), out_dtype=x.dtype, schedule=schedule)
 
     has_expert = jnp.arange(len(x), dtype=jnp.int32) < jnp.sum(group_sizes, dtype=jnp.int32)
-    dx = _in_tiles(multiply, dz, group_sizes, unit)
+    dx = _in_tiles(multiply, dz, group_sizes, unit, kernels.tiles)
     # The kernel does not write tiles of rows without an expert, so their memory is undefined.
     dx = jnp.where(jnp.broadcast_to(has_expert[:, None], dx.shape), dx, jnp.zeros_like(dx))
 
@@ -142,7 +166,7 @@ def backward(
     if bias is not None:
         bias_start = (jnp.zeros(bias.shape, ACCUMULATOR) if bias_sum is None else bias_sum).reshape(len(w), -1)
     steps = StagedSteps.from_sizes(group_sizes, len(x), sequences)
-    weight_sums, dbias = _next_sums((weight_sums, bias_start), x, dz, steps, layout)
+    weight_sums, dbias = _next_sums((weight_sums, bias_start), x, dz, steps, layout, kernels)
     dw = jnp.stack(weight_sums, axis=1).reshape(w.shape)
     dw = rounded(dw, w.dtype) if w_sum is None else dw
     if bias is None or dbias is None:
@@ -155,7 +179,7 @@ type _Sums = tuple[list[Array], Array | None]
 """The sums of the weights, `[E, N, K]`, or `[E, K, N]` of each part if the layout is "kn"; and of the biases."""
 
 
-def _next_sums(sums: _Sums, x: Array, dz: Array, steps: StagedSteps, layout: WeightLayout) -> _Sums:
+def _next_sums(sums: _Sums, x: Array, dz: Array, steps: StagedSteps, layout: WeightLayout, kernels: Kernels) -> _Sums:
     """Returns the sums after all steps."""
 
     def add_piece(index: Array, sums: _Sums) -> _Sums:
@@ -166,35 +190,32 @@ def _next_sums(sums: _Sums, x: Array, dz: Array, steps: StagedSteps, layout: Wei
         pairs = [(dz_rows, x_rows)]
         if layout == "kn":
             pairs = [(x_rows, part) for part in jnp.split(dz_rows, len(weights), axis=1)]
-        weights = [product_sums(total, *pair, stages) for total, pair in zip(weights, pairs, strict=True)]
+        weights = [kernels.product_sums(total, *pair, stages) for total, pair in zip(weights, pairs, strict=True)]
         return weights, None if biases is None else row_sums(biases, dz_rows, stages)
 
     return lax.fori_loop(0, steps.pieces, add_piece, sums)
 
 
-def _schedule(tile: int, outputs: int, layout: WeightLayout) -> Schedule:
-    """Returns the schedule for a tile size: small tiles stream weights, large ones keep the matrix unit busy."""
-    if outputs <= 64:
-        return Schedule(tile, 64 if layout == "kn" else round_up(outputs, 8), "weights")
-    if tile == 128:
-        return Schedule(tile, 128, "weights", warpgroups=2)
-    return Schedule(tile, 64, "weights", lines=2)
-
-
 def _in_tiles[T: PyTree[Array]](
-    multiply: Callable[[Array, Array, int], T], x: Array, group_sizes: Array, unit: int, known: Array | None = None
+    multiply: Callable[[Array, Array, int], T],
+    x: Array,
+    group_sizes: Array,
+    unit: int,
+    sizes: tuple[int, ...],
+    known: Array | None = None,
 ) -> T:
     """Returns `multiply(rows, experts, tile)`, in which `experts` is as in `Operands` and `tile` is the tile size.
 
     The sizes of groups are multiples of `unit`. If no tile size divides `unit`, groups are padded to whole tiles and
     the padding is removed from the results. The experts of tiles of `unit` rows may be known.
     """
-    if unit % _MIN_TILE or len(x) % unit:
-        place, padded_sizes, padded_rows = _padded_groups(group_sizes, len(x))
+    smallest = sizes[-1]
+    if unit % smallest or len(x) % unit:
+        place, padded_sizes, padded_rows = _padded_groups(group_sizes, len(x), smallest)
         padded = jnp.zeros((padded_rows, x.shape[1]), x.dtype).at[place].set(x, mode="drop", unique_indices=True)
-        y = _in_tiles(multiply, padded, padded_sizes, _MIN_TILE)
+        y = _in_tiles(multiply, padded, padded_sizes, smallest, sizes)
         return jax.tree.map(lambda rows: rows.at[place].get(mode="fill", fill_value=0), y)
-    tile = next(size for size in _TILES if unit % size == 0)
+    tile = next(size for size in sizes if unit % size == 0)
     if known is not None and tile == unit:
         return multiply(x, known, tile)
     ends, tiles = jnp.cumsum(group_sizes, dtype=jnp.int32), len(x) // tile
@@ -205,11 +226,11 @@ def _in_tiles[T: PyTree[Array]](
     return multiply(x, jnp.append(expert, ends[-1] // tile), tile)
 
 
-def _padded_groups(group_sizes: Array, rows: int) -> tuple[Array, Array, int]:
+def _padded_groups(group_sizes: Array, rows: int, tile: int) -> tuple[Array, Array, int]:
     """Returns each row's place among groups padded to whole tiles, the padded sizes, and an upper bound of all rows."""
     sizes = group_sizes.astype(jnp.int32)
-    ends, padded = jnp.cumsum(sizes, dtype=jnp.int32), -(-sizes // _MIN_TILE) * _MIN_TILE
-    starts, padded_rows = ends - sizes, round_up(rows + len(sizes) * (_MIN_TILE - 1), _MIN_TILE)
+    ends, padded = jnp.cumsum(sizes, dtype=jnp.int32), -(-sizes // tile) * tile
+    starts, padded_rows = ends - sizes, round_up(rows + len(sizes) * (tile - 1), tile)
     firsts = jnp.cumsum(padded, dtype=jnp.int32) - padded
     row = jnp.arange(rows, dtype=jnp.int32)
     expert = jnp.searchsorted(ends, row, side="right").astype(jnp.int32)

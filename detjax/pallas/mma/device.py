@@ -5,7 +5,7 @@ from typing import Final
 
 import jax
 
-from detjax.pallas.hopper.device import SHARED_MEMORY_RESERVED
+from detjax.pallas.hopper.device import SHARED_MEMORY_RESERVED as RESERVED
 
 Architecture = tuple[int, int]
 """A compute capability: major and minor number."""
@@ -65,7 +65,12 @@ def shared_memory() -> int:
 
     An architecture that is not listed has at least the smallest of the listed sizes.
     """
-    return _SHARED_MEMORY.get(architecture(), min(_SHARED_MEMORY.values())) - SHARED_MEMORY_RESERVED
+    return _SHARED_MEMORY.get(architecture(), min(_SHARED_MEMORY.values())) - RESERVED
+
+
+def shared_memory_of_multiprocessor() -> int:
+    """Returns the bytes of a multiprocessor's shared memory, for the buffers of all its CTAs and 1 KiB for each CTA."""
+    return shared_memory() + RESERVED + _KIB
 
 
 def has_copy_engine() -> bool:

@@ -3,7 +3,7 @@
 The kernel is in `kernel.py`, its schedules in `plan.py`, the choice of a schedule in `tuning.py`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -30,13 +30,22 @@ from detjax.runtime import compilation
 from detjax.runtime.device_links import DeviceLinks
 
 
-def forward(operands: MatmulOperands, *, layout: WeightLayout, epilogue: Epilogue, out_dtype: DTypeLike) -> Array:
+def forward(
+    operands: MatmulOperands,
+    *,
+    layout: WeightLayout,
+    epilogue: Epilogue,
+    out_dtype: DTypeLike,
+    multiply: Callable[..., Array] = product,
+) -> Array:
     """Returns `[*B, N]` for rows `[*B, K]`; see `detjax.ops.matmul` for the arguments.
+
+    `multiply` is the kernel of the product, with the arguments of `product`.
 
     Raises:
         NotImplementedError: the matrix unit does not take x's dtype.
     """
-    y = product(_flat(operands), layout=layout, epilogue=epilogue, out_dtype=out_dtype)
+    y = multiply(_flat(operands), layout=layout, epilogue=epilogue, out_dtype=out_dtype)
     return y.reshape(*operands.x.shape[:-1], y.shape[-1])
 
 
@@ -56,10 +65,17 @@ def shared_forward(
 
 
 def forward_keeping_sums(
-    operands: MatmulOperands, *, layout: WeightLayout, epilogue: Epilogue
+    operands: MatmulOperands,
+    *,
+    layout: WeightLayout,
+    epilogue: Epilogue,
+    multiply: Callable[..., tuple[Array, tuple[Array, ...]]] = product_keeping_sums,
 ) -> tuple[Array, tuple[Array, ...]]:
-    """Returns the result of `forward` in x's dtype, and the biased sums `[*B, N]` of each part, for `backward`."""
-    y, z = product_keeping_sums(_flat(operands), layout=layout, epilogue=epilogue)
+    """Returns the result of `forward` in x's dtype, and the biased sums `[*B, N]` of each part, for `backward`.
+
+    `multiply` is the kernel of both, with the arguments of `product_keeping_sums`.
+    """
+    y, z = multiply(_flat(operands), layout=layout, epilogue=epilogue)
     shape = *operands.x.shape[:-1], y.shape[-1]
     return y.reshape(shape), tuple(part.reshape(shape) for part in z)
 
@@ -98,6 +114,7 @@ def backward(
     *,
     layout: WeightLayout,
     epilogue: Epilogue,
+    multiply: Callable[..., Array] = product,
 ) -> Gradients:
     """Returns the gradients of x, w and bias; for a w or bias with a running sum, the next sum instead.
 
@@ -108,7 +125,8 @@ def backward(
         dw[k, n]    = sum over tokens m ascending of x[m, k] * dz[m, n]
         dbias[n]    = sum over tokens m ascending of dz[m, n], see `token_sums`
 
-    each in one float32 accumulator that is rounded once. A running sum stays in float32 and is not rounded.
+    each in one float32 accumulator that is rounded once. A running sum stays in float32 and is not rounded. `multiply`
+    is the kernel of these products, with the arguments of `product`.
 
     Raises:
         NotImplementedError: the matrix unit does not take x's dtype.
@@ -119,18 +137,18 @@ def backward(
     if epilogue == Epilogue():
         dz = rounded(flat_rows(dy), x.dtype)
     else:
-        z = _biased_sums(flat_x, halves, bias, layout) if z is None else tuple(map(flat_rows, z))
+        z = _biased_sums(flat_x, halves, bias, layout, multiply) if z is None else tuple(map(flat_rows, z))
         dz = gradient_of_sums(z, flat_rows(dy), epilogue)
 
     # The halves of a stacked "nk" weight are already contiguous along N; contracting "kn" halves at once takes a copy.
     joined = w.reshape(-1, w.shape[-1]) if layout == "nk" else jnp.concatenate(halves, axis=1)
     transposed: WeightLayout = "kn" if layout == "nk" else "nk"
-    dx = product(Operands(dz, joined), layout=transposed, epilogue=Epilogue(), out_dtype=x.dtype)
+    dx = multiply(Operands(dz, joined), layout=transposed, epilogue=Epilogue(), out_dtype=x.dtype)
 
     def over_tokens(x: Array, w: Array, start: Array | None) -> Array:
         out_dtype = x.dtype if start is None else start.dtype
         operands = Operands(x, w, start=start)
-        return product(operands, token_layout="km", layout="kn", epilogue=Epilogue(), out_dtype=out_dtype)
+        return multiply(operands, token_layout="km", layout="kn", epilogue=Epilogue(), out_dtype=out_dtype)
 
     if layout == "nk":
         dw = over_tokens(dz, flat_x, None if w_sum is None else w_sum.reshape(joined.shape))
@@ -146,9 +164,11 @@ def backward(
     return dx.reshape(x.shape), dw.reshape(w.shape), dbias
 
 
-def _biased_sums(x: Array, halves: list[Array], bias: Array | None, layout: WeightLayout) -> tuple[Array, ...]:
+def _biased_sums(
+    x: Array, halves: list[Array], bias: Array | None, layout: WeightLayout, multiply: Callable[..., Array]
+) -> tuple[Array, ...]:
     """Returns the biased sums `[M, N]` of each part, rounded to x's dtype."""
-    z = [product(Operands(x, half), layout=layout, epilogue=Epilogue(), out_dtype=ACCUMULATOR) for half in halves]
+    z = [multiply(Operands(x, half), layout=layout, epilogue=Epilogue(), out_dtype=ACCUMULATOR) for half in halves]
     if bias is not None:
         z = [total + b.astype(ACCUMULATOR) for total, b in zip(z, bias.reshape(len(z), 1, -1), strict=True)]
     return tuple(rounded(total, x.dtype) for total in z)

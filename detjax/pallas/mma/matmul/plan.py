@@ -1,0 +1,187 @@
+"""Schedules of the matmul on `mma.sync`: a `Schedule` for a problem, and the `Plan` of sizes derived from both."""
+
+import dataclasses
+import math
+from typing import Final
+
+from jax.experimental import pallas as pl
+
+from detjax.operands.numerics import round_up
+from detjax.pallas.hopper.device import multiprocessors
+from detjax.pallas.hopper.matmul.plan import Problem
+from detjax.pallas.mma import device
+from detjax.pallas.mma.fragments import STEP, RowWarps, column_unit, row_unit
+
+MAX_ACCUMULATORS: Final = 128
+"""Registers of a thread that may hold accumulators. Operands of 32 K take up to 80 more."""
+
+_WHOLE_LINE: Final = 64
+"""Elements of the longest swizzled line in shared memory: 128 bytes, a word in each bank."""
+
+_MAX_STAGES: Final = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """The distribution of a product over the chip; no bit depends on it."""
+
+    tile_m: int
+    """Tokens of a CTA's tile."""
+    tile_n: int
+    """Outputs of each part in a CTA's tile."""
+    row_warps: RowWarps = 2
+    """Warps along the tokens; the others of the four lie along the outputs."""
+    line: int = 32
+    """Elements of K in a swizzled line, 32 or 64, and in the operands that a thread holds at once."""
+    lines: int = 1
+    """Lines of K in a stage."""
+    panel: int = 1
+    """Tiles along the tokens that are visited together, so that both operands stay in L2."""
+
+    def fits(self, problem: Problem) -> bool:
+        """Returns True if a kernel of this schedule can compute the problem."""
+        return not Plan(problem, self).unmet_requirements()
+
+    def check(self, problem: Problem) -> None:
+        """Raises ValueError, with the unmet requirements, if a kernel of this schedule cannot compute the problem."""
+        if unmet := Plan(problem, self).unmet_requirements():
+            raise ValueError(f"matmul: {self} for {problem}; accepted: {'; '.join(unmet)}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A schedule applied to a problem: the sizes that a kernel is built from."""
+
+    problem: Problem
+    schedule: Schedule
+
+    @property
+    def tokens_contiguous_in_k(self) -> bool:
+        """True if K is the last axis of the tokens."""
+        return self.problem.token_layout == "mk"
+
+    @property
+    def weights_contiguous_in_k(self) -> bool:
+        """True if K is the last axis of the weights."""
+        return self.problem.layout == "nk"
+
+    @property
+    def tile_k(self) -> int:
+        """Elements of K in a stage."""
+        return self.schedule.line * self.schedule.lines
+
+    @property
+    def fragment(self) -> int:
+        """Elements of K that threads hold at once: whole lines where an operand's lines lie along K."""
+        return self.schedule.line if self.tokens_contiguous_in_k or self.weights_contiguous_in_k else STEP
+
+    @property
+    def padded(self) -> tuple[int, int, int]:
+        """M, N and K of whole tiles. Copies by threads read whole tiles, and threads write whole tiles."""
+        problem, s = self.problem, self.schedule
+        return round_up(problem.m, s.tile_m), round_up(problem.n, s.tile_n), round_up(problem.k, self.tile_k)
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Tiles along tokens and along outputs."""
+        return pl.cdiv(self.problem.m, self.schedule.tile_m), pl.cdiv(self.problem.n, self.schedule.tile_n)
+
+    @property
+    def k_steps(self) -> int:
+        """Stages of a tile."""
+        return pl.cdiv(self.problem.k, self.tile_k)
+
+    @property
+    def tokens_shape(self) -> tuple[int, int]:
+        """Shape of the tokens' tile in a stage."""
+        m, k = self.schedule.tile_m, self.tile_k
+        return (m, k) if self.tokens_contiguous_in_k else (k, m)
+
+    @property
+    def weights_shape(self) -> tuple[int, int]:
+        """Shape of the tile of one part's weights in a stage."""
+        n, k = self.schedule.tile_n, self.tile_k
+        return (n, k) if self.weights_contiguous_in_k else (k, n)
+
+    @property
+    def tokens_line(self) -> int:
+        """Elements in a swizzled line of the tokens."""
+        return self.schedule.line if self.tokens_contiguous_in_k else math.gcd(_WHOLE_LINE, self.schedule.tile_m)
+
+    @property
+    def weights_line(self) -> int:
+        """Elements in a swizzled line of the weights."""
+        return self.schedule.line if self.weights_contiguous_in_k else math.gcd(_WHOLE_LINE, self.schedule.tile_n)
+
+    @property
+    def copies(self) -> int:
+        """Copies that fill a stage."""
+        return 1 + self.problem.parts
+
+    @property
+    def bytes_per_stage(self) -> int:
+        """Bytes of a stage in shared memory."""
+        rows = self.schedule.tile_m + self.problem.parts * self.schedule.tile_n
+        return rows * self.tile_k * self.problem.dtype.itemsize
+
+    @property
+    def stages(self) -> int:
+        """Stages of the ring: as many as leave room for a second CTA, or what one CTA can have if that is below 3.
+
+        A second CTA multiplies while the first one starts or writes its tile.
+        """
+        halved = (device.shared_memory_of_multiprocessor() // 2 - device.RESERVED) // self.bytes_per_stage
+        alone = device.shared_memory() // self.bytes_per_stage
+        return min(_MAX_STAGES, max(2, self.k_steps), halved if halved >= 3 else min(3, alone))
+
+    @property
+    def chunk(self) -> int:
+        """Columns of the accumulator that pass the epilogue together, so that its temporaries fit in registers."""
+        return math.gcd(self.schedule.tile_n, max(32, column_unit(self.schedule.row_warps)))
+
+    def unmet_requirements(self) -> list[str]:
+        """Returns the requirements that this plan does not meet; an empty list if the kernel can be built."""
+        s, problem = self.schedule, self.problem
+        accumulators = problem.parts * s.tile_m * s.tile_n // 128
+        requirements = {
+            "row_warps 1, 2 or 4": s.row_warps in (1, 2, 4),
+            "lines of 32 or 64": s.line in (32, 64) and s.lines >= 1,
+            "tile_m in multiples of 16 * row_warps": s.tile_m > 0 and s.tile_m % row_unit(s.row_warps) == 0,
+            "tile_n in multiples of 32 / row_warps": s.tile_n > 0 and s.tile_n % column_unit(s.row_warps) == 0,
+            f"up to {MAX_ACCUMULATORS} accumulators a thread": accumulators <= MAX_ACCUMULATORS,
+            "tiles of 64 where K is not the last axis": (self.tokens_contiguous_in_k or s.tile_m % _WHOLE_LINE == 0)
+            and (self.weights_contiguous_in_k or s.tile_n % _WHOLE_LINE == 0),
+            # Each of the four warps copies blocks of 8 lines.
+            "four blocks of 8 lines in a stage of each operand": all(
+                (shape[0] // 8) % 4 == 0 or ((shape[0] // 8) % 2 == 0 and (shape[1] // line) % 2 == 0)
+                for shape, line in (
+                    (self.tokens_shape, self.tokens_line),
+                    (self.weights_shape, self.weights_line),
+                )
+            ),
+        }
+        unmet = [text for text, holds in requirements.items() if not holds]
+        if not unmet and self.stages < 2:
+            unmet.append("2 stages in shared memory")
+        return unmet
+
+
+def default_schedule(problem: Problem) -> Schedule:
+    """Returns the schedule for a problem, by a rule that knows the chip's multiprocessors and shared memory.
+
+    Few tokens stream weights: tiles are narrow, so that there are enough of them for the chip, and have long lines.
+    Many tokens are bound by the matrix unit: tiles are as large as registers allow.
+    """
+    m, n, parts = problem.m, problem.n, problem.parts
+    columns_in_64s = problem.layout == "kn"
+    rows_in_64s = problem.token_layout == "km"
+    if m <= 16 and not rows_in_64s:
+        narrow = 64 if columns_in_64s else 32
+        return Schedule(16, narrow, 1, line=64, lines=2)
+    if m <= 32 and not rows_in_64s:
+        return Schedule(32, 64 if columns_in_64s else 32, 2, line=64)
+    large = Schedule(128, 128 // parts, 2, panel=8)
+    wide = pl.cdiv(m, 128) * pl.cdiv(n, large.tile_n) >= 2 * multiprocessors()
+    if m > 64 and wide and not (columns_in_64s and large.tile_n % 64):
+        return large
+    return Schedule(64, 64, 2, panel=8)
