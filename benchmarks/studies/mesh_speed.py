@@ -40,6 +40,7 @@ from detjax.engine import Engine, EngineConfig, Generation, Request
 from detjax.models import mesh_of
 from detjax.models.configuration.config import DecoderConfig
 from detjax.operands.numerics import ceil_div
+from detjax.runtime import backends
 
 SHARE_OF_MEMORY: Final = 0.7
 """The share of a device's memory for weights and cache, where they decide the number of layers."""
@@ -144,7 +145,8 @@ def _measured(
     begin = time.perf_counter()
     with Engine(decoder, config=sizes.engine) as engine:
         del decoder  # the engine alone has the weights
-        engine.warm_up()
+        if backends.backend() != "portable":
+            engine.warm_up()
         content["ready_after_seconds"][str(devices)] = time.perf_counter() - begin
         vocabulary = presets.config(preset, layers).vocab_size
 
