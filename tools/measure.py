@@ -37,6 +37,8 @@ MARK: Final = "DETJAX_MEASUREMENT"
 """The environment variable by which the processes of a measurement are known, whatever session they are in."""
 KEPT: Final = ROOT / ".jax_cache" / "measurements"
 """Compiled programs of measurements whose results do not depend on how long compilation takes."""
+TINY_SECONDS: Final = 60
+"""The expected duration of small sizes, mostly compilation."""
 PASSED, FAILED, INTERRUPTED, LEFT = "passed", "failed", "interrupted", "left"
 
 
@@ -240,12 +242,13 @@ def run_all(
         began = time.monotonic()
         left = deadline - began
         # The first one runs in any case, or none that is longer than a call ever would.
-        if left < one.seconds and not is_first:
-            print(f"{one.name}: left: it takes {one.seconds} s, and {left:.0f} s are left", flush=True)
+        expected = min(TINY_SECONDS, one.seconds) if tiny else one.seconds
+        if left < expected and not is_first:
+            print(f"{one.name}: left: it takes {expected} s, and {left:.0f} s are left", flush=True)
             continue
         is_first = False
-        # What took too long once gets all the time there is.
-        limit = left if record.outcome(one.name) == INTERRUPTED else min(left, 2 * one.seconds)
+        # Small sizes and what took too long once get all the time there is.
+        limit = left if tiny or record.outcome(one.name) == INTERRUPTED else min(left, 2 * one.seconds)
         record.note(one.name, INTERRUPTED, "this process was ended")
         outcome, says = one.run(folder, limit, tiny=tiny)
         record.note(one.name, outcome, says, time.monotonic() - began)
