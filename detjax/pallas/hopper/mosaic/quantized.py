@@ -58,8 +58,8 @@ def products(codes: Any, *scales: Any, kind: KVQuantization, layout: Any) -> Any
 
     factors = by_column(scales)
     if kind == "q4_0":
-        # Exact: code and scale have 4 and 11 bits, and `_NIBBLE` times the scale, 16.
-        offsets = by_column([scale * -_NIBBLE for scale in scales])
+        # Exact: code and scale have 4 and 11 bits, and `NIBBLE` times the scale, 16.
+        offsets = by_column([scale * -NIBBLE for scale in scales])
         registers = _map(math_dialect.fma, _nibbles(codes), factors, offsets)
     else:
         registers = _map(arith.mulf, _bytes(kind, codes), factors)
@@ -81,23 +81,23 @@ def _bytes(kind: KVQuantization, codes: Any) -> Any:
         converted = []
         for word in _words(register):
             word = arith.xori(word, int32(0x80808080))  # adds 128 to each byte
-            converted += [arith.subf(x, offset) for x in _numbers_of_bytes(word, 0x4B000000, "754{}")]
+            converted += [arith.subf(x, offset) for x in numbers_of_bytes(word, 0x4B000000, "754{}")]
         return packed(converted)
 
     return _map(numbers, codes.registers)
 
 
-_NIBBLE: Final = 128.0 + 8.0
+NIBBLE: Final = 128.0 + 8.0
 """The number that `_nibbles` adds to a code."""
 
 
 def _nibbles(codes: Any) -> Any:
-    """Converts registers of two codes per byte to float32, each with `_NIBBLE` added."""
+    """Converts registers of two codes per byte to float32, each with `NIBBLE` added."""
 
     def numbers(shift: int, register: Any) -> Any:
         (word,) = _words(register)
         word = arith.andi(arith.shrui(word, int32(shift)) if shift else word, int32(0x0F0F0F0F))
-        return packed(_numbers_of_bytes(word, 0x43000000, "7{}54"))
+        return packed(numbers_of_bytes(word, 0x43000000, "7{}54"))
 
     # A group's 16 bytes are one column of registers: all low nibbles come first, then the high ones.
     halves = [_map(functools.partial(numbers, shift), codes.registers) for shift in (0, 4)]
@@ -105,7 +105,7 @@ def _nibbles(codes: Any) -> Any:
     return both.reshape(both.shape[0], -1, *both.shape[3:])
 
 
-def _numbers_of_bytes(word: Any, power: int, places: str) -> list[Any]:
+def numbers_of_bytes(word: Any, power: int, places: str) -> list[Any]:
     """Returns float32 numbers with the bits of `power` and one of the word's bytes in the place of "{}"."""
 
     def number(byte: int) -> Any:

@@ -2,7 +2,8 @@
 
 A call with few tokens has the heads of a group on the rows of a tile, and may split sequences among CTAs; any other has
 tokens of one head there. A row's bits are the same in both, and so in prefill, decode, verified drafts and training:
-see `kernel`. Quantized pages are widened to numbers before the kernel, by one product and one rounding. Gradients,
+see `kernel`. Calls with few tokens dequantize pages in the kernel; for others, whose tiles share pages, plain JAX
+dequantizes each page once, with the same product and rounding. Gradients,
 calls whose values are key columns, and heads of more than 256 columns come from the portable backend's program,
 whatever the phase.
 """
@@ -71,12 +72,12 @@ def forward(
     if _is_portable(q, kv):
         return portable_attention.forward(operands, masking=masking, with_normalizers=with_normalizers)
     _check(q, kv)
-    kv, queries = _dequantized(kv, queries, q.dtype)
     (batch, tokens, heads, _), group = q.shape, q.shape[2] // kv.kv_heads
     if not with_normalizers and mask is None and tokens <= MAX_GROUPED_TOKENS and group <= ROWS:
         rows = GroupedRows(batch, tokens, group)
         call = _Call(kv, queries, sinks, None, masking, schedule)
         return rows.unpacked(call.grouped(rows.packed(q), rows)), None
+    kv, queries = _dequantized(kv, queries, q.dtype)
     padded = round_up(tokens, QUERY_UNIT)
     packed = jnp.pad(q, ((0, 0), (0, padded - tokens), (0, 0), (0, 0))).reshape(batch * padded, heads, -1)
     words = None if mask is None else pack_words(mask, round_up(tokens, ROWS), queries.page_table.shape[1] * KV_BLOCK)
@@ -142,8 +143,8 @@ def _dequantized(kv: KVPages, queries: Queries, dtype: DTypeLike) -> tuple[KVPag
         k, v = (pages.numbers(dtype) for pages in kv.quantized)
         return KVPages(k, v), queries
     # A large pool would need memory for pages that no request has.
-    own = table.reshape(-1)
-    k, v = (QuantizedPages(x.codes[own], x.scales[own], x.kind).numbers(dtype) for x in kv.quantized)
+    ids = table.reshape(-1)
+    k, v = (QuantizedPages(x.codes[ids], x.scales[ids], x.kind).numbers(dtype) for x in kv.quantized)
     numbers = jnp.arange(table.size, dtype=jnp.int32).reshape(table.shape)
     return KVPages(k, v), dataclasses.replace(queries, page_table=numbers)
 
@@ -165,8 +166,9 @@ class _Call:
         per_row = self._per_row(heads, 1)
         problem = self._problem(q, tiles, ROWS, heads // self.kv.kv_heads, 1)
         schedule = self.schedule or default_schedule(problem, may_split=False)
-        o, normalizers = self._run(problem, dataclasses.replace(schedule, splits=1), q, tiles, per_row)
-        return o, normalizers.T
+        results = self._run(problem, dataclasses.replace(schedule, splits=1), q, tiles, per_row)
+        assert isinstance(results, Whole)
+        return results.o, results.normalizers.T
 
     def grouped(self, q: Array, rows: GroupedRows) -> Array:
         """Returns the output `[N, h, V]` of rows `[N, h, K]`, whose tiles have the heads of a group."""
@@ -187,6 +189,7 @@ class _Call:
             width=q.shape[2],
             value_width=self.kv.value_width,
             dtype=q.dtype,
+            quantization=self.kv.quantized[0].kind if self.kv.quantized else None,
         )
 
     def _per_row(self, heads: int, group: int) -> tuple[Array | None, Array | None]:
@@ -206,9 +209,11 @@ class _Call:
         per_row: tuple[Array | None, Array | None],
     ) -> Whole | Partials:
         """Runs the kernel."""
-        k, v = self.kv.numbers
-        places = (jnp.asarray(x, jnp.int32) for x in (self.queries.page_table, self.queries.start, self.queries.length))
-        leaves, tree = jax.tree.flatten(Operands(q, k, v, *places, tiles, *per_row, self.mask))
+        quantized = self.kv.quantized
+        k, v = ((x.codes, x.scales) for x in quantized) if quantized else ((x,) for x in self.kv.numbers)
+        integers = self.queries.page_table, self.queries.start, self.queries.length
+        table, start, length = (jnp.asarray(x, jnp.int32) for x in integers)
+        leaves, tree = jax.tree.flatten(Operands(q, (k, v), table, start, length, tiles, *per_row, self.mask))
         kind, out_type = (
             Whole,
             (

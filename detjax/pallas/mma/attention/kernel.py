@@ -5,7 +5,8 @@ of them sees, from left to right. Nothing that a row computes depends on the oth
 prefill, of a decode and of a verified draft have the same bits, as have rows of split and of whole sequences.
 
 Pages are loaded in parts of 64 columns, into a ring of slots: keys of the block part by part, then values. A score adds
-the columns of its parts in ascending order to one accumulator. All parts but the one in use are on their way.
+the columns of its parts in ascending order to one accumulator. All parts but the one in use are on their way. Parts of
+quantized pages arrive as codes, and all threads dequantize them into one slot of numbers.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,8 +32,10 @@ from detjax.pallas.hopper.attention.online_softmax import (
     visible_keys,
 )
 from detjax.pallas.hopper.attention.queries_on_rows import along_rows, row_indices, splat
+from detjax.pallas.hopper.mosaic.barriers import meet
 from detjax.pallas.hopper.mosaic.layouts import PER_ROW, ROWS
 from detjax.pallas.hopper.mosaic.tiles import column_distances, mask_bits, mask_columns, row_sums
+from detjax.pallas.mma.attention.dequantize import copy_codes, dequantize, page_buffers, part_of_page
 from detjax.pallas.mma.attention.products import add_scores, multiply_values
 from detjax.pallas.mma.attention.rows import await_copies, commit_copies, copy_rows, slots, store_numbers, store_tile
 from detjax.pallas.mma.attention.schedule import Problem, Schedule, Tiles
@@ -43,14 +46,14 @@ class Operands(NamedTuple):
 
     Attributes:
         q: rows `[N, heads, K]`.
+        pools: pages of keys and of values: of numbers alone, or of codes and of scales.
         sinks: float32 `[heads, 64]`, the sink of each row of a tile, or None.
         slopes: float32 `[heads, 64]`, the ALiBi slope of each row of a tile, or None.
         mask: words of `pack_words`, or None.
     """
 
     q: Any
-    k_pages: Any
-    v_pages: Any
+    pools: tuple[tuple[Any, ...], tuple[Any, ...]]
     page_table: Any
     start: Any
     length: Any
@@ -127,10 +130,11 @@ type _Use = Callable[[int, Array, Array], Array | None]
 
 def scratch_types(problem: Problem, schedule: Schedule) -> dict[str, Any]:
     """Returns the kernel's shared memory."""
-    return {
-        "q": slots(len(problem.key_parts), ROWS, problem.dtype),
-        "pages": slots(schedule.stages, KV_BLOCK, problem.dtype),
-    }
+    queries = {"q": slots(len(problem.key_parts), ROWS, problem.dtype)}
+    if problem.quantization is None:
+        return queries | {"pages": slots(schedule.stages, KV_BLOCK, problem.dtype)}
+    codes, scales = page_buffers(problem.quantization, schedule.stages)
+    return queries | {"pages": slots(1, KV_BLOCK, problem.dtype), "codes": codes, "scales": scales}
 
 
 class Kernel:
@@ -147,7 +151,7 @@ class Kernel:
     ) -> None:
         self.problem, self.schedule, self.masking = problem, schedule, masking
         self.operands, self.results = operands, results
-        self.q_slots, self.page_slots = scratch["q"], scratch["pages"]
+        self.q_slots, self.page_slots, self.scratch = scratch["q"], scratch["pages"], scratch
 
     def run(self) -> None:
         """Computes the CTA's rows, if its tile has any."""
@@ -185,13 +189,16 @@ class Kernel:
         pages = self.start_pages(item)
         results = self.results
         if isinstance(results, Whole):
-            return self.store(item, results, self.merge_blocks(item, pages))
-        is_first = lax.axis_index("split") == 0
+            self.store(item, results, self.merge_blocks(item, pages))
+        else:
+            is_first = lax.axis_index("split") == 0
 
-        def store_prefix() -> None:
-            self.store_prefix(item, results, self.merge_blocks(item, pages))
+            def store_prefix() -> None:
+                self.store_prefix(item, results, self.merge_blocks(item, pages))
 
-        return lax.cond(is_first, store_prefix, lambda: self.store_blocks(item, results, pages))
+            lax.cond(is_first, store_prefix, lambda: self.store_blocks(item, results, pages))
+        # Without blocks, nobody has waited for the queries, and shared memory must not be given away before.
+        await_copies(unfinished=0)
 
     # --- loads --------------------------------------------------------------------------------------------------------
 
@@ -217,20 +224,23 @@ class Kernel:
 
     def load_part(self, item: _Item, block: Array, pages: _Pages, part: int) -> None:
         """Starts the load of a part, counted from the first part of a block, if its block is visited."""
-        later, part_of_page = divmod(part, self.problem.parts)
+        later, number = divmod(part, self.problem.parts)
+        page = pages[later]
         block = block + later
-        step = (block - item.begin) * self.problem.parts + part_of_page
-        slot = self.page_slots.at[lax.rem(step, jnp.int32(self.schedule.stages))]
-        keys = len(self.problem.key_parts)
-        parts = self.problem.key_parts + self.problem.value_parts
-        pool = self.operands.k_pages if part_of_page < keys else self.operands.v_pages
-        first, columns = parts[part_of_page]
+        pool = self.operands.pools[0 if number < len(self.problem.key_parts) else 1]
+        first, columns = self.part(number)
+        slot = self.ring_slot(item, block, number)
 
         @pl.when(block < item.end)
         def _() -> None:
-            source = pool.at[pages[later], item.kv_head, :, pl.ds(first, columns)]
             # A page may hold NaN after its request's last token, and 0 * NaN is not 0.
-            copy_rows(source, slot, item.length - block * KV_BLOCK, whole=True)
+            count = item.length - block * KV_BLOCK
+            source = [ref.at[page, item.kv_head] for ref in pool]
+            if self.problem.quantization is None:
+                copy_rows(source[0].at[:, pl.ds(first, columns)], self.page_slots.at[slot], count, whole=True)
+            else:
+                codes, scales = part_of_page(self.problem.quantization, source[0], source[1], first, columns)
+                copy_codes(codes, scales, self.scratch["codes"].at[slot], self.scratch["scales"].at[slot], count)
 
         # Also without a copy: `await_copies` counts groups.
         commit_copies()
@@ -240,8 +250,24 @@ class Kernel:
         await_copies(unfinished=self.schedule.stages - 2)
         # All threads have met, so the part before this one is no longer read, and its slot is free.
         self.load_part(item, block, pages, part + self.schedule.stages - 1)
+        slot, kind = self.ring_slot(item, block, part), self.problem.quantization
+        if kind is None:
+            return self.page_slots.at[slot]
+        # The numbers of the part before are no longer read, either.
+        codes, scales, numbers = self.scratch["codes"].at[slot], self.scratch["scales"].at[slot], self.page_slots.at[0]
+        count = item.length - block * KV_BLOCK
+        dequantize(codes, scales, numbers, count, kind=kind, columns=self.part(part)[1])
+        meet()
+        return numbers
+
+    def part(self, number: int) -> tuple[int, int]:
+        """Returns the first column and the number of columns of a part of a block."""
+        return (self.problem.key_parts + self.problem.value_parts)[number]
+
+    def ring_slot(self, item: _Item, block: Array, part: int) -> Array:
+        """Returns the number of the slot that a part of a block is loaded into."""
         step = (block - item.begin) * self.problem.parts + part
-        return self.page_slots.at[lax.rem(step, jnp.int32(self.schedule.stages))]
+        return lax.rem(step, jnp.int32(self.schedule.stages))
 
     # --- blocks -------------------------------------------------------------------------------------------------------
 

@@ -86,7 +86,7 @@ def copy_rows(source: Any, target: Any, count: Any, *, whole: bool) -> None:
         offset = arith.addi(arith.muli(row, int32(2 * stride)), arith.muli(chunk, int32(2 * CHUNK)))
         size = arith.select(arith.cmpi(arith.CmpIPredicate.slt, row, limit), int32(16), int32(0))
         nvvm.cp_async_shared_global(
-            mgpu.getelementptr(slot, [_place(row, chunk)], byte),
+            mgpu.getelementptr(slot, [slot_place(row, chunk)], byte),
             mgpu.getelementptr(origin, [offset], byte),
             16,
             nvvm.LoadCacheModifierKind.CG,
@@ -94,7 +94,7 @@ def copy_rows(source: Any, target: Any, count: Any, *, whole: bool) -> None:
         )
 
 
-def _place(row: Any, chunk: Any) -> Any:
+def slot_place(row: Any, chunk: Any) -> Any:
     """Returns the offset in bytes of a chunk of a slot's row."""
     swizzled_chunk = arith.xori(chunk, arith.remui(row, int32(8)))
     return arith.addi(arith.muli(row, int32(ROW_BYTES)), arith.muli(swizzled_chunk, int32(2 * CHUNK)))
@@ -117,7 +117,7 @@ def _plain_await(*, unfinished: int) -> None:
 @primitive(twin=_plain_await)
 def await_copies(*, unfinished: int) -> None:
     """Waits until at most the last `unfinished` groups of copies are unfinished, and all threads have come here."""
-    # A thread waits for its own copies only; those of the others have ended once it has met them.
+    # A thread waits for its own copies only. The copies of other threads have ended once it has met these threads.
     nvvm.cp_async_wait_group(unfinished)
     mgpu.warpgroup_barrier()
 

@@ -8,6 +8,7 @@ from jax import Array
 
 from detjax.contract import KV_BLOCK, QUERY_UNIT
 from detjax.operands.numerics import ceil_div, round_up
+from detjax.operands.options import KVQuantization
 from detjax.pallas.hopper.attention.pieces import most_pieces, pieces
 from detjax.pallas.hopper.device import multiprocessors
 from detjax.pallas.hopper.mosaic.layouts import ROWS
@@ -37,7 +38,8 @@ class Problem:
         blocks: columns of the page table.
         width: columns of queries and keys.
         value_width: columns of values.
-        dtype: the operands' dtype, of 2 bytes.
+        dtype: dtype of queries and of numbers in pages, of 2 bytes.
+        quantization: kind of the pages, or None if they hold numbers.
     """
 
     tiles: int
@@ -49,6 +51,7 @@ class Problem:
     width: int
     value_width: int
     dtype: Any
+    quantization: KVQuantization | None = None
 
     @property
     def items(self) -> int:

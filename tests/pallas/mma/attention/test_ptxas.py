@@ -12,8 +12,9 @@ import pytest
 
 from detjax.contract import KV_BLOCK
 from detjax.operands.attention import AttentionOperands
-from detjax.operands.kv_pages import KVPages, Queries
+from detjax.operands.kv_pages import KVPages, QuantizedPages, Queries
 from detjax.operands.options import Masking
+from detjax.operands.quantized_pages import quantized_layout
 from detjax.pallas.hopper.mosaic.layouts import ROWS
 from detjax.pallas.mma import attention as mma_attention
 from detjax.pallas.mma import device
@@ -35,32 +36,47 @@ def array(*shape: int, dtype: str = "bfloat16") -> jax.ShapeDtypeStruct:
 
 
 def attention(
-    batch: int, tokens: int, width: int, *, sinks: bool = False, alibi: bool = False, dtype: str, **options: Any
+    batch: int,
+    tokens: int,
+    width: int,
+    *,
+    kind: str | None = None,
+    sinks: bool = False,
+    alibi: bool = False,
+    dtype: str = "bfloat16",
+    **options: Any,
 ) -> Program:
     """Attention with 32 heads, 4 to a key head, as it runs if no gradient is taken."""
     slopes = tuple(2.0 ** -(1 + head % 8) for head in range(32)) if alibi else None
     masking = Masking(width**-0.5, alibi_slopes=slopes, **options)
+    shape = (64, 8, KV_BLOCK, width)
+    pool = [array(*shape, dtype=dtype)] if kind is None else list(quantized_layout(shape, kind))  # pyright: ignore
 
-    def fn(q: jax.Array, k: jax.Array, v: jax.Array, *rest: jax.Array) -> jax.Array:
-        *integers, given = rest if sinks else (*rest, None)
-        operands = AttentionOperands(q, KVPages(k, v), Queries(*integers), given)  # pyright: ignore[reportArgumentType]
+    def fn(q: jax.Array, *operands: jax.Array) -> jax.Array:
+        pools, operands = operands[: 2 * len(pool)], operands[2 * len(pool) :]
+        if kind is not None:
+            pools = [QuantizedPages(*pools[i : i + 2], kind) for i in (0, 2)]  # pyright: ignore
+        *integers, given = operands if sinks else (*operands, None)
+        operands = AttentionOperands(q, KVPages(*pools), Queries(*integers), given)  # pyright: ignore
         return mma_attention.forward(operands, masking=masking, with_normalizers=False)[0]
 
-    pools = [array(64, 8, KV_BLOCK, width, dtype=dtype)] * 2
     integers = [array(batch, 16, dtype="int32"), *[array(batch, dtype="int32")] * 2]
-    return fn, [array(batch, tokens, 32, width, dtype=dtype), *pools, *integers, *[array(32)] * sinks]
+    return fn, [array(batch, tokens, 32, width, dtype=dtype), *pool, *pool, *integers, *[array(32)] * sinks]
 
 
 def programs() -> dict[str, Program]:
     return {
-        "prefill": attention(4, 1024, 128, dtype="bfloat16"),
+        "prefill": attention(4, 1024, 128),
         "prefill, everything": attention(4, 1024, 128, dtype="float16", **EVERYTHING),
-        "decode": attention(4, 1, 128, dtype="bfloat16"),
+        "decode": attention(4, 1, 128),
         "decode, everything": attention(4, 8, 128, dtype="float16", **EVERYTHING),
-        "decode of many": attention(400, 1, 64, dtype="bfloat16"),
-        "prefill, 80 columns": attention(4, 1024, 80, dtype="bfloat16"),
-        "prefill, 256 columns": attention(4, 1024, 256, dtype="bfloat16", **EVERYTHING),
-        "decode, 256 columns": attention(4, 1, 256, dtype="bfloat16"),
+        "decode of many": attention(400, 1, 64),
+        "prefill, 80 columns": attention(4, 1024, 80),
+        "prefill, 256 columns": attention(4, 1024, 256, **EVERYTHING),
+        "decode, 256 columns": attention(4, 1, 256),
+        "decode, int8": attention(4, 1, 128, kind="int8"),
+        "decode, fp8": attention(4, 8, 80, kind="fp8_e4m3", dtype="float16", **EVERYTHING),
+        "decode, q4": attention(4, 1, 96, kind="q4_0"),
     }
 
 
