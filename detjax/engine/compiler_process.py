@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import jax
 
-from detjax.engine.step_programs import StepPrograms
+from detjax.engine.program import Programs
 from detjax.runtime import compilation, fingerprints
 
 _SHARED_MEMORY: Final = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
@@ -39,7 +39,7 @@ class Task:
         fingerprint: the digest of the fingerprint, which the process must have too.
     """
 
-    programs: StepPrograms
+    programs: Programs
     choices: compilation.ExecutionChoices
     fingerprint: str
 

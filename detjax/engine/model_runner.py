@@ -84,6 +84,7 @@ class ModelRunner:
     Attributes:
         weights: the model's weights.
         computed: all rows of the last step, if somebody reads them.
+        everywhere: the replicated sharding over the devices that share the model; None: one device.
     """
 
     computed: step_programs.ComputedRows | None = None
@@ -98,6 +99,7 @@ class ModelRunner:
         image_tokens: int = 0,
         runs_of: int = 0,
         run_steps: int = step_programs.RUN_STEPS,
+        samples: bool = True,
         depths: tuple[int, ...] | None = None,
         adapters: AdapterPool | None = None,
     ) -> None:
@@ -111,6 +113,7 @@ class ModelRunner:
             image_tokens: tokens of the largest image for which a program is compiled in advance.
             runs_of: maximum number of decodes of a run; 0: no runs.
             run_steps: steps of a run.
+            samples: whether steps sample tokens; False: runs alone do.
             depths: layers whose incoming residual streams `computed` has, with the hidden states of all rows. None:
                 nobody reads these.
             adapters: the slots of adapters; None: no row has one.
@@ -122,11 +125,12 @@ class ModelRunner:
         self._empty_batch = empty_batch
         self._primed = set[Hashable]()
         """Keys of programs that have run without links."""
-        self._everywhere = everywhere(model.mesh)
+        self.everywhere = everywhere(model.mesh)
         self._spans_processes = spans_processes(model.mesh)
         self._vocabulary = model.config.vocab_size
         self._hidden = jax.ShapeDtypeStruct((model.config.hidden_size,), model.dtype)
         self._variants, self._runs_of, self._run_steps = tuple(variants), runs_of, run_steps
+        self._samples = samples
         self._depths = depths
         self._compiled: dict[Hashable, Callable[..., Any]] = {}
         self._compilation: Compilation | None = None
@@ -155,7 +159,7 @@ class ModelRunner:
 
     def replicate(self, tree: PyTree) -> Any:
         """Returns arrays on all devices of the model."""
-        return replicate(tree, self._everywhere)
+        return replicate(tree, self.everywhere)
 
     # --- memory -------------------------------------------------------------------------------------------------------
 
@@ -166,12 +170,12 @@ class ModelRunner:
         adjusts = any(variant.adjusted for variant in self._variants)
         seen = none_seen(self._num_slots, self._vocabulary) if adjusts else None
         empty = SlotState(jnp.zeros(self._num_slots, jnp.int32), seen)
-        self._state, self._slots = committed((self._empty_state(), replicate(empty, self._everywhere)))
+        self._state, self._slots = committed((self._empty_state(), replicate(empty, self.everywhere)))
         # What the slots' prompts so far add up to, if a result does not follow from their last hidden state.
         self._carried: Array | None = None
         if self._pooling is not None and self._pooling.method != "last":
             zeros = jnp.zeros((self._num_slots, *self._hidden.shape), jnp.float32)
-            self._carried = committed(replicate(zeros, self._everywhere))
+            self._carried = committed(replicate(zeros, self.everywhere))
 
     def drop_state(self) -> None:
         """Releases the cache and all other arrays on the devices but the weights. Then no step can run."""
@@ -255,22 +259,24 @@ class ModelRunner:
     def _forward_key(self, shape: BatchShape, has_adapters: bool) -> Hashable:
         return step_programs.forward_key(shape, has_adapters=has_adapters, depths=self._depths)
 
-    def steps_of_run(self, shape: BatchShape, needed: SamplingVariant) -> int:
+    def steps_of_run(self, shape: BatchShape, needed: SamplingVariant, *, has_adapters: bool = False) -> int:
         """Returns the number of steps of a shape that one launch can compute: 1 unless a run's program serves them."""
-        has_variant = self._variant_of_run(shape, needed) is not None
+        has_variant = self._variant_of_run(shape, needed, has_adapters=has_adapters) is not None
         return self._run_steps if has_variant else 1
 
-    def _variant_of_run(self, shape: BatchShape, needed: SamplingVariant) -> SamplingVariant | None:
+    def _variant_of_run(
+        self, shape: BatchShape, needed: SamplingVariant, *, has_adapters: bool
+    ) -> SamplingVariant | None:
         """Returns the sampling variant of a run of a shape; None if no run is possible."""
         if not step_programs.has_runs(shape, self._runs_of):
             return None
         for variant in sampling_variant.run_variants(self._variants):
-            if variant.serves(needed) and self._is_ready(self._decode_run_key(shape, variant)):
+            if variant.serves(needed) and self._is_ready(self._decode_run_key(shape, variant, has_adapters)):
                 return variant
         return None
 
-    def _decode_run_key(self, shape: BatchShape, variant: SamplingVariant) -> Hashable:
-        return step_programs.decode_run_key(shape.decodes, variant, self._run_steps)
+    def _decode_run_key(self, shape: BatchShape, variant: SamplingVariant, has_adapters: bool) -> Hashable:
+        return step_programs.decode_run_key(shape.decodes, variant, self._run_steps, has_adapters=has_adapters)
 
     def decode_run(self, batch: StepBatch, needed: SamplingVariant) -> SampledTokens:
         """Computes a run of steps, each from the tokens that the previous step sampled.
@@ -280,19 +286,23 @@ class ModelRunner:
         Returns:
             The tokens of each step, `[steps, R]`; undefined in steps that a decode takes no part in.
         """
-        variant = self._variant_of_run(batch.shape, needed)
+        variant = self._variant_of_run(batch.shape, needed, has_adapters=batch.adapters is not None)
         assert variant is not None
         return self._decode_run(batch, variant)
 
     def _decode_run(self, batch: StepBatch, variant: SamplingVariant) -> SampledTokens:
+        has_adapters = batch.adapters is not None
+
         def run(batch: StepBatch, *, is_linked: bool) -> SampledTokens:
+            batch = self._with_adapters(batch) if has_adapters else batch
             program = step_programs.decode_run(batch, self._state, self._slots.last, variant, self._run_steps)
             self._state, last, sampled = self._run(program, is_linked=is_linked)
             self._slots = self._slots._replace(last=last)
             return sampled
 
-        if self._needs_priming(self._decode_run_key(batch.shape, variant)):
-            run(self.copy(self._empty_batch(batch.shape).as_empty_run()), is_linked=False)
+        if self._needs_priming(self._decode_run_key(batch.shape, variant, has_adapters)):
+            empty = self._empty_adapted if has_adapters else self._empty_batch
+            run(self.copy(empty(batch.shape).as_empty_run()), is_linked=False)
         return run(batch, is_linked=True)
 
     def sample(self, batch: StepBatch, hidden: Array, needed: SamplingVariant, allowed: Array | None) -> SampledTokens:
@@ -324,12 +334,12 @@ class ModelRunner:
     def _all_allowed(self, count: int) -> Array:
         """Returns masks on the device that allow every token, cached by size."""
         if count not in self._free:
-            self._free[count] = replicate(all_allowed(count, self._vocabulary), self._everywhere)
+            self._free[count] = replicate(all_allowed(count, self._vocabulary), self.everywhere)
         return self._free[count]
 
     def _reachable(self, tree: PyTree) -> Any:
         """Returns this process's arrays in a form that programs spanning several processes accept."""
-        return replicate(tree, self._everywhere) if self._spans_processes else tree
+        return replicate(tree, self.everywhere) if self._spans_processes else tree
 
     def note_seen(self, slot: int, prompt: Sequence[int], generated: Sequence[int]) -> None:
         """Sends all tokens of the sequence in a slot to the device, which then counts the tokens it samples itself."""
@@ -361,11 +371,11 @@ class ModelRunner:
         contents = [(x.dtype, x.shape, x.tobytes()) for x in arrays]
         new = {content: x for content, x in zip(contents, arrays, strict=True) if content not in self._copies}
         # Copying them together is five times as fast as passing host arrays to a program.
-        copies = self._copies | dict(zip(new, replicate(list(new.values()), self._everywhere), strict=True))
+        copies = self._copies | dict(zip(new, replicate(list(new.values()), self.everywhere), strict=True))
         self._copies = {content: copies[content] for content in contents}
         copied = jax.tree.unflatten(tree, [copies[content] for content in contents])
         return self._with_images(
-            copied if images is None else copied._replace(images=replicate(images, self._everywhere))
+            copied if images is None else copied._replace(images=replicate(images, self.everywhere))
         )
 
     def _with_images(self, batch: StepBatch) -> StepBatch:
@@ -463,8 +473,8 @@ class ModelRunner:
         """Returns all programs that steps of these shapes may need, given an empty batch of each shape."""
         return StepPrograms(
             network=self._network,
-            parameters=shapes_of(self._parameters, self._everywhere),
-            state=shapes_of(self._state, self._everywhere),
+            parameters=shapes_of(self._parameters, self.everywhere),
+            state=shapes_of(self._state, self.everywhere),
             in_slots=self._in_slots,
             slots=shapes_of(self._slots),
             batches=tuple(shapes_of(self._with_images(batch)) for batch in batches),
@@ -473,18 +483,20 @@ class ModelRunner:
             vocabulary=self._vocabulary,
             images=tuple(shapes_of(patches) for patches in self._empty_packs()),
             adapted=() if self._adapters is None else tuple(map(self._adapted_shapes, batches)),
-            everywhere=self._everywhere,
+            everywhere=self.everywhere,
             runs_of=self._runs_of,
             scored=None if self._scored is None else shapes_of(self._scored),
             pooling=self._pooling,
             carried=None if self._carried is None else shapes_of(self._carried),
             depths=self._depths,
+            run_steps=self._run_steps,
+            samples=self._samples,
         )
 
     def _adapted_shapes(self, batch: StepBatch) -> StepBatch:
         """Returns the shapes of a batch of the programs for rows with adapters, given an empty one without."""
         with_slots = self._with_images(batch._replace(adapters=no_adapters(batch.shape)))
-        return shapes_of(self._with_adapters(with_slots), self._everywhere)
+        return shapes_of(self._with_adapters(with_slots), self.everywhere)
 
     def _empty_packs(self) -> list[Patches]:
         """Returns empty image patches of each size that is compiled in advance."""
@@ -495,10 +507,14 @@ class ModelRunner:
 
         Programs that the compiler defers serve steps as soon as they are ready.
         """
+        self.compile(batches, compiler)
+        self._run_all([batch for batch in batches if self.has_layers(batch.shape)])
+
+    def compile(self, batches: Sequence[StepBatch], compiler: ProgramCompiler) -> None:
+        """Compiles the programs that steps may need, given an empty batch of each shape, and runs none."""
         self.close()
         with compilation.chained(self._buffers is not None):
             self._compilation = compiler.start(self.programs(batches), self._compiled.__setitem__)
-        self._run_all([batch for batch in batches if self.has_layers(batch.shape)])
 
     def has_layers(self, shape: BatchShape, *, has_adapters: bool = False) -> bool:
         """Returns whether the program for the layers of this shape is ready."""
@@ -532,9 +548,10 @@ class ModelRunner:
                 for variant in self._variants:
                     if self._is_ready(sampling_programs.sample_key(shape.sampled, variant)):
                         self._sample(batch, hidden, variant)
-            for variant in sampling_variant.run_variants(self._variants):
-                if self._variant_of_run(shape, variant) == variant:
-                    self._decode_run(self.copy(self._empty_batch(shape).as_empty_run()), variant)
+            for has_adapters, empty in self._kinds_of_batches():
+                for variant in sampling_variant.run_variants(self._variants):
+                    if self._variant_of_run(shape, variant, has_adapters=has_adapters) == variant:
+                        self._decode_run(self.copy(empty(shape).as_empty_run()), variant)
             if shape.rows and ("rows", shape.rows) not in sizes:
                 self.score(rows, 0, np.zeros(1, np.int32))
                 if self._scored is not None:
@@ -548,6 +565,11 @@ class ModelRunner:
             if self._is_ready(step_programs.image_rows_key(len(patches.pixels))):
                 jax.block_until_ready(self._run(step_programs.image_rows(patches)))
         jax.block_until_ready(self._slots)
+
+    def _kinds_of_batches(self) -> list[tuple[bool, Callable[[BatchShape], StepBatch]]]:
+        """Returns whether batches have adapters, and what makes empty ones, for each kind that steps may have."""
+        plain = (False, self._empty_batch)
+        return [plain] if self._adapters is None else [plain, (True, self._empty_adapted)]
 
     def _needs_priming(self, key: Hashable) -> bool:
         """Returns True on the first call for a program that uses links: it must then run once without links.

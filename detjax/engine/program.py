@@ -1,11 +1,11 @@
 """A program of the engine: its function, its arguments, and the model that it calls."""
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from detjax.models.decoder import Decoder
 from detjax.models.network import Network, Weights
@@ -23,6 +23,35 @@ class Parameters(NamedTuple):
 
     weights: Weights
     links: DeviceLinks | None = None
+
+
+@runtime_checkable
+class Programs(Protocol):
+    """A set of programs, described by shapes and dtypes so that they can be pickled."""
+
+    @property
+    def network(self) -> Any:
+        """The first argument of each program, which is static."""
+        ...
+
+    @property
+    def networks(self) -> tuple[Network, ...]:
+        """The networks in it."""
+        ...
+
+    @property
+    def parameters(self) -> Any:
+        """The second argument of each program."""
+        ...
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """The devices that share the model; None: one device."""
+        ...
+
+    def by_key(self) -> Mapping[Hashable, "StepProgram"]:
+        """Returns the programs, the essential ones first."""
+        ...
 
 
 class StepProgram(NamedTuple):

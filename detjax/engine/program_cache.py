@@ -20,7 +20,7 @@ from typing import Final
 import jax
 from flax import nnx
 
-from detjax.engine.step_programs import StepPrograms
+from detjax.engine.program import Programs
 from detjax.runtime import fingerprints, fusions
 
 _UNPUBLISHED: Final = ".unpublished-"
@@ -68,12 +68,12 @@ class ProgramCache:
     corrupted later is detected by its digest, removed, and written again.
     """
 
-    def __init__(self, directory: Path, programs: StepPrograms) -> None:
+    def __init__(self, directory: Path, programs: Programs) -> None:
         """A cache in a directory, which is made if it does not exist.
 
         Args:
             directory: the directory.
-            programs: the programs to look up. If their network has a class from another package, whose source is
+            programs: the programs to look up. If their networks have a class from another package, whose source is
                 unknown, nothing is loaded or stored.
 
         Raises:
@@ -138,19 +138,20 @@ class ProgramCache:
         return self._directory / f"{self._names[key]}{_SUFFIX}"
 
 
-def _names(programs: StepPrograms) -> dict[Hashable, str]:
+def _names(programs: Programs) -> dict[Hashable, str]:
     """Returns the name of each program: a digest of everything it depends on except the fingerprint.
 
     This includes the content of this package's files, for developers.
     """
-    classes = {node.type for node in programs.network.graph.nodes if isinstance(node, nnx.graphlib.NodeDef)}
+    nodes = [node for network in programs.networks for node in network.graph.nodes]
+    classes = {node.type for node in nodes if isinstance(node, nnx.graphlib.NodeDef)}
     modules = {one.__module__.partition(".")[0] for one in classes if isinstance(one, type)}
     if not modules <= _OWN_PACKAGES:
         return {}
-    network, weights = programs.network, jax.tree.leaves(programs.parameters)
+    networks = [(one.graph, one.tree, one.paths, one.order) for one in programs.networks]
     # The fingerprint leaves out fusions that change no bit.
     unfused = fusions.unfused()
-    common = repr((_sources(), unfused, network.graph, network.tree, network.paths, network.order, weights))
+    common = repr((_sources(), unfused, networks, jax.tree.leaves(programs.parameters)))
     names = {}
     for key, program in programs.by_key().items():
         leaves, tree = jax.tree.flatten(program.args)

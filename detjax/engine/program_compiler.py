@@ -12,8 +12,8 @@ from typing import Any, Final
 import jax
 
 from detjax.engine.compiler_process import CompilerFailed, CompilerProcess, Task
+from detjax.engine.program import Programs
 from detjax.engine.program_cache import ProgramCache
-from detjax.engine.step_programs import StepPrograms
 from detjax.models.mesh import spans_processes
 from detjax.runtime import compilation, fingerprints
 
@@ -25,7 +25,7 @@ type Program = Callable[..., Any]
 
 
 class ProgramCompiler:
-    """Compiles all programs of a step loop, or loads them from a cache."""
+    """Compiles all programs of a step loop or of a drafter, or loads them from a cache."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class ProgramCompiler:
         self._cache, self._processes, self._track = cache, processes, track
         self._in_background = in_background and processes > 0
 
-    def start(self, programs: StepPrograms, add: Callable[[Hashable, Program], None]) -> "Compilation":
+    def start(self, programs: Programs, add: Callable[[Hashable, Program], None]) -> "Compilation":
         """Compiles all programs, or the essential ones if `in_background`.
 
         Args:
@@ -91,7 +91,7 @@ class Compilation:
 
     def __init__(
         self,
-        programs: StepPrograms,
+        programs: Programs,
         cache: ProgramCache | None,
         add: Callable[[Hashable, Program], None],
         threads: int,

@@ -216,6 +216,9 @@ class StepLoop:
 
     def warm_up(self, compiler: ProgramCompiler) -> None:
         """Compiles the programs that steps may need; see `ModelRunner.warm_up`. The loop must be idle."""
+        if self.drafting is not None:
+            # Their processes end before the model's begin, which may remain in the background.
+            self.drafting.drafter.compile(compiler)
         self._runner.warm_up(self._empty_batches(), compiler)
         if self.drafting is not None:
             self.drafting.drafter.warm_up([shape for shape in self._shapes if self._runner.has_layers(shape)])
@@ -342,9 +345,10 @@ class StepLoop:
         if has_adapters:
             is_ready = functools.partial(is_ready, has_adapters=True)
         shape = self._shapes.smallest(plan, is_ready)
-        may_run = self._may_run and not has_adapters
-        if needed is not None and may_run and (steps := self._runner.steps_of_run(shape, needed)) > 1:
-            self.scheduler.extend_to_run(plan, steps)
+        if needed is not None and self._may_run:
+            steps = self._runner.steps_of_run(shape, needed, has_adapters=has_adapters)
+            if steps > 1:
+                self.scheduler.extend_to_run(plan, steps)
         self._compute_rows(
             images
             for chunk in plan.prefills

@@ -61,7 +61,7 @@ def forward_key(shape: BatchShape, *, has_adapters: bool = False, depths: tuple[
     return _forward.__name__, _size_of_layers(shape, has_adapters), *static
 
 
-def _size_of_layers(shape: BatchShape, has_adapters: bool) -> Hashable:
+def _size_of_layers(shape: BatchShape | int, has_adapters: bool) -> Hashable:
     return (shape, _ADAPTERS) if has_adapters else shape
 
 
@@ -90,19 +90,23 @@ def has_runs(shape: BatchShape, most: int) -> bool:
     return not shape.rows and shape.sampled == shape.decodes <= most
 
 
-def decode_run_key(count: int, variant: SamplingVariant, most: int = RUN_STEPS) -> Hashable:
+def decode_run_key(
+    count: int, variant: SamplingVariant, most: int = RUN_STEPS, *, has_adapters: bool = False
+) -> Hashable:
     """Returns the key of the result of `decode_run` for a batch with `count` decodes."""
-    return _decode_run.__name__, count, variant, most
+    return _decode_run.__name__, _size_of_layers(count, has_adapters), variant, most
 
 
 def decode_run(
     batch: StepBatch, state: State, last: Any, variant: SamplingVariant, most: int = RUN_STEPS
 ) -> StepProgram:
     """Returns the program that computes `most` decode steps, each from the tokens of the previous step."""
-    count = batch.shape.decodes
-    purpose = f"runs of {most} steps: up to {count} decodes {variant.description}"
-    args = state, last, batch.for_layers()
-    return StepProgram(_decode_run, count, args, {"variant": variant, "most": most}, purpose, is_essential=False)
+    count, has_adapters = batch.shape.decodes, batch.adapters is not None
+    adapters = ", and adapters" if has_adapters else ""
+    purpose = f"runs of {most} steps: up to {count} decodes {variant.description}{adapters}"
+    args, static = (state, last, batch.for_layers()), {"variant": variant, "most": most}
+    size = _size_of_layers(count, has_adapters)
+    return StepProgram(_decode_run, size, args, static, purpose, is_essential=False)
 
 
 def image_rows_key(windows: int) -> Hashable:
@@ -162,6 +166,8 @@ class StepPrograms:
         pooling: the results of a model that pools; None: the model generates.
         carried: what slots carry from chunk to chunk in such a model; None: nothing.
         depths: see `forward`.
+        run_steps: steps of a run.
+        samples: whether steps sample tokens. A drafter's model samples in runs alone; it needs all of its programs.
     """
 
     network: Network
@@ -181,6 +187,13 @@ class StepPrograms:
     pooling: PoolingOptions | None = None
     carried: Any = None
     depths: tuple[int, ...] | None = None
+    run_steps: int = RUN_STEPS
+    samples: bool = True
+
+    @property
+    def networks(self) -> tuple[Network, ...]:
+        """The networks that the programs are traced for."""
+        return (self.network,)
 
     @property
     def mesh(self) -> Mesh | None:
@@ -197,16 +210,15 @@ class StepPrograms:
         by_size = {batch.shape.sampled: batch for batch in batches}
         pools = self.pooling is not None
         sampling, scoring = (self._pools, self._pools_rows) if pools else (self._sampling, self._scoring)
-        programs = [
-            *(self._layers(batch) for batch in (*batches, *self.adapted)),
-            *(program for batch in by_size.values() for program in sampling(batch)),
-            *(program for batch in batches if batch.shape.rows for program in scoring(batch)),
-            *(
-                decode_run(batch.as_empty_run(), self.state, self.slots.last, variant)
-                for batch in batches
-                if has_runs(batch.shape, self.runs_of)
-                for variant in run_variants(self.variants)
-            ),
+        programs = [self._layers(batch) for batch in (*batches, *self.adapted)]
+        if self.samples:
+            programs += [program for batch in by_size.values() for program in sampling(batch)]
+            programs += [program for batch in batches if batch.shape.rows for program in scoring(batch)]
+        programs += [
+            decode_run(batch.as_empty_run(), self.state, self.slots.last, variant, self.run_steps)
+            for batch in (*batches, *self.adapted)
+            if has_runs(batch.shape, self.runs_of)
+            for variant in run_variants(self.variants)
         ]
         if self.slots.seen is not None:
             (entries,) = seen_entries((), (), self.vocabulary)
@@ -219,6 +231,8 @@ class StepPrograms:
         for patches in self.images:
             program = image_rows(patches)
             programs.append(program._replace(is_essential=program.size == largest))
+        if not self.samples:
+            programs = [program._replace(is_essential=True) for program in programs]
         programs.sort(key=lambda program: not program.is_essential)
         return {program.key: program._replace(args=shapes_of(program.args, self.everywhere)) for program in programs}
 
@@ -302,11 +316,7 @@ def _forward(
         padding = (decodes, 0)
         images = ImageRows(jnp.pad(images.present, padding), jnp.pad(images.rows, (padding, (0, 0))))
     with model_of(network, parameters) as model:
-        if batch.adapters is not None:
-            assert batch.pool is not None
-            request, present = requests_of_tokens(batch.queries, tokens.shape)
-            rows = jnp.where(present, jnp.asarray(batch.adapters)[request], NO_ADAPTER)
-            model = batch.pool.adapted(model, rows)
+        model = _adapted(model, batch)
         if depths:
             hidden, streams, state = model.hidden_and_residual_states(
                 tokens, batch.queries, state, images, depths=depths
@@ -318,6 +328,16 @@ def _forward(
     if depths is None:
         return result
     return *result, ComputedRows(tokens, hidden, jnp.concatenate(streams, axis=-1) if depths else None)
+
+
+def _adapted(model: Decoder, batch: StepBatch) -> Decoder:
+    """Returns the model for the rows of a batch, each with its adapter, if any."""
+    if batch.adapters is None:
+        return model
+    assert batch.pool is not None
+    request, present = requests_of_tokens(batch.queries, batch.token.shape)
+    rows = jnp.where(present, jnp.asarray(batch.adapters)[request], NO_ADAPTER)
+    return batch.pool.adapted(model, rows)
 
 
 @functools.partial(compilation.jit, static_argnums=0, donate_argnums=(2, 3), static_argnames=("variant", "most"))
@@ -333,6 +353,8 @@ def _decode_run(
 ) -> tuple[State, Int32[Array, "slots"], SampledTokens]:
     """Returns the state and the last tokens after a run of decode steps, and the tokens of all steps, `[most, R]`."""
     with model_of(network, parameters) as model:
+        # The rows of decodes that have ended keep their adapters: nothing reads them.
+        model, batch = _adapted(model, batch), batch._replace(adapters=None, pool=None)
         state, (last, sampled) = model.with_state(_decoded, state, last, batch, variant=variant, most=most)
     return state, last, sampled
 

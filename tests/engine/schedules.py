@@ -284,7 +284,7 @@ class RememberingRunner(ModelRunner):
         top = _likeliest_arrays(sampled, needed.top_logprobs)
         return _TokensOnTheHost(sampled.tolist(), logprobs.tolist(), *top, distribution)
 
-    def steps_of_run(self, shape: BatchShape, needed: SamplingVariant) -> int:
+    def steps_of_run(self, shape: BatchShape, needed: SamplingVariant, *, has_adapters: bool = False) -> int:
         has_run = step_programs.has_runs(shape, len(self.last)) and sampling_variant.run_variants([needed])
         return self.run_steps if has_run else 1
 

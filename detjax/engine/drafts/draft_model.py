@@ -11,6 +11,7 @@ from detjax.contract import KV_BLOCK
 from detjax.engine.batch import BatchShape, BatchShapes, SlotTable, StepBatch
 from detjax.engine.drafts.drafter import Drafter
 from detjax.engine.model_runner import ModelRunner, StateSizes
+from detjax.engine.program_compiler import ProgramCompiler
 from detjax.engine.sampling_variant import SamplingVariant
 from detjax.engine.scheduler import ScheduledChunk, ScheduledStep
 from detjax.engine.sequence import Sequence
@@ -52,9 +53,10 @@ class DraftModel(Drafter):
             model,
             StateSizes(num_pages, table.slots, None),
             variants=_VARIANTS,
-            empty_batch=lambda shape: _without_extras(table.batch(ScheduledStep(), shape)),
+            empty_batch=self._empty,
             runs_of=table.slots,
             run_steps=most,
+            samples=False,
         )
 
     def propose(self, wanted: Mapping[Sequence, int]) -> Mapping[Sequence, Seq[int]]:
@@ -87,15 +89,21 @@ class DraftModel(Drafter):
         self._runner.drop_state()
         self._runner.weights.rest(copies=True)
 
+    def compile(self, compiler: ProgramCompiler) -> None:
+        """Compiles the programs that batches of all shapes need."""
+        self._runner.compile([self._empty(shape) for shape in self._shapes], compiler)
+
     def warm_up(self, shapes: Seq[BatchShape]) -> None:
-        """Compiles and runs the programs that batches of these shapes need."""
-        nobody = ScheduledStep()
+        """Runs the programs that batches of these shapes need."""
         for shape in shapes:
-            batch = _without_extras(self._table.batch(nobody, shape))
+            batch = self._empty(shape)
             self._runner.forward(self._runner.copy(batch))
             if not shape.rows:
                 for variant in _VARIANTS:
                     self._runner.decode_run(self._runner.copy(batch.as_empty_run()), variant)
+
+    def _empty(self, shape: BatchShape) -> StepBatch:
+        return _without_extras(self._table.batch(ScheduledStep(), shape))
 
 
 def _without_extras(batch: StepBatch) -> StepBatch:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from jaxtyping import Array, Int32
 
 from detjax.engine.batch import BatchShape, StepBatch
+from detjax.engine.program_compiler import ProgramCompiler
 from detjax.engine.sampled_tokens import SampledTokens
 from detjax.engine.sequence import Sequence
 from detjax.engine.step_programs import ComputedRows
@@ -73,5 +74,8 @@ class Drafter:
     def drop_state(self) -> None:
         """Releases the cache, and the weights if the drafter has its own."""
 
+    def compile(self, compiler: ProgramCompiler) -> None:
+        """Compiles all programs that guesses may need."""
+
     def warm_up(self, shapes: Seq[BatchShape]) -> None:
-        """Compiles and runs the programs that batches of these shapes need."""
+        """Runs the programs that batches of these shapes need, because the first run does one-time work."""
