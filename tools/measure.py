@@ -99,6 +99,8 @@ class Measurement:
             changed["JAX_COMPILATION_CACHE_DIR"] = str(KEPT)
         if tiny:
             flags = f"--xla_force_host_platform_device_count={self.devices} --xla_backend_optimization_level=0"
+            # Threads that stand for devices wait long for one another if they outnumber the processors.
+            flags += " --xla_cpu_collective_call_terminate_timeout_seconds=600"
             changed |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
         return {**os.environ, **changed}
 

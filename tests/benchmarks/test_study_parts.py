@@ -171,10 +171,11 @@ def test_a_digest_of_arrays_changes_with_bits_places_and_order() -> None:
 @pytest.mark.parametrize(
     ("several", "control", "problem"),
     [
-        ({}, {"state": "z"}, ""),
-        ({"weights": "z"}, {"state": "z"}, "bits differ between one device and 4: weights"),
+        ({}, {"gradients": "z"}, ""),
+        ({"weights": "z"}, {"gradients": "z"}, "bits differ between one device and 4: weights"),
         ({"state": "z", "gradients": "z"}, {}, "bits differ between one device and 4: gradients, state"),
         ({}, {}, "the control has the same bits"),
+        ({}, {"logprobs": "z"}, "the control has the same bits"),
     ],
 )
 def test_devices_with_other_bits_or_a_control_with_the_same_fail_the_study(

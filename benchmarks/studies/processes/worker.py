@@ -84,7 +84,11 @@ def training(sizes: Sizes, processes: int) -> dict[str, Any]:
     """Returns digests of gradients, logprobs, weights and state: on a device of this process, and on all devices."""
     given = TrainingSizes(sizes.preset, sizes.layers, sizes.sequences, sizes.length, 2 * processes, processes, rounds=2)
     batch = samples(given, presets.config(sizes.preset, sizes.layers).vocab_size)
-    arms = {"one": (1, batch), "several": (processes, batch), "several, another order": (processes, batch[::-1])}
+    arms = {
+        "one": (1, batch),
+        "several": (processes, batch),
+        "several, another order": (processes, training_devices.rotated(batch)),
+    }
     results = {}
     for name, (devices, order) in arms.items():
         results[name] = training_devices.trained(given, devices, order, timed=order is batch)
