@@ -72,7 +72,7 @@ PREFILL: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict[str, Any], dict[
         {"window": 2, "soft_cap": 1.0, "sinks": True, "alibi": True},
         {0: (0, 1, 64, 126, 127, 128), 1: (0, 1)},
     ),
-    "chunk": ((129, 257), (112, 240), {"window": 150, "alibi": True}, {0: (126, 127, 128), 1: (254, 255, 256)}),
+    "chunk": ((129, 257), (112, 240), {"alibi": True}, {0: (126, 127, 128), 1: (254, 255, 256)}),
 }
 """Lengths, first tokens of the call, options, and the tokens that are compared."""
 
