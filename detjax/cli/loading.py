@@ -23,6 +23,8 @@ Backend = Annotated[
     ),
 ]
 JSON_FILE: Final = Option(name="--json", default="no file")
+LORA_MODULES: Final = Option(name="--lora-modules", takes_several=True)
+"""The option for adapters, by vLLM's name and in its form."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -40,6 +40,7 @@ class Option:
         panel: the help panel.
         minimum: the minimum value.
         accepted: the accepted names. A repeatable option defaults to all of them.
+        takes_several: whether a repeatable option may have several values at once, none of which begins with "-".
     """
 
     help: str = ""
@@ -48,6 +49,7 @@ class Option:
     panel: str = ""
     minimum: float | None = None
     accepted: Collection[str] = ()
+    takes_several: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,7 +210,8 @@ def _parameter(parameter: inspect.Parameter, documented: str, option: Option) ->
         flags = {
             "converter": _converter(name if not is_positional else metavar, hint, option),
             "metavar": " ".join([metavar] * (words or 1)),
-            "allow_leading_hyphen": not is_positional,
+            "allow_leading_hyphen": not is_positional and not option.takes_several,
+            "consume_multiple": option.takes_several,
             "negative_iterable": (),
             "allow_repeating": True,
         }

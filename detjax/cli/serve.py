@@ -15,7 +15,7 @@ from starlette.applications import Starlette
 
 from detjax import audit, engine, server
 from detjax.audit.certification import certify as certificates
-from detjax.cli.loading import Backend, Loading, lora_adapters
+from detjax.cli.loading import LORA_MODULES, Backend, Loading, lora_adapters
 from detjax.cli.options import Fields, Option, command
 from detjax.models import Decoder
 from detjax.runtime import backends
@@ -150,7 +150,7 @@ def serve(
     max_queue: Annotated[int, Option(panel=_CLIENTS)] = 1024,
     config: Annotated[engine.EngineConfig, Fields(engine.EngineConfig, "Engine", without=("speculative",))],
     speculative_config: Annotated[str | None, Option(panel="Engine")] = None,
-    lora_modules: Annotated[tuple[str, ...], Option(panel="Engine")] = (),
+    lora_modules: Annotated[tuple[str, ...], dataclasses.replace(LORA_MODULES, panel="Engine")] = (),
     connections: Annotated[server.ConnectionSettings, _CONNECTION_SETTINGS],
     log: Annotated[server.LogSettings, _LOG],
     programs: Annotated[Programs, Fields(Programs, "Compiled programs")],
@@ -167,9 +167,10 @@ def serve(
     adapters = lora_adapters(lora_modules)
     slots = config.max_loras or len(adapters)
     config = dataclasses.replace(config, speculative=loading.speculative(speculative_config), max_loras=slots)
-    if slots and replicas.data_parallel > 1:
+    if slots and not adapters and replicas.data_parallel > 1:
         raise ValueError(
-            f"--data-parallel is {replicas.data_parallel} and there are adapters; accepted: one engine for adapters"
+            f"--max-loras is {slots} and --data-parallel {replicas.data_parallel}, without adapters; accepted: "
+            "--lora-modules, as several engines load no adapters later"
         )
     if max_queue < 0:
         raise ValueError(f"--max-queue is {max_queue}; accepted: at least 0")
@@ -205,6 +206,7 @@ def serve(
                 quantized=loading.quantized,
                 config=config,
                 cache=cache,
+                adapters=adapters,
             )
             processes = server.ProcessReplicas(
                 options, replicas.data_parallel, log=log, silence=replicas.replica_seconds

@@ -11,7 +11,7 @@ from typing import Annotated
 
 from detjax import audit
 from detjax.cli.files import opened, write_json
-from detjax.cli.loading import JSON_FILE, Backend, Loading
+from detjax.cli.loading import JSON_FILE, LORA_MODULES, Backend, Loading, lora_adapters
 from detjax.cli.options import Fields, command
 from detjax.runtime import backends
 
@@ -22,6 +22,7 @@ def verify(
     /,
     *,
     loading: Annotated[Loading, Fields(Loading)],
+    lora_modules: Annotated[tuple[str, ...], LORA_MODULES] = (),
     json_file: Annotated[Path | None, JSON_FILE] = None,
     backend: Backend = None,
 ) -> int:
@@ -29,13 +30,14 @@ def verify(
 
     Args:
         file: transcripts, or responses of a server with receipts, one per line or as a JSON list.
+        lora_modules: adapter as NAME=PATH, or as a JSON object with name and path; its answers are verified, too.
         json_file: write all verdicts to this file.
     """
-    template = loading.template()
+    template, adapters = loading.template(), lora_adapters(lora_modules)
     with contextlib.ExitStack() as files, backends.use_backend(backend):
         backends.check_device()
         json_part = opened(files, "--json", json_file)
-        decoder, tokenizer = loading.load(template)
+        decoder, tokenizer = loading.load(template, adapters)
         transcripts = audit.read_transcripts(file, tokenizer)
         verdicts = audit.verify(decoder, list(transcripts.values()), tokenizer, progress=sys.stderr.isatty())
         by_place = dict(zip(transcripts, verdicts, strict=True))

@@ -10,8 +10,9 @@ import contextlib
 import dataclasses
 import itertools
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Collection, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final, Protocol
 
 from detjax.engine import (
@@ -29,7 +30,7 @@ from detjax.engine.commands import Abort, Command
 from detjax.engine.engine import REMEMBERED
 from detjax.engine.job import ABORT
 from detjax.engine.request_reader import RequestReader
-from detjax.models import ModelMetadata, Tokenizer
+from detjax.models import Adapter, ModelMetadata, Tokenizer
 
 type Event = tuple[int, Token | Aborted | Generation]
 """The index of a request, with one of its tokens, the end of an aborted sample or, at its end, its generation."""
@@ -131,10 +132,20 @@ class ReplicatedEngine(RequestReader):
     """
 
     def __init__(
-        self, replicas: Replicas, metadata: ModelMetadata, tokenizer: Tokenizer | None, config: EngineConfig
+        self,
+        replicas: Replicas,
+        metadata: ModelMetadata,
+        tokenizer: Tokenizer | None,
+        config: EngineConfig,
+        adapters: Mapping[str, Adapter] = MappingProxyType({}),
     ) -> None:
-        """An engine that forwards requests to `replicas`; `config` has their engines' resolved settings."""
+        """An engine that forwards requests to `replicas`.
+
+        `config` has their engines' resolved settings, and `adapters` those that each of them has loaded.
+        """
         super().__init__(metadata, tokenizer, config)
+        self._adapters |= adapters
+        self._adapter_names = {adapter.digest: name for name, adapter in adapters.items()}
         self._replicas = replicas
         self.losses = 0
         self._aborted: OrderedDict[str, None] = OrderedDict()
@@ -152,11 +163,18 @@ class ReplicatedEngine(RequestReader):
 
     async def generate_async(self, requests: Iterable[Request]) -> list[Generation]:
         """Generates completions, like `Engine.generate_async`; raises EngineClosed after losing too many replicas."""
-        answers = [_Answer(request) for request in requests]
+        answers = [_Answer(self._sent(request)) for request in requests]
         async with contextlib.aclosing(self._tokens(answers, is_whole=True)) as tokens:
             async for _ in tokens:
                 pass
         return [answer.generation() for answer in answers]
+
+    def _sent(self, request: Request) -> Request:
+        """Returns a request as replicas get it: with the name of its adapter, as its arrays are large."""
+        adapter = request.adapter
+        if adapter is None or isinstance(adapter, str):
+            return request
+        return dataclasses.replace(request, adapter=self._adapter_names[adapter.digest])
 
     @property
     def kept_files(self) -> Collection[Path]:
@@ -183,7 +201,7 @@ class ReplicatedEngine(RequestReader):
 
     async def stream_all(self, requests: Sequence[Request]) -> AsyncGenerator[tuple[int, Token | Aborted]]:
         """Streams tokens, like `Engine.stream_all`; raises EngineClosed after losing too many replicas."""
-        answers = [_Answer(request) for request in requests]
+        answers = [_Answer(self._sent(request)) for request in requests]
         async with contextlib.aclosing(self._tokens(answers, is_whole=False)) as tokens:
             async for token in tokens:
                 yield token

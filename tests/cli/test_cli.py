@@ -412,6 +412,8 @@ def test_the_options_of_replicas_reach_them(checkpoint: Path, tmp_path: Path, mo
         *("--max-samples", 5, "--max-queue", 1, "--cache-dir", tmp_path / "cache", "--log-level", "error"),
         *("--hf-overrides", '{"is_matryoshka": true}'),
     )
+    options += ("--lora-modules", "a=x/a", '{"name": "b", "path": "x/b"}', "--max-lora-rank", 8)
+    options += ("--lora-modules", "c=x/c")
     assert run("serve", checkpoint, "--port", 0, *options).exit_code == 0
     expected = server.ReplicaOptions(
         checkpoint,
@@ -422,8 +424,9 @@ def test_the_options_of_replicas_reach_them(checkpoint: Path, tmp_path: Path, mo
         chat_template="{{ messages }}",
         template_date=datetime.date(2026, 1, 31),
         overrides={"is_matryoshka": True},
-        config=engine.EngineConfig(max_samples=5),
+        config=engine.EngineConfig(max_samples=5, max_loras=3, max_lora_rank=8),
         cache=tmp_path / "cache",
+        adapters={name: Path(f"x/{name}") for name in "abc"},
     )
     assert given == [(expected, 3, {"log": server.LogSettings(level="error"), "silence": 7.0}), ("closed",)]
     assert serving.settings.max_in_flight == 3 * 5 + 1

@@ -1,5 +1,7 @@
 """Adapters in an engine: a request has the bits that it has alone, whoever shares its steps, slots and pages."""
 
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,10 +12,17 @@ import pytest
 
 import detjax
 from detjax.engine.adapter_slots import AdapterSlots
+from detjax.engine.batch import StepBatch
+from detjax.engine.model_runner import ModelRunner
+from detjax.engine.request import Token
+from detjax.engine.sampled_tokens import SampledTokens
+from detjax.engine.sampling_variant import SamplingVariant
 from detjax.models import Adapter, CheckpointError, read_adapter
 from detjax.models.adapters.adapter_config import AdapterConfig
+from detjax.operands.adapted_weight import NO_ADAPTER
 from tests.support.adapters import FIXTURE, LINEAR, make_adapter
 from tests.support.compiled_programs import compiled_programs
+from tests.support.waits import HANGS_AFTER
 
 NAMES = ("small", "middle", "large")
 
@@ -113,6 +122,58 @@ def test_a_prefix_that_was_computed_with_one_adapter_never_serves_another(
     engine.unload_adapter("same content")
 
 
+def test_runs_of_decodes_compute_each_row_with_its_adapter(
+    engine: detjax.Engine, adapters: dict[str, Adapter], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("middle", None, "large", "middle")
+    requests = [request(name, prompt, tokens=9) for prompt, name in enumerate(names)]
+    expected, runs = engine.generate(requests), list[tuple[int, ...]]()
+    decode_run = ModelRunner.decode_run
+
+    def counted(self: ModelRunner, batch: StepBatch, needed: SamplingVariant) -> SampledTokens:
+        runs.append(() if batch.adapters is None else tuple(np.asarray(batch.adapters).tolist()))
+        return decode_run(self, batch, needed)
+
+    monkeypatch.setattr(ModelRunner, "decode_run", counted)
+    model, _ = detjax.models.load(FIXTURE, dtype="float32", progress=False)
+    options: dict[str, Any] = {"max_samples": 4, "token_budget": 64, "max_length": 160, "max_loras": 2, "runs_of": 4}
+    with detjax.Engine(model, max_lora_rank=64, **options) as other:
+        for name in ("middle", "large"):
+            other.load_adapter(name, adapters[name])
+        assert other.generate(requests) == expected
+    assert any({0, 1, NO_ADAPTER} <= set(slots) for slots in runs), runs
+
+
+def test_unloading_refuses_new_requests_and_waits_for_those_in_flight(
+    engine: detjax.Engine, adapters: dict[str, Adapter]
+) -> None:
+    (expected,) = engine.generate([request("middle", tokens=12)])
+    engine.load_adapter("leaving", adapters["middle"])
+    has_begun, may_continue, ended = threading.Event(), threading.Event(), list[bool]()
+
+    def wait(token: Token) -> None:
+        has_begun.set()
+        assert may_continue.wait(HANGS_AFTER)
+
+    future = engine.submit(request("leaving", tokens=12), wait)
+
+    def unload() -> None:
+        engine.unload_adapter("leaving")
+        ended.append(future.done())
+
+    assert has_begun.wait(HANGS_AFTER)
+    thread = threading.Thread(target=unload)
+    thread.start()
+    while "leaving" in engine.adapters:
+        time.sleep(0.001)
+    with pytest.raises(ValueError, match="adapter is 'leaving'"):
+        engine.submit(request("leaving"))
+    assert thread.is_alive() and not ended
+    may_continue.set()
+    thread.join(HANGS_AFTER)
+    assert ended == [True] and future.result() == expected
+
+
 def test_sleep_empties_the_slots_and_changes_no_bit(
     engine: detjax.Engine, alone: dict[str | None, detjax.Generation]
 ) -> None:
@@ -140,6 +201,26 @@ def test_adapters_that_cannot_share_steps_are_refused(engine: detjax.Engine, tmp
         engine.load_adapter("wide", read_adapter(make_adapter(tmp_path / "wide", ["q_proj"], 65)))
     with pytest.raises(ValueError, match="adapter is 'nobody'; accepted: None, 'middle'"):
         engine.generate([request("nobody")])
+
+
+def test_an_engine_of_a_model_with_an_adapter_serves_modules_to_save(tmp_path: Path) -> None:
+    replaced = {
+        "replaced": ["model.norm.weight", "model.embed_tokens.weight"],
+        "modules_to_save": ["norm", "embed_tokens"],
+    }
+    folder = make_adapter(tmp_path / "saved", LINEAR, 4, **replaced)
+    model, _ = detjax.models.load(FIXTURE, dtype="float32", progress=False, adapters={"saved": folder})
+    base, _ = detjax.models.load(FIXTURE, dtype="float32", progress=False)
+    options: dict[str, Any] = {"max_samples": 1, "token_budget": 16, "max_length": 32}
+    with detjax.Engine(detjax.models.with_adapter(base, read_adapter(folder)), **options) as engine:
+        (answer,) = engine.generate([request(None)])
+    completion, first = answer.completions[0], len(answer.prompt_tokens)
+    logits = model(jnp.asarray([[*answer.prompt_tokens, *completion.tokens]]), adapter=["saved"])
+    logprobs = np.asarray(detjax.jit(detjax.ops.log_softmax)(logits))[0]
+    expected = [logprobs[first + n - 1, token] for n, token in enumerate(completion.tokens)]
+    assert np.array(completion.logprobs, np.float32).tobytes() == np.array(expected, np.float32).tobytes()
+    with pytest.raises(CheckpointError, match=r"accepted next to other adapters: factors alone"):
+        detjax.Engine(model, max_loras=1, **options)
 
 
 def test_the_least_recently_used_adapter_that_nobody_runs_leaves_its_slot() -> None:

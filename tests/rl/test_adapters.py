@@ -15,6 +15,7 @@ from detjax.models.network import split
 from detjax.rl.functional import Training
 from detjax.rl.policy_gradients.policy_gradient import supervised_samples
 from detjax.rl.runs.command import TrainingOptions, train
+from detjax.rl.runs.log import RunLog
 from detjax.rl.tasks.pairs import Pairs
 from detjax.rl.trainer.losses import LogLikelihood
 from detjax.rl.trainer.microbatches import Packed, Rows
@@ -129,3 +130,27 @@ def test_a_pass_over_a_file_has_every_pair_once_in_an_order_of_its_own() -> None
     first, second = (pairs.chosen(0, range(7 * epoch, 7 * epoch + 7)) for epoch in range(2))
     assert sorted(first) == sorted(second) == sorted(pairs.pairs) and first != second
     assert pairs.chosen(0, [8]) == second[1:2] and pairs.chosen(1, range(7)) != first
+
+
+def test_a_stopped_training_of_an_adapter_continues_with_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps({"prompt": f"{n}=", "completion": str(n)}) + "\n" for n in range(5)))
+    options: dict[str, Any] = {"tasks": ("sft",), "data": data, "prompts": 3, "save_every": 1, "microbatch_tokens": 64}
+    options |= {"lora_rank": 4, "lora_targets": ("q_proj", "down_proj"), "width": 32, "layers": 1, "learning_rate": 0.1}
+    whole = train(TrainingOptions(directory=tmp_path / "whole", steps=3, **options))
+    trained, write = list[int](), RunLog.write
+
+    def stopped(log: RunLog, step: int, metrics: Any) -> None:
+        trained.append(step)
+        if trained == [0, 1]:
+            raise KeyboardInterrupt
+        write(log, step, metrics)
+
+    monkeypatch.setattr(RunLog, "write", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        train(TrainingOptions(directory=tmp_path / "cut", steps=3, **options))
+    assert not (tmp_path / "cut" / "adapter").exists()
+    assert train(TrainingOptions(directory=tmp_path / "cut", steps=3, **options)) == whole
+    assert trained == [0, 1, 1, 2]

@@ -19,6 +19,8 @@ from detjax.engine.constraints import ModelConstraints
 from detjax.engine.model_runner import bytes_of_page
 from detjax.engine.validation import check_arrays, encode_prompt, end_tokens
 from detjax.models import Decoder, Tokenizer
+from detjax.models.adapters.adapter import adapted_digest
+from detjax.models.adapters.adapter_set import without_adapters
 from detjax.operands.options import KVQuantization
 from detjax.runtime import fingerprints
 
@@ -78,11 +80,11 @@ def verify(
     Prefill gives the bits of decode, so one forward pass over prompt and completion gives every token that the engine
     would have sampled, with its logprobs. Only the tokens of a transcript without logprobs are checked, and an answer
     without a finish reason may continue after its last token. If a transcript names an environment or a model, they
-    must be this process's and this model; all weights are then read once, for their digest. No verdict depends on the
-    other transcripts or on their order.
+    must be this process's and this model, or this model with one of the adapters that `load` was given; all weights are
+    then read once, for their digest. No verdict depends on the other transcripts or on their order.
 
     Args:
-        model: the decoder.
+        model: the decoder, perhaps with adapters.
         transcripts: transcripts in any order, with any cache dtypes and parameters.
         tokenizer: the model's tokenizer, which is part of its digest; needed for texts, stop strings and constraints.
         progress: whether to show a progress bar on stderr.
@@ -105,7 +107,8 @@ class Verifier:
     """Verifies transcripts of one model. Its weights are read at most once, for their digest."""
 
     def __init__(self, model: Decoder, tokenizer: Tokenizer | None = None) -> None:
-        self._model, self._tokenizer = model, tokenizer
+        self._model, self._tokenizer = without_adapters(model), tokenizer
+        self._adapters = {} if model.adapters is None else model.adapters.by_name
         self._caches = set[KVQuantization | None]()
         self._constraints = ModelConstraints(model.config, model.generation_defaults, tokenizer)
 
@@ -113,21 +116,35 @@ class Verifier:
     def _model_digest(self) -> str:
         return models.digest(self._model, self._tokenizer)
 
+    @functools.cached_property
+    def _adapter_names(self) -> dict[str, str]:
+        """The name of each adapter, by the digest of the model with it."""
+        return {adapted_digest(self._model_digest, one.digest): name for name, one in self._adapters.items()}
+
+    def _adapter_of(self, transcript: Transcript) -> str | None:
+        """Returns the name of the adapter that gave an answer; None: the model alone did."""
+        model = transcript.origin.model
+        return None if model is None or not self._adapters else self._adapter_names.get(model)
+
+    def _decoder(self, adapter: str | None) -> Decoder:
+        return self._model if adapter is None else models.with_adapter(self._model, self._adapters[adapter])
+
     def verify(self, transcripts: Sequence[Transcript], *, progress: bool = False) -> list[Verdict]:
         """Returns a verdict on each transcript; see `detjax.verify`."""
         checks, environment = [_Check(transcript) for transcript in transcripts], fingerprints.fingerprint().digest
-        by_cache: dict[KVQuantization | None, list[_Check]] = {}
+        groups: dict[tuple[str | None, KVQuantization | None], list[_Check]] = {}
         for check in checks:
             self._prepare(check, environment)
             if check.answer is not None:
-                by_cache.setdefault(check.transcript.origin.kv_cache_dtype, []).append(check)
-        total = sum(len(check.tokens) for group in by_cache.values() for check in group)
+                key = self._adapter_of(check.transcript), check.transcript.origin.kv_cache_dtype
+                groups.setdefault(key, []).append(check)
+        total = sum(len(check.tokens) for group in groups.values() for check in group)
         with Progress(console=Console(stderr=True), disable=not progress) as bars:
             bar = bars.add_task(f"verifying {len(checks)} transcripts", total=total)
-            for cache, group in by_cache.items():
+            for (adapter, cache), group in groups.items():
                 answers = [check.answer for check in group if check.answer is not None]
                 batch = _Batch(group)
-                for result in replayed(self._model, answers, cache):
+                for result in replayed(self._decoder(adapter), answers, cache):
                     batch.compare(result)
                     bars.advance(bar, len(result.answer))
                 assert batch.is_compared.all(), "a token was not computed again"
@@ -180,8 +197,11 @@ class Verifier:
         origin = transcript.origin
         if origin.environment not in (None, environment):
             return Verdict("environment", detail=f"answered in {origin.environment}; this environment is {environment}")
-        if origin.model is not None and origin.model != self._model_digest:
-            return Verdict("model", detail=f"answered by {origin.model}; this model is {self._model_digest}")
+        if origin.model is None:
+            return None
+        if origin.model != self._model_digest and self._adapter_of(transcript) is None:
+            others = "".join(f", and with {name!r} {digest}" for digest, name in self._adapter_names.items())
+            return Verdict("model", detail=f"answered by {origin.model}; this model is {self._model_digest}{others}")
         return None
 
     def _answer(self, transcript: Transcript) -> Answer:

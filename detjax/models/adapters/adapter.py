@@ -72,6 +72,11 @@ class Adapter:
         return max((len(factors.a) for factors in self.factors.values()), default=0)
 
 
+def adapted_digest(model: str, adapter: bytes) -> str:
+    """Returns the digest of a model with an adapter, given the digests of both: to a verifier it is another model."""
+    return hashlib.sha256(f"{model} {adapter.hex()}".encode()).hexdigest()
+
+
 def _content(x: np.ndarray) -> bytes:
     x = np.ascontiguousarray(x)
     return f"{x.dtype} {x.shape} ".encode() + hashlib.sha256(x.view(np.uint8).data).digest()

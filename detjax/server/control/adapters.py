@@ -16,16 +16,17 @@ class AdapterFiles:
     def __init__(
         self, engine: Engine | ReplicatedEngine, commands: Commanded, files: WeightFiles, models: Collection[str]
     ) -> None:
-        """Adapters of an engine, next to the names of its model."""
+        """Adapters of an engine, next to the names of its model. Several engines keep the adapters of their start."""
         self._engine, self._commands, self._files, self._models = engine, commands, files, models
 
     async def load(self, name: str, path: str, *, replaces: bool) -> None:
         """Loads the adapter in a folder below the server's directory of weights.
 
         Raises:
-            ApiError: the name is taken, the folder is elsewhere, or it is not one.
+            ApiError: the name is taken, the folder is elsewhere or not one, or there are several engines.
             ValueError: the adapter does not fit.
         """
+        self._refuse_replicas()
         if not name or name in self._models:
             raise ApiError(
                 400,
@@ -47,9 +48,10 @@ class AdapterFiles:
         """Gives a loaded adapter other tensors. Requests in flight keep theirs.
 
         Raises:
-            ApiError: no adapter has the name.
+            ApiError: no adapter has the name, or there are several engines.
             ValueError: the tensors do not fit.
         """
+        self._refuse_replicas()
         self._check(name, "adapter")
         await self._commands.command(LoadAdapter(name, file, replaces=True))
 
@@ -57,10 +59,20 @@ class AdapterFiles:
         """Unloads an adapter, and returns when its last request has ended.
 
         Raises:
-            ApiError: no adapter has the name.
+            ApiError: no adapter has the name, or there are several engines.
         """
+        self._refuse_replicas()
         self._check(name, "lora_name")
         await self._commands.command(UnloadAdapter(name))
+
+    def _refuse_replicas(self) -> None:
+        # An engine that starts again would need all adapters that came and went.
+        if isinstance(self._engine, ReplicatedEngine):
+            raise ApiError(
+                400,
+                "the server has several engines, whose adapters do not change; accepted: --lora-modules at the start, "
+                "or one engine",
+            )
 
     def _check(self, name: str, param: str) -> None:
         if name not in self._engine.adapters:

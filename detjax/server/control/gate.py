@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import dataclasses
-import hashlib
 from collections.abc import AsyncGenerator, Awaitable, Collection
 from typing import Final, Protocol
 
@@ -11,6 +10,7 @@ from detjax.audit import Origin
 from detjax.engine import Aborted, Completion, Engine, Generation, Request, Token
 from detjax.engine.commands import Abort, Commanded
 from detjax.engine.job import ABORT
+from detjax.models.adapters.adapter import adapted_digest
 from detjax.server.api.api_calls import ServedModel
 from detjax.server.http.errors import ApiError
 from detjax.server.replicated_engine import ReplicatedEngine
@@ -27,14 +27,11 @@ class Version:
     fingerprint: str
 
     def adapted(self, adapter: bytes) -> "Version":
-        """Returns the version of answers with an adapter, given the digest of its content.
-
-        To a verifier, the model with the adapter is another model.
-        """
-        model = hashlib.sha256(f"{self.origin.model} {adapter.hex()}".encode()).hexdigest()
+        """Returns the version of answers with an adapter, given the digest of its content."""
+        model = adapted_digest(str(self.origin.model), adapter)
         rest, _, digest = self.fingerprint.rpartition("-")
-        adapted = hashlib.sha256(f"{digest} {adapter.hex()}".encode()).hexdigest()
-        return Version(dataclasses.replace(self.origin, model=model), f"{rest}-{adapted[: len(digest)]}")
+        fingerprint = f"{rest}-{adapted_digest(digest, adapter)[: len(digest)]}"
+        return Version(dataclasses.replace(self.origin, model=model), fingerprint)
 
 
 class GatedCall(Protocol):

@@ -36,6 +36,7 @@ class ReplicaOptions:
         quantized: the reading of quantized weights; see `detjax.models.load`.
         config: the engine's settings.
         cache: directory of compiled programs, which makes replicas start faster; see `Engine.warm_up`.
+        adapters: folders of adapters by name; see `detjax.models.load`.
     """
 
     model: Path
@@ -49,6 +50,7 @@ class ReplicaOptions:
     quantized: Quantized = "computed"
     config: EngineConfig = dataclasses.field(default_factory=EngineConfig)
     cache: Path | None = None
+    adapters: dict[str, Path] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,13 +61,15 @@ class ReplicaFacts:
         metadata: the model's configuration and other facts.
         tokenizer_files: the files of the tokenizer; see `Tokenizer.files`.
         config: the engine's resolved settings.
-        origin: everything that answers depend on, except requests.
+        origin: everything that answers depend on, except requests and adapters.
+        adapters: the digest of each adapter, by name.
     """
 
     metadata: ModelMetadata
     tokenizer_files: dict[str, bytes]
     config: EngineConfig
     origin: Origin
+    adapters: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def fingerprint(self) -> str:
@@ -92,7 +96,7 @@ def started_engine(options: ReplicaOptions) -> tuple[Engine, ReplicaFacts, Engin
         backends.check_device()
         mesh = models.mesh_of(options.tensor_parallel, options.expert_parallel)
         given = {"dtype": options.dtype, "mesh": mesh, "overrides": options.overrides, "quantized": options.quantized}
-        model, tokenizer = models.load(options.model, progress=False, **given)
+        model, tokenizer = models.load(options.model, progress=False, adapters=options.adapters, **given)
         if tokenizer is None:
             raise ValueError(f"{options.model} has no tokenizer.json; accepted: a checkpoint with a tokenizer")
         if options.template_date is not None:
@@ -105,7 +109,8 @@ def started_engine(options: ReplicaOptions) -> tuple[Engine, ReplicaFacts, Engin
         # Not with the number of pages: it depends on the machine's free memory, and no bit depends on it.
         weights = UpdatableWeights(model, tokenizer)
         origin = Origin(fingerprints.fingerprint().digest, weights.digest.value, options.config.kv_cache_dtype)
-        facts = ReplicaFacts(ModelMetadata.from_model(model), tokenizer.files, engine.config, origin)
+        adapters = {name: adapter.digest.hex() for name, adapter in engine.adapters.items()}
+        facts = ReplicaFacts(ModelMetadata.from_model(model), tokenizer.files, engine.config, origin, adapters)
         return engine, facts, EngineCommands(engine, weights)
 
 

@@ -27,6 +27,7 @@ from starlette.applications import Starlette
 
 from detjax.engine import EngineClosed, Request
 from detjax.engine.commands import Abort, Command, Commit, Discard, History, Prepare, Prepared
+from detjax.models import read_adapter
 from detjax.server.app import app_of
 from detjax.server.http.settings import LogSettings, Settings
 from detjax.server.replicas.choice import EXCESS, ReplicaChoice, first_pages
@@ -50,7 +51,11 @@ _log: Final = logging.getLogger(__name__)
 
 
 class ProcessReplicas:
-    """Replicas in processes of this machine."""
+    """Replicas in processes of this machine.
+
+    Attributes:
+        adapters: the adapters of each replica, by name.
+    """
 
     def __init__(
         self,
@@ -72,12 +77,14 @@ class ProcessReplicas:
 
         Raises:
             ValueError: the machine has too few devices, or an argument is out of range.
+            CheckpointError: an adapter cannot be read.
             ChildProcessError: a replica cannot start. The message has the reason.
         """
         if not (math.isfinite(silence) and silence > 0):
             raise ValueError(f"ProcessReplicas: silence is {silence} (--replica-seconds); accepted: more than 0")
         shares = device_shares(count, options.tensor_parallel * options.expert_parallel)
         start = Start(options, log or LogSettings(), silence)
+        self.adapters = {name: read_adapter(folder) for name, folder in options.adapters.items()}
         self._facts: ReplicaFacts | None = None
         self._history = History()
         self._prepared = dict[_Replica, Prepared]()
@@ -211,6 +218,8 @@ class ProcessReplicas:
         The caller holds `_changed`.
         """
         self._facts = known = self._facts or facts
+        if facts.adapters != {name: adapter.digest.hex() for name, adapter in self.adapters.items()}:
+            return "its adapters have other contents than when the server began; restart the server"
         if facts.fingerprint == known.fingerprint:
             return self._history.state_commands()
         if self._history.updates and facts.with_digest(str(known.origin.model)).fingerprint == known.fingerprint:
@@ -226,7 +235,7 @@ def app_of_replicas(replicas: ProcessReplicas, settings: Settings) -> Starlette:
     """Returns the server of `create_app` with replicas instead of an engine. The caller closes both."""
     facts = replicas.facts
     tokenizer = facts.tokenizer()
-    engine = ReplicatedEngine(replicas, facts.metadata, tokenizer, facts.config)
+    engine = ReplicatedEngine(replicas, facts.metadata, tokenizer, facts.config, replicas.adapters)
     return app_of(engine, facts.metadata, tokenizer, settings, facts.origin, engine)
 
 
