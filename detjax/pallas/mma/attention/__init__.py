@@ -231,8 +231,9 @@ class _Call:
         kernel = plgpu.kernel(
             body,
             out_type=out_type,
-            grid=(problem.items, schedule.splits),
-            grid_names=("item", "split"),
+            # CUDA's first dimension, which is not limited to 65535, is the last one here.
+            grid=(schedule.splits, problem.items),
+            grid_names=("split", "item"),
             scratch_types=scratch_types(problem, schedule),
             compiler_params=COMPILER_PARAMS,
             kernel_name="attention",

@@ -175,10 +175,10 @@ def test_heads_of_any_number_decode_to_the_bits_of_the_contract(
 @in_the_interpreter
 def test_more_than_a_group_of_blocks_at_once_are_merged_in_order() -> None:
     """The first CTA merges one block of twelve; the others are a group of eight, and three more."""
-    requests = MmaRequests.random((1500,), 1, 1, 16, sinks=True)
-    start = requests.last(1)
-    rows = requests.decode(start, 1, Schedule(splits=12))
-    assert_rows_have_the_contracts_bits(requests, rows, start.tolist(), {0: (1499,)})
+    requests = MmaRequests.random((1500,), 1, 1, 64, sinks=True)
+    start = requests.last(4)
+    rows = requests.decode(start, 4, Schedule(splits=12))
+    assert_rows_have_the_contracts_bits(requests, rows, start.tolist(), {0: range(1496, 1500)})
 
 
 @in_the_interpreter
@@ -295,6 +295,22 @@ def test_what_no_kernel_serves_is_refused(dtype: str, width: int, words: str) ->
 def test_a_schedule_without_a_slot_to_load_ahead_is_refused() -> None:
     with pytest.raises(ValueError, match="stages is 1 and splits 1; accepted: at least 2 and at least 1"):
         Schedule(1)
+
+
+def test_ctas_may_be_more_than_cuda_allows_in_its_other_dimensions(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests, grids, kernel_of_pallas = MmaRequests.random((64,), 32, 8, 16), [], plgpu.kernel
+
+    def seen(body: Any, **options: Any) -> Any:
+        grids.append(options["grid"])
+        return kernel_of_pallas(body, **options)
+
+    monkeypatch.setattr(plgpu, "kernel", seen)
+    operands = requests.operands(np.zeros(1, int), 64)._replace(kv=None)  # pyright: ignore[reportArgumentType]
+    operands = jax.tree.map(lambda x: jax.ShapeDtypeStruct((4096, *x.shape[1:]), x.dtype), operands)
+    jax.eval_shape(
+        lambda operands: mma_attention.forward(operands._replace(kv=requests.kv), masking=requests.masking), operands
+    )
+    assert grids == [(1, 4096 * 32)]
 
 
 def test_sequences_are_split_where_ctas_are_few() -> None:
