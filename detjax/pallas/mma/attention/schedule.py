@@ -72,7 +72,7 @@ class Problem:
     def value_pieces(self) -> list[tuple[int, int, int]]:
         """The columns of values that are multiplied at once: number of the part, first column of it, and number."""
         # Next to 256 running sums per row, registers hold the products of 32 columns.
-        size = SLOT_WIDTH if self.value_width <= 2 * SLOT_WIDTH else SLOT_WIDTH // 2
+        size = SLOT_WIDTH // 2 if self.is_wide else SLOT_WIDTH
         return [
             (part, first, min(size, columns - first))
             for part, (_, columns) in enumerate(self.value_parts)
@@ -83,6 +83,11 @@ class Problem:
         """Returns the first column of a piece of values."""
         part, first, _ = self.value_pieces[piece]
         return self.value_parts[part][0] + first
+
+    @property
+    def is_wide(self) -> bool:
+        """True if running sums take most of the registers."""
+        return self.value_width > 2 * SLOT_WIDTH
 
     @property
     def parts(self) -> int:
