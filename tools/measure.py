@@ -246,7 +246,7 @@ def run_all(
         # The first one runs in any case, or none that is longer than a call ever would.
         expected = min(TINY_SECONDS, one.seconds) if tiny else one.seconds
         if left < expected and not is_first:
-            print(f"{one.name}: left: it takes {expected} s, and {left:.0f} s are left", flush=True)
+            print(f"{one.name}: left: it takes {expected} s, and {max(0.0, left):.0f} s are left", flush=True)
             continue
         is_first = False
         # Small sizes and what took too long once get all the time there is.
