@@ -17,6 +17,8 @@ from detjax.invariant.equations import aval
 from detjax.operands.numerics import round_up
 from detjax.runtime import backends, varying
 
+_MATRIX_UNITS: Final = "hopper", "mma"
+"""Backends whose products do not take float32."""
 _UNITS: Final = 128, 64, 32, 16, 8
 """Kernels run fastest on groups whose number of rows is a multiple of one of these."""
 
@@ -100,7 +102,7 @@ def is_under_contract(eqn: core.JaxprEqn) -> bool:
 
 def takes(eqn: core.JaxprEqn) -> bool:
     """Returns whether the backend multiplies matrices of an equation's dtype in groups."""
-    return backends.backend() != "hopper" or aval(eqn.invars[0]).dtype != jnp.float32
+    return backends.backend() not in _MATRIX_UNITS or aval(eqn.invars[0]).dtype != jnp.float32
 
 
 def _groups(x: Array, w: Array, out_dtype: Any) -> Array:
@@ -116,7 +118,7 @@ def _groups(x: Array, w: Array, out_dtype: Any) -> Array:
 
 def _plain(x: Array, w: Array, **options: Any) -> Array:
     """Returns `ops.matmul`, by plain JAX if the backend's matrix unit does not support the dtype."""
-    portable = backends.backend() == "hopper" and x.dtype == jnp.float32
+    portable = backends.backend() in _MATRIX_UNITS and x.dtype == jnp.float32
     with backends.use_backend("portable" if portable else None):
         return ops.matmul(x, w, **options)
 

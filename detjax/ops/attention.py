@@ -20,7 +20,7 @@ from detjax.ops.paged import check_kv, check_queries
 from detjax.ops.quantized_kv import dequantize_kv
 from detjax.runtime import compilation, fusions
 
-_MODULES = backend_modules("attention")
+_MODULES = backend_modules("attention", mma="mma")
 _ATTENTION = Operation("attention", _MODULES)
 _RAGGED_ATTENTION = Operation("ragged_attention", _MODULES)
 

@@ -14,7 +14,7 @@ from detjax.ops.dispatch import Operation, backend_modules, one_by_one
 from detjax.ops.paged import check_requests
 from detjax.runtime import compilation
 
-_CAUSAL_CONVOLUTION = Operation("causal_convolution", backend_modules("convolution", kernels=["hopper"]))
+_CAUSAL_CONVOLUTION = Operation("causal_convolution", backend_modules("convolution", kernels=["hopper"], mma="hopper"))
 
 
 @compilation.jit

@@ -17,7 +17,7 @@ from detjax.ops.checks import check_booleans, check_dtype, check_not_empty, chec
 from detjax.ops.dispatch import Operation, backend_modules, with_vmap_rule
 from detjax.runtime import compilation
 
-_MODULES = backend_modules("elements", kernels=["hopper"])
+_MODULES = backend_modules("elements", kernels=["hopper"], mma="hopper")
 _WITHOUT_STOCK = _MODULES | {"stock": "detjax.portable.elements"}
 _MAP_ELEMENTS = Operation("map_elements", _WITHOUT_STOCK)
 _SLICE_SQUARES = Operation("slice_squares", _WITHOUT_STOCK)

@@ -10,7 +10,7 @@ from detjax.ops.checks import check_dtype, check_integers, check_not_empty
 from detjax.ops.dispatch import Operation, backend_modules, with_vmap_rule
 from detjax.runtime import compilation
 
-_EMBED = Operation("embed", backend_modules("embedding", kernels=["hopper"]))
+_EMBED = Operation("embed", backend_modules("embedding", kernels=["hopper"], mma="hopper"))
 
 
 @compilation.jit

@@ -12,7 +12,7 @@ from detjax.ops.checks import check_dtype, check_not_empty, check_shape
 from detjax.ops.dispatch import Operation, backend_modules, with_vmap_rule
 from detjax.runtime import compilation
 
-_MULTIPLY = Operation("multiply", backend_modules("elements", kernels=["hopper"]))
+_MULTIPLY = Operation("multiply", backend_modules("elements", kernels=["hopper"], mma="hopper"))
 
 
 @compilation.jit

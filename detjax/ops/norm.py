@@ -13,7 +13,7 @@ from detjax.ops.dispatch import Operation, backend_modules, with_vmap_rule
 from detjax.ops.elements import add
 from detjax.runtime import compilation, fusions
 
-_RMS_NORM = Operation("rms_norm", backend_modules("norm"))
+_RMS_NORM = Operation("rms_norm", backend_modules("norm", mma="hopper"))
 
 
 @overload

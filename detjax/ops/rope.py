@@ -19,7 +19,7 @@ from detjax.ops.rotary import RotaryEmbedding
 from detjax.portable.tiles import map_rows
 from detjax.runtime import backends, compilation, fusions
 
-_MODULES = backend_modules("rope", kernels=["hopper"])
+_MODULES = backend_modules("rope", kernels=["hopper"], mma="hopper")
 _ROPE = Operation("rope", _MODULES)
 _QK_ROPE = Operation("qk_rope", _MODULES)
 

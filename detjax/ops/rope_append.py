@@ -24,7 +24,7 @@ from detjax.ops.rope import (
 from detjax.ops.rotary import RotaryEmbedding
 from detjax.runtime import compilation, fusions
 
-_QK_ROPE_APPEND_KV = Operation("qk_rope_append_kv", backend_modules("rope", kernels=["hopper"]))
+_QK_ROPE_APPEND_KV = Operation("qk_rope_append_kv", backend_modules("rope", kernels=["hopper"], mma="hopper"))
 
 
 @compilation.jit(static_argnames=("embedding", "norm_eps", "norm_offset"))

@@ -13,7 +13,7 @@ from detjax.ops.checks import check_dtype, check_not_empty, check_shape
 from detjax.ops.dispatch import Operation, backend_modules, one_by_one
 from detjax.runtime import compilation
 
-_MODULES = backend_modules("row_functions", kernels=["hopper"])
+_MODULES = backend_modules("row_functions", kernels=["hopper"], mma="hopper")
 _L2_NORM = Operation("l2_norm", _MODULES)
 _GATED_RMS_NORM = Operation("gated_rms_norm", _MODULES)
 _SIGMOID_GATED = Operation("sigmoid_gated", _MODULES)

@@ -19,7 +19,7 @@ from detjax.ops.softmax import log_softmax
 from detjax.portable.sampling import adjusted, constrained, likeliest, masked, reciprocal, sampling_exponents
 from detjax.runtime import compilation, fusions
 
-_MODULES = backend_modules("sampling")
+_MODULES = backend_modules("sampling", mma="hopper")
 _SAMPLE = Operation("sample", _MODULES)
 _FILTER_LOGITS = Operation("filter_logits", _MODULES)
 _SAMPLING_LOGPROBS = Operation("sampling_logprobs", _MODULES)

@@ -10,7 +10,7 @@ from detjax.ops.checks import check_dtype, check_not_empty
 from detjax.ops.dispatch import Operation, backend_modules, with_vmap_rule
 from detjax.runtime import compilation
 
-_MODULES = backend_modules("softmax")
+_MODULES = backend_modules("softmax", mma="hopper")
 _SOFTMAX = Operation("softmax", _MODULES)
 _LOG_SOFTMAX = Operation("log_softmax", _MODULES)
 _LOGSUMEXP = Operation("logsumexp", _MODULES)

@@ -17,7 +17,8 @@ from detjax.runtime import compilation
 
 _OPERATION: Final = Operation(
     "vocabulary_blocks",
-    {"portable": "detjax.portable.vocabulary_blocks", "hopper": "detjax.pallas.hopper.vocabulary_blocks"},
+    {"portable": "detjax.portable.vocabulary_blocks"}
+    | dict.fromkeys(("hopper", "mma"), "detjax.pallas.hopper.vocabulary_blocks"),
     part_of=("sample", "log_softmax"),
 )
 

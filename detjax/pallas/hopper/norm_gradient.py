@@ -24,6 +24,7 @@ from detjax.contract import ACCUMULATOR, LANE_GROUP, LANES, WEIGHT_GRADIENT_TOKE
 from detjax.operands.numerics import ceil_div, flat_rows, round_up
 from detjax.operands.rounding import rounded
 from detjax.pallas.hopper.device import WARP, WARPGROUP
+from detjax.pallas.hopper.mosaic.barriers import commit_smem
 from detjax.pallas.hopper.rows import NO_AUTO_BARRIERS, broadcast, layout, load_weight, rounded_squares, row_sums
 from detjax.pallas.hopper.token_sums import chain
 from detjax.portable import norm as portable
@@ -116,7 +117,7 @@ def _row_gradients(
             factor, mean = means(row, width, eps, repeated)
             scale, mean = repeated(factor), repeated(mean)
             if together > 1:  # all threads have read the terms of the previous rows
-                plgpu.commit_smem()
+                commit_smem()
             for index, part in enumerate(parts):
                 past = [wide(other[index]) for other in rest]
                 total = functools.reduce(jnp.add, past, through_norm(row[index], scale, mean))
@@ -128,7 +129,7 @@ def _row_gradients(
                 else:
                     refs[-1].at[warpgroup][:, part] = term
             if together > 1:  # all terms are written
-                plgpu.commit_smem()
+                commit_smem()
                 for index in range(together):
                     terms = [refs[-1].at[warpgroup, pl.ds(index, 1), part] for part in lines]
                     terms = [plgpu.load(term, layout=line_layout, optimized=False) for term in terms]

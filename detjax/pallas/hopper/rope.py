@@ -28,6 +28,7 @@ from detjax.operands.numerics import ceil_div
 from detjax.pallas.hopper import device, norm, rope_gradient
 from detjax.pallas.hopper.device import WARP, WARPGROUP
 from detjax.pallas.hopper.head_rows import HeadRows
+from detjax.pallas.hopper.mosaic.barriers import commit_smem
 from detjax.pallas.hopper.rows import NO_AUTO_BARRIERS
 
 LOADED_BYTES: Final = 64
@@ -409,7 +410,7 @@ class _Units:
 
         ptxas would do so, and the loads would start only when the page is known. It moves no load across a barrier.
         """
-        plgpu.commit_smem()
+        commit_smem()
 
     def store(self, units: list[list[Array]], pages: Any) -> None:
         """Writes units to the pages of their tokens."""

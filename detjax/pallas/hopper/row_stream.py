@@ -4,6 +4,9 @@ Rows are split into blocks at multiples of `SOFTMAX_BLOCK`, and blocks into part
 warpgroup that reads blocks in an order that its kernel chooses. The parts pass through a ring of slots in shared
 memory: while the CTA reads a part, the copy engine fills the slots of earlier ones.
 
+GPUs without a copy engine, before compute capability 9.0, have no ring: threads read each part from device memory, or
+from cache, where they use it. Widths are then padded to whole chunks, since nothing fills in what a part lacks.
+
 The ring is not swizzled: a warp reads up to `LANE_GROUP` neighbouring elements per thread, consecutive threads
 consecutive ones, so each access covers consecutive banks.
 """
@@ -20,13 +23,17 @@ from jax import Array, lax
 
 from detjax.contract import ACCUMULATOR, LANE_GROUP, LANES, SOFTMAX_BLOCK
 from detjax.operands.numerics import ceil_div
-from detjax.pallas.hopper.device import SHARED_MEMORY, SHARED_MEMORY_OF_MULTIPROCESSOR, WARPGROUP
+from detjax.pallas.hopper.device import WARPGROUP
+from detjax.pallas.mma.device import has_copy_engine, shared_memory_of_cta, shared_memory_of_multiprocessor
 
 PART: Final = 2048
 """Elements of one bulk copy, and of a slot of the ring."""
 
 WIDTH_UNIT: Final = WARPGROUP
 """Widths are multiples of this: an element for every thread, and the unit of a bulk copy."""
+
+UNSTREAMED_WIDTH_UNIT: Final = LANES
+"""Widths are multiples of this without a ring: the elements of a chunk."""
 
 MAX_SLOTS: Final = 32
 """Slots of the longest ring: the barriers of one group."""
@@ -44,7 +51,7 @@ COMPILER_PARAMS: Final = plgpu.CompilerParams(
 
 def padded(x: Array, fill: float = -math.inf) -> Array:
     """Returns `[M, V]` with V padded to a multiple of `WIDTH_UNIT`, by default with logits of probability 0."""
-    missing = -x.shape[-1] % WIDTH_UNIT
+    missing = -x.shape[-1] % (WIDTH_UNIT if has_copy_engine() else UNSTREAMED_WIDTH_UNIT)
     return jnp.pad(x, ((0, 0), (0, missing)), constant_values=fill) if missing else x
 
 
@@ -60,8 +67,8 @@ def parts_per_block(width: int) -> int:
 
 def slots_that_fit(ctas_per_multiprocessor: int, itemsize: int) -> int:
     """Returns the slots of a ring of `itemsize`-byte elements with which this many CTAs fit on a multiprocessor."""
-    free = min(SHARED_MEMORY_OF_MULTIPROCESSOR // ctas_per_multiprocessor, SHARED_MEMORY) - RING_RESERVED
-    return min(free // (PART * itemsize), MAX_SLOTS)
+    shared_memory = min(shared_memory_of_multiprocessor() // ctas_per_multiprocessor, shared_memory_of_cta())
+    return min((shared_memory - RING_RESERVED) // (PART * itemsize), MAX_SLOTS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,9 +81,9 @@ class RowStream:
     rows: Any
     """Reference to the rows `[M, V]` in device memory."""
     ring: Any
-    """Reference to the slots `[slots, PART]` in shared memory."""
+    """Reference to the slots `[slots, PART]` in shared memory; None: threads read device memory."""
     loaded: Any
-    """A barrier for each slot, which completes when a part has arrived."""
+    """A barrier for each slot, which completes when a part has arrived; None without slots."""
     count: Any
     """Number of items."""
     block_of: Callable[[Any], tuple[Any, Any]]
@@ -103,11 +110,15 @@ class RowStream:
 
     def start(self) -> None:
         """Starts to load the first parts, one into each slot."""
+        if self.ring is None:
+            return
         for i in range(self.slots):
             self._load(i // self.parts_per_block, i % self.parts_per_block)
 
     def release(self, item: Any, part: int) -> None:
         """Lets the copy engine overwrite a part that has been read with the next one for its slot."""
+        if self.ring is None:
+            return
         # No `consumed` barrier: this warpgroup is the only reader, and Pallas makes its threads meet before a copy
         # starts.
         later, part = divmod(part + self.slots, self.parts_per_block)
@@ -158,7 +169,7 @@ class StreamedBlock:
 
     def wait(self, size: int) -> None:
         """Waits until the block's `size` elements have arrived. Must be called exactly once for every item."""
-        for part in range(ceil_div(size, PART)):
+        for part in range(ceil_div(size, PART) if self.stream.ring is not None else 0):
             plgpu.barrier_wait(self.stream.loaded.at[self.stream.slot(self.item, part)])
 
     def load_all(self, size: int, fill: float = -math.inf) -> list[Array]:
@@ -172,7 +183,11 @@ class StreamedBlock:
 
     def load(self, part: int, start: Any, size: int) -> Array:
         """Returns `size` elements from `start` on of a part that has arrived, float32."""
-        elements = self.stream.ring.at[self.stream.slot(self.item, part), pl.ds(start, size)]
+        if self.stream.ring is None:
+            first = self.index * SOFTMAX_BLOCK + part * PART + start
+            elements = self.stream.rows.at[self.row, pl.ds(first, size)]
+        else:
+            elements = self.stream.ring.at[self.stream.slot(self.item, part), pl.ds(start, size)]
         return plgpu.load(elements, layout=layout(size)).astype(ACCUMULATOR)
 
     def release(self) -> None:
@@ -182,7 +197,9 @@ class StreamedBlock:
 
 
 def scratch_types(x: Array, slots: int) -> list[Any]:
-    """Returns the types of a stream's ring and barriers."""
+    """Returns the types of a stream's ring and barriers, if it has them."""
+    if not has_copy_engine():
+        return []
     return [plgpu.SMEM((slots, PART), x.dtype), plgpu.Barrier(num_arrivals=1, num_barriers=slots)]
 
 
@@ -232,10 +249,10 @@ def for_each_block(
     """
     rows, width = x.shape
     blocks = blocks_per_row(width)
-    grid = min(grid, rows * blocks)
+    grid, scratch = min(grid, rows * blocks), scratch_types(x, slots)
 
     def body(x_gmem: Any, *refs: Any) -> None:
-        arrays, (ring, loaded) = refs[:-2], refs[-2:]
+        arrays, (ring, loaded) = (refs[:-2], refs[-2:]) if scratch else (refs, (None, None))
         first = lax.axis_index("cta")
 
         def block_of(item: Any) -> tuple[Any, Any]:
@@ -250,7 +267,7 @@ def for_each_block(
     return plgpu.kernel(
         body,
         out_type=out_type,
-        scratch_types=scratch_types(x, slots),
+        scratch_types=scratch,
         grid=(grid,),
         grid_names=("cta",),
         compiler_params=COMPILER_PARAMS,

@@ -41,6 +41,7 @@ from detjax.pallas.hopper.row_stream import (
     scratch_types,
     slots_that_fit,
 )
+from detjax.pallas.mma.device import has_copy_engine
 from detjax.pallas.softmax_formulas import Operation, exp_difference, finished, row_constant
 
 
@@ -111,9 +112,9 @@ class Schedule:
 
 def default_schedule(problem: Problem) -> Schedule:
     """Returns the schedule for a problem."""
-    itemsize = problem.dtype.itemsize
+    itemsize, holds = problem.dtype.itemsize, problem.rewritten and has_copy_engine()
     # With several CTAs of different clusters on a multiprocessor, one loads while another computes or writes.
-    for ctas_per_multiprocessor in ((4, 2, 1) if itemsize == 2 else (2, 1)) if problem.rewritten else ():
+    for ctas_per_multiprocessor in ((4, 2, 1) if itemsize == 2 else (2, 1)) if holds else ():
         slots = slots_that_fit(ctas_per_multiprocessor, itemsize)
         fitting = [
             Schedule(cluster, slots, min(problem.rows, device.resident_clusters(cluster, ctas_per_multiprocessor)))

@@ -21,6 +21,7 @@ from detjax.contract import ACCUMULATOR, LANE_GROUP, WEIGHT_GRADIENT_TOKENS
 from detjax.operands.numerics import ceil_div, round_up
 from detjax.pallas.hopper.device import WARP, WARPGROUP
 from detjax.pallas.hopper.rows import NO_AUTO_BARRIERS, layout
+from detjax.pallas.mma.device import has_copy_engine, shared_memory
 
 CHAIN_COLUMNS: Final = WARPGROUP
 """Columns of a CTA of the chain: one for each thread. A warp reads 32 neighbouring words of a step, one in each
@@ -94,6 +95,8 @@ def chains(starts: Sequence[Array], step_sums: Sequence[Array]) -> tuple[Array, 
         piece = layout(1, columns // LANE_GROUP).reduce(0)
     copies = [ceil_div(len(steps), CHAIN_STEPS) for steps in step_sums]
     slots = min(CHAIN_SLOTS, min(copies))
+    if not has_copy_engine() or slots * CHAIN_STEPS * columns * 4 > shared_memory():
+        return _unstreamed_chains(starts, step_sums, columns, piece)
 
     def body(*refs: Any) -> None:
         start_refs, steps_refs, out_refs = (refs[i : i + len(copies)] for i in range(0, 3 * len(copies), len(copies)))
@@ -140,3 +143,41 @@ def chains(starts: Sequence[Array], step_sums: Sequence[Array]) -> tuple[Array, 
         kernel_name="token_sums",
         compiler_params=NO_AUTO_BARRIERS,
     )(*starts, *step_sums)
+
+
+def _unstreamed_chains(
+    starts: Sequence[Array], step_sums: Sequence[Array], columns: int, piece: Any
+) -> tuple[Array, ...]:
+    """Returns `chains`; threads read steps from device memory, `CHAIN_LOADS` at a time.
+
+    GPUs without a copy engine need it, and GPUs whose shared memory does not hold the ring.
+    """
+    width, groups = starts[0].size, len(starts)
+    # The zeros of additional steps change no sum.
+    padded = [jnp.pad(steps, ((0, -len(steps) % CHAIN_LOADS), (0, 0))) for steps in step_sums]
+
+    def body(*refs: Any) -> None:
+        across = pl.ds(lax.axis_index("column") * columns, columns)
+
+        def run(group: int) -> None:
+            start, steps, out = refs[group], refs[groups + group], refs[2 * groups + group]
+
+            def add(index: Array, total: Array) -> Array:
+                places = [steps.at[index * CHAIN_LOADS + step, across] for step in range(CHAIN_LOADS)]
+                rows = [plgpu.load(place, layout=piece, optimized=False) for place in places]
+                return functools.reduce(jnp.add, rows, total)
+
+            first = plgpu.load(start.at[across], layout=piece, optimized=False)
+            out[across] = lax.fori_loop(0, len(padded[group]) // CHAIN_LOADS, add, first)
+
+        for group in range(groups):
+            pl.when(lax.axis_index("group") == group)(functools.partial(run, group))
+
+    return plgpu.kernel(
+        body,
+        out_type=[jax.ShapeDtypeStruct((width,), ACCUMULATOR)] * groups,
+        grid=(groups, width // columns),
+        grid_names=("group", "column"),
+        kernel_name="token_sums",
+        compiler_params=NO_AUTO_BARRIERS,
+    )(*starts, *padded)

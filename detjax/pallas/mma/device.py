@@ -60,17 +60,22 @@ def tracing_for(architecture: Architecture) -> contextlib.AbstractContextManager
     return _traced(architecture)
 
 
-def shared_memory() -> int:
-    """Returns the bytes of shared memory that a CTA's buffers may take on the traced architecture.
+def shared_memory_of_cta() -> int:
+    """Returns the bytes of shared memory that a CTA may use on the traced architecture.
 
     An architecture that is not listed has at least the smallest of the listed sizes.
     """
-    return _SHARED_MEMORY.get(architecture(), min(_SHARED_MEMORY.values())) - RESERVED
+    return _SHARED_MEMORY.get(architecture(), min(_SHARED_MEMORY.values()))
+
+
+def shared_memory() -> int:
+    """Returns the bytes of shared memory that a CTA's buffers may take."""
+    return shared_memory_of_cta() - RESERVED
 
 
 def shared_memory_of_multiprocessor() -> int:
     """Returns the bytes of a multiprocessor's shared memory, for the buffers of all its CTAs and 1 KiB for each CTA."""
-    return shared_memory() + RESERVED + _KIB
+    return shared_memory_of_cta() + _KIB
 
 
 def has_copy_engine() -> bool:

@@ -14,6 +14,7 @@ from detjax.operands.numerics import ceil_div
 from detjax.pallas.hopper.mosaic import no_twin, primitive, with_twin
 from detjax.pallas.hopper.mosaic.layouts import NUMBER
 from detjax.pallas.hopper.mosaic.registers import int32, offset_address
+from detjax.pallas.mma.device import has_copy_engine
 
 _CACHE_LINE = 128
 """Bytes."""
@@ -58,6 +59,14 @@ def _plain_meet() -> None:
 def meet() -> None:
     """Makes all threads of the warpgroup wait for one another; unlike `commit_smem` it waits for no load."""
     mgpu.warpgroup_barrier()
+
+
+def commit_smem() -> None:
+    """Makes the threads' stores to shared memory visible to all of them, and to the copy engine if there is one."""
+    if has_copy_engine():
+        plgpu.commit_smem()
+    else:
+        meet()
 
 
 def _plain_prefetch(ref: Any, part: Array, *, parts: int, threads: int) -> None:
