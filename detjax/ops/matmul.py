@@ -21,7 +21,7 @@ from detjax.ops.quantized_matmul import quantized_matmul
 from detjax.runtime import compilation, fusions
 from detjax.runtime.device_links import DeviceLinks
 
-_MATMUL = Operation("matmul", backend_modules("matmul"))
+_MATMUL = Operation("matmul", backend_modules("matmul", mma="mma"))
 
 
 @compilation.jit(static_argnames=("layout", "activation", "gated", "clamp", "soft_cap", "out_dtype"))
