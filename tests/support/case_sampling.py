@@ -67,7 +67,7 @@ def ci_cases(items: Sequence[pytest.Item]) -> set[pytest.Item]:
     for name, cases in tests.items():
         mark = cases[0].get_closest_marker("sampled")
         # On a machine with the device, all tests that need it run.
-        if cases[0].get_closest_marker("hopper"):
+        if any(cases[0].get_closest_marker(device) for device in ("hopper", "mma")):
             chosen.update(cases)
             continue
         small = [case for case in cases if not case.get_closest_marker("nightly")]

@@ -19,22 +19,11 @@ from detjax.pallas.mma.attention import kernel
 from detjax.pallas.mma.attention.schedule import Schedule
 from tests.contract import emulation
 from tests.contract.emulation import Products
+from tests.pallas.mma.attention.requests import MmaRequests
 from tests.support import attention_contract
 from tests.support.attention_contract import as_read, narrow
-from tests.support.attention_requests import INTERPRETER, Requests, assert_close, causal_mask, mask_of_heads
+from tests.support.attention_requests import INTERPRETER, assert_close, causal_mask, mask_of_heads
 from tests.support.bits import assert_same_bits, same_bits
-
-
-class MmaRequests(Requests):
-    """Requests whose attention the kernel on `mma.sync` computes."""
-
-    kernels = mma_attention
-
-    def decode(self, start: np.ndarray, tokens: int, schedule: Any = None) -> list[np.ndarray]:
-        forward = functools.partial(
-            mma_attention.forward, masking=self.masking, with_normalizers=False, schedule=schedule
-        )
-        return self.rows_of_requests(detjax.jit(forward)(self.operands(start, tokens))[0], start)
 
 
 def in_steps(x: np.ndarray, w: np.ndarray) -> np.ndarray:
