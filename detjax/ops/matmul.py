@@ -17,7 +17,7 @@ from detjax.operands.quantized_weight import QuantizedWeight, widened
 from detjax.ops.adapters import Groups, adapted_product
 from detjax.ops.checks import check_dtype, check_product, check_quantized, check_shape, check_weights
 from detjax.ops.dispatch import Operation, backend_modules, one_by_one, with_vmap_rule
-from detjax.ops.quantized_matmul import quantized_matmul
+from detjax.ops.quantized_matmul import multiplies_codes, quantized_matmul
 from detjax.runtime import compilation, fusions
 from detjax.runtime.device_links import DeviceLinks
 
@@ -75,7 +75,6 @@ def matmul(  # noqa: PLR0913
     check_dtype("matmul", like=x, w=w)
     if isinstance(w, QuantizedWeight):
         check_quantized("matmul", w, layout)
-        w = w if w.is_computed else widened(w)
     out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
     check_product("matmul", layout, out_dtype, activation=activation, gated=gated, clamp=clamp, soft_cap=soft_cap)
     operands, epilogue = MatmulOperands(x, w, bias, residual), Epilogue(activation, gated, soft_cap, clamp)
@@ -84,7 +83,10 @@ def matmul(  # noqa: PLR0913
         "matmul", "residual", residual, (*x.shape[:-1], w.shape[-1 if layout == "kn" else -2]), "the result's shape"
     )
     if isinstance(w, QuantizedWeight):
-        return quantized_matmul(operands, bias_sum, epilogue=epilogue, out_dtype=out_dtype)
+        # The format of a weight with plain activations is a schedule: widening ahead gives the same bits.
+        if multiplies_codes(operands, out_dtype):
+            return quantized_matmul(operands, bias_sum, epilogue=epilogue, out_dtype=out_dtype)
+        operands = operands._replace(w=widened(w))
     options = {"layout": layout, "epilogue": epilogue, "out_dtype": out_dtype}
     sums = w_sum, bias_sum
     return _MATMUL.call(lambda operands, **options: _matmul(operands, sums, **options), operands, **options)

@@ -1,4 +1,4 @@
-"""Matrix products of activations that are quantized row by row with weights of e4m3 numbers, under contract."""
+"""Matrix products with quantized weights that kernels read in codes, under contract."""
 
 import functools
 from typing import Any, Final
@@ -10,16 +10,26 @@ from jaxtyping import Array, Float
 from detjax.operands.options import Epilogue
 from detjax.operands.products import GroupedOperands, MatmulOperands
 from detjax.ops.dispatch import Operation, backend_modules, one_by_one, with_vmap_rule
+from detjax.runtime import fusions
 
 _MODULES: Final = backend_modules("quantized_matmul", kernels=("hopper",))
 _MATMUL: Final = Operation("quantized_matmul", _MODULES)
 _GROUPED: Final = Operation("quantized_grouped_matmul", _MODULES)
 
 
+def multiplies_codes(operands: MatmulOperands, out_dtype: jnp.dtype) -> bool:
+    """Returns whether a product must, or can, be computed from the codes of its weight, not from a widened weight."""
+    if operands.w.is_computed:
+        return True
+    module = _MATMUL.module()
+    can = hasattr(module, "takes_codes") and not fusions.is_unfused("matmul_epilogue")
+    return can and module.takes_codes(operands, out_dtype)
+
+
 def quantized_matmul(
     operands: MatmulOperands, bias_sum: Array | None, *, epilogue: Epilogue, out_dtype: jnp.dtype
 ) -> Float[Array, "*B N"]:
-    """Returns the product with a computed `QuantizedWeight` for `ops.matmul`, which has checked its arguments."""
+    """Returns the product for `ops.matmul`, which has checked its arguments, if `multiplies_codes` holds."""
 
     def under_contract(operands: MatmulOperands, **options: Any) -> Array:
         return _matmul(operands, bias_sum, *options.values())

@@ -17,6 +17,7 @@ from detjax.operands.options import Epilogue
 from detjax.operands.products import GroupedOperands, MatmulOperands
 from detjax.operands.quantized_weight import QuantizedWeight, scales_of, widened
 from detjax.operands.rounding import rounded
+from detjax.portable.matmul import backward as plain_backward
 from detjax.portable.matmul import gradient_of_sums, input_gradient
 from detjax.portable.tiles import (
     dot,
@@ -109,6 +110,11 @@ def backward(
 ) -> tuple[Array, Array | None]:
     """Returns the gradients of x and of the bias, or its next sum if it has one; see `contract`."""
     x, w, bias, _ = operands
+    if not w.is_computed:
+        # Backends that multiply codes with plain rows may leave the gradients to this one.
+        dense = operands._replace(w=widened(w))
+        dx, _, dbias = plain_backward(dense, dy, (None, bias_sum), layout="nk", epilogue=epilogue)
+        return dx, dbias
 
     def accumulator_gradient(rows: tuple[Array, Array], shared: _Shared) -> Array:
         x, dy = rows

@@ -47,13 +47,18 @@ def shared_registers(*counts: int) -> tuple[int, ...]:
     Raises:
         ValueError: the counts add up to more than the CTA's registers.
     """
-    initial = _REGISTERS // (len(counts) * WARPGROUP) // _REGISTER_UNIT * _REGISTER_UNIT
+    initial = registers_at_start(len(counts))
     if sum(counts) > len(counts) * initial:
         raise ValueError(
             f"shared_registers: {counts} add up to {sum(counts)} for the {len(counts)} warpgroups of a CTA; accepted: "
             f"up to {len(counts) * initial}, since a thread starts with {initial}"
         )
     return counts
+
+
+def registers_at_start(warpgroups: int) -> int:
+    """Returns the registers with which each thread of a CTA of `warpgroups` warpgroups starts."""
+    return _REGISTERS // (warpgroups * WARPGROUP) // _REGISTER_UNIT * _REGISTER_UNIT
 
 
 def multiprocessors() -> int:

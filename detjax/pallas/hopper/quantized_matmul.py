@@ -1,7 +1,9 @@
-"""Products of quantized activations and e4m3 weights on Hopper GPUs: a product of bfloat16 for each block of columns.
+"""Products with quantized weights on Hopper GPUs.
 
-bfloat16 holds e4m3 numbers exactly, so the kernel of `matmul` adds a block's products in a fresh accumulator, and its
-bits do not depend on the number of rows. Everything else is elementwise.
+Plain activations: a kernel widens codes on the chip, with the bits of a product with the widened weight. Quantized
+activations and e4m3 weights: a product of bfloat16 for each block of columns. bfloat16 holds e4m3 numbers exactly, so
+the kernel of `matmul` adds a block's products in a fresh accumulator, and its bits do not depend on the number of rows.
+Everything else is elementwise.
 """
 
 from collections.abc import Callable
@@ -15,10 +17,11 @@ from detjax.contract import ACCUMULATOR, FP8_BLOCK
 from detjax.operands.numerics import flat_rows, round_up
 from detjax.operands.options import Epilogue
 from detjax.operands.products import GroupedOperands, MatmulOperands
-from detjax.operands.quantized_weight import QuantizedWeight, scales_of
+from detjax.operands.quantized_weight import QuantizedWeight, scales_of, widened
 from detjax.operands.rounding import rounded
 from detjax.pallas.hopper import grouped_matmul as grouped
 from detjax.pallas.hopper import matmul as plain
+from detjax.pallas.hopper.quantized.packed import packed_plan, packed_product
 from detjax.portable.quantized_matmul import gradients, grouped_gradients, quantized_rows
 from detjax.portable.tiles import sealed
 
@@ -32,9 +35,19 @@ type _ByRow = Callable[[Array], Array]
 """A function of numbers of outputs, `[..., N]`, that returns them for each row, or `[1, N]` for all rows."""
 
 
+def takes_codes(operands: MatmulOperands, out_dtype: DTypeLike) -> bool:
+    """Returns whether a kernel multiplies plain rows with the codes of the weight, rather than with a widened one."""
+    return packed_plan(operands, out_dtype=out_dtype) is not None
+
+
 def forward(operands: MatmulOperands, *, epilogue: Epilogue, out_dtype: DTypeLike) -> Array:
     """Returns rows `[*B, N]` for rows `[*B, K]`; see `detjax.ops.matmul` for the operands and options."""
-    x, _, bias, residual = operands
+    x, w, bias, residual = operands
+    if not w.is_computed:
+        plan = packed_plan(operands, out_dtype=out_dtype)
+        if plan is None:
+            return plain.forward(operands._replace(w=widened(w)), layout="nk", epilogue=epilogue, out_dtype=out_dtype)
+        return packed_product(operands, plan, epilogue=epilogue, out_dtype=out_dtype)
     sums, flat_residual = _sums(operands), None if residual is None else flat_rows(residual)
     y = plain.apply_epilogue(sums, _biases(bias, len(sums)), flat_residual, epilogue=epilogue, out_dtype=out_dtype)
     return y.reshape(*x.shape[:-1], y.shape[-1])
@@ -44,6 +57,10 @@ def backward(
     operands: MatmulOperands, dy: Array, bias_sum: Array | None = None, *, epilogue: Epilogue
 ) -> tuple[Array, Array | None]:
     """Returns the gradients of x and of the bias, or its next sum if it has one; see `contract`."""
+    if not operands.w.is_computed:
+        dense = operands._replace(w=widened(operands.w))
+        dx, _, dbias = plain.backward(dense, dy, (None, bias_sum), layout="nk", epilogue=epilogue)
+        return dx, dbias
     sums = _sums(operands)
     biased = _biased(sums, _biases(operands.bias, len(sums)), operands.x.dtype)
     return gradients(operands, _gradient_of_sums(biased, flat_rows(dy), epilogue), bias_sum)

@@ -93,7 +93,7 @@ def product(
     if operands.start is None:
         return kernel(*arrays)[0][:m, :n]
     assert epilogue == Epilogue() and len(arrays) == 2 and problem.out_dtype == ACCUMULATOR
-    sums = jax.new_ref(_padded(operands.start, (problem.m, problem.n)))
+    sums = jax.new_ref(padded(operands.start, (problem.m, problem.n)))
     kernel(*arrays, sums)
     return jax.freeze(sums)[:m, :n]
 
@@ -120,11 +120,11 @@ def shared_product(
     if problem.n != n or (schedule := shared_schedule(problem)) is None:
         return None
     stacked = w.reshape(-1, *w.shape[-2:])
-    arrays = [_padded(x, (problem.m, problem.k)), _padded(stacked, (stacked.shape[0], n, problem.k))]
+    arrays = [padded(x, (problem.m, problem.k)), padded(stacked, (stacked.shape[0], n, problem.k))]
     if bias is not None:
         arrays.append(bias.reshape(-1, n))
     if residual is not None:
-        arrays.append(_padded(residual, (problem.m, peers.devices * n)))
+        arrays.append(padded(residual, (problem.m, peers.devices * n)))
     kernel = _kernel(Plan(problem, schedule), epilogue, peers)
     return kernel(*arrays, peers.addresses, peers.number)[0][: x.shape[0]]
 
@@ -189,19 +189,19 @@ def _prepared(
     schedule = schedule or default_schedule(problem)
     schedule.check(problem)
     arrays = [
-        _padded(x, (problem.m, problem.k) if token_layout == "mk" else (problem.k, problem.m)),
-        _padded(stacked, (weights, problem.n, problem.k) if layout == "nk" else (weights, problem.k, problem.n)),
+        padded(x, (problem.m, problem.k) if token_layout == "mk" else (problem.k, problem.m)),
+        padded(stacked, (weights, problem.n, problem.k) if layout == "nk" else (weights, problem.k, problem.n)),
     ]
     if bias is not None:
-        arrays.append(_padded(bias.reshape(weights, n), (weights, problem.n)))
+        arrays.append(padded(bias.reshape(weights, n), (weights, problem.n)))
     if residual is not None:
-        arrays.append(_padded(residual, (problem.m, problem.n)))
+        arrays.append(padded(residual, (problem.m, problem.n)))
     if experts is not None:
         arrays.append(experts)
     return problem, schedule, arrays, (m, n)
 
 
-def _padded(array: Array, shape: tuple[int, ...]) -> Array:
+def padded(array: Array, shape: tuple[int, ...]) -> Array:
     """Returns the array with zeros appended up to the shape."""
     return jnp.pad(array, [(0, target - size) for size, target in zip(array.shape, shape, strict=True)])
 
@@ -227,7 +227,7 @@ def _kernel(plan: Plan, epilogue: Epilogue, peers: Peers | None = None) -> Calla
         bias = rest.pop(0) if problem.bias_dtype is not None else None
         residual = rest.pop(0) if problem.residual_dtype is not None else None
         operands = Operands(x, w, bias, residual, peers=shared, experts=experts)
-        _Cta(plan, epilogue, operands, (y, z), _Scratch(**scratch)).run()
+        Cta(plan, epilogue, operands, (y, z), Scratch(**scratch)).run()
 
     results = 0 if problem.continues else 1 + problem.kept_sums
     return plgpu.kernel(
@@ -239,13 +239,13 @@ def _kernel(plan: Plan, epilogue: Epilogue, peers: Peers | None = None) -> Calla
         cluster_names=("cm", "cn"),
         num_threads=schedule.warpgroups + 1,
         thread_name="warpgroup",
-        scratch_types=_scratch_types(plan),
+        scratch_types=scratch_types(plan),
         kernel_name="matmul",
     )
 
 
 @dataclasses.dataclass(frozen=True)
-class _Scratch:
+class Scratch:
     """Buffers in a CTA's shared memory, and its barriers."""
 
     rows: Any
@@ -268,8 +268,8 @@ class _Scratch:
     """Barriers of the biases, one for each warpgroup."""
 
 
-def _scratch_types(plan: Plan) -> dict[str, Any]:
-    """Returns the types of buffers and barriers, by their names in `_Scratch`."""
+def scratch_types(plan: Plan) -> dict[str, Any]:
+    """Returns the types of buffers and barriers, by their names in `Scratch`."""
     problem, s = plan.problem, plan.schedule
     shared_axes = tuple(axis for axis, size in (("cm", s.cluster_m), ("cn", s.cluster_n)) if size > 1)
     # A multicast copy writes the same stage in every CTA that shares the operand. So before it is issued, the consumers
@@ -305,14 +305,14 @@ def _scratch_types(plan: Plan) -> dict[str, Any]:
     return scratch
 
 
-class _Cta:
+class Cta:
     """One CTA: a producer warp that fills the pipeline, and warpgroups that multiply and store.
 
     It computes every `plan.clusters`-th tile, starting at its cluster's index.
     """
 
     def __init__(
-        self, plan: Plan, epilogue: Epilogue, operands: Operands, results: tuple[Any, list[Any]], scratch: _Scratch
+        self, plan: Plan, epilogue: Epilogue, operands: Operands, results: tuple[Any, list[Any]], scratch: Scratch
     ) -> None:
         self.plan, self.epilogue = plan, epilogue
         self.operands = operands
@@ -387,7 +387,7 @@ class _Cta:
                 def _() -> None:
                     plgpu.barrier_wait(consumed.at[slot])
 
-                self.load_stage(m, n, k_step * plan.tile_k, slot)
+                self.load_stage(m, n, k_step, slot)
 
         steps = self.tiles * plan.k_steps
 
@@ -403,10 +403,10 @@ class _Cta:
             return part
         return self.operands.experts[lax.div(m, jnp.int32(self.plan.schedule.tile_m))] * self.plan.problem.parts + part
 
-    def load_stage(self, m: Array, n: Array, k: Array, slot: Array) -> None:
+    def load_stage(self, m: Array, n: Array, k_step: Array, slot: Array) -> None:
         """Starts the copies of one step of K: one for each part of both operands, or one per warpgroup."""
         plan, loaded = self.plan, self.scratch.loaded.at[slot]
-        k_slice = pl.ds(k, plan.tile_k)
+        k_slice = pl.ds(k_step * plan.tile_k, plan.tile_k)
 
         def weights(part: int, first: Array, size: int) -> Any:
             w, outputs, index = self.operands.w, pl.ds(first, size), self.weight(m, part)
@@ -519,7 +519,7 @@ class _Output:
     `arrays` are the other devices' results, if they share it; see `open_results`.
     """
 
-    def __init__(self, cta: _Cta, m: Array, n: Array, arrays: tuple[Array, ...]) -> None:
+    def __init__(self, cta: Cta, m: Array, n: Array, arrays: tuple[Array, ...]) -> None:
         self.plan, self.epilogue, self.scratch = cta.plan, cta.epilogue, cta.scratch
         self.bias, self.residual = cta.operands.bias, cta.operands.residual
         self.y, self.z, self.weight = cta.y, cta.z, cta.weight

@@ -1,0 +1,322 @@
+"""The primitive that widens a tile of codes in shared memory to the matrix unit's operand, rounding each number once.
+
+A thread takes eight neighbouring columns at a time: it loads their codes and their scale, and stores 16 bytes. A
+quarter of a warp so stores a whole swizzled line, which is free of bank conflicts. The hardware converts integers at a
+quarter of the speed of other instructions, so a code is placed into the bits of a power of two instead.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import math
+from typing import Any, Final
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.experimental.mosaic.gpu import utils as mgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
+
+from detjax.contract import ACCUMULATOR
+from detjax.operands.quantized_weight import INT4_ZERO, CodeNumbers
+from detjax.pallas.hopper.device import SWIZZLE_BYTES
+from detjax.pallas.hopper.mosaic import primitive
+from detjax.pallas.hopper.mosaic.layouts import swizzled, swizzled_lines
+from detjax.pallas.hopper.mosaic.registers import i32, int32, warp_and_lane
+
+LINE: Final = SWIZZLE_BYTES // 2
+"""Widened numbers of a swizzled line."""
+
+SCALE_BYTES: Final = 16
+"""Bytes of scales that the copy engine loads at least for each row."""
+
+_VECTOR: Final = 8
+"""Neighbouring columns that a thread widens at once."""
+
+_WARPS: Final = 4
+_ROWS_OF_WARP: Final = 8
+"""Rows of a line that a warp widens in turn: four at a time, each by eight threads."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Codes:
+    """The packed arrays of a weight: what a kernel depends on.
+
+    Attributes:
+        numbers: the numbers of codes.
+        group: consecutive columns that share a scale.
+        scale_dtype: dtype of the scales, a floating-point one.
+        has_zeros: whether integers have zero points, from 0 to 16, other than `INT4_ZERO`.
+    """
+
+    numbers: CodeNumbers
+    group: int
+    scale_dtype: jnp.dtype
+    has_zeros: bool
+
+    @property
+    def bits(self) -> int:
+        """Bits of a code."""
+        return 8 if self.numbers == "e4m3" else 4
+
+    def row_bytes(self, columns: int) -> int:
+        """Returns the bytes of a row of codes."""
+        return columns * self.bits // 8
+
+    def groups(self, columns: int) -> int:
+        """Returns the groups of a tile's columns."""
+        return max(1, columns // self.group)
+
+    def box(self, columns: int, itemsize: int) -> int:
+        """Returns the groups that are copied for a tile: its columns' groups, in whole units of the copy engine."""
+        return -(-self.groups(columns) * itemsize // SCALE_BYTES) * SCALE_BYTES // itemsize
+
+    def transforms(self, columns: int) -> tuple[Any, ...]:
+        """Returns the transforms by which a tile of codes lies in shared memory."""
+        row = self.row_bytes(columns)
+        return swizzled_lines(row, 1) if row == SWIZZLE_BYTES else ()
+
+
+def _plain_widen(codes: Any, scales: Any, target: Any, zeros: Any = None, *, packing: Codes) -> None:
+    columns = target.shape[1]
+
+    def by_column(values: Any) -> Array:
+        values = values[...][:, : packing.groups(columns)]
+        return jnp.repeat(values, columns // values.shape[1], axis=1)
+
+    packed = codes[...]
+    if packing.numbers == "e4m3":
+        numbers = lax.bitcast_convert_type(packed, jnp.float8_e4m3fn).astype(ACCUMULATOR)
+    else:
+        nibbles = jnp.stack([packed & 15, packed >> 4], axis=2).reshape(packed.shape[0], columns)
+        nibbles = nibbles.astype(jnp.int32)
+        if packing.numbers == "e2m1":
+            exponent, fraction = (nibbles >> 1) & 3, nibbles & 1
+            doubled = jnp.where(exponent == 0, fraction, lax.shift_left(2 + fraction, jnp.maximum(exponent - 1, 0)))
+            numbers = doubled.astype(ACCUMULATOR) * jnp.where(nibbles < 8, np.float32(0.5), np.float32(-0.5))
+        else:
+            zero = INT4_ZERO if zeros is None else by_column(zeros).astype(jnp.int32)
+            numbers = (nibbles - zero).astype(ACCUMULATOR)
+    products = numbers * by_column(scales).astype(ACCUMULATOR)
+    target[pl.ds(0, packed.shape[0])] = lax.optimization_barrier(products).astype(target.dtype)
+
+
+def _types(codes: Any, scales: Any, target: Any, zeros: Any = None, *, packing: Codes) -> tuple[Any, ...]:
+    refs = [plgpu.RefType(packing.transforms(target.shape[1])), plgpu.RefType(), plgpu.RefType(swizzled(LINE))]
+    return tuple(refs if zeros is None else [*refs, plgpu.RefType()])
+
+
+@primitive(twin=_plain_widen, args=_types)
+def widen(codes: Any, scales: Any, target: Any, zeros: Any = None, *, packing: Codes) -> None:
+    """Stores the widened numbers of a tile; the matrix unit sees them once shared memory is committed.
+
+    Args:
+        codes: `[rows, bytes]` in shared memory, with the transforms that `packing` gives; rows come in eights.
+        scales: `[rows, groups]`, the first of them of the tile's first column.
+        target: numbers `[rows or more, columns]` in swizzled lines; columns are 1, 2 or 4 lines.
+        zeros: zero points `[rows, groups]`, bytes.
+        packing: the meaning of the arrays.
+    """
+    _, lines, _, _ = target.type.shape
+    (down, across, _, _), _ = target.type.get_strides_and_offset()
+    columns = lines * LINE
+    row_bytes = packing.row_bytes(columns)
+    rows = _elements(codes) // row_bytes
+    warp, lane = warp_and_lane()
+    line = arith.remui(warp, int32(lines))
+    row = _sum(_scaled(arith.divui(warp, int32(lines)), _ROWS_OF_WARP), arith.divui(lane, int32(_VECTOR)))
+    chunk = arith.remui(lane, int32(_VECTOR))
+    column = _sum(_scaled(line, LINE), _scaled(chunk, _VECTOR))
+    code_bytes = packing.row_bytes(_VECTOR)
+    code_column = arith.divui(_scaled(column, packing.bits), int32(8))
+    group = int32(0) if packing.group >= columns else arith.divui(column, int32(packing.group))
+    bases = [_address(ref) for ref in (codes, scales, target)]
+    arithmetic = _arithmetic(packing, target.type.element_type)
+
+    def widen_vector(first: int, half: int) -> None:
+        this_row = _sum(row, int32(first + half * _ROWS_OF_WARP // 2))
+        in_eight = arith.remui(this_row, int32(8))
+        # The hardware's swizzle: chunk c of 16 bytes of row r is at chunk c ^ r.
+        swizzle = _scaled(in_eight, 16)
+        at = arith.xori(code_column, swizzle) if row_bytes == SWIZZLE_BYTES else code_column
+        words = _load_words(_sum(bases[0], _scaled(this_row, row_bytes), at), code_bytes // 4)
+        scale = _load_group(bases[1], scales, this_row, group)
+        zero = None if zeros is None else _load_group(_address(zeros), zeros, this_row, group)
+        pairs = arithmetic.products(words, scale, zero)
+        place = _sum(
+            bases[2],
+            _scaled(arith.divui(this_row, int32(8)), 2 * down),
+            _scaled(in_eight, SWIZZLE_BYTES),
+            _scaled(line, 2 * across),
+            arith.xori(_scaled(chunk, 16), swizzle),
+        )
+        llvm.store(vector.from_elements(ir.VectorType.get((4,), i32()), pairs), _pointer(place))
+
+    step = _ROWS_OF_WARP * _WARPS // lines
+    for first in range(0, rows, step):
+        # Warps whose rows are beyond the tile's end would read other arrays.
+        is_whole = first + step <= rows
+        present = arith.cmpi(arith.CmpIPredicate.ult, row, int32(rows - first))
+        with contextlib.nullcontext() if is_whole else mgpu.when(present):
+            for half in range(2):
+                widen_vector(first, half)
+
+
+# --- addresses --------------------------------------------------------------------------------------------------------
+
+
+def _elements(ref: Any) -> int:
+    return math.prod(ref.type.shape)
+
+
+def _address(ref: Any) -> Any:
+    return llvm.ptrtoint(i32(), mgpu.memref_ptr(ref))
+
+
+def _pointer(address: Any) -> Any:
+    return llvm.inttoptr(ir.Type.parse("!llvm.ptr<3>"), address)
+
+
+def _scaled(value: Any, factor: int) -> Any:
+    return arith.muli(value, int32(factor))
+
+
+def _sum(*values: Any) -> Any:
+    return functools.reduce(arith.addi, values)
+
+
+def _load_words(address: Any, count: int) -> list[Any]:
+    if count == 1:
+        return [llvm.load(i32(), _pointer(address))]
+    words = llvm.load(ir.VectorType.get((count,), i32()), _pointer(address))
+    return [vector.extract(words, dynamic_position=[], static_position=[i]) for i in range(count)]
+
+
+def _load_group(base: Any, ref: Any, row: Any, group: Any) -> Any:
+    """Loads one number of an array `[rows, groups]`."""
+    dtype, (_, groups) = ref.type.element_type, ref.type.shape
+    size = mgpu.bytewidth(dtype)
+    place = _scaled(_sum(_scaled(row, groups), group), size)
+    return llvm.load(dtype, _pointer(_sum(base, place)))
+
+
+# --- arithmetic -------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Constants:
+    """Constants of a 2-byte dtype, as the bits of two numbers in a word.
+
+    Attributes:
+        name: the dtype's name in PTX.
+        power: a power of two whose last bits count in steps of 1, twice.
+        e2m1_shifts: factors that shift the codes of a byte to the bits of their exponent and fraction.
+        e2m1_mask: these bits.
+        e2m1_power: the power of two that a number with these bits lacks, twice.
+    """
+
+    name: str
+    power: int
+    e2m1_shifts: int
+    e2m1_mask: int
+    e2m1_power: int
+
+
+_BF16: Final = _Constants("bf16", 0x43004300, 0x00040040, 0x01C001C0, 0x7E807E80)
+_F16: Final = _Constants("f16", 0x64006400, 0x00200200, 0x0E000E00, 0x74007400)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Arithmetic:
+    """The instructions that make numbers of codes, two in a word."""
+
+    packing: Codes
+    constants: _Constants
+
+    def products(self, words: list[Any], scale: Any, zero: Any) -> list[Any]:
+        """Returns four words with the widened numbers of eight columns."""
+        if self.packing.numbers == "e4m3":
+            halves = [arith.trunci(_i16(), arith.shrui(w, int32(16 * i))) for w in words for i in range(2)]
+            pairs = [_ptx("cvt.rn.f16x2.e4m3x2 $0, $1;", half) for half in halves]
+            return self._rounded([(_from_half(pair, 0), _from_half(pair, 1)) for pair in pairs], scale)
+        if self.packing.numbers == "e2m1":
+            pairs = [self._e2m1(words[0], byte) for byte in range(4)]
+        else:
+            high, powers = arith.shrui(words[0], int32(4)), self._negative_powers(zero)
+            pairs = [self._int4(words[0], high, byte, powers) for byte in range(4)]
+        name = self.constants.name
+        # A product of two numbers of the result's dtype is rounded once. Other scales take float32, where the product
+        # is rounded as when weights are widened at load.
+        if str(scale.type) == name:
+            twice = _twice(arith.bitcast(_i16(), scale))
+            return [_ptx(f"mul.rn.{name}x2 $0, $1, $2;", pair, twice) for pair in pairs]
+        return self._rounded([self._in_float32(pair) for pair in pairs], scale)
+
+    def _int4(self, word: Any, high: Any, byte: int, negative_powers: Any) -> Any:
+        """Returns the two integers of a byte, less their zero points; `high` is the word shifted by four bits."""
+        spread = _permuted(word, high, byte, byte, 4 + byte, 4 + byte)
+        bits = arith.ori(arith.andi(spread, int32(0x000F000F)), int32(self.constants.power))
+        return _ptx(f"add.rn.{self.constants.name}x2 $0, $1, $2;", bits, negative_powers)
+
+    def _negative_powers(self, zero: Any) -> Any:
+        """Returns -(power + zero point), twice, which is exact as the zero point is less than the power."""
+        negative = self.constants.power | 0x80008000
+        if zero is None:
+            return int32(negative | INT4_ZERO * 0x00010001)
+        return arith.ori(_twice(arith.extui(_i16(), zero)), int32(negative))
+
+    def _e2m1(self, word: Any, byte: int) -> Any:
+        constants = self.constants
+        alone = _permuted(word, int32(0), byte, 4, 4, 4)
+        magnitudes = arith.andi(arith.muli(alone, int32(constants.e2m1_shifts)), int32(constants.e2m1_mask))
+        signs = arith.andi(arith.muli(alone, int32(0x01001000)), int32(0x80008000))
+        bits = arith.ori(magnitudes, signs)
+        return _ptx(f"mul.rn.{constants.name}x2 $0, $1, $2;", bits, int32(constants.e2m1_power))
+
+    def _in_float32(self, pair: Any) -> tuple[Any, Any]:
+        if self.constants.name == "f16":
+            return _from_half(pair, 0), _from_half(pair, 1)
+        low, high = arith.shli(pair, int32(16)), arith.andi(pair, int32(0xFFFF0000))
+        return arith.bitcast(_f32(), low), arith.bitcast(_f32(), high)
+
+    def _rounded(self, pairs: list[tuple[Any, Any]], scale: Any) -> list[Any]:
+        wide = scale if scale.type == _f32() else arith.extf(_f32(), scale)
+        return [self._pair(*(arith.mulf(x, wide) for x in pair)) for pair in pairs]
+
+    def _pair(self, low: Any, high: Any) -> Any:
+        return _ptx(f"cvt.rn.{self.constants.name}x2.f32 $0, $1, $2;", high, low)
+
+
+def _arithmetic(packing: Codes, dtype: Any) -> _Arithmetic:
+    return _Arithmetic(packing, _BF16 if str(dtype) == "bf16" else _F16)
+
+
+def _f32() -> Any:
+    return ir.F32Type.get()
+
+
+def _i16() -> Any:
+    return ir.IntegerType.get_signless(16)
+
+
+def _ptx(text: str, *operands: Any) -> Any:
+    return mgpu.inline_ptx(text, *operands, result_types=i32())
+
+
+def _permuted(word: Any, other: Any, *places: int) -> Any:
+    """Returns a word of four bytes, the lowest first, each at a place 0 to 3 of a word, or 4 to 7 of the other."""
+    selector = sum(place << 4 * i for i, place in enumerate(places))
+    return _ptx("prmt.b32 $0, $1, $2, $3;", word, other, int32(selector))
+
+
+def _twice(half: Any) -> Any:
+    return arith.muli(arith.extui(i32(), half), int32(0x00010001))
+
+
+def _from_half(pair: Any, place: int) -> Any:
+    """Converts one of two float16 numbers of a word to float32."""
+    half = arith.trunci(_i16(), arith.shrui(pair, int32(16 * place)))
+    return arith.extf(_f32(), arith.bitcast(ir.F16Type.get(), half))
