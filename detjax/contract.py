@@ -6,7 +6,8 @@ call or on anything else that varies at run time, and no schedule may contradict
 here changes bits and raises `CONTRACT_VERSION`.
 
 Bits may differ between kinds of device: the contracts fix the order of additions, and the hardware fixes what one step
-of its matrix unit adds.
+of its matrix unit adds. On one GPU they may differ between backends: `wgmma` (Hopper) and `mma.sync.m16n8k16` (every
+NVIDIA GPU) both take K in steps of 16, but are different instructions. The backend is part of the fingerprint.
 
 In the formulas `rn` rounds to the nearest number, ties to even, in float32 unless another dtype is given.
 `fma(a, b, c)` is `a * b + c` with one rounding. Sums are kept in `ACCUMULATOR` and rounded once, when the result is

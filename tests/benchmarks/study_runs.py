@@ -380,6 +380,13 @@ def runs_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(result["share_counted"][0] > 0 for result in results if result["kind"] == "eagle3")
 
 
+def runs_every_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = run_small("every_gpu", tmp_path)
+    assert set(content["bits"].values()) == {True} and len(content["bits"]) == 3
+    assert [row["batch"] for row in content["steps"]] == [1, 2]
+    assert all(row["portable_flops"] > 0 for row in content["products"])
+
+
 def runs_draft_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     content = run_small("draft_bits", tmp_path)
     assert content["rounds"] == 1 and content["tokens_compared"] == sum(x["tokens"] for x in content["drafts"].values())
@@ -403,6 +410,7 @@ RUNS: Final[dict[str, Callable[[Path, pytest.MonkeyPatch], None]]] = {
     "digests": runs_digests,
     "draft_bits": runs_draft_bits,
     "drafts": runs_drafts,
+    "every_gpu": runs_every_gpu,
     "expert_schedules": runs_expert_schedules,
     "expert_launches": runs_expert_launches,
     "experts": runs_experts,

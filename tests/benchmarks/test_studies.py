@@ -31,6 +31,7 @@ STUDIES = (
     "digests",
     "draft_bits",
     "drafts",
+    "every_gpu",
     "expert_launches",
     "expert_schedules",
     "experts",

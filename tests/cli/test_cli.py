@@ -100,6 +100,7 @@ def test_fingerprint_is_json_with_its_digest(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("DETJAX_BACKEND", "stock")
     assert json.loads(run("fingerprint").stdout)["backend"] == "stock"
     assert json.loads(run("fingerprint", "--backend", "portable").stdout)["backend"] == "portable"
+    assert json.loads(run("fingerprint", "--backend", "mma").stdout)["backend"] == "mma"
 
 
 def test_generate_prints_the_text_alone(checkpoint: Path) -> None:
@@ -229,7 +230,7 @@ def test_chat_wraps_the_prompt_in_the_template(generating: Generating) -> None:
         (("--seed", -1), "seed is -1; accepted: "),
         (("--logprobs", -1), "top_logprobs is -1; accepted: "),
         (("--stop", ""), "stop is ('',); accepted: "),
-        (("--backend", "cuda"), "'cuda' is not a backend; accepted: hopper, tpu, portable, stock"),
+        (("--backend", "cuda"), "'cuda' is not a backend; accepted: hopper, mma, tpu, portable, stock"),
         (("--dtype", "int8"), "int8"),
         (("--tensor-parallel", 1000), "tensor is 1000 and expert is 1; accepted: "),
         (("--kv-cache-dtype", "int4"), "--kv-cache-dtype is 'int4'; accepted: int8, fp8_e4m3, q4_0"),
@@ -685,7 +686,7 @@ def test_demo_with_several_answers_of_detjax_ends_with_code_1(
         (("--prompt", ""), "the prompt is empty"),
         (
             ("--backend", "stock"),
-            "the backend is 'stock', the baseline of the demo; accepted: hopper, tpu, portable",
+            "the backend is 'stock', the baseline of the demo; accepted: hopper, mma, tpu, portable",
         ),
         (("--backend", "cuda"), "'cuda' is not a backend"),
         (("--dtype", "int8"), "int8"),
