@@ -1,6 +1,7 @@
 """Programs of drafters: they are compiled before the first request, kept on disk, and not compiled at a later start."""
 
 import itertools
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,7 @@ def answers(loop: StepLoop, model: Decoder) -> list[Any]:
     return [sample.completion() for sample in samples]
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "draft_model"])
+@pytest.mark.parametrize("kind", ["eagle3", pytest.param("draft_model", marks=pytest.mark.nightly)])
 def test_a_later_start_compiles_none_of_the_programs_and_has_the_same_bits(
     kind: str, model: Decoder, tmp_path: Path
 ) -> None:
@@ -93,26 +94,25 @@ def test_a_later_start_compiles_none_of_the_programs_and_has_the_same_bits(
     assert loop.drafting is not None and loop.drafting.proposed > 5
 
 
-@pytest.mark.nightly
-def test_devices_that_share_a_model_take_programs_that_were_compiled_in_advance() -> None:
-    run_on_devices(__name__, devices=2)
+@pytest.mark.parametrize("kind", ["eagle3", pytest.param("draft_model", marks=pytest.mark.nightly)])
+def test_devices_that_share_a_model_take_programs_that_were_compiled_in_advance(kind: str) -> None:
+    run_on_devices(__name__, kind, devices=2)
 
 
-def main() -> None:
+def main(kind: str) -> None:
     """Compares drafts on two devices with answers of one device, with programs compiled in advance."""
     alone = presets.decoder("tiny", 1)
     expected = answers(new_loop(alone, None, 4), alone)
     shared = sharded(alone, mesh_of(2))
-    for kind in ("eagle3", "draft_model"):
-        with tempfile.TemporaryDirectory() as folder:
-            loop = new_loop(shared, kind, 4, guesser_of(kind, shared, Path(folder)))
-        loop.warm_up(ProgramCompiler(processes=0))
-        with compiled_programs() as compiled:
-            assert answers(loop, shared) == expected
-        assert not [name for name in compiled if "_follow" in name or "_guess" in name or "_decode_run" in name]
-        assert loop.drafting is not None and loop.drafting.proposed > 5
+    with tempfile.TemporaryDirectory() as folder:
+        loop = new_loop(shared, kind, 4, guesser_of(kind, shared, Path(folder)))
+    loop.warm_up(ProgramCompiler(processes=0))
+    with compiled_programs() as compiled:
+        assert answers(loop, shared) == expected
+    assert not [name for name in compiled if "_follow" in name or "_guess" in name or "_decode_run" in name]
+    assert loop.drafting is not None and loop.drafting.proposed > 5
     print(ALL_HOLD)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])

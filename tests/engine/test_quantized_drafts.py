@@ -110,7 +110,9 @@ def check(samples: Seq[Sequence], plain: Seq[Sequence]) -> None:
         assert_same_bits(bits(sample), bits(expected))
 
 
-@pytest.mark.parametrize("quantization", ["q4_0", "int8", "fp8_e4m3"])
+@pytest.mark.parametrize(
+    "quantization", ["q4_0", *(pytest.param(kind, marks=pytest.mark.nightly) for kind in ("int8", "fp8_e4m3"))]
+)
 def test_guesses_change_no_bit_with_quantized_pages(model: Decoder, quantization: KVQuantization) -> None:
     plain = play(loop_of(model, quantization=quantization), model)
     loop = loop_of(model, NGRAM, quantization=quantization)
