@@ -15,11 +15,12 @@ import pytest
 import benchmarks
 import detjax
 from benchmarks.__main__ import main
-from benchmarks.studies import batch_bits, decode, noise
+from benchmarks.studies import batch_bits, decode, noise, quantized
 from benchmarks.studies.draft_bits.models import kinds
 from benchmarks.studies.training import measures as training
 from benchmarks.studies.true_on_policy import experiment as true_on_policy
 from detjax.bench import presets
+from detjax.operands.quantized_weight import widened
 from tests.support import commands, towers
 
 
@@ -164,6 +165,18 @@ def runs_norms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for result in results:
         kept = [value for name, value in result.items() if name.startswith("same_bits")]
         assert kept and all(kept)
+
+
+def runs_quantized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = run_small("quantized", tmp_path)
+    results = content["results"]
+    assert len(content["same_bits"]) == 14 and all(content["same_bits"].values())
+    assert list(results) == ["int4", "int4, widened", "fp8"] and results["int4"]["bits_of_widened"]
+    assert results["int4"]["weight_bytes"] < results["int4, widened"]["weight_bytes"]
+    with monkeypatch.context() as patch:
+        patch.setattr(quantized, "widened", lambda weight: 2 * widened(weight))
+        output = run("quantized", "--small", exit_code=1)
+    assert "int4: bits differ" in output and "bits of products differ" in output
 
 
 def runs_decode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -425,6 +438,7 @@ RUNS: Final[dict[str, Callable[[Path, pytest.MonkeyPatch], None]]] = {
     "on_policy, stock": runs_on_policy_stock,
     "portable": runs_portable,
     "processes": runs_processes,
+    "quantized": runs_quantized,
     "ready": runs_ready,
     "sleep": runs_sleep,
     "softmax_schedules": runs_softmax_schedules,

@@ -1,5 +1,5 @@
-"""Products with quantized weights on Hopper: kernels that read codes and scales from memory.
+"""Products with quantized weights on Hopper.
 
-`packed.py` multiplies plain activations with weights that are widened on the chip by `widening.py`; `promoted.py`
-multiplies e4m3 numbers and adds blocks of columns in float32 registers.
+The kernel in `packed.py` multiplies plain rows with weights that it reads in codes; `widening.py` widens these on the
+chip.
 """

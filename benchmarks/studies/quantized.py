@@ -1,0 +1,150 @@
+"""Decode steps of a model with quantized weights against the same model with plain weights: seconds, bits and memory.
+
+    python -m benchmarks quantized --out benchmarks/results/quantized-h200.json
+
+The weights of the layers are random codes of four bits and scales, then random codes of fp8 blocks with quantized
+activations. Logits of four bits must equal, in every bit, the logits of the widened weights, which are also the plain
+model whose time is compared. Before that, products with weights of every packed format are compared in the same way.
+Exit code 1 if a bit differs.
+"""
+
+import os
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import study as options
+from benchmarks.studies.decode import DecodeStep
+from benchmarks.study import Result, Run
+from detjax import ops
+from detjax.bench import presets
+from detjax.models import Decoder
+from detjax.models.network import parameters, part_with
+from detjax.operands.quantized_weight import CodeNumbers, QuantizedFormat, QuantizedWeight, widened
+
+FORMATS: Final[Mapping[str, dict[str, Any]]] = {
+    "int4": {"numbers": "int4"},
+    "fp8": {"numbers": "e4m3", "activations": "group"},
+}
+"""The measured formats, in groups of up to 128 columns; weights without quantized activations have a plain form."""
+
+PACKED: Final[tuple[tuple[CodeNumbers, str, int, bool, str], ...]] = (
+    ("int4", "bfloat16", 64, False, "bfloat16"),
+    ("int4", "float16", 32, True, "bfloat16"),
+    ("int4", "float16", 64, True, "float16"),
+    ("e2m1", "float32", 16, False, "bfloat16"),
+    ("e2m1", "bfloat16", 32, False, "bfloat16"),
+    ("e2m1", "float32", 32, False, "float16"),
+    ("e4m3", "float32", 64, False, "bfloat16"),
+)
+"""Packed formats whose products are compared: numbers, scales, columns of a group, zero points, dtype."""
+
+_LARGEST_GROUP: Final = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """The sizes of the measurements.
+
+    Attributes:
+        batches: numbers of requests. Each request decodes a token.
+        context: cached tokens per request.
+        steps: consecutive steps in a repetition.
+    """
+
+    batches: tuple[int, ...] = (1, 16, 64, 256)
+    context: int = 1056
+    steps: int = 20
+
+
+SMALL: Final = Sizes((1, 3), 70, 2)
+
+
+def drawn_weight(shape: tuple[int, ...], name: str, dtype: str, seed: int) -> QuantizedWeight:
+    """Returns random codes and scales of a weight `[..., N, K]`."""
+    *rows, columns = shape
+    group = min(_LARGEST_GROUP, columns)
+    described = QuantizedFormat(columns=columns, group=group, dtype=dtype, **FORMATS[name])
+    draw = np.random.default_rng(seed)
+    groups = -(-columns // group)
+    if described.numbers == "e4m3":
+        # Signs, and magnitudes below the code of NaN.
+        signs = draw.integers(0, 2, (*rows, columns), np.uint8)
+        codes = draw.integers(0, 127, (*rows, columns), np.uint8) | (signs << 7)
+        scales = draw.uniform(0.5, 1.5, (*rows, groups)).astype(np.float32) / np.float32(120 * columns**0.5)
+    else:
+        codes = draw.integers(0, 256, (*rows, columns // 2), np.uint8)
+        scales = (draw.uniform(0.5, 1.5, (*rows, groups)) / (4.6 * columns**0.5)).astype(jnp.bfloat16)
+    return QuantizedWeight(jnp.asarray(codes), jnp.asarray(scales), format=described)
+
+
+def products_with_same_bits(small: bool) -> dict[str, bool]:
+    """Returns whether products with codes have the bits of products with widened weights, by format and rows."""
+    n, k = (24, 128) if small else (1544, 1088)
+    draw, same = np.random.default_rng(0), {}
+    for numbers, scale_dtype, group, has_zeros, dtype in PACKED:
+        codes = draw.integers(0, 256, (n, k // 2), np.uint8)
+        if numbers == "e4m3":
+            codes = draw.standard_normal((n, k)).astype(jnp.float8_e4m3fn).view(np.uint8)
+        scales = draw.uniform(0.1, 2, (n, -(-k // group))).astype(jnp.dtype(scale_dtype))
+        zeros = draw.integers(0, 17, scales.shape, np.uint8) if has_zeros else None
+        described = QuantizedFormat(numbers, k, group, dtype)
+        w = jax.tree.map(jnp.asarray, QuantizedWeight(codes, scales, zeros, format=described))
+        plain = jax.jit(widened)(w)
+        for rows in (1, 17) if small else (1, 17, 64, 300, 1000):
+            x = jnp.asarray(draw.standard_normal((rows, k)), dtype)
+            packed, dense = (np.asarray(ops.matmul(x, weight, layout="nk")) for weight in (w, plain))
+            zeros_name = ", zero points" if has_zeros else ""
+            name = f"{numbers} in {group}s, {scale_dtype} scales{zeros_name}, {dtype}, {rows} rows"
+            same[name] = packed.tobytes() == dense.tobytes()
+    return same
+
+
+def with_weights(model: Decoder, name: str, *, plain: bool) -> Decoder:
+    """Replaces the matrices of a model's layers by random ones of a format, in codes or widened; returns the model."""
+    for seed, (path, weight) in enumerate(parameters(model).items()):
+        if path[0] != "layers" or weight.ndim < 2:
+            continue
+        drawn = drawn_weight(weight.shape, name, weight.dtype.name, seed)
+        getattr(part_with(model, path), path[-1]).set_value(jax.jit(widened)(drawn) if plain else drawn)
+    return model
+
+
+def measured(model: Decoder, sizes: Sizes) -> tuple[dict[str, Any], dict[int, np.ndarray]]:
+    """Returns the seconds of a step for each batch and the bytes of weights, and the logits of each batch."""
+    seconds, logits = {}, {}
+    for batch in sizes.batches:
+        step = DecodeStep.drawn(model, batch, sizes.context)
+        logits[batch] = np.asarray(step.program()(step.tokens))
+        seconds[batch] = step.seconds(sizes.steps)
+    size = sum(weight.nbytes for weight in parameters(model).values())
+    return {"seconds": seconds, "weight_bytes": size}, logits
+
+
+def study(run: Run, *, preset: options.Preset = "Qwen3-8B", layers: options.Layers = None) -> Result:
+    sizes, results, problems = SMALL if run.small else Sizes(), {}, []
+    preset, layers = ("tiny", 1) if run.small else (preset, layers)
+    products = products_with_same_bits(run.small)
+    problems += [] if all(products.values()) else ["bits of products differ"]
+    content = {"preset": preset, "layers": layers, "same_bits": products, "results": results}
+    for name, fields in FORMATS.items():
+        kinds = {name: False} | ({} if "activations" in fields else {f"{name}, widened": True})
+        logits = {}
+        for kind, plain in kinds.items():
+            model = with_weights(presets.decoder(preset, layers), name, plain=plain)
+            results[kind], logits[kind] = measured(model, sizes)
+            run.save(content)
+            del model
+        first, *others = logits.values()
+        for other in others:
+            equal = all(first[batch].tobytes() == other[batch].tobytes() for batch in sizes.batches)
+            results[name]["bits_of_widened"] = equal
+            problems += [] if equal else [f"{name}: bits differ from the bits of widened weights"]
+    return Result(content, "; ".join(problems))
