@@ -22,7 +22,7 @@ from detjax.pallas.hopper.mosaic.tiles import LANE_SUMS, block_sums, row_sums_of
 from tests.contract import emulation
 from tests.contract.emulation import AttentionOptions
 from tests.pallas.hopper import interpreter
-from tests.pallas.hopper.attention.test_contract import DEVICE, PRODUCTS
+from tests.support.attention_contract import DEVICE, PRODUCTS
 from tests.support.attention_requests import INTERPRETER, Requests, assert_close, in_the_interpreter, last_of
 from tests.support.bits import assert_same_bits
 
