@@ -40,7 +40,7 @@ class Option:
         panel: the help panel.
         minimum: the minimum value.
         accepted: the accepted names. A repeatable option defaults to all of them.
-        takes_several: whether a repeatable option may have several values at once, none of which begins with "-".
+        takes_several: whether a repeatable option may have several values at once. No value may begin with "-" then.
     """
 
     help: str = ""

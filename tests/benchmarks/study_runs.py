@@ -354,9 +354,9 @@ def runs_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         content = run_small("training", tmp_path, "--part", "steps", "--part", "gradients", "--part", "carried")
     assert content["steps"]["missing"] == {}
     assert content["steps"]["seconds"].keys() == {"detjax", "stock", "stock, head in chunks of 64"}
-    apart = training.step_of(training.SMALL, training.DETJAX)
-    assert len(apart["seconds"]) == training.SMALL.rounds
-    assert apart["first"] > 0
+    separate = training.step_of(training.SMALL, training.DETJAX)
+    assert len(separate["seconds"]) == training.SMALL.rounds
+    assert separate["first"] > 0
     assert content["carried"].keys() == {"carried", "fresh"}
     assert all(case["missing"] == {} for case in content["gradients"])
 

@@ -128,7 +128,7 @@ def steps(sizes: Sizes) -> dict[str, Any]:
     }
 
 
-def apart(sizes: Sizes) -> dict[str, Any]:
+def separate(sizes: Sizes) -> dict[str, Any]:
     """Returns what `step_of` returns of each rival, in a process of its own, and the ratio of the steps' times.
 
     Rivals whose states do not fit into the memory together cannot alternate.

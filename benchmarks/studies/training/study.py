@@ -5,13 +5,13 @@
 A step computes the gradients of all microbatches, updates float32 masters by AdamW, and rounds the next weights. Its
 rival is a JAX program without contracts: bfloat16 products with float32 sums, cuDNN's attention and backward pass,
 XLA's fusions, with all logits at once and in chunks. Both alternate; a step ends when the weights are ready. Large
-models are measured by `--part apart`, where each rival has a process of its own:
+models are measured by `--part separate`, where each rival has a process of its own:
 
-    python -m benchmarks training --part apart --preset Qwen3-8B --layers 12 --microbatches 2 \\
+    python -m benchmarks training --part separate --preset Qwen3-8B --layers 12 --microbatches 2 \\
       --sequences 4 --length 2048
 
-It reports the first step, which compiles, and the most memory, too. The bits
-of a step are compared over microbatches, padding, packing and rematerialization, on a model of two layers.
+It reports the first step, which compiles, and the most memory, too. The bits of a step are compared over microbatches,
+padding, packing and rematerialization, on a model of two layers.
 
 `--small` runs on a CPU in seconds.
 """
@@ -25,7 +25,7 @@ from benchmarks.study import Result, Run
 from detjax.bench import command_line
 from detjax.cli.options import Option
 
-PARTS = ("apart", "steps", "carried", "gradients", "bits")
+PARTS = ("separate", "steps", "carried", "gradients", "bits")
 
 
 def study(
@@ -42,7 +42,7 @@ def study(
     sizes = measures.SMALL if run.small else measures.Sizes(preset, layers, sequences, length, microbatches, shards)
     few = dataclasses.replace(sizes, layers=1 if run.small else 2, length=32 if run.small else 256)
     parts = {
-        "apart": lambda: measures.apart(sizes),
+        "separate": lambda: measures.separate(sizes),
         "bits": lambda: measures.bits(few, processes=2 if run.small else 8),
         "gradients": lambda: list(measures.gradient_times(sizes)),
         "carried": lambda: measures.carried_sums(sizes),

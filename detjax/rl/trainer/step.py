@@ -163,7 +163,7 @@ def _reduced(sums: Sums, placement: Placement) -> tuple[Flat, ...]:
 
 
 def _stays(total: WeightSums, placement: Placement) -> bool:
-    """Whether a gradient can lie where its sum lay: the only sum of one device, of a size that needs no padding."""
+    """Returns whether a gradient can lie where its sum lay: the only one, on one device, of a size without padding."""
     first, *others = (part for part in total if part is not None)
     return placement.count == 1 and not others and first.size % (placement.shards * LANES) == 0
 

@@ -193,7 +193,7 @@ def _shaped(placement: Placement, numbers: Array, like: jax.ShapeDtypeStruct) ->
 
 
 def _with_numbers(weights: Weights, numbers: Mapping[int, Array], placement: Placement) -> Weights:
-    """Returns weights, those of some indices with other numbers, and the others on every device of a placement."""
+    """Returns weights with other numbers at some indices, and the other weights on every device of a placement."""
 
     def weight(index: int, present: Any) -> Any:
         if index not in numbers:
