@@ -1,4 +1,4 @@
 """Kernels: one operation on one backend in each file.
 
-Read `hopper/matmul` or `tpu/matmul` first. The modules here are the functions that both chips share.
+Read `hopper/matmul`, `mma/matmul` or `tpu/matmul` first. The modules here are shared by several of these packages.
 """

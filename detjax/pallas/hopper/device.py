@@ -5,6 +5,8 @@ from typing import Final
 import jax
 from jax.extend import backend
 
+from detjax.pallas.nvidia import SHARED_MEMORY_RESERVED as SHARED_MEMORY_RESERVED
+
 DTYPES: Final = ("bfloat16", "float16")
 """Dtypes of the matrix unit's operands."""
 
@@ -22,9 +24,6 @@ SHARED_MEMORY: Final = 227 * 1024
 
 SHARED_MEMORY_OF_MULTIPROCESSOR: Final = 228 * 1024
 """Bytes of a multiprocessor's shared memory, for all its CTAs."""
-
-SHARED_MEMORY_RESERVED: Final = 2 * 1024
-"""Bytes of `SHARED_MEMORY` that kernels with one CTA per multiprocessor leave for barriers and alignment."""
 
 MAX_CLUSTER: Final = 8
 """CTAs of the largest portable cluster."""

@@ -24,7 +24,7 @@ from jax import Array, lax
 from detjax.contract import ACCUMULATOR, LANE_GROUP, LANES, SOFTMAX_BLOCK
 from detjax.operands.numerics import ceil_div
 from detjax.pallas.hopper.device import WARPGROUP
-from detjax.pallas.mma.device import has_copy_engine, shared_memory_of_cta, shared_memory_of_multiprocessor
+from detjax.pallas.nvidia import has_copy_engine, shared_memory_of_cta, shared_memory_of_multiprocessor
 
 PART: Final = 2048
 """Elements of one bulk copy, and of a slot of the ring."""

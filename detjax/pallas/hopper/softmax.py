@@ -41,7 +41,7 @@ from detjax.pallas.hopper.row_stream import (
     scratch_types,
     slots_that_fit,
 )
-from detjax.pallas.mma.device import has_copy_engine
+from detjax.pallas.nvidia import has_copy_engine
 from detjax.pallas.softmax_formulas import Operation, exp_difference, finished, row_constant
 
 

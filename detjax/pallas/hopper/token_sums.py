@@ -21,7 +21,7 @@ from detjax.contract import ACCUMULATOR, LANE_GROUP, WEIGHT_GRADIENT_TOKENS
 from detjax.operands.numerics import ceil_div, round_up
 from detjax.pallas.hopper.device import WARP, WARPGROUP
 from detjax.pallas.hopper.rows import NO_AUTO_BARRIERS, layout
-from detjax.pallas.mma.device import has_copy_engine, shared_memory
+from detjax.pallas.nvidia import has_copy_engine, shared_memory
 
 CHAIN_COLUMNS: Final = WARPGROUP
 """Columns of a CTA of the chain: one for each thread. A warp reads 32 neighbouring words of a step, one in each

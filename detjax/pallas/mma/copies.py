@@ -25,8 +25,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from detjax.pallas import nvidia
 from detjax.pallas.hopper.mosaic import with_twin
-from detjax.pallas.mma import device
 
 Copies = Sequence[tuple[Any, Any]]
 """Pairs of a reference in device memory and one in shared memory, of equal shapes.
@@ -41,7 +41,7 @@ def barriers(stages: int, copies: int) -> dict[str, Any]:
 
     Threads that copy need none.
     """
-    if not device.has_copy_engine():
+    if not nvidia.has_copy_engine():
         return {}
     return {"loaded": plgpu.Barrier(num_arrivals=copies, num_barriers=stages)}
 

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from jax.experimental.mosaic.gpu import utils as mosaic_utils
 
-from detjax.pallas.mma import device
+from detjax.pallas import nvidia
 from detjax.runtime import compilation
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class Gpu:
     """A GPU that programs are compiled for."""
 
     name: str
-    capability: device.Architecture
+    capability: nvidia.Architecture
     multiprocessors: int
     shared_memory_kib: int
     """Shared memory of a multiprocessor."""
@@ -88,7 +88,7 @@ def compile_programs(programs: Mapping[str, Program]) -> None:
     mesh = Mesh(np.array([target]), ("_",)).abstract_mesh
     # Without a device, Mosaic GPU takes every GPU for one of 9.0.
     mosaic_utils._infer_arch = lambda: gpu.capability
-    with jax.sharding.use_abstract_mesh(mesh), device.tracing_for(gpu.capability):
+    with jax.sharding.use_abstract_mesh(mesh), nvidia.tracing_for(gpu.capability):
         for name in names or programs:
             fn, shapes = programs[name]
             print(f"# {name}", flush=True)

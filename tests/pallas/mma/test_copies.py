@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from detjax.pallas.mma import copies, device
+from detjax.pallas import nvidia
+from detjax.pallas.mma import copies
 
 
 class Group:
@@ -52,16 +53,16 @@ def test_a_stage_is_read_with_its_own_contents(
 
 def test_stages_have_barriers_where_a_copy_engine_fills_them() -> None:
     for capability, has in (((8, 0), False), ((8, 9), False), ((9, 0), True), ((12, 0), True)):
-        with device.tracing_for(capability):
-            assert bool(copies.barriers(3, 2)) is has is device.has_copy_engine()
+        with nvidia.tracing_for(capability):
+            assert bool(copies.barriers(3, 2)) is has is nvidia.has_copy_engine()
 
 
 def test_a_device_is_traced_for_by_its_compute_capability(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert device.architecture() == (9, 0)
+    assert nvidia.architecture() == (9, 0)
     monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(compute_capability="8.6")])
-    assert device.architecture() == (8, 6)
-    assert device.shared_memory_of_cta() == 99 * 1024
-    with device.tracing_for((10, 0)):
-        assert device.shared_memory_of_cta() == 227 * 1024
+    assert nvidia.architecture() == (8, 6)
+    assert nvidia.shared_memory_of_cta() == 99 * 1024
+    with nvidia.tracing_for((10, 0)):
+        assert nvidia.shared_memory_of_cta() == 227 * 1024
     with pytest.raises(ValueError, match=r"compute capability 'gfx942'; accepted: two numbers"):
-        device.parsed("gfx942")
+        nvidia.parsed("gfx942")

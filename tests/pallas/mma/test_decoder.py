@@ -9,7 +9,7 @@ import pytest
 
 import detjax
 from detjax.models import Decoder, KVCache
-from detjax.pallas.mma import device
+from detjax.pallas import nvidia
 from tests.pallas.hopper.interpreter import kernels_interpreted
 from tests.pallas.hopper.test_decoder import QWEN, decoder, kernel_counts
 from tests.support.bits import assert_same_bits
@@ -23,14 +23,14 @@ def model() -> Decoder:
     return decoder(QWEN, 1)
 
 
-def on_mma(fn: Any, architecture: device.Architecture = OLD) -> Any:
-    with detjax.use_backend("mma"), device.tracing_for(architecture), kernels_interpreted():
+def on_mma(fn: Any, architecture: nvidia.Architecture = OLD) -> Any:
+    with detjax.use_backend("mma"), nvidia.tracing_for(architecture), kernels_interpreted():
         return jax.tree.map(np.asarray, fn())
 
 
 def test_kernels_serve_every_linear_layer_norm_and_attention(model: Decoder) -> None:
     tokens = jnp.zeros((2, 3), jnp.int32)
-    with detjax.use_backend("mma"), device.tracing_for(OLD):
+    with detjax.use_backend("mma"), nvidia.tracing_for(OLD):
         counts = kernel_counts(jax.make_jaxpr(lambda tokens: model(tokens))(tokens).jaxpr)
     assert counts["scatter"] == counts["dot"] == 0
     assert counts["mma_matmul"] == 4 + 1

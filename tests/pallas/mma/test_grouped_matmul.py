@@ -9,7 +9,8 @@ import pytest
 
 import detjax
 from detjax import ops
-from detjax.pallas.mma import device, grouped_matmul
+from detjax.pallas import nvidia
+from detjax.pallas.mma import grouped_matmul
 from tests.pallas.hopper.interpreter import kernels_interpreted, normal
 from tests.support.bits import assert_same_bits
 
@@ -19,8 +20,8 @@ X, W = normal(48, K, dtype="bfloat16"), normal(3, 2, N, K, dtype="bfloat16", see
 OPTIONS: dict[str, Any] = {"layout": "nk", "activation": "silu", "gated": True}
 
 
-def on_mma(fn: Any, *args: Any, architecture: device.Architecture = (8, 9)) -> Any:
-    with detjax.use_backend("mma"), device.tracing_for(architecture), kernels_interpreted():
+def on_mma(fn: Any, *args: Any, architecture: nvidia.Architecture = (8, 9)) -> Any:
+    with detjax.use_backend("mma"), nvidia.tracing_for(architecture), kernels_interpreted():
         return [np.asarray(array) for array in detjax.jit(fn)(*args)]
 
 

@@ -13,9 +13,9 @@ import pytest
 import detjax
 from detjax import ops
 from detjax.operands.options import Epilogue
+from detjax.pallas import nvidia
 from detjax.pallas.hopper.matmul.kernel import Operands
 from detjax.pallas.hopper.matmul.plan import Problem
-from detjax.pallas.mma import device
 from detjax.pallas.mma.matmul.kernel import product, product_keeping_sums
 from detjax.pallas.mma.matmul.plan import Plan, Schedule, default_schedule
 from tests.pallas.hopper.interpreter import interpreted, kernels_interpreted, normal
@@ -34,10 +34,10 @@ SCHEDULES = (
 
 
 def multiplied(
-    operands: Sequence[Any], architecture: device.Architecture = OLD, names: Sequence[str] = ("x", "w"), **options: Any
+    operands: Sequence[Any], architecture: nvidia.Architecture = OLD, names: Sequence[str] = ("x", "w"), **options: Any
 ) -> Any:
     options = {"layout": "nk", "epilogue": Epilogue(), "out_dtype": "float32"} | options
-    with device.tracing_for(architecture):
+    with nvidia.tracing_for(architecture):
         return interpreted(
             lambda *arrays: product(Operands(**dict(zip(names, arrays, strict=True))), **options), *operands
         )
@@ -57,13 +57,13 @@ def expected(gated: dict[str, Any]) -> np.ndarray:
     return gate / (1 + np.exp(-gate)) * up + residual
 
 
-def gated_result(gated: dict[str, Any], architecture: device.Architecture, **options: Any) -> Any:
+def gated_result(gated: dict[str, Any], architecture: nvidia.Architecture, **options: Any) -> Any:
     return multiplied([*gated.values()], architecture, [*gated], epilogue=Epilogue("silu", gated=True), **options)
 
 
 @pytest.mark.parametrize("architecture", [OLD, NEW])
 def test_schedules_and_layouts_give_the_same_bits_and_the_right_numbers(
-    gated: dict[str, Any], expected: np.ndarray, architecture: device.Architecture
+    gated: dict[str, Any], expected: np.ndarray, architecture: nvidia.Architecture
 ) -> None:
     first = gated_result(gated, OLD)
     np.testing.assert_allclose(first, expected, atol=2e-4)
@@ -90,7 +90,7 @@ def test_a_row_has_the_same_bits_whatever_its_neighbours_are(gated: dict[str, An
 def test_the_kept_sums_are_the_ones_that_the_epilogue_consumed(gated: dict[str, Any]) -> None:
     epilogue = Epilogue("silu", gated=True)
     x, w, bias = gated["x"], gated["w"], gated["bias"]
-    with device.tracing_for(OLD):
+    with nvidia.tracing_for(OLD):
         y, z = interpreted(
             lambda *arrays: product_keeping_sums(Operands(*arrays), layout="nk", epilogue=epilogue), x, w, bias
         )
@@ -101,7 +101,7 @@ def test_the_kept_sums_are_the_ones_that_the_epilogue_consumed(gated: dict[str, 
 
 
 @pytest.mark.parametrize("architecture", [OLD, NEW])
-def test_a_running_sum_does_not_show_where_microbatches_begin(architecture: device.Architecture) -> None:
+def test_a_running_sum_does_not_show_where_microbatches_begin(architecture: nvidia.Architecture) -> None:
     """A weight gradient: tokens ascend in one accumulator, in steps of 16."""
     x, w = normal(80, M, dtype="float16"), normal(80, N, dtype="float16", seed=1)
     start = normal(M, N, seed=2)
@@ -132,7 +132,7 @@ def test_gradients_have_the_right_numbers_and_follow_no_batch() -> None:
             y = ops.matmul(x, w, layout="nk", activation="gelu", gated=True, out_dtype="float32")
             return jnp.sum(y * jnp.arange(1.0, N + 1)[None])
 
-        with detjax.use_backend("mma"), device.tracing_for(OLD), kernels_interpreted():
+        with detjax.use_backend("mma"), nvidia.tracing_for(OLD), kernels_interpreted():
             return [np.asarray(g) for g in detjax.jit(jax.grad(loss, (0, 1)))(x[rows], w)]
 
     dx, dw = gradients(slice(None))
@@ -165,13 +165,13 @@ PROBLEMS = [
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (9, 0), (10, 0), (12, 0), (13, 0)])
-def test_there_is_a_schedule_for_every_problem_that_fits_the_chip(capability: device.Architecture) -> None:
-    with device.tracing_for(capability):
+def test_there_is_a_schedule_for_every_problem_that_fits_the_chip(capability: nvidia.Architecture) -> None:
+    with nvidia.tracing_for(capability):
         for problem in PROBLEMS:
             plan = Plan(problem, default_schedule(problem))
             plan.schedule.check(problem)
             assert 2 <= plan.stages <= 8
-            assert plan.stages * plan.bytes_per_stage <= device.shared_memory() < 228 * 1024
+            assert plan.stages * plan.bytes_per_stage <= nvidia.shared_memory() < 228 * 1024
 
 
 def test_a_schedule_that_does_not_fit_is_refused_with_its_reasons() -> None:

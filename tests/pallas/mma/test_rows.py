@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import pytest
 
 from detjax.operands.sampling_arrays import SamplingArrays
+from detjax.pallas import nvidia
 from detjax.pallas.hopper import norm, sampling, softmax, token_sums
-from detjax.pallas.mma import device
 from tests.pallas.hopper.interpreter import interpreted, normal
 from tests.support.bits import assert_same_bits
 
@@ -48,17 +48,17 @@ def test_threads_that_read_for_themselves_give_the_bits_of_the_copy_engine(name:
     fn, *operands = CASES[name]
     results = []
     for capability in ((9, 0), (8, 0)):
-        with device.tracing_for(capability):
+        with nvidia.tracing_for(capability):
             results.append(interpreted(lambda *x: fn(*x), *operands))
     assert_same_bits(*results)
 
 
 def test_rows_are_read_twice_where_no_cluster_can_hold_them() -> None:
     problem = softmax.Problem(64, 32000, jnp.dtype("float32"), rewritten=True)
-    with device.tracing_for((9, 0)):
+    with nvidia.tracing_for((9, 0)):
         assert softmax.default_schedule(problem).cluster > 0
-    with device.tracing_for((8, 9)):
+    with nvidia.tracing_for((8, 9)):
         assert softmax.default_schedule(problem).cluster == 0
-    with device.tracing_for((12, 0)):
+    with nvidia.tracing_for((12, 0)):
         schedule = softmax.default_schedule(problem)
-        assert schedule.slots * 2048 * 4 <= device.shared_memory()
+        assert schedule.slots * 2048 * 4 <= nvidia.shared_memory()

@@ -14,7 +14,7 @@ from detjax.operands.numerics import ceil_div
 from detjax.pallas.hopper.mosaic import no_twin, primitive, with_twin
 from detjax.pallas.hopper.mosaic.layouts import NUMBER
 from detjax.pallas.hopper.mosaic.registers import int32, offset_address
-from detjax.pallas.mma.device import has_copy_engine
+from detjax.pallas.nvidia import has_copy_engine
 
 _CACHE_LINE = 128
 """Bytes."""

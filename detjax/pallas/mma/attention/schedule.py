@@ -9,10 +9,10 @@ from jax import Array
 from detjax.contract import KV_BLOCK, QUERY_UNIT
 from detjax.operands.numerics import ceil_div, round_up
 from detjax.operands.options import KVQuantization
+from detjax.pallas import nvidia
 from detjax.pallas.hopper.attention.pieces import most_pieces, pieces
 from detjax.pallas.hopper.device import multiprocessors
 from detjax.pallas.hopper.mosaic.layouts import ROWS
-from detjax.pallas.mma import device
 from detjax.pallas.mma.attention.rows import ROW_BYTES, SLOT_WIDTH
 
 MAX_PARTIAL_BYTES: Final = 256 * 1024 * 1024
@@ -127,7 +127,7 @@ class Schedule:
 def default_schedule(problem: Problem, *, may_split: bool) -> Schedule:
     """Returns the default schedule; `may_split` says whether sequences may be split."""
     slot = KV_BLOCK * ROW_BYTES
-    free = device.shared_memory() - len(problem.key_parts) * ROWS * ROW_BYTES
+    free = nvidia.shared_memory() - len(problem.key_parts) * ROWS * ROW_BYTES
     stages = max(2, min(_MAX_STAGES, free // slot))
     wanted = _CTAS_PER_MULTIPROCESSOR * multiprocessors()
     if not may_split or problem.items >= wanted or problem.partial_bytes > MAX_PARTIAL_BYTES:

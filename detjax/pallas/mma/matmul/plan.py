@@ -7,9 +7,9 @@ from typing import Final
 from jax.experimental import pallas as pl
 
 from detjax.operands.numerics import round_up
+from detjax.pallas import nvidia
 from detjax.pallas.hopper.device import multiprocessors
 from detjax.pallas.hopper.matmul.plan import Problem
-from detjax.pallas.mma import device
 from detjax.pallas.mma.fragments import STEP, RowWarps, column_unit, row_unit
 
 MAX_ACCUMULATORS: Final = 128
@@ -130,8 +130,8 @@ class Plan:
 
         A second CTA multiplies while the first one starts or writes its tile.
         """
-        halved = (device.shared_memory_of_multiprocessor() // 2 - device.RESERVED) // self.bytes_per_stage
-        alone = device.shared_memory() // self.bytes_per_stage
+        halved = (nvidia.shared_memory_of_multiprocessor() // 2 - nvidia.SHARED_MEMORY_RESERVED) // self.bytes_per_stage
+        alone = nvidia.shared_memory() // self.bytes_per_stage
         return min(_MAX_STAGES, max(2, self.k_steps), halved if halved >= 3 else min(3, alone))
 
     @property

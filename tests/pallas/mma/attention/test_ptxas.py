@@ -15,9 +15,9 @@ from detjax.operands.attention import AttentionOperands
 from detjax.operands.kv_pages import KVPages, QuantizedPages, Queries
 from detjax.operands.options import Masking
 from detjax.operands.quantized_pages import quantized_layout
+from detjax.pallas import nvidia
 from detjax.pallas.hopper.mosaic.layouts import ROWS
 from detjax.pallas.mma import attention as mma_attention
-from detjax.pallas.mma import device
 from detjax.pallas.mma.attention.kernel import Problem
 from detjax.pallas.mma.attention.rows import ROW_BYTES
 from detjax.pallas.mma.attention.schedule import default_schedule
@@ -119,10 +119,10 @@ def test_shared_memory_holds_queries_and_parts_of_pages(name: str) -> None:
             tiles=1, tile_rows=8, heads=1, heads_per_key_head=1, group=1, blocks=1, width=width, value_width=width,
             dtype=jnp.bfloat16,
         )  # fmt: skip
-        with device.tracing_for(GPUS[name].capability):
+        with nvidia.tracing_for(GPUS[name].capability):
             schedule = default_schedule(problem, may_split=False)
             slots = len(problem.key_parts) * ROWS + schedule.stages * KV_BLOCK
-            assert slots * ROW_BYTES <= device.shared_memory()
+            assert slots * ROW_BYTES <= nvidia.shared_memory()
         assert schedule.stages == 4
 
 

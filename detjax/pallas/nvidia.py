@@ -1,11 +1,9 @@
-"""NVIDIA GPUs as the kernels on `mma.sync` see them: the compute capability that kernels are traced for, its limits."""
+"""NVIDIA GPUs as kernels see them: the compute capability that kernels are traced for, and its limits."""
 
 import contextlib
 from typing import Final
 
 import jax
-
-from detjax.pallas.hopper.device import SHARED_MEMORY_RESERVED as RESERVED
 
 Architecture = tuple[int, int]
 """A compute capability: major and minor number."""
@@ -14,6 +12,10 @@ OLDEST: Final[Architecture] = (8, 0)
 """The first compute capability with `mma.sync.m16n8k16` on bfloat16."""
 
 _KIB: Final = 1024
+
+SHARED_MEMORY_RESERVED: Final = 2 * _KIB
+"""Bytes of shared memory that kernels with one CTA per multiprocessor leave for barriers and alignment."""
+
 _SHARED_MEMORY: Final[dict[Architecture, int]] = {
     (8, 0): 163 * _KIB,
     (8, 6): 99 * _KIB,
@@ -70,7 +72,7 @@ def shared_memory_of_cta() -> int:
 
 def shared_memory() -> int:
     """Returns the bytes of shared memory that a CTA's buffers may take."""
-    return shared_memory_of_cta() - RESERVED
+    return shared_memory_of_cta() - SHARED_MEMORY_RESERVED
 
 
 def shared_memory_of_multiprocessor() -> int:
