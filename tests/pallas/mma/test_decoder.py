@@ -39,8 +39,7 @@ def test_kernels_serve_every_linear_layer_norm_and_attention(model: Decoder) -> 
     assert counts["attention"] == 1
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("length", [2, 18])
+@pytest.mark.parametrize("length", [2, pytest.param(18, marks=pytest.mark.nightly)])
 def test_a_token_has_the_same_bits_in_any_batch_and_phase(model: Decoder, length: int) -> None:
     tokens = np.random.default_rng(0).integers(0, QWEN["vocab_size"], (2, length)).astype(np.int32)
 
