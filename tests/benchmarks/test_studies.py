@@ -46,6 +46,7 @@ STUDIES = (
     "peer_vllm",
     "portable",
     "processes",
+    "quantized",
     "random_programs",
     "ready",
     "sleep",

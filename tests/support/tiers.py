@@ -20,7 +20,7 @@ TESTS: Final = Path(__file__).resolve().parents[1]
 
 TIERS: Final = {
     "numerics": ("contract", "invariant", "models", "ops", "portable"),
-    "kernels": ("operands", "pallas/hopper", "runtime", "stock"),
+    "kernels": ("operands", "pallas/hopper", "pallas/mma", "runtime", "stock"),
     "engine": ("audit", "bench", "benchmarks", "demo", "engine", "rl"),
     "service": ("cli", "docs", "mutants", "server", "tools", "test_bits.py", "test_docstrings.py"),
     "tpu": ("pallas/tpu",),
