@@ -15,6 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from detjax.operands.numerics import round_up
 from detjax.pallas.hopper.group_stages import STAGE_TOKENS, Stages
+from detjax.pallas.hopper.matmul.kernel import padded
 from detjax.pallas.hopper.mosaic.layouts import swizzled_lines
 from detjax.pallas.hopper.rows import NO_AUTO_BARRIERS
 from detjax.pallas.mma import copies, fragments
@@ -41,15 +42,10 @@ def product_sums(sums: Array, x: Array, w: Array, stages: Stages) -> Array:
     """
     groups, m, n = sums.shape
     shape = round_up(m, _LINE), round_up(n, _LINE)
-    ref = jax.new_ref(_padded(sums, (groups, *shape)))
+    ref = jax.new_ref(padded(sums, (groups, *shape)))
     kernel = _kernel(groups, shape, x.dtype)
-    kernel(stages.table, _padded(x, (len(x), shape[0])), _padded(w, (len(w), shape[1])), ref)
+    kernel(stages.table, padded(x, (len(x), shape[0])), padded(w, (len(w), shape[1])), ref)
     return jax.freeze(ref)[:, :m, :n]
-
-
-def _padded(array: Array, shape: tuple[int, ...]) -> Array:
-    """Returns the array with zeros appended up to the shape."""
-    return jnp.pad(array, [(0, target - size) for size, target in zip(array.shape, shape, strict=True)])
 
 
 def _kernel(groups: int, shape: tuple[int, int], dtype: Any) -> Any:

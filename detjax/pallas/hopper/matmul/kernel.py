@@ -116,7 +116,8 @@ def shared_product(
     assert peers is not None
     x, w, bias, residual = operands[:4]
     columns = None if residual is None else jax.ShapeDtypeStruct((residual.shape[0], w.shape[-2]), residual.dtype)
-    problem, n = _problem(operands._replace(residual=columns, peers=None), "mk", layout, jnp.dtype(out_dtype))
+    given = problem_of(operands._replace(residual=columns, peers=None), "mk", layout, jnp.dtype(out_dtype))
+    problem, n = given.addressable, given.n
     if problem.n != n or (schedule := shared_schedule(problem)) is None:
         return None
     stacked = w.reshape(-1, *w.shape[-2:])
@@ -141,22 +142,31 @@ def product_keeping_sums(
     return y, tuple(z)
 
 
-def _problem(
-    operands: Operands, token_layout: TokenLayout, layout: WeightLayout, out_dtype: jnp.dtype, *, keeps: bool = False
-) -> tuple[Problem, int]:
-    """Returns the problem, padded to sizes that the copy engine can address, and the unpadded number of outputs."""
+def problem_of(
+    operands: Operands,
+    token_layout: TokenLayout,
+    layout: WeightLayout,
+    out_dtype: jnp.dtype,
+    *,
+    keeps: bool = False,
+    backend: str = "hopper",
+) -> Problem:
+    """Returns the problem of a product.
+
+    Raises:
+        NotImplementedError: the matrix unit does not take x's dtype.
+    """
     x, w, bias, residual, start, _, experts = operands
     if str(x.dtype) not in DTYPES:
         raise NotImplementedError(
-            f"matmul: x has dtype {x.dtype} on {backends.device_name()}; accepted by the backend 'hopper': "
+            f"matmul: x has dtype {x.dtype} on {backends.device_name()}; accepted by the backend {backend!r}: "
             f"{', '.join(DTYPES)}. Cast x and w, or choose the backend 'portable', which takes {x.dtype}."
         )
     count, weights = 0 if experts is None else w.shape[0], math.prod(w.shape[:-2])
-    n = w.shape[-2 if layout == "nk" else -1]
     m, k = x.shape if token_layout == "mk" else x.shape[::-1]
-    problem = Problem(
+    return Problem(
         m,
-        n,
+        w.shape[-2 if layout == "nk" else -1],
         k,
         weights // max(1, count),
         x.dtype,
@@ -169,7 +179,25 @@ def _problem(
         keeps,
         count,
     )
-    return problem.addressable, n
+
+
+def padded_operands(operands: Operands, problem: Problem, sizes: tuple[int, int, int]) -> list[Array]:
+    """Returns a kernel's operands `x, w, bias?, residual?, experts?`, padded to sizes of M, N and K."""
+    x, w, bias, residual, _, _, experts = operands
+    m, n, k = sizes
+    stacked = w.reshape(-1, *w.shape[-2:])
+    weights = len(stacked)
+    arrays = [
+        padded(x, (m, k) if problem.token_layout == "mk" else (k, m)),
+        padded(stacked, (weights, n, k) if problem.layout == "nk" else (weights, k, n)),
+    ]
+    if bias is not None:
+        arrays.append(padded(bias.reshape(weights, -1), (weights, n)))
+    if residual is not None:
+        arrays.append(padded(residual, (m, n)))
+    if experts is not None:
+        arrays.append(experts)
+    return arrays
 
 
 def _prepared(
@@ -182,23 +210,11 @@ def _prepared(
     keeps: bool = False,
 ) -> tuple[Problem, Schedule, list[Array], tuple[int, int]]:
     """Returns the problem, its schedule, the operands padded for the copy engine, and the result's unpadded shape."""
-    x, w, bias, residual, _, _, experts = operands
-    problem, n = _problem(operands, token_layout, layout, out_dtype, keeps=keeps)
-    stacked = w.reshape(-1, *w.shape[-2:])
-    weights, m = stacked.shape[0], x.shape[0 if token_layout == "mk" else 1]
+    given = problem_of(operands, token_layout, layout, out_dtype, keeps=keeps)
+    problem = given.addressable
     schedule = schedule or default_schedule(problem)
     schedule.check(problem)
-    arrays = [
-        padded(x, (problem.m, problem.k) if token_layout == "mk" else (problem.k, problem.m)),
-        padded(stacked, (weights, problem.n, problem.k) if layout == "nk" else (weights, problem.k, problem.n)),
-    ]
-    if bias is not None:
-        arrays.append(padded(bias.reshape(weights, n), (weights, problem.n)))
-    if residual is not None:
-        arrays.append(padded(residual, (problem.m, problem.n)))
-    if experts is not None:
-        arrays.append(experts)
-    return problem, schedule, arrays, (m, n)
+    return problem, schedule, padded_operands(operands, problem, (problem.m, problem.n, problem.k)), (given.m, given.n)
 
 
 def padded(array: Array, shape: tuple[int, ...]) -> Array:

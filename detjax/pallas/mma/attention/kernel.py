@@ -248,12 +248,12 @@ class Kernel:
     def await_part(self, item: _Item, block: Array, pages: _Pages, part: int) -> Any:
         """Returns the slot of a part of the block, once it is loaded; starts the load of the part that is next."""
         await_copies(unfinished=self.schedule.stages - 2)
-        # All threads have met, so the part before this one is no longer read, and its slot is free.
+        # All threads have met, so all have read the previous part, and its slot is free.
         self.load_part(item, block, pages, part + self.schedule.stages - 1)
         slot, kind = self.ring_slot(item, block, part), self.problem.quantization
         if kind is None:
             return self.page_slots.at[slot]
-        # The numbers of the part before are no longer read, either.
+        # All threads have read the numbers of the previous part, too.
         codes, scales, numbers = self.scratch["codes"].at[slot], self.scratch["scales"].at[slot], self.page_slots.at[0]
         count = item.length - block * KV_BLOCK
         dequantize(codes, scales, numbers, count, kind=kind, columns=self.part(part)[1])

@@ -21,15 +21,13 @@ from jaxtyping import DTypeLike
 from detjax.contract import ACCUMULATOR
 from detjax.operands.numerics import activated
 from detjax.operands.options import Epilogue, WeightLayout
-from detjax.pallas.hopper.device import DTYPES
 from detjax.pallas.hopper.matmul.activations import ACTIVATIONS
-from detjax.pallas.hopper.matmul.kernel import Operands
-from detjax.pallas.hopper.matmul.plan import Problem, TokenLayout
+from detjax.pallas.hopper.matmul.kernel import Operands, padded, padded_operands, problem_of
+from detjax.pallas.hopper.matmul.plan import TokenLayout
 from detjax.pallas.hopper.mosaic.layouts import swizzled_lines
 from detjax.pallas.hopper.rows import NO_AUTO_BARRIERS
 from detjax.pallas.mma import copies, fragments
 from detjax.pallas.mma.matmul.plan import Plan, Schedule, default_schedule
-from detjax.runtime import backends
 
 
 def product(
@@ -55,7 +53,7 @@ def product(
     if operands.start is None:
         return kernel(*arrays)[0][:m, :n]
     assert epilogue == Epilogue() and len(arrays) == 2 and plan.problem.out_dtype == ACCUMULATOR
-    sums = jax.new_ref(_padded(operands.start, plan.padded[:2]))
+    sums = jax.new_ref(padded(operands.start, plan.padded[:2]))
     kernel(*arrays, sums)
     return jax.freeze(sums)[:m, :n]
 
@@ -82,56 +80,11 @@ def _prepared(
     keeps: bool = False,
 ) -> tuple[Plan, list[Array], tuple[int, int]]:
     """Returns the plan, the operands padded to whole tiles, and the result's unpadded shape."""
-    x, w, bias, residual, start, experts = (getattr(operands, name) for name in _FIELDS)
-    if str(x.dtype) not in DTYPES:
-        raise NotImplementedError(
-            f"matmul: x has dtype {x.dtype} on {backends.device_name()}; accepted by the backend 'mma': "
-            f"{', '.join(DTYPES)}. Cast x and w, or choose the backend 'portable', which takes {x.dtype}."
-        )
-    count, weights = 0 if experts is None else w.shape[0], math.prod(w.shape[:-2])
-    stacked = w.reshape(weights, *w.shape[-2:])
-    n = w.shape[-2 if layout == "nk" else -1]
-    m, k = x.shape if token_layout == "mk" else x.shape[::-1]
-    problem = Problem(
-        m,
-        n,
-        k,
-        weights // max(1, count),
-        x.dtype,
-        out_dtype,
-        None if residual is None else residual.dtype,
-        None if bias is None else bias.dtype,
-        token_layout,
-        layout,
-        start is not None,
-        keeps,
-        count,
-    )
+    problem = problem_of(operands, token_layout, layout, out_dtype, keeps=keeps, backend="mma")
     schedule = schedule or default_schedule(problem)
     plan = Plan(problem, schedule)
     schedule.check(problem)
-    rows, columns, inner = plan.padded
-    arrays = [
-        _padded(x, (rows, inner) if token_layout == "mk" else (inner, rows)),
-        _padded(stacked, (weights, columns, inner) if layout == "nk" else (weights, inner, columns)),
-    ]
-    if bias is not None:
-        arrays.append(_padded(bias.reshape(weights, n), (weights, columns)))
-    if residual is not None:
-        arrays.append(_padded(residual, (rows, columns)))
-    if experts is not None:
-        arrays.append(experts)
-    return plan, arrays, (m, n)
-
-
-_FIELDS = "x", "w", "bias", "residual", "start", "experts"
-
-
-def _padded(array: Array, shape: tuple[int, ...]) -> Array:
-    """Returns the array with zeros appended up to the shape."""
-    if array.shape == shape:
-        return array
-    return jnp.pad(array, [(0, target - size) for size, target in zip(array.shape, shape, strict=True)])
+    return plan, padded_operands(operands, problem, plan.padded), (problem.m, problem.n)
 
 
 def _kernel(plan: Plan, epilogue: Epilogue) -> Callable[..., list[Array]]:
