@@ -298,6 +298,10 @@ class PackedCta(Cta):
         """Returns the place of the widened weights of a step."""
         return lax.rem(step, jnp.int32(self.plan.places))
 
+    def first_group(self, k_step: Array) -> Array:
+        """Returns the group of the first column of a step of K."""
+        return lax.div(k_step * self.plan.tile_k, jnp.int32(self.plan.codes.group))
+
     # --- the producer ---------------------------------------------------------------------------------------------
 
     def load_stage(self, m: Array, n: Array, k_step: Array, slot: Array) -> None:
@@ -306,13 +310,14 @@ class PackedCta(Cta):
         codes, outputs = plan.codes, pl.ds(n, plan.row_tile)
         row_bytes = codes.row_bytes(plan.tile_k)
         codes_of_k = pl.ds(k_step * row_bytes, row_bytes)
-        group = lax.div(k_step * plan.tile_k, jnp.int32(codes.group))
+        group = self.first_group(k_step)
         for part in range(plan.problem.parts):
             index = self.weight(m, part)
             copies = [(w.codes, codes_of_k, self.scratch.codes)]
             for source, target in ((w.scales, self.scratch.scales), (w.zeros, self.scratch.zeros)):
                 if source is not None:
-                    copies.append((source, pl.ds(group, target.shape[-1]), target))
+                    unit = codes.unit(source.dtype.itemsize)
+                    copies.append((source, pl.ds(group - lax.rem(group, jnp.int32(unit)), target.shape[-1]), target))
             for source, columns, target in copies:
                 plgpu.copy_gmem_to_smem(source.at[index, outputs, columns], target.at[slot, part], loaded)
         tokens = self.operands.x.at[pl.ds(m, plan.columns), pl.ds(k_step * plan.tile_k, plan.tile_k)]
@@ -329,6 +334,7 @@ class PackedCta(Cta):
         def _(turn: Array) -> None:
             step = turn * plan.wideners + number
             slot, place = self.slot(step), self.place(step)
+            group = self.first_group(lax.rem(step, jnp.int32(plan.k_steps)))
             plgpu.barrier_wait(scratch.loaded.at[slot])
 
             @pl.when(step >= plan.places)
@@ -337,8 +343,8 @@ class PackedCta(Cta):
 
             for part in range(plan.problem.parts):
                 zeros = None if scratch.zeros is None else scratch.zeros.at[slot, part]
-                target = scratch.rows.at[place, part]
-                widen(scratch.codes.at[slot, part], scratch.scales.at[slot, part], target, zeros, packing=plan.codes)
+                codes, scales = scratch.codes.at[slot, part], scratch.scales.at[slot, part]
+                widen(codes, scales, scratch.rows.at[place, part], group, zeros, packing=plan.codes)
             # The matrix unit reads through another proxy: the fence makes the stores of all threads visible to it.
             plgpu.commit_smem()
             plgpu.barrier_arrive(scratch.widened.at[place])

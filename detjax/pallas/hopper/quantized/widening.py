@@ -24,14 +24,17 @@ from detjax.contract import ACCUMULATOR
 from detjax.operands.quantized_weight import INT4_ZERO, CodeNumbers
 from detjax.pallas.hopper.device import SWIZZLE_BYTES
 from detjax.pallas.hopper.mosaic import primitive
-from detjax.pallas.hopper.mosaic.layouts import swizzled, swizzled_lines
+from detjax.pallas.hopper.mosaic.layouts import NUMBER, swizzled, swizzled_lines
 from detjax.pallas.hopper.mosaic.registers import i32, int32, warp_and_lane
 
 LINE: Final = SWIZZLE_BYTES // 2
 """Widened numbers of a swizzled line."""
 
 SCALE_BYTES: Final = 16
-"""Bytes of scales that the copy engine loads at least for each row."""
+"""Bytes of scales that the copy engine loads at least for each row, and whose multiples its columns start at.
+
+On an H100, a copy whose first column lies between two multiples ends the kernel with an illegal instruction.
+"""
 
 _VECTOR: Final = 8
 """Neighbouring columns that a thread widens at once."""
@@ -74,17 +77,24 @@ class Codes:
         """Returns the groups that are copied for a tile: its columns' groups, in whole units of the copy engine."""
         return -(-self.groups(columns) * itemsize // SCALE_BYTES) * SCALE_BYTES // itemsize
 
+    def unit(self, itemsize: int) -> int:
+        """Returns the groups of one unit of the copy engine. A tile's groups lie in one unit, or are whole units."""
+        return SCALE_BYTES // itemsize
+
     def transforms(self, columns: int) -> tuple[Any, ...]:
         """Returns the transforms by which a tile of codes lies in shared memory."""
         row = self.row_bytes(columns)
         return swizzled_lines(row, 1) if row == SWIZZLE_BYTES else ()
 
 
-def _plain_widen(codes: Any, scales: Any, target: Any, zeros: Any = None, *, packing: Codes) -> None:
+def _plain_widen(codes: Any, scales: Any, target: Any, group: Array, zeros: Any = None, *, packing: Codes) -> None:
     columns = target.shape[1]
 
     def by_column(values: Any) -> Array:
-        values = values[...][:, : packing.groups(columns)]
+        groups = packing.groups(columns)
+        first = lax.rem(group, jnp.int32(packing.unit(values.dtype.itemsize)))
+        first = first if groups < values.shape[1] else 0  # whole units begin with the tile
+        values = lax.dynamic_slice_in_dim(values[...], first, groups, axis=1)
         return jnp.repeat(values, columns // values.shape[1], axis=1)
 
     packed = codes[...]
@@ -104,19 +114,20 @@ def _plain_widen(codes: Any, scales: Any, target: Any, zeros: Any = None, *, pac
     target[pl.ds(0, packed.shape[0])] = lax.optimization_barrier(products).astype(target.dtype)
 
 
-def _types(codes: Any, scales: Any, target: Any, zeros: Any = None, *, packing: Codes) -> tuple[Any, ...]:
-    refs = [plgpu.RefType(packing.transforms(target.shape[1])), plgpu.RefType(), plgpu.RefType(swizzled(LINE))]
+def _types(codes: Any, scales: Any, target: Any, group: Any, zeros: Any = None, *, packing: Codes) -> tuple[Any, ...]:
+    refs = [plgpu.RefType(packing.transforms(target.shape[1])), plgpu.RefType(), plgpu.RefType(swizzled(LINE)), NUMBER]
     return tuple(refs if zeros is None else [*refs, plgpu.RefType()])
 
 
 @primitive(twin=_plain_widen, args=_types)
-def widen(codes: Any, scales: Any, target: Any, zeros: Any = None, *, packing: Codes) -> None:
+def widen(codes: Any, scales: Any, target: Any, group: Any, zeros: Any = None, *, packing: Codes) -> None:
     """Stores the widened numbers of a tile; the matrix unit sees them once shared memory is committed.
 
     Args:
         codes: `[rows, bytes]` in shared memory, with the transforms that `packing` gives; rows come in eights.
-        scales: `[rows, groups]`, the first of them of the tile's first column.
+        scales: `[rows, groups]`: whole units of the copy engine, of which the first has the tile's first group.
         target: numbers `[rows or more, columns]` in swizzled lines; columns are 1, 2 or 4 lines.
+        group: the number of the tile's first group in the whole row.
         zeros: zero points `[rows, groups]`, bytes.
         packing: the meaning of the arrays.
     """
@@ -132,9 +143,18 @@ def widen(codes: Any, scales: Any, target: Any, zeros: Any = None, *, packing: C
     column = _sum(_scaled(line, LINE), _scaled(chunk, _VECTOR))
     code_bytes = packing.row_bytes(_VECTOR)
     code_column = arith.divui(_scaled(column, packing.bits), int32(8))
-    group = int32(0) if packing.group >= columns else arith.divui(column, int32(packing.group))
+    first_group = group.registers.item()
+    column_group = int32(0) if packing.group >= columns else arith.divui(column, int32(packing.group))
     bases = [_address(ref) for ref in (codes, scales, target)]
     arithmetic = _arithmetic(packing, target.type.element_type)
+
+    def load_group(base: Any, ref: Any, row: Any) -> Any:
+        """Loads the number of the thread's column from an array `[rows, groups]`."""
+        dtype, (_, groups) = ref.type.element_type, ref.type.shape
+        size = mgpu.bytewidth(dtype)
+        start = arith.remui(first_group, int32(packing.unit(size)))
+        here = column_group if packing.groups(columns) == groups else _sum(start, column_group)
+        return llvm.load(dtype, _pointer(_sum(base, _scaled(_sum(_scaled(row, groups), here), size))))
 
     def widen_vector(first: int, half: int) -> None:
         this_row = _sum(row, int32(first + half * _ROWS_OF_WARP // 2))
@@ -143,8 +163,8 @@ def widen(codes: Any, scales: Any, target: Any, zeros: Any = None, *, packing: C
         swizzle = _scaled(in_eight, 16)
         at = arith.xori(code_column, swizzle) if row_bytes == SWIZZLE_BYTES else code_column
         words = _load_words(_sum(bases[0], _scaled(this_row, row_bytes), at), code_bytes // 4)
-        scale = _load_group(bases[1], scales, this_row, group)
-        zero = None if zeros is None else _load_group(_address(zeros), zeros, this_row, group)
+        scale = load_group(bases[1], scales, this_row)
+        zero = None if zeros is None else load_group(_address(zeros), zeros, this_row)
         pairs = arithmetic.products(words, scale, zero)
         place = _sum(
             bases[2],
@@ -193,14 +213,6 @@ def _load_words(address: Any, count: int) -> list[Any]:
         return [llvm.load(i32(), _pointer(address))]
     words = llvm.load(ir.VectorType.get((count,), i32()), _pointer(address))
     return [vector.extract(words, dynamic_position=[], static_position=[i]) for i in range(count)]
-
-
-def _load_group(base: Any, ref: Any, row: Any, group: Any) -> Any:
-    """Loads one number of an array `[rows, groups]`."""
-    dtype, (_, groups) = ref.type.element_type, ref.type.shape
-    size = mgpu.bytewidth(dtype)
-    place = _scaled(_sum(_scaled(row, groups), group), size)
-    return llvm.load(dtype, _pointer(_sum(base, place)))
 
 
 # --- arithmetic -------------------------------------------------------------------------------------------------------
