@@ -147,8 +147,10 @@ class Compilation:
     def _end_processes(self) -> None:
         for process in self._processes:
             process.kill()
-        for process in self._processes:
-            process.close()
+        # The last program may finish while the engine ends: a process is closed by one thread at a time.
+        with self._lock:
+            for process in self._processes:
+                process.close()
 
     def _count_finished(self, _: Future[None]) -> None:
         with self._lock:

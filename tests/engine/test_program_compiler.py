@@ -228,3 +228,29 @@ def test_programs_say_what_they_are_for_and_the_essential_ones_come_first() -> N
 
 def programs_of(loop: StepLoop) -> StepPrograms:
     return loop.programs()
+
+
+def test_a_process_is_closed_by_one_thread_at_a_time() -> None:
+    ended = Compilation(programs_of(new_loop()), None, lambda key, program: None, threads=1)
+    seen: list[int] = []
+    others: list[threading.Thread] = []
+
+    class Closing:
+        inside = 0
+
+        def kill(self) -> None:
+            pass
+
+        def close(self) -> None:
+            self.inside += 1
+            seen.append(self.inside)
+            if not others:
+                others.append(threading.Thread(target=ended._end_processes))
+                others[0].start()
+                others[0].join(0.2)  # long enough to come in if it may
+            self.inside -= 1
+
+    ended._processes = [Closing()]  # pyright: ignore[reportAttributeAccessIssue]
+    ended.close()
+    others[0].join(HANGS_AFTER)
+    assert seen == [1, 1]
