@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from detjax.bench.failures import reason
-from detjax.bench.timing import device_time, rotations
+from detjax.bench.timing import device_time, kernel_times, rotations
 
 ROUNDS: Final = 2
 """Rounds of a measurement, in which all rivals alternate."""
@@ -33,16 +33,18 @@ def rounds_for(expected_seconds: float) -> int:
 
 
 def kernel_names(program: Callable[..., Any], arguments: tuple[Any, ...]) -> str:
-    """Returns the kernels that a call launches, or their number if more than 12; "" on devices other than GPUs."""
+    """Returns the kernels that a call launches, or their number if more than 12; "" on devices other than GPUs.
+
+    The program is called twice and never traced: a trace would capture the weights of a closure as constants.
+    """
     if jax.default_backend() != "gpu":
         return ""
-    from jax.experimental.mosaic.gpu import profiler
-
     try:
-        _, timings = profiler.measure(program, aggregate=False)(*arguments)
+        jax.block_until_ready(program(*arguments))  # compiles
+        kernels = kernel_times(program, [arguments])
     except Exception as failure:
         return reason(failure)
-    names = [name.split("(")[0][:80] for name, _ in timings or ()]
+    names = [name.split("(")[0][:80] for name, _ in kernels]
     return " + ".join(names) if len(names) <= 12 else f"{len(names)} kernels"
 
 

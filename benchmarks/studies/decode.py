@@ -13,13 +13,14 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, Final
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array
 
 import detjax
@@ -30,11 +31,12 @@ from detjax import ops
 from detjax.bench import presets, timing
 from detjax.contract import DELTA_CHUNK, KV_BLOCK
 from detjax.models import Decoder
-from detjax.models.network import parameters, part_with, split
+from detjax.models.network import Network, parameters, part_with, split
 from detjax.models.parts.experts import Experts
 from detjax.operands.kv_pages import KVPages, Queries
 from detjax.operands.linear_attention_state import DeltaNetState
 from detjax.operands.numerics import ceil_div
+from detjax.runtime import compilation
 
 MODELS: Final[Mapping[str, int]] = {
     "Qwen3-8B": 8,
@@ -110,36 +112,36 @@ class DecodeStep:
     @classmethod
     def drawn(cls, model: Decoder, batch: int, context: int) -> "DecodeStep":
         """Returns the step of `batch` requests with `context` cached tokens."""
-        draw = np.random.default_rng(batch)
-        pages = ceil_div(context + 1, KV_BLOCK)
-        table = jnp.asarray(draw.permutation(batch * pages).reshape(batch, pages), jnp.int32)
-        tokens = jnp.asarray(draw.integers(0, model.config.vocab_size, (batch, 1)), jnp.int32)
-        start = jnp.full(batch, context, jnp.int32)
-        leaves, tree = jax.tree.flatten(model.empty_state(batch * pages, None, batch))
-        keys = jax.random.split(jax.random.key(batch), len(leaves))
-        filled = [
-            jax.random.normal(key, x.shape, x.dtype)
-            if jnp.issubdtype(x.dtype, jnp.floating)
-            else jnp.full_like(x, context // DELTA_CHUNK)
-            for key, x in zip(keys, leaves, strict=True)
-        ]
-        return cls(
-            model, tokens, Queries(table, start, start + 1, jnp.ones_like(start)), jax.tree.unflatten(tree, filled)
-        )
+        return cls(model, *_drawn_arguments(model, batch, context))
 
-    def program(self) -> Any:
-        """Returns the compiled step: a function of tokens that returns logits, and moves on the state."""
+    @classmethod
+    def compiled(cls, model: Decoder, batch: int, context: int) -> Callable[..., Any]:
+        """Returns the program of the steps that `drawn` returns, without drawing one; for `program`.
+
+        It is compiled for the backend of the calling thread, so several threads can compile several programs.
+        """
+        tokens, queries, state = jax.eval_shape(lambda: _drawn_arguments(model, batch, context))
+        network, weights = split(model)
+        return compilation.compiled(_jitted(network), state, weights, tokens, queries)
+
+    def program(self, compiled: Callable[..., Any] | None = None) -> Callable[[Array], Array]:
+        """Returns the step: a function of tokens that returns logits, and moves on the state.
+
+        Model and state are arguments of the compiled program. The function cannot be part of another program.
+
+        Args:
+            compiled: a result of `compiled` for such steps. Default: the first call compiles.
+        """
         network, weights = split(self.model)
-
-        def run(state: Any, weights: Any, tokens: Array, queries: Queries) -> tuple[Array, Any]:
-            decoder = network.with_weights(tuple(weights))
-            hidden, state = decoder.hidden_states(tokens, queries, state)
-            return decoder.logits(hidden[:, -1]), state
-
-        program = detjax.jit(run, donate_argnums=0)
+        run = compiled or _jitted(network)
 
         def call(tokens: Array) -> Array:
-            logits, self.state = program(self.state, weights, tokens, self.queries)
+            if isinstance(tokens, Tracer):
+                raise TypeError(
+                    "DecodeStep: its program was called while another one is traced, which would capture all weights "
+                    "as constants; accepted: calls outside of jit"
+                )
+            logits, self.state = run(self.state, weights, tokens, self.queries)
             return logits
 
         return call
@@ -157,6 +159,35 @@ class DecodeStep:
     def seconds(self, steps: int) -> float:
         """Returns the seconds of a step in a sequence of `steps`."""
         return timing.step_time(self.program(), [(self.tokens,)], steps=steps)
+
+
+def _drawn_arguments(model: Decoder, batch: int, context: int) -> tuple[Array, Queries, Any]:
+    """Random tokens, their positions and a random state."""
+    draw = np.random.default_rng(batch)
+    pages = ceil_div(context + 1, KV_BLOCK)
+    table = jnp.asarray(draw.permutation(batch * pages).reshape(batch, pages), jnp.int32)
+    tokens = jnp.asarray(draw.integers(0, model.config.vocab_size, (batch, 1)), jnp.int32)
+    start = jnp.full(batch, context, jnp.int32)
+    leaves, tree = jax.tree.flatten(model.empty_state(batch * pages, None, batch))
+    keys = jax.random.split(jax.random.key(batch), len(leaves))
+    filled = [
+        jax.random.normal(key, x.shape, x.dtype)
+        if jnp.issubdtype(x.dtype, jnp.floating)
+        else jnp.full_like(x, context // DELTA_CHUNK)
+        for key, x in zip(keys, leaves, strict=True)
+    ]
+    return tokens, Queries(table, start, start + 1, jnp.ones_like(start)), jax.tree.unflatten(tree, filled)
+
+
+def _jitted(network: Network[Decoder]) -> Callable[..., Any]:
+    """The function of a step: state, weights, tokens and positions to logits and the next state."""
+
+    def run(state: Any, weights: Any, tokens: Array, queries: Queries) -> tuple[Array, Any]:
+        decoder = network.with_weights(tuple(weights))
+        hidden, state = decoder.hidden_states(tokens, queries, state)
+        return decoder.logits(hidden[:, -1]), state
+
+    return detjax.jit(run, donate_argnums=0)
 
 
 @contextlib.contextmanager

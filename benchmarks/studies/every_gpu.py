@@ -1,16 +1,25 @@
-"""The backend `mma` on the GPU at hand: its bits, products against the matrix unit's peak, and steps of a model.
+"""The backend `mma` on the GPU at hand: its bits, its products and attention, and steps of a model.
 
     python -m benchmarks every_gpu --out benchmarks/results/every-gpu-h100.json
 
-Products of Qwen3-8B are timed against the peak of `mma.sync`, a loop that reads no memory. Steps of the model decode a
-token of each request, with fewer layers than the model has. On an H100 the backend `hopper` runs the same. The exit
-code is 1 if the bits of `mma` follow the batch, the position, the schedule or the phase.
+Products of Qwen3-8B are timed against the peak of `mma.sync`, a loop that reads no memory, and attention of a token
+against the bandwidth of a copy. Steps of the model decode a token of each request. On an H100 the backend `hopper` runs
+the same. The exit code is 1 if the bits of `mma` follow the batch, the position, the schedule or the phase.
+
+Programs of a part are compiled in parallel, and a layer's program serves all layers. `every-gpu-serve` in
+`benchmarks/measurements.toml` measures 1000 requests, by `python -m detjax.bench serve` with `DETJAX_BACKEND=mma`.
 
 `--small` takes seconds on a CPU, where `portable` is in the place of both.
 """
 
+import os
+
+# A copy of many bytes and the steps of large batches are measured while the model is in memory.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
 import dataclasses
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Final
 
 import jax
@@ -19,13 +28,19 @@ import numpy as np
 from jax import Array, lax
 
 import detjax
+from benchmarks import study as options
 from benchmarks.studies.decode import DecodeStep
 from benchmarks.study import Result, Run
+from benchmarks.timing import copy_time
 from detjax import ops
 from detjax.bench import command_line, presets, timing
 from detjax.cli.options import Option
+from detjax.contract import KV_BLOCK
 from detjax.models import Decoder, KVCache
-from detjax.runtime import backends
+from detjax.models.network import split
+from detjax.operands.numerics import ceil_div
+from detjax.runtime import backends, compilation
+from detjax.runtime.threads import in_threads
 
 PRODUCTS: Final[Mapping[str, tuple[int, int]]] = {
     "qkv": (6144, 4096),
@@ -34,6 +49,10 @@ PRODUCTS: Final[Mapping[str, tuple[int, int]]] = {
     "down": (4096, 12288),
 }
 """Outputs and inputs of Qwen3-8B's products."""
+SHARE_OF_MEMORY: Final = 0.7
+"""The share of the memory for the model and the cache of the largest batch, which decide the number of layers."""
+
+type Program = Callable[..., Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,28 +60,36 @@ class Sizes:
     """The sizes of the measurements.
 
     Attributes:
+        preset: the model's shape.
         products: outputs and inputs of products, by name.
         tokens: tokens of timed products.
         compared: tokens of products whose rows are compared.
+        attended: requests and cached tokens of timed attention.
+        copied: bytes that the copy reads and writes.
         batches: requests of a timed step.
         context: cached tokens of each request.
         prompt: tokens of compared requests. The last one is also decoded.
         rounds: timed rounds, in which backends take turns.
     """
 
+    preset: str = "Qwen3-8B"
     products: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=lambda: PRODUCTS)
     tokens: int = 4096
     compared: tuple[int, ...] = (1, 2, 17, 33, 128, 257, 1024, 4096)
+    attended: tuple[tuple[int, int], ...] = ((1, 32768), (16, 8192), (64, 1056), (256, 1056))
+    copied: int = 2 << 30
     batches: tuple[int, ...] = (1, 16, 64, 256)
     context: int = 1056
     prompt: int = 200
     rounds: int = 3
 
 
-SMALL: Final = Sizes({"small": (64, 32)}, 8, (1, 2, 17), (1, 2), 5, 6, 1)
+SMALL: Final = Sizes("tiny", {"small": (64, 32)}, 8, (1, 2, 17), ((2, 130),), 1 << 20, (1, 2), 5, 6, 1)
 
 
-def study(run: Run, *, layers: Annotated[int, Option("Layers of the model.", minimum=1)] = 6) -> Result:
+def study(
+    run: Run, *, layers: Annotated[int | None, Option("Layers.", minimum=1, default="as many as fit")] = None
+) -> Result:
     sizes = SMALL if run.small else Sizes()
     arms = [name for name in ("mma", "hopper") if backends.runs_here(name)]
     if not arms and not run.small:
@@ -70,41 +97,80 @@ def study(run: Run, *, layers: Annotated[int, Option("Layers of the model.", min
             {}, f"every_gpu: {backends.device_name()} does not run 'mma'; accepted: {backends.DEVICES['mma']}"
         )
     arms = arms or ["portable"]
-    content: dict[str, Any] = {"sizes": dataclasses.asdict(sizes), "bits": {}}
-    model = presets.decoder("tiny" if run.small else "Qwen3-8B", 1 if run.small else layers)
-    with detjax.use_backend(arms[0]):
-        content["bits"] = {**product_bits(sizes, arms[0]), **model_bits(model, sizes)}
-    command_line.print_line(str(content["bits"]))
-    run.save(content)
+    if run.small or layers is None:
+        layers = 1 if run.small else layers_that_fit(sizes)
+    content: dict[str, Any] = {"sizes": dataclasses.asdict(sizes), "layers": layers, "bits": {}}
+
+    def add(part: str, value: Any) -> None:
+        """Adds a number, some entries or a row, prints it and saves the result so far."""
+        if part in ("products", "attention", "steps"):
+            content.setdefault(part, []).append(value)
+        else:
+            content[part] = {**content[part], **value} if part in content else value
+        command_line.print_line(f"{part}: {value}")
+        run.save(content)
+
     if arms[0] == "mma":
-        content["peak_flops"] = peak()
-    for part, rows in (("products", product_times(sizes, arms)), ("steps", step_times(model, sizes, arms))):
-        content[part] = []
+        add("peak_flops", peak())
+    add("copied_bytes_a_second", sizes.copied / copy_time(sizes.copied, calls=7))
+    for name in sizes.products:
+        add("bits", product_bits(sizes, name, arms[0]))
+    for part, rows in (("products", product_times(sizes, arms)), ("attention", attention_times(sizes, arms))):
         for row in rows:
-            content[part].append(row)
-            command_line.print_line(str(row))
-            run.save(content)
+            add(part, row | _shares(row, arms, content))
+    model = presets.decoder(sizes.preset, layers)
+    add("bits", model_bits(model, sizes, arms[0]))
+    for row in step_times(model, sizes, arms):
+        add("steps", row)
     different = [name for name, same in content["bits"].items() if not same]
     return Result(content, f"bits of {arms[0]} differ: {', '.join(different)}" if different else "")
 
 
-def product_bits(sizes: Sizes, backend: str) -> dict[str, bool]:
-    """Returns, for each product, whether a row's bits are the same in any batch, at any place, by any schedule."""
-    same = {}
-    for name, (n, k) in sizes.products.items():
-        x, w = _drawn(max(sizes.compared), k), _drawn(n, k)
-        multiply = detjax.jit(lambda x, w: ops.matmul(x, w, layout="nk", out_dtype="float32"))
-        whole = np.asarray(multiply(x, w))
-        batches = [np.asarray(multiply(x[-m:], w)) for m in sizes.compared]
-        same[f"{name}, batches"] = all(rows.tobytes() == whole[-len(rows) :].tobytes() for rows in batches)
-        if backend == "mma":
-            results = [np.asarray(product)[:64] for product in _by_schedules(x[:256], w)]
-            same[f"{name}, schedules"] = {one.tobytes() for one in results} == {whole[:64].tobytes()}
+def layers_that_fit(sizes: Sizes) -> int:
+    """Returns the layers whose weights and caches of the largest batch fit into a share of the memory."""
+    config = presets.config(sizes.preset)
+    tokens = max(sizes.batches) * KV_BLOCK * ceil_div(sizes.context + 1, KV_BLOCK)
+    return options.layers_that_fit(sizes.preset, SHARE_OF_MEMORY, 2 * 2 * config.kv_heads * config.head_dim * tokens)
+
+
+def _shares(row: Mapping[str, Any], arms: Sequence[str], content: Mapping[str, Any]) -> dict[str, float]:
+    """The rates of a row as shares of the measured limits."""
+    limits = {"flops": ("peak", "peak_flops"), "bytes_a_second": ("copy", "copied_bytes_a_second")}
+    return {
+        f"{arm}_share_of_{limit}": row[f"{arm}_{unit}"] / content[field]
+        for unit, (limit, field) in limits.items()
+        for arm in arms
+        if f"{arm}_{unit}" in row and field in content
+    }
+
+
+def product_bits(sizes: Sizes, name: str, backend: str) -> dict[str, bool]:
+    """Returns whether a row of a product has the same bits in any batch, at any place, by any schedule."""
+    n, k = sizes.products[name]
+    x, w = _drawn(max(sizes.compared), k), _drawn(n, k)
+    multiply = detjax.jit(lambda x, w: ops.matmul(x, w, layout="nk", out_dtype="float32"))
+    programs: list[tuple[Program, Array]] = [(multiply, x[-m:]) for m in sizes.compared]
+    if backend == "mma":
+        programs += [(program, x[:256]) for program in _by_schedules()]
+
+    def compiled(job: tuple[Program, Array]) -> Program:
+        with detjax.use_backend(backend):
+            return compilation.compiled(job[0], job[1], w)
+
+    products = [
+        np.asarray(program(rows, w))
+        for program, (_, rows) in zip(in_threads(compiled, programs), programs, strict=True)
+    ]
+    batches, by_schedules = products[: len(sizes.compared)], products[len(sizes.compared) :]
+    whole = max(batches, key=len)
+    same = {f"{name}, batches": all(rows.tobytes() == whole[-len(rows) :].tobytes() for rows in batches)}
+    if by_schedules:
+        same[f"{name}, schedules"] = {one[:64].tobytes() for one in by_schedules} == {whole[:64].tobytes()}
     return same
 
 
-def _by_schedules(x: Array, w: Array) -> Iterator[Array]:
-    """Yields float32 products by schedules of every kind."""
+def _by_schedules() -> Iterator[Program]:
+    """Yields functions of float32 products by schedules of every kind."""
     from detjax.operands.options import Epilogue
     from detjax.pallas.hopper.matmul.kernel import Operands
     from detjax.pallas.mma.matmul.kernel import product
@@ -119,49 +185,119 @@ def _by_schedules(x: Array, w: Array) -> Iterator[Array]:
         Schedule(128, 128, 4),
     ):
         fixed = {"layout": "nk", "epilogue": Epilogue(), "out_dtype": "float32", "schedule": schedule}
-        yield detjax.jit(lambda x, w, fixed=fixed: product(Operands(x, w), **fixed))(x, w)
+        yield detjax.jit(lambda x, w, fixed=fixed: product(Operands(x, w), **fixed))
 
 
-def model_bits(model: Decoder, sizes: Sizes) -> dict[str, bool]:
+def model_bits(model: Decoder, sizes: Sizes, backend: str) -> dict[str, bool]:
     """Returns whether a request's logits are the same alone, at other places of a batch, and in another phase."""
+    network, weights = split(model)
     draw = np.random.default_rng(0)
     tokens = jnp.asarray(draw.integers(0, model.config.vocab_size, (5, sizes.prompt)), jnp.int32)
-    logits = detjax.jit(lambda tokens: model(tokens)[:, -1])
-    alone = np.asarray(logits(tokens[:1])).tobytes()
-    batch = np.asarray(logits(tokens[::-1]))
-    step = detjax.jit(lambda tokens, cache: model(tokens, cache))
-    cache = KVCache.empty(model.config, 1, sizes.prompt, jnp.bfloat16)
-    _, cache = step(tokens[:1, :-1], cache)
-    decoded = np.asarray(step(tokens[:1, -1:], cache)[0][:, -1])
+    empty, tree = jax.tree.flatten(KVCache.empty(model.config, 1, sizes.prompt, jnp.bfloat16))
+
+    def last(weights: Any, tokens: Array) -> Array:
+        return network.with_weights(weights)(tokens)[:, -1]
+
+    def step(weights: Any, tokens: Array, cache: list[Array]) -> tuple[Array, list[Array]]:
+        logits, moved = network.with_weights(weights)(tokens, jax.tree.unflatten(tree, cache))
+        return logits[:, -1], jax.tree.leaves(moved)
+
+    jobs = (last, tokens[:1]), (last, tokens[::-1]), (step, tokens[:1, :-1], empty), (step, tokens[:1, -1:], empty)
+
+    def compiled(job: tuple[Any, ...]) -> Program:
+        with detjax.use_backend(backend):
+            return functools.partial(compilation.compiled(detjax.jit(job[0]), weights, *job[1:]), weights)
+
+    one, several, prefill, decode = in_threads(compiled, jobs)
+    alone, batch = np.asarray(one(tokens[:1])).tobytes(), np.asarray(several(tokens[::-1]))
+    _, cache = prefill(tokens[:1, :-1], empty)
+    decoded = np.asarray(decode(tokens[:1, -1:], cache)[0])
     return {"model, batch and place": batch[-1:].tobytes() == alone, "model, phase": decoded.tobytes() == alone}
 
 
-def product_times(sizes: Sizes, arms: list[str]) -> Iterator[dict[str, Any]]:
+def product_times(sizes: Sizes, arms: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Yields a row for each product: its floating-point operations per second by each backend."""
     m = sizes.tokens
+    multiply = detjax.jit(lambda x, w: ops.matmul(x, w, layout="nk"))
+
+    def compiled(job: tuple[str, tuple[int, int]]) -> Program:
+        arm, (n, k) = job
+        with detjax.use_backend(arm):
+            return compilation.compiled(multiply, _bfloat16(m, k), _bfloat16(n, k))
+
+    jobs = [(arm, shape) for shape in sizes.products.values() for arm in arms]
+    programs = dict(zip(jobs, in_threads(compiled, jobs), strict=True))
     for name, (n, k) in sizes.products.items():
-        x, w = _drawn(m, k), _drawn(n, k)
-
-        def run(arm: str, x: Array = x, w: Array = w) -> float:
-            with detjax.use_backend(arm):
-                program = detjax.jit(lambda x, w: ops.matmul(x, w, layout="nk"))
-                return timing.step_time(program, [(x, w)], steps=5 if m < 64 else 30)
-
-        medians = timing.in_turns({arm: lambda arm=arm: run(arm) for arm in arms}, sizes.rounds).medians
+        arguments = [(_drawn(m, k), _drawn(n, k))]
+        runs = {
+            arm: functools.partial(timing.step_time, programs[arm, (n, k)], arguments, steps=5 if m < 64 else 30)
+            for arm in arms
+        }
+        medians = timing.in_turns(runs, sizes.rounds, required=arms).medians
         yield {"product": name, "m": m, "n": n, "k": k} | {
             f"{arm}_flops": 2 * m * n * k / seconds for arm, seconds in medians.items()
         }
 
 
-def step_times(model: Decoder, sizes: Sizes, arms: list[str]) -> Iterator[dict[str, Any]]:
+def attention_times(sizes: Sizes, arms: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yields a row for each batch: bytes of keys and values that attention of a token reads per second."""
+    config = presets.config(sizes.preset)
+    heads, kv_heads, width = config.heads, config.kv_heads, config.head_dim
+
+    @detjax.jit
+    def attend(q: Array, k: Array, v: Array, queries: ops.Queries) -> Array:
+        return ops.attention(q, ops.KVPages(k, v), queries)
+
+    def drawn(batch: int, context: int, seed: int = 0) -> tuple[Any, ...]:
+        pages = ceil_div(context, KV_BLOCK)
+        table = np.random.default_rng(seed).permutation(batch * pages).reshape(batch, pages)
+        length = jnp.full(batch, context, jnp.int32)
+        shapes = (batch, 1, heads, width), *[(batch * pages, kv_heads, KV_BLOCK, width)] * 2
+        keys = jax.random.split(jax.random.key(seed), 3)
+        arrays = [jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True)]
+        return *arrays, ops.Queries(jnp.asarray(table, jnp.int32), length - 1, length)
+
+    def compiled(job: tuple[str, tuple[int, int]]) -> Program:
+        arm, (batch, context) = job
+        shapes = jax.eval_shape(lambda: drawn(batch, context))
+        with detjax.use_backend(arm):
+            return compilation.compiled(attend, *shapes)
+
+    jobs = [(arm, one) for one in sizes.attended for arm in arms]
+    programs = dict(zip(jobs, in_threads(compiled, jobs), strict=True))
+    for batch, context in sizes.attended:
+        size = 2 * 2 * batch * context * kv_heads * width
+        sets = [drawn(batch, context, seed) for seed in range(min(8, timing.rotations(size)))]
+        runs = {
+            arm: functools.partial(timing.device_time, programs[arm, (batch, context)], sets, calls=20) for arm in arms
+        }
+        medians = timing.in_turns(runs, sizes.rounds, required=arms).medians
+        yield {"batch": batch, "context": context, "bytes": size} | {
+            f"{arm}_bytes_a_second": size / seconds for arm, seconds in medians.items()
+        }
+
+
+def step_times(model: Decoder, sizes: Sizes, arms: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Yields a row for each batch: seconds of a decode step by each backend."""
+
+    def compiled(job: tuple[str, int]) -> Program:
+        arm, batch = job
+        with detjax.use_backend(arm):
+            return DecodeStep.compiled(model, batch, sizes.context)
+
+    jobs = [(arm, batch) for batch in sizes.batches for arm in arms]
+    programs = dict(zip(jobs, in_threads(compiled, jobs), strict=True))
     for batch in sizes.batches:
-        seconds = {}
-        for arm in arms:
-            with detjax.use_backend(arm):
-                step = DecodeStep.drawn(model, batch, sizes.context)
-                seconds[arm] = timing.step_time(step.program(), [(step.tokens,)], steps=20)
-        yield {"batch": batch, "context": sizes.context, "seconds": seconds}
+        # Backends share the state: the memory may not have room for two.
+        step = DecodeStep.drawn(model, batch, sizes.context)
+        runs = {
+            arm: functools.partial(timing.step_time, step.program(programs[arm, batch]), [(step.tokens,)], steps=20)
+            for arm in arms
+        }
+        seconds = timing.in_turns(runs, sizes.rounds, required=arms).medians
+        del step, runs
+        row: dict[str, Any] = {"batch": batch, "context": sizes.context, "seconds": seconds}
+        yield row | ({"time_over_hopper": seconds["mma"] / seconds["hopper"]} if len(arms) == 2 else {})
 
 
 def peak(steps: int = 4096) -> float:
@@ -192,6 +328,10 @@ def peak(steps: int = 4096) -> float:
     )
     seconds = timing.step_time(jax.jit(kernel), [(_drawn(rows, k),)], steps=10)
     return 2 * ctas * steps * rows * columns * k / seconds
+
+
+def _bfloat16(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
 
 
 def _drawn(rows: int, columns: int) -> Array:

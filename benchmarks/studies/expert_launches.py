@@ -6,7 +6,7 @@
 caches, and decode some tokens. Digests of all logits are compared, then steps are timed. The exit code is 1 if bits
 differ, or if the switch changes no kernel on Hopper GPUs.
 
-Models have a few layers, so that a program compiles in seconds; one program of each batch is all that is compiled.
+Models have a few layers. One program of each batch is all that is compiled, in parallel.
 `--small` takes seconds on a CPU, which has none of the kernels.
 """
 
@@ -28,6 +28,7 @@ from benchmarks.timing import kernel_names
 from detjax.bench import command_line, presets, timing
 from detjax.pallas.hopper.expert_places import SWITCH
 from detjax.runtime import backends
+from detjax.runtime.threads import in_threads
 
 MODELS: Final[Mapping[str, int]] = {"Qwen3-30B-A3B": 8, "gpt-oss-20b": 6, "DeepSeek-V3": 4}
 """Presets and their layers. The first router is served by one kernel; the others' rows are only placed by one."""
@@ -65,6 +66,8 @@ def study(run: Run, *, preset: Annotated[list[str], options.names(MODELS)]) -> R
         for _ in range(sizes.rounds):
             for arm in ARMS:
                 rounds[arm].append(_in_process(arm, name, layers, small=run.small))
+                seconds = {row["batch"]: row["seconds"] for row in rounds[arm][-1]}
+                command_line.print_line(f"{name}, {SWITCH}={ARMS[arm]}: seconds by batch {seconds}")
         results += joined(name, layers, rounds)
         for row in results[-len(sizes.batches) :]:
             command_line.print_line(str(row))
@@ -121,14 +124,16 @@ def measured(name: str, layers: int, sizes: Sizes) -> list[dict[str, Any]]:
     from benchmarks.studies.decode import DecodeStep
 
     model, rows = presets.decoder(name, layers), []
-    for batch in sizes.batches:
+    programs = in_threads(lambda batch: DecodeStep.compiled(model, batch, sizes.context), sizes.batches)
+    for batch, compiled in zip(sizes.batches, programs, strict=True):
         step = DecodeStep.drawn(model, batch, sizes.context)
-        program, hashed = step.program(), hashlib.sha256()
+        program, hashed = step.program(compiled), hashlib.sha256()
         for _ in range(sizes.compared):
             hashed.update(np.asarray(program(step.tokens)).tobytes())
         seconds = timing.step_time(program, [(step.tokens,)], steps=sizes.steps)
         kernels = kernel_names(program, (step.tokens,))
         rows.append({"batch": batch, "digest": hashed.hexdigest(), "seconds": seconds, "kernels": kernels})
+        print(f"{name}, batch {batch}: {seconds} s, {kernels}", file=sys.stderr, flush=True)
     return rows
 
 

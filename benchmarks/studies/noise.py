@@ -4,9 +4,10 @@
 
 Draws have consecutive positions, and share the rest. Their chi-square has a thousand cells, with probabilities of some
 hundredths to some thousand-millionths. Pairs of draws at the same positions, with keys that differ in prompt, seed,
-sample or one position, fill tables, whose chi-square shows dependence. A deviation is the number of standard deviations
-from the expected chi-square. Two controls must deviate: one with a slightly wrong probability, and pairs with a few
-equal ones. Before all this, the device's random words and tokens are compared with NumPy's.
+sample or one position, fill tables of a tenth as many draws, whose chi-square shows dependence. A deviation is the
+number of standard deviations from the expected chi-square. Two controls must deviate: one with a slightly wrong
+probability, and pairs with a few equal ones. Before all this, the device's random words and tokens are compared with
+NumPy's.
 
 The exit code is 1 if a word or token is another one, if a deviation is larger than `LARGEST`, or a control's is not.
 `--small` draws 200,000 tokens on a CPU in seconds.
@@ -14,7 +15,7 @@ The exit code is 1 if a word or token is another one, if a deviation is larger t
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 import jax.numpy as jnp
@@ -23,6 +24,7 @@ from jax import Array, lax
 
 from benchmarks.study import Result, Run
 from detjax import ops
+from detjax.bench import command_line
 from detjax.operands import noise
 from detjax.runtime import compilation
 
@@ -41,7 +43,8 @@ class Sizes:
     """The sizes of a run.
 
     Attributes:
-        draws: tokens to draw for the probabilities, and half as many for each table of pairs.
+        draws: tokens to draw for the probabilities.
+        pairs: pairs of tokens to draw for each table.
         rows: tokens of a call of `ops.sample`.
         calls: calls of one program.
         vocabulary: number of tokens.
@@ -50,6 +53,7 @@ class Sizes:
     """
 
     draws: int = 1_000_000_000
+    pairs: int = 50_000_000
     rows: int = 1 << 16
     calls: int = 64
     vocabulary: int = 1024
@@ -57,18 +61,43 @@ class Sizes:
     equal: float = 1e-3
 
 
-SMALL: Final = Sizes(200_000, 1 << 12, 5, 640, 0.5, 0.1)
+SMALL: Final = Sizes(200_000, 100_000, 1 << 12, 5, 640, 0.5, 0.1)
 
 
 def study(run: Run) -> Result:
     sizes = SMALL if run.small else Sizes()
-    content: dict[str, Any] = {
-        "sizes": dataclasses.asdict(sizes),
-        "words": other_words(),
-        "tokens": other_tokens(sizes),
-    }
-    content |= {"deviations": deviations(sizes), "controls": controls(sizes)}
+    content: dict[str, Any] = {"sizes": dataclasses.asdict(sizes), "deviations": {}, "controls": {}}
+    for part, name, value in _parts(sizes):
+        if name:
+            content[part][name] = value
+        else:
+            content[part] = value
+        command_line.print_line(f"{part}{', ' * bool(name)}{name}: {value}")
+        run.save(content)
     return Result(content, problem(content))
+
+
+def _parts(sizes: Sizes) -> Iterator[tuple[str, str, Any]]:
+    """Yields the parts of a result in the order in which they are measured: field, name in the field, value."""
+    yield "words", "", other_words()
+    yield "tokens", "", other_tokens(sizes)
+    counts, p = counted(sizes)
+    yield "deviations", "probabilities", deviation(counts, p * counts.sum(), len(p) - 1)
+    yield "controls", "a wrong probability", deviation(counts, _wrong(p, sizes) * counts.sum(), len(p) - 1)
+    base, others = ops.noise_key(0, _PROMPT), {f"seed {seed}": ops.noise_key(seed, _PROMPT) for seed in _SEEDS}
+    others |= {"sample 1": ops.noise_key(0, _PROMPT, 1), "prompt": ops.noise_key(0, ops.prompt_digest([3, 1, 5]))}
+    for name, key in others.items():
+        yield "deviations", name, dependence(table(sizes, (base, key)))
+    yield "deviations", "next position", dependence(table(sizes, (base, base), shift=1))
+    pairs = table(sizes, (base, others[f"seed {_SEEDS[0]}"]), equal=sizes.equal)
+    yield "controls", "equal pairs", dependence(pairs)
+
+
+def _wrong(p: np.ndarray, sizes: Sizes) -> np.ndarray:
+    """The probabilities, with an error in the largest one."""
+    wrong = p.copy()
+    wrong[wrong.argmax()] *= 1 + sizes.wrong
+    return wrong / wrong.sum()
 
 
 def problem(content: Mapping[str, Any]) -> str:
@@ -181,6 +210,8 @@ def counted(sizes: Sizes) -> tuple[np.ndarray, np.ndarray]:
         counts += np.asarray(
             _counts(_words(ops.noise_key(0, _PROMPT)), jnp.int32(first), jnp.asarray(logits), sizes.rows, sizes.calls)
         )
+        if first // step % 20 == 19:
+            command_line.print_line(f"{first + step} of {sizes.draws} tokens are drawn")
     return counts, p / p.sum()
 
 
@@ -189,7 +220,7 @@ def table(sizes: Sizes, keys: tuple[Key, Key], shift: int = 0, equal: float = 0)
     logits = jnp.asarray(np.log(probabilities(sizes.vocabulary, sizes.draws)), jnp.float32)
     result, share = np.zeros(CLASSES**2, np.int64), jnp.int32(equal * sizes.rows)
     both = jnp.stack([_words(key) for key in keys])
-    for first in range(0, sizes.draws // 2, sizes.rows * sizes.calls):
+    for first in range(0, sizes.pairs, sizes.rows * sizes.calls):
         result += np.asarray(_pairs(both, jnp.int32(first), logits, share, sizes.rows, sizes.calls, shift))
     return result.reshape(CLASSES, CLASSES)
 
@@ -205,25 +236,3 @@ def dependence(pairs: np.ndarray) -> float:
     """Returns the deviation of a table of pairs from independence."""
     expected = pairs.sum(1, keepdims=True) * (pairs.sum(0, keepdims=True) / pairs.sum())
     return deviation(pairs, expected, (CLASSES - 1) ** 2)
-
-
-def deviations(sizes: Sizes) -> dict[str, float]:
-    """Returns the deviation of the counts of tokens, and of each table of pairs."""
-    counts, p = counted(sizes)
-    base, results = ops.noise_key(0, _PROMPT), {"probabilities": deviation(counts, p * counts.sum(), len(p) - 1)}
-    others = {f"seed {seed}": ops.noise_key(seed, _PROMPT) for seed in _SEEDS}
-    others |= {"sample 1": ops.noise_key(0, _PROMPT, 1), "prompt": ops.noise_key(0, ops.prompt_digest([3, 1, 5]))}
-    results |= {name: dependence(table(sizes, (base, key))) for name, key in others.items()}
-    return results | {"next position": dependence(table(sizes, (base, base), shift=1))}
-
-
-def controls(sizes: Sizes) -> dict[str, float]:
-    """Returns deviations that have to be large: of a wrong probability, and of pairs that are sometimes equal."""
-    counts, p = counted(sizes)
-    wrong = p.copy()
-    wrong[wrong.argmax()] *= 1 + sizes.wrong
-    base, other = ops.noise_key(0, _PROMPT), ops.noise_key(1, _PROMPT)
-    return {
-        "a wrong probability": deviation(counts, wrong / wrong.sum() * counts.sum(), len(p) - 1),
-        "equal pairs": dependence(table(sizes, (base, other), equal=sizes.equal)),
-    }

@@ -105,6 +105,7 @@ def serve_command(
     runs: Annotated[dict[str, Any], _RUNS],
     engine: Annotated[EngineConfig, _ENGINE] = _LARGE_ENGINE,
     tensor_parallel: int = 1,
+    backend: str | None = None,
     out: command_line.Out = None,
     plot: Path | None = None,
 ) -> int:
@@ -115,11 +116,12 @@ def serve_command(
         model: a checkpoint, instead of a preset.
         layers: the preset's number of layers. Default: the model's own.
         tensor_parallel: shard the model over N devices; no bit depends on N.
+        backend: the backend under contract to measure. Default: the device's best.
         plot: draw the times as PNG.
     """
     if (preset is None) == (model is None):
         raise UsageError("serve: needs a model; accepted: exactly one of --preset and --model")
-    with usage_errors():
+    with usage_errors(), backends.use_backend(backend):
         experiment = serve.Experiment(workload, engine, **runs)
         mesh = models.mesh_of(tensor_parallel)
         if preset is not None:

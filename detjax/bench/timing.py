@@ -96,7 +96,7 @@ def device_time(fn: Callable[..., Any], argument_sets: Sequence[tuple[Any, ...]]
     measured = list(itertools.islice(itertools.cycle(argument_sets), calls))
     if jax.default_backend() != "gpu":
         return statistics.median(_wall_time(fn, arguments) for arguments in measured)
-    kernels = _kernel_times(fn, measured)
+    kernels = kernel_times(fn, measured)
     if not kernels or len(kernels) % calls:
         names = ", ".join(sorted({name for name, _ in kernels})) or "none"
         raise RuntimeError(
@@ -114,8 +114,13 @@ def _wall_time(fn: Callable[..., Any], arguments: tuple[Any, ...]) -> float:
     return time.perf_counter() - start
 
 
-def _kernel_times(fn: Callable[..., Any], argument_sets: Iterable[tuple[Any, ...]]) -> list[tuple[str, float]]:
-    """Name and milliseconds of each kernel launched by calls with the argument sets, in order, by CUPTI."""
+def kernel_times(fn: Callable[..., Any], argument_sets: Iterable[tuple[Any, ...]]) -> list[tuple[str, float]]:
+    """Returns the name and milliseconds of each kernel that calls launch on a GPU, in order, by CUPTI.
+
+    Args:
+        fn: a function that is compiled already. It is called as it is, so it may move on a state of its own.
+        argument_sets: the arguments of each call.
+    """
     from jax.experimental.mosaic.gpu import profiler
 
     cupti: Any = profiler.mosaic_gpu_lib._mosaic_gpu_ext  # pyright: ignore

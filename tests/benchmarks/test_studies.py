@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import re
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +65,33 @@ STUDIES = (
 )
 
 
+CAPTURED = 1 << 15
+"""Bytes that a program of `--small` may capture as constants: fewer than the embedding of the smallest model has."""
+
+
+@pytest.fixture
+def captures_no_weights(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Fails a test whose programs capture arrays, such as weights, in this process or in those that it starts.
+
+    A program that captures the weights of a large model takes minutes to compile.
+    """
+    messages = "A large amount of constants", "Closed-over constant"
+    monkeypatch.setenv("JAX_CAPTURED_CONSTANTS_WARN_BYTES", str(CAPTURED))
+    monkeypatch.setenv("PYTHONWARNINGS", ",".join(f"error:{message}" for message in messages))
+    before = jax.config.jax_captured_constants_warn_bytes
+    jax.config.update("jax_captured_constants_warn_bytes", CAPTURED)
+    try:
+        # A study may catch an error, so warnings are collected.
+        with warnings.catch_warnings(record=True) as caught:
+            for message in messages:
+                warnings.filterwarnings("always", message)
+            yield
+    finally:
+        jax.config.update("jax_captured_constants_warn_bytes", before)
+    assert [str(one.message) for one in caught] == []
+
+
+@pytest.mark.usefixtures("captures_no_weights")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.nightly) for name in RUNS]
 )

@@ -19,10 +19,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.core import Tracer
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import benchmarks.study as study_module
+import benchmarks.timing as study_timing
 import detjax
 from benchmarks.bits import anchor_positions
 from benchmarks.studies import (
@@ -600,6 +602,28 @@ def test_a_decode_step_reads_the_weights_of_chosen_experts_and_of_its_tokens_emb
         moe, few = sizes_of("Qwen3-30B-A3B", 1, 8.0, **small)
         _, more = sizes_of("Qwen3-30B-A3B", 1, 10.5, **small)
         assert more - few == 2.5 * 3 * 64 * moe.config.experts.inner_width * 2
+
+
+def test_the_names_of_kernels_are_read_from_calls_that_no_trace_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that moves on a state of its own, as a decode step's does, is called with arrays and not traced."""
+    step = unchecked(decode.DecodeStep.drawn)(presets.decoder("tiny", 1), 1, 3)
+    program, given = step.program(), list[Any]()
+
+    def called(tokens: Any) -> Any:
+        given.append(tokens)
+        return program(tokens)
+
+    def kernel_times(fn: Callable[..., Any], argument_sets: Any) -> list[tuple[str, float]]:
+        return [(f"kernel {fn(*arguments).shape[-1]}(int)", 0.1) for arguments in argument_sets]
+
+    monkeypatch.setattr(study_timing, "kernel_times", kernel_times)
+    device = SimpleNamespace(default_backend=lambda: "gpu", block_until_ready=jax.block_until_ready)
+    monkeypatch.setattr(study_timing, "jax", device)
+    assert study_timing.kernel_names(called, (step.tokens,)) == "kernel 256"
+    assert len(given) == 2 and all(tokens is step.tokens for tokens in given)
+    assert not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(step.state))
+    with pytest.raises(TypeError, match=r"while another one is traced.*accepted: calls outside of jit"):
+        jax.jit(program)(step.tokens)
 
 
 def test_bandwidths_are_bytes_over_seconds_as_a_share_of_a_copys(monkeypatch: pytest.MonkeyPatch) -> None:
