@@ -1,9 +1,10 @@
 """Products with quantized weights on Hopper GPUs.
 
 Plain activations: a kernel widens codes on the chip, with the bits of a product with the widened weight. Quantized
-activations and e4m3 weights: a product of bfloat16 for each block of columns. bfloat16 holds e4m3 numbers exactly, so
-the kernel of `matmul` adds a block's products in a fresh accumulator, and its bits do not depend on the number of rows.
-Everything else is elementwise.
+activations and e4m3 weights: another kernel widens codes without scales, and scales the products of each block. Shapes
+that it does not take, and experts, are composed of a product of bfloat16 for each block of columns, of the same bits.
+bfloat16 holds e4m3 numbers exactly, so the kernel of `matmul` adds a block's products in a fresh accumulator, and its
+bits do not depend on the number of rows. Everything else is elementwise.
 """
 
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from detjax.operands.rounding import rounded
 from detjax.pallas.hopper import grouped_matmul as grouped
 from detjax.pallas.hopper import matmul as plain
 from detjax.pallas.hopper.quantized.packed import packed_plan, packed_product
+from detjax.pallas.hopper.quantized.scaled import ScaledPlan, has_one_quantization, scaled_plan, scaled_product
 from detjax.portable.quantized_matmul import gradients, grouped_gradients, quantized_rows
 from detjax.portable.tiles import sealed
 
@@ -48,8 +50,13 @@ def forward(operands: MatmulOperands, *, epilogue: Epilogue, out_dtype: DTypeLik
         if plan is None:
             return plain.forward(operands._replace(w=widened(w)), layout="nk", epilogue=epilogue, out_dtype=out_dtype)
         return packed_product(operands, plan, epilogue=epilogue, out_dtype=out_dtype)
-    sums, flat_residual = _sums(operands), None if residual is None else flat_rows(residual)
-    y = plain.apply_epilogue(sums, _biases(bias, len(sums)), flat_residual, epilogue=epilogue, out_dtype=out_dtype)
+    flat_residual = None if residual is None else flat_rows(residual)
+    flat = MatmulOperands(flat_rows(x), w, bias, flat_residual)
+    if has_one_quantization(w) and (plan := scaled_plan(flat, out_dtype=out_dtype)) is not None:
+        y = scaled_product(flat, plan, epilogue=epilogue)
+    else:
+        sums = _sums(flat)
+        y = plain.apply_epilogue(sums, _biases(bias, len(sums)), flat_residual, epilogue=epilogue, out_dtype=out_dtype)
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
@@ -88,7 +95,18 @@ def _sums(operands: MatmulOperands) -> list[Array]:
 
     w, x = operands.w, flat_rows(operands.x)
     matrices = [w] if w.ndim == 2 else [w.matrix(0), w.matrix(1)]
-    return [_sum(x, matrix, multiply, lambda numbers: numbers[None]) for matrix in matrices]
+    plan = scaled_plan(MatmulOperands(x, matrices[0]), out_dtype=ACCUMULATOR)
+    if plan is None:
+        return [_sum(x, matrix, multiply, lambda numbers: numbers[None]) for matrix in matrices]
+    return [_scaled_sum(MatmulOperands(x, matrix), plan) for matrix in matrices]
+
+
+def _scaled_sum(operands: MatmulOperands, plan: ScaledPlan) -> Array:
+    """Returns the float32 sums `[M, N]` of rows with a matrix, from the kernel that scales."""
+    w = operands.w
+    sources = 1 if w.input_scales is None else w.input_scales.shape[-1]
+    by_source = [scaled_product(operands, plan, epilogue=Epilogue(), source=source) for source in range(sources)]
+    return by_source[0] if w.source is None else _chosen_by_source(by_source, w.source[None])
 
 
 def _grouped_sums(operands: GroupedOperands, unit: int) -> tuple[list[Array], list[Array] | None]:
@@ -146,9 +164,14 @@ def _sum(x: Array, w: QuantizedWeight, multiply: _Multiply, by_row: _ByRow) -> A
     for source in range(sources):
         scale = by_row(w.input_scales[..., source, None])
         by_source.append(_sum_by_rows(*quantized_rows(x, x.shape[-1], scale), w, multiply, by_row))
+    return by_source[0] if w.source is None else _chosen_by_source(by_source, by_row(w.source))
+
+
+def _chosen_by_source(by_source: list[Array], source: Array) -> Array:
+    """Chooses each output from the sums for its source."""
     y = by_source[0]
-    for source in range(1, sources):
-        y = jnp.where(jnp.broadcast_to(by_row(w.source) == source, y.shape), by_source[source], y)
+    for number, sums in enumerate(by_source[1:], start=1):
+        y = jnp.where(jnp.broadcast_to(source == number, y.shape), sums, y)
     return y
 
 

@@ -12,6 +12,7 @@ from detjax.operands.options import Epilogue
 from detjax.operands.products import MatmulOperands
 from detjax.operands.quantized_weight import QuantizedFormat, QuantizedWeight
 from detjax.pallas.hopper import quantized_matmul
+from detjax.pallas.hopper.quantized.scaled import scaled_plan
 from tests.pallas.hopper.compiler import Program, array, compile_programs
 
 
@@ -46,6 +47,28 @@ def packed(
     return fn, shapes
 
 
+def scaled(
+    m: int, n: int, k: int, activations: Any = "group", scales: str = "float32", *, gated: bool = False, **options: bool
+) -> Program:
+    """A product of quantized rows; the options say whether it has a bias and a residual."""
+    parts, group = (2,) if gated else (), 128 if activations == "group" else k
+    described = QuantizedFormat("e4m3", k, group, "bfloat16", activations)
+    codes, factors = array(*parts, n, k, dtype="uint8"), array(*parts, n, -(-k // group), dtype=scales)
+    shapes = [array(m, k), codes, factors]
+    shapes += [array(*parts, n)] if options.get("bias") else []
+    shapes += [array(m, n)] if options.get("residual") else []
+
+    def fn(x: Any, codes: Any, factors: Any, *rest: Any) -> jax.Array:
+        weight = QuantizedWeight(codes, factors, format=described)
+        bias, residual = rest[0] if options.get("bias") else None, rest[-1] if options.get("residual") else None
+        operands = MatmulOperands(x, weight, bias, residual)
+        assert scaled_plan(operands, out_dtype=x.dtype) is not None
+        epilogue = Epilogue("silu", True) if gated else Epilogue()
+        return quantized_matmul.forward(operands, epilogue=epilogue, out_dtype=x.dtype)
+
+    return fn, shapes
+
+
 def programs() -> dict[str, Program]:
     """The programs, by name; shapes of Qwen3-8B."""
     return {
@@ -55,6 +78,12 @@ def programs() -> dict[str, Program]:
         "packed, 64 tokens": packed(64, 4096, 4096, "e2m1", "float32", group=16),
         "packed, gated, 1024 tokens": packed(1024, 12288, 4096, gated=True, scales="float16", zeros=True),
         "packed, 1024 tokens": packed(1024, 4096, 12288, "e4m3", "float32", residual=True),
+        "scaled, 1 token": scaled(1, 6144, 4096, bias=True),
+        "scaled, gated, 1 token": scaled(1, 12288, 4096, gated=True),
+        "scaled, 64 tokens": scaled(64, 4096, 12288, scales="bfloat16", residual=True),
+        "scaled, gated, 1024 tokens": scaled(1024, 12288, 4096, gated=True, bias=True),
+        "scaled, 1024 tokens": scaled(1024, 4096, 12288, residual=True),
+        "scaled by rows, 1024 tokens": scaled(1024, 4096, 12288, "row", bias=True, residual=True),
     }
 
 

@@ -1,5 +1,6 @@
 """Products of quantized activations on Hopper: numbers and bits in Pallas' interpreter."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -9,7 +10,13 @@ import pytest
 
 import detjax
 from detjax import ops
-from detjax.operands.quantized_weight import QuantizedWeight
+from detjax.operands.options import Epilogue
+from detjax.operands.products import MatmulOperands
+from detjax.operands.quantized_weight import QuantizedWeight, numbers_of
+from detjax.pallas.hopper import quantized_matmul
+from detjax.pallas.hopper.matmul.plan import Schedule
+from detjax.pallas.hopper.quantized.scaled import scaled_plan, scaled_product
+from detjax.portable.quantized_matmul import quantized_rows
 from tests.pallas.hopper.interpreter import interpreted
 from tests.support.bits import assert_same_bits
 from tests.support.quantized_weights import X, e4m3_weight
@@ -51,3 +58,81 @@ def test_a_row_of_an_expert_has_the_bits_of_its_own_product() -> None:
     for expert in (0, 1):
         rows = slice(8 * expert, 8 * expert + 8)
         assert_same_bits(y[rows], on_hopper(x[rows], jax.tree.map(lambda leaf, at=expert: leaf[at], w)))
+
+
+def added_in_blocks(x: np.ndarray, w: QuantizedWeight) -> np.ndarray:
+    """The contract's sums in NumPy, each fma rounded twice like `fma`'s twin."""
+    group = 128 if w.format.activations == "group" else x.shape[1]
+    static = None if w.input_scales is None else w.input_scales[0]
+    numbers, scales = (np.asarray(a) for a in quantized_rows(jnp.asarray(x), group, static))
+    weights, weight_scales = np.asarray(numbers_of(w)), np.asarray(w.scales, np.float32)
+    numbers, acc = numbers.reshape(len(x), -1)[:, : w.shape[1]], np.zeros((len(x), len(weights)), np.float32)
+    for block, first in enumerate(range(0, w.shape[1], 128)):
+        product = np.zeros_like(acc)
+        for k in range(first, min(first + 128, w.shape[1])):
+            product += numbers[:, k : k + 1] * weights[:, k]
+        if group == 128:
+            product *= scales[:, block : block + 1] * weight_scales[:, block]
+        acc = acc + product
+    return acc if group == 128 else scales * (weight_scales[:, 0] * acc)
+
+
+def with_scales(w: QuantizedWeight, dtype: str) -> QuantizedWeight:
+    """The weight with scales of another dtype."""
+    return dataclasses.replace(w, scales=w.scales.astype(dtype))
+
+
+def tall(w: QuantizedWeight) -> QuantizedWeight:
+    """The weight three times, one after the other."""
+    return jax.tree.map(lambda leaf: jnp.concatenate([leaf] * 3), w)
+
+
+CASES: dict[str, tuple[int, QuantizedWeight, Schedule | None, int]] = {
+    # Tiles end beyond the last row and the last weight; the last block has 64 of 128 columns.
+    "group": (11, e4m3_weight("group"), Schedule(8, 32, lines=2), 2),
+    "group, two warpgroups": (
+        20,
+        tall(with_scales(e4m3_weight("group"), "bfloat16")),
+        Schedule(24, 128, warpgroups=2, lines=2),
+        1,
+    ),
+    "row": (5, e4m3_weight("row"), Schedule(8, 40, lines=2), 1),
+    "static": (19, e4m3_weight("static"), None, 0),
+}
+
+
+@pytest.mark.usefixtures("matrix_unit", "two_multiprocessors")
+@pytest.mark.parametrize("name", CASES)
+def test_blocks_are_scaled_and_added_in_the_contracts_order(name: str) -> None:
+    m, w, schedule, wideners = CASES[name]
+    random = np.random.default_rng(2)
+    bias, residual = random.standard_normal(w.shape[0]), random.standard_normal((m, w.shape[0]))
+    bias, residual = jnp.asarray(bias, "float32"), jnp.asarray(residual, "float32")
+
+    def product(x: Any, w: QuantizedWeight) -> Any:
+        operands = MatmulOperands(x, w, bias, residual)
+        plan = scaled_plan(operands, out_dtype="float32")
+        assert plan is not None
+        if schedule is not None:
+            plan = dataclasses.replace(plan, schedule=schedule, wideners=wideners)
+        return scaled_product(operands, plan, epilogue=Epilogue())
+
+    y = interpreted(product, jnp.asarray(X[:m]), w)
+    assert_same_bits(y, added_in_blocks(X[:m], w) + np.asarray(bias) + np.asarray(residual))
+
+
+@pytest.mark.usefixtures("matrix_unit")
+@pytest.mark.parametrize("kind", ["row", pytest.param("static of two", marks=pytest.mark.nightly)])
+def test_one_kernel_has_the_bits_of_a_product_for_each_block(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    w, x = e4m3_weight(kind, 2), jnp.asarray(X[:9])
+    residual = jnp.asarray(np.random.default_rng(3).standard_normal((9, w.shape[1])), "float32")
+    options: dict[str, Any] = {"epilogue": Epilogue("relu", True), "out_dtype": x.dtype}
+
+    def product(x: Any, w: Any, residual: Any) -> Any:
+        operands = MatmulOperands(x, w, jnp.ones(w.shape[:-1], x.dtype), residual)
+        return quantized_matmul.forward(operands, **options)
+
+    y, calls = interpreted(product, x, w, residual), []
+    monkeypatch.setattr(quantized_matmul, "scaled_plan", lambda *_, **__: calls.append(1))
+    assert_same_bits(y, interpreted(lambda *operands: product(*operands), x, w, residual))
+    assert calls

@@ -44,7 +44,7 @@ that reads it: this takes less than reading codes once for every tile of tokens.
 
 # Registers per thread of a consumer and a widening thread, by the numbers of their warpgroups. A consumer keeps 56
 # in addition to its accumulators, as in `matmul.kernel`; a widening thread has addresses and a few vectors of codes.
-_REGISTERS: Final = {(1, 1): (232, 232), (1, 2): (208, 128), (1, 3): (168, 88), (2, 1): (184, 104)}
+REGISTERS: Final = {(1, 1): (232, 232), (1, 2): (208, 128), (1, 3): (168, 88), (2, 1): (184, 104)}
 _PRODUCER_REGISTERS: Final = 40
 _OTHER_REGISTERS: Final = 56
 """Registers of a consumer that do not hold accumulators."""
@@ -108,7 +108,7 @@ class PackedPlan(Plan):
         """Returns the requirements that this plan does not meet; an empty list if the kernel can be built."""
         s, codes, k = self.schedule, self.codes, self.problem.k
         accumulators = self.problem.parts * self.padded_rows * self.columns // device.WARPGROUP
-        registers = _REGISTERS.get((s.warpgroups, self.wideners))
+        registers = REGISTERS.get((s.warpgroups, self.wideners))
         requirements = {
             "weights on the rows": self.weights_on_rows,
             "clusters of one CTA": self.cluster_size == 1,
@@ -233,12 +233,12 @@ def _kernel(plan: PackedPlan, epilogue: Epilogue) -> Callable[..., list[Array]]:
         cluster_names=("cm", "cn"),
         num_threads=schedule.warpgroups + plan.wideners + 1,
         thread_name="warpgroup",
-        scratch_types=_scratch_types(plan),
+        scratch_types=packed_scratch_types(plan),
         kernel_name="packed_matmul",
     )
 
 
-def _scratch_types(plan: PackedPlan) -> dict[str, Any]:
+def packed_scratch_types(plan: PackedPlan) -> dict[str, Any]:
     """Returns the types of buffers and barriers, by their names in `PackedScratch`."""
     problem, warpgroups, codes = plan.problem, plan.schedule.warpgroups, plan.codes
     scratch = scratch_types(plan)
@@ -268,7 +268,7 @@ class PackedCta(Cta):
     def run(self) -> None:
         """Runs the warpgroup's role: consumers come first, then wideners, then the producer."""
         consumers, wideners = self.plan.schedule.warpgroups, self.plan.wideners
-        consumer, widener = _REGISTERS[consumers, wideners]
+        consumer, widener = REGISTERS[consumers, wideners]
         shared_registers(*(consumer,) * consumers, *(widener,) * wideners, _PRODUCER_REGISTERS)
         initial = device.registers_at_start(consumers + wideners + 1)
 
@@ -334,7 +334,6 @@ class PackedCta(Cta):
         def _(turn: Array) -> None:
             step = turn * plan.wideners + number
             slot, place = self.slot(step), self.place(step)
-            group = self.first_group(lax.rem(step, jnp.int32(plan.k_steps)))
             plgpu.barrier_wait(scratch.loaded.at[slot])
 
             @pl.when(step >= plan.places)
@@ -342,9 +341,7 @@ class PackedCta(Cta):
                 plgpu.barrier_wait(scratch.emptied.at[place])
 
             for part in range(plan.problem.parts):
-                zeros = None if scratch.zeros is None else scratch.zeros.at[slot, part]
-                codes, scales = scratch.codes.at[slot, part], scratch.scales.at[slot, part]
-                widen(codes, scales, scratch.rows.at[place, part], group, zeros, packing=plan.codes)
+                self.widen_part(part, slot, place, step)
             # The matrix unit reads through another proxy: the fence makes the stores of all threads visible to it.
             plgpu.commit_smem()
             plgpu.barrier_arrive(scratch.widened.at[place])
@@ -356,6 +353,13 @@ class PackedCta(Cta):
             @pl.when(lax.rem(step, jnp.int32(plan.wideners)) == number)
             def _() -> None:
                 plgpu.barrier_wait(scratch.emptied.at[self.place(step)])
+
+    def widen_part(self, part: int, slot: Array, place: Array, step: Array) -> None:
+        """Widens a step's weights of one part."""
+        scratch, group = self.scratch, self.first_group(lax.rem(step, jnp.int32(self.plan.k_steps)))
+        zeros = None if scratch.zeros is None else scratch.zeros.at[slot, part]
+        codes, scales = scratch.codes.at[slot, part], scratch.scales.at[slot, part]
+        widen(codes, scales, scratch.rows.at[place, part], group, zeros, packing=self.plan.codes)
 
     # --- a consumer -----------------------------------------------------------------------------------------------
 
@@ -410,7 +414,7 @@ def default_plan(problem: Problem, codes: Codes) -> PackedPlan | None:
     tiles_m = {8} if tokens == 8 else {tokens, *(size for size in (16, 32, 64, 96, 128, 192) if size < tokens)}
     plans = [
         PackedPlan(problem, Schedule(tile_m, tile_n, warpgroups=warpgroups, lines=lines, panel=panel), codes, wideners)
-        for warpgroups, wideners in _REGISTERS
+        for warpgroups, wideners in REGISTERS
         for tile_n in ((128,) if warpgroups == 2 else (16, 24, 32, 40, 48, 56, 64))
         for tile_m in sorted(tiles_m)
         for lines in (1, 2, 4)

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, Final
 
 import jax.experimental.pallas as pl
@@ -87,6 +88,10 @@ class Codes:
         return swizzled_lines(row, 1) if row == SWIZZLE_BYTES else ()
 
 
+E4M3: Final = Codes("e4m3", group=1, scale_dtype=jnp.dtype("float32"), has_zeros=False)
+"""Codes of one byte; the products of their numbers are scaled, not the numbers."""
+
+
 def _plain_widen(codes: Any, scales: Any, target: Any, group: Array, zeros: Any = None, *, packing: Codes) -> None:
     columns = target.shape[1]
 
@@ -125,16 +130,54 @@ def widen(codes: Any, scales: Any, target: Any, group: Any, zeros: Any = None, *
 
     Args:
         codes: `[rows, bytes]` in shared memory, with the transforms that `packing` gives; rows come in eights.
-        scales: `[rows, groups]`: whole units of the copy engine, of which the first has the tile's first group.
+        scales: `[rows, groups]`: whole units of the copy engine. The first unit has the tile's first group.
         target: numbers `[rows or more, columns]` in swizzled lines; columns are 1, 2 or 4 lines.
         group: the number of the tile's first group in the whole row.
         zeros: zero points `[rows, groups]`, bytes.
         packing: the meaning of the arrays.
     """
     _, lines, _, _ = target.type.shape
-    (down, across, _, _), _ = target.type.get_strides_and_offset()
     columns = lines * LINE
-    row_bytes = packing.row_bytes(columns)
+    first_group = group.registers.item()
+    arithmetic = _arithmetic(packing, target.type.element_type)
+
+    def load_group(ref: Any, row: Any, column: Any) -> Any:
+        """Loads the number of a column's group from an array `[rows, groups]`."""
+        dtype, (_, groups) = ref.type.element_type, ref.type.shape
+        size = mgpu.bytewidth(dtype)
+        column_group = int32(0) if packing.group >= columns else arith.divui(column, int32(packing.group))
+        start = arith.remui(first_group, int32(packing.unit(size)))
+        here = column_group if packing.groups(columns) == groups else _sum(start, column_group)
+        return llvm.load(dtype, _pointer(_sum(_address(ref), _scaled(_sum(_scaled(row, groups), here), size))))
+
+    def products(words: list[Any], row: Any, column: Any) -> list[Any]:
+        scale = load_group(scales, row, column)
+        zero = None if zeros is None else load_group(zeros, row, column)
+        return arithmetic.products(words, scale, zero)
+
+    _store_vectors(codes, target, packing, products)
+
+
+def _plain_widen_exactly(codes: Any, target: Any) -> None:
+    numbers = lax.bitcast_convert_type(codes[...], jnp.float8_e4m3fn)
+    target[pl.ds(0, codes.shape[0])] = numbers.astype(target.dtype)
+
+
+@primitive(
+    twin=_plain_widen_exactly,
+    args=lambda codes, target: (plgpu.RefType(E4M3.transforms(target.shape[1])), plgpu.RefType(swizzled(LINE))),
+)
+def widen_exactly(codes: Any, target: Any) -> None:
+    """Stores the numbers of e4m3 codes, without scales; every one is exact. See `widen` for the operands."""
+    arithmetic = _arithmetic(E4M3, target.type.element_type)
+    _store_vectors(codes, target, E4M3, lambda words, *_: arithmetic.numbers(words))
+
+
+def _store_vectors(codes: Any, target: Any, packing: Codes, pairs: Callable[[list[Any], Any, Any], list[Any]]) -> None:
+    """Stores the vectors of a tile: `pairs(codes, row, column)` gives the eight numbers from a column on, in words."""
+    _, lines, _, _ = target.type.shape
+    (down, across, _, _), _ = target.type.get_strides_and_offset()
+    row_bytes = packing.row_bytes(lines * LINE)
     rows = _elements(codes) // row_bytes
     warp, lane = warp_and_lane()
     line = arith.remui(warp, int32(lines))
@@ -143,18 +186,7 @@ def widen(codes: Any, scales: Any, target: Any, group: Any, zeros: Any = None, *
     column = _sum(_scaled(line, LINE), _scaled(chunk, _VECTOR))
     code_bytes = packing.row_bytes(_VECTOR)
     code_column = arith.divui(_scaled(column, packing.bits), int32(8))
-    first_group = group.registers.item()
-    column_group = int32(0) if packing.group >= columns else arith.divui(column, int32(packing.group))
-    bases = [_address(ref) for ref in (codes, scales, target)]
-    arithmetic = _arithmetic(packing, target.type.element_type)
-
-    def load_group(base: Any, ref: Any, row: Any) -> Any:
-        """Loads the number of the thread's column from an array `[rows, groups]`."""
-        dtype, (_, groups) = ref.type.element_type, ref.type.shape
-        size = mgpu.bytewidth(dtype)
-        start = arith.remui(first_group, int32(packing.unit(size)))
-        here = column_group if packing.groups(columns) == groups else _sum(start, column_group)
-        return llvm.load(dtype, _pointer(_sum(base, _scaled(_sum(_scaled(row, groups), here), size))))
+    bases = [_address(ref) for ref in (codes, target)]
 
     def widen_vector(first: int, half: int) -> None:
         this_row = _sum(row, int32(first + half * _ROWS_OF_WARP // 2))
@@ -163,17 +195,15 @@ def widen(codes: Any, scales: Any, target: Any, group: Any, zeros: Any = None, *
         swizzle = _scaled(in_eight, 16)
         at = arith.xori(code_column, swizzle) if row_bytes == SWIZZLE_BYTES else code_column
         words = _load_words(_sum(bases[0], _scaled(this_row, row_bytes), at), code_bytes // 4)
-        scale = load_group(bases[1], scales, this_row)
-        zero = None if zeros is None else load_group(_address(zeros), zeros, this_row)
-        pairs = arithmetic.products(words, scale, zero)
         place = _sum(
-            bases[2],
+            bases[1],
             _scaled(arith.divui(this_row, int32(8)), 2 * down),
             _scaled(in_eight, SWIZZLE_BYTES),
             _scaled(line, 2 * across),
             arith.xori(_scaled(chunk, 16), swizzle),
         )
-        llvm.store(vector.from_elements(ir.VectorType.get((4,), i32()), pairs), _pointer(place))
+        numbers = pairs(words, this_row, column)
+        llvm.store(vector.from_elements(ir.VectorType.get((4,), i32()), numbers), _pointer(place))
 
     step = _ROWS_OF_WARP * _WARPS // lines
     for first in range(0, rows, step):
@@ -251,9 +281,7 @@ class _Arithmetic:
     def products(self, words: list[Any], scale: Any, zero: Any) -> list[Any]:
         """Returns four words with the widened numbers of eight columns."""
         if self.packing.numbers == "e4m3":
-            halves = [arith.trunci(_i16(), arith.shrui(w, int32(16 * i))) for w in words for i in range(2)]
-            pairs = [_ptx("cvt.rn.f16x2.e4m3x2 $0, $1;", half) for half in halves]
-            return self._rounded([(_from_half(pair, 0), _from_half(pair, 1)) for pair in pairs], scale)
+            return self._rounded(_e4m3_numbers(words), scale)
         if self.packing.numbers == "e2m1":
             pairs = [self._e2m1(words[0], byte) for byte in range(4)]
         else:
@@ -266,6 +294,10 @@ class _Arithmetic:
             twice = _twice(arith.bitcast(_i16(), scale))
             return [_ptx(f"mul.rn.{name}x2 $0, $1, $2;", pair, twice) for pair in pairs]
         return self._rounded([self._in_float32(pair) for pair in pairs], scale)
+
+    def numbers(self, words: list[Any]) -> list[Any]:
+        """Returns four words with the numbers of eight e4m3 codes."""
+        return [self._pair(*pair) for pair in _e4m3_numbers(words)]
 
     def _int4(self, word: Any, high: Any, byte: int, negative_powers: Any) -> Any:
         """Returns the two integers of a byte, less their zero points; `high` is the word shifted by four bits."""
@@ -326,6 +358,13 @@ def _permuted(word: Any, other: Any, *places: int) -> Any:
 
 def _twice(half: Any) -> Any:
     return arith.muli(arith.extui(i32(), half), int32(0x00010001))
+
+
+def _e4m3_numbers(words: list[Any]) -> list[tuple[Any, Any]]:
+    """Converts e4m3 codes to pairs of float32 numbers."""
+    halves = [arith.trunci(_i16(), arith.shrui(w, int32(16 * i))) for w in words for i in range(2)]
+    pairs = [_ptx("cvt.rn.f16x2.e4m3x2 $0, $1;", half) for half in halves]
+    return [(_from_half(pair, 0), _from_half(pair, 1)) for pair in pairs]
 
 
 def _from_half(pair: Any, place: int) -> Any:

@@ -1,0 +1,293 @@
+"""Matmul of quantized activations and e4m3 weights on Hopper: the kernel of packed weights, with scales for each block.
+
+bfloat16 holds e4m3 numbers exactly. So weights are widened on the chip without their scales, and the codes of
+activations come as bfloat16 numbers. A stage is a block of K, whose products the matrix unit adds in a fresh
+accumulator. The warpgroup then adds them to its sums, in the order and with the roundings of `detjax.contract`:
+
+    in groups:  acc = fma(P_b, rn(s_x * s_w), acc)
+    by rows:    acc = rn(acc + P_b), and at the end rn(s_x * rn(s_w * acc))
+
+A stage brings the scales of its group along.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, DTypeLike
+
+from detjax.contract import ACCUMULATOR, FP8_BLOCK
+from detjax.operands.numerics import round_up
+from detjax.operands.options import Epilogue
+from detjax.operands.products import MatmulOperands
+from detjax.operands.quantized_weight import QuantizedWeight, scales_of
+from detjax.pallas.hopper import device
+from detjax.pallas.hopper.matmul.kernel import Operands, padded
+from detjax.pallas.hopper.matmul.plan import MATRIX_ROWS, Problem, Schedule
+from detjax.pallas.hopper.mosaic.layouts import MATRIX
+from detjax.pallas.hopper.quantized.packed import (
+    REGISTERS,
+    PackedArrays,
+    PackedCta,
+    PackedPlan,
+    PackedScratch,
+    estimated_seconds,
+    packed_scratch_types,
+)
+from detjax.pallas.hopper.quantized.promotion import promoted, scaled
+from detjax.pallas.hopper.quantized.widening import LINE, SCALE_BYTES, Codes, widen_exactly
+from detjax.portable.quantized_matmul import quantized_rows
+
+_LOOP_REGISTERS: Final = 56
+"""Registers of a consumer in its loop that hold neither sums nor products."""
+
+_COLUMN_UNIT: Final = 32
+"""Scales of tokens in shared memory are a multiple: the copy engine writes to multiples of 128 bytes."""
+
+_CYCLES_PER_BLOCK: Final = 100.0
+"""Estimated cycles in which a warpgroup waits for a block's products and adds them to its sums, at least."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ScaledPlan(PackedPlan):
+    """A plan whose stages are blocks of quantized activations and weights."""
+
+    by_rows: bool = False
+    """True if rows and weights have one scale each, not one for each block."""
+
+    @property
+    def token_scales(self) -> int:
+        """Scales of tokens in a stage's buffer."""
+        return round_up(self.columns, _COLUMN_UNIT)
+
+    @property
+    def loads_per_stage(self) -> int:
+        """Copies that fill a stage: codes and scales of each part, tokens and their scales."""
+        return super().loads_per_stage + 1
+
+    @property
+    def bytes_per_stage(self) -> int:
+        """Bytes of a stage in shared memory."""
+        return super().bytes_per_stage + 4 * self.token_scales
+
+    def unmet_requirements(self) -> list[str]:
+        """Returns the requirements that this plan does not meet; an empty list if the kernel can be built."""
+        sums = self.problem.parts * self.padded_rows * self.columns // device.WARPGROUP
+        registers = REGISTERS.get((self.schedule.warpgroups, self.wideners))
+        requirements = {
+            "blocks of one stage": self.by_rows or self.codes.group == self.tile_k,
+            "e4m3 codes and bfloat16 numbers": self.codes.numbers == "e4m3" and self.problem.dtype == jnp.bfloat16,
+            "K in whole blocks": self.problem.k % self.tile_k == 0,
+            "sums and products that leave registers": registers is not None
+            and 2 * sums + _LOOP_REGISTERS <= registers[0],
+        }
+        return [text for text, holds in requirements.items() if not holds] or super().unmet_requirements()
+
+
+@dataclasses.dataclass(frozen=True)
+class ScaledScratch(PackedScratch):
+    """Buffers of a CTA."""
+
+    token_scales: Any = None
+    """Stages of the scales of tokens, `[stages, columns]`."""
+
+
+def has_one_quantization(w: QuantizedWeight) -> bool:
+    """Returns whether all outputs take the same codes of a row. Static scales may differ between tensors."""
+    return w.format.activations != "static" or (w.source is None and w.ndim == 2)
+
+
+def scaled_plan(operands: MatmulOperands, *, out_dtype: DTypeLike) -> ScaledPlan | None:
+    """Returns the plan of a product `[M, K] x [..., N, K]` with quantized activations, or None if the kernel cannot.
+
+    A block is a group of 64 or 128 columns, or `FP8_BLOCK` columns where rows have one scale.
+    """
+    x, w, bias, residual = operands
+    n, k = w.shape[-2:]
+    by_rows = w.format.activations != "group"
+    block = FP8_BLOCK if by_rows else w.format.group
+    codes = Codes("e4m3", round_up(k, block) if by_rows else block, _scales(w).dtype, has_zeros=False)
+    problem = Problem(
+        len(x),
+        n,
+        round_up(k, block),
+        math.prod(w.shape[:-2]),
+        jnp.dtype("bfloat16"),
+        jnp.dtype(out_dtype),
+        None if residual is None else jnp.dtype(residual.dtype),
+        None if bias is None else jnp.dtype(bias.dtype),
+    ).addressable
+    # The copy engine addresses rows of whole units of 16 bytes.
+    if not len(x) or w.groups is not None or problem.n != n or k % 16 or block not in (LINE, 2 * LINE):
+        return None
+    return default_plan(problem, codes, by_rows)
+
+
+def _scales(w: QuantizedWeight) -> Array:
+    """Returns the scales as they are stored, if they are numbers."""
+    return w.scales if w.tables is None and w.scales.dtype.itemsize in (2, 4) else scales_of(w)
+
+
+def scaled_product(operands: MatmulOperands, plan: ScaledPlan, *, epilogue: Epilogue, source: int = 0) -> Array:
+    """Returns `[M, N]` for rows `[M, K]`, computed by a plan of `scaled_plan`.
+
+    `source` chooses the static scale, if the checkpoint has any.
+
+    Raises:
+        ValueError: the plan cannot be built.
+    """
+    plan.check()
+    problem, weights, (x, w, bias, residual) = plan.problem, plan.problem.parts, operands
+    scales = _scales(w).reshape(weights, problem.n, -1)
+    groups = round_up(scales.shape[-1], SCALE_BYTES // scales.dtype.itemsize)
+    static = None if w.input_scales is None else w.input_scales[source]
+    numbers, token_scales = quantized_rows(x, x.shape[1] if plan.by_rows else plan.codes.group, static)
+    arrays = [
+        padded(numbers.reshape(len(x), -1).astype(problem.dtype), (problem.m, problem.k)),
+        padded(token_scales.T, (token_scales.shape[1], round_up(len(x), 8))),
+        w.codes.reshape(weights, problem.n, -1),
+        padded(scales, (weights, problem.n, groups)),
+    ]
+    arrays += [] if bias is None else [bias.reshape(weights, problem.n)]
+    arrays += [] if residual is None else [padded(residual, (problem.m, problem.n))]
+    (y,) = _kernel(plan, epilogue)(*arrays)
+    return y[: len(x)]
+
+
+def _kernel(plan: ScaledPlan, epilogue: Epilogue) -> Callable[..., list[Array]]:
+    """Returns the kernel `x, scales of x, codes, scales, bias?, residual? -> y`."""
+    problem, schedule = plan.problem, plan.schedule
+
+    def body(*refs: Any, **scratch: Any) -> None:
+        x, token_scales, codes, scales, *rest = refs
+        y = rest.pop()
+        bias = rest.pop(0) if problem.bias_dtype is not None else None
+        residual = rest.pop(0) if problem.residual_dtype is not None else None
+        operands = Operands(x, PackedArrays(codes, scales), bias, residual)
+        ScaledCta(plan, epilogue, operands, (y, []), ScaledScratch(**scratch), token_scales=token_scales).run()
+
+    return plgpu.kernel(
+        body,
+        out_type=[jax.ShapeDtypeStruct((problem.m, problem.n), problem.out_dtype)],
+        grid=(plan.clusters,),
+        grid_names=("cluster",),
+        cluster=(1, 1),
+        cluster_names=("cm", "cn"),
+        num_threads=schedule.warpgroups + plan.wideners + 1,
+        thread_name="warpgroup",
+        scratch_types=packed_scratch_types(plan)
+        | {"token_scales": plgpu.SMEM((plan.stages, plan.token_scales), ACCUMULATOR)},
+        kernel_name="scaled_matmul",
+    )
+
+
+class ScaledCta(PackedCta):
+    """One CTA: a producer warp, warpgroups that widen, and warpgroups that multiply, scale and store."""
+
+    plan: ScaledPlan  # pyright: ignore[reportIncompatibleVariableOverride]
+    scratch: ScaledScratch  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def __init__(self, *args: Any, token_scales: Any) -> None:
+        super().__init__(*args)
+        self.token_scales = token_scales
+
+    def load_stage(self, m: Array, n: Array, k_step: Array, slot: Array) -> None:
+        """Starts the copies of a block: codes and scales of each part, tokens and their scales."""
+        super().load_stage(m, n, k_step, slot)
+        columns = pl.ds(0, self.plan.columns)
+        source = self.token_scales.at[self.first_group(k_step), pl.ds(m, self.plan.columns)]
+        target = self.scratch.token_scales.at[slot, columns]
+        plgpu.copy_gmem_to_smem(source, target, self.scratch.loaded.at[slot])
+
+    def widen_part(self, part: int, slot: Array, place: Array, step: Array) -> None:
+        """Widens a block's weights of one part, without scales."""
+        del step
+        widen_exactly(self.scratch.codes.at[slot, part], self.scratch.rows.at[place, part])
+
+    def accumulate(self, tile: Array, start: Array | None) -> list[Array]:
+        """Returns this warpgroup's sums, `[rows, columns]` float32 for each part."""
+        assert start is None
+        plan, scratch, parts = self.plan, self.scratch, self.plan.problem.parts
+        shape = plan.padded_rows, plan.columns
+        first_row = lax.axis_index("warpgroup") * plan.padded_rows
+        rows = pl.ds(first_row, plan.padded_rows)
+
+        def scales(k_step: Array, slot: Array, part: int) -> tuple[Any, ...]:
+            unit = jnp.int32(plan.codes.unit(plan.codes.scale_dtype.itemsize))
+            group = lax.rem(self.first_group(k_step), unit)
+            return scratch.token_scales.at[slot], scratch.scales.at[slot, part], group, first_row
+
+        def add_block(k_step: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
+            step = tile * plan.k_steps + k_step
+            slot, place = self.slot(step), self.place(step)
+            plgpu.barrier_wait(scratch.loaded.at[slot])
+            plgpu.barrier_wait(scratch.widened.at[place])
+
+            def multiply(*products: Any) -> tuple[Array, ...]:
+                for part, product in enumerate(products):
+                    plgpu.wgmma(product, scratch.rows.at[place, part, rows], scratch.columns.at[slot, 0].T)
+                return tuple(product[...] for product in products)
+
+            accumulator = plgpu.ACC(shape, ACCUMULATOR)  # pyright: ignore[reportPrivateImportUsage]
+            products = pl.run_scoped(multiply, *[accumulator] * parts)
+            plgpu.barrier_arrive(scratch.emptied.at[place])
+            if plan.by_rows:
+                sums = tuple(total + product for total, product in zip(sums, products, strict=True))
+                # The last block's stage also has the scales of the whole rows.
+                pl.when(k_step < plan.k_steps - 1)(lambda: plgpu.barrier_arrive(scratch.consumed.at[slot]))
+                return sums
+            pairs = enumerate(zip(products, sums, strict=True))
+            sums = tuple(promoted(*pair, *scales(k_step, slot, part)) for part, pair in pairs)
+            plgpu.barrier_arrive(scratch.consumed.at[slot])
+            return sums
+
+        zeros = plgpu.layout_cast(jnp.zeros(shape, ACCUMULATOR), MATRIX)
+        sums = lax.fori_loop(0, plan.k_steps, add_block, (zeros,) * parts)
+        if plan.by_rows:
+            last = jnp.int32(plan.k_steps - 1)
+            slot = self.slot(tile * plan.k_steps + last)
+            sums = tuple(scaled(total, *scales(last, slot, part)) for part, total in enumerate(sums))
+            plgpu.barrier_arrive(scratch.consumed.at[slot])
+        return list(sums)
+
+
+# --- the choice of a plan ---------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def default_plan(problem: Problem, codes: Codes, by_rows: bool) -> ScaledPlan | None:
+    """Returns the plan of the lowest estimated time, or None if none fits."""
+    block = FP8_BLOCK if by_rows else codes.group
+    tokens = round_up(min(problem.m, 128), 8)
+    tiles_m = {8} if tokens == 8 else {tokens, *(size for size in (16, 32, 48, 64, 96, 128) if size < tokens)}
+    plans = [
+        ScaledPlan(
+            problem,
+            Schedule(tile_m, tile_n, warpgroups=warpgroups, lines=block // LINE, panel=1 if problem.m <= 512 else 8),
+            codes,
+            wideners,
+            by_rows,
+        )
+        for warpgroups, wideners in REGISTERS
+        for tile_n in ((128,) if warpgroups == 2 else (16, 24, 32, 40, 48, 56, 64))
+        for tile_m in sorted(tiles_m)
+    ]
+    fitting = [plan for plan in plans if not plan.unmet_requirements()]
+    return min(fitting, key=_estimated_seconds, default=None)
+
+
+def _estimated_seconds(plan: ScaledPlan) -> float:
+    """Returns the estimated seconds of a plan on an H200; only for ranking, and not yet fitted to measured times."""
+    if plan.schedule.warpgroups == 2:  # one multiplies while the other adds
+        return estimated_seconds(plan)
+    tiles = math.ceil(math.prod(plan.grid) / plan.clusters)
+    products = plan.problem.parts * plan.padded_rows / MATRIX_ROWS * plan.tile_k / 16 * max(plan.columns / 2, 26)
+    waiting = tiles * plan.k_steps * (products + _CYCLES_PER_BLOCK) / 1.7e9
+    return max(estimated_seconds(plan), waiting)
