@@ -25,8 +25,9 @@ HTTP = runpy.run_path(str(EXAMPLES / "train_over_http.py"))
 GAME = runpy.run_path(str(EXAMPLES / "multi_turn.py"))
 
 
+@pytest.mark.parametrize("steps", [1, pytest.param(2, marks=pytest.mark.nightly)])
 def test_training_over_http_has_the_bits_of_training_in_one_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The server is a process, which keeps its programs for the next run of this test."""
 
@@ -37,14 +38,14 @@ def test_training_over_http_has_the_bits_of_training_in_one_process(
             super().__init__(command, **options)
 
     monkeypatch.setattr(subprocess, "Popen", Kept)
-    monkeypatch.setattr(sys, "argv", ["train_over_http.py", "--compare", "--steps", "2"])
+    monkeypatch.setattr(sys, "argv", ["train_over_http.py", "--compare", "--steps", str(steps)])
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(EXAMPLES.parent))
     HTTP["main"]()
-    *steps, compared = capfd.readouterr().out.splitlines()
-    assert [line.partition(":")[0] for line in steps] == ["step 0", "step 1"]
-    assert len({line.partition("weights ")[2] for line in steps}) == 2
-    assert compared == "2 steps have the same bits in this process"
+    *lines, compared = capfd.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines] == [f"step {number}" for number in range(steps)]
+    assert len({line.partition("weights ")[2] for line in lines}) == steps
+    assert compared == f"{steps} steps have the same bits in this process"
 
 
 def test_the_loop_over_http_notices_answers_of_other_weights(tmp_path: Path) -> None:
@@ -62,12 +63,16 @@ def test_the_loop_over_http_notices_answers_of_other_weights(tmp_path: Path) -> 
         assert_same_bits([one.completion for one in server.rollouts(prompts, seeds)], [one.completion for one in given])
 
 
-def test_conversations_with_a_tool_are_trained(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("steps", [1, pytest.param(2, marks=pytest.mark.nightly)])
+def test_conversations_with_a_tool_are_trained(
+    steps: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The example itself compares bits in each step."""
+    monkeypatch.setitem(GAME["main"].__globals__, "STEPS", steps)
     GAME["main"]()
-    steps = capsys.readouterr().out.splitlines()
-    assert [line.partition(":")[0] for line in steps] == ["step 0", "step 1"]
-    assert not any(" 0 read" in line or "norm 0.000" in line for line in steps)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines] == [f"step {number}" for number in range(steps)]
+    assert not any(" 0 read" in line or "norm 0.000" in line for line in lines)
 
 
 def conversation() -> Any:
