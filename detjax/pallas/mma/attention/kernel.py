@@ -324,8 +324,9 @@ class Kernel:
         def over(first: Array, end: Array, state: T, is_masked: bool) -> T:
             return lax.fori_loop(first, end, lambda block, state: step(block, state, is_masked), state)
 
-        if self.problem.is_wide:
-            # Three copies of the loop's code take the compiler a minute. Masking a visible key changes no bit.
+        if self.problem.is_wide or self.problem.tile_rows < ROWS or isinstance(self.results, Partials):
+            # Each copy of the loop's code takes the compiler seconds, and calls with few rows wait for memory, not for
+            # masks. Masking a visible key changes no bit.
             return over(item.begin, item.end, state, True)
         open_first, open_end = self.open_blocks(item)
         if self.masking.window is not None:

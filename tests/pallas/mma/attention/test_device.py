@@ -1,9 +1,12 @@
-"""Attention on `mma.sync` on a GPU: `pytest tests/pallas/mma -m mma` on any of compute capability 8.0 or above.
+"""Attention on `mma.sync` on a GPU: `pytest tests/pallas/mma -m mma -n 14` on any of compute capability 8.0 or above.
 
-No such test has run on a GPU so far.
+Compiling takes most of the time, seconds for each kernel. So a case has few programs, and cases of several widths or
+options alternate between the dtypes. On an H100, 20 cases have passed; the others have not run yet.
 """
 
 import functools
+import itertools
+from collections.abc import Iterable
 from typing import Any
 
 import jax.numpy as jnp
@@ -30,19 +33,32 @@ from tests.support.bits import assert_same_bits
 pytestmark = pytest.mark.mma
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("width", "options"),
-    [(width, {}) for width in (16, 48, *WIDTHS)] + [(128, options) for options in OPTIONS.values()],
-    ids=[*map(str, (16, 48, *WIDTHS)), *OPTIONS],
-)
-def test_prefill_decode_and_chunks_have_the_same_bits(width: int, options: dict[str, Any], dtype: str) -> None:
-    requests = MmaRequests.random((300, 129, 1, 128), 8, 2, width, dtype=dtype, **options)
+CHUNKS = (1, False), (7, False), (100, True)
+"""Tokens of a chunk, and whether it has normalizers, which only the kernel of many tokens computes."""
+
+
+def alternating(cases: Iterable[Any]) -> list[Any]:
+    """Returns the cases, each with one of the dtypes."""
+    return [(case, dtype) for case, dtype in zip(cases, itertools.cycle(DTYPES))]
+
+
+@pytest.mark.parametrize(("width", "dtype"), alternating((16, 48, *WIDTHS)))
+def test_prefill_decode_and_chunks_of_any_width_have_the_same_bits(width: int, dtype: str) -> None:
+    requests = MmaRequests.random((300, 129, 1, 128), 8, 2, width, dtype=dtype)
+    assert_chunks_have_the_bits_of_a_whole_prefill(requests)
+
+
+@pytest.mark.parametrize(("name", "dtype"), [*alternating(OPTIONS), ("everything", DTYPES[-1])])
+def test_prefill_decode_and_chunks_have_the_same_bits(name: str, dtype: str) -> None:
+    requests = MmaRequests.random((300, 129, 1, 128), 8, 2, 128, dtype=dtype, **OPTIONS[name])
+    assert_chunks_have_the_bits_of_a_whole_prefill(requests)
+
+
+def assert_chunks_have_the_bits_of_a_whole_prefill(requests: MmaRequests) -> None:
     expected = requests.whole()
     assert_close(expected, requests.exact())
-    for size in (1, 7, 100):
-        for with_normalizers in (False, True):
-            assert_same_bits(requests.in_chunks(size, with_normalizers), expected)
+    for size, with_normalizers in CHUNKS:
+        assert_same_bits(requests.in_chunks(size, with_normalizers), expected)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (7, 1), (14, 2), (6, 2), (16, 1), (64, 1), (65, 1)])
@@ -60,35 +76,42 @@ def test_packed_queries_have_the_bits_of_a_whole_prefill() -> None:
     assert_same_bits(requests.ragged(counts), expected)
 
 
+SCHEDULES = None, Schedule(2), Schedule(3, 2), Schedule(4, 7), Schedule(2, 40)
+
+
 @pytest.mark.parametrize("width", [128, 256])
 def test_no_schedule_changes_a_bit(width: int) -> None:
     requests = MmaRequests.random((10000, 17, 1, 4096), 8, 2, width, sinks=True)
     for tokens in (1, 5):
         start = requests.last(tokens)
         expected = requests.prefill(start, tokens)
-        for schedule in (None, Schedule(2), Schedule(3, 2), Schedule(4, 7), Schedule(2, 40)):
+        for schedule in SCHEDULES if tokens == 1 else SCHEDULES[::3]:
             assert_same_bits(requests.decode(start, tokens, schedule), expected)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("kind", "width"), [(kind, width) for kind in KINDS for width in (64, 96, 128, 192, 256)])
+@pytest.mark.parametrize(("width", "dtype"), alternating((64, 96, 128, 192, 256)))
+@pytest.mark.parametrize("kind", KINDS)
 def test_quantized_pages_give_the_bits_of_what_they_are_read_as(kind: str, width: int, dtype: str) -> None:
     options = OPTIONS["everything"] if width == 128 else {}
     requests, dense = MmaRequests.random((3000, 300, 129, 1, 128), 8, 2, width, dtype=dtype, **options).quantized(kind)
     expected = dense.whole()
     assert not any(np.isnan(x.astype(np.float32)).any() for x in expected)
     assert_same_bits(requests.whole(), expected)
-    for tokens in (1, 5):
+    for tokens, schedule in ((1, None), (1, Schedule(2)), (5, Schedule(3, 5))):
         start = requests.last(tokens)
-        for schedule in (None, Schedule(2), Schedule(3, 5)):
-            assert_same_bits(requests.decode(start, tokens, schedule), last_of(expected, start))
-    assert_same_bits(requests.ragged((40, 7, 1, 0, 128)), dense.ragged((40, 7, 1, 0, 128)))
+        assert_same_bits(requests.decode(start, tokens, schedule), last_of(expected, start))
+    if width == 128:
+        assert_same_bits(requests.ragged((40, 7, 1, 0, 128)), dense.ragged((40, 7, 1, 0, 128)))
 
 
 @pytest.mark.parametrize("width", [64, 128, 256])
 def test_a_mask(width: int) -> None:
     requests = MmaRequests.random((300, 129, 1, 128), 8, 2, width, dtype="bfloat16")
     assert_same_bits(requests.with_mask(causal_mask(requests)), requests.whole())
+
+
+def test_gradients_under_a_mask_are_close_to_gradients_of_plain_jax() -> None:
+    requests = MmaRequests.random((300, 129, 1, 128), 8, 2, 128, dtype="bfloat16")
     gradients = requests.gradients("mma", mask=mask_of_heads(requests))
     assert_gradients_close(gradients, requests.gradients("portable", mask=mask_of_heads(requests)))
 
