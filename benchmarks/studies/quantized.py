@@ -13,21 +13,25 @@ import os
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import dataclasses
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+import detjax
 from benchmarks import study as options
 from benchmarks.studies.decode import DecodeStep
 from benchmarks.study import Result, Run
 from detjax import ops
-from detjax.bench import presets
+from detjax.bench import command_line, presets, timing
 from detjax.models import Decoder
 from detjax.models.network import parameters, part_with
 from detjax.operands.quantized_weight import CodeNumbers, QuantizedFormat, QuantizedWeight, widened
+from detjax.runtime import compilation
+from detjax.runtime.threads import in_threads
 
 FORMATS: Final[Mapping[str, dict[str, Any]]] = {
     "int4": {"numbers": "int4"},
@@ -37,14 +41,18 @@ FORMATS: Final[Mapping[str, dict[str, Any]]] = {
 
 PACKED: Final[tuple[tuple[CodeNumbers, str, int, bool, str], ...]] = (
     ("int4", "bfloat16", 64, False, "bfloat16"),
-    ("int4", "float16", 32, True, "bfloat16"),
-    ("int4", "float16", 64, True, "float16"),
-    ("e2m1", "float32", 16, False, "bfloat16"),
     ("e2m1", "bfloat16", 32, False, "bfloat16"),
-    ("e2m1", "float32", 32, False, "float16"),
     ("e4m3", "float32", 64, False, "bfloat16"),
+    ("e2m1", "float32", 32, False, "float16"),
+    ("e2m1", "float32", 16, False, "bfloat16"),
+    ("int4", "float16", 64, True, "float16"),
+    ("int4", "float16", 32, True, "bfloat16"),
 )
-"""Packed formats whose products are compared: numbers, scales, columns of a group, zero points, dtype."""
+"""Packed formats whose products are compared: numbers, scales, columns of a group, zero points, dtype. Simple ones are
+first."""
+
+ROWS: Final = 1, 17, 64, 300, 1000
+"""Rows of these products."""
 
 _LARGEST_GROUP: Final = 128
 
@@ -85,10 +93,13 @@ def drawn_weight(shape: tuple[int, ...], name: str, dtype: str, seed: int) -> Qu
     return QuantizedWeight(jnp.asarray(codes), jnp.asarray(scales), format=described)
 
 
-def products_with_same_bits(small: bool) -> dict[str, bool]:
-    """Returns whether products with codes have the bits of products with widened weights, by format and rows."""
+def products_with_same_bits(small: bool) -> Iterator[tuple[str, bool]]:
+    """Yields, by format and rows, whether products with codes have the bits of products with widened weights.
+
+    Each is named before it runs, because an error of the device ends the process.
+    """
     n, k = (24, 128) if small else (1544, 1088)
-    draw, same = np.random.default_rng(0), {}
+    draw, multiply = np.random.default_rng(0), detjax.jit(lambda x, w: ops.matmul(x, w, layout="nk"))
     for numbers, scale_dtype, group, has_zeros, dtype in PACKED:
         codes = draw.integers(0, 256, (n, k // 2), np.uint8)
         if numbers == "e4m3":
@@ -97,14 +108,16 @@ def products_with_same_bits(small: bool) -> dict[str, bool]:
         zeros = draw.integers(0, 17, scales.shape, np.uint8) if has_zeros else None
         described = QuantizedFormat(numbers, k, group, dtype)
         w = jax.tree.map(jnp.asarray, QuantizedWeight(codes, scales, zeros, format=described))
-        plain = jax.jit(widened)(w)
-        for rows in (1, 17) if small else (1, 17, 64, 300, 1000):
-            x = jnp.asarray(draw.standard_normal((rows, k)), dtype)
-            packed, dense = (np.asarray(ops.matmul(x, weight, layout="nk")) for weight in (w, plain))
-            zeros_name = ", zero points" if has_zeros else ""
-            name = f"{numbers} in {group}s, {scale_dtype} scales{zeros_name}, {dtype}, {rows} rows"
-            same[name] = packed.tobytes() == dense.tobytes()
-    return same
+        both = w, jax.jit(widened)(w)
+        xs = [jnp.asarray(draw.standard_normal((rows, k)), dtype) for rows in ROWS[: 2 if small else None]]
+        jobs = [(x, weight) for x in xs for weight in both]
+        programs = iter(zip(jobs, in_threads(lambda job: compilation.compiled(multiply, *job), jobs), strict=True))
+        zeros_name = ", zero points" if has_zeros else ""
+        for x in xs:
+            name = f"{numbers} in {group}s, {scale_dtype} scales{zeros_name}, {dtype}, {len(x)} rows"
+            command_line.print_line(f"product of {name}")
+            packed, dense = (np.asarray(program(*job)) for job, program in itertools.islice(programs, 2))
+            yield name, packed.tobytes() == dense.tobytes()
 
 
 def with_weights(model: Decoder, name: str, *, plain: bool) -> Decoder:
@@ -120,10 +133,13 @@ def with_weights(model: Decoder, name: str, *, plain: bool) -> Decoder:
 def measured(model: Decoder, sizes: Sizes) -> tuple[dict[str, Any], dict[int, np.ndarray]]:
     """Returns the seconds of a step for each batch and the bytes of weights, and the logits of each batch."""
     seconds, logits = {}, {}
-    for batch in sizes.batches:
+    programs = in_threads(lambda batch: DecodeStep.compiled(model, batch, sizes.context), sizes.batches)
+    for batch, compiled in zip(sizes.batches, programs, strict=True):
         step = DecodeStep.drawn(model, batch, sizes.context)
-        logits[batch] = np.asarray(step.program()(step.tokens))
-        seconds[batch] = step.seconds(sizes.steps)
+        program = step.program(compiled)
+        logits[batch] = np.asarray(program(step.tokens))
+        seconds[batch] = timing.step_time(program, [(step.tokens,)], steps=sizes.steps)
+        del step, program  # before the next state is drawn
     size = sum(weight.nbytes for weight in parameters(model).values())
     return {"seconds": seconds, "weight_bytes": size}, logits
 
@@ -131,15 +147,20 @@ def measured(model: Decoder, sizes: Sizes) -> tuple[dict[str, Any], dict[int, np
 def study(run: Run, *, preset: options.Preset = "Qwen3-8B", layers: options.Layers = None) -> Result:
     sizes, results, problems = SMALL if run.small else Sizes(), {}, []
     preset, layers = ("tiny", 1) if run.small else (preset, layers)
-    products = products_with_same_bits(run.small)
-    problems += [] if all(products.values()) else ["bits of products differ"]
+    products: dict[str, bool] = {}
     content = {"preset": preset, "layers": layers, "same_bits": products, "results": results}
+    for product, is_same in products_with_same_bits(run.small):
+        products[product] = is_same
+        run.save(content)
+    if different := [product for product, is_same in products.items() if not is_same]:
+        problems.append(f"bits of products differ: {'; '.join(different)}")
     for name, fields in FORMATS.items():
         kinds = {name: False} | ({} if "activations" in fields else {f"{name}, widened": True})
         logits = {}
         for kind, plain in kinds.items():
             model = with_weights(presets.decoder(preset, layers), name, plain=plain)
             results[kind], logits[kind] = measured(model, sizes)
+            command_line.print_line(f"{kind}: {results[kind]}")
             run.save(content)
             del model
         first, *others = logits.values()
