@@ -14,7 +14,7 @@ import pytest
 
 from detjax.cli import main
 from tests.server.running_server import MODEL, wait_until
-from tests.support import commands
+from tests.support import commands, kept_programs
 from tests.support.waits import HANGS_AFTER
 
 SMALL = ("--max-samples", "1", "--token-budget", "8", "--max-length", "64", "--top-logprobs", "0")
@@ -22,11 +22,14 @@ ASKED = {"model": MODEL, "prompt": "x", "max_tokens": 5, "logprobs": 0, "seed": 
 
 
 @contextlib.contextmanager
-def started(checkpoint: Path, cache: Path) -> Iterator[subprocess.Popen[str]]:
+def started(checkpoint: Path, cache: Path | None) -> Iterator[subprocess.Popen[str]]:
+    """A server with this folder for its programs; without one, with the programs that tests keep."""
     main = "from detjax.cli import main; main()"
-    command = [sys.executable, "-c", main, "serve", checkpoint, "--port", "0", "--cache-dir", cache, *SMALL]
+    caching = ["--no-compilation-cache"] if cache is None else ["--cache-dir", cache]
+    command = [sys.executable, "-c", main, "serve", checkpoint, "--port", "0", *caching, *SMALL]
     command += ["--log-level", "warning"]
-    process = subprocess.Popen([str(part) for part in command], stderr=subprocess.PIPE, text=True)
+    environment = os.environ | (kept_programs.VARIABLES if cache is None else {})
+    process = subprocess.Popen([str(part) for part in command], env=environment, stderr=subprocess.PIPE, text=True)
     try:
         yield process
     finally:
@@ -52,7 +55,7 @@ def answer(client: openai.OpenAI) -> list[float]:
 def test_a_process_that_is_killed_leaves_nothing_that_stops_the_next(
     checkpoint: Path, tmp_path: Path, kills: int
 ) -> None:
-    """Without kills, the process ends as it should at its first start."""
+    """Without kills, the process ends as it should at its first start, and has programs that tests keep."""
 
     def published() -> list[Path]:
         return [path for path in tmp_path.glob("*/*.program")]
@@ -75,7 +78,8 @@ def test_a_process_that_is_killed_leaves_nothing_that_stops_the_next(
             next(iter(stream))
         assert published()
 
-    with started(checkpoint, tmp_path) as process, up(process) as client:  # ended as it should be
+    cache = tmp_path if kills else None
+    with started(checkpoint, cache) as process, up(process) as client:  # ended as it should be
         assert expected in (None, given := answer(client))
         assert answer(client) == given
         before = {path: path.stat().st_mtime_ns for path in published()}

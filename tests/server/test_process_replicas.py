@@ -40,7 +40,7 @@ from detjax.server.replicated_engine import ReplicatedEngine
 from tests.server.running_server import MODEL, wait_until
 from tests.server.test_replicas import PENALIZED, REQUESTS, by_sample, responses, streamed
 from tests.server.threads_as_processes import Answering, Machine, Process
-from tests.support import commands
+from tests.support import commands, kept_programs
 from tests.support.bits import assert_same_bits
 from tests.support.waits import HANGS_AFTER
 
@@ -250,12 +250,11 @@ def test_each_replica_gets_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
     [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.nightly)],
     ids=lambda number: number.name,
 )
-def test_a_server_survives_its_replicas_and_none_of_them_survives_it(
-    number: signal.Signals, checkpoint: Path, tmp_path: Path
-) -> None:
-    command = [sys.executable, "-m", "detjax", "serve", checkpoint, "--port", "0", "--cache-dir", tmp_path]
+def test_a_server_survives_its_replicas_and_none_of_them_survives_it(number: signal.Signals, checkpoint: Path) -> None:
+    command = [sys.executable, "-m", "detjax", "serve", checkpoint, "--port", "0", "--no-compilation-cache"]
     command += ["--data-parallel", "2", "--max-samples", "1", "--token-budget", "8", "--max-length", "64"]
-    server = subprocess.Popen([str(part) for part in command], stderr=subprocess.PIPE, text=True)
+    environment = os.environ | kept_programs.VARIABLES
+    server = subprocess.Popen([str(part) for part in command], env=environment, stderr=subprocess.PIPE, text=True)
     asked: Any = {"model": MODEL, "prompt": "x", "max_tokens": 3, "logprobs": 0, "seed": 3}
     try:
         assert server.stderr is not None

@@ -22,6 +22,13 @@ import pytest
 from jax._src import compilation_cache, compiler, lru_cache
 
 FOLDER: Final = Path(__file__).resolve().parents[2] / ".jax_cache" / "tests"
+VARIABLES: Final = {
+    "JAX_COMPILATION_CACHE_DIR": str(FOLDER),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+}
+"""The environment of a command whose processes keep their programs. Such a process cannot serialize a kept program, so
+the command's own cache has to be off."""
 _MAX_AGE: Final = 14 * 24 * 3600
 """Seconds after which a program that no test has used is deleted."""
 
