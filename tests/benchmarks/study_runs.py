@@ -179,6 +179,12 @@ def runs_quantized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "int4: bits differ" in output and "bits of products differ" in output
 
 
+def runs_fp8_products(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sums = run_small("fp8_products", tmp_path)["sums"]
+    assert list(sums) == ["normal", "of all exponents", "cancelling"]
+    assert all(one["different"] == 0 and one["error"] < 1e-6 for case in sums.values() for one in case.values())
+
+
 def runs_decode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dense = run_small("decode", tmp_path)["results"]["tiny"]["batches"]
     assert [one["experts_a_layer"] for one in dense] == [0, 0]
@@ -427,6 +433,7 @@ RUNS: Final[dict[str, Callable[[Path, pytest.MonkeyPatch], None]]] = {
     "expert_schedules": runs_expert_schedules,
     "expert_launches": runs_expert_launches,
     "experts": runs_experts,
+    "fp8_products": runs_fp8_products,
     "invariant": runs_invariant,
     "loading": runs_loading,
     "matmul": runs_matmul,

@@ -37,6 +37,7 @@ STUDIES = (
     "expert_launches",
     "expert_schedules",
     "experts",
+    "fp8_products",
     "invariant",
     "loading",
     "matmul",

@@ -42,8 +42,12 @@ def takes_codes(operands: MatmulOperands, out_dtype: DTypeLike) -> bool:
     return packed_plan(operands, out_dtype=out_dtype) is not None
 
 
-def forward(operands: MatmulOperands, *, epilogue: Epilogue, out_dtype: DTypeLike) -> Array:
-    """Returns rows `[*B, N]` for rows `[*B, K]`; see `detjax.ops.matmul` for the operands and options."""
+def forward(operands: MatmulOperands, *, epilogue: Epilogue, out_dtype: DTypeLike, is_composed: bool = False) -> Array:
+    """Returns rows `[*B, N]` for rows `[*B, K]`; see `detjax.ops.matmul` for the operands and options.
+
+    With `is_composed`, quantized activations take a product for each block even if one kernel can compute all. The bits
+    are the same.
+    """
     x, w, bias, residual = operands
     if not w.is_computed:
         plan = packed_plan(operands, out_dtype=out_dtype)
@@ -52,10 +56,10 @@ def forward(operands: MatmulOperands, *, epilogue: Epilogue, out_dtype: DTypeLik
         return packed_product(operands, plan, epilogue=epilogue, out_dtype=out_dtype)
     flat_residual = None if residual is None else flat_rows(residual)
     flat = MatmulOperands(flat_rows(x), w, bias, flat_residual)
-    if has_one_quantization(w) and (plan := scaled_plan(flat, out_dtype=out_dtype)) is not None:
+    if not is_composed and has_one_quantization(w) and (plan := scaled_plan(flat, out_dtype=out_dtype)) is not None:
         y = scaled_product(flat, plan, epilogue=epilogue)
     else:
-        sums = _sums(flat)
+        sums = _sums(flat, is_composed=is_composed)
         y = plain.apply_epilogue(sums, _biases(bias, len(sums)), flat_residual, epilogue=epilogue, out_dtype=out_dtype)
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
@@ -87,7 +91,7 @@ def grouped_backward(
     return grouped_gradients(operands, _gradient_of_sums(biased, dy, epilogue), bias_sum)
 
 
-def _sums(operands: MatmulOperands) -> list[Array]:
+def _sums(operands: MatmulOperands, *, is_composed: bool = False) -> list[Array]:
     """Returns the float32 sums `[M, N]` of each part, without biases."""
 
     def multiply(x: Array, w: Array) -> Array:
@@ -95,7 +99,7 @@ def _sums(operands: MatmulOperands) -> list[Array]:
 
     w, x = operands.w, flat_rows(operands.x)
     matrices = [w] if w.ndim == 2 else [w.matrix(0), w.matrix(1)]
-    plan = scaled_plan(MatmulOperands(x, matrices[0]), out_dtype=ACCUMULATOR)
+    plan = None if is_composed else scaled_plan(MatmulOperands(x, matrices[0]), out_dtype=ACCUMULATOR)
     if plan is None:
         return [_sum(x, matrix, multiply, lambda numbers: numbers[None]) for matrix in matrices]
     return [_scaled_sum(MatmulOperands(x, matrix), plan) for matrix in matrices]

@@ -42,6 +42,7 @@ from detjax.pallas.hopper.quantized.packed import (
     packed_scratch_types,
 )
 from detjax.pallas.hopper.quantized.promotion import promoted, scaled
+from detjax.pallas.hopper.quantized.rows import quantized_groups
 from detjax.pallas.hopper.quantized.widening import LINE, SCALE_BYTES, Codes, widen_exactly
 from detjax.portable.quantized_matmul import quantized_rows
 
@@ -147,11 +148,16 @@ def scaled_product(operands: MatmulOperands, plan: ScaledPlan, *, epilogue: Epil
     problem, weights, (x, w, bias, residual) = plan.problem, plan.problem.parts, operands
     scales = _scales(w).reshape(weights, problem.n, -1)
     groups = round_up(scales.shape[-1], SCALE_BYTES // scales.dtype.itemsize)
-    static = None if w.input_scales is None else w.input_scales[source]
-    numbers, token_scales = quantized_rows(x, x.shape[1] if plan.by_rows else plan.codes.group, static)
+    if plan.by_rows:
+        static = None if w.input_scales is None else w.input_scales[source]
+        numbers, token_scales = quantized_rows(x, x.shape[1], static)
+        numbers = numbers.reshape(x.shape).astype(problem.dtype)
+        token_scales = padded(token_scales.T, (1, round_up(len(x), 8)))
+    else:
+        numbers, token_scales = quantized_groups(x, plan.codes.group)
     arrays = [
-        padded(numbers.reshape(len(x), -1).astype(problem.dtype), (problem.m, problem.k)),
-        padded(token_scales.T, (token_scales.shape[1], round_up(len(x), 8))),
+        padded(numbers, (problem.m, problem.k)),
+        token_scales,
         w.codes.reshape(weights, problem.n, -1),
         padded(scales, (weights, problem.n, groups)),
     ]

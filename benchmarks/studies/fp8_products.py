@@ -1,0 +1,200 @@
+"""Products with quantized activations on Hopper: the bits of their kernels, and what e4m3 instructions would change.
+
+    python -m benchmarks fp8_products --out benchmarks/results/fp8-products-h200.json
+
+The kernel that quantizes rows must have the bits of plain JAX, and the kernel that scales each block's products the
+bits of a product of bfloat16 for each block; exit code 1 if one differs. Then the matrix unit adds the products of 128
+columns of e4m3 numbers, given to it as bfloat16, as float16 and as e4m3 codes. The result says what share of the sums
+differs from bfloat16's, how large the errors are against float64, relative to the sum of magnitudes, and how many
+operations a second each dtype reaches. `--small` compares the sums in Pallas' interpreter, without times and without
+the kernels.
+"""
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from benchmarks.study import Result, Run
+from detjax.bench import command_line
+from detjax.bench.timing import device_time
+from detjax.operands.options import Activation, Epilogue
+from detjax.operands.products import MatmulOperands
+from detjax.operands.quantized_weight import QuantizedFormat, QuantizedWeight
+from detjax.pallas.hopper import device, quantized_matmul
+from detjax.pallas.hopper.mosaic.layouts import swizzled_lines
+from detjax.pallas.hopper.quantized.rows import quantized_groups
+from detjax.portable.quantized_matmul import quantized_rows
+
+ROWS: Final = (1, 17, 64, 300, 1000, 2500)
+PRODUCTS: Final[tuple[tuple[Any, str, Activation | None, bool], ...]] = (
+    ("group", "float32", None, False),
+    ("group", "bfloat16", None, True),
+    ("group", "float32", "silu", True),
+    ("row", "float32", None, True),
+    ("row", "bfloat16", "gelu_tanh", False),
+    ("static", "float32", None, True),
+)
+"""Compared products: scales of activations, dtype of the weight's scales, activation of a gated product, and whether
+there are a bias and a residual."""
+
+_BLOCK: Final = 128
+_TILE: Final = 64
+_COLUMNS: Final = 128
+_REPEATS: Final = 2000
+
+
+def study(run: Run) -> Result:
+    same: dict[str, bool] = {}
+    content: dict[str, Any] = {"same_bits": same, "sums": {}, "operations_per_second": {}}
+    for name, is_same in () if run.small else itertools.chain(rows_with_same_bits(), products_with_same_bits()):
+        same[name] = is_same
+        command_line.print_line(f"{name}: {'same bits' if is_same else 'other bits'}")
+        run.save(content)
+    for name, numbers in drawn_numbers(2 if run.small else 132).items():
+        content["sums"][name] = compared(*numbers, small=run.small)
+        command_line.print_line(f"{name}: {content['sums'][name]}")
+        run.save(content)
+    for dtype in () if run.small else ("bfloat16", "float16", "float8_e4m3fn"):
+        content["operations_per_second"][dtype] = speed(dtype)
+        command_line.print_line(f"{dtype}: {content['operations_per_second'][dtype]:.3g} operations a second")
+        run.save(content)
+    different = [name for name, is_same in same.items() if not is_same]
+    return Result(content, f"bits of products differ: {'; '.join(different)}" if different else "")
+
+
+# --- the kernel -------------------------------------------------------------------------------------------------------
+
+
+def rows_with_same_bits() -> Iterator[tuple[str, bool]]:
+    """Yields, by group and dtype, whether the kernel that quantizes rows has the bits of plain JAX."""
+    draw, k = np.random.default_rng(0), 1104
+    for group, dtype in itertools.product((64, 128), ("bfloat16", "float16", "float32")):
+        drawn = draw.standard_normal((257, k)) * np.exp2(draw.integers(-12, 12, (257, k)))
+        drawn[3], drawn[5, :group], drawn[7, 1], drawn[9, 2] = 0, -0.0, np.inf, np.nan
+        drawn[11:75, 0] = 448
+        drawn[11:75, 1:64] = draw.integers(-900, 900, (64, 63)) / 2  # ties
+        x = jnp.asarray(drawn, dtype)
+        numbers, scales = (np.asarray(a) for a in jax.jit(lambda x, group=group: quantized_groups(x, group))(x))
+        expected = [np.asarray(a) for a in jax.jit(lambda x, group=group: quantized_rows(x, group))(x)]
+        actual = [numbers.astype(np.float32).reshape(expected[0].shape), scales.T[: len(x)]]
+        # The bits of NaN do not matter.
+        plain = [[np.where(np.isnan(a), 0, a).tobytes() for a in arrays] for arrays in (actual, expected)]
+        same_nans = all(np.array_equal(np.isnan(a), np.isnan(b)) for a, b in zip(actual, expected, strict=True))
+        yield f"rows of {dtype} in groups of {group}", plain[0] == plain[1] and same_nans
+
+
+def products_with_same_bits() -> Iterator[tuple[str, bool]]:
+    """Yields, by format and rows, whether the kernel has the bits of a product for each block."""
+    draw, (n, k) = np.random.default_rng(0), (1544, 1104)
+    for (activations, scale_dtype, activation, has_both), rows in itertools.product(PRODUCTS, ROWS):
+        parts = (2,) if activation else ()
+        group = _BLOCK if activations == "group" else k
+        described = QuantizedFormat("e4m3", k, group, "bfloat16", activations)
+        codes = draw.standard_normal((*parts, n, k)).astype(jnp.float8_e4m3fn).view(np.uint8)
+        scales = draw.uniform(0.5, 2, (*parts, n, -(-k // group))).astype(jnp.dtype(scale_dtype))
+        static = np.array([0.01], np.float32) if activations == "static" else None
+        w = QuantizedWeight(codes, scales, input_scales=static, format=described)
+        x = jnp.asarray(draw.standard_normal((rows, k)), "bfloat16")
+        bias = jnp.asarray(draw.standard_normal((*parts, n)), "bfloat16") if has_both else None
+        residual = jnp.asarray(draw.standard_normal((rows, n)), "bfloat16") if has_both else None
+        operands = MatmulOperands(x, jax.tree.map(jnp.asarray, w), bias, residual)
+        epilogue = Epilogue(activation, gated=bool(parts))
+        name = f"{activations}, {scale_dtype} scales, {activation}, {'bias, residual, ' * has_both}{rows} rows"
+        command_line.print_line(f"product of {name}")
+        one, composed = (np.asarray(jax.jit(forward)(operands)) for forward in _both(epilogue))
+        yield name, one.tobytes() == composed.tobytes()
+
+
+def _both(epilogue: Epilogue) -> Iterator[Callable[[MatmulOperands], jax.Array]]:
+    """Yields the product by the kernel, and by a product for each block."""
+    for is_composed in (False, True):
+
+        def forward(operands: MatmulOperands, is_composed: bool = is_composed) -> jax.Array:
+            options: dict[str, Any] = {"epilogue": epilogue, "out_dtype": operands.x.dtype}
+            return quantized_matmul.forward(operands, is_composed=is_composed, **options)
+
+        yield forward
+
+
+# --- the instructions -------------------------------------------------------------------------------------------------
+
+
+def drawn_numbers(tiles: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Returns pairs of e4m3 matrices, `[64 * tiles, 128]` and `[128, 128]`, by what is hard about them."""
+    draw = np.random.default_rng(0)
+    shapes = (_TILE * tiles, _BLOCK), (_COLUMNS, _BLOCK)
+    normal = [draw.standard_normal(shape) for shape in shapes]
+    exponents = [draw.choice([-1, 1], shape) * np.exp2(draw.uniform(-9, 8.8, shape)) for shape in shapes]
+    cancelling = [np.abs(x) * 2.0**-5 for x in normal]
+    cancelling[0][:, [0, -1]], cancelling[1][:, [0, -1]] = 448, [448, -448]
+    cases = {"normal": normal, "of all exponents": exponents, "cancelling": cancelling}
+    return {name: (a.astype(jnp.float8_e4m3fn), b.astype(jnp.float8_e4m3fn)) for name, (a, b) in cases.items()}
+
+
+def compared(a: np.ndarray, b: np.ndarray, *, small: bool) -> dict[str, dict[str, float]]:
+    """Returns for each dtype the share of sums that differ from bfloat16's, and the largest relative error."""
+    a64, b64 = a.astype(np.float64), b.astype(np.float64)
+    exact, magnitudes = a64 @ b64.T, np.abs(a64) @ np.abs(b64).T
+    # The interpreter multiplies no e4m3 numbers.
+    dtypes = ("bfloat16", "float16") if small else ("bfloat16", "float16", "float8_e4m3fn")
+    interpreted: Any = plgpu.force_gpu_interpret_mode() if jax.default_backend() == "cpu" else contextlib.nullcontext()
+    with interpreted:
+        sums = {dtype: np.asarray(block_sums(jnp.asarray(a, dtype), jnp.asarray(b, dtype))) for dtype in dtypes}
+    return {
+        dtype: {
+            "different": float(np.mean(y.view(np.uint32) != sums["bfloat16"].view(np.uint32))),
+            "error": float(np.max(np.abs(y - exact) / magnitudes)),
+        }
+        for dtype, y in sums.items()
+    }
+
+
+def speed(dtype: str) -> float:
+    """Returns the operations a second of products whose sums restart and are added up after each 128 columns."""
+    tiles = 3 * device.multiprocessors()  # while one waits for its sums, others multiply
+    a, b = jnp.ones((_TILE * tiles, _BLOCK), dtype), jnp.ones((_COLUMNS, _BLOCK), dtype)
+    program = jax.jit(lambda a, b: block_sums(a, b, repeats=_REPEATS))
+    return 2 * a.size * _COLUMNS * _REPEATS / device_time(program, [(a, b)], calls=10)
+
+
+def block_sums(a: jax.Array, b: jax.Array, *, repeats: int = 1) -> jax.Array:
+    """Returns `a @ b.T`, float32 `[M, 128]`, by one warpgroup for each 64 rows; `repeats` times this, if more."""
+    line = device.SWIZZLE_BYTES // a.dtype.itemsize
+    transforms = swizzled_lines(line, a.dtype.itemsize)
+
+    def body(a: Any, b: Any, out: Any, a_tile: Any, b_tile: Any, loaded: Any) -> None:
+        rows = pl.ds(jax.lax.axis_index("tile") * _TILE, _TILE)
+        plgpu.copy_gmem_to_smem(a.at[rows], a_tile, loaded)
+        plgpu.copy_gmem_to_smem(b, b_tile, loaded)
+        plgpu.barrier_wait(loaded)
+
+        def multiply(accumulator: Any) -> jax.Array:
+            plgpu.wgmma(accumulator, a_tile, b_tile.T)
+            return accumulator[...]
+
+        def add(_: Any, total: jax.Array) -> jax.Array:
+            accumulator = plgpu.ACC((_TILE, _COLUMNS), jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
+            return total + pl.run_scoped(multiply, accumulator)
+
+        zeros = plgpu.layout_cast(jnp.zeros((_TILE, _COLUMNS), jnp.float32), plgpu.Layout.WGMMA)
+        out[rows] = jax.lax.fori_loop(0, repeats, add, zeros)
+
+    return plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((len(a), _COLUMNS), jnp.float32),
+        grid=(len(a) // _TILE,),
+        grid_names=("tile",),
+        scratch_types=[
+            plgpu.SMEM((_TILE, _BLOCK), a.dtype, transforms=transforms),
+            plgpu.SMEM((_COLUMNS, _BLOCK), a.dtype, transforms=transforms),
+            plgpu.Barrier(num_arrivals=2),
+        ],
+        kernel_name="block_sums",
+    )(a, b)

@@ -1,0 +1,119 @@
+"""Quantization of rows in groups of columns on Hopper, in one kernel. XLA takes four for the same bits."""
+
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental.mosaic.gpu import utils as mgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, memref, vector
+from jaxlib.mlir.dialects import math as math_dialect
+
+from detjax.contract import ACCUMULATOR, FP8_LARGEST
+from detjax.operands.numerics import ceil_div, round_up
+from detjax.pallas.hopper.device import WARP, WARPGROUP
+from detjax.pallas.hopper.mosaic import no_twin, primitive, with_twin
+from detjax.pallas.hopper.mosaic.layouts import NUMBER
+from detjax.pallas.hopper.mosaic.registers import as_index, element, i32, int32, packed, warp_and_lane
+from detjax.pallas.hopper.rows import NO_AUTO_BARRIERS
+from detjax.portable.quantized_matmul import quantized_rows
+
+_WARPS = WARPGROUP // WARP
+_TOKEN_UNIT = 8
+"""Scales of a group are padded to a multiple of this number, so that the copy engine can address them."""
+
+
+def _plain_quantized_groups(x: Array, group: int) -> tuple[Array, Array]:
+    numbers, scales = quantized_rows(x, group)
+    missing = -len(x) % _TOKEN_UNIT
+    return numbers.reshape(len(x), -1).astype(jnp.bfloat16), jnp.pad(scales.T, ((0, 0), (0, missing)))
+
+
+@with_twin(_plain_quantized_groups)
+def quantized_groups(x: Array, group: int) -> tuple[Array, Array]:
+    """Returns the numbers of the codes of rows, and the scales of their groups, with the bits of `quantized_rows`.
+
+    Args:
+        x: `[M, K]`, K in sixteens.
+        group: columns of a group, 64 or 128.
+
+    Returns:
+        Numbers, `[M, K]` in bfloat16 with K padded to whole groups, and float32 scales, `[groups, M]` with M padded to
+        eights, whose last columns are undefined.
+    """
+    m, k = x.shape
+    groups = ceil_div(k, group)
+
+    def body(x: Any, numbers: Any, scales: Any) -> None:
+        _quantize(x, numbers, scales, lax.axis_index("row"), lax.axis_index("part") * _WARPS, group=group)
+
+    return plgpu.kernel(
+        body,
+        out_type=(
+            jax.ShapeDtypeStruct((m, groups * group), jnp.bfloat16),
+            jax.ShapeDtypeStruct((groups, round_up(m, _TOKEN_UNIT)), ACCUMULATOR),
+        ),
+        grid=(ceil_div(groups, _WARPS), m),
+        grid_names=("part", "row"),
+        kernel_name="quantized_groups",
+        compiler_params=NO_AUTO_BARRIERS,
+    )(x)
+
+
+@primitive(twin=no_twin("_quantize"), args=(plgpu.RefType(), plgpu.RefType(), plgpu.RefType(), NUMBER, NUMBER))
+def _quantize(x: Any, numbers: Any, scales: Any, row: Any, first: Any, *, group: int) -> None:
+    """Quantizes a group of a row with each warp: the groups from `first` on."""
+    f32, width, columns = ir.F32Type.get(), group // WARP, x.type.shape[1]
+    warp, lane = warp_and_lane()
+    this_row, this_group = row.registers.item(), arith.addi(first.registers.item(), warp)
+    column = arith.addi(arith.muli(this_group, int32(group)), arith.muli(lane, int32(width)))
+    is_present = arith.cmpi(arith.CmpIPredicate.slt, column, int32(columns))
+    # Columns after the last one are zeros.
+    place = as_index(arith.select(is_present, column, int32(0)))
+    loaded = vector.load(ir.VectorType.get((width,), x.type.element_type), x, [as_index(this_row), place])
+    zero, one = _float(0.0), _float(1.0)
+    values = [element(loaded, i) for i in range(width)]
+    values = [value if value.type == f32 else arith.extf(f32, value) for value in values]
+    values = [arith.select(is_present, value, zero) for value in values]
+    largest = zero
+    for value in values:
+        largest = arith.maximumf(largest, math_dialect.absf(value))
+    for distance in (1, 2, 4, 8, 16):
+        largest = arith.maximumf(largest, mgpu.shfl_bfly(largest, distance))
+    scale = _quotient(largest, _float(FP8_LARGEST))
+    scale = arith.select(_is_zero(scale), one, scale)
+    # A zero stays one even if the group has a NaN.
+    quotients = [arith.select(_is_zero(value), value, _quotient(value, scale)) for value in values]
+    pairs = [_e4m3_pair(*quotients[i : i + 2]) for i in range(0, width, 2)]
+    stored = mgpu.bitcast(packed(pairs), ir.VectorType.get((width,), ir.BF16Type.get()))
+    with mgpu.when(arith.cmpi(arith.CmpIPredicate.slt, this_group, int32(scales.type.shape[0]))):
+        vector.store(stored, numbers, [as_index(this_row), as_index(column)])
+        with mgpu.when(arith.cmpi(arith.CmpIPredicate.eq, lane, int32(0))):
+            memref.store(scale, scales, [as_index(this_group), as_index(this_row)])
+
+
+def _float(value: float) -> Any:
+    return mgpu.c(value, ir.F32Type.get())
+
+
+def _is_zero(x: Any) -> Any:
+    return arith.cmpf(arith.CmpFPredicate.OEQ, x, _float(0.0))
+
+
+def _quotient(x: Any, y: Any) -> Any:
+    """Returns the correctly rounded quotient."""
+    return mgpu.inline_ptx("div.rn.f32 $0, $1, $2;", x, y, result_types=ir.F32Type.get())
+
+
+def _e4m3_pair(low: Any, high: Any) -> Any:
+    """Returns a word of two bfloat16 numbers: the nearest e4m3 numbers, ties to even, held at the largest."""
+    f32, i16 = ir.F32Type.get(), ir.IntegerType.get_signless(16)
+    codes = mgpu.inline_ptx("cvt.rn.satfinite.e4m3x2.f32 $0, $1, $2;", high, low, result_types=i16)
+    halves = mgpu.inline_ptx("cvt.rn.f16x2.e4m3x2 $0, $1;", codes, result_types=i32())
+    wide = [
+        arith.extf(f32, arith.bitcast(ir.F16Type.get(), arith.trunci(i16, arith.shrui(halves, int32(shift)))))
+        for shift in (0, 16)
+    ]
+    return mgpu.inline_ptx("cvt.rn.bf16x2.f32 $0, $1, $2;", wide[1], wide[0], result_types=i32())
