@@ -12,10 +12,11 @@ import detjax
 from detjax import ops
 from detjax.operands.options import Epilogue
 from detjax.operands.products import MatmulOperands
-from detjax.operands.quantized_weight import QuantizedWeight, numbers_of
+from detjax.operands.quantized_weight import QuantizedFormat, QuantizedWeight, numbers_of
 from detjax.pallas.hopper import quantized_matmul
-from detjax.pallas.hopper.matmul.plan import Schedule
-from detjax.pallas.hopper.quantized.scaled import scaled_plan, scaled_product
+from detjax.pallas.hopper.matmul.plan import Problem, Schedule
+from detjax.pallas.hopper.quantized.scaled import ScaledPlan, scaled_plan, scaled_product
+from detjax.pallas.hopper.quantized.widening import Codes
 from detjax.portable.quantized_matmul import quantized_rows
 from tests.pallas.hopper.interpreter import interpreted
 from tests.support.bits import assert_same_bits
@@ -133,3 +134,32 @@ def test_one_kernel_has_the_bits_of_a_product_for_each_block(kind: str) -> None:
         return [quantized_matmul.forward(operands, is_composed=composed, **options) for composed in (False, True)]
 
     assert_same_bits(*interpreted(products, x, w, residual))
+
+
+def test_shapes_that_the_kernel_does_not_take_are_composed_of_blocks() -> None:
+    def plan(n: int, k: int, group: int, m: int = 8, **changes: Any) -> Any:
+        described = QuantizedFormat("e4m3", k, group, "bfloat16", changes.pop("activations", "group"))
+        w = QuantizedWeight(jnp.zeros((n, k), jnp.uint8), jnp.ones((n, -(-k // group))), format=described)
+        x = jax.ShapeDtypeStruct((m, k), jnp.bfloat16)
+        return scaled_plan(MatmulOperands(x, dataclasses.replace(w, **changes)), out_dtype="bfloat16")
+
+    assert plan(64, 256, 128) and plan(64, 256, 64) and plan(64, 256, 128, 4096)
+    assert plan(64, 144, 144, activations="row")
+    assert not plan(64, 256, 32) and not plan(64, 264, 128) and not plan(60, 256, 128) and not plan(64, 256, 128, 0)
+    assert not plan(64, 256, 128, groups=jnp.zeros((1, 256), jnp.int32))
+
+
+@pytest.mark.parametrize(
+    ("change", "accepted"),
+    [
+        ({"schedule": Schedule(8, 24)}, "blocks of one stage"),
+        ({"schedule": Schedule(192, 64, lines=2), "wideners": 1}, "sums and products that leave registers"),
+        ({"by_rows": True, "problem": Problem(200, 64, 192)}, "K in whole blocks"),
+    ],
+)
+def test_plans_that_cannot_be_built_are_refused(change: dict[str, Any], accepted: str) -> None:
+    codes = Codes("e4m3", 128, jnp.dtype("float32"), False)
+    plan = ScaledPlan(Problem(200, 64, 256), Schedule(8, 24, lines=2), codes, 2)
+    assert not plan.unmet_requirements()
+    with pytest.raises(ValueError, match=f"quantized_matmul: .*accepted: .*{accepted}"):
+        dataclasses.replace(plan, **change).check()
