@@ -1,5 +1,6 @@
 """Every study runs with `--small` on a CPU, and writes a result that says where it comes from."""
 
+import contextlib
 import dataclasses
 import json
 import re
@@ -14,11 +15,12 @@ import numpy as np
 import pytest
 import safetensors
 
+import detjax
 from benchmarks.__main__ import studies
-from benchmarks.studies import delta_rule, expert_schedules, loading, tunix_learners
+from benchmarks.studies import decode, delta_rule, every_gpu, expert_schedules, loading, tunix_learners
 from benchmarks.studies.experts import projections
 from benchmarks.studies.true_on_policy import experiment as true_on_policy
-from detjax.bench import deviceless
+from detjax.bench import deviceless, presets
 from detjax.pallas.hopper.matmul.plan import Schedule
 from tests.benchmarks.study_runs import QUICK, RUNS, run, run_small
 
@@ -70,35 +72,47 @@ CAPTURED = 1 << 15
 """Bytes that a program of `--small` may capture as constants: fewer than the embedding of the smallest model has."""
 
 
-@pytest.fixture
-def captures_no_weights(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Fails a test whose programs capture arrays, such as weights, in this process or in those that it starts.
+@contextlib.contextmanager
+def programs_capture_no_weights() -> Iterator[None]:
+    """A context that fails if programs captured arrays, such as weights, in this process or in those that it starts.
 
     A program that captures the weights of a large model takes minutes to compile.
     """
     messages = "A large amount of constants", "Closed-over constant"
-    monkeypatch.setenv("JAX_CAPTURED_CONSTANTS_WARN_BYTES", str(CAPTURED))
-    monkeypatch.setenv("PYTHONWARNINGS", ",".join(f"error:{message}" for message in messages))
     before = jax.config.jax_captured_constants_warn_bytes
-    jax.config.update("jax_captured_constants_warn_bytes", CAPTURED)
-    try:
-        # A study may catch an error, so warnings are collected.
-        with warnings.catch_warnings(record=True) as caught:
-            for message in messages:
-                warnings.filterwarnings("always", message)
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+        patch.setenv("JAX_CAPTURED_CONSTANTS_WARN_BYTES", str(CAPTURED))
+        patch.setenv("PYTHONWARNINGS", ",".join(f"error:{message}" for message in messages))
+        # A study may catch an error, so warnings of this process are collected.
+        for message in messages:
+            warnings.filterwarnings("always", message)
+        jax.config.update("jax_captured_constants_warn_bytes", CAPTURED)
+        try:
             yield
-    finally:
-        jax.config.update("jax_captured_constants_warn_bytes", before)
+        finally:
+            jax.config.update("jax_captured_constants_warn_bytes", before)
     assert [str(one.message) for one in caught] == []
 
 
-@pytest.mark.usefixtures("captures_no_weights")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.nightly) for name in RUNS]
 )
 def test_a_study_runs_with_small_sizes(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their parts are tested without models in `test_study_parts.py`."""
-    RUNS[name](tmp_path, monkeypatch)
+    with programs_capture_no_weights():
+        RUNS[name](tmp_path, monkeypatch)
+
+
+def test_models_are_arguments_of_programs() -> None:
+    model = presets.decoder("tiny", 1)
+    with programs_capture_no_weights():
+        step = decode.DecodeStep.drawn(model, 1, 3)
+        program = step.program(decode.DecodeStep.compiled(model, 1, 3))
+        assert np.isfinite(program(step.tokens)).all() and np.isfinite(program(step.tokens)).all()
+        assert set(every_gpu.model_bits(model, every_gpu.SMALL, "portable").values()) == {True}
+    # A closure over the model is noticed.
+    with pytest.raises(AssertionError, match="constants"), programs_capture_no_weights():
+        detjax.jit(lambda tokens: model(tokens))(jnp.zeros((1, 2), jnp.int32))
 
 
 def test_every_study_is_tested_and_listed_with_a_line_of_help() -> None:
