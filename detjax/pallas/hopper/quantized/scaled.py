@@ -286,7 +286,8 @@ def default_plan(problem: Problem, codes: Codes, by_rows: bool) -> ScaledPlan | 
         for tile_m in sorted(tiles_m)
     ]
     fitting = [plan for plan in plans if not plan.unmet_requirements()]
-    return min(fitting, key=_estimated_seconds, default=None)
+    # Among equals, wideners that are ahead keep the matrix unit busy.
+    return min(fitting, key=lambda plan: (_estimated_seconds(plan), -plan.wideners), default=None)
 
 
 def _estimated_seconds(plan: ScaledPlan) -> float:
