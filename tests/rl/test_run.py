@@ -26,6 +26,7 @@ from detjax.rl.trainer.entropy import entropies
 from detjax.rl.trainer.microbatches import Layout, Packed, Rows, Sample
 from detjax.rl.trainer.trainer import Trainer
 from tests.rl import policies
+from tests.support import kept_programs
 from tests.support.bits import assert_same_bits, same_bits
 
 PROMPTS = ("1+2=", "34=", "7+9=", "5281=", "12=")
@@ -151,7 +152,7 @@ def test_a_run_that_is_killed_and_resumed_ends_with_the_same_bytes(
 ) -> None:
     for layout, killed_after in kills:
         command = [sys.executable, "-c", KILLED, str(tmp_path), layout, str(killed_after)]
-        environment = os.environ | {"PYTHONPATH": os.getcwd()}
+        environment = os.environ | kept_programs.VARIABLES | {"PYTHONPATH": os.getcwd()}
         process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         assert process.returncode == -signal.SIGKILL, process.stderr
     run = made(SUPERVISED, PACKED)

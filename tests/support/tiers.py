@@ -96,6 +96,7 @@ FAST: Final = tuple(
         ),
         "tools": (
             "test_case_sampling.py",
+            "test_check_types.py",
             "test_field_table.py",
             "test_figures.py",
             "test_fixture_table.py",

@@ -35,11 +35,11 @@ def checked(packages: list[str]) -> Iterator[None]:
         jaxtyping.jaxtyped = jaxtyped
 
 
-def _check(cls: Any, value: Any, structures: Any, _check: Callable[..., bool] = _MetaPyTree._check) -> bool:
+def _check(cls: Any, obj: Any, pytree_memo: Any, _check: Callable[..., bool] = _MetaPyTree._check) -> bool:
     """Returns whether a value is a tree that an annotation accepts."""
     if cls.leaftype is jax.Array and cls.structure is None:
-        return all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(value))
-    return _check(cls, value, structures)
+        return all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(obj))
+    return _check(cls, obj, pytree_memo)
 
 
 def _has_shapes(checks: Any) -> bool:
