@@ -235,9 +235,12 @@ and 1 are Philox's key. With `L` the `NOISE_LANES` and `W` the `NOISE_WORDS`, th
 
 Each vocabulary entry has one Gumbel variable
 
-    g = -log(-log(u)),    u = (k + 1/2) * 2^-23
+    g = -log(e),    e = v * (1 + v / 2)    where b < 2^23, with v = (b + 1/2) * 2^-32
+                    e = -log(u)            otherwise, with u = 1 - (k + 1/2) * 2^-23
 
-where `k` is the upper 23 of the 32 random bits: `u` is an exact float32 above 0 and below 1. The token is the argmax of
+for 32 random bits `b`: `k` is the upper 23 of them, and `e` is an exponential variable. `u` and `v` are exact float32.
+The smallest `e`, which unlikely tokens need to be chosen, have all random bits, and lack less than 2^-19 of their
+value. The token is the argmax of
 
     rn(max(rn(logit * (1 / temperature)), float32's lowest finite number) + g)
 
@@ -302,7 +305,7 @@ from typing import Final
 import jax.numpy as jnp
 import numpy as np
 
-CONTRACT_VERSION: Final = 4
+CONTRACT_VERSION: Final = 5
 """The version of this set of contracts. Equal versions, devices and releases give equal bits."""
 
 INPUT_DTYPES: Final = ("bfloat16", "float16", "float32")

@@ -168,12 +168,13 @@ def _drawn_arguments(model: Decoder, batch: int, context: int) -> tuple[Array, Q
     table = jnp.asarray(draw.permutation(batch * pages).reshape(batch, pages), jnp.int32)
     tokens = jnp.asarray(draw.integers(0, model.config.vocab_size, (batch, 1)), jnp.int32)
     start = jnp.full(batch, context, jnp.int32)
-    leaves, tree = jax.tree.flatten(model.empty_state(batch * pages, None, batch))
+    # Shapes alone: the memory may not have room for an empty state and a drawn one.
+    leaves, tree = jax.tree.flatten(jax.eval_shape(lambda: model.empty_state(batch * pages, None, batch)))
     keys = jax.random.split(jax.random.key(batch), len(leaves))
     filled = [
         jax.random.normal(key, x.shape, x.dtype)
         if jnp.issubdtype(x.dtype, jnp.floating)
-        else jnp.full_like(x, context // DELTA_CHUNK)
+        else jnp.full(x.shape, context // DELTA_CHUNK, x.dtype)
         for key, x in zip(keys, leaves, strict=True)
     ]
     return tokens, Queries(table, start, start + 1, jnp.ones_like(start)), jax.tree.unflatten(tree, filled)

@@ -49,7 +49,7 @@ PRODUCTS: Final[Mapping[str, tuple[int, int]]] = {
     "down": (4096, 12288),
 }
 """Outputs and inputs of Qwen3-8B's products."""
-SHARE_OF_MEMORY: Final = 0.7
+SHARE_OF_MEMORY: Final = 0.6
 """The share of the memory for the model and the cache of the largest batch, which decide the number of layers."""
 
 type Program = Callable[..., Any]

@@ -147,9 +147,9 @@ def other_tokens(sizes: Sizes) -> dict[str, int]:
     counter = np.stack([np.broadcast_to(x, shape) for x in (group, position, key[2], key[3])]).astype(np.uint64)
     keys = np.broadcast_to(np.array(key[:2], np.uint64)[:, None, None], (2, *shape))
     words = words_in_numpy(counter, keys)
-    bits = np.take_along_axis(words, np.broadcast_to(word, words.shape[1:])[None], axis=0)[0] >> np.uint64(9)
+    bits = np.take_along_axis(words, np.broadcast_to(word, words.shape[1:])[None], axis=0)[0]
     tokens = np.asarray(_tokens(_words(key), jnp.int32(0), jnp.zeros(sizes.vocabulary), len(position)))
-    return {"compared": len(tokens), "different": int((tokens != bits.argmax(axis=1)).sum())}
+    return {"compared": len(tokens), "different": int((tokens != bits.argmin(axis=1)).sum())}
 
 
 # --- draws ------------------------------------------------------------------------------------------------------------

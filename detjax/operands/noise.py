@@ -19,6 +19,10 @@ from detjax.contract import ACCUMULATOR, NOISE_LANES, NOISE_WORDS
 ROUNDS: Final = 10
 _MULTIPLIERS: Final = np.uint32(0xD2511F53), np.uint32(0xCD9E8D57)
 _KEY_STEPS: Final = 0x9E3779B9, 0xBB67AE85
+_MANTISSA: Final = 23
+"""Bits of a float32 below its first one."""
+_RARE: Final = np.float32(2.0 ** (_MANTISSA - 32))
+"""The share of the random bits that are rare noise."""
 _LARGEST_BELOW_ONE: Final = np.float32(1 - 2**-24)
 
 SPAN: Final = NOISE_LANES * NOISE_WORDS
@@ -109,9 +113,17 @@ def philox(
 
 
 def gumbel(bits: Array) -> Array:
-    """Returns the float32 Gumbel variables of 32 random bits; see `contract`."""
-    uniform = lax.bitcast_convert_type((bits >> np.uint32(9)) | np.uint32(0x3F800000), ACCUMULATOR) - _LARGEST_BELOW_ONE
-    return -jnp.log(-jnp.log(uniform))
+    """Returns the float32 Gumbel variables of 32 random bits; see `contract`.
+
+    The fewer the bits, the larger the variable. Likely noise has 23 random bits, and rare noise, which unlikely tokens
+    need to be chosen, has all 32.
+    """
+    is_rare = bits >> np.uint32(_MANTISSA) == 0
+    mantissa = jnp.where(is_rare, bits, (bits ^ np.uint32(0xFFFFFFFF)) >> np.uint32(32 - _MANTISSA))
+    uniform = lax.bitcast_convert_type(mantissa | np.uint32(0x3F800000), ACCUMULATOR) - _LARGEST_BELOW_ONE
+    # Both factors are exact before the product, so no fused instruction changes a bit.
+    rare = uniform * _RARE
+    return -jnp.log(jnp.where(is_rare, rare * (1 + rare * np.float32(0.5)), -jnp.log(uniform)))
 
 
 def group(token: Array) -> Array:

@@ -314,14 +314,21 @@ def philox(counter: list[int], key: list[int]) -> list[int]:
     return counter
 
 
-def uniform(key: Sequence[int], position: int, tokens: Iterable[int]) -> np.ndarray:
-    """The float32 numbers `u` of the noise of token ids at a position."""
+def random_bits(key: Sequence[int], position: int, tokens: Iterable[int]) -> np.ndarray:
+    """The 32 random bits of token ids at a position, as int64."""
     bits = []
     for token in map(int, tokens):
         span, place = divmod(token, 4 * NOISE_LANES)
         word, lane = divmod(place, NOISE_LANES)
-        bits.append(philox([NOISE_LANES * span + lane, int(position), key[2], key[3]], [key[0], key[1]])[word] >> 9)
-    return ((2 * np.array(bits, np.int64) + 1) * 2.0**-24).astype(np.float32)
+        bits.append(philox([NOISE_LANES * span + lane, int(position), key[2], key[3]], [key[0], key[1]])[word])
+    return np.array(bits, np.int64)
+
+
+def gumbel(bits: np.ndarray, log: Callable[[np.ndarray], np.ndarray] = np.log) -> np.ndarray:
+    """The float32 noise of random bits."""
+    v = ((bits + 0.5) * 2.0**-32).astype(np.float32)
+    u = (1 - ((bits >> 9) + 0.5) * 2.0**-23).astype(np.float32)
+    return -log(np.where(bits < 2**23, v * (1 + v * np.float32(0.5)), -log(u)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -364,10 +371,10 @@ def sampling_exponents(logits: np.ndarray, temperature: float, removed: list[int
     return result
 
 
-def sample(logits: np.ndarray, noise: np.ndarray, temperature: float, device: DeviceFunctions) -> int:
+def sample(logits: np.ndarray, bits: np.ndarray, temperature: float, device: DeviceFunctions) -> int:
     """The token that is sampled from one row of logits with the numbers `u` given."""
     logits = logits.astype(np.float32)
     if temperature == 0:
         return int(np.argmax(np.where(np.isnan(logits), np.inf, logits)))
-    gumbel = -device.log(-device.log(noise))
-    return int(np.argmax(np.maximum(logits * (np.float32(1) / np.float32(temperature)), LOWEST) + gumbel))
+    divided = np.maximum(logits * (np.float32(1) / np.float32(temperature)), LOWEST)
+    return int(np.argmax(divided + gumbel(bits, device.log)))

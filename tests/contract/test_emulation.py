@@ -254,9 +254,9 @@ PROMPT = [2, 7, 1, 2**31 - 1]
 
 
 @functools.cache
-def noise(seed: int, position: int, sample_index: int) -> np.ndarray:
+def random_bits(seed: int, position: int, sample_index: int) -> np.ndarray:
     key = emulation.noise_key(seed, emulation.prompt_digest(PROMPT), sample_index)
-    return emulation.uniform(key, position, range(600))
+    return emulation.random_bits(key, position, range(600))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0, 30.0])
@@ -273,7 +273,9 @@ def test_sampling(temperature: float) -> None:
         jnp.zeros(len(keys), jnp.float32),
     )
     tokens, logprobs = ops.sample(jnp.asarray(logits), arrays, filtered=False)
-    expected = [emulation.sample(row, noise(*key), temperature, DEVICE) for row, key in zip(logits, keys, strict=True)]
+    expected = [
+        emulation.sample(row, random_bits(*key), temperature, DEVICE) for row, key in zip(logits, keys, strict=True)
+    ]
     assert np.asarray(tokens).tolist() == expected
     m, total = emulation.softmax_statistics(logits, DEVICE)
     differences = logits[np.arange(len(keys)), expected] - m[:, 0]

@@ -82,23 +82,38 @@ def test_the_noise_of_given_ids_is_that_of_the_whole_vocabulary_and_of_numpy() -
     positions, borders = [0, 5, 2**31 - 1], [127, 128, 129, 383, 384, 511, 512, 513, 4095, 4096, 151_935, 2**31 - 1]
     result = noise_of(keys, positions, borders)
     for row, key, position in zip(result, keys, positions, strict=True):
-        u = emulation.uniform(key, position, borders)
-        np.testing.assert_allclose(row, -np.log(-np.log(u.astype(np.float64))), rtol=2e-6, atol=2e-6)
+        expected = emulation.gumbel(emulation.random_bits(key, position, borders))
+        np.testing.assert_allclose(row, expected, rtol=2e-6, atol=2e-6)
     rows = jnp.asarray(keys, jnp.uint32), jnp.asarray(positions, jnp.int32)
     for first, size in ((0, 40), (0, 130), (4096, 1100)):
         whole = np.asarray(noise.noise_of_range(*rows, jnp.int32(first), size))
         np.testing.assert_allclose(noise_of(keys, positions, range(first, first + size)), whole, rtol=1e-6, atol=1e-6)
 
 
+def exponential(bits: list[int]) -> np.ndarray:
+    """The exponential variables of random bits. The noise is their negative logarithm."""
+    return np.exp(-np.asarray(noise.gumbel(jnp.asarray(bits, jnp.uint32)), np.float64))
+
+
 def test_the_largest_numbers_are_as_rare_as_they_should_be() -> None:
     """Unlikely tokens are chosen by large numbers alone: where those lie too low, such tokens come too seldom."""
-    steps = np.arange(64)
-    bits = np.uint32(2**32 - 1) - (steps << 9).astype(np.uint32)
-    largest = np.asarray(noise.gumbel(jnp.asarray(bits)), np.float64)
-    # P(g > largest[i]) is the middle of the step, as is P(u > its u).
-    np.testing.assert_allclose(-np.expm1(-np.exp(-largest)), (steps + 0.5) * 2.0**-23, rtol=1e-6)
-    ends = np.asarray(noise.gumbel(jnp.asarray([0, 511, 512], jnp.uint32)))
-    assert ends[0] == ends[1] < ends[2] and np.isfinite(ends).all()
+    bits = [*range(64), 1000, 2**16 + 1, 2**23 - 1]
+    # The probability of a smaller variable is the middle of the step of 2^-32.
+    np.testing.assert_allclose(-np.expm1(-exponential(bits)), (np.array(bits) + 0.5) * 2.0**-32, rtol=3e-6)
+    largest = np.asarray(noise.gumbel(jnp.asarray([0], jnp.uint32)))
+    np.testing.assert_allclose(largest, 33 * np.log(2), rtol=1e-6)
+
+
+def test_likely_numbers_have_23_bits() -> None:
+    bits = np.array([2**23, 2**23 + 511, 2**23 + 512, 2**31 - 1, 2**31, 2**32 - 513, 2**32 - 512, 2**32 - 1])
+    expected = ((bits >> 9) + 0.5) * 2.0**-23
+    np.testing.assert_allclose(-np.expm1(-exponential(bits.tolist())), expected, rtol=2e-6)
+    ends = exponential(bits.tolist())
+    assert ends[0] == ends[1] < ends[2] and ends[-2] == ends[-1] > ends[-3] and np.isfinite(ends).all()
+    # Rare numbers end where likely ones begin.
+    below = exponential([2**23 - 1])
+    assert below < ends[0]
+    np.testing.assert_allclose(below, ends[0], rtol=4e-5)
 
 
 # --- statistics -------------------------------------------------------------------------------------------------------

@@ -66,8 +66,7 @@ def kept(logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p
 
 @functools.cache
 def noise(seed: int, position: int, index: int, size: int) -> np.ndarray:
-    u = emulation.uniform(ops.noise_key(seed, PROMPT, index), position, range(size))
-    return -np.log(-np.log(u))
+    return emulation.gumbel(emulation.random_bits(ops.noise_key(seed, PROMPT, index), position, range(size)))
 
 
 FILTERS = {

@@ -1,8 +1,8 @@
 """Products with quantized weights on Hopper GPUs.
 
 Plain activations: a kernel widens codes on the chip, with the bits of a product with the widened weight. Quantized
-activations and e4m3 weights: another kernel widens codes without scales, and scales the products of each block. Shapes
-that it does not take, and experts, are composed of a product of bfloat16 for each block of columns, of the same bits.
+activations and e4m3 weights: they are composed of a product of bfloat16 for each block of columns. If
+`quantized.scaled.SWITCH` is set, another kernel widens codes without scales, and scales the products of each block.
 bfloat16 holds e4m3 numbers exactly, so the kernel of `matmul` adds a block's products in a fresh accumulator, and its
 bits do not depend on the number of rows. Everything else is elementwise.
 """
@@ -23,7 +23,13 @@ from detjax.operands.rounding import rounded
 from detjax.pallas.hopper import grouped_matmul as grouped
 from detjax.pallas.hopper import matmul as plain
 from detjax.pallas.hopper.quantized.packed import packed_plan, packed_product
-from detjax.pallas.hopper.quantized.scaled import ScaledPlan, has_one_quantization, scaled_plan, scaled_product
+from detjax.pallas.hopper.quantized.scaled import (
+    IS_ON,
+    ScaledPlan,
+    has_one_quantization,
+    scaled_plan,
+    scaled_product,
+)
 from detjax.portable.quantized_matmul import gradients, grouped_gradients, quantized_rows
 from detjax.portable.tiles import sealed
 
@@ -42,11 +48,13 @@ def takes_codes(operands: MatmulOperands, out_dtype: DTypeLike) -> bool:
     return packed_plan(operands, out_dtype=out_dtype) is not None
 
 
-def forward(operands: MatmulOperands, *, epilogue: Epilogue, out_dtype: DTypeLike, is_composed: bool = False) -> Array:
+def forward(
+    operands: MatmulOperands, *, epilogue: Epilogue, out_dtype: DTypeLike, is_composed: bool = not IS_ON
+) -> Array:
     """Returns rows `[*B, N]` for rows `[*B, K]`; see `detjax.ops.matmul` for the operands and options.
 
     With `is_composed`, quantized activations take a product for each block even if one kernel can compute all. The bits
-    are the same.
+    are the same. It is the default until the kernel has run on a GPU; see `quantized.scaled.SWITCH`.
     """
     x, w, bias, residual = operands
     if not w.is_computed:
@@ -91,7 +99,7 @@ def grouped_backward(
     return grouped_gradients(operands, _gradient_of_sums(biased, dy, epilogue), bias_sum)
 
 
-def _sums(operands: MatmulOperands, *, is_composed: bool = False) -> list[Array]:
+def _sums(operands: MatmulOperands, *, is_composed: bool = not IS_ON) -> list[Array]:
     """Returns the float32 sums `[M, N]` of each part, without biases."""
 
     def multiply(x: Array, w: Array) -> Array:

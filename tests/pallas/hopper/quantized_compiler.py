@@ -64,7 +64,7 @@ def scaled(
         operands = MatmulOperands(x, weight, bias, residual)
         assert scaled_plan(operands, out_dtype=x.dtype) is not None
         epilogue = Epilogue("silu", True) if gated else Epilogue()
-        return quantized_matmul.forward(operands, epilogue=epilogue, out_dtype=x.dtype)
+        return quantized_matmul.forward(operands, epilogue=epilogue, out_dtype=x.dtype, is_composed=False)
 
     return fn, shapes
 

@@ -116,6 +116,9 @@ class PackedPlan(Plan):
             "1, 2 or 4 lines": s.lines in (1, 2, 4),
             f"rows of codes of up to {SWIZZLE_BYTES} bytes in a stage": codes.row_bytes(self.tile_k) <= SWIZZLE_BYTES,
             "K in whole lines": k % LINE == 0,
+            # The copy engine swizzles whole lines of an array.
+            f"rows of codes in whole lines of {SWIZZLE_BYTES} bytes": codes.row_bytes(self.tile_k) < SWIZZLE_BYTES
+            or codes.row_bytes(k) % SWIZZLE_BYTES == 0,
             "N in eights": self.problem.n % 8 == 0,
             # A stage begins with a group or lies within one.
             "groups and stages that divide each other": codes.group >= k

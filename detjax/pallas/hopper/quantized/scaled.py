@@ -13,6 +13,7 @@ A stage brings the scales of its group along.
 import dataclasses
 import functools
 import math
+import os
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -45,6 +46,12 @@ from detjax.pallas.hopper.quantized.promotion import promoted, scaled
 from detjax.pallas.hopper.quantized.rows import quantized_groups
 from detjax.pallas.hopper.quantized.widening import LINE, SCALE_BYTES, Codes, widen_exactly
 from detjax.portable.quantized_matmul import quantized_rows
+
+SWITCH: Final = "DETJAX_FP8_KERNELS"
+"""The environment variable that makes products with quantized activations call this kernel and `rows`', if it is 1."""
+
+IS_ON: Final = os.environ.get(SWITCH) == "1"
+"""True if products call the kernels. They are off by default, because they have run in an interpreter only."""
 
 _LOOP_REGISTERS: Final = 56
 """Registers of a consumer in its loop that hold neither sums nor products."""
