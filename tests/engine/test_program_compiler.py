@@ -87,11 +87,11 @@ def compilers_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[CompilerHer
     CompilerHere.before = staticmethod(lambda key: None)
 
 
-def test_programs_of_processes_have_the_same_bits_and_the_next_start_compiles_none(
+def test_programs_of_a_process_have_the_same_bits_and_the_next_start_compiles_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = new_loop(runs_of=1)
-    first.warm_up(ProgramCompiler(tmp_path, processes=2))
+    first.warm_up(ProgramCompiler(tmp_path, processes=1))
     assert not compilation_of(first).pending
     assert sum("_decode_run" in key for key in first._runner._compiled) == 1
     assert answers(first) == expected()
