@@ -198,7 +198,9 @@ class _Choice:
             candidates = [jnp.where(key == spread, -i, -logits.shape[1]) for key, i in zip(keys, ids, strict=True)]
             best = -self.over_rows(jnp.maximum, jnp.max, candidates)
             taken = self.spread(best)
-            keys = [jnp.where(i == taken, -1, key) for i, key in zip(ids, keys, strict=True)]
+            # With the number as its first case, Mosaic GPU's `select` would give integers without a sign: the taken key
+            # would be the highest.
+            keys = [jnp.where(i != taken, key, -1) for i, key in zip(ids, keys, strict=True)]
             picks.append((best, lax.bitcast_convert_type(top, ACCUMULATOR)))
         return self.weighted(_ascending(picks))
 

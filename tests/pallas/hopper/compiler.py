@@ -75,6 +75,7 @@ from detjax.rl.trainer.microbatches import Layout, Packed, Rows, Sample
 from detjax.rl.trainer.optimizers import AdamState, adamw
 from detjax.rl.trainer.train_state import next_leaf
 from detjax.runtime import backends, compilation
+from tests.support.integer_signs import signs_checked
 from tests.support.towers import KIMI_K2_5, QWEN2_5_VL, QWEN3_5
 
 FOLDER_VARIABLE = "DETJAX_PTXAS"
@@ -668,7 +669,9 @@ def compile_programs(programs: Mapping[str, Program]) -> None:
             program = jax.jit(
                 fn, donate_argnums=DONATED.get(name, ()), out_shardings=sharding, compiler_options=WITHOUT_A_DEVICE
             )
-            compiled = program.trace(*operands).lower(lowering_platforms=("cuda",)).compile()
+            with signs_checked():
+                kernels = program.trace(*operands).lower(lowering_platforms=("cuda",))
+            compiled = kernels.compile()
             print("kernels:", len(re.findall(r" fusion\(| custom-call\(", entry(compiled.as_text()))), flush=True)
             print("seals:", *seals(compiled.as_text()), flush=True)
             print("fused:", *re.findall(r"dynamic[-_]slice[-_]fusion", compiled.as_text()), flush=True)  # pyright: ignore[reportCallIssue]

@@ -13,6 +13,7 @@ from jax._src.pallas.mosaic_gpu import primitives  # JAX has no public names for
 from jax._src.state.primitives import ref_set
 
 from detjax.pallas.hopper import mosaic
+from tests.support.integer_signs import signs_checked
 
 
 def normal(*shape: int, dtype: str = "float32", seed: int = 0) -> np.ndarray:
@@ -36,4 +37,5 @@ def interpreted(fn: Callable[..., Any], *args: Any) -> Any:
 
 def lowered(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
     """The text of `fn` as it is given to the compiler of a GPU."""
-    return jax.jit(fn).trace(*args, **kwargs).lower(lowering_platforms=("cuda",)).as_text()
+    with signs_checked():
+        return jax.jit(fn).trace(*args, **kwargs).lower(lowering_platforms=("cuda",)).as_text()

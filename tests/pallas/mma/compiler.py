@@ -95,7 +95,9 @@ def compile_programs(programs: Mapping[str, Program]) -> None:
             operands = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding) for a in shapes]
             options = {**compilation.PINNED_OPTIONS["gpu"], "xla_gpu_enable_triton_gemm": False}
             program = jax.jit(fn, out_shardings=sharding, compiler_options=options)
-            program.trace(*operands).lower(lowering_platforms=("cuda",)).compile()
+            with signs_checked():
+                kernels = program.trace(*operands).lower(lowering_platforms=("cuda",))
+            kernels.compile()
 
 
 def compiled(script: Path, architecture: str, names: Sequence[str] = ()) -> "dict[str, list[Kernel]]":
