@@ -332,12 +332,13 @@ def experts_of_tokens(tokens: int) -> Program:
     return fn, [array(*leaf.shape, dtype=str(leaf.dtype)) for leaf in leaves]
 
 
-def choice_of_experts(tokens: int, known: int, count: int) -> Program:
+def choice_of_experts(tokens: int, known: int, count: int, *, normalized: bool = False) -> Program:
     """The choice of experts by the softmax of logits, and the places of rows, on a device with a quarter of them."""
 
     def fn(logits: jax.Array, present: jax.Array, first: jax.Array) -> Any:
         with backends.tracing_for("gpu"), backends.use_backend("hopper"):
-            ids, weights, rows = ops.route(logits, count, present=present, first=first, experts=known // 4)
+            place: dict[str, Any] = {"present": present, "first": first, "experts": known // 4}
+            ids, weights, rows = ops.route(logits, count, normalized=normalized, **place)
             return ids, weights, rows.group_sizes, rows.token, rows.place, rows.tiles
 
     shapes = [array(tokens, known, dtype="float32"), array(tokens, dtype="bool"), array(dtype="int32")]
@@ -602,6 +603,7 @@ def programs() -> dict[str, Program]:
             [array(4096, 4, 1152), array(4096, 4, dtype="float32")],
         ),
         "combination of experts": combination_of_experts(64, 8, 2048),
+        "choice of some experts": choice_of_experts(33, 128, 8, normalized=True),
         "choice of most experts": choice_of_experts(64, 512, 16),
         "rows of chosen experts": rows_of_experts(64, 8, 256),
         "experts of 8 tokens": experts_of_tokens(8),
