@@ -97,17 +97,17 @@ def study(
         name = ", ".join(f"{axis} {count}" for axis, count in mesh.shape.items())
         content["meshes"][name] = arm
         command_line.print_line(f"{name}: {arm}")
-    assert meshes[-1] is not None
-    content["usual_cut_differs"] = _usual_cut_differs(meshes[-1])
+    assert meshes[0] is not None
+    content["usual_cut_differs"] = _usual_cut_differs(meshes[0])
     return Result(content, _problem(content))
 
 
 def shapes(devices: int, *, has_experts: bool) -> list[tuple[int, int]]:
-    """Returns the devices along "tensor" and along "expert" of each mesh."""
+    """Returns the devices along "tensor" and along "expert" of each mesh. The most come first: a run may be cut short."""
     several = options.counts(devices)
     if has_experts:
         return [(devices // expert, expert) for expert in several if devices % expert == 0]
-    return [(tensor, 1) for tensor in several[1:]]
+    return [(tensor, 1) for tensor in reversed(several[1:])]
 
 
 def _problem(content: dict[str, Any]) -> str:

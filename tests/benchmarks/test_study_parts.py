@@ -223,10 +223,10 @@ def test_answers_of_a_mesh_are_compared_in_every_order_and_with_a_control(
 
 
 def test_a_model_is_shared_by_more_and_more_devices_and_its_experts_by_any_number_of_them() -> None:
-    assert mesh_bits.shapes(8, has_experts=False) == [(2, 1), (4, 1), (8, 1)]
+    assert mesh_bits.shapes(8, has_experts=False) == [(8, 1), (4, 1), (2, 1)]
     assert mesh_bits.shapes(8, has_experts=True) == [(8, 1), (4, 2), (2, 4), (1, 8)]
     assert mesh_bits.shapes(2, has_experts=True) == [(2, 1), (1, 2)]
-    assert mesh_bits.shapes(6, has_experts=False) == [(2, 1), (4, 1), (6, 1)]
+    assert mesh_bits.shapes(6, has_experts=False) == [(6, 1), (4, 1), (2, 1)]
     assert mesh_bits.shapes(6, has_experts=True) == [(6, 1), (3, 2), (1, 6)]
 
 
