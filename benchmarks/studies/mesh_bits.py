@@ -103,7 +103,7 @@ def study(
 
 
 def shapes(devices: int, *, has_experts: bool) -> list[tuple[int, int]]:
-    """Returns the devices along "tensor" and along "expert" of each mesh. The most come first: a run may be cut short."""
+    """Returns the devices along "tensor" and "expert" of each mesh. The most come first: a run may be cut short."""
     several = options.counts(devices)
     if has_experts:
         return [(devices // expert, expert) for expert in several if devices % expert == 0]
