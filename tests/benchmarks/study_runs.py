@@ -100,6 +100,7 @@ def runs_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def runs_expert_launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     content = run_small("expert_launches", tmp_path)
     assert [(row["batch"], row["same_bits"]) for row in content["results"]] == [(1, True), (3, True)]
+    assert all(row["parts"] == dict.fromkeys(("choice", "places", "layer"), "") for row in content["results"])
 
 
 def runs_usual_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -293,25 +293,42 @@ def test_the_usual_cut_refuses_other_shapes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("on", "off", "kernels", "problem"),
+    ("on", "off", "choice", "kernels", "problem"),
     [
-        ("a", "a", ("80 kernels", "99 kernels"), ""),
-        ("a", "b", ("80 kernels", "99 kernels"), "bits differ with DETJAX_EXPERT_KERNELS: tiny, batch 3"),
-        ("a", "a", ("99 kernels", "99 kernels"), "DETJAX_EXPERT_KERNELS changes no kernel"),
-        ("a", "a", ("out of memory", "out of memory"), ""),
+        ("a", "a", "", ("80 kernels", "99 kernels"), ""),
+        ("a", "b", "", ("80 kernels", "99 kernels"), "bits differ with DETJAX_EXPERT_KERNELS: tiny, batch 3"),
+        (
+            "a",
+            "a",
+            "ids[0] is 7",
+            ("80 kernels", "99 kernels"),
+            "bits differ with DETJAX_EXPERT_KERNELS: tiny, batch 3, choice: ids[0] is 7",
+        ),
+        ("a", "a", "", ("99 kernels", "99 kernels"), "DETJAX_EXPERT_KERNELS changes no kernel"),
+        ("a", "a", "", ("out of memory", "out of memory"), ""),
     ],
 )
 def test_kernels_of_experts_are_compared_in_bits_and_have_to_be_switched(
-    on: str, off: str, kernels: tuple[str, str], problem: str
+    on: str, off: str, choice: str, kernels: tuple[str, str], problem: str
 ) -> None:
     rounds = {
-        arm: [[{"batch": 3, "digest": digest, "seconds": seconds, "kernels": count}]] * 2
+        arm: [[{"batch": 3, "digest": digest, "seconds": seconds, "kernels": count, "parts": {"choice": choice}}]] * 2
         for arm, digest, seconds, count in (("on", on, 2.0, kernels[0]), ("off", off, 3.0, kernels[1]))
     }
     (row,) = rows = expert_launches.joined("tiny", 1, rounds)
     assert (row["speed"], row["same_bits"]) == (1.5, on == off)
     assert expert_launches.problem(rows, has_kernels=True) == problem
     assert not problem.endswith("no kernel") or not expert_launches.problem(rows, has_kernels=False)
+
+
+def test_the_first_number_that_kernels_of_experts_change_is_named() -> None:
+    expected = {"weights": np.float32([[0.0, 1.0]]), "ids": np.int32([[3, 5], [2, 4]])}
+    changed = expected | {"ids": np.int32([[3, 5], [2, 2]])}
+    assert expert_launches.first_difference(expected, expected) == ""
+    named = "ids[1, 1] is 2 with the kernels, 4 without; 1 of 4 numbers differ"
+    assert expert_launches.first_difference(changed, expected) == named
+    negative = expected | {"weights": -expected["weights"]}
+    assert expert_launches.first_difference(negative, expected).startswith("weights[0, 0] is -0.0")
 
 
 def test_processes_have_a_device_each_and_no_simulated_ones(monkeypatch: pytest.MonkeyPatch) -> None:
