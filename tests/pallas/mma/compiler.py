@@ -21,6 +21,7 @@ from jax.experimental.mosaic.gpu import utils as mosaic_utils
 
 from detjax.pallas import nvidia
 from detjax.runtime import compilation
+from tests.support.integer_signs import signs_checked
 
 if TYPE_CHECKING:
     from tests.pallas.hopper.compiler import Kernel
