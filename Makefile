@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo docs check test test-fast test-tpu test-tunix test-ray test-clients test-models test-tier test-all notebooks mutants mutate soak wheel address workflows lint lint-types lint-tests lint-style format lock clean always
+.PHONY: help demo docs check test test-long test-fast test-tpu test-tunix test-ray test-clients test-models test-tier test-all notebooks mutants mutate soak wheel address workflows lint lint-types lint-tests lint-style format lock clean always
 
 BIN := .venv/bin
 READY := .venv/.ready
@@ -55,7 +55,10 @@ test-fast: $(READY)
 	$(BIN)/pytest -q -m fast $(PYTEST_ARGS) $(IF_ANY)
 
 test: $(PTXAS)/.ready ## set up, then run the tests (PYTEST_ARGS="-k matmul" picks some)
-	$(PYTEST) $(PYTEST_ARGS) $(IF_ANY)
+	$(PYTEST) -m "not long" $(PYTEST_ARGS) $(IF_ANY)
+
+test-long: $(PTXAS)/.ready ## run the long tests, which `make test` leaves out and CI runs
+	$(PYTEST) -m long $(PYTEST_ARGS) $(IF_ANY)
 
 test-tier: $(PTXAS)/.ready ## run the tests of one TIER: numerics, kernels, engine or service
 	$(PYTEST) -m $(or $(filter numerics kernels engine service,$(TIER)),$(error TIER=$(TIER); accepted: numerics, kernels, engine or service)) \

@@ -27,7 +27,7 @@ def chosen(prompt: Sequence[int], seed: int, index: int, count: int, vocabulary:
     """The tokens of the largest noise in NumPy."""
     key = emulation.noise_key(seed, emulation.prompt_digest([*prompt]), index)
     places = range(len(prompt), len(prompt) + count)
-    return [int(np.argmax(emulation.uniform(key, place, range(vocabulary)))) for place in places]
+    return [int(np.argmin(emulation.random_bits(key, place, range(vocabulary)))) for place in places]
 
 
 def test_tokens_are_those_of_the_largest_noise_in_numpy(engine: Engine) -> None:

@@ -114,6 +114,45 @@ FAST: Final = tuple(
 )
 """Folders and files without large programs, which `make check` runs: the marker `fast`."""
 
+LONG: Final = (
+    "audit/test_certificates.py::test_models_of_detjax_are_proven_by_construction",
+    "audit/test_verification.py::test_honest_transcripts_are_verified_in_any_order",
+    "benchmarks/test_draft_bits.py::test_a_guess_that_is_taken_unverified_is_found_and_a_later_call_continues",
+    "benchmarks/test_studies.py::test_a_study_runs_with_small_sizes",
+    "engine/test_continued_requests.py::test_the_rest_has_the_bits_of_an_unbroken_run",
+    "engine/test_draft_heads.py::test_each_guess_is_the_head_s_own_and_changes_no_bit",
+    "engine/test_draft_programs.py",
+    "engine/test_drafts.py::test_guesses_change_no_bit_of_requests_that_restrict_their_tokens",
+    "engine/test_program_compiler.py::test_programs_of_a_process_have_the_same_bits_and_the_next_start_compiles_none",
+    "engine/test_program_compiler.py::test_steps_take_larger_programs_until_theirs_are_there",
+    "engine/test_quantized_drafts.py",
+    "engine/test_shared_model.py::test_devices_that_share_a_model_have_the_bits_of_one_whoever_compiles_their_programs",
+    "models/test_adapters.py::test_devices_that_share_a_model_change_no_bit_of_adapters",
+    "models/test_adapters.py::test_modules_to_save_replace_weights_and_untie_the_head",
+    "models/test_drafts.py::test_a_layer_that_predicts_further_tokens_has_the_logits_of_its_formulas",
+    "models/test_gemma4.py::test_training_has_the_bits_of_prefill_and_gradients_of_keys_come_from_layers_without_any",
+    "models/test_gemma4.py::test_two_devices_give_the_bits_of_one_and_read_their_own_heads_pages",
+    "models/test_kimi_k25.py::test_a_clip_has_the_same_rows_in_every_pack",
+    "models/test_kimi_k25.py::test_a_conversation_with_a_video_has_the_tokens_and_the_continuation_of_transformers",
+    "models/test_kimi_k25.py::test_an_engine_gives_a_conversation_the_same_answer_in_a_crowd",
+    "models/test_processes.py",
+    "models/test_quantized_models.py::test_devices_share_quantized_weights",
+    "models/test_quantized_models.py::test_engine_and_trainer_have_the_same_bits",
+    "models/test_qwen3_next.py::test_a_cache_goes_back_with_the_same_bits_or_not_at_all",
+    "models/test_shared_vocabulary.py::test_tokens_and_logprobs_have_the_bits_of_one_device",
+    "ops/test_processes.py",
+    "pallas/hopper/test_ptxas.py",
+    "pallas/mma/test_decoder.py",
+    "pallas/mma/test_ptxas.py",
+    "rl/test_drafted_rollouts.py",
+    "rl/test_loop_examples.py",
+    "rl/test_training_processes.py",
+    "server/test_process.py::test_a_process_that_is_killed_leaves_nothing_that_stops_the_next",
+    "server/test_process_replicas.py::test_a_server_survives_its_replicas_and_none_of_them_survives_it",
+    "server/test_process_replicas.py::test_a_stream_goes_on_when_its_process_is_killed_or_stuck",
+)
+"""Tests that take many seconds: the marker `long`. `make test` leaves them to `make test-long`, and CI runs both."""
+
 UNOPTIMIZED: Final = "--xla_backend_optimization_level=0"
 _FULL_LEVEL: Final = 3
 """XLA's default."""
@@ -132,6 +171,12 @@ def _is_in(path: Path, parts: tuple[str, ...]) -> bool:
     return any(path.is_relative_to(TESTS / part) for part in parts)
 
 
+def is_long(node: str) -> bool:
+    """Returns whether a test, by its id or the id of one of its cases, is in `LONG`."""
+    name = node.removeprefix("tests/").partition("[")[0]
+    return name in LONG or name.partition("::")[0] in LONG
+
+
 def _is_above(path: Path, parts: tuple[str, ...]) -> bool:
     return any((TESTS / part).is_relative_to(path) for part in parts)
 
@@ -140,13 +185,14 @@ def pytest_configure(config: pytest.Config) -> None:
     for tier, parts in TIERS.items():
         config.addinivalue_line("markers", f"{tier}: the tier of {', '.join(parts)}")
     config.addinivalue_line("markers", "fast: compiles no large program; `make check` runs it")
+    config.addinivalue_line("markers", "long: takes many seconds; `make test-long` runs it, and so does CI")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     if _is_in(collection_path, TIERS["tpu"]) and find_spec("libtpu") is None:
         return True  # `make test-tpu` installs it
     chosen = config.getoption("markexpr")
-    parts = FAST if chosen == "fast" else TIERS.get(chosen)
+    parts = {"fast": FAST, "long": tuple(name.partition("::")[0] for name in LONG)}.get(chosen) or TIERS.get(chosen)
     if parts is None or _is_in(collection_path, parts) or _is_above(collection_path, parts):
         return None
     return collection_path.is_relative_to(TESTS) or None
@@ -157,6 +203,8 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         item.add_marker(tier)
     if _is_in(item.path, FAST):
         item.add_marker("fast")
+    if is_long(item.nodeid):
+        item.add_marker("long")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
