@@ -24,8 +24,8 @@ from detjax.pallas.hopper.rows import NO_AUTO_BARRIERS
 SWITCH: Final = "DETJAX_EXPERT_KERNELS"
 """The environment variable that makes decode steps call this kernel and `expert_choice`'s, if it is 1."""
 IS_ON: Final = os.environ.get(SWITCH) == "1"
-"""True if decode steps may call the kernels. They are off by default until a GPU has shown that no bit differs: so far an
-emulator runs their PTX, whose reciprocals are the same instruction as XLA's."""
+"""True if decode steps may call the kernels. They are off by default until a GPU has shown that no bit differs: so far
+an emulator runs their PTX, whose reciprocals are the same instruction as XLA's."""
 MAX_TOKENS: Final = 64
 """Tokens of a call: an expert has up to two words of `_BITS` bits for them."""
 MAX_EXPERTS: Final = 512
