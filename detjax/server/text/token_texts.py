@@ -1,5 +1,6 @@
 """Texts, logprobs and text offsets of single tokens, in the formats of responses."""
 
+import codecs
 import math
 from collections.abc import Sequence
 from typing import Any, Final
@@ -104,16 +105,21 @@ class TextOffsets:
         """The text's length so far, without and with an incomplete character at its end."""
         self._tokens: list[int] = []
         self._known = 0
+        self._bytes = codecs.getincrementaldecoder("utf-8")("replace")
+        """Knows whether the bytes so far end inside a character."""
 
     def add(self, token: int) -> int:
         """Returns the offset of the next token."""
-        continues = [0x80 <= byte < 0xC0 for byte in self._tokenizer.token_bytes(token)] or [False]
-        offset = self._whole if continues[0] else self._length
+        written = self._tokenizer.token_bytes(token)
+        continues = [0x80 <= byte < 0xC0 for byte in written] or [False]
+        is_inside = bool(self._bytes.getstate()[0])
+        offset = self._whole if continues[0] and is_inside else self._length
         if self._prompt is not None:
             offset = min(offset, len(self._prompt))
         if token in self._added and self._is_hidden(token, offset):
             return min(offset, self._whole)
         self._tokens.append(token)
+        self._bytes.decode(written)
         added = self._text(self._tokens)[len(self._text(self._tokens[: self._known])) :]
         self._length = self._settled + len(added)
         if not added.endswith(_UNFINISHED):
