@@ -216,7 +216,7 @@ def packed_product(operands: MatmulOperands, plan: PackedPlan, *, epilogue: Epil
 
 def _kernel(plan: PackedPlan, epilogue: Epilogue) -> Callable[..., list[Array]]:
     """Returns the kernel `x, codes, scales, zeros?, bias?, residual? -> y`."""
-    problem, schedule = plan.problem, plan.schedule
+    problem = plan.problem
 
     def body(*refs: Any, **scratch: Any) -> None:
         x, codes, scales, *rest = refs
@@ -227,6 +227,14 @@ def _kernel(plan: PackedPlan, epilogue: Epilogue) -> Callable[..., list[Array]]:
         operands = Operands(x, PackedArrays(codes, scales, zeros), bias, residual)
         PackedCta(plan, epilogue, operands, (y, []), PackedScratch(**scratch)).run()
 
+    return kernel_of_plan(plan, body, packed_scratch_types(plan), name="packed_matmul")
+
+
+def kernel_of_plan(
+    plan: PackedPlan, body: Callable[..., None], scratch: dict[str, Any], *, name: str
+) -> Callable[..., list[Array]]:
+    """Returns the kernel of a plan, with the result `y`. `scratch` has the types of its buffers and barriers."""
+    problem = plan.problem
     return plgpu.kernel(
         body,
         out_type=[jax.ShapeDtypeStruct((problem.m, problem.n), problem.out_dtype)],
@@ -234,10 +242,10 @@ def _kernel(plan: PackedPlan, epilogue: Epilogue) -> Callable[..., list[Array]]:
         grid_names=("cluster",),
         cluster=(1, 1),
         cluster_names=("cm", "cn"),
-        num_threads=schedule.warpgroups + plan.wideners + 1,
+        num_threads=plan.schedule.warpgroups + plan.wideners + 1,
         thread_name="warpgroup",
-        scratch_types=packed_scratch_types(plan),
-        kernel_name="packed_matmul",
+        scratch_types=scratch,
+        kernel_name=name,
     )
 
 

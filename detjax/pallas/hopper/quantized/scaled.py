@@ -17,7 +17,6 @@ import os
 from collections.abc import Callable
 from typing import Any, Final
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -40,6 +39,7 @@ from detjax.pallas.hopper.quantized.packed import (
     PackedPlan,
     PackedScratch,
     estimated_seconds,
+    kernel_of_plan,
     packed_scratch_types,
 )
 from detjax.pallas.hopper.quantized.promotion import promoted, scaled
@@ -176,7 +176,7 @@ def scaled_product(operands: MatmulOperands, plan: ScaledPlan, *, epilogue: Epil
 
 def _kernel(plan: ScaledPlan, epilogue: Epilogue) -> Callable[..., list[Array]]:
     """Returns the kernel `x, scales of x, codes, scales, bias?, residual? -> y`."""
-    problem, schedule = plan.problem, plan.schedule
+    problem = plan.problem
 
     def body(*refs: Any, **scratch: Any) -> None:
         x, token_scales, codes, scales, *rest = refs
@@ -186,19 +186,9 @@ def _kernel(plan: ScaledPlan, epilogue: Epilogue) -> Callable[..., list[Array]]:
         operands = Operands(x, PackedArrays(codes, scales), bias, residual)
         ScaledCta(plan, epilogue, operands, (y, []), ScaledScratch(**scratch), token_scales=token_scales).run()
 
-    return plgpu.kernel(
-        body,
-        out_type=[jax.ShapeDtypeStruct((problem.m, problem.n), problem.out_dtype)],
-        grid=(plan.clusters,),
-        grid_names=("cluster",),
-        cluster=(1, 1),
-        cluster_names=("cm", "cn"),
-        num_threads=schedule.warpgroups + plan.wideners + 1,
-        thread_name="warpgroup",
-        scratch_types=packed_scratch_types(plan)
-        | {"token_scales": plgpu.SMEM((plan.stages, plan.token_scales), ACCUMULATOR)},
-        kernel_name="scaled_matmul",
-    )
+    scratch_types = packed_scratch_types(plan)
+    scratch_types["token_scales"] = plgpu.SMEM((plan.stages, plan.token_scales), ACCUMULATOR)
+    return kernel_of_plan(plan, body, scratch_types, name="scaled_matmul")
 
 
 class ScaledCta(PackedCta):
