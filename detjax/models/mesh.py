@@ -201,7 +201,10 @@ def placement(model: Any, mesh: Mesh | None) -> list[Callable[[Any], Array]]:
 
 
 def _on_default_device(x: Any) -> Any:
-    return jax.tree.map(jnp.asarray, x) if isinstance(x, QuantizedWeight) else jnp.asarray(x)
+    if isinstance(x, QuantizedWeight):
+        return jax.tree.map(_on_default_device, x)
+    # `jnp.asarray` would compile a program for each shape, and an alias would follow later changes of a NumPy array.
+    return x if isinstance(x, Array) else jax.device_put(np.asarray(x), may_alias=False)
 
 
 def spans_processes(mesh: Mesh | None) -> bool:
