@@ -24,6 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from benchmarks.study import Result, Run
 from detjax.bench import command_line
 from detjax.bench.timing import device_time
+from detjax.contract import FP8_LARGEST
 from detjax.operands.options import Activation, Epilogue
 from detjax.operands.products import MatmulOperands
 from detjax.operands.quantized_weight import QuantizedFormat, QuantizedWeight
@@ -53,9 +54,12 @@ _REPEATS: Final = 2000
 def study(run: Run) -> Result:
     same: dict[str, bool] = {}
     content: dict[str, Any] = {"same_bits": same, "sums": {}, "operations_per_second": {}}
-    for name, is_same in () if run.small else itertools.chain(rows_with_same_bits(), products_with_same_bits()):
-        same[name] = is_same
-        command_line.print_line(f"{name}: {'same bits' if is_same else 'other bits'}")
+    content["differences"] = differences = {}
+    for name, faults in () if run.small else itertools.chain(compared_rows(), compared_products()):
+        same[name] = not faults
+        command_line.print_line(f"{name}: {'; '.join(faults) if faults else 'same bits'}")
+        if faults:
+            differences[name] = faults
         run.save(content)
     for name, numbers in drawn_numbers(2 if run.small else 132).items():
         content["sums"][name] = compared(*numbers, small=run.small)
@@ -72,26 +76,70 @@ def study(run: Run) -> Result:
 # --- the kernel -------------------------------------------------------------------------------------------------------
 
 
-def rows_with_same_bits() -> Iterator[tuple[str, bool]]:
-    """Yields, by group and dtype, whether the kernel that quantizes rows has the bits of plain JAX."""
-    draw, k = np.random.default_rng(0), 1104
+def compared_rows() -> Iterator[tuple[str, list[str]]]:
+    """Yields, by group and dtype, how NumPy, the kernel that quantizes rows and plain JAX differ."""
     for group, dtype in itertools.product((64, 128), ("bfloat16", "float16", "float32")):
-        drawn = draw.standard_normal((257, k)) * np.exp2(draw.integers(-12, 12, (257, k)))
-        drawn[3], drawn[5, :group], drawn[7, 1], drawn[9, 2] = 0, -0.0, np.inf, np.nan
-        drawn[11:75, 0] = 448
-        drawn[11:75, 1:64] = draw.integers(-900, 900, (64, 63)) / 2  # ties
-        x = jnp.asarray(drawn, dtype)
+        x = jnp.asarray(rows_to_quantize(257, 1104, group), dtype)
         numbers, scales = (np.asarray(a) for a in jax.jit(lambda x, group=group: quantized_groups(x, group))(x))
-        expected = [np.asarray(a) for a in jax.jit(lambda x, group=group: quantized_rows(x, group))(x)]
-        actual = [numbers.astype(np.float32).reshape(expected[0].shape), scales.T[: len(x)]]
+        composed = [np.asarray(a) for a in jax.jit(lambda x, group=group: quantized_rows(x, group))(x)]
+        results = {
+            "NumPy": restated_rows(np.asarray(x, np.float32), group),
+            "the kernel": (numbers.astype(np.float32), scales.T[: len(x)]),
+            "plain JAX": (composed[0].reshape(numbers.shape), composed[1]),
+        }
+        faults = []
+        for one, other in itertools.combinations(results, 2):
+            faults += difference_of_rows(
+                np.asarray(x, np.float32), group, {name: results[name] for name in (one, other)}
+            )
+        yield f"rows of {dtype} in groups of {group}", faults
+
+
+def rows_to_quantize(rows: int, columns: int, group: int) -> np.ndarray:
+    """Returns numbers of many magnitudes, and rows with zeros, an infinity, a NaN and ties, if there are as many."""
+    draw = np.random.default_rng(0)
+    x = draw.standard_normal((rows, columns)) * np.exp2(draw.integers(-12, 12, (rows, columns)))
+    x[0], x[1, :group], x[2, 1], x[3, 2] = 0, -0.0, np.inf, np.nan
+    ties = x[5:69]
+    ties[:, 0], ties[:, 1:64] = 448, draw.integers(-900, 900, (len(ties), 63)) / 2
+    ties[:, 64:group] /= 2**7  # so that 448 is the largest number of its group
+    return x
+
+
+def restated_rows(x: np.ndarray, group: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the numbers of codes, `[rows, columns in whole groups]`, and scales, `[rows, groups]`, in NumPy."""
+    blocks = np.pad(x, [(0, 0), (0, -x.shape[1] % group)]).reshape(len(x), -1, group)
+    with np.errstate(invalid="ignore"):
+        scales = np.abs(blocks).max(axis=2) / np.float32(FP8_LARGEST)
+        scales[scales == 0] = 1
+        quotients = np.where(blocks == 0, blocks, blocks / scales[..., None])
+    codes = np.clip(quotients, -FP8_LARGEST, FP8_LARGEST).astype(jnp.float8_e4m3fn)
+    return codes.astype(np.float32).reshape(len(x), -1), scales
+
+
+def difference_of_rows(x: np.ndarray, group: int, results: dict[str, tuple[np.ndarray, np.ndarray]]) -> list[str]:
+    """Returns the counts of different numbers and scales of two results, and the first of each."""
+    faults = []
+    (one, (numbers, scales)), (other, (numbers_2, scales_2)) = results.items()
+    for name, a, b in (("scales", scales, scales_2), ("numbers", numbers, numbers_2)):
         # The bits of NaN do not matter.
-        plain = [[np.where(np.isnan(a), 0, a).tobytes() for a in arrays] for arrays in (actual, expected)]
-        same_nans = all(np.array_equal(np.isnan(a), np.isnan(b)) for a, b in zip(actual, expected, strict=True))
-        yield f"rows of {dtype} in groups of {group}", plain[0] == plain[1] and same_nans
+        differs = (a.view(np.uint32) != b.view(np.uint32)) & ~(np.isnan(a) & np.isnan(b))
+        if differs.any():
+            row, column = np.argwhere(differs)[0]
+            at = row, column * group if name == "scales" else column
+            value = x[at] if at[1] < x.shape[1] else np.float32(0)
+            pair, block = (row, column), (row, at[1] // group)
+            faults.append(
+                f"{differs.sum()} of {a.size} {name} differ, first in row {row}, column {at[1]}, "
+                f"which is {float(value).hex()}: "
+                f"{one} {float(a[pair]).hex()}, {other} {float(b[pair]).hex()}, "
+                f"with scales {float(scales[block]).hex()} and {float(scales_2[block]).hex()}"
+            )
+    return faults
 
 
-def products_with_same_bits() -> Iterator[tuple[str, bool]]:
-    """Yields, by format and rows, whether the kernel has the bits of a product for each block."""
+def compared_products() -> Iterator[tuple[str, list[str]]]:
+    """Yields, by format and rows, how the kernel differs from a product for each block."""
     draw, (n, k) = np.random.default_rng(0), (1544, 1104)
     for (activations, scale_dtype, activation, has_both), rows in itertools.product(PRODUCTS, ROWS):
         parts = (2,) if activation else ()
@@ -109,7 +157,16 @@ def products_with_same_bits() -> Iterator[tuple[str, bool]]:
         name = f"{activations}, {scale_dtype} scales, {activation}, {'bias, residual, ' * has_both}{rows} rows"
         command_line.print_line(f"product of {name}")
         one, composed = (np.asarray(jax.jit(forward)(operands)) for forward in _both(epilogue))
-        yield name, one.tobytes() == composed.tobytes()
+        differs = one.view(np.uint16) != composed.view(np.uint16)
+        faults = []
+        if differs.any():
+            place = tuple(np.argwhere(differs)[0].tolist())
+            sizes = [len(np.unique(axis)) for axis in np.nonzero(differs)]
+            faults.append(
+                f"{differs.sum()} of {differs.size} numbers differ, in {sizes[0]} rows and {sizes[1]} columns, "
+                f"first at {place}: {one[place]} by the kernel, {composed[place]} composed"
+            )
+        yield name, faults
 
 
 def _both(epilogue: Epilogue) -> Iterator[Callable[[MatmulOperands], jax.Array]]:

@@ -36,6 +36,9 @@ from detjax.runtime import backends, varying
 _SMALLEST_NORMAL: Final = np.float32(2.0**-6)
 """The smallest normal e4m3 number."""
 
+_TWICE_ONE: Final = np.uint32(0x7F000000)
+"""Twice the bits of 1.0: the bits of a power of two and of its inverse add up to this."""
+
 
 type _Shared = tuple[QuantizedWeight, Array | None]
 """The padded weight and the bias, which every tile gets."""
@@ -47,7 +50,9 @@ def to_e4m3(x: Array) -> Array:
     # Conversions of some backends round twice. All steps here but `round` are exact.
     exponent = lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.uint32) & 0x7F800000, jnp.float32)
     step = jnp.maximum(exponent, _SMALLEST_NORMAL) * np.float32(0.125)
-    return lax.round(x / step, lax.RoundingMethod.TO_NEAREST_EVEN) * step
+    # The bits of 1 / step, as division is inexact on GPUs even if the quotient is a number.
+    inverse = lax.bitcast_convert_type(_TWICE_ONE - lax.bitcast_convert_type(step, jnp.uint32), jnp.float32)
+    return lax.round(x * inverse, lax.RoundingMethod.TO_NEAREST_EVEN) * step
 
 
 def quantized_rows(x: Array, group: int, scale: Array | None = None) -> tuple[Array, Array]:
@@ -69,10 +74,11 @@ def _quotient(x: Array, divisor: Any) -> Array:
     if backends.target() != "gpu":
         return x / divisor
     # XLA's float32 division on GPUs is off by up to two units in the last place, its float64 division is not. The
-    # float64 quotient of float32 numbers, rounded to float32, is the correctly rounded quotient (Figueroa 1995).
+    # float64 quotient of float32 numbers, rounded to float32, is the correctly rounded quotient (Figueroa 1995). The
+    # compiler knows this, too, and would divide in float32 if it saw that nothing lies between division and rounding.
     with jax.enable_x64(True):
         quotient = lax.div(lax.convert_element_type(x, jnp.float64), lax.convert_element_type(divisor, jnp.float64))
-        return lax.convert_element_type(quotient, jnp.float32)
+        return lax.convert_element_type(sealed(quotient), jnp.float32)
 
 
 def padded(w: QuantizedWeight) -> QuantizedWeight:

@@ -189,7 +189,7 @@ def each_row(tile: Callable[..., PyTree[Array]], rows: PyTree[Array], shared: Py
 
 
 def sealed[T: PyTree[Array]](x: T) -> T:
-    """Returns float32 arrays that no compiler can fuse with their producers, so later arithmetic uses rounded values.
+    """Returns float arrays that no compiler can fuse with their producers, so later arithmetic uses rounded values.
 
     A compiler that fuses a product with a sum does not round in between. A barrier separates the two, but on GPUs it
     also puts them into separate kernels, whose results pass through memory. So there the bits are combined with a
@@ -200,7 +200,8 @@ def sealed[T: PyTree[Array]](x: T) -> T:
     zero = lax.optimization_barrier(jnp.zeros((), jnp.uint32))
 
     def seal(x: Array) -> Array:
-        return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.uint32) ^ zero, jnp.float32)
+        bits = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
+        return lax.bitcast_convert_type(lax.bitcast_convert_type(x, bits) ^ zero.astype(bits), x.dtype)
 
     return jax.tree.map(seal, x)
 

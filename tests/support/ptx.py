@@ -1,7 +1,8 @@
 """An emulator of PTX, for kernels of one CTA whose threads work with registers, shared memory and arrays of words.
 
     kernel, = kernels(text)
-    kernel.run([x, y])  # arrays of 4-byte numbers, which the kernel changes
+    kernel.run([x, y])  # arrays of 4-byte words, which the kernel changes
+    kernel.run([x, y], cta=(1, 2))  # another CTA of the grid
 
 Each thread of a CTA has registers. The threads at the lowest instruction take it together, so that threads meet again
 after a branch. Memory that nobody wrote holds `POISON`. What a kernel may not do raises an AssertionError: leave an
@@ -17,6 +18,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
+import ml_dtypes
 import numpy as np
 
 POISON: Final = 0xDEADBEEF
@@ -49,12 +51,12 @@ class Kernel:
     code: tuple[Instruction, ...]
     labels: Mapping[str, int]
 
-    def run(self, arrays: Sequence[np.ndarray]) -> None:
-        """Runs a CTA, which changes the arrays: one of 4-byte numbers for each parameter."""
+    def run(self, arrays: Sequence[np.ndarray], cta: tuple[int, int] = (0, 0)) -> None:
+        """Runs a CTA of the grid, which changes the arrays: one of 4-byte words for each parameter."""
         assert len(arrays) == len(self.parameters), f"{self.name} has {len(self.parameters)} parameters"
         for array in arrays:
             assert array.itemsize == 4 and array.flags.c_contiguous
-        _Cta(self, [array.reshape(-1).view(np.uint32) for array in arrays]).run()
+        _Cta(self, [array.reshape(-1).view(np.uint32) for array in arrays], cta).run()
 
 
 def kernels(text: str) -> list[Kernel]:
@@ -90,11 +92,13 @@ _COMPARISONS: Final[Mapping[str, Callable[[Any, Any], Any]]] = {
 }
 _SHIFTS: Final = {"shl": np.left_shift, "shr": np.right_shift}
 _ARITHMETIC: Final[Mapping[str, Callable[..., Any]]] = {
-    "mov": lambda x: x,
     "cvta": lambda x: x,
     "add": np.add,
     "sub": np.subtract,
     "mul": np.multiply,
+    "mad": lambda x, y, z: x * y + z,
+    "div": np.divide,  # correctly rounded
+    "abs": np.abs,
     "neg": np.negative,
     "min": np.minimum,  # of numbers that are not NaN, or with .NaN
     "max": np.maximum,
@@ -109,9 +113,15 @@ _ARITHMETIC: Final[Mapping[str, Callable[..., Any]]] = {
 }
 
 
+_PAIRS: Final = {"bf16x2": ml_dtypes.bfloat16, "f16x2": np.float16, "e4m3x2": ml_dtypes.float8_e4m3fn}
+_LARGEST_E4M3: Final = 448
+
+
 def _type_of(name: str) -> np.dtype:
     if name == "pred":
         return np.dtype(bool)
+    if name == "bf16":
+        return np.dtype(ml_dtypes.bfloat16)
     kind = {"b": "u", "u": "u", "s": "i", "f": "f"}[name[0]]
     return np.dtype(f"{kind}{int(name[1:]) // 8}")
 
@@ -126,10 +136,12 @@ class _Accesses:
 class _Cta:
     """A CTA that runs."""
 
-    def __init__(self, kernel: Kernel, arrays: list[np.ndarray]) -> None:
+    def __init__(self, kernel: Kernel, arrays: list[np.ndarray], cta: tuple[int, int]) -> None:
         self.kernel = kernel
         self.memory = [np.full(228 * 256, POISON, np.uint32), *arrays]
         self.registers: dict[str, Threads] = {"%tid.x": np.arange(kernel.threads, dtype=np.uint32)}
+        for axis, number in zip("xy", cta, strict=True):
+            self.registers[f"%ctaid.{axis}"] = np.full(kernel.threads, number, np.uint32)
         self.next = np.zeros(kernel.threads, np.int64)
         """The next instruction of each thread."""
         self.barrier = np.full(kernel.threads, -1)
@@ -174,6 +186,7 @@ class _Cta:
     def _computed(self, name: str, options: list[str], operands: list[str]) -> Threads:
         dtype = _type_of(options[-1])
         assert name not in ("min", "max") or dtype.kind != "f" or "NaN" in options
+        assert name != "div" or "rn" in options, f"{self.kernel.name}: a division is not correctly rounded: {options}"
         values = [self.get(operand, dtype) for operand in operands]
         if "wide" in options:
             values = [value.astype(f"{dtype.kind}8") for value in values]
@@ -205,10 +218,37 @@ class _Cta:
     def _setp(self, taken: Threads, options: list[str], target: str, *operands: str) -> None:
         self.set(target, taken, _COMPARISONS[options[0]](*(self.get(x, _type_of(options[-1])) for x in operands)))
 
-    def _cvt(self, taken: Threads, options: list[str], target: str, source: str) -> None:
-        to, dtype = map(_type_of, options[-2:])
-        assert to.kind != "f" and dtype.kind != "f"
-        self.set(target, taken, self.get(source, dtype).astype(to))
+    def _mov(self, taken: Threads, options: list[str], target: str, source: str) -> None:
+        dtype = _type_of(options[-1])
+        if not target.startswith("{"):
+            self.set(target, taken, self.get(source, dtype))
+            return
+        low, high = re.findall(r"[^{},\s]+", target)
+        halves = self.get(source, np.uint32).view(np.uint16).reshape(-1, 2)
+        for place, register in enumerate((low, high)):
+            if register != "_":
+                self.set(register, taken, halves[:, place].copy())
+
+    def _cvt(self, taken: Threads, options: list[str], target: str, *sources: str) -> None:
+        to, source = options[-2:]
+        if to in _PAIRS and source in _PAIRS:
+            assert (to, source) == ("f16x2", "e4m3x2")  # exact
+            codes = self.get(sources[0], np.uint16).view(_PAIRS[source])
+            self.set(target, taken, codes.astype(_PAIRS[to]).view(np.uint32))
+        elif to in _PAIRS:
+            # The first operand is the upper half.
+            numbers = np.stack([self.get(operand, _type_of(source)) for operand in sources[::-1]], axis=1)
+            assert "rn" in options and (to == "e4m3x2") == ("satfinite" in options)
+            held = np.clip(numbers, -_LARGEST_E4M3, _LARGEST_E4M3) if to == "e4m3x2" else numbers
+            pairs = held.astype(_PAIRS[to])
+            self.set(target, taken, pairs.view(f"u{2 * pairs.itemsize}").reshape(-1))
+        else:
+            number = self.get(sources[0], _type_of(source))
+            is_exact = (
+                _type_of(to).kind == "f" and _type_of(to).itemsize > number.itemsize and number.dtype.kind not in "iu"
+            )
+            assert is_exact or (_type_of(to).kind in "iu" and number.dtype.kind in "iu")
+            self.set(target, taken, number.astype(_type_of(to)))
 
     def _shift(self, taken: Threads, options: list[str], target: str, *operands: str, name: str) -> None:
         dtype = _type_of(options[-1])
@@ -221,16 +261,17 @@ class _Cta:
 
     # --- memory ---------------------------------------------------------------------------------------------------
 
-    def _words(self, taken: Threads, operand: str, space: str) -> tuple[int, np.ndarray]:
-        """Returns the number of the array that an address is in, and the index of each thread in it."""
+    def _words(self, taken: Threads, operand: str, space: str, unit: int = 4) -> tuple[int, np.ndarray, np.ndarray]:
+        """Returns the number of the array that an address is in, and for each thread the word and the byte in it."""
         base, _, offset = operand.strip("[]").partition("+")
         address = self.get(base, np.uint64 if base.startswith("%rd") or "shmem" in base else np.uint32)[taken]
         address = address.astype(np.int64) + int(offset or 0)
         (number,) = {*(address // _SPACE).tolist()}
         assert (number == 0) == (space == "shared"), f"{self.kernel.name}: {operand} is not in {space} memory"
         index, size = address % _SPACE // 4, len(self.memory[number])
-        assert not (address % 4).any() and index.max() < size, f"{self.kernel.name}: {operand} leaves an array"
-        return number, index
+        assert index.max() < size, f"{self.kernel.name}: {operand} leaves an array"
+        assert not (address % unit).any(), f"{self.kernel.name}: {operand} is not a multiple of {unit} bytes"
+        return number, index, address % 4
 
     def _read(self, taken: Threads, number: int, index: np.ndarray) -> np.ndarray:
         """Returns words of an array."""
@@ -260,20 +301,26 @@ class _Cta:
             number = self.kernel.parameters.index(address.strip("[]"))
             self.set(target, taken, np.full(self.kernel.threads, _SPACE * (number + 1), np.uint64))
             return
-        number, index = self._words(taken, address, "shared" if options[0] == "shared" else "global")
-        for place, register in enumerate(re.findall(r"%\w+", target)):
-            values = np.zeros(self.kernel.threads, np.uint32)
-            values[taken] = self._read(taken, number, index + place)
+        registers, size = re.findall(r"%\w+", target), _type_of(options[-1]).itemsize
+        space = "shared" if options[0] == "shared" else "global"
+        number, index, byte = self._words(taken, address, space, len(registers) * size)
+        for place, register in enumerate(registers):
+            values = np.zeros(self.kernel.threads, f"u{size}")
+            first = byte + place * size
+            words = self._read(taken, number, index + first // 4)
+            values[taken] = words >> (8 * (first % 4)).astype(np.uint32) if size < 4 else words
             self.set(register, taken, values)
 
     def _st(self, taken: Threads, options: list[str], address: str, source: str) -> None:
-        number, index = self._words(taken, address, options[0])
-        for place, word in enumerate(re.findall(r"[^{},\s]+", source)):
+        words = re.findall(r"[^{},\s]+", source)
+        assert _type_of(options[-1]).itemsize == 4
+        number, index, _ = self._words(taken, address, options[0], 4 * len(words))
+        for place, word in enumerate(words):
             self._write(taken, number, index + place, self.get(word, np.uint32)[taken])
 
     def _red(self, taken: Threads, options: list[str], address: str, source: str) -> None:
         assert options == ["shared", "or", "b32"]
-        number, index = self._words(taken, address, "shared")
+        number, index, _ = self._words(taken, address, "shared")
         # Threads need not wait for one another, so this is not checked as a write.
         np.bitwise_or.at(self.memory[number], index, self.get(source, np.uint32)[taken])
         self._log(self.writes[number], taken, index)

@@ -3,6 +3,8 @@
 PYTHONPATH=<folder of the compiler>:<repository> python tests/pallas/hopper/quantized_compiler.py [NAME ...]
 """
 
+import functools
+import itertools
 import sys
 from typing import Any
 
@@ -12,7 +14,10 @@ from detjax.operands.options import Epilogue
 from detjax.operands.products import MatmulOperands
 from detjax.operands.quantized_weight import QuantizedFormat, QuantizedWeight
 from detjax.pallas.hopper import quantized_matmul
+from detjax.pallas.hopper.quantized.rows import quantized_groups
 from detjax.pallas.hopper.quantized.scaled import scaled_plan
+from detjax.portable.quantized_matmul import quantized_rows
+from detjax.runtime import backends
 from tests.pallas.hopper.compiler import Program, array, compile_programs
 
 
@@ -87,5 +92,25 @@ def programs() -> dict[str, Program]:
     }
 
 
+def composed_rows(x: Any) -> Any:
+    """The quantization of rows as XLA computes it on GPUs."""
+    with backends.tracing_for("gpu"):
+        return quantized_rows(x, 64)
+
+
+def row_programs() -> dict[str, Program]:
+    """The programs that quantize rows: the kernel's, by group and dtype, and XLA's."""
+    kernels = {
+        f"{dtype} in groups of {group}": (functools.partial(quantized_groups, group=group), [array(*ROWS, dtype=dtype)])
+        for group, dtype in itertools.product((64, 128), ("bfloat16", "float16", "float32"))
+    }
+    return {**kernels, "composed rows": (composed_rows, [array(*ROWS, dtype="float32")])}
+
+
+ROWS = 7, 336
+"""The shape of quantized rows: the last group has 16 columns, and groups of 64 take two CTAs for each row."""
+
+
 if __name__ == "__main__":
-    compile_programs({name: program for name, program in programs().items() if name in (sys.argv[1:] or programs())})
+    known = programs() | row_programs()
+    compile_programs({name: known[name] for name in sys.argv[1:] or programs()})
