@@ -1,25 +1,26 @@
-"""Decode steps with the kernels for the experts of few tokens switched on, against the same steps without them.
+"""Decode steps with the kernels for the experts of few tokens, against the same steps without them.
 
     python -m benchmarks expert_launches --out benchmarks/results/expert-launches-h100.json
 
-`DETJAX_EXPERT_KERNELS` is read when a process begins, so each arm has a process. Both draw the same weights, tokens and
-caches, and decode some tokens. Digests of all logits are compared, then steps are timed. Before that, the process with
-the kernels compares its choices, its places of rows, and a layer's experts with the operations that the kernels
-replace, and prints the first numbers that differ. The exit code is 1 if bits differ, or if the switch changes no kernel
-on Hopper GPUs.
+Each arm has a process; one replaces the kernels by the operations that they stand for. Both draw the same weights,
+tokens and caches, and decode some tokens. Digests of all logits are compared, then steps are timed. Before that, the
+process with the kernels compares its choices, its places of rows, and a layer's experts with the operations that the
+kernels replace, and prints the first numbers that differ. The exit code is 1 if bits differ, or if both arms launch as
+many kernels on Hopper GPUs.
 
 Models have a few layers. One program of each batch is all that is compiled, in parallel.
 `--small` takes seconds on a CPU, which has none of the kernels.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import json
-import os
 import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Annotated, Any, Final
 from unittest import mock
 
@@ -40,13 +41,12 @@ from detjax.models.network import parameters, part_with
 from detjax.models.parts.experts import Experts
 from detjax.operands.kv_pages import Queries
 from detjax.pallas.hopper import expert_places
-from detjax.pallas.hopper.expert_places import SWITCH
 from detjax.runtime import backends
 from detjax.runtime.threads import in_threads
 
 MODELS: Final[Mapping[str, int]] = {"Qwen3-30B-A3B": 8, "gpt-oss-20b": 6, "DeepSeek-V3": 4}
 """Presets and their layers. The first router is served by one kernel; the others' rows are only placed by one."""
-ARMS: Final = {"on": "1", "off": "0"}
+ARMS: Final = {"on": "with the kernels", "off": "without the kernels"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +81,7 @@ def study(run: Run, *, preset: Annotated[list[str], options.names(MODELS)]) -> R
             for arm in ARMS:
                 rounds[arm].append(_in_process(arm, name, layers, small=run.small))
                 seconds = {row["batch"]: row["seconds"] for row in rounds[arm][-1]}
-                command_line.print_line(f"{name}, {SWITCH}={ARMS[arm]}: seconds by batch {seconds}")
+                command_line.print_line(f"{name}, {ARMS[arm]}: seconds by batch {seconds}")
         results += joined(name, layers, rounds)
         for row in results[-len(sizes.batches) :]:
             command_line.print_line(str(row))
@@ -125,29 +125,33 @@ def problem(results: list[dict[str, Any]], *, has_kernels: bool) -> str:
     ]
     different = [f"{row['model']}, batch {row['batch']}" for row in results if not row["same_bits"]]
     if parts or different:
-        return f"bits differ with {SWITCH}: {'; '.join(parts + different)}"
+        return f"bits differ with the kernels: {'; '.join(parts + different)}"
     counts = [row["kernels"] for row in results if row["kernels"]["on"].endswith("kernels")]
     if has_kernels and counts and all(one["on"] == one["off"] for one in counts):
-        return f"{SWITCH} changes no kernel"
+        return "both arms launch as many kernels"
     return ""
 
 
 def _in_process(arm: str, name: str, layers: int, *, small: bool) -> list[dict[str, Any]]:
     """The rows of an arm, which a process of its own measures."""
-    words = [sys.executable, "-m", __name__, name, str(layers), str(int(small))]
-    done = subprocess.run(words, env={**os.environ, SWITCH: ARMS[arm]}, stdout=subprocess.PIPE, text=True, check=False)
+    words = [sys.executable, "-m", __name__, arm, name, str(layers), str(int(small))]
+    done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
-        raise RuntimeError(f"expert_launches: {name} with {SWITCH}={ARMS[arm]} ended with exit code {done.returncode}")
+        raise RuntimeError(f"expert_launches: {name} {ARMS[arm]} ended with exit code {done.returncode}")
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def measured(name: str, layers: int, sizes: Sizes) -> list[dict[str, Any]]:
-    """Returns a row for each batch: differences of parts, a digest of some logits, seconds of a step, its kernels."""
+def measured(name: str, layers: int, sizes: Sizes, *, compares: bool) -> list[dict[str, Any]]:
+    """Returns a row for each batch: differences of parts, a digest of some logits, seconds of a step, its kernels.
+
+    Args:
+        compares: whether parts are compared with and without the kernels.
+    """
     from benchmarks.studies.decode import DecodeStep
 
     model, rows = presets.decoder(name, layers), []
     # On other devices than Hopper GPUs, these are the same operations twice.
-    parts = differences(model, sizes.batches) if expert_places.IS_ON else [{} for _ in sizes.batches]
+    parts = differences(model, sizes.batches) if compares else [{} for _ in sizes.batches]
     for batch, by_part in zip(sizes.batches, parts, strict=True):
         for part, difference in by_part.items():
             print(f"{name}, batch {batch}, {part}: {difference or 'same bits'}", file=sys.stderr, flush=True)
@@ -165,6 +169,11 @@ def measured(name: str, layers: int, sizes: Sizes) -> list[dict[str, Any]]:
     return rows
 
 
+def without_kernels() -> AbstractContextManager[object]:
+    """A context in which the operations that the kernels stand for are compiled."""
+    return mock.patch.object(expert_places.Problem, "served", False)
+
+
 def differences(model: Decoder, batches: Sequence[int]) -> list[dict[str, str]]:
     """Returns what differs first with the kernels and without, for each batch and part; empty: nothing."""
 
@@ -173,7 +182,7 @@ def differences(model: Decoder, batches: Sequence[int]) -> list[dict[str, str]]:
         return {part: jax.tree.map(np.asarray, detjax.jit(fn)(*given)) for part, fn, given in parts_of(model, batch)}
 
     with_kernels = list(in_threads(results, batches))
-    with mock.patch.object(expert_places.Problem, "served", False):
+    with without_kernels():
         without = list(in_threads(results, batches))
     return [
         {part: first_difference(actual[part], expected[part]) for part in actual}
@@ -239,5 +248,8 @@ def first_difference(actual: Mapping[str, np.ndarray], expected: Mapping[str, np
 
 
 if __name__ == "__main__":
-    _, given, depth, is_small = sys.argv
-    print(json.dumps(measured(given, int(depth), SMALL if int(is_small) else Sizes())))
+    _, arm, given, depth, is_small = sys.argv
+    has_kernels = arm == "on"
+    with contextlib.nullcontext() if has_kernels else without_kernels():
+        rows = measured(given, int(depth), SMALL if int(is_small) else Sizes(), compares=has_kernels)
+    print(json.dumps(rows))

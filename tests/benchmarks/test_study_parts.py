@@ -296,19 +296,19 @@ def test_the_usual_cut_refuses_other_shapes() -> None:
     ("on", "off", "choice", "kernels", "problem"),
     [
         ("a", "a", "", ("80 kernels", "99 kernels"), ""),
-        ("a", "b", "", ("80 kernels", "99 kernels"), "bits differ with DETJAX_EXPERT_KERNELS: tiny, batch 3"),
+        ("a", "b", "", ("80 kernels", "99 kernels"), "bits differ with the kernels: tiny, batch 3"),
         (
             "a",
             "a",
             "ids[0] is 7",
             ("80 kernels", "99 kernels"),
-            "bits differ with DETJAX_EXPERT_KERNELS: tiny, batch 3, choice: ids[0] is 7",
+            "bits differ with the kernels: tiny, batch 3, choice: ids[0] is 7",
         ),
-        ("a", "a", "", ("99 kernels", "99 kernels"), "DETJAX_EXPERT_KERNELS changes no kernel"),
+        ("a", "a", "", ("99 kernels", "99 kernels"), "both arms launch as many kernels"),
         ("a", "a", "", ("out of memory", "out of memory"), ""),
     ],
 )
-def test_kernels_of_experts_are_compared_in_bits_and_have_to_be_switched(
+def test_kernels_of_experts_are_compared_in_bits_and_have_to_be_launched(
     on: str, off: str, choice: str, kernels: tuple[str, str], problem: str
 ) -> None:
     rounds = {
@@ -318,7 +318,7 @@ def test_kernels_of_experts_are_compared_in_bits_and_have_to_be_switched(
     (row,) = rows = expert_launches.joined("tiny", 1, rounds)
     assert (row["speed"], row["same_bits"]) == (1.5, on == off)
     assert expert_launches.problem(rows, has_kernels=True) == problem
-    assert not problem.endswith("no kernel") or not expert_launches.problem(rows, has_kernels=False)
+    assert not problem.endswith("as many kernels") or not expert_launches.problem(rows, has_kernels=False)
 
 
 def test_the_first_number_that_kernels_of_experts_change_is_named() -> None:

@@ -7,7 +7,6 @@ same, see `expert_choice`; this one is for choices of other routers.
 
 import dataclasses
 import functools
-import os
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -21,11 +20,6 @@ from detjax.pallas.hopper.device import WARP, WARPGROUP
 from detjax.pallas.hopper.mosaic.threads import count_bits, load, meet, or_into, store, sum_up_to, thread
 from detjax.pallas.hopper.rows import NO_AUTO_BARRIERS
 
-SWITCH: Final = "DETJAX_EXPERT_KERNELS"
-"""The environment variable that makes decode steps call this kernel and `expert_choice`'s, if it is 1."""
-IS_ON: Final = os.environ.get(SWITCH) == "1"
-"""True if decode steps may call the kernels. They are off by default until a GPU has shown that no bit differs: so far
-an emulator runs their PTX, whose reciprocals are the same instruction as XLA's."""
 MAX_TOKENS: Final = 64
 """Tokens of a call: an expert has up to two words of `_BITS` bits for them."""
 MAX_EXPERTS: Final = 512
@@ -50,8 +44,8 @@ class Problem:
 
     @property
     def served(self) -> bool:
-        """True if the kernel serves the problem and is on."""
-        return IS_ON and 0 < self.tokens <= MAX_TOKENS and self.local <= MAX_EXPERTS and 0 < self.count <= MAX_CHOSEN
+        """True if the kernel serves the problem."""
+        return 0 < self.tokens <= MAX_TOKENS and self.local <= MAX_EXPERTS and 0 < self.count <= MAX_CHOSEN
 
     @property
     def words(self) -> int:

@@ -56,7 +56,6 @@ from detjax.pallas.hopper import (
     elements,
     embedding,
     exchange,
-    expert_places,
     grouped_matmul,
     norm_gradient,
     row_functions,
@@ -746,7 +745,6 @@ def compiled(script: Path, names: Sequence[str] = (), *, dump: str) -> dict[str,
         "CUDA_ROOT": str(ptxas.parents[1]),
         "JAX_PLATFORMS": "cpu",
         dump: "1",
-        expert_places.SWITCH: "1",
         "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)]),
     }
     run = subprocess.run([sys.executable, script, *names], env=environment, capture_output=True, text=True, check=False)

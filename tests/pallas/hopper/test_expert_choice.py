@@ -23,11 +23,6 @@ from tests.support.bits import assert_same_bits, same_bits
 LN2 = np.log(2)
 
 
-@pytest.fixture(autouse=True)
-def switched_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(expert_places, "IS_ON", True)
-
-
 @pytest.fixture
 def hopper_in_the_interpreter(attention_in_the_interpreter: None) -> Iterator[None]:
     with detjax.use_backend("hopper"), plgpu.force_gpu_interpret_mode(INTERPRETER):
@@ -191,17 +186,6 @@ def test_few_tokens_meet_the_kernel_on_hopper_alone() -> None:
     assert text(route, few, backend="portable", target="cpu") == text(separate, few, backend="portable", target="cpu")
     with detjax.without_fusions("softmax"):
         assert text(route, few, target="cpu") == text(separate, few, target="cpu")
-
-
-def test_no_call_meets_the_kernels_unless_they_are_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(expert_places, "IS_ON", False)
-
-    def both(x: jax.Array) -> Any:
-        ids, weights, _ = ops.route(x, 2)
-        return ids, weights, ops.expert_rows(ids, x.shape[1])
-
-    few = jax.ShapeDtypeStruct((8, 16), jnp.float32)
-    assert "expert_choice" not in text(both, few) and "expert_places" not in text(both, few)
 
 
 def test_a_schedule_that_does_not_fit_is_refused() -> None:
