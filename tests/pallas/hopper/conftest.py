@@ -4,13 +4,13 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, shared_memory  # JAX has no public names for these
 
 from detjax.pallas.hopper import device, mosaic
 from detjax.pallas.hopper.attention import decode_merge
+from tests.pallas.hopper.interpreter import wgmma
 
 
 class _Product:
@@ -68,7 +68,7 @@ def attention_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[No
     The interpreter learns to multiply a matrix that is in registers, and to let single warps meet warpgroups at a named
     barrier.
     """
-    monkeypatch.setattr(gpu_callbacks, "wgmma", gpu_callbacks.fail_on_exception(_wgmma))
+    monkeypatch.setattr(gpu_callbacks, "wgmma", gpu_callbacks.fail_on_exception(wgmma))
     monkeypatch.setattr(gpu_callbacks, "_named_barrier", gpu_callbacks.fail_on_exception(_named_barrier))
     with mosaic.twins():
         yield
@@ -78,27 +78,6 @@ def attention_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[No
 def small_chip(two_multiprocessors: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prefill has many tiles for each CTA, and merging has many loads of decode's partial results."""
     monkeypatch.setattr(decode_merge, "_BLOCKS_PER_LOAD", 2)
-
-
-def _wgmma(*, token: Any, mesh_location: Any, thread: Any, source_info: Any = None, **operands: Any) -> Any:
-    """The interpreter's own function, except that the left operand may be an array."""
-    memory = gpu_callbacks._get_shared_memory()
-    info = shared_memory.GPULoggingInfo(mesh_location, thread, source_info)
-
-    def place(name: str) -> tuple[Any, Any]:
-        key = shared_memory.HostAllocationKey.from_array(operands[f"{name}_allocation_key_as_array"])
-        transforms = gpu_callbacks._remove_noop_transforms(operands[f"{name}_transforms"])
-        return key, memory.access(key, jax.tree.map(int, transforms))
-
-    def content(name: str) -> Any:
-        x = operands[f"{name}_allocation_key_as_array"]  # a key has one axis
-        return np.asarray(x) if x.ndim == 2 else memory.get_buffer_content(*place(name), thread, logging_info=info)[0]
-
-    accumulator = content("acc")
-    # By the interpreter's own name for NumPy, which `matrix_unit` replaces.
-    result = accumulator + gpu_callbacks.np.matmul(content("a"), content("b"), dtype=accumulator.dtype)  # pyright: ignore[reportPrivateImportUsage]
-    memory.store_buffer_content(*place("acc"), result, thread, logging_info=info)
-    return token
 
 
 def _named_barrier(

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax._src.pallas.mosaic_gpu import primitives  # JAX has no public names for these
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, shared_memory
 from jax._src.state.primitives import ref_set
 
 from detjax.pallas.hopper import mosaic
@@ -23,9 +24,13 @@ def normal(*shape: int, dtype: str = "float32", seed: int = 0) -> np.ndarray:
 
 @contextlib.contextmanager
 def kernels_interpreted() -> Iterator[None]:
-    """Kernels run in the interpreter, with the twins of primitives. It learns to write to the accumulators of wgmma."""
+    """Kernels run in the interpreter, with the twins of primitives.
+
+    It learns to write to the accumulators of `wgmma`, and to multiply a matrix that is in registers.
+    """
     with plgpu.force_gpu_interpret_mode(), mosaic.twins(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(primitives, "wgmma_accumulator_store", lambda ref, value: ref_set(ref, ..., value))
+        patch.setattr(gpu_callbacks, "wgmma", gpu_callbacks.fail_on_exception(wgmma))
         yield
 
 
@@ -39,3 +44,24 @@ def lowered(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
     """The text of `fn` as it is given to the compiler of a GPU."""
     with signs_checked():
         return jax.jit(fn).trace(*args, **kwargs).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def wgmma(*, token: Any, mesh_location: Any, thread: Any, source_info: Any = None, **operands: Any) -> Any:
+    """The interpreter's own function, except that the left operand may be an array."""
+    memory = gpu_callbacks._get_shared_memory()
+    info = shared_memory.GPULoggingInfo(mesh_location, thread, source_info)
+
+    def place(name: str) -> tuple[Any, Any]:
+        key = shared_memory.HostAllocationKey.from_array(operands[f"{name}_allocation_key_as_array"])
+        transforms = gpu_callbacks._remove_noop_transforms(operands[f"{name}_transforms"])
+        return key, memory.access(key, jax.tree.map(int, transforms))
+
+    def content(name: str) -> Any:
+        x = operands[f"{name}_allocation_key_as_array"]  # a key has one axis
+        return np.asarray(x) if x.ndim == 2 else memory.get_buffer_content(*place(name), thread, logging_info=info)[0]
+
+    accumulator = content("acc")
+    # By the interpreter's own name for NumPy, which `matrix_unit` replaces.
+    result = accumulator + gpu_callbacks.np.matmul(content("a"), content("b"), dtype=accumulator.dtype)  # pyright: ignore[reportPrivateImportUsage]
+    memory.store_buffer_content(*place("acc"), result, thread, logging_info=info)
+    return token

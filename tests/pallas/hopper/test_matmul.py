@@ -375,7 +375,7 @@ def test_float32_is_refused_and_says_what_serves() -> None:
     ("fields", "words"),
     [
         ({"rows": "columns"}, "rows is 'columns'; accepted: 'weights', 'tokens'"),
-        ({"warpgroups": 3}, "warpgroups is 3; accepted: 1 or 2"),
+        ({"warpgroups": 5}, "warpgroups is 5; accepted: 1 to 4"),
         ({"cluster_m": 5}, r"5 x 1 CTAs; accepted: clusters of 1, 2, 3, 4 or 8 CTAs"),
         ({"lines": 0}, "lines is 0 .*; accepted: 1 and more"),
     ],

@@ -54,12 +54,13 @@ def products(
     """The product with the codes, and the plain product with the widened weight."""
     codes, x = codes_of(w), jnp.asarray(x)
     assert codes is not None
-    n, k = w.shape
-    problem = Problem(len(x), n, k, 1, x.dtype, jnp.dtype(out_dtype)).addressable
+    *stack, n, k = w.shape
+    problem = Problem(len(x), n, k, 2 if stack else 1, x.dtype, jnp.dtype(out_dtype)).addressable
     plan = PackedPlan(problem, schedule or Schedule(8, 24), codes, wideners)
 
     def both(x: Any, w: QuantizedWeight) -> Any:
-        options: dict[str, Any] = {"epilogue": Epilogue(), "out_dtype": out_dtype}
+        epilogue = Epilogue("silu", True) if stack else Epilogue()
+        options: dict[str, Any] = {"epilogue": epilogue, "out_dtype": out_dtype}
         packed = packed_product(MatmulOperands(x, w), plan, **options)
         return packed, product(Operands(x, widened(w)), layout="nk", schedule=Schedule(8, 16), **options)
 
@@ -77,9 +78,24 @@ CASES: dict[str, tuple[int, QuantizedWeight, Schedule, int]] = {
         1,
     ),
     "e4m3": (2, packed_weight(16, 256, "e4m3", 128, "float32"), Schedule(8, 16, lines=2), 3),
+    # Warpgroups that widen their own rows: rows in both places of a warp, or in one; gate and up in one operand or two.
+    "int4 of whole rows": (9, packed_weight(136, 192, "int4", 64, "bfloat16"), Schedule(16, 128, warpgroups=2), 0),
+    "int4 of spread rows": (
+        3,
+        packed_weight(72, 512, "int4", 64, "float16", zeros=True),
+        Schedule(8, 72, warpgroups=3, lines=4),
+        0,
+    ),
+    "e2m1 of gate and up, spread": (
+        17,
+        packed_weight(40, 192, "e2m1", 16, "float32", 2, dtype="float16"),
+        Schedule(16, 32, lines=2),
+        0,
+    ),
+    "e4m3 of gate and up": (2, packed_weight(56, 256, "e4m3", 128, "float32", 2), Schedule(8, 40, lines=2), 0),
 }
 
-FEW_CASES = "int4 of zeros", "e2m1 for two warpgroups"
+FEW_CASES = "int4 of zeros", "e2m1 for two warpgroups", "int4 of spread rows", "e2m1 of gate and up, spread"
 
 
 @pytest.mark.usefixtures("matrix_unit")
@@ -160,7 +176,7 @@ def test_bits_of_a_byte_become_its_two_numbers(dtype: str) -> None:
     [
         ({"schedule": Schedule(8, 24, "tokens")}, "weights on the rows"),
         ({"schedule": Schedule(8, 24, cluster_n=2)}, "clusters of one CTA"),
-        ({"wideners": 4}, "1 to 3 widening warpgroups"),
+        ({"wideners": 4}, "0 to 3 widening warpgroups"),
         ({"schedule": Schedule(8, 24, lines=3)}, "1, 2 or 4 lines"),
         ({"codes": Codes("int4", 96, jnp.dtype("float32"), False)}, "groups and stages that divide each other"),
     ],

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from typing import Final, Literal
+from typing import ClassVar, Final, Literal
 
 import jax.numpy as jnp
 
@@ -99,7 +99,7 @@ class Schedule:
     rows: Literal["weights", "tokens"] = "weights"
     """The operand on the matrix unit's rows, which come in 64s; the other operand's columns come in 8s."""
     warpgroups: int = 1
-    """Warpgroups that multiply, 1 or 2, each with an equal share of the rows."""
+    """Warpgroups that multiply, each with an equal share of the rows: 1 or 2, or up to 4 that also widen codes."""
     cluster_m: int = 1
     """CTAs of a cluster that load the same weights."""
     cluster_n: int = 1
@@ -114,8 +114,8 @@ class Schedule:
         text = ""
         if self.rows not in ("weights", "tokens"):
             text = f"rows is {self.rows!r}; accepted: 'weights', 'tokens'"
-        elif self.warpgroups not in (1, 2):
-            text = f"warpgroups is {self.warpgroups}; accepted: 1 or 2 warpgroups"
+        elif self.warpgroups not in range(1, 5):
+            text = f"warpgroups is {self.warpgroups}; accepted: 1 to 4 warpgroups"
         elif self.cluster_m * self.cluster_n not in _CLUSTER_SIZES:
             sizes = f"{', '.join(map(str, _CLUSTER_SIZES[:-1]))} or {_CLUSTER_SIZES[-1]}"
             text = f"a cluster has {self.cluster_m} x {self.cluster_n} CTAs; accepted: clusters of {sizes} CTAs"
@@ -144,6 +144,8 @@ class Plan:
 
     problem: Problem
     schedule: Schedule
+
+    max_warpgroups: ClassVar[int] = 2
 
     @functools.cached_property
     def weights_on_rows(self) -> bool:
@@ -326,6 +328,7 @@ class Plan:
         row_groups = (self.row_tile // self.row_pieces if self.rows_contiguous_in_k else self.tile_k) // 8
         column_groups = (self.columns if self.columns_contiguous_in_k else self.tile_k) // 8
         requirements = {
+            f"up to {self.max_warpgroups} warpgroups": s.warpgroups <= self.max_warpgroups,
             f"8 to {MAX_COLUMNS} columns, in eights": 8 <= self.columns <= MAX_COLUMNS and self.columns % 8 == 0,
             f"up to {MAX_COLUMNS} rows": self.row_tile <= MAX_COLUMNS,
             "8 rows or more to a warpgroup, in eights": self.row_tile > 0 and self.row_tile % (8 * s.warpgroups) == 0,

@@ -1,8 +1,13 @@
-"""Matmul of plain activations and packed weights on Hopper: the matmul kernel, with warpgroups that widen its weights.
+"""Matmul of plain activations and packed weights on Hopper: the matmul kernel, with weights that it widens on the chip.
 
 The bits are the bits of `matmul` with the widened weights: the same products are added in the same order. Only how the
-weights come into shared memory differs. Codes and scales are a quarter to a half of the bytes, which is what small
-numbers of tokens wait for. Two rings of buffers lie between memory and the matrix unit:
+weights come to the matrix unit differs. Codes and scales are a quarter to a half of the bytes, which is what small
+numbers of tokens wait for. A plan has one of two forms.
+
+Without widening warpgroups, the warpgroups that multiply widen their own rows, in registers: see `fragments.py`. While
+the matrix unit multiplies a line of K, they widen the next one. The stages and their barriers are the plain kernel's.
+
+With widening warpgroups, widened weights pass shared memory. Two rings of buffers lie between memory and matrix unit:
 
     producer warp   --copies-->   loaded[slot]     --> widening warpgroups and consumers wait
     widening group  --arrives-->  widened[place]   --> consumers wait, then issue `wgmma`
@@ -18,7 +23,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +41,7 @@ from detjax.pallas.hopper import device
 from detjax.pallas.hopper.device import DTYPES, SWIZZLE_BYTES, shared_registers
 from detjax.pallas.hopper.matmul.kernel import Cta, Operands, Scratch, padded, scratch_types
 from detjax.pallas.hopper.matmul.plan import MATRIX_ROWS, Plan, Problem, Schedule
+from detjax.pallas.hopper.quantized.fragments import FEW_ROWS, Fill, gathered, loaded_words, widened_rows
 from detjax.pallas.hopper.quantized.widening import LINE, SCALE_BYTES, Codes, widen
 
 MAX_TOKENS: Final = 2048
@@ -45,9 +51,19 @@ that reads it: this takes less than reading codes once for every tile of tokens.
 # Registers per thread of a consumer and a widening thread, by the numbers of their warpgroups. A consumer keeps 56
 # in addition to its accumulators, as in `matmul.kernel`; a widening thread has addresses and a few vectors of codes.
 REGISTERS: Final = {(1, 1): (232, 232), (1, 2): (208, 128), (1, 3): (168, 88), (2, 1): (184, 104)}
+REGISTERS_OF_WIDENING_CONSUMERS: Final = {1: 240, 2: 232, 3: 152, 4: 104}
+"""Registers per thread of a consumer that widens its own rows, by the number of consumers."""
 _PRODUCER_REGISTERS: Final = 40
 _OTHER_REGISTERS: Final = 56
 """Registers of a consumer that do not hold accumulators."""
+_OPERAND_REGISTERS: Final = 32
+"""Registers of two lines of the row operand: one in flight, and one that is being widened."""
+_BATCH_LINES: Final = {1: 4, 2: 4, 3: 2, 4: 1}
+"""Most lines whose words a consumer loads at once, by the number of consumers."""
+_SUMS_AND_WORDS: Final = {1: 152, 2: 152, 3: 80, 4: 40}
+"""Registers for accumulators and words of a consumer that widens its own rows."""
+_MAX_SPREAD_COLUMNS: Final = 64
+"""Most columns of sums whose rows are brought in order through shared memory."""
 
 
 class PackedArrays(NamedTuple):
@@ -67,7 +83,33 @@ class PackedPlan(Plan):
 
     codes: Codes
     wideners: int
-    """Warpgroups that widen."""
+    """Warpgroups that widen; 0: those that multiply do."""
+
+    max_warpgroups: ClassVar[int] = max(REGISTERS_OF_WIDENING_CONSUMERS)
+
+    @property
+    def fill(self) -> Fill:
+        """The rows of codes that fill the row operand of a warpgroup that widens its own rows."""
+        is_spread = self.rows <= FEW_ROWS and self.columns <= _MAX_SPREAD_COLUMNS
+        batch = min(self.schedule.lines, _BATCH_LINES[self.schedule.warpgroups]) * self.line
+        fill = Fill(self.codes, self.tile_k, batch, self.rows, is_spread)
+        # Sums come first: what they leave is for words.
+        sums = (1 if is_spread else self.problem.parts) * self.columns // 2
+        while fill.batch > LINE and sums + fill.words(self.problem.parts) > _SUMS_AND_WORDS[self.schedule.warpgroups]:
+            fill = dataclasses.replace(fill, batch=fill.batch // 2)
+        return fill
+
+    @property
+    def accumulators(self) -> int:
+        """Accumulators of a warpgroup: one for each part, or one for the spread rows of all parts."""
+        return 1 if not self.wideners and self.fill.is_spread else self.problem.parts
+
+    @property
+    def registers(self) -> int | None:
+        """Registers per thread of a consumer; None for numbers of warpgroups that no kernel has."""
+        if not self.wideners:
+            return REGISTERS_OF_WIDENING_CONSUMERS.get(self.schedule.warpgroups)
+        return REGISTERS.get((self.schedule.warpgroups, self.wideners), (None,))[0]
 
     @property
     def extra_bytes(self) -> int:
@@ -88,8 +130,14 @@ class PackedPlan(Plan):
 
     @property
     def places(self) -> int:
-        """Places of widened weights: a multiple of the warpgroups that fill them in turn, at least two."""
-        return max(2, self.wideners)
+        """Places of widened weights: a multiple of the warpgroups that fill them in turn, at least two, if any."""
+        return max(2, self.wideners) if self.wideners else 0
+
+    @property
+    def spread_bytes(self) -> int:
+        """Bytes of the buffers by which warpgroups bring the sums of spread rows in order."""
+        is_spread = not self.wideners and self.fill.is_spread
+        return self.schedule.warpgroups * 2 * FEW_ROWS * self.columns * 4 if is_spread else 0
 
     @property
     def stages(self) -> int:
@@ -101,18 +149,21 @@ class PackedPlan(Plan):
         if self.problem.bias_dtype is not None:
             free -= 4 * self.schedule.warpgroups * self.problem.parts * self.bias_size
         rows = self.problem.parts * self.schedule.warpgroups * self.padded_rows
-        free -= self.places * rows * self.tile_k * self.problem.dtype.itemsize
-        return min(24, free // self.bytes_per_stage) // self.wideners * self.wideners
+        free -= self.places * rows * self.tile_k * self.problem.dtype.itemsize + self.spread_bytes
+        turns = max(1, self.wideners)
+        return min(24, free // self.bytes_per_stage) // turns * turns
 
     def unmet_requirements(self) -> list[str]:
         """Returns the requirements that this plan does not meet; an empty list if the kernel can be built."""
-        s, codes, k = self.schedule, self.codes, self.problem.k
-        accumulators = self.problem.parts * self.padded_rows * self.columns // device.WARPGROUP
-        registers = REGISTERS.get((s.warpgroups, self.wideners))
+        s, codes, k, registers = self.schedule, self.codes, self.problem.k, self.registers
+        held = self.accumulators * self.padded_rows * self.columns // device.WARPGROUP + _OTHER_REGISTERS
+        if not self.wideners and s.lines in (1, 2, 4):
+            held += self.fill.words(self.problem.parts) + _OPERAND_REGISTERS - _OTHER_REGISTERS // 3
         requirements = {
             "weights on the rows": self.weights_on_rows,
             "clusters of one CTA": self.cluster_size == 1,
-            "1 to 3 widening warpgroups, 1 for two that multiply": registers is not None,
+            "0 to 3 widening warpgroups, 0 or 1 for two that multiply, 0 for more": registers is not None,
+            "numbers of the codes' dtype": codes.dtype == self.problem.dtype.name,
             "1, 2 or 4 lines": s.lines in (1, 2, 4),
             f"rows of codes of up to {SWIZZLE_BYTES} bytes in a stage": codes.row_bytes(self.tile_k) <= SWIZZLE_BYTES,
             "K in whole lines": k % LINE == 0,
@@ -123,12 +174,12 @@ class PackedPlan(Plan):
             # A stage begins with a group or lies within one.
             "groups and stages that divide each other": codes.group >= k
             or (codes.group % 8 == 0 and max(codes.group, self.tile_k) % min(codes.group, self.tile_k) == 0),
-            "full rows for two warpgroups": s.warpgroups == 1 or self.rows == self.padded_rows,
+            "full rows for two warpgroups": s.warpgroups == 1 or self.rows == self.padded_rows or not self.wideners,
+            "64 rows or fewer of a warpgroup that widens": self.wideners > 0 or self.rows <= MATRIX_ROWS,
             # The compiler allots the registers of one instruction from those with which a thread starts.
             "columns of one `wgmma` that leave registers": self.columns // 2 + 32
             <= device.registers_at_start(s.warpgroups + self.wideners + 1),
-            "accumulators that leave registers": registers is not None
-            and accumulators + _OTHER_REGISTERS <= registers[0],
+            "accumulators that leave registers": registers is not None and held <= registers,
         }
         unmet = [text for text, holds in requirements.items() if not holds] or super().unmet_requirements()
         if not unmet and self.stages < max(2, self.wideners):
@@ -155,13 +206,15 @@ class PackedScratch(Scratch):
     """A barrier for each place: its weights are widened."""
     emptied: Any = None
     """A barrier for each place: it may be overwritten."""
+    gathered: Any = None
+    """Sums of spread rows, `[warpgroups, 2, rows, columns]`."""
 
 
 def codes_of(w: QuantizedWeight) -> Codes | None:
     """Returns the meaning of a weight's packed arrays, or None if the kernel does not read them."""
     if w.groups is not None or w.tables is not None or w.is_computed or w.scales.dtype.itemsize not in (2, 4):
         return None
-    return Codes(w.format.numbers, w.format.group, jnp.dtype(w.scales.dtype), w.zeros is not None)
+    return Codes(w.format.numbers, w.format.group, jnp.dtype(w.scales.dtype), w.zeros is not None, w.format.dtype)
 
 
 def packed_plan(operands: MatmulOperands, *, out_dtype: DTypeLike) -> PackedPlan | None:
@@ -225,7 +278,7 @@ def _kernel(plan: PackedPlan, epilogue: Epilogue) -> Callable[..., list[Array]]:
         bias = rest.pop(0) if problem.bias_dtype is not None else None
         residual = rest.pop(0) if problem.residual_dtype is not None else None
         operands = Operands(x, PackedArrays(codes, scales, zeros), bias, residual)
-        PackedCta(plan, epilogue, operands, (y, []), PackedScratch(**scratch)).run()
+        PackedCta(plan, epilogue, operands, (y, []), PackedScratch(**{"rows": None, **scratch})).run()
 
     return kernel_of_plan(plan, body, packed_scratch_types(plan), name="packed_matmul")
 
@@ -254,8 +307,8 @@ def packed_scratch_types(plan: PackedPlan) -> dict[str, Any]:
     problem, warpgroups, codes = plan.problem, plan.schedule.warpgroups, plan.codes
     scratch = scratch_types(plan)
     rows = warpgroups * plan.padded_rows
-    transforms = scratch["rows"].transforms
-    scratch["rows"] = plgpu.SMEM((plan.places, problem.parts, rows, plan.tile_k), problem.dtype, transforms=transforms)
+    shape, transforms = (plan.places, problem.parts, rows, plan.tile_k), scratch.pop("rows").transforms
+    widened = plgpu.SMEM(shape, problem.dtype, transforms=transforms) if plan.wideners else None
     shape = plan.stages, problem.parts, plan.row_tile
     transforms = codes.transforms(plan.tile_k)
     scratch["codes"] = plgpu.SMEM((*shape, codes.row_bytes(plan.tile_k)), jnp.uint8, transforms=transforms)
@@ -263,6 +316,12 @@ def packed_scratch_types(plan: PackedPlan) -> dict[str, Any]:
     scratch["scales"] = plgpu.SMEM((*shape, size), codes.scale_dtype)
     if codes.has_zeros:
         scratch["zeros"] = plgpu.SMEM((*shape, codes.box(plan.tile_k, 1)), jnp.uint8)
+    if widened is None:
+        scratch["consumed"] = plgpu.Barrier(num_arrivals=warpgroups, num_barriers=plan.stages)
+        if plan.spread_bytes:
+            scratch["gathered"] = plgpu.SMEM((warpgroups, 2, FEW_ROWS, plan.columns), ACCUMULATOR)
+        return scratch
+    scratch["rows"] = widened
     # A stage is read by the consumers and by one widening warpgroup.
     scratch["consumed"] = plgpu.Barrier(num_arrivals=warpgroups + 1, num_barriers=plan.stages)
     scratch["widened"] = plgpu.Barrier(num_barriers=plan.places)
@@ -279,7 +338,8 @@ class PackedCta(Cta):
     def run(self) -> None:
         """Runs the warpgroup's role: consumers come first, then wideners, then the producer."""
         consumers, wideners = self.plan.schedule.warpgroups, self.plan.wideners
-        consumer, widener = REGISTERS[consumers, wideners]
+        consumer, widener = REGISTERS[consumers, wideners] if wideners else (self.plan.registers, 0)
+        assert consumer is not None
         shared_registers(*(consumer,) * consumers, *(widener,) * wideners, _PRODUCER_REGISTERS)
         initial = device.registers_at_start(consumers + wideners + 1)
 
@@ -295,10 +355,12 @@ class PackedCta(Cta):
             def _(warp: Array) -> None:
                 pl.when(warp == 0)(self.produce)
 
-        @pl.when((self.warpgroup >= consumers) & (self.warpgroup < consumers + wideners))
-        def _widener() -> None:
-            set_registers(widener)
-            self.widen_stages(self.warpgroup - consumers)
+        if wideners:
+
+            @pl.when((self.warpgroup >= consumers) & (self.warpgroup < consumers + wideners))
+            def _widener() -> None:
+                set_registers(widener)
+                self.widen_stages(self.warpgroup - consumers)
 
         @pl.when(self.warpgroup < consumers)
         def _consumer() -> None:
@@ -377,6 +439,8 @@ class PackedCta(Cta):
     def accumulate(self, tile: Array, start: Array | None) -> list[Array]:
         """Returns this warpgroup's accumulators, `[rows, columns]` float32 for each part."""
         assert start is None
+        if not self.plan.wideners:
+            return self.accumulate_own_rows(tile)
         plan, scratch, parts = self.plan, self.scratch, self.plan.problem.parts
         rows = pl.ds(lax.axis_index("warpgroup") * plan.padded_rows, plan.padded_rows)
 
@@ -403,6 +467,48 @@ class PackedCta(Cta):
 
         accumulator = plgpu.ACC((plan.padded_rows, plan.columns), ACCUMULATOR)  # pyright: ignore
         return list(pl.run_scoped(add_all, *[accumulator] * parts))
+
+    def accumulate_own_rows(self, tile: Array) -> list[Array]:
+        """Returns the accumulators of `accumulate`, for rows that this warpgroup widens itself."""
+        plan, scratch, parts, fill = self.plan, self.scratch, self.plan.problem.parts, self.plan.fill
+        first_row = lax.axis_index("warpgroup") * plan.rows
+
+        def arrays(slot: Array, part: int) -> list[Any]:
+            stages = [scratch.codes, scratch.scales, scratch.zeros]
+            return [stage.at[slot, part] for stage in stages if stage is not None]
+
+        def add_all(*sums: Any) -> tuple[Array, ...]:
+            @pl.loop(0, plan.k_steps)
+            def _(k_step: Array) -> None:
+                step = tile * plan.k_steps + k_step
+                slot, group = self.slot(step), self.first_group(k_step)
+                plgpu.barrier_wait(scratch.loaded.at[slot])
+                by_part = [arrays(slot, part) for part in range(parts)]
+                is_first = True
+                for total, refs in zip(sums, [sum(by_part, [])] if fill.is_spread else by_part, strict=True):
+                    words: Any = None
+                    for line in range(plan.schedule.lines):
+                        if line * LINE % fill.batch == 0:
+                            words = loaded_words(first_row, group, *refs, fill=fill, first=line * LINE)
+                        weights = widened_rows(words, first_row, group, *refs, fill=fill, line=line)
+                        tokens = scratch.columns.at[slot, 0, :, pl.ds(line * LINE, LINE)]
+                        plgpu.wgmma(total, weights, tokens.T)
+                        # This line's products stay in flight while the next one is widened.
+                        plgpu.wgmma_wait(1)
+                        if is_first:
+                            last = self.slot(step + (plan.stages - 1))
+                            pl.when(k_step >= 1)(functools.partial(plgpu.barrier_arrive, scratch.consumed.at[last]))
+                        is_first = False
+
+            plgpu.wgmma_wait(0)
+            plgpu.barrier_arrive(scratch.consumed.at[self.slot((tile + 1) * plan.k_steps - 1)])
+            return tuple(total[...] for total in sums)
+
+        accumulator = plgpu.ACC((plan.padded_rows, plan.columns), ACCUMULATOR)  # pyright: ignore
+        sums = pl.run_scoped(add_all, *[accumulator] * plan.accumulators)
+        if not fill.is_spread:
+            return list(sums)
+        return list(gathered(sums[0], scratch.gathered.at[lax.axis_index("warpgroup")], parts=parts))
 
 
 # --- the choice of a plan ---------------------------------------------------------------------------------------------

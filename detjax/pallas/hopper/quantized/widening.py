@@ -54,12 +54,14 @@ class Codes:
         group: consecutive columns that share a scale.
         scale_dtype: dtype of the scales, a floating-point one.
         has_zeros: whether integers have zero points, from 0 to 16, other than `INT4_ZERO`.
+        dtype: the name of the widened numbers' dtype.
     """
 
     numbers: CodeNumbers
     group: int
     scale_dtype: jnp.dtype
     has_zeros: bool
+    dtype: str = "bfloat16"
 
     @property
     def bits(self) -> int:
@@ -92,8 +94,8 @@ E4M3: Final = Codes("e4m3", group=1, scale_dtype=jnp.dtype("float32"), has_zeros
 """Codes of one byte; the products of their numbers are scaled, not the numbers."""
 
 
-def _plain_widen(codes: Any, scales: Any, target: Any, group: Array, zeros: Any = None, *, packing: Codes) -> None:
-    columns = target.shape[1]
+def plain_numbers(codes: Any, scales: Any, group: Array, zeros: Any = None, *, packing: Codes, columns: int) -> Array:
+    """Returns the float32 products `[rows, columns]` that are rounded to widened numbers; see `widen`'s operands."""
 
     def by_column(values: Any) -> Array:
         groups = packing.groups(columns)
@@ -115,8 +117,12 @@ def _plain_widen(codes: Any, scales: Any, target: Any, group: Array, zeros: Any 
         else:
             zero = INT4_ZERO if zeros is None else by_column(zeros).astype(jnp.int32)
             numbers = (nibbles - zero).astype(ACCUMULATOR)
-    products = numbers * by_column(scales).astype(ACCUMULATOR)
-    target[pl.ds(0, packed.shape[0])] = lax.optimization_barrier(products).astype(target.dtype)
+    return numbers * by_column(scales).astype(ACCUMULATOR)
+
+
+def _plain_widen(codes: Any, scales: Any, target: Any, group: Array, zeros: Any = None, *, packing: Codes) -> None:
+    products = plain_numbers(codes, scales, group, zeros, packing=packing, columns=target.shape[1])
+    target[pl.ds(0, codes.shape[0])] = lax.optimization_barrier(products).astype(target.dtype)
 
 
 def _types(codes: Any, scales: Any, target: Any, group: Any, zeros: Any = None, *, packing: Codes) -> tuple[Any, ...]:
@@ -139,7 +145,7 @@ def widen(codes: Any, scales: Any, target: Any, group: Any, zeros: Any = None, *
     _, lines, _, _ = target.type.shape
     columns = lines * LINE
     first_group = group.registers.item()
-    arithmetic = _arithmetic(packing, target.type.element_type)
+    arithmetic = arithmetic_of(packing, target.type.element_type)
 
     def load_group(ref: Any, row: Any, column: Any) -> Any:
         """Loads the number of a column's group from an array `[rows, groups]`."""
@@ -169,7 +175,7 @@ def _plain_widen_exactly(codes: Any, target: Any) -> None:
 )
 def widen_exactly(codes: Any, target: Any) -> None:
     """Stores the numbers of e4m3 codes, without scales; every one is exact. See `widen` for the operands."""
-    arithmetic = _arithmetic(E4M3, target.type.element_type)
+    arithmetic = arithmetic_of(E4M3, target.type.element_type)
     _store_vectors(codes, target, E4M3, lambda words, *_: arithmetic.numbers(words))
 
 
@@ -272,7 +278,7 @@ _F16: Final = _Constants("f16", 0x64006400, 0x00200200, 0x0E000E00, 0x74007400)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Arithmetic:
+class Arithmetic:
     """The instructions that make numbers of codes, two in a word."""
 
     packing: Codes
@@ -283,15 +289,13 @@ class _Arithmetic:
         if self.packing.numbers == "e4m3":
             return self._rounded(_e4m3_numbers(words), scale)
         if self.packing.numbers == "e2m1":
-            pairs = [self._e2m1(words[0], byte) for byte in range(4)]
+            pairs = [self._e2m1(_permuted(words[0], int32(0), byte, 4, 4, 4)) for byte in range(4)]
         else:
-            high, powers = arith.shrui(words[0], int32(4)), self._negative_powers(zero)
+            high, powers = arith.shrui(words[0], int32(4)), self.negative_powers(zero)
             pairs = [self._int4(words[0], high, byte, powers) for byte in range(4)]
         name = self.constants.name
-        # A product of two numbers of the result's dtype is rounded once. Other scales take float32, where the product
-        # is rounded as when weights are widened at load.
-        if str(scale.type) == name:
-            twice = _twice(arith.bitcast(_i16(), scale))
+        if self._scales_pairs(scale.type):
+            twice = self.scale_word(scale)
             return [_ptx(f"mul.rn.{name}x2 $0, $1, $2;", pair, twice) for pair in pairs]
         return self._rounded([self._in_float32(pair) for pair in pairs], scale)
 
@@ -299,22 +303,69 @@ class _Arithmetic:
         """Returns four words with the numbers of eight e4m3 codes."""
         return [self._pair(*pair) for pair in _e4m3_numbers(words)]
 
+    def scale_word(self, scale: Any) -> Any:
+        """Returns a scale as a word: twice, if it is of the result's dtype, or in float32."""
+        if self._scales_pairs(scale.type):
+            return _twice(arith.bitcast(_i16(), scale))
+        return arith.bitcast(i32(), scale if scale.type == _f32() else arith.extf(_f32(), scale))
+
+    def selector(self, thread: Any) -> Any:
+        """Returns the selector of `prmt` that finds two codes in a word of a row, for one of the row's four threads."""
+        if self.packing.numbers == "e4m3":
+            return arith.addi(arith.muli(arith.andi(thread, int32(1)), int32(0x22)), int32(0x4410))
+        return arith.ori(thread, int32(0x4440))
+
+    def pair_of_word(self, word: Any, selector: Any, scale_word: Any, negative_powers: Any) -> Any:
+        """Returns the widened numbers of two codes, the lower one first.
+
+        Args:
+            word: eight codes of four bits, or four of a byte.
+            selector: the thread's `selector`.
+            scale_word: the `scale_word` of the codes.
+            negative_powers: the `negative_powers` of their zero points; None: of the default.
+        """
+        alone = _ptx("prmt.b32 $0, $1, $2, $3;", word, int32(0), selector)
+        if self.packing.numbers == "e4m3":
+            half = arith.trunci(_i16(), alone)
+            wide = _pair_from_half(_ptx("cvt.rn.f16x2.e4m3x2 $0, $1;", half))
+            return self._rounded([wide], arith.bitcast(_f32(), scale_word))[0]
+        if self.packing.numbers == "e2m1":
+            pair = self._e2m1(alone)
+        else:
+            # The product has the byte twice, 12 bits apart: the first code's bits and the second's are 16 bits apart.
+            bits = arith.andi(arith.muli(alone, int32(0x1001)), int32(0x000F000F))
+            powers = self.negative_powers(None) if negative_powers is None else negative_powers
+            pair = self._less_powers(arith.ori(bits, int32(self.constants.power)), powers)
+        if self._scales_pairs(_scale_type(self.packing)):
+            return _ptx(f"mul.rn.{self.constants.name}x2 $0, $1, $2;", pair, scale_word)
+        return self._rounded([self._in_float32(pair)], arith.bitcast(_f32(), scale_word))[0]
+
+    def _scales_pairs(self, scale_type: Any) -> bool:
+        """Returns whether a product of two numbers of the result's dtype is the widened number."""
+        # Such a product is rounded once. Other scales take float32, where the product is rounded as when weights are
+        # widened at load.
+        return str(scale_type) == self.constants.name and self.packing.numbers != "e4m3"
+
     def _int4(self, word: Any, high: Any, byte: int, negative_powers: Any) -> Any:
         """Returns the two integers of a byte, less their zero points; `high` is the word shifted by four bits."""
         spread = _permuted(word, high, byte, byte, 4 + byte, 4 + byte)
-        bits = arith.ori(arith.andi(spread, int32(0x000F000F)), int32(self.constants.power))
+        return self._less_powers(
+            arith.ori(arith.andi(spread, int32(0x000F000F)), int32(self.constants.power)), negative_powers
+        )
+
+    def _less_powers(self, bits: Any, negative_powers: Any) -> Any:
         return _ptx(f"add.rn.{self.constants.name}x2 $0, $1, $2;", bits, negative_powers)
 
-    def _negative_powers(self, zero: Any) -> Any:
+    def negative_powers(self, zero: Any) -> Any:
         """Returns -(power + zero point), twice, which is exact as the zero point is less than the power."""
         negative = self.constants.power | 0x80008000
         if zero is None:
             return int32(negative | INT4_ZERO * 0x00010001)
         return arith.ori(_twice(arith.extui(_i16(), zero)), int32(negative))
 
-    def _e2m1(self, word: Any, byte: int) -> Any:
+    def _e2m1(self, alone: Any) -> Any:
+        """Returns the two numbers of a byte in an otherwise empty word."""
         constants = self.constants
-        alone = _permuted(word, int32(0), byte, 4, 4, 4)
         magnitudes = arith.andi(arith.muli(alone, int32(constants.e2m1_shifts)), int32(constants.e2m1_mask))
         signs = arith.andi(arith.muli(alone, int32(0x01001000)), int32(0x80008000))
         bits = arith.ori(magnitudes, signs)
@@ -334,8 +385,13 @@ class _Arithmetic:
         return _ptx(f"cvt.rn.{self.constants.name}x2.f32 $0, $1, $2;", high, low)
 
 
-def _arithmetic(packing: Codes, dtype: Any) -> _Arithmetic:
-    return _Arithmetic(packing, _BF16 if str(dtype) == "bf16" else _F16)
+def arithmetic_of(packing: Codes, dtype: Any) -> Arithmetic:
+    """Returns the instructions for codes that are widened to a dtype, given by its name or as a type."""
+    return Arithmetic(packing, _BF16 if str(dtype) in ("bf16", "bfloat16") else _F16)
+
+
+def _scale_type(packing: Codes) -> Any:
+    return mgpu.dtype_to_ir_type(packing.scale_dtype)
 
 
 def _f32() -> Any:
@@ -364,7 +420,11 @@ def _e4m3_numbers(words: list[Any]) -> list[tuple[Any, Any]]:
     """Converts e4m3 codes to pairs of float32 numbers."""
     halves = [arith.trunci(_i16(), arith.shrui(w, int32(16 * i))) for w in words for i in range(2)]
     pairs = [_ptx("cvt.rn.f16x2.e4m3x2 $0, $1;", half) for half in halves]
-    return [(_from_half(pair, 0), _from_half(pair, 1)) for pair in pairs]
+    return [_pair_from_half(pair) for pair in pairs]
+
+
+def _pair_from_half(pair: Any) -> tuple[Any, Any]:
+    return _from_half(pair, 0), _from_half(pair, 1)
 
 
 def _from_half(pair: Any, place: int) -> Any:
