@@ -6,32 +6,40 @@ The kernel that quantizes rows must have the bits of plain JAX, and the kernel t
 bits of a product of bfloat16 for each block; exit code 1 if one differs. Then the matrix unit adds the products of 128
 columns of e4m3 numbers, given to it as bfloat16, as float16 and as e4m3 codes. The result says what share of the sums
 differs from bfloat16's, how large the errors are against float64, relative to the sum of magnitudes, and how many
-operations a second each dtype reaches. `--small` compares the sums in Pallas' interpreter, without times and without
+operations a second each dtype reaches. The products of a layer of Qwen3-8B are timed for 1 to 4096 rows, with quantized
+activations and plainly. `--small` compares the sums in Pallas' interpreter, without times and without
 the kernels.
 """
 
 import contextlib
+import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
-from typing import Any, Final
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+import detjax
 from benchmarks.study import Result, Run
 from detjax.bench import command_line
-from detjax.bench.timing import device_time
+from detjax.bench.failures import reason
+from detjax.bench.timing import device_time, rotations
 from detjax.contract import FP8_LARGEST
 from detjax.operands.options import Activation, Epilogue
 from detjax.operands.products import MatmulOperands
 from detjax.operands.quantized_weight import QuantizedFormat, QuantizedWeight
-from detjax.pallas.hopper import device, quantized_matmul
+from detjax.pallas.hopper import device, matmul, quantized_matmul
 from detjax.pallas.hopper.mosaic.layouts import swizzled_lines
 from detjax.pallas.hopper.quantized.rows import quantized_groups
 from detjax.portable.quantized_matmul import quantized_rows
+from detjax.runtime import compilation
+from detjax.runtime.threads import in_threads
 
 ROWS: Final = (1, 17, 64, 300, 1000, 2500)
 PRODUCTS: Final[tuple[tuple[Any, str, Activation | None, bool], ...]] = (
@@ -45,10 +53,28 @@ PRODUCTS: Final[tuple[tuple[Any, str, Activation | None, bool], ...]] = (
 """Compared products: scales of activations, dtype of the weight's scales, activation of a gated product, and whether
 there are a bias and a residual."""
 
+QWEN3_8B: Final = {
+    "queries, keys and values": (6144, 4096),
+    "output": (4096, 4096),
+    "gate and up": (2, 12288, 4096),
+    "down": (4096, 12288),
+}
+"""Shapes of the weights whose products are timed."""
+TIMED: Final = (1, 16, 64, 256, 4096)
+"""Numbers of rows of the timed products."""
+
 _BLOCK: Final = 128
 _TILE: Final = 64
 _COLUMNS: Final = 128
 _REPEATS: Final = 2000
+
+
+class Case(NamedTuple):
+    """A product: its name, operands or their shapes, and epilogue."""
+
+    name: str
+    operands: MatmulOperands
+    epilogue: Epilogue
 
 
 def study(run: Run) -> Result:
@@ -69,6 +95,11 @@ def study(run: Run) -> Result:
         content["operations_per_second"][dtype] = speed(dtype)
         command_line.print_line(f"{dtype}: {content['operations_per_second'][dtype]:.3g} operations a second")
         run.save(content)
+    content["seconds"] = seconds = {}
+    for name, by_rows in () if run.small else times():
+        seconds[name] = by_rows
+        command_line.print_line(f"{name}: {by_rows}")
+        run.save(content)
     different = [name for name, is_same in same.items() if not is_same]
     return Result(content, f"bits of products differ: {'; '.join(different)}" if different else "")
 
@@ -80,8 +111,8 @@ def compared_rows() -> Iterator[tuple[str, list[str]]]:
     """Yields, by group and dtype, how NumPy, the kernel that quantizes rows and plain JAX differ."""
     for group, dtype in itertools.product((64, 128), ("bfloat16", "float16", "float32")):
         x = jnp.asarray(rows_to_quantize(257, 1104, group), dtype)
-        numbers, scales = (np.asarray(a) for a in jax.jit(lambda x, group=group: quantized_groups(x, group))(x))
-        composed = [np.asarray(a) for a in jax.jit(lambda x, group=group: quantized_rows(x, group))(x)]
+        numbers, scales = (np.asarray(a) for a in detjax.jit(lambda x, group=group: quantized_groups(x, group))(x))
+        composed = [np.asarray(a) for a in detjax.jit(lambda x, group=group: quantized_rows(x, group))(x)]
         results = {
             "NumPy": restated_rows(np.asarray(x, np.float32), group),
             "the kernel": (numbers.astype(np.float32), scales.T[: len(x)]),
@@ -140,23 +171,13 @@ def difference_of_rows(x: np.ndarray, group: int, results: dict[str, tuple[np.nd
 
 def compared_products() -> Iterator[tuple[str, list[str]]]:
     """Yields, by format and rows, how the kernel differs from a product for each block."""
-    draw, (n, k) = np.random.default_rng(0), (1544, 1104)
-    for (activations, scale_dtype, activation, has_both), rows in itertools.product(PRODUCTS, ROWS):
-        parts = (2,) if activation else ()
-        group = _BLOCK if activations == "group" else k
-        described = QuantizedFormat("e4m3", k, group, "bfloat16", activations)
-        codes = draw.standard_normal((*parts, n, k)).astype(jnp.float8_e4m3fn).view(np.uint8)
-        scales = draw.uniform(0.5, 2, (*parts, n, -(-k // group))).astype(jnp.dtype(scale_dtype))
-        static = np.array([0.01], np.float32) if activations == "static" else None
-        w = QuantizedWeight(codes, scales, input_scales=static, format=described)
-        x = jnp.asarray(draw.standard_normal((rows, k)), "bfloat16")
-        bias = jnp.asarray(draw.standard_normal((*parts, n)), "bfloat16") if has_both else None
-        residual = jnp.asarray(draw.standard_normal((rows, n)), "bfloat16") if has_both else None
-        operands = MatmulOperands(x, jax.tree.map(jnp.asarray, w), bias, residual)
-        epilogue = Epilogue(activation, gated=bool(parts))
-        name = f"{activations}, {scale_dtype} scales, {activation}, {'bias, residual, ' * has_both}{rows} rows"
-        command_line.print_line(f"product of {name}")
-        one, composed = (np.asarray(jax.jit(forward)(operands)) for forward in _both(epilogue))
+    cases = list(product_cases())
+    for case, programs in zip(cases, in_threads(_both, cases), strict=True):
+        name, operands, _ = case
+        if isinstance(programs, Exception):
+            yield name, [reason(programs)]
+            continue
+        one, composed = (np.asarray(program(operands)) for program in programs)
         differs = one.view(np.uint16) != composed.view(np.uint16)
         faults = []
         if differs.any():
@@ -169,15 +190,117 @@ def compared_products() -> Iterator[tuple[str, list[str]]]:
         yield name, faults
 
 
-def _both(epilogue: Epilogue) -> Iterator[Callable[[MatmulOperands], jax.Array]]:
-    """Yields the product by the kernel, and by a product for each block."""
-    for is_composed in (False, True):
+def product_cases(numbers_of_rows: Sequence[int] = ROWS) -> Iterator[Case]:
+    """Yields the compared products. The last block of K is not whole."""
+    draw, (n, k) = np.random.default_rng(0), (1544, 1104)
+    for (activations, scale_dtype, activation, has_both), rows in itertools.product(PRODUCTS, numbers_of_rows):
+        parts = (2,) if activation else ()
+        group = _BLOCK if activations == "group" else k
+        described = QuantizedFormat("e4m3", k, group, "bfloat16", activations)
+        codes = draw.standard_normal((*parts, n, k)).astype(jnp.float8_e4m3fn).view(np.uint8)
+        scales = draw.uniform(0.5, 2, (*parts, n, -(-k // group))).astype(jnp.dtype(scale_dtype))
+        static = np.array([0.01], np.float32) if activations == "static" else None
+        w = QuantizedWeight(codes, scales, input_scales=static, format=described)
+        x = jnp.asarray(draw.standard_normal((rows, k)), "bfloat16")
+        bias = jnp.asarray(draw.standard_normal((*parts, n)), "bfloat16") if has_both else None
+        residual = jnp.asarray(draw.standard_normal((rows, n)), "bfloat16") if has_both else None
+        name = f"{activations}, {scale_dtype} scales, {activation}, {'bias, residual, ' * has_both}{rows} rows"
+        operands = MatmulOperands(x, jax.tree.map(jnp.asarray, w), bias, residual)
+        yield Case(f"product of {name}", operands, Epilogue(activation, gated=bool(parts)))
 
-        def forward(operands: MatmulOperands, is_composed: bool = is_composed) -> jax.Array:
-            options: dict[str, Any] = {"epilogue": epilogue, "out_dtype": operands.x.dtype}
-            return quantized_matmul.forward(operands, is_composed=is_composed, **options)
 
-        yield forward
+def _both(case: Case) -> list[Callable[[MatmulOperands], jax.Array]] | Exception:
+    """Returns the product by the kernel, and by a product for each block, or why they cannot be compiled."""
+    try:
+        return [_compiled(case, is_composed=is_composed) for is_composed in (False, True)]
+    except Exception as failure:  # the other products still have to be compared
+        return failure
+
+
+def _compiled(case: Case, *, is_composed: bool) -> Callable[[MatmulOperands], jax.Array]:
+    def forward(operands: MatmulOperands) -> jax.Array:
+        options: dict[str, Any] = {"epilogue": case.epilogue, "out_dtype": operands.x.dtype}
+        return quantized_matmul.forward(operands, is_composed=is_composed, **options)
+
+    return compilation.compiled(detjax.jit(forward), case.operands)
+
+
+# --- times ------------------------------------------------------------------------------------------------------------
+
+
+def times() -> Iterator[tuple[str, dict[str, dict[str, float]]]]:
+    """Yields, by product and number of rows, the seconds of the kernels and of the plain product of bfloat16.
+
+    Rows are quantized by the kernel that does only this; its time counts. Weights come from memory.
+    """
+    cases = [Case(name, _shapes(rows, *shape), _epilogue(shape)) for name, shape in QWEN3_8B.items() for rows in TIMED]
+    jobs = [(case, is_plain) for case in cases for is_plain in (False, True)]
+    programs = dict(zip([(id(case), is_plain) for case, is_plain in jobs], in_threads(_timed, jobs), strict=True))
+    for name, group in itertools.groupby(cases, lambda case: case.name):
+        by_rows: dict[str, dict[str, float]] = {}
+        weights = _weights(QWEN3_8B[name])
+        for case in group:
+            x = jax.random.normal(jax.random.key(1), case.operands.x.shape, jnp.bfloat16)
+            seconds = {}
+            for is_plain, arm in enumerate(("kernel", "plain")):
+                program = programs[id(case), bool(is_plain)]
+                if not isinstance(program, str):
+                    sets = [(MatmulOperands(x, w),) for w in weights[is_plain]]
+                    seconds[arm] = device_time(program, sets, calls=2 * len(sets))
+            by_rows[str(len(x))] = seconds | (
+                {"ratio": seconds["kernel"] / seconds["plain"]} if len(seconds) == 2 else {}
+            )
+        yield name, by_rows
+
+
+def _shapes(rows: int, *shape: int) -> MatmulOperands:
+    x: Any = jax.ShapeDtypeStruct((rows, shape[-1]), jnp.bfloat16)
+    *parts, n, k = shape
+    codes = jax.ShapeDtypeStruct(shape, jnp.uint8)
+    scales = jax.ShapeDtypeStruct((*parts, n, k // _BLOCK), jnp.float32)
+    w = QuantizedWeight(codes, scales, format=QuantizedFormat("e4m3", k, _BLOCK, "bfloat16", "group"))
+    return MatmulOperands(x, w, None, None)
+
+
+def _epilogue(shape: tuple[int, ...]) -> Epilogue:
+    return Epilogue("silu", gated=True) if len(shape) == 3 else Epilogue()
+
+
+def _timed(job: tuple[Case, bool]) -> Callable[[MatmulOperands], jax.Array] | str:
+    """Returns the program of a timed product, or why it cannot be compiled."""
+    case, is_plain = job
+
+    def multiply(operands: MatmulOperands) -> jax.Array:
+        options: dict[str, Any] = {"epilogue": case.epilogue, "out_dtype": jnp.bfloat16}
+        return matmul.forward(operands, layout="nk", **options)
+
+    try:
+        if not is_plain:
+            return _compiled(case, is_composed=False)
+        dense = jax.ShapeDtypeStruct(case.operands.w.shape, jnp.bfloat16)
+        return compilation.compiled(detjax.jit(multiply), case.operands._replace(w=dense))
+    except Exception as failure:
+        command_line.print_line(f"{case.name}: {reason(failure)}")
+        return reason(failure)
+
+
+def _weights(shape: tuple[int, ...]) -> tuple[list[QuantizedWeight], list[jax.Array]]:
+    """Returns quantized and plain weights of a shape, more than a cache holds."""
+    size = math.prod(shape)
+    described = _shapes(1, *shape).w
+
+    @jax.jit
+    def drawn(seed: jax.Array) -> tuple[jax.Array, jax.Array]:
+        bits = jax.random.bits(jax.random.key(seed), shape, jnp.uint8) & 0xF7  # no NaN
+        return bits, 1e-3 * jnp.ones(described.scales.shape, jnp.float32)
+
+    pairs = [drawn(jnp.int32(seed)) for seed in range(rotations(size))]
+    quantized = [dataclasses.replace(described, codes=codes, scales=scales) for codes, scales in pairs]
+    plain = [
+        lax.bitcast_convert_type(w.codes, jnp.float8_e4m3fn).astype(jnp.bfloat16)
+        for w in quantized[: rotations(2 * size)]
+    ]
+    return quantized, plain
 
 
 # --- the instructions -------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import detjax
+from benchmarks.studies.fp8_products import Case, product_cases
 from detjax import ops
 from detjax.operands.options import Epilogue
 from detjax.operands.products import MatmulOperands
@@ -18,7 +19,7 @@ from detjax.pallas.hopper.matmul.plan import Problem, Schedule
 from detjax.pallas.hopper.quantized.scaled import ScaledPlan, scaled_plan, scaled_product
 from detjax.pallas.hopper.quantized.widening import Codes
 from detjax.portable.quantized_matmul import quantized_rows
-from tests.pallas.hopper.interpreter import interpreted
+from tests.pallas.hopper.interpreter import interpreted, lowered
 from tests.support.bits import assert_same_bits
 from tests.support.quantized_weights import X, e4m3_weight
 
@@ -134,6 +135,17 @@ def test_one_kernel_has_the_bits_of_a_product_for_each_block(kind: str) -> None:
         return [quantized_matmul.forward(operands, is_composed=composed, **options) for composed in (False, True)]
 
     assert_same_bits(*interpreted(products, x, w, residual))
+
+
+def test_products_of_the_study_lower_for_cuda() -> None:
+    """Their last block is not whole."""
+    for case in product_cases((17, 300)):
+
+        def product(operands: MatmulOperands, case: Case = case) -> Any:
+            return quantized_matmul.forward(operands, is_composed=False, epilogue=case.epilogue, out_dtype="bfloat16")
+
+        operands = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), case.operands)
+        assert "scaled_matmul" in lowered(product, operands), case.name
 
 
 def test_shapes_that_the_kernel_does_not_take_are_composed_of_blocks() -> None:

@@ -165,7 +165,8 @@ def scaled_product(operands: MatmulOperands, plan: ScaledPlan, *, epilogue: Epil
     arrays = [
         padded(numbers, (problem.m, problem.k)),
         token_scales,
-        w.codes.reshape(weights, problem.n, -1),
+        # The copy engine swizzles whole lines of an array.
+        padded(w.codes.reshape(weights, problem.n, -1), (weights, problem.n, problem.k)),
         padded(scales, (weights, problem.n, groups)),
     ]
     arrays += [] if bias is None else [bias.reshape(weights, problem.n)]
