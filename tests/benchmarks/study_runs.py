@@ -15,7 +15,7 @@ import pytest
 import benchmarks
 import detjax
 from benchmarks.__main__ import main
-from benchmarks.studies import batch_bits, decode, noise, quantized
+from benchmarks.studies import adapters, batch_bits, decode, noise, quantized
 from benchmarks.studies.draft_bits.models import kinds
 from benchmarks.studies.training import measures as training
 from benchmarks.studies.true_on_policy import experiment as true_on_policy
@@ -407,6 +407,29 @@ def runs_every_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(row["portable_flops"] > 0 for row in content["products"])
 
 
+def runs_draft_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = run_small("draft_speed", tmp_path)
+    rows = [(row["part"], row["requests"]) for row in content["results"]]
+    assert rows == [("tokens", 1), ("tokens", 2), ("lookup", 1), ("serve", 4)]
+    assert all(row["same_bits"] and row["guesses"] > row["right_guesses"] > 0 for row in content["results"][:2])
+    assert content["results"][2]["guesses"] == content["results"][2]["right_guesses"] > 0
+    assert [row["requests"] for row in content["head"]] == [1, 2]
+
+
+def runs_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = run_small("adapters", tmp_path)
+    assert [(row["requests"], list(row["speed_over_base"])) for row in content["steps"]] == [
+        (1, ["1"]),
+        (3, ["1", "2"]),
+    ]
+    assert set(content["bits"].values()) == {True} and len(content["bits"]) == 3
+    assert content["loading"]["compiled"] == [] and len(content["loading"]["seconds"]) == 1
+    assert content["training"]["time_over_full"] > 0
+    assert adapters.problem(content) == ""
+    assert "bits: alone: no" in adapters.problem(content | {"bits": {"alone": False}})
+    assert "compiled put" in adapters.problem(content | {"loading": {"compiled": ["put"]}})
+
+
 def runs_draft_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     content = run_small("draft_bits", tmp_path)
     assert content["rounds"] == 1 and content["tokens_compared"] == sum(x["tokens"] for x in content["drafts"].values())
@@ -419,6 +442,7 @@ def runs_draft_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 QUICK: Final = ("expert_schedules", "loading", "matmul", "sleep", "update", "usual_cut")
 """Runs of a few seconds."""
 RUNS: Final[dict[str, Callable[[Path, pytest.MonkeyPatch], None]]] = {
+    "adapters": runs_adapters,
     "aggregation": runs_aggregation,
     "attention, bits": runs_attention_bits,
     "attention, times": runs_attention_times,
@@ -429,6 +453,7 @@ RUNS: Final[dict[str, Callable[[Path, pytest.MonkeyPatch], None]]] = {
     "delta_rule": runs_delta_rule,
     "digests": runs_digests,
     "draft_bits": runs_draft_bits,
+    "draft_speed": runs_draft_speed,
     "drafts": runs_drafts,
     "every_gpu": runs_every_gpu,
     "expert_schedules": runs_expert_schedules,

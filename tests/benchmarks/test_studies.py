@@ -25,6 +25,7 @@ from detjax.pallas.hopper.matmul.plan import Schedule
 from tests.benchmarks.study_runs import QUICK, RUNS, run, run_small
 
 STUDIES = (
+    "adapters",
     "aggregation",
     "attention",
     "batch_bits",
@@ -34,6 +35,7 @@ STUDIES = (
     "delta_rule",
     "digests",
     "draft_bits",
+    "draft_speed",
     "drafts",
     "every_gpu",
     "expert_launches",
