@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -21,6 +22,8 @@ from detjax.pallas.mma.matmul.plan import Plan, Schedule, default_schedule
 from tests.pallas.hopper.interpreter import interpreted, kernels_interpreted, normal
 from tests.support.bits import assert_same_bits
 
+INTERPRETER = plgpu.InterpretGPUParams(inline_mgpu="_hack_model_inline_mgpu_tokamax")
+"""The interpreter that knows named barriers."""
 OLD, NEW = (8, 0), (9, 0)
 """Architectures whose threads copy, and whose copy engine does."""
 M, K, N = 33, 96, 72
@@ -31,15 +34,21 @@ SCHEDULES = (
     Schedule(64, 64, 4, lines=2),
     Schedule(32, 64, 1, lines=2),
 )
+SHARED_STAGES = (
+    Schedule(128, 64, 2, warpgroups=2, stages=2),
+    Schedule(128, 64, 4, line=64, panel=2, warpgroups=2),
+    Schedule(64, 64, 1, line=64, warpgroups=2, stages=3),
+)
+"""Schedules of two warpgroups."""
 
 
 def multiplied(
     operands: Sequence[Any], architecture: nvidia.Architecture = OLD, names: Sequence[str] = ("x", "w"), **options: Any
 ) -> Any:
     options = {"layout": "nk", "epilogue": Epilogue(), "out_dtype": "float32"} | options
-    with nvidia.tracing_for(architecture):
-        return interpreted(
-            lambda *arrays: product(Operands(**dict(zip(names, arrays, strict=True))), **options), *operands
+    with nvidia.tracing_for(architecture), kernels_interpreted(), plgpu.force_gpu_interpret_mode(INTERPRETER):
+        return np.asarray(
+            jax.jit(lambda *arrays: product(Operands(**dict(zip(names, arrays, strict=True))), **options))(*operands)
         )
 
 
@@ -74,6 +83,24 @@ def test_schedules_and_layouts_give_the_same_bits_and_the_right_numbers(
         assert_same_bits(gated_result(turned, architecture, layout="kn"), first)
     turned |= {"x": gated["x"].T.copy()}
     assert_same_bits(gated_result(turned, architecture, layout="kn", token_layout="km"), first)
+
+
+@pytest.mark.parametrize("architecture", [OLD, NEW])
+def test_two_warpgroups_that_share_stages_give_the_same_bits(
+    gated: dict[str, Any], architecture: nvidia.Architecture
+) -> None:
+    first = gated_result(gated, OLD)
+    for schedule in SHARED_STAGES:
+        assert_same_bits(gated_result(gated, architecture, schedule=schedule), first)
+    schedule = SHARED_STAGES[1]
+    if architecture == NEW:
+        in_clusters = dataclasses.replace(schedule, cluster=2)
+        assert_same_bits(gated_result(gated, architecture, schedule=in_clusters), first)
+    turned = gated | {"w": gated["w"].transpose(0, 2, 1).copy()}
+    assert_same_bits(gated_result(turned, architecture, layout="kn", schedule=schedule), first)
+    turned |= {"x": gated["x"].T.copy()}
+    options: dict[str, Any] = {"layout": "kn", "token_layout": "km"}
+    assert_same_bits(gated_result(turned, architecture, schedule=schedule, **options), first)
 
 
 def test_a_row_has_the_same_bits_whatever_its_neighbours_are(gated: dict[str, Any]) -> None:

@@ -18,6 +18,7 @@ from detjax.pallas.hopper.matmul.kernel import Operands
 from detjax.pallas.mma import grouped_matmul
 from detjax.pallas.mma.group_sums import product_sums
 from detjax.pallas.mma.matmul.kernel import product, product_keeping_sums
+from detjax.pallas.mma.matmul.plan import Schedule
 from tests.pallas.mma.compiler import GPUS, Program, compile_programs, compiled
 
 
@@ -63,6 +64,7 @@ def group_sums() -> Program:
     return fn, [array(8, 1536, 2048, dtype="float32"), array(4096, 1536), array(4096, 2048), *integers]
 
 
+WITHOUT_CLUSTER = Schedule(256, 128, 2, panel=4, warpgroups=2)
 PROGRAMS: dict[str, Program] = {
     "matmul of 8 tokens": matmul(8, 4096, 4096, extra={"residual": array(8, 4096)}),
     "matmul gated, 16 tokens": matmul(16, 12288, 4096, "silu", gated=True),
@@ -73,6 +75,9 @@ PROGRAMS: dict[str, Program] = {
     ),
     "matmul gated, 4096 tokens": matmul(
         4096, 12288, 4096, "silu", gated=True, extra={"bias": array(2, 12288), "residual": array(4096, 12288)}
+    ),
+    "matmul of two warpgroups": matmul(
+        4096, 4096, 4096, extra={"bias": array(4096), "residual": array(4096, 4096)}, schedule=WITHOUT_CLUSTER
     ),
     "matmul keeping sums": matmul(4096, 12288, 4096, "silu", gated=True, keeps=True),
     "matmul in float16": matmul(4096, 4096, 4096, "gelu", dtype="float16"),
@@ -106,8 +111,6 @@ PROGRAMS: dict[str, Program] = {
         [array(64, 4096), array(4096), array(64, 4096)],
     ),
 }
-SPILLED = {("sm_90a", "matmul in float16"): 8}
-"""The bytes that kernels may spill: two of a thread's 255 registers, where the epilogue computes the error function."""
 EXAMINED = "matmul gated, 4096 tokens", "log-softmax", "matmul keeping sums", "gradient of weights", "token sums"
 """The programs that tests look at in every run: the kernels with the most registers, and of each kind of copy."""
 
@@ -124,12 +127,9 @@ def test_kernels_compile_for_every_architecture_and_nothing_spills(architecture:
     kernels = compiled(Path(__file__), architecture, names)
     assert {*kernels} == {*(names or PROGRAMS)} and all(kernels.values())
     assert {kernel.target for reported in kernels.values() for kernel in reported} == {architecture}
-    spilling = {
-        name: [kernel for kernel in reported if kernel.spilled_bytes > SPILLED.get((architecture, name), 0)]
-        for name, reported in kernels.items()
-    }
+    spilling = {name: [kernel for kernel in reported if kernel.spilled_bytes] for name, reported in kernels.items()}
     assert {name: reported for name, reported in spilling.items() if reported} == {}
-    # Two CTAs of 128 threads have the registers of a multiprocessor.
+    # Two CTAs of 128 threads, or one of 256, have the registers of a multiprocessor.
     assert max(kernel.registers for reported in kernels.values() for kernel in reported) <= 255
 
 

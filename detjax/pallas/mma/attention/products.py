@@ -24,8 +24,9 @@ from detjax.pallas.hopper.device import WARP
 from detjax.pallas.hopper.mosaic import like, primitive
 from detjax.pallas.hopper.mosaic.layouts import MATRIX, swizzled
 from detjax.pallas.hopper.mosaic.registers import array, element, empty_registers, i32, int32, packed, unhoisted_thread
-from detjax.pallas.mma.attention.rows import CHUNK, ROW_BYTES, SLOT_WIDTH, load_matrices
+from detjax.pallas.mma.attention.rows import CHUNK, ROW_BYTES, SLOT_WIDTH
 from detjax.pallas.mma.fragments import STEP, multiply
+from detjax.pallas.mma.matrices import load_matrices
 
 _SLOT: Final = plgpu.RefType(swizzled(SLOT_WIDTH))
 _ROWS_BYTES: Final = 16 * ROW_BYTES

@@ -22,7 +22,7 @@ from detjax.contract import QUERY_UNIT
 from detjax.pallas.hopper.device import WARPGROUP
 from detjax.pallas.hopper.mosaic import primitive
 from detjax.pallas.hopper.mosaic.layouts import MATRIX, NUMBER, PER_ROW, swizzled
-from detjax.pallas.hopper.mosaic.registers import element, first_row_and_lane, i32, int32, unhoisted_thread
+from detjax.pallas.hopper.mosaic.registers import element, first_row_and_lane, int32, unhoisted_thread
 
 SLOT_WIDTH: Final = 64
 """Elements of a row of a slot."""
@@ -170,19 +170,3 @@ def store_numbers(x: Any, ref: Any, count: Any) -> None:
         is_given = arith.cmpi(arith.CmpIPredicate.slt, place, count.registers.item())
         with mgpu.when(arith.andi(is_first, is_given)):
             llvm.store(element(register), mgpu.getelementptr(pointer, [place], dtype))
-
-
-def load_matrices(pointer: Any, byte: int, *, transposed: bool) -> list[Any]:
-    """Emits the load of four matrices of 8 x 8 elements; each thread's pointer is a row of one of them.
-
-    Returns:
-        For each matrix, the int32 register that holds the two elements that `mma.sync` wants of the thread.
-    """
-    result = nvvm.ldmatrix(
-        mgpu.getelementptr(pointer, [byte], ir.IntegerType.get_signless(8)),
-        layout=nvvm.MMALayout.col if transposed else nvvm.MMALayout.row,
-        num=4,
-        shape=ir.Attribute.parse("#nvvm.ld_st_matrix_shape<m=8, n=8>"),
-        elt_type=nvvm.LdStMatrixEltType.B16,
-    )
-    return [llvm.extractvalue(i32(), result, [i]) for i in range(4)]

@@ -3,8 +3,14 @@
 Every output element has one float32 accumulator that takes K in ascending steps of 16, `fragments.STEP`: tokens are
 the instruction's rows and weights its columns in every schedule. So no field of a schedule can change a bit.
 
-A CTA is one warpgroup with one tile of the result. Its ring of stages (see `mma.copies`) is filled ahead by the copies
-that the architecture has. Bias, residual and running sums are read by the threads that add them.
+A CTA has one tile of the result, and its warpgroups have equal parts of the tile's tokens. Its ring of stages (see
+`mma.copies`) is filled ahead by the copies that the architecture has. Bias, residual and running sums are read by the
+threads that add them.
+
+Products of many tokens are bound by the L2 cache first: tiles of 128 x 128 read a byte for 64 floating-point
+operations. With two warpgroups, a tile of 256 x 128 has 85, and in a cluster of two CTAs, which copy their common
+tokens once, 128. One such CTA fills a multiprocessor, so no second one multiplies while it waits. Therefore warpgroups
+do not meet, and the operands of an instruction are in registers before the previous ones are used up, across stages.
 """
 
 import math
@@ -114,15 +120,22 @@ def _kernel(plan: Plan, epilogue: Epilogue) -> Callable[..., list[Array]]:
         return plgpu.SMEM((plan.stages, *shape), problem.dtype, transforms=transforms)
 
     results = 0 if problem.continues else 1 + problem.kept_sums
+    schedule, kinds = plan.schedule, {}
+    if schedule.warpgroups > 1:
+        kinds = {"num_threads": schedule.warpgroups, "thread_name": "warpgroup"}
+    if schedule.cluster > 1:
+        kinds |= {"cluster": (schedule.cluster,), "cluster_names": ("outputs",)}
+    sharing = ("outputs",) if schedule.cluster > 1 else ()
     return plgpu.kernel(
         body,
         out_type=[jax.ShapeDtypeStruct(plan.padded[:2], problem.out_dtype)] * results,
-        grid=(math.prod(plan.grid),),
+        grid=(math.prod(plan.grid) // schedule.cluster,),
         grid_names=("tile",),
+        **kinds,
         scratch_types={
-            "tokens": staged(plan.tokens_shape, plan.tokens_line),
+            "tokens": staged((schedule.warpgroups, *plan.tokens_shape), plan.tokens_line),
             "weights": staged((problem.parts, *plan.weights_shape), plan.weights_line),
-            **copies.barriers(plan.stages, plan.copies),
+            **copies.barriers(plan.stages, plan.copies, warpgroups=schedule.warpgroups, sharing=sharing),
         },
         compiler_params=NO_AUTO_BARRIERS,
         kernel_name="mma_matmul",
@@ -130,7 +143,7 @@ def _kernel(plan: Plan, epilogue: Epilogue) -> Callable[..., list[Array]]:
 
 
 class _Cta:
-    """One CTA: a warpgroup that computes one tile of the result."""
+    """One warpgroup of a CTA, which computes its rows of one tile of the result."""
 
     def __init__(self, plan: Plan, epilogue: Epilogue, operands: Operands, results: tuple[Any, list[Any]]) -> None:
         self.plan, self.epilogue, self.operands = plan, epilogue, operands
@@ -138,30 +151,64 @@ class _Cta:
         index, schedule = lax.axis_index("tile"), plan.schedule
         if operands.experts is None:
             # CTAs that run at the same time work on `panel` rows of tiles, so that both operands are still in L2.
-            self.tile = plgpu.planar_snake(index, plan.grid, 0, schedule.panel)
+            m, n = plgpu.planar_snake(index, (plan.grid[0], plan.grid[1] // schedule.cluster), 0, schedule.panel)
+            if schedule.cluster > 1:
+                n = n * schedule.cluster + lax.axis_index("outputs")
+            self.tile = m, n
         else:
             # Neighbouring tiles of tokens often have the same expert, whose weights are then still in L2.
             outputs = jnp.int32(plan.grid[1])
             self.tile = lax.div(index, outputs), lax.rem(index, outputs)
         self.m, self.n = self.tile[0] * schedule.tile_m, self.tile[1] * schedule.tile_n
+        self.warpgroup: Array | int = 0
+        if schedule.warpgroups > 1:
+            self.warpgroup = lax.axis_index("warpgroup")
+            self.m = self.m + self.warpgroup * plan.rows
 
     def run(self, tokens: Any, weights: Any, barriers: dict[str, Any]) -> None:
-        """Computes the tile."""
-        plan = self.plan
+        """Computes the warpgroup's rows of the tile."""
+        plan, warpgroups = self.plan, self.plan.schedule.warpgroups
 
         def fill(step: Array | int, slot: Array | int) -> copies.Copies:
-            return self.sources(step, tokens.at[slot], [weights.at[slot, part] for part in range(plan.problem.parts)])
+            return self.sources(step, tokens.at[slot, self.warpgroup], weights.at[slot])
 
-        ring = copies.Ring(plan.k_steps, plan.stages, fill, barriers.get("loaded"))
+        ring = copies.Ring(plan.k_steps, plan.stages, fill, **barriers, warpgroups=warpgroups)
         ring.start()
+        multiply = self.multiplied if warpgroups == 1 else self.multiplied_ahead
+        self.store(multiply(ring, lambda slot: (tokens.at[slot, self.warpgroup], weights.at[slot])))
+        ring.finish()
+
+    def multiplied(self, ring: copies.Ring, stage: Callable[[Array], tuple[Any, Any]]) -> tuple[Array, ...]:
+        """Returns the sums of each part; `stage` returns the tokens and the weights in a slot."""
+        plan = self.plan
 
         def add(step: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
-            slot = ring.next(step)
+            tokens, weights = stage(ring.next(step))
             for k in range(0, plan.tile_k, plan.fragment):
-                sums = self.multiply(sums, pl.ds(k, plan.fragment), tokens.at[slot], weights.at[slot])
+                sums = self.added(sums, self.operands_of(tokens, weights, k, plan.fragment))
             return sums
 
-        self.store(lax.fori_loop(0, plan.k_steps, add, self.start()))
+        return lax.fori_loop(0, plan.k_steps, add, self.start())
+
+    def multiplied_ahead(self, ring: copies.Ring, stage: Callable[[Array], tuple[Any, Any]]) -> tuple[Array, ...]:
+        """Returns `multiplied`, whose operands are in registers a step of K before they are used."""
+        plan = self.plan
+
+        def load(stage: tuple[Any, Any], k: int) -> tuple[Array, ...]:
+            return self.operands_of(*stage, k, fragments.STEP)
+
+        def add(step: Array, state: tuple[Any, ...]) -> tuple[Any, ...]:
+            sums, ahead = state
+            here = stage(lax.rem(step, jnp.int32(plan.stages)))
+            for k in range(0, plan.tile_k, fragments.STEP):
+                operands, following = ahead, k + fragments.STEP
+                # After the last step, the ring's next slot holds no new stage, and what is loaded is not used.
+                ahead = load(here, following) if following < plan.tile_k else load(stage(ring.next(step + 1)), 0)
+                sums = self.added(sums, operands)
+            return sums, ahead
+
+        first = load(stage(ring.next(jnp.int32(0))), 0)
+        return lax.fori_loop(0, plan.k_steps, add, (self.start(), first))[0]
 
     def weight(self, part: int) -> Array | int:
         """Returns the index of a part of the tile's weight."""
@@ -169,43 +216,76 @@ class _Cta:
             return part
         return self.operands.experts[self.tile[0]] * self.plan.problem.parts + part
 
-    def sources(self, step: Array | int, tokens: Any, weights: Sequence[Any]) -> copies.Copies:
-        """Returns the copies that fill a stage: the tokens, and the weights of each part."""
+    def sources(self, step: Array | int, tokens: Any, weights: Any) -> copies.Copies:
+        """Returns a warpgroup's copies that fill a stage: its tokens, and its share of the weights of each part."""
         plan, schedule = self.plan, self.plan.schedule
-        m, n, k = pl.ds(self.m, schedule.tile_m), pl.ds(self.n, schedule.tile_n), pl.ds(step * plan.tile_k, plan.tile_k)
-        x, w = self.operands.x, self.operands.w
-        pairs = [(x.at[m, k] if plan.tokens_contiguous_in_k else x.at[k, m], tokens)]
-        for part, target in enumerate(weights):
-            index = self.weight(part)
-            pairs.append((w.at[index, n, k] if plan.weights_contiguous_in_k else w.at[index, k, n], target))
+        x, w, first_k = self.operands.x, self.operands.w, step * plan.tile_k
+        m, k = pl.ds(self.m, plan.rows), pl.ds(first_k, plan.tile_k)
+        shared = ("outputs",) if schedule.cluster > 1 else ()
+        pairs = [(x.at[m, k] if plan.tokens_contiguous_in_k else x.at[k, m], tokens, *shared)]
+        # Warpgroups share the lines of the weights.
+        lines = plan.weights_shape[0] // schedule.warpgroups
+        first = self.warpgroup * lines
+        for part in range(plan.problem.parts):
+            index, target = self.weight(part), weights.at[part]
+            if schedule.warpgroups > 1:
+                target = weights.at[part, pl.ds(first, lines)]
+            if plan.weights_contiguous_in_k:
+                source = w.at[index, pl.ds(self.n + first, lines), k]
+            else:
+                source = w.at[index, pl.ds(first_k + first, lines), pl.ds(self.n, schedule.tile_n)]
+            pairs.append((source, target))
         return pairs
 
     def start(self) -> tuple[Array, ...]:
         """Returns the initial sums of each part: zeros, or running sums."""
         plan, schedule, dtype = self.plan, self.plan.schedule, self.plan.problem.dtype
         if plan.problem.continues:
-            tile = self.y.at[pl.ds(self.m, schedule.tile_m), pl.ds(self.n, schedule.tile_n)]
+            tile = self.y.at[pl.ds(self.m, plan.rows), pl.ds(self.n, schedule.tile_n)]
             layout = fragments.accumulator_layout(dtype, schedule.row_warps)
             return (plgpu.load(tile, layout=layout, optimized=False),)
-        zeros = fragments.zeros((schedule.tile_m, schedule.tile_n), dtype, schedule.row_warps)
+        zeros = fragments.zeros((plan.rows, schedule.tile_n), dtype, schedule.row_warps)
         return (zeros,) * plan.problem.parts
 
-    def multiply(self, sums: tuple[Array, ...], k: Any, tokens: Any, weights: Any) -> tuple[Array, ...]:
-        """Returns the sums plus the products of some elements of K of a stage."""
+    def operands_of(self, tokens: Any, weights: Any, first: int, size: int) -> tuple[Array, ...]:
+        """Returns the instructions' operands for some elements of K of a stage: the tokens, and each part's weights.
+
+        Lines along K can only be loaded whole; loads whose results are not used are removed by the compiler.
+        """
         plan, warps = self.plan, self.plan.schedule.row_warps
-        left = fragments.load_left(tokens.at[:, k] if plan.tokens_contiguous_in_k else tokens.at[k].T, warps)
+        line = plan.schedule.line
+        whole, part_of_line = pl.ds(first - first % line, max(line, size)), slice(first % line, first % line + size)
+
+        def cut(x: Array, axis: int) -> Array:
+            if size >= line:
+                return x
+            return x[:, part_of_line] if axis else x[part_of_line]
+
+        if plan.tokens_contiguous_in_k:
+            left = cut(fragments.load_left(tokens.at[:, whole], warps), 1)
+        else:
+            left = fragments.load_left(tokens.at[pl.ds(first, size)].T, warps)
 
         def right(part: int) -> Array:
-            ref = weights.at[part, :, k].T if plan.weights_contiguous_in_k else weights.at[part, k]
-            return fragments.load_right(ref, warps)
+            if plan.weights_contiguous_in_k and size == fragments.STEP:
+                lines = weights.at[part, :, pl.ds(first - first % line, line)]
+                return fragments.load_right_of_lines(lines, first % line, line=line, row_warps=warps)
+            if plan.weights_contiguous_in_k:
+                return fragments.load_right(weights.at[part, :, whole].T, warps)
+            return fragments.load_right(weights.at[part, pl.ds(first, size)], warps)
 
-        return tuple(fragments.multiply(total, left, right(part)) for part, total in enumerate(sums))
+        return left, *(right(part) for part in range(plan.problem.parts))
+
+    def added(self, sums: tuple[Array, ...], operands: tuple[Array, ...]) -> tuple[Array, ...]:
+        """Returns the sums plus the products of the operands."""
+        left, *weights = operands
+        return tuple(fragments.multiply(total, left, right) for total, right in zip(sums, weights, strict=True))
 
     def store(self, sums: Sequence[Array]) -> None:
         """Applies the epilogue, chunk by chunk, and writes the result."""
         plan, schedule = self.plan, self.plan.schedule
         layout = fragments.accumulator_layout(plan.problem.dtype, schedule.row_warps)
-        rows, size = pl.ds(self.m, schedule.tile_m), plan.chunk
+        rows, size = pl.ds(self.m, plan.rows), plan.chunk
         for first in range(0, schedule.tile_n, size):
             columns = pl.ds(self.n + first, size)
             biased = [total[:, first : first + size] if size < schedule.tile_n else total for total in sums]

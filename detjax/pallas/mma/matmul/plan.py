@@ -20,6 +20,9 @@ _WHOLE_LINE: Final = 64
 
 _MAX_STAGES: Final = 8
 
+_MULTICASTING: Final = (9, 10)
+"""Major compute capabilities whose copy engine fills the shared memory of several CTAs at full speed."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
@@ -37,6 +40,12 @@ class Schedule:
     """Lines of K in a stage."""
     panel: int = 1
     """Tiles along the tokens that are visited together, so that both operands stay in L2."""
+    warpgroups: int = 1
+    """Warpgroups of a CTA, which have equal parts of the tile's tokens and share its weights."""
+    stages: int | None = None
+    """Upper limit of the stages of several warpgroups; by default as many as fit."""
+    cluster: int = 1
+    """CTAs with neighbouring outputs that copy their common tokens once, on architectures with a copy engine."""
 
     def fits(self, problem: Problem) -> bool:
         """Returns True if a kernel of this schedule can compute the problem."""
@@ -71,6 +80,11 @@ class Plan:
         return self.schedule.line * self.schedule.lines
 
     @property
+    def rows(self) -> int:
+        """Tokens of a warpgroup."""
+        return self.schedule.tile_m // self.schedule.warpgroups
+
+    @property
     def fragment(self) -> int:
         """Elements of K that threads hold at once: whole lines where an operand's lines lie along K."""
         return self.schedule.line if self.tokens_contiguous_in_k or self.weights_contiguous_in_k else STEP
@@ -79,12 +93,13 @@ class Plan:
     def padded(self) -> tuple[int, int, int]:
         """M, N and K of whole tiles. Copies by threads read whole tiles, and threads write whole tiles."""
         problem, s = self.problem, self.schedule
-        return round_up(problem.m, s.tile_m), round_up(problem.n, s.tile_n), round_up(problem.k, self.tile_k)
+        return round_up(problem.m, s.tile_m), s.tile_n * self.grid[1], round_up(problem.k, self.tile_k)
 
     @property
     def grid(self) -> tuple[int, int]:
         """Tiles along tokens and along outputs."""
-        return pl.cdiv(self.problem.m, self.schedule.tile_m), pl.cdiv(self.problem.n, self.schedule.tile_n)
+        s = self.schedule
+        return pl.cdiv(self.problem.m, s.tile_m), round_up(pl.cdiv(self.problem.n, s.tile_n), s.cluster)
 
     @property
     def k_steps(self) -> int:
@@ -93,8 +108,8 @@ class Plan:
 
     @property
     def tokens_shape(self) -> tuple[int, int]:
-        """Shape of the tokens' tile in a stage."""
-        m, k = self.schedule.tile_m, self.tile_k
+        """Shape of the tokens of a warpgroup in a stage."""
+        m, k = self.rows, self.tile_k
         return (m, k) if self.tokens_contiguous_in_k else (k, m)
 
     @property
@@ -106,7 +121,7 @@ class Plan:
     @property
     def tokens_line(self) -> int:
         """Elements in a swizzled line of the tokens."""
-        return self.schedule.line if self.tokens_contiguous_in_k else math.gcd(_WHOLE_LINE, self.schedule.tile_m)
+        return self.schedule.line if self.tokens_contiguous_in_k else math.gcd(_WHOLE_LINE, self.rows)
 
     @property
     def weights_line(self) -> int:
@@ -116,7 +131,7 @@ class Plan:
     @property
     def copies(self) -> int:
         """Copies that fill a stage."""
-        return 1 + self.problem.parts
+        return self.schedule.warpgroups * (1 + self.problem.parts)
 
     @property
     def bytes_per_stage(self) -> int:
@@ -128,8 +143,12 @@ class Plan:
     def stages(self) -> int:
         """Stages of the ring: as many as leave room for a second CTA, or what one CTA can have if that is below 3.
 
-        A second CTA multiplies while the first one starts or writes its tile.
+        A second CTA multiplies while the first one starts or writes its tile. Registers have no room for a second CTA
+        of several warpgroups.
         """
+        if self.schedule.warpgroups > 1:
+            fitting = nvidia.shared_memory() // self.bytes_per_stage
+            return min(_MAX_STAGES, max(2, self.k_steps), fitting, self.schedule.stages or fitting)
         halved = (nvidia.shared_memory_of_multiprocessor() // 2 - nvidia.SHARED_MEMORY_RESERVED) // self.bytes_per_stage
         alone = nvidia.shared_memory() // self.bytes_per_stage
         return min(_MAX_STAGES, max(2, self.k_steps), halved if halved >= 3 else min(3, alone))
@@ -142,21 +161,25 @@ class Plan:
     def unmet_requirements(self) -> list[str]:
         """Returns the requirements that this plan does not meet; an empty list if the kernel can be built."""
         s, problem = self.schedule, self.problem
-        accumulators = problem.parts * s.tile_m * s.tile_n // 128
+        accumulators = problem.parts * s.tile_m * s.tile_n // (128 * s.warpgroups)
         requirements = {
             "row_warps 1, 2 or 4": s.row_warps in (1, 2, 4),
             "lines of 32 or 64": s.line in (32, 64) and s.lines >= 1,
-            "tile_m in multiples of 16 * row_warps": s.tile_m > 0 and s.tile_m % row_unit(s.row_warps) == 0,
+            "1 or 2 warpgroups": s.warpgroups in (1, 2),
+            "tile_m in multiples of 16 * row_warps for each warpgroup": s.tile_m > 0
+            and s.tile_m % (s.warpgroups * row_unit(s.row_warps)) == 0,
+            "a cluster of 1, or of 2 with two warpgroups, a copy engine and no experts": s.cluster == 1
+            or (s.cluster == 2 and s.warpgroups == 2 and nvidia.has_copy_engine() and not problem.experts),
             "tile_n in multiples of 32 / row_warps": s.tile_n > 0 and s.tile_n % column_unit(s.row_warps) == 0,
             f"up to {MAX_ACCUMULATORS} accumulators a thread": accumulators <= MAX_ACCUMULATORS,
-            "tiles of 64 where K is not the last axis": (self.tokens_contiguous_in_k or s.tile_m % _WHOLE_LINE == 0)
+            "tiles of 64 where K is not the last axis": (self.tokens_contiguous_in_k or self.rows % _WHOLE_LINE == 0)
             and (self.weights_contiguous_in_k or s.tile_n % _WHOLE_LINE == 0),
             # Each of the four warps copies blocks of 8 lines.
             "four blocks of 8 lines in a stage of each operand": all(
                 (shape[0] // 8) % 4 == 0 or ((shape[0] // 8) % 2 == 0 and (shape[1] // line) % 2 == 0)
                 for shape, line in (
                     (self.tokens_shape, self.tokens_line),
-                    (self.weights_shape, self.weights_line),
+                    ((self.weights_shape[0] // s.warpgroups, self.weights_shape[1]), self.weights_line),
                 )
             ),
         }
@@ -180,8 +203,25 @@ def default_schedule(problem: Problem) -> Schedule:
         return Schedule(16, narrow, 1, line=64, lines=2)
     if m <= 32 and not rows_in_64s:
         return Schedule(32, 64 if columns_in_64s else 32, 2, line=64)
+    shared = shared_stages(problem)
+    fills_chip = pl.cdiv(m, shared.tile_m) * pl.cdiv(n, shared.tile_n) >= multiprocessors()
+    # Tiles of 256 tokens may not compute many more rows than tiles of 128 would.
+    few_padded = 8 * (round_up(m, shared.tile_m) - round_up(m, 128)) <= m
+    if m > 128 and few_padded and fills_chip and shared.fits(problem):
+        return shared
     large = Schedule(128, 128 // parts, 2, panel=8)
     wide = pl.cdiv(m, 128) * pl.cdiv(n, large.tile_n) >= 2 * multiprocessors()
     if m > 64 and wide and not (columns_in_64s and large.tile_n % 64):
         return large
     return Schedule(64, 64, 2, panel=8)
+
+
+def shared_stages(problem: Problem) -> Schedule:
+    """Returns the schedule of two warpgroups that read the least from the L2 cache, for enough tokens to fill tiles."""
+    # Half lines where whole ones leave room for two stages only: the copies of one must not wait for the other's use.
+    schedule = Schedule(256, 128 // problem.parts, 2, line=_WHOLE_LINE, panel=4, warpgroups=2)
+    if Plan(problem, schedule).bytes_per_stage * 3 > nvidia.shared_memory():
+        schedule = dataclasses.replace(schedule, line=_WHOLE_LINE // 2)
+    if nvidia.architecture()[0] in _MULTICASTING and not problem.experts:
+        schedule = dataclasses.replace(schedule, cluster=2)
+    return schedule
