@@ -232,7 +232,7 @@ def _plain_gathered(sums: Array, buffer: Any, *, parts: int) -> tuple[Array, ...
     out=lambda sums, _, *, parts: (plgpu.ShapeDtypeStruct(sums.shape, ACCUMULATOR, layout=MATRIX),) * parts,
 )
 def gathered(sums: Any, buffer: Any, *, parts: int) -> Any:
-    """Returns each part's sums `[ROWS, columns]` of a spread operand, its rows in order; only `FEW_ROWS` have a meaning.
+    """Returns each part's sums `[ROWS, columns]` of a spread operand, its rows in order; `FEW_ROWS` have a meaning.
 
     All threads of the warpgroup meet in it.
 

@@ -176,6 +176,10 @@ class PackedPlan(Plan):
             or (codes.group % 8 == 0 and max(codes.group, self.tile_k) % min(codes.group, self.tile_k) == 0),
             "full rows for two warpgroups": s.warpgroups == 1 or self.rows == self.padded_rows or not self.wideners,
             "64 rows or fewer of a warpgroup that widens": self.wideners > 0 or self.rows <= MATRIX_ROWS,
+            # With more, the compiler waits for each product before the next one's operand.
+            "up to two full operands in a stage": self.wideners > 0
+            or s.lines * self.accumulators <= 2
+            or (self.fill.is_spread and self.problem.parts == 1),
             # The compiler allots the registers of one instruction from those with which a thread starts.
             "columns of one `wgmma` that leave registers": self.columns // 2 + 32
             <= device.registers_at_start(s.warpgroups + self.wideners + 1),
@@ -485,7 +489,8 @@ class PackedCta(Cta):
                 plgpu.barrier_wait(scratch.loaded.at[slot])
                 by_part = [arrays(slot, part) for part in range(parts)]
                 is_first = True
-                for total, refs in zip(sums, [sum(by_part, [])] if fill.is_spread else by_part, strict=True):
+                of_sums = [[ref for refs in by_part for ref in refs]] if fill.is_spread else by_part
+                for total, refs in zip(sums, of_sums, strict=True):
                     words: Any = None
                     for line in range(plan.schedule.lines):
                         if line * LINE % fill.batch == 0:
@@ -518,6 +523,14 @@ _MEMORY_BANDWIDTH: Final = 4.6e12
 _BYTES_RECEIVED_PER_CYCLE: Final = 58.0
 _WIDENED_PER_CYCLE: Final = {1: 14.0, 2: 24.0, 3: 30.0}
 """Estimated numbers that one, two or three warpgroups widen per cycle."""
+_INSTRUCTIONS_PER_PAIR: Final = {"int4": 7.0, "e2m1": 9.0, "e4m3": 9.0}
+"""Estimated instructions of a warp for two neighbouring numbers of each row, with their share of loads."""
+_CYCLES_PER_INSTRUCTION: Final = 1.15
+"""Estimated cycles of an instruction where warps hide each other's latency."""
+_CYCLES_OF_A_WARP: Final = 1.6
+"""Estimated cycles of an instruction of a warp that is alone on its scheduler."""
+_MIN_RESIDENT_WGMMA_CYCLES: Final = 18.0
+"""Estimated fewest cycles of a `wgmma` whose row operand is in registers."""
 _SHARED_BYTES_PER_CYCLE: Final = 110.0
 _MIN_WGMMA_CYCLES: Final = 26.0
 _CYCLES_PER_STEP: Final = 12.0
@@ -527,18 +540,24 @@ _CYCLES_PER_TILE: Final = 5000.0
 @functools.cache
 def default_plan(problem: Problem, codes: Codes) -> PackedPlan | None:
     """Returns the plan of the lowest estimated time, or None if none fits."""
-    tokens = round_up(min(problem.m, 192), 8)
+    return min(candidates(problem, codes), key=estimated_seconds, default=None)
+
+
+def candidates(problem: Problem, codes: Codes) -> list[PackedPlan]:
+    """Returns the plans worth trying, of warpgroups that widen their own rows."""
+    tokens = round_up(min(problem.m, 256), 8)
     tiles_m = {8} if tokens == 8 else {tokens, *(size for size in (16, 32, 64, 96, 128, 192) if size < tokens)}
     plans = [
-        PackedPlan(problem, Schedule(tile_m, tile_n, warpgroups=warpgroups, lines=lines, panel=panel), codes, wideners)
-        for warpgroups, wideners in REGISTERS
-        for tile_n in ((128,) if warpgroups == 2 else (16, 24, 32, 40, 48, 56, 64))
+        PackedPlan(
+            problem, Schedule(tile_m, rows * warpgroups, warpgroups=warpgroups, lines=lines, panel=panel), codes, 0
+        )
+        for warpgroups in REGISTERS_OF_WIDENING_CONSUMERS
+        for rows in range(8, MATRIX_ROWS + 8, 8)
         for tile_m in sorted(tiles_m)
         for lines in (1, 2, 4)
         for panel in ((1,) if problem.m <= 512 else (8,))
     ]
-    fitting = [plan for plan in plans if not plan.unmet_requirements()]
-    return min(fitting, key=estimated_seconds, default=None)
+    return [plan for plan in plans if not plan.unmet_requirements()]
 
 
 def estimated_seconds(plan: PackedPlan) -> float:
@@ -549,10 +568,19 @@ def estimated_seconds(plan: PackedPlan) -> float:
     wgmma = matrix_rows / MATRIX_ROWS * plan.tile_k / 16 * max(plan.columns / 2, _MIN_WGMMA_CYCLES)
     # Copied, read and stored by the wideners, and read by the matrix unit with padded rows.
     shared = 2 * plan.bytes_per_stage + 2 * weights + 2 * matrix_rows * plan.tile_k
+    if plan.wideners:
+        widened = weights / _WIDENED_PER_CYCLE[plan.wideners]
+    else:
+        # A warp of each of the four schedulers has the same work, also for rows beyond the tile.
+        shared = 2 * plan.bytes_per_stage + s.warpgroups * plan.accumulators * 2 * plan.columns * plan.tile_k
+        filled = 1 if plan.fill.is_spread and p.parts == 1 else 2 * plan.accumulators
+        instructions = filled * plan.tile_k / 8 * _INSTRUCTIONS_PER_PAIR[plan.codes.numbers]
+        widened = instructions * max(s.warpgroups * _CYCLES_PER_INSTRUCTION, _CYCLES_OF_A_WARP)
+        wgmma = s.warpgroups * plan.accumulators * plan.tile_k / 16 * max(plan.columns / 2, _MIN_RESIDENT_WGMMA_CYCLES)
     step = max(
         wgmma,
         plan.bytes_per_stage / _BYTES_RECEIVED_PER_CYCLE,
-        weights / _WIDENED_PER_CYCLE[plan.wideners],
+        widened,
         shared / _SHARED_BYTES_PER_CYCLE,
     )
     waves = pl.cdiv(math.prod(plan.grid), plan.clusters)
