@@ -25,8 +25,10 @@ _MIN_ROWS = 64
 """Rows of a serving engine's smallest step with prefills."""
 _MIN_DRAFTED_ROWS = 16
 """Rows of a serving engine's smallest step with guessed tokens."""
-_MAX_DRAFTED = 128
-"""Maximum number of guessed tokens in a step of a serving engine."""
+_MAX_DRAFTED = 320
+"""Maximum number of guessed tokens in a step of a serving engine: five for each of 64 sequences."""
+_DRAFTED_ROWS = 128, 512
+"""Rows of further steps of a serving engine with guesses: 16 and 64 sequences verify theirs in as many."""
 _MAX_ROWS = 8192
 """Maximum rows of a step with prefills if the caller fixes only the length of chunks."""
 _BIASED: Final = 512
@@ -50,14 +52,21 @@ class BatchShape:
     prefills: int
     sampled: int
 
-    def fits(self, step: ScheduledStep) -> bool:
-        """Returns whether a step fits into the shape."""
-        if len(step.chunks) + sum(chunk.drafted for chunk in step.prefills) > self.sampled:
-            return False
-        if not step.prefills:
-            return len(step.decodes) <= self.decodes
+    @classmethod
+    def needed_by(cls, step: ScheduledStep) -> "BatchShape":
+        """Returns the smallest capacities that a step needs."""
         rows = sum(padded_rows(chunk.count) for chunk in step.prefills)
-        return len(step.decodes) <= self.decodes and rows <= self.rows and len(step.prefills) <= self.prefills
+        sampled = len(step.decodes) + sum(chunk.sampled for chunk in step.prefills)
+        return cls(len(step.decodes), rows, len(step.prefills), sampled)
+
+    def fits(self, needed: "BatchShape") -> bool:
+        """Returns whether all capacities are at least as large as needed."""
+        return (
+            needed.sampled <= self.sampled
+            and needed.decodes <= self.decodes
+            and needed.rows <= self.rows
+            and needed.prefills <= self.prefills
+        )
 
 
 class BatchShapes:
@@ -75,10 +84,12 @@ class BatchShapes:
         request. A sequence may have up to `drafts` guessed tokens in a step."""
         decodes = _sizes(1, slots)
         smallest = _MIN_ROWS if not drafts else _MIN_DRAFTED_ROWS
-        prefills = {
-            rows: min(slots, rows // QUERY_UNIT)
-            for rows in _sizes(min(smallest, padded_rows(token_budget)), padded_rows(token_budget))
-        }
+        most = padded_rows(token_budget)
+        sizes = _sizes(min(smallest, most), most)
+        if drafts:
+            needed = min(most, slots * padded_rows(1 + drafts))
+            sizes = sorted({*sizes, *(rows for rows in _DRAFTED_ROWS if rows <= needed)})
+        prefills = {rows: min(slots, rows // QUERY_UNIT) for rows in sizes}
         drafted = min(slots * drafts, _MAX_DRAFTED)
         sampled = [*decodes, slots + drafted] if drafted else decodes
         # In steps with prefills, unused room for decodes costs little, so every other size is enough.
@@ -131,7 +142,8 @@ class BatchShapes:
 
     def smallest(self, step: ScheduledStep, is_ready: Callable[[BatchShape], bool] = lambda _: True) -> BatchShape:
         """Returns the cheapest ready shape that a step fits into."""
-        return next(shape for shape in self._shapes if shape.fits(step) and is_ready(shape))
+        needed = BatchShape.needed_by(step)
+        return next(shape for shape in self._shapes if shape.fits(needed) and is_ready(shape))
 
 
 def _sizes(first: int, last: int) -> list[int]:

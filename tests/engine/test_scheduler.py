@@ -494,6 +494,18 @@ def test_a_step_gets_the_cheapest_shape_that_holds_it() -> None:
     assert shapes.smallest(step, lambda shape: shape.decodes != 1) == BatchShape(4, 0, 0, 4)
 
 
+@pytest.mark.parametrize(
+    ("count", "shape"), [(1, (0, 16)), (8, (0, 64)), (16, (0, 128)), (32, (0, 256)), (64, (0, 512))]
+)
+def test_guesses_of_many_sequences_have_a_shape_without_many_empty_rows(count: int, shape: tuple[int, int]) -> None:
+    shapes = BatchShapes.for_serving(256, 2048, 7)
+    assert len(list(shapes)) <= 40
+    drafted = [ScheduledChunk(sequence((1,)), 0, 6, True, False, drafted=5) for _ in range(count)]
+    smallest = shapes.smallest(ScheduledStep((), tuple(drafted)))
+    assert (smallest.decodes, smallest.rows) == shape and smallest.sampled >= 6 * count
+    assert shapes.limits.drafts >= 5 * count
+
+
 def test_a_pool_of_no_pages_is_refused() -> None:
     with pytest.raises(ValueError, match="PagePool: num_pages is 0; accepted: at least 1"):
         PagePool(0)

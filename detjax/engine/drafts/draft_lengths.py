@@ -7,9 +7,16 @@ _FIRST_ACCEPTANCE: Final = 0.7
 """The share of right guesses that is assumed at first."""
 _WEIGHT: Final = 0.1
 """The weight of the newest guess in the running share."""
-_LEAST: Final = (16, 0.12), (64, 0.25), (150, 0.6)
-"""For steps of up to a number of sequences, the least probability with which a guess must count to be worth its row.
-Up to 16 rows a step takes as long as with one; with more than 150 the device is busy, and nothing is guessed."""
+_LEAST: Final = 0.12
+"""The least probability with which a guess must count to be worth its row of logits."""
+_FREE: Final = 16
+"""Sequences whose guesses cost next to nothing. The rows of each are padded to `QUERY_UNIT`, however many it guesses,
+and a step of 128 rows takes as long as one of a row for each sequence: it waits for the weights."""
+_SHARE: Final = 0.024
+"""The time that each further sequence adds to a step with guesses, as a share of the time of a step without, from the
+peak and the bandwidth of an H200. Both grow with the model, so the share is about the same for all."""
+_MOST: Final = 150
+"""With more sequences the device is busy, and nothing is guessed."""
 _PAUSE: Final = 32
 """Tokens after which a sequence without guesses gets one again."""
 _LONGEST_WAIT: Final = 8
@@ -51,12 +58,16 @@ type DraftLengths = Callable[[int, Acceptance], int]
 """A rule for the number of tokens to guess for one sequence, given the number of sequences. No bit depends on it."""
 
 
-def tuned_length(sequences: int, acceptance: Acceptance) -> int:
-    """Returns the number of guesses that are each likely enough to count."""
-    least = next((least for most, least in _LEAST if sequences <= most), None)
-    if least is None or acceptance.waits:
+def tuned_length(sequences: int, acceptance: Acceptance, most: int = 16) -> int:
+    """Returns the number of guesses, up to `most`, that are each likely enough to count.
+
+    It is 0 if the tokens expected of a step are fewer than steps without guesses have in the same time.
+    """
+    if sequences > _MOST or acceptance.waits:
         return 0
-    count, probability = 0, acceptance.share
-    while probability >= least and count < 16:
-        count, probability = count + 1, probability * acceptance.share
+    count, probability, tokens = 0, acceptance.share, 1.0
+    while probability >= _LEAST and count < most:
+        count, tokens, probability = count + 1, tokens + probability, probability * acceptance.share
+    if tokens < 1 + _SHARE * max(0, sequences - _FREE):
+        count = 0
     return max(count, 1) if acceptance.silent >= _PAUSE else count

@@ -1,5 +1,6 @@
 """Drafting: decides which sequences of a step get guesses and how many, and keeps the guesses that can be right."""
 
+import functools
 import itertools
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
@@ -22,12 +23,13 @@ class Drafting:
         accepted_at: number of guesses at each position of a draft that were right, as all before them.
     """
 
-    def __init__(self, drafter: Drafter, most: int, vocabulary: int, lengths: DraftLengths = tuned_length) -> None:
-        """Drafting for a model with `vocabulary` logits."""
+    def __init__(self, drafter: Drafter, most: int, vocabulary: int, lengths: DraftLengths | None = None) -> None:
+        """Drafting for a model with `vocabulary` logits. Default lengths: `tuned_length`."""
         self.drafter, self.most = drafter, most
         self.proposed = 0
         self.accepted_at = [0] * most
-        self._vocabulary, self._lengths = vocabulary, lengths
+        self._vocabulary = vocabulary
+        self._lengths: DraftLengths = lengths or functools.partial(tuned_length, most=most)
         self._acceptance: WeakKeyDictionary[Sequence, Acceptance] = WeakKeyDictionary()
         self._ahead: WeakKeyDictionary[Sequence, LookAhead] = WeakKeyDictionary()
         self._forced: dict[Sequence, Seq[int]] = {}
