@@ -20,7 +20,8 @@ from detjax.runtime import compilation
 _MODULES = backend_modules("elements", kernels=["hopper"], mma="hopper")
 _WITHOUT_STOCK = _MODULES | {"stock": "detjax.portable.elements"}
 _MAP_ELEMENTS = Operation("map_elements", _WITHOUT_STOCK)
-_SLICE_SQUARES = Operation("slice_squares", _WITHOUT_STOCK)
+_ROW_SQUARES = Operation("row_squares", _WITHOUT_STOCK)
+_SUMS_IN_ORDER = Operation("sums_in_order", _WITHOUT_STOCK)
 _ADD = Operation("add", _MODULES)
 _SCALE = Operation("scale", _MODULES)
 _SIGMOID = Operation("sigmoid", _MODULES)
@@ -53,7 +54,23 @@ def slice_squares(leaf: Float[Array, "..."], slices: int) -> Float32[Array, "sli
     The elements, padded with zeros, are divided into `slices` slices of rows of `contract.LANES` elements. A row is
     added as the contract adds rows, and then to the sum of the previous rows.
     """
-    return _SLICE_SQUARES.module().slice_squares(leaf, slices)
+    return sums_in_order([row_squares(leaf, slices)])[0]
+
+
+def row_squares(leaf: Float[Array, "..."], slices: int) -> Float32[Array, "slices rows"]:
+    """Returns the sum of squares of each row of each slice of an array; see `slice_squares`."""
+    return _ROW_SQUARES.module().row_squares(leaf, slices)
+
+
+def sums_in_order(numbers: Sequence[Float32[Array, "runs _"]]) -> tuple[Float32[Array, "runs"], ...]:
+    """Returns the sums of runs of numbers, which begin with 0 and are added from the first number to the last.
+
+    GPUs add all runs of all arrays at the same time.
+
+    Args:
+        numbers: arrays with a run in each row; the arrays' runs may have different lengths.
+    """
+    return _SUMS_IN_ORDER.module().sums_in_order(numbers)
 
 
 @compilation.jit

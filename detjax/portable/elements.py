@@ -1,15 +1,16 @@
 """Elementwise functions, and sums of squares, in plain JAX: no bit depends on shapes or the surrounding program."""
 
 import functools
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+import numpy as np
 from jaxtyping import Array, PyTree
 
-from detjax.contract import LANES, PORTABLE_ROWS
+from detjax.contract import ACCUMULATOR, LANES
 from detjax.operands.numerics import round_up
 from detjax.portable.tiles import fold_rows, map_rows, row_sum
 from detjax.runtime import backends
@@ -47,18 +48,25 @@ def map_elements(
     return jax.tree.map(lambda x: x.reshape(-1)[:size].reshape(shape), results)
 
 
-def slice_squares(leaf: Array, slices: int) -> Array:
-    """Returns `[slices]` float32, the sum of the squares of each slice of an array; see `detjax.ops.elements`."""
+def row_squares(leaf: Array, slices: int) -> Array:
+    """Returns `[slices, rows]` float32; see `detjax.ops.elements.row_squares`."""
     flat = leaf.reshape(-1)
     flat = jnp.pad(flat, (0, round_up(flat.size, slices * LANES) - flat.size))
-    return lax.map(_sum_of_squares, flat.reshape(slices, -1, LANES))
+    return map_rows(lambda rows, _: row_sum(rows * rows)[:, 0], flat.reshape(-1, LANES), None).reshape(slices, -1)
 
 
-def _sum_of_squares(rows: Array) -> Array:
-    """The sum of the squares of rows `[M, LANES]`, added row by row."""
+def sums_in_order(numbers: Sequence[Array]) -> tuple[Array, ...]:
+    """Returns float32 `[S]` for each array `[S, R]`; see `detjax.ops.elements.sums_in_order`."""
 
-    def add(carry: Array, rows: Array, _: None) -> Array:
-        sums = row_sum(rows * rows)[:, 0]
-        return functools.reduce(jnp.add, [sums[row] for row in range(PORTABLE_ROWS)], carry)
+    def add(total: Array, columns: Array, _: None) -> Array:
+        return functools.reduce(jnp.add, list(columns), total)
 
-    return fold_rows(add, jnp.float32(0), rows, None)
+    lengths: dict[int, list[int]] = defaultdict(list)
+    for index, x in enumerate(numbers):
+        lengths[x.shape[1]].append(index)
+    sums: dict[int, Array] = {}
+    for indices in lengths.values():  # a loop for all runs of a length, since arrays often have equal shapes
+        runs = jnp.concatenate([numbers[index] for index in indices])
+        totals = fold_rows(add, jnp.zeros(len(runs), ACCUMULATOR), runs.T, None)
+        sums |= zip(indices, jnp.split(totals, np.cumsum([len(numbers[index]) for index in indices])[:-1]), strict=True)
+    return tuple(sums[index] for index in range(len(numbers)))

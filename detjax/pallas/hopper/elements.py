@@ -18,8 +18,8 @@ from detjax.contract import ACCUMULATOR, LANE_GROUP, LANES
 from detjax.operands.numerics import ceil_div
 from detjax.operands.rounding import rounding_by_conversion
 from detjax.pallas.hopper.device import WARP, WARPGROUP
+from detjax.pallas.hopper.ordered_sums import sums_in_order as sums_in_order
 from detjax.pallas.hopper.rows import NO_AUTO_BARRIERS, layout, rounded_squares, row_sums
-from detjax.pallas.hopper.token_sums import chain
 
 PIECE: Final = LANE_GROUP * WARPGROUP
 """Elements that a warpgroup processes at the same time."""
@@ -71,14 +71,11 @@ def map_elements(
     return jax.tree.unflatten(tree, [results[index][:size].reshape(shape) for index in range(len(leaves))])
 
 
-def slice_squares(leaf: Array, slices: int) -> Array:
-    """Returns `[slices]` float32; see `detjax.portable.elements.slice_squares`."""
+def row_squares(leaf: Array, slices: int) -> Array:
+    """Returns `[slices, rows]` float32; see `detjax.ops.elements.row_squares`."""
     flat = leaf.reshape(-1)
     rows = ceil_div(flat.size, slices * LANES) * slices
-    sums = _row_squares(jnp.pad(flat, (0, rows * LANES - flat.size)).reshape(rows, LANES))
-    row_totals = sums.reshape(slices, -1).T
-    missing = -slices % LANE_GROUP
-    return chain(jnp.zeros(slices + missing, ACCUMULATOR), jnp.pad(row_totals, ((0, 0), (0, missing))))[:slices]
+    return _row_squares(jnp.pad(flat, (0, rows * LANES - flat.size)).reshape(rows, LANES)).reshape(slices, -1)
 
 
 def _row_squares(rows: Array) -> Array:

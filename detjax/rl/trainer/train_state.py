@@ -18,7 +18,7 @@ from detjax.contract import ACCUMULATOR
 from detjax.models.network import Weights
 from detjax.operands.adapted_weight import AdaptedWeight
 from detjax.operands.rounding import rounded
-from detjax.ops.elements import map_elements, slice_squares
+from detjax.ops.elements import map_elements, row_squares, sums_in_order
 from detjax.rl.trainer.optimizers import OnePassOptimizer, norm_of_slices
 from detjax.rl.trainer.placement import Flat, Placement
 from detjax.rl.trainer.trained_weights import (
@@ -94,7 +94,7 @@ def update(
     squares: dict[int, Array] = {}
     for indices in groups:
         squares |= zip(indices, _squares_program(placement)(tuple(gradients[i] for i in indices)), strict=True)
-    norm, scale = _norm_program(max_norm)(tuple(squares[index] for index in trained))
+    norm, scale = _norm_program(placement, max_norm)(tuple(squares[index] for index in trained))
     program = _update_program(optimizer, placement, donated)
     masters, optimizer_states = list(state.masters), list(state.optimizer)
     del state
@@ -110,20 +110,23 @@ def update(
 @functools.lru_cache(maxsize=32)
 def _squares_program(placement: Placement) -> Callable[[tuple[Flat, ...]], tuple[Array, ...]]:
     def squares(leaves: tuple[Flat, ...]) -> tuple[Array, ...]:
-        return tuple(placement.gathered(slice_squares(leaf, placement.local_shards)) for leaf in leaves)
+        return tuple(row_squares(leaf, placement.local_shards) for leaf in leaves)
 
-    return compilation.jit(placement.on_devices(squares, (placement.spec,), P()))
+    return compilation.jit(placement.on_devices(squares, (placement.spec,), placement.spec))
 
 
-@functools.cache
-def _norm_program(max_norm: float | None) -> Callable[[tuple[Array, ...]], tuple[Array, Array | None]]:
+@functools.lru_cache(maxsize=32)
+def _norm_program(
+    placement: Placement, max_norm: float | None
+) -> Callable[[tuple[Array, ...]], tuple[Array, Array | None]]:
     def norm_and_scale(squares: tuple[Array, ...]) -> tuple[Array, Array | None]:
-        norm = norm_of_slices(jnp.stack(squares))
+        # One program for all leaves: a long sum in order is bound by latency, and many take as long as the longest.
+        norm = norm_of_slices(jnp.stack([placement.gathered(x) for x in sums_in_order(squares)]))
         if max_norm is None:
             return norm, None
         return norm, jax.lax.optimization_barrier(jnp.float32(max_norm) / jnp.maximum(norm, jnp.float32(max_norm)))
 
-    return compilation.jit(norm_and_scale)
+    return compilation.jit(placement.on_devices(norm_and_scale, (placement.spec,), P()))
 
 
 @functools.lru_cache(maxsize=32)

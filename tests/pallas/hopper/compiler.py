@@ -650,7 +650,11 @@ def programs() -> dict[str, Program]:
                 ("of 8192 tokens", 8192, 2048, 12288, {"residual": True}),
             )
         },
-        "squares of a leaf": (partial(elements.slice_squares, slices=8), [array(1024 * 3072, dtype="float32")]),
+        "squares of a leaf": (partial(elements.row_squares, slices=8), [array(1024 * 3072, dtype="float32")]),
+        "sums of runs": (
+            lambda *x: elements.sums_in_order(x),
+            [array(8, 6144, dtype="float32"), array(1, 100, dtype="float32")],
+        ),
     }
 
 

@@ -14,7 +14,7 @@ import detjax
 from detjax import ops
 from detjax.operands.options import Epilogue
 from detjax.ops import AccumulatedWeight, RotaryEmbedding
-from detjax.pallas.hopper import elements, embedding, norm_gradient, rope_gradient, token_sums
+from detjax.pallas.hopper import elements, embedding, norm_gradient, ordered_sums, rope_gradient, token_sums
 from detjax.pallas.hopper.matmul.kernel import Operands, product, product_keeping_sums
 from detjax.pallas.hopper.matmul.plan import Schedule
 from detjax.pallas.hopper.token_sums import CHAIN_SLOTS, CHAIN_STEPS
@@ -333,10 +333,27 @@ def test_squares_of_slices(size: int, slices: int) -> None:
     leaf = np.random.default_rng(0).integers(-9, 10, size).astype(np.float32)
 
     def by(module: Any) -> Callable[[jax.Array], jax.Array]:
-        return lambda leaf: module.slice_squares(leaf, slices)
+        return lambda leaf: module.sums_in_order([module.row_squares(leaf, slices)])[0]
 
     lowered(by(elements), leaf)
     assert_same_bits(interpreted(by(elements), leaf), np.asarray(jax.jit(by(portable_elements))(leaf)))
+
+
+@pytest.mark.parametrize("copies", [True, False], ids=["copy engine", "threads"])
+def test_runs_of_different_lengths_are_added_in_order(copies: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ordered_sums, "has_copy_engine", lambda: copies)
+    monkeypatch.setattr(ordered_sums, "LINES", 2)
+    monkeypatch.setattr(ordered_sums, "SLOTS", 2)
+    random = np.random.default_rng(0)
+    numbers = [random.standard_normal(shape).astype(np.float32) for shape in ((1, 1), (2, 1300), (1, 256), (3, 257))]
+
+    def by(module: Any) -> Callable[..., Any]:
+        return lambda *numbers: module.sums_in_order(numbers)
+
+    lowered(by(elements), *numbers)
+    expected = [np.add.accumulate(x, axis=1)[:, -1] for x in numbers]
+    assert_same_bits(interpreted(by(elements), *numbers), expected)
+    assert_same_bits([np.asarray(x) for x in jax.jit(by(portable_elements))(*numbers)], expected)
 
 
 def test_heads_that_the_kernel_does_not_serve_are_told_apart() -> None:
