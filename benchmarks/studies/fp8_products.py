@@ -37,6 +37,7 @@ from detjax.operands.quantized_weight import QuantizedFormat, QuantizedWeight
 from detjax.pallas.hopper import device, matmul, quantized_matmul
 from detjax.pallas.hopper.mosaic.layouts import swizzled_lines
 from detjax.pallas.hopper.quantized.rows import quantized_groups
+from detjax.pallas.hopper.quantized.scaled import scaled_plan, scaled_product
 from detjax.portable.quantized_matmul import quantized_rows
 from detjax.runtime import compilation
 from detjax.runtime.threads import in_threads
@@ -62,6 +63,8 @@ QWEN3_8B: Final = {
 """Shapes of the weights whose products are timed."""
 TIMED: Final = (1, 16, 64, 256, 4096)
 """Numbers of rows of the timed products."""
+FEW: Final = 32
+"""Most rows of a plan that sends products."""
 
 _BLOCK: Final = 128
 _TILE: Final = 64
@@ -70,11 +73,12 @@ _REPEATS: Final = 2000
 
 
 class Case(NamedTuple):
-    """A product: its name, operands or their shapes, and epilogue."""
+    """A product: its name, operands or their shapes, epilogue, and the form of its plan; see `ScaledPlan`."""
 
     name: str
     operands: MatmulOperands
     epilogue: Epilogue
+    sends_products: bool
 
 
 def study(run: Run) -> Result:
@@ -173,7 +177,7 @@ def compared_products() -> Iterator[tuple[str, list[str]]]:
     """Yields, by format and rows, how the kernel differs from a product for each block."""
     cases = list(product_cases())
     for case, programs in zip(cases, in_threads(_both, cases), strict=True):
-        name, operands, _ = case
+        name, operands = case[:2]
         if isinstance(programs, Exception):
             yield name, [reason(programs)]
             continue
@@ -206,7 +210,10 @@ def product_cases(numbers_of_rows: Sequence[int] = ROWS) -> Iterator[Case]:
         residual = jnp.asarray(draw.standard_normal((rows, n)), "bfloat16") if has_both else None
         name = f"{activations}, {scale_dtype} scales, {activation}, {'bias, residual, ' * has_both}{rows} rows"
         operands = MatmulOperands(x, jax.tree.map(jnp.asarray, w), bias, residual)
-        yield Case(f"product of {name}", operands, Epilogue(activation, gated=bool(parts)))
+        epilogue = Epilogue(activation, gated=bool(parts))
+        yield Case(f"product of {name}", operands, epilogue, sends_products=False)
+        if rows <= FEW:
+            yield Case(f"product, sent, of {name}", operands, epilogue, sends_products=True)
 
 
 def _both(case: Case) -> list[Callable[[MatmulOperands], jax.Array]] | Exception:
@@ -219,8 +226,13 @@ def _both(case: Case) -> list[Callable[[MatmulOperands], jax.Array]] | Exception
 
 def _compiled(case: Case, *, is_composed: bool) -> Callable[[MatmulOperands], jax.Array]:
     def forward(operands: MatmulOperands) -> jax.Array:
-        options: dict[str, Any] = {"epilogue": case.epilogue, "out_dtype": operands.x.dtype}
-        return quantized_matmul.forward(operands, is_composed=is_composed, **options)
+        if is_composed:
+            options: dict[str, Any] = {"epilogue": case.epilogue, "out_dtype": operands.x.dtype}
+            return quantized_matmul.forward(operands, is_composed=True, **options)
+        plan = scaled_plan(operands, out_dtype=operands.x.dtype, sends_products=case.sends_products)
+        if plan is None:
+            raise ValueError(f"fp8_products: no plan serves {case.name}; accepted: products that the kernel takes")
+        return scaled_product(operands, plan, epilogue=case.epilogue)
 
     return compilation.compiled(detjax.jit(forward), case.operands)
 
@@ -229,27 +241,31 @@ def _compiled(case: Case, *, is_composed: bool) -> Callable[[MatmulOperands], ja
 
 
 def times() -> Iterator[tuple[str, dict[str, dict[str, float]]]]:
-    """Yields, by product and number of rows, the seconds of the kernels and of the plain product of bfloat16.
+    """Yields, by product and number of rows, the seconds of the kernel's forms and of the plain product of bfloat16.
 
     Rows are quantized by the kernel that does only this; its time counts. Weights come from memory.
     """
-    cases = [Case(name, _shapes(rows, *shape), _epilogue(shape)) for name, shape in QWEN3_8B.items() for rows in TIMED]
-    jobs = [(case, is_plain) for case in cases for is_plain in (False, True)]
-    programs = dict(zip([(id(case), is_plain) for case, is_plain in jobs], in_threads(_timed, jobs), strict=True))
-    for name, group in itertools.groupby(cases, lambda case: case.name):
+    jobs = [
+        (arm, Case(name, _shapes(rows, *shape), _epilogue(shape), arm == "sent"))
+        for name, shape in QWEN3_8B.items()
+        for rows in TIMED
+        for arm in ("plain", "kernel", *(["sent"] if rows <= FEW else []))
+    ]
+    compiled = zip(jobs, in_threads(_timed, jobs), strict=True)
+    for name, group in itertools.groupby(compiled, lambda job: job[0][1].name):
         by_rows: dict[str, dict[str, float]] = {}
-        weights = _weights(QWEN3_8B[name])
-        for case in group:
-            x = jax.random.normal(jax.random.key(1), case.operands.x.shape, jnp.bfloat16)
-            seconds = {}
-            for is_plain, arm in enumerate(("kernel", "plain")):
-                program = programs[id(case), bool(is_plain)]
-                if not isinstance(program, str):
-                    sets = [(MatmulOperands(x, w),) for w in weights[is_plain]]
-                    seconds[arm] = device_time(program, sets, calls=2 * len(sets))
-            by_rows[str(len(x))] = seconds | (
-                {"ratio": seconds["kernel"] / seconds["plain"]} if len(seconds) == 2 else {}
-            )
+        quantized, plain = _weights(QWEN3_8B[name])
+        for (arm, case), program in group:
+            shape = case.operands.x.shape
+            seconds = by_rows.setdefault(str(shape[0]), {})
+            if isinstance(program, str):
+                continue
+            x = jax.random.normal(jax.random.key(1), shape, jnp.bfloat16)
+            sets: list[Any] = [(MatmulOperands(x, w),) for w in (plain if arm == "plain" else quantized)]
+            seconds[arm] = device_time(program, sets, calls=2 * len(sets))
+        for seconds in by_rows.values():
+            arms = [arm for arm in ("kernel", "sent") if {arm, "plain"} <= {*seconds}]
+            seconds.update({f"{arm} / plain": seconds[arm] / seconds["plain"] for arm in arms})
         yield name, by_rows
 
 
@@ -266,21 +282,21 @@ def _epilogue(shape: tuple[int, ...]) -> Epilogue:
     return Epilogue("silu", gated=True) if len(shape) == 3 else Epilogue()
 
 
-def _timed(job: tuple[Case, bool]) -> Callable[[MatmulOperands], jax.Array] | str:
+def _timed(job: tuple[str, Case]) -> Callable[[MatmulOperands], jax.Array] | str:
     """Returns the program of a timed product, or why it cannot be compiled."""
-    case, is_plain = job
+    arm, case = job
 
     def multiply(operands: MatmulOperands) -> jax.Array:
         options: dict[str, Any] = {"epilogue": case.epilogue, "out_dtype": jnp.bfloat16}
         return matmul.forward(operands, layout="nk", **options)
 
     try:
-        if not is_plain:
+        if arm != "plain":
             return _compiled(case, is_composed=False)
-        dense = jax.ShapeDtypeStruct(case.operands.w.shape, jnp.bfloat16)
+        dense: Any = jax.ShapeDtypeStruct(case.operands.w.shape, jnp.bfloat16)
         return compilation.compiled(detjax.jit(multiply), case.operands._replace(w=dense))
     except Exception as failure:
-        command_line.print_line(f"{case.name}: {reason(failure)}")
+        command_line.print_line(f"{case.name}, {arm}: {reason(failure)}")
         return reason(failure)
 
 

@@ -90,6 +90,10 @@ def tall(w: QuantizedWeight) -> QuantizedWeight:
 
 
 CASES: dict[str, tuple[int, QuantizedWeight, Schedule | None, int]] = {
+    # Products pass shared memory.
+    "group, products": (11, e4m3_weight("group"), Schedule(8, 24, lines=2), 2),
+    "group, products of full rows": (20, with_scales(e4m3_weight("group"), "bfloat16"), Schedule(24, 48, lines=2), 3),
+    "row, products": (5, e4m3_weight("row"), Schedule(8, 32, lines=2), 1),
     # Tiles end beyond the last row and the last weight; the last block has 64 of 128 columns.
     "group": (11, e4m3_weight("group"), Schedule(8, 32, lines=2), 2),
     "group, two warpgroups": (
@@ -116,7 +120,8 @@ def test_blocks_are_scaled_and_added_in_the_contracts_order(name: str) -> None:
         plan = scaled_plan(operands, out_dtype="float32")
         assert plan is not None
         if schedule is not None:
-            plan = dataclasses.replace(plan, schedule=schedule, wideners=wideners)
+            sends = "products" in name
+            plan = dataclasses.replace(plan, schedule=schedule, wideners=wideners, sends_products=sends)
         return scaled_product(operands, plan, epilogue=Epilogue())
 
     y = interpreted(product, jnp.asarray(X[:m]), w)
@@ -142,7 +147,9 @@ def test_products_of_the_study_lower_for_cuda() -> None:
     for case in product_cases((17, 300)):
 
         def product(operands: MatmulOperands, case: Case = case) -> Any:
-            return quantized_matmul.forward(operands, is_composed=False, epilogue=case.epilogue, out_dtype="bfloat16")
+            plan = scaled_plan(operands, out_dtype="bfloat16", sends_products=case.sends_products)
+            assert plan is not None
+            return scaled_product(operands, plan, epilogue=case.epilogue)
 
         operands = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), case.operands)
         assert "scaled_matmul" in lowered(product, operands), case.name

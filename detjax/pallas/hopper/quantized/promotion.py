@@ -22,77 +22,114 @@ from detjax.pallas.hopper.mosaic.registers import (
     first_row_and_lane,
     int32,
     packed,
+    warp_and_lane,
 )
 
 
-def _plain_scales(token_scales: Any, weight_scales: Any, group: Array, first: Array, columns: int) -> tuple[Any, Any]:
+def _plain_scales(
+    token_scales: Any, group: Array, first: Array, weight_scales: Any, columns: int, is_spread: bool
+) -> tuple[Any, Any]:
     """Returns the scales of a tile's columns, `[1, columns]`, and rows, `[ROWS, 1]`."""
-    rows = jnp.minimum(first + jnp.arange(ROWS), weight_scales.shape[0] - 1)
-    block_scales = lax.dynamic_slice_in_dim(weight_scales[...], group, 1, axis=1)
-    return token_scales[...][None, :columns], block_scales[rows].astype(ACCUMULATOR)
+    place = jnp.arange(ROWS)
+    by_part = [
+        lax.dynamic_slice_in_dim(part[...], group, 1, axis=1).astype(ACCUMULATOR)[
+            jnp.minimum(first + (place // 16 * 8 + place % 8 if is_spread else place), part.shape[0] - 1)
+        ]
+        for part in weight_scales
+    ]
+    is_second = (place % 16 >= 8)[:, None]
+    return token_scales[...][None, :columns], jnp.where(is_second, by_part[-1], by_part[0])
 
 
 def _plain_promoted(
-    product: Array, total: Array, token_scales: Any, weight_scales: Any, group: Array, first: Array
+    product: Array,
+    total: Array,
+    token_scales: Any,
+    group: Array,
+    first: Array,
+    *weight_scales: Any,
+    is_spread: bool = False,
 ) -> Array:
-    tokens, weights = _plain_scales(token_scales, weight_scales, group, first, product.shape[1])
+    tokens, weights = _plain_scales(token_scales, group, first, weight_scales, product.shape[1], is_spread)
     # Rounds twice, like `fma`'s twin.
     scaled, total = lax.optimization_barrier((product * lax.optimization_barrier(tokens * weights), total))
     return scaled + total
 
 
 @primitive(
-    twin=_plain_promoted, args=(MATRIX, MATRIX, plgpu.RefType(), plgpu.RefType(), NUMBER, NUMBER), out=like(MATRIX)
+    twin=_plain_promoted,
+    args=lambda product, total, token_scales, group, first, *weight_scales, is_spread=False: [
+        *(MATRIX, MATRIX, plgpu.RefType(), NUMBER, NUMBER),
+        *[plgpu.RefType()] * len(weight_scales),
+    ],
+    out=like(MATRIX),
 )
-def promoted(product: Any, total: Any, token_scales: Any, weight_scales: Any, group: Any, first: Any) -> Any:
+def promoted(
+    product: Any, total: Any, token_scales: Any, group: Any, first: Any, *weight_scales: Any, is_spread: bool = False
+) -> Any:
     """Returns `fma(product, rn(s_x * s_w), total)`, `[ROWS, columns]` float32, for weights on the rows.
 
     Args:
         product: the products of a block.
         total: the sums before it.
         token_scales: float32 `[columns or more]` in shared memory.
-        weight_scales: `[rows, groups]` in shared memory. Rows of the tile beyond its end take the last one's.
         group: the group of the block in `weight_scales`.
         first: the row of `weight_scales` that is the tile's first.
+        weight_scales: `[rows, groups]` in shared memory, of each part if rows are spread, otherwise of one. Rows of the
+            tile beyond its end take the last one's.
+        is_spread: whether the rows are spread; see `fragments.Fill`.
     """
     # A factor of an fma cannot be fused with anything, so both roundings are the contract's.
     return _map_scaled(
         product,
         token_scales,
-        (weight_scales, group, first),
+        (group, first, weight_scales, is_spread),
         lambda place, s_x, s_w: math_dialect.fma(
             product.registers[place], arith.mulf(s_x, s_w), total.registers[place]
         ),
     )
 
 
-def _plain_scaled(total: Array, token_scales: Any, weight_scales: Any, group: Array, first: Array) -> Array:
-    tokens, weights = _plain_scales(token_scales, weight_scales, group, first, total.shape[1])
+def _plain_scaled(
+    total: Array, token_scales: Any, group: Array, first: Array, *weight_scales: Any, is_spread: bool = False
+) -> Array:
+    tokens, weights = _plain_scales(token_scales, group, first, weight_scales, total.shape[1], is_spread)
     return lax.optimization_barrier(tokens * lax.optimization_barrier(weights * total))
 
 
-@primitive(twin=_plain_scaled, args=(MATRIX, plgpu.RefType(), plgpu.RefType(), NUMBER, NUMBER), out=like(MATRIX))
-def scaled(total: Any, token_scales: Any, weight_scales: Any, group: Any, first: Any) -> Any:
+@primitive(
+    twin=_plain_scaled,
+    args=lambda total, token_scales, group, first, *weight_scales, is_spread=False: [
+        *(MATRIX, plgpu.RefType(), NUMBER, NUMBER),
+        *[plgpu.RefType()] * len(weight_scales),
+    ],
+    out=like(MATRIX),
+)
+def scaled(total: Any, token_scales: Any, group: Any, first: Any, *weight_scales: Any, is_spread: bool = False) -> Any:
     """Returns `rn(s_x * rn(s_w * total))`, `[ROWS, columns]` float32; see `promoted` for the operands."""
     return _map_scaled(
         total,
         token_scales,
-        (weight_scales, group, first),
+        (group, first, weight_scales, is_spread),
         lambda place, s_x, s_w: _product(s_x, _product(s_w, total.registers[place])),
     )
 
 
-def _map_scaled(like_this: Any, token_scales: Any, weights: tuple[Any, Any, Any], fn: Any) -> Any:
+def _map_scaled(like_this: Any, token_scales: Any, weights: tuple[Any, Any, Any, bool], fn: Any) -> Any:
     """Returns the array of `fn(place, token scales, weight scales)` for each register, which has two columns."""
-    weight_scales, group, first = weights
+    group, first, weight_scales, is_spread = weights
     row, lane = first_row_and_lane()
-    last = int32(weight_scales.type.shape[0] - 1)
+    if is_spread:
+        warp, in_warp = warp_and_lane()
+        row = arith.addi(arith.muli(warp, int32(UNIT)), arith.divui(in_warp, int32(4)))
     pair = ir.VectorType.get((2,), ir.F32Type.get())
     row_scales = []
     for half in range(2):
-        this_row = arith.addi(arith.addi(row, int32(8 * half)), first.registers.item())
-        place = as_index(arith.minui(this_row, last)), as_index(group.registers.item())
-        scale = memref.load(weight_scales, place)
+        source = weight_scales[min(half, len(weight_scales) - 1)]
+        this_row = arith.addi(row, first.registers.item())
+        this_row = this_row if is_spread else arith.addi(this_row, int32(8 * half))
+        place = as_index(arith.minui(this_row, int32(source.type.shape[0] - 1))), as_index(group.registers.item())
+        scale = memref.load(source, place)
         scale = scale if scale.type == pair.element_type else arith.extf(pair.element_type, scale)
         row_scales.append(packed([scale, scale]))
     registers = empty_registers(MATRIX, like_this.shape)

@@ -8,6 +8,11 @@ accumulator. The warpgroup then adds them to its sums, in the order and with the
     by rows:    acc = rn(acc + P_b), and at the end rn(s_x * rn(s_w * acc))
 
 A stage brings the scales of its group along.
+
+A plan has one of two forms. For many tokens, widened weights pass shared memory, and each warpgroup that multiplies
+adds its blocks to its sums. For few tokens, the products pass shared memory, which are less: the widening warpgroups
+take blocks in turn, widen their weights in registers (`exact_rows`) and multiply them, and one warpgroup adds all
+blocks in order.
 """
 
 import dataclasses
@@ -32,6 +37,8 @@ from detjax.pallas.hopper import device
 from detjax.pallas.hopper.matmul.kernel import Operands, padded
 from detjax.pallas.hopper.matmul.plan import MATRIX_ROWS, Problem, Schedule
 from detjax.pallas.hopper.mosaic.layouts import MATRIX
+from detjax.pallas.hopper.quantized.exact_rows import ExactFill, exact_rows
+from detjax.pallas.hopper.quantized.fragments import FEW_ROWS, gathered
 from detjax.pallas.hopper.quantized.packed import (
     REGISTERS,
     PackedArrays,
@@ -56,11 +63,22 @@ IS_ON: Final = os.environ.get(SWITCH) == "1"
 _LOOP_REGISTERS: Final = 56
 """Registers of a consumer in its loop that hold neither sums nor products."""
 
+_MAX_SENT_COLUMNS: Final = 32
+"""Most columns of products that pass shared memory."""
+
 _COLUMN_UNIT: Final = 32
 """Scales of tokens in shared memory are a multiple: the copy engine writes to multiples of 128 bytes."""
 
 _CYCLES_PER_BLOCK: Final = 100.0
 """Estimated cycles in which a warpgroup waits for a block's products and adds them to its sums, at least."""
+_CYCLES_PER_PRODUCT: Final = 350.0
+"""Estimated cycles in which a multiplier loads, converts and waits for a block, in addition to its products."""
+_MIN_REGISTER_CYCLES: Final = 18.0
+"""Estimated cycles of an instruction of the matrix unit with few columns, if rows come from registers."""
+_CYCLES_PER_TILE: Final = 3000.0
+_BYTES_RECEIVED_PER_CYCLE: Final = 58.0
+_MEMORY_BANDWIDTH: Final = 4.6e12
+_CLOCK: Final = 1.7e9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +87,37 @@ class ScaledPlan(PackedPlan):
 
     by_rows: bool = False
     """True if rows and weights have one scale each, not one for each block."""
+
+    sends_products: bool = False
+    """True if the wideners multiply, and products pass shared memory rather than widened weights."""
+
+    @property
+    def exact_fill(self) -> ExactFill:
+        """The rows that fill a multiplier's row operand."""
+        return ExactFill(self.rows, self.tile_k, self.problem.dtype.name, self.rows <= FEW_ROWS)
+
+    @property
+    def products(self) -> int:
+        """Arrays of products of a block: one for each part, or one for the spread rows of all parts."""
+        return 1 if self.exact_fill.is_spread else self.problem.parts
+
+    @property
+    def places(self) -> int:
+        """Places of widened weights, or of products."""
+        return 2 * self.wideners if self.sends_products else super().places
+
+    @property
+    def stages(self) -> int:
+        """Stages of codes and tokens: as many as shared memory holds, up to 24, and a multiple of the wideners."""
+        if not self.sends_products:
+            return super().stages
+        chunk = self.slots * math.prod(self.staged_shape)
+        free = device.SHARED_MEMORY - device.SHARED_MEMORY_RESERVED
+        free -= chunk * self.problem.out_dtype.itemsize
+        free -= 0 if self.problem.residual_dtype is None else chunk * self.problem.residual_dtype.itemsize
+        free -= 0 if self.problem.bias_dtype is None else 4 * self.problem.parts * self.bias_size
+        free -= 4 * self.columns * (self.places * self.products * MATRIX_ROWS + 2 * FEW_ROWS)
+        return min(24, free // self.bytes_per_stage) // self.wideners * self.wideners
 
     @property
     def token_scales(self) -> int:
@@ -90,6 +139,15 @@ class ScaledPlan(PackedPlan):
         sums = self.problem.parts * self.padded_rows * self.columns // device.WARPGROUP
         registers = REGISTERS.get((self.schedule.warpgroups, self.wideners))
         requirements = {
+            f"one warpgroup, 64 rows and {_MAX_SENT_COLUMNS} columns of products that pass shared memory": (
+                not self.sends_products
+                or (
+                    self.schedule.warpgroups == 1
+                    and 1 <= self.wideners
+                    and self.rows <= MATRIX_ROWS
+                    and self.columns <= _MAX_SENT_COLUMNS
+                )
+            ),
             "blocks of one stage": self.by_rows or self.codes.group == self.tile_k,
             "e4m3 codes and bfloat16 numbers": self.codes.numbers == "e4m3" and self.problem.dtype == jnp.bfloat16,
             "K in whole blocks": self.problem.k % self.tile_k == 0,
@@ -105,6 +163,8 @@ class ScaledScratch(PackedScratch):
 
     token_scales: Any = None
     """Stages of the scales of tokens, `[stages, columns]`."""
+    products: Any = None
+    """Places of products of a block, `[places, products, rows, columns]`."""
 
 
 def has_one_quantization(w: QuantizedWeight) -> bool:
@@ -112,10 +172,13 @@ def has_one_quantization(w: QuantizedWeight) -> bool:
     return w.format.activations != "static" or (w.source is None and w.ndim == 2)
 
 
-def scaled_plan(operands: MatmulOperands, *, out_dtype: DTypeLike) -> ScaledPlan | None:
+def scaled_plan(
+    operands: MatmulOperands, *, out_dtype: DTypeLike, sends_products: bool | None = None
+) -> ScaledPlan | None:
     """Returns the plan of a product `[M, K] x [..., N, K]` with quantized activations, or None if the kernel cannot.
 
-    A block is a group of 64 or 128 columns, or `FP8_BLOCK` columns where rows have one scale.
+    A block is a group of 64 or 128 columns, or `FP8_BLOCK` columns where rows have one scale. `sends_products` asks for
+    one form of plans.
     """
     x, w, bias, residual = operands
     n, k = w.shape[-2:]
@@ -135,7 +198,7 @@ def scaled_plan(operands: MatmulOperands, *, out_dtype: DTypeLike) -> ScaledPlan
     # The copy engine addresses rows of whole units of 16 bytes.
     if not len(x) or w.groups is not None or problem.n != n or k % 16 or block not in (LINE, 2 * LINE):
         return None
-    return default_plan(problem, codes, by_rows)
+    return default_plan(problem, codes, by_rows, sends_products)
 
 
 def _scales(w: QuantizedWeight) -> Array:
@@ -185,10 +248,17 @@ def _kernel(plan: ScaledPlan, epilogue: Epilogue) -> Callable[..., list[Array]]:
         bias = rest.pop(0) if problem.bias_dtype is not None else None
         residual = rest.pop(0) if problem.residual_dtype is not None else None
         operands = Operands(x, PackedArrays(codes, scales), bias, residual)
-        ScaledCta(plan, epilogue, operands, (y, []), ScaledScratch(**scratch), token_scales=token_scales).run()
+        buffers = ScaledScratch(**{"rows": None, **scratch})
+        ScaledCta(plan, epilogue, operands, (y, []), buffers, token_scales=token_scales).run()
 
     scratch_types = packed_scratch_types(plan)
     scratch_types["token_scales"] = plgpu.SMEM((plan.stages, plan.token_scales), ACCUMULATOR)
+    if plan.sends_products:
+        del scratch_types["rows"]
+        shape = plan.places, plan.products, MATRIX_ROWS, plan.columns
+        scratch_types["products"] = plgpu.SMEM(shape, ACCUMULATOR)
+        if plan.exact_fill.is_spread:
+            scratch_types["gathered"] = plgpu.SMEM((1, 2, FEW_ROWS, plan.columns), ACCUMULATOR)
     return kernel_of_plan(plan, body, scratch_types, name="scaled_matmul")
 
 
@@ -211,14 +281,31 @@ class ScaledCta(PackedCta):
         plgpu.copy_gmem_to_smem(source, target, self.scratch.loaded.at[slot])
 
     def widen_part(self, part: int, slot: Array, place: Array, step: Array) -> None:
-        """Widens a block's weights of one part, without scales."""
+        """Widens a block's weights of one part, without scales; multiplies them, too, if the plan sends products."""
         del step
-        widen_exactly(self.scratch.codes.at[slot, part], self.scratch.rows.at[place, part])
+        plan, scratch = self.plan, self.scratch
+        if not plan.sends_products:
+            widen_exactly(scratch.codes.at[slot, part], scratch.rows.at[place, part])
+            return
+        fill = plan.exact_fill
+        if fill.is_spread and part:
+            return  # the first part's instructions multiply all
+        parts = range(plan.problem.parts) if fill.is_spread else (part,)
+        weights = exact_rows(*[scratch.codes.at[slot, one] for one in parts], fill=fill)
+
+        def multiply(product: Any) -> Array:
+            plgpu.wgmma(product, weights, scratch.columns.at[slot, 0].T)
+            return product[...]
+
+        accumulator = plgpu.ACC((MATRIX_ROWS, plan.columns), ACCUMULATOR)  # pyright: ignore[reportPrivateImportUsage]
+        scratch.products[place, part] = pl.run_scoped(multiply, accumulator)
 
     def accumulate(self, tile: Array, start: Array | None) -> list[Array]:
         """Returns this warpgroup's sums, `[rows, columns]` float32 for each part."""
         assert start is None
         plan, scratch, parts = self.plan, self.scratch, self.plan.problem.parts
+        is_spread = plan.sends_products and plan.exact_fill.is_spread
+        count = plan.products if plan.sends_products else parts
         shape = plan.padded_rows, plan.columns
         first_row = lax.axis_index("warpgroup") * plan.padded_rows
         rows = pl.ds(first_row, plan.padded_rows)
@@ -226,13 +313,14 @@ class ScaledCta(PackedCta):
         def scales(k_step: Array, slot: Array, part: int) -> tuple[Any, ...]:
             unit = jnp.int32(plan.codes.unit(plan.codes.scale_dtype.itemsize))
             group = lax.rem(self.first_group(k_step), unit)
-            return scratch.token_scales.at[slot], scratch.scales.at[slot, part], group, first_row
+            sources = range(parts) if is_spread else (part,)
+            weight_scales = [scratch.scales.at[slot, source] for source in sources]
+            return scratch.token_scales.at[slot], group, first_row, *weight_scales
 
-        def add_block(k_step: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
-            step = tile * plan.k_steps + k_step
-            slot, place = self.slot(step), self.place(step)
-            plgpu.barrier_wait(scratch.loaded.at[slot])
-            plgpu.barrier_wait(scratch.widened.at[place])
+        def products(slot: Array, place: Array) -> tuple[Array, ...]:
+            if plan.sends_products:
+                arrays = [scratch.products.at[place, number] for number in range(count)]
+                return tuple(plgpu.load(array, layout=MATRIX, optimized=False) for array in arrays)
 
             def multiply(*products: Any) -> tuple[Array, ...]:
                 for part, product in enumerate(products):
@@ -240,34 +328,45 @@ class ScaledCta(PackedCta):
                 return tuple(product[...] for product in products)
 
             accumulator = plgpu.ACC(shape, ACCUMULATOR)  # pyright: ignore[reportPrivateImportUsage]
-            products = pl.run_scoped(multiply, *[accumulator] * parts)
+            return pl.run_scoped(multiply, *[accumulator] * parts)
+
+        def add_block(k_step: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
+            step = tile * plan.k_steps + k_step
+            slot, place = self.slot(step), self.place(step)
+            plgpu.barrier_wait(scratch.loaded.at[slot])
+            plgpu.barrier_wait(scratch.widened.at[place])
+            block_products = products(slot, place)
             plgpu.barrier_arrive(scratch.emptied.at[place])
             if plan.by_rows:
-                sums = tuple(total + product for total, product in zip(sums, products, strict=True))
+                sums = tuple(total + product for total, product in zip(sums, block_products, strict=True))
                 # The last block's stage also has the scales of the whole rows.
                 pl.when(k_step < plan.k_steps - 1)(lambda: plgpu.barrier_arrive(scratch.consumed.at[slot]))
                 return sums
-            pairs = enumerate(zip(products, sums, strict=True))
-            sums = tuple(promoted(*pair, *scales(k_step, slot, part)) for part, pair in pairs)
+            pairs = enumerate(zip(block_products, sums, strict=True))
+            sums = tuple(promoted(*pair, *scales(k_step, slot, part), is_spread=is_spread) for part, pair in pairs)
             plgpu.barrier_arrive(scratch.consumed.at[slot])
             return sums
 
         zeros = plgpu.layout_cast(jnp.zeros(shape, ACCUMULATOR), MATRIX)
-        sums = lax.fori_loop(0, plan.k_steps, add_block, (zeros,) * parts)
+        sums = lax.fori_loop(0, plan.k_steps, add_block, (zeros,) * count)
         if plan.by_rows:
             last = jnp.int32(plan.k_steps - 1)
             slot = self.slot(tile * plan.k_steps + last)
-            sums = tuple(scaled(total, *scales(last, slot, part)) for part, total in enumerate(sums))
+            sums = tuple(
+                scaled(total, *scales(last, slot, part), is_spread=is_spread) for part, total in enumerate(sums)
+            )
             plgpu.barrier_arrive(scratch.consumed.at[slot])
-        return list(sums)
+        return list(gathered(sums[0], scratch.gathered.at[0], parts=parts) if is_spread else sums)
 
 
 # --- the choice of a plan ---------------------------------------------------------------------------------------------
 
 
 @functools.cache
-def default_plan(problem: Problem, codes: Codes, by_rows: bool) -> ScaledPlan | None:
-    """Returns the plan of the lowest estimated time, or None if none fits."""
+def default_plan(
+    problem: Problem, codes: Codes, by_rows: bool, sends_products: bool | None = None
+) -> ScaledPlan | None:
+    """Returns the plan of the lowest estimated time, or None if none fits; see `scaled_plan`."""
     block = FP8_BLOCK if by_rows else codes.group
     tokens = round_up(min(problem.m, 128), 8)
     tiles_m = {8} if tokens == 8 else {tokens, *(size for size in (16, 32, 48, 64, 96, 128) if size < tokens)}
@@ -278,10 +377,14 @@ def default_plan(problem: Problem, codes: Codes, by_rows: bool) -> ScaledPlan | 
             codes,
             wideners,
             by_rows,
+            sends,
         )
         for warpgroups, wideners in REGISTERS
+        for sends in ((False, True) if sends_products is None else (sends_products,))
         for tile_n in ((128,) if warpgroups == 2 else (16, 24, 32, 40, 48, 56, 64))
         for tile_m in sorted(tiles_m)
+        # Tiles that share weights would convert them again.
+        if not sends or tile_m == tokens
     ]
     fitting = [plan for plan in plans if not plan.unmet_requirements()]
     # Among equals, wideners that are ahead keep the matrix unit busy.
@@ -290,9 +393,16 @@ def default_plan(problem: Problem, codes: Codes, by_rows: bool) -> ScaledPlan | 
 
 def _estimated_seconds(plan: ScaledPlan) -> float:
     """Returns the estimated seconds of a plan on an H200; only for ranking, and not yet fitted to measured times."""
+    tiles = math.ceil(math.prod(plan.grid) / plan.clusters)
+    if plan.sends_products:
+        products = plan.products * plan.tile_k / 16 * max(plan.columns / 2, _MIN_REGISTER_CYCLES)
+        multiplier = products + plan.products * _CYCLES_PER_PRODUCT
+        arrival = plan.bytes_per_stage / _BYTES_RECEIVED_PER_CYCLE
+        step = max(products, multiplier / plan.wideners, plan.products * _CYCLES_PER_BLOCK, arrival)
+        memory = plan.problem.parts * plan.problem.n * plan.problem.k / _MEMORY_BANDWIDTH
+        return max(memory, tiles * (plan.k_steps * step + _CYCLES_PER_TILE) / _CLOCK)
     if plan.schedule.warpgroups == 2:  # one multiplies while the other adds
         return estimated_seconds(plan)
-    tiles = math.ceil(math.prod(plan.grid) / plan.clusters)
     products = plan.problem.parts * plan.padded_rows / MATRIX_ROWS * plan.tile_k / 16 * max(plan.columns / 2, 26)
-    waiting = tiles * plan.k_steps * (products + _CYCLES_PER_BLOCK) / 1.7e9
+    waiting = tiles * plan.k_steps * (products + _CYCLES_PER_BLOCK) / _CLOCK
     return max(estimated_seconds(plan), waiting)
