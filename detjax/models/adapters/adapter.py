@@ -18,6 +18,7 @@ import safetensors.numpy
 from detjax.models.adapters.adapter_config import CONFIG, AdapterConfig, read_adapter_config
 from detjax.models.checkpoint.weight_files import StoredTensor, open_file
 from detjax.models.configuration.json_object import CheckpointError
+from detjax.runtime.threads import in_threads
 
 WEIGHTS: Final = "adapter_model.safetensors"
 _PICKLES: Final = ("adapter_model.bin", "adapter_model.pt")
@@ -57,9 +58,10 @@ class Adapter:
     def digest(self) -> bytes:
         """A SHA-256 of its content: of all numbers that results depend on, and of no name."""
         content = hashlib.sha256()
-        for module in sorted(self.factors):
-            a, b, scale = self.factors[module]
-            for part in (module.encode(), scale.tobytes(), *map(_content, (a, b))):
+        modules = sorted(self.factors)
+        hashed = iter(list(in_threads(_content, [x for module in modules for x in self.factors[module][:2]])))
+        for module in modules:
+            for part in (module.encode(), self.factors[module].scale.tobytes(), next(hashed), next(hashed)):
                 content.update(len(part).to_bytes(8, "little") + part)
         for name in sorted(self.replaced):
             for part in (name.encode(), _content(self.replaced[name])):
@@ -124,7 +126,8 @@ def read_weights(path: Path, config: AdapterConfig) -> Adapter:
                 raise _tensor_error(tensor, "lora_A.weight and lora_B.weight of linear layers")
             else:
                 replaced[_checked_name(inner.replace(".modules_to_save.", "."), tensor, config)] = tensor.read()
-        factors = {module: _read_factors(module, pair, config) for module, pair in pairs.items()}
+        read = in_threads(lambda one: _read_factors(*one, config), pairs.items())
+        factors = dict(zip(pairs, read, strict=True))
     if not factors and not replaced:
         raise CheckpointError(f"{path} has no tensors; accepted: at least one module with factors")
     return Adapter(config, factors, replaced)

@@ -15,9 +15,10 @@ from detjax.models.adapters.adapter import Adapter
 from detjax.models.adapters.targets import HEAD_PATH, AdaptedParameter, AdapterArrays, Targets
 from detjax.models.configuration.json_object import CheckpointError
 from detjax.models.decoder import Decoder
-from detjax.models.mesh import shardings_of
+from detjax.models.mesh import replicate, shardings_of
 from detjax.operands.adapted_weight import padded_rank
 from detjax.operands.pytrees import array_dataclass
+from detjax.runtime.threads import in_threads
 
 type _Arrays = tuple[tuple[Any, Any, Any], ...]
 
@@ -115,14 +116,19 @@ class AdapterPool:
     def put(self, slot: int, adapter: Adapter) -> None:
         """Writes an adapter into a slot, in the order of the device's programs."""
         self.check(adapter)
-        factors = self.targets.factors_of(adapter)
-        new = []
-        for number in self.numbers:
-            arrays = self._parameter(number).arrays(factors.get(number, {}), padded_rank(self.rank))
-            new.append(self._placed(number, arrays))
+        factors, rank = self.targets.factors_of(adapter), padded_rank(self.rank)
+
+        def arrays_of(number: int) -> AdapterArrays:
+            return self._parameter(number).arrays(factors.get(number, {}), rank)
+
+        made = in_threads(arrays_of, self.numbers)
+        if self._mesh is None:  # one call for all arrays: hundreds of calls take longer than the copies
+            new = tuple(map(tuple, replicate(tuple(made), None)))
+        else:
+            new = tuple(self._placed(number, arrays) for number, arrays in zip(self.numbers, made, strict=True))
         axes = tuple(self._parameter(number).slot_axis for number in self.numbers)
         assert self.arrays is not None
-        arrays = _written(self.arrays.arrays, tuple(new), np.int32(slot), axes)
+        arrays = _written(self.arrays.arrays, new, np.int32(slot), axes)
         self.arrays = SlotArrays(arrays, self.numbers)
 
 

@@ -80,8 +80,8 @@ class AdaptedParameter:
             scale = np.float32(0)
             if index in factors:
                 own_a, own_b, scale = factors[index]
-                a[expert, first : first + len(own_a)] = own_a.astype(np.float32).astype(dtype)
-                b[:, first : first + len(own_a)] = own_b.astype(np.float32).astype(dtype)
+                a[expert, first : first + len(own_a)] = _rounded(own_a, dtype)
+                b[:, first : first + len(own_a)] = _rounded(own_b, dtype)
             b_parts.append(b)
             scales.append(np.full((shape[0], 1), scale, np.float32))
         joined_b, joined_scales = tensors.join(b_parts), tensors.join(scales)[..., 0]
@@ -115,6 +115,11 @@ class AdaptedParameter:
             if scale := np.float32(scales.reshape(-1)[0]):
                 factors[index] = Factors(a[expert, part], b[:, part * ranks : (part + 1) * ranks], scale)
         return factors
+
+
+def _rounded(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Returns numbers in a dtype; `x` itself if it has the dtype."""
+    return x if x.dtype == dtype else x.astype(np.float32, copy=False).astype(dtype)
 
 
 class Targets:
