@@ -15,7 +15,7 @@ import contextlib
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 import jax
@@ -83,23 +83,39 @@ class Case(NamedTuple):
 
 def study(run: Run) -> Result:
     same: dict[str, bool] = {}
-    content: dict[str, Any] = {"same_bits": same, "sums": {}, "operations_per_second": {}}
-    content["differences"] = differences = {}
-    for name, faults in () if run.small else itertools.chain(compared_rows(), compared_products()):
-        same[name] = not faults
-        command_line.print_line(f"{name}: {'; '.join(faults) if faults else 'same bits'}")
-        if faults:
-            differences[name] = faults
-        run.save(content)
+    differences: dict[str, list[str]] = {}
+    sums: dict[str, Any] = {}
+    speeds: dict[str, float] = {}
+    seconds: dict[str, Any] = {}
+    content = {
+        "same_bits": same,
+        "differences": differences,
+        "sums": sums,
+        "operations_per_second": speeds,
+        "seconds": seconds,
+    }
+
+    def note(comparisons: Iterator[tuple[str, list[str]]]) -> None:
+        for name, faults in comparisons:
+            same[name] = not faults
+            command_line.print_line(f"{name}: {'; '.join(faults) if faults else 'same bits'}")
+            if faults:
+                differences[name] = faults
+            run.save(content)
+
+    if not run.small:
+        note(compared_rows())
+        note(compared_products(product_cases(sends_products=False)))
     for name, numbers in drawn_numbers(2 if run.small else 132).items():
-        content["sums"][name] = compared(*numbers, small=run.small)
-        command_line.print_line(f"{name}: {content['sums'][name]}")
+        sums[name] = compared(*numbers, small=run.small)
+        command_line.print_line(f"{name}: {sums[name]}")
         run.save(content)
     for dtype in () if run.small else ("bfloat16", "float16", "float8_e4m3fn"):
-        content["operations_per_second"][dtype] = speed(dtype)
-        command_line.print_line(f"{dtype}: {content['operations_per_second'][dtype]:.3g} operations a second")
+        speeds[dtype] = speed(dtype)
+        command_line.print_line(f"{dtype}: {speeds[dtype]:.3g} operations a second")
         run.save(content)
-    content["seconds"] = seconds = {}
+    if not run.small:
+        note(compared_products(product_cases([rows for rows in ROWS if rows <= FEW], sends_products=True)))
     for name, by_rows in () if run.small else times():
         seconds[name] = by_rows
         command_line.print_line(f"{name}: {by_rows}")
@@ -173,9 +189,9 @@ def difference_of_rows(x: np.ndarray, group: int, results: dict[str, tuple[np.nd
     return faults
 
 
-def compared_products() -> Iterator[tuple[str, list[str]]]:
+def compared_products(cases: Iterable[Case]) -> Iterator[tuple[str, list[str]]]:
     """Yields, by format and rows, how the kernel differs from a product for each block."""
-    cases = list(product_cases())
+    cases = list(cases)
     for case, programs in zip(cases, in_threads(_both, cases), strict=True):
         name, operands = case[:2]
         if isinstance(programs, Exception):
@@ -194,7 +210,7 @@ def compared_products() -> Iterator[tuple[str, list[str]]]:
         yield name, faults
 
 
-def product_cases(numbers_of_rows: Sequence[int] = ROWS) -> Iterator[Case]:
+def product_cases(numbers_of_rows: Sequence[int] = ROWS, *, sends_products: bool) -> Iterator[Case]:
     """Yields the compared products. The last block of K is not whole."""
     draw, (n, k) = np.random.default_rng(0), (1544, 1104)
     for (activations, scale_dtype, activation, has_both), rows in itertools.product(PRODUCTS, numbers_of_rows):
@@ -210,10 +226,8 @@ def product_cases(numbers_of_rows: Sequence[int] = ROWS) -> Iterator[Case]:
         residual = jnp.asarray(draw.standard_normal((rows, n)), "bfloat16") if has_both else None
         name = f"{activations}, {scale_dtype} scales, {activation}, {'bias, residual, ' * has_both}{rows} rows"
         operands = MatmulOperands(x, jax.tree.map(jnp.asarray, w), bias, residual)
-        epilogue = Epilogue(activation, gated=bool(parts))
-        yield Case(f"product of {name}", operands, epilogue, sends_products=False)
-        if rows <= FEW:
-            yield Case(f"product, sent, of {name}", operands, epilogue, sends_products=True)
+        name = f"{'sent ' * sends_products}product of {name}"
+        yield Case(name, operands, Epilogue(activation, gated=bool(parts)), sends_products)
 
 
 def _both(case: Case) -> list[Callable[[MatmulOperands], jax.Array]] | Exception:

@@ -144,7 +144,8 @@ def test_one_kernel_has_the_bits_of_a_product_for_each_block(kind: str) -> None:
 
 def test_products_of_the_study_lower_for_cuda() -> None:
     """Their last block is not whole."""
-    for case in product_cases((17, 300)):
+    cases = [*product_cases((17, 300), sends_products=False), *product_cases((17,), sends_products=True)]
+    for case in cases:
 
         def product(operands: MatmulOperands, case: Case = case) -> Any:
             plan = scaled_plan(operands, out_dtype="bfloat16", sends_products=case.sends_products)
