@@ -15,6 +15,9 @@ lookup that count in real texts is in `python -m benchmarks drafts`.
 The time of a guess of an EAGLE-3 head, whose weights are random, is the difference between the times of seven guesses
 and of one over six, with the host's work for them, for 1, 8 and 64 requests; the model has three layers then.
 
+With `--part lengths` drafts of 32 to 128 requests have fixed numbers of guesses, to see what the engine's rule
+(`detjax.engine.drafts.draft_lengths`) should choose.
+
 All programs are compiled before they are measured, in parallel. The exit code is 1 if the bits of an answer differ.
 
 `--small` runs on a CPU in seconds.
@@ -27,7 +30,9 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import contextlib
 import dataclasses
+import functools
 import gc
+import itertools
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -67,8 +72,9 @@ from detjax.models.drafts.eagle3 import Eagle3Head, Eagle3Options
 from detjax.operands.numerics import ceil_div
 from detjax.runtime import backends
 
-PARTS: Final = "tokens", "serve", "lookup", "head"
-"""The parts of the study: requests that decode together, a thousand requests, prompt lookup, and the head."""
+PARTS: Final = "tokens", "serve", "lookup", "head", "lengths"
+"""The parts: requests that decode together, a thousand requests, prompt lookup, the head, and fixed numbers of guesses.
+The last one is measured on demand."""
 PLAIN: Final = "plain"
 DRAFTS: Final = "drafts"
 SPECULATIVE: Final = SpeculativeConfig(method="ngram", num_speculative_tokens=MOST_DRAFTED)
@@ -91,6 +97,7 @@ class Sizes:
         heads: numbers of requests that the head guesses for.
         head_tokens: the tokens that the head can guess.
         calls: timed calls of the head.
+        lengths: numbers of requests, and of guesses for each of them, of the part `lengths`.
     """
 
     requests: tuple[int, ...] = (1, 8, 64, 256)
@@ -103,6 +110,7 @@ class Sizes:
     heads: tuple[int, ...] = (1, 8, 64)
     head_tokens: int = 32000
     calls: int = 30
+    lengths: tuple[tuple[int, ...], tuple[int, ...]] = (16, 32, 64, 128), (3, 7)
 
     @property
     def length(self) -> int:
@@ -132,6 +140,7 @@ SMALL: Final = Sizes(
     heads=(1, 2),
     head_tokens=100,
     calls=3,
+    lengths=((2,), (3,)),
 )
 
 
@@ -143,7 +152,7 @@ def study(
     part: Annotated[list[str], options.names(PARTS)],
     rounds: Annotated[int | None, Option("Timed rounds.", minimum=1, default="2")] = None,
 ) -> Result:
-    sizes, parts = Sizes(), part or list(PARTS)
+    sizes, parts = Sizes(), part or PARTS[:-1]
     if run.small:
         sizes, preset, layers = SMALL, "tiny", 1
     if rounds is not None:
@@ -180,6 +189,8 @@ def study(
                 command_line.print_line(
                     f"{one.part}, {len(one.requests)} requests: {plain[-1].seconds} s without guesses"
                 )
+        del engine
+        gc.unfreeze()  # a warm-up freezes the objects that there are
         gc.collect()  # the cache's memory is the next engine's
         with _ready_engine(decoder, sizes.engine(SPECULATIVE), content, DRAFTS) as engine:
             for one, expected in zip(measurements, plain, strict=True):
@@ -228,12 +239,14 @@ class Measurement:
         requests: the requests.
         vocabulary: the model's tokens.
         workload: the requests as a workload of the server's loop; None: all of them begin together.
+        length: the number of guesses for each request; None: the engine chooses.
     """
 
     part: str
     requests: Sequence[Request]
     vocabulary: int
     workload: Workload | None = None
+    length: int | None = None
 
     def run(self, engine: Engine, rounds: int) -> Measured:
         """Returns the median of rounds. The first round fills the prefix cache, and does not count.
@@ -255,23 +268,26 @@ class Measurement:
 
     def compared(self, engine: Engine, plain: Measured, sizes: Sizes) -> dict[str, Any]:
         """Returns a row of the result, given what the engine without guesses measured."""
-        drafting = engine._loop.drafting
-        assert drafting is not None
-        lookup = drafting.drafter
+        loop = engine._loop
+        assert loop.drafting is not None
+        usual, drafter, lengths = loop.drafting, loop.drafting.drafter, None
         if self.part != "lookup":
             pairs = zip(self.requests, plain.answers, strict=True)
             answers = {request.sampling.seed: answer.completions[0].tokens for request, answer in pairs}
-            drafting.drafter = Oracle(answers, sizes.acceptance, self.vocabulary)
-        before = engine.stats()
+            drafter = Oracle(answers, sizes.acceptance, self.vocabulary)
+        if self.length is not None:
+            lengths = functools.partial(_fixed_length, self.length)
+        loop.drafting = Drafting(drafter, MOST_DRAFTED, self.vocabulary, lengths)
         measured = self.run(engine, sizes.rounds)
-        after, drafting.drafter = engine.stats(), lookup
+        counted, loop.drafting = engine.stats(), usual
         return {
             "part": self.part,
             "requests": len(self.requests),
+            "length": self.length,
             "seconds": {PLAIN: plain.seconds, DRAFTS: measured.seconds},
             "plain_over_drafts": plain.seconds / measured.seconds,
-            "guesses": after.drafts_proposed - before.drafts_proposed,
-            "right_guesses": after.drafts_accepted - before.drafts_accepted,
+            "guesses": counted.drafts_proposed,
+            "right_guesses": counted.drafts_accepted,
             "tokens": (1 + sizes.rounds) * sum(len(one.completions[0].tokens) for one in measured.answers),
             "same_bits": digest(measured.answers) == digest(plain.answers),
         }
@@ -285,9 +301,15 @@ def _measurements(sizes: Sizes, vocabulary: int) -> Iterator[Measurement]:
     requests = workload.draw(vocabulary)
     for count in sizes.requests:
         yield Measurement("tokens", requests[:count], vocabulary)
+    for count, length in itertools.product(*sizes.lengths):
+        yield Measurement("lengths", requests[:count], vocabulary, length=length)
     biased = SamplingParams(sizes.tokens, logit_bias=((vocabulary // 3, 100.0),), ignore_eos=True)
     yield Measurement("lookup", [Request(requests[0].prompt, biased)], vocabulary)
     yield Measurement("serve", sizes.served.draw(vocabulary), vocabulary, sizes.served)
+
+
+def _fixed_length(length: int, *_: Any) -> int:
+    return length
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ import detjax
 from benchmarks.__main__ import main
 from benchmarks.studies import adapters, batch_bits, decode, noise, quantized
 from benchmarks.studies.draft_bits.models import kinds
+from benchmarks.studies.draft_speed import PARTS
 from benchmarks.studies.training import measures as training
 from benchmarks.studies.true_on_policy import experiment as true_on_policy
 from detjax.bench import presets
@@ -408,11 +409,20 @@ def runs_every_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def runs_draft_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    content = run_small("draft_speed", tmp_path)
-    rows = [(row["part"], row["requests"]) for row in content["results"]]
-    assert rows == [("tokens", 1), ("tokens", 2), ("lookup", 1), ("serve", 4)]
-    assert all(row["same_bits"] and row["guesses"] > row["right_guesses"] > 0 for row in content["results"][:2])
-    assert content["results"][2]["guesses"] == content["results"][2]["right_guesses"] > 0
+    parts = [argument for part in PARTS for argument in ("--part", part)]
+    content = run_small("draft_speed", tmp_path, *parts)
+    rows = [(row["part"], row["requests"], row["length"]) for row in content["results"]]
+    assert rows == [
+        ("tokens", 1, None),
+        ("tokens", 2, None),
+        ("lengths", 2, 3),
+        ("lookup", 1, None),
+        ("serve", 4, None),
+    ]
+    *drawn, lookup, served = content["results"]
+    assert all(row["same_bits"] for row in content["results"])
+    assert all(row["guesses"] > row["right_guesses"] > 0 for row in (*drawn, served))
+    assert lookup["guesses"] == lookup["right_guesses"] > 0
     assert [row["requests"] for row in content["head"]] == [1, 2]
 
 
