@@ -4,6 +4,7 @@ The first CTA of a sequence has stored its running sums, and the other CTAs the 
 merges 128 columns of one row, one column per thread.
 """
 
+import functools
 from typing import Any, Final
 
 import jax
@@ -21,8 +22,8 @@ from detjax.pallas.hopper.mosaic.layouts import PER_THREAD
 from detjax.pallas.mma.attention.kernel import Partials
 from detjax.pallas.mma.attention.schedule import Problem, Tiles
 
-_AT_ONCE: Final = 8
-"""Blocks whose results are loaded before any of them is merged: a load takes longer than a merge."""
+_AT_ONCE: Final = 32
+"""Blocks whose results are loaded before any of them is merged: a load takes as long as many merges."""
 
 
 def partial_types(problem: Problem) -> Partials:
@@ -78,17 +79,28 @@ def _merge_row(partials: Partials, o: Any, place: tuple[Array, Array, Any], dtyp
         m, a, b = rescaling(m, m_b)
         return merged(x, a, x_b, b, PER_THREAD), m, merged(total, a, total_b, b, PER_THREAD)
 
-    def merge_blocks(count: int, first: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
-        for block in [load(first + i) for i in range(count)]:
+    def load_group(start: Array) -> list[tuple[Array, Array, Array]]:
+        return [load(lax.min(start + i, end - 1)) for i in range(_AT_ONCE)]
+
+    def merge_group(group: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
+        for block in load_group(first + group * _AT_ONCE):
             sums = merge_block(sums, block)
+        return sums
+
+    def merge_last(sums: tuple[Array, ...]) -> tuple[Array, ...]:
+        start = first + groups * _AT_ONCE
+        for i, block in enumerate(load_group(start)):
+            merge = functools.partial(merge_block, block=block)
+            sums = lax.cond(start + i < end, merge, lambda sums: sums, sums)
         return sums
 
     statistics = partials.prefix_statistics.at[item]
     sums = tuple(map(_spread, (line(partials.prefixes.at[item]), statistics[0, row], statistics[1, row])))
     first, end = partials.ranges[item, 0], partials.ranges[item, 1]
     groups = lax.div(end - first, jnp.int32(_AT_ONCE))
-    sums = lax.fori_loop(0, groups, lambda i, sums: merge_blocks(_AT_ONCE, first + i * _AT_ONCE, sums), sums)
-    x, _, total = lax.fori_loop(first + groups * _AT_ONCE, end, lambda i, sums: merge_blocks(1, i, sums), sums)
+    sums = lax.fori_loop(0, groups, merge_group, sums)
+    # The last blocks are loaded together, too: one after the other they would take longer than all the others.
+    x, _, total = lax.cond(groups * _AT_ONCE < end - first, merge_last, lambda sums: sums, sums)
     o[item, row, columns] = normalized(x, total, dtype, spread=lambda x, _: x)
 
 

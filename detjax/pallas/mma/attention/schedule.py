@@ -19,7 +19,13 @@ MAX_PARTIAL_BYTES: Final = 256 * 1024 * 1024
 """Bytes that the partial results of split sequences may take."""
 _CTAS_PER_MULTIPROCESSOR: Final = 2
 """CTAs of a multiprocessor for which sequences are split, so that one loads while another multiplies."""
-_MAX_STAGES: Final = 4
+_STAGES_ALONE: Final = 4
+"""Slots of a CTA that has a multiprocessor alone."""
+_MAX_STAGES: Final = 6
+_MAX_ROUNDS: Final = 4
+"""Most CTAs that follow one another where sequences are split."""
+_COST_OF_PARTIALS: Final = 0.1
+"""The time to write and merge a block's partial results, in times to load the block."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -114,7 +120,7 @@ class Schedule:
             earlier CTA has the blocks before them, are stored one by one and merged afterwards.
     """
 
-    stages: int = _MAX_STAGES
+    stages: int = _STAGES_ALONE
     splits: int = 1
 
     def __post_init__(self) -> None:
@@ -126,13 +132,24 @@ class Schedule:
 
 def default_schedule(problem: Problem, *, may_split: bool) -> Schedule:
     """Returns the default schedule; `may_split` says whether sequences may be split."""
-    slot = KV_BLOCK * ROW_BYTES
-    free = nvidia.shared_memory() - len(problem.key_parts) * ROWS * ROW_BYTES
-    stages = max(2, min(_MAX_STAGES, free // slot))
-    wanted = _CTAS_PER_MULTIPROCESSOR * multiprocessors()
-    if not may_split or problem.items >= wanted or problem.partial_bytes > MAX_PARTIAL_BYTES:
+    slot, queries = KV_BLOCK * ROW_BYTES, len(problem.key_parts) * ROWS * ROW_BYTES
+    # A CTA that begins or ends loads nothing, so the other one of its multiprocessor needs enough bytes on their way to
+    # keep the memory busy alone. Where two CTAs have no room for that, one has.
+    of_two = nvidia.shared_memory_of_multiprocessor() // _CTAS_PER_MULTIPROCESSOR - nvidia.SHARED_MEMORY_RESERVED
+    stages = min(_MAX_STAGES, (of_two - queries) // slot)
+    if stages < _STAGES_ALONE:
+        stages = max(2, min(_STAGES_ALONE, (nvidia.shared_memory() - queries) // slot))
+    resident = _CTAS_PER_MULTIPROCESSOR * multiprocessors()
+    if not may_split or problem.items >= resident or problem.partial_bytes > MAX_PARTIAL_BYTES:
         return Schedule(stages)
-    return Schedule(stages, min(problem.blocks, ceil_div(wanted, problem.items)))
+
+    def cost(splits: int) -> float:
+        """Blocks that pass one after the other: a CTA takes whole blocks, and waits until there is room for it."""
+        rounds, share = ceil_div(problem.items * splits, resident), ceil_div(problem.blocks, splits)
+        return rounds * share * (1 + _COST_OF_PARTIALS * (splits - 1) / splits)
+
+    most = min(problem.blocks, _MAX_ROUNDS * ceil_div(resident, problem.items))
+    return Schedule(stages, min(range(1, most + 1), key=cost))
 
 
 class Tiles(NamedTuple):
