@@ -97,6 +97,7 @@ _ARITHMETIC: Final[Mapping[str, Callable[..., Any]]] = {
     "sub": np.subtract,
     "mul": np.multiply,
     "mad": lambda x, y, z: x * y + z,
+    "fma": lambda x, y, z: np.float64(x) * y + z,  # rounded twice: exact for numbers of few bits
     "div": np.divide,  # correctly rounded
     "abs": np.abs,
     "neg": np.negative,

@@ -9,13 +9,25 @@ import sys
 from typing import Any
 
 import jax
+from jax.experimental.mosaic.gpu import utils as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, memref
 
 from detjax.operands.options import Epilogue
 from detjax.operands.products import MatmulOperands
 from detjax.operands.quantized_weight import QuantizedFormat, QuantizedWeight
 from detjax.pallas.hopper import quantized_matmul
+from detjax.pallas.hopper.device import WARPGROUP
+from detjax.pallas.hopper.mosaic import no_twin, primitive
+from detjax.pallas.hopper.mosaic.layouts import MATRIX, NUMBER
+from detjax.pallas.hopper.mosaic.registers import as_index, i32, int32, thread_of_warpgroup
+from detjax.pallas.hopper.quantized.exact_rows import ExactFill, exact_rows
+from detjax.pallas.hopper.quantized.promotion import promoted
 from detjax.pallas.hopper.quantized.rows import quantized_groups
 from detjax.pallas.hopper.quantized.scaled import scaled_plan
+from detjax.pallas.hopper.quantized.widening import E4M3
+from detjax.pallas.hopper.rows import NO_AUTO_BARRIERS
 from detjax.portable.quantized_matmul import quantized_rows
 from detjax.runtime import backends
 from tests.pallas.hopper.compiler import Program, array, compile_programs
@@ -104,8 +116,75 @@ def row_programs() -> dict[str, Program]:
         f"{dtype} in groups of {group}": (functools.partial(quantized_groups, group=group), [array(*ROWS, dtype=dtype)])
         for group, dtype in itertools.product((64, 128), ("bfloat16", "float16", "float32"))
     }
-    return {**kernels, "composed rows": (composed_rows, [array(*ROWS, dtype="float32")])}
+    exact = {name: exact_operand(*options) for name, options in EXACT_ROWS.items()}
+    sums = {name: promoted_products(*options) for name, options in PROMOTED.items()}
+    return {**kernels, **exact, **sums, "composed rows": (composed_rows, [array(*ROWS, dtype="float32")])}
 
+
+def exact_operand(fill: ExactFill, parts: int) -> Program:
+    """A kernel that stores the row operand of codes, which it places in shared memory as the copy engine does."""
+
+    @primitive(twin=no_twin("place"), args=(plgpu.RefType(), plgpu.RefType(E4M3.transforms(fill.columns)), NUMBER))
+    def place(words: Any, codes: Any, part: Any) -> None:
+        base, thread = llvm.ptrtoint(i32(), mgpu.memref_ptr(codes)), thread_of_warpgroup()
+        for first in range(0, fill.rows * fill.columns // 4, WARPGROUP):
+            number = arith.addi(thread, int32(first))
+            row, column = arith.divui(number, int32(32)), arith.remui(number, int32(32))
+            chunk = arith.xori(arith.divui(column, int32(4)), arith.remui(row, int32(8)))
+            parts_of_address = [(row, 128), (chunk, 16), (arith.remui(column, int32(4)), 4)]
+            address = functools.reduce(arith.addi, [arith.muli(x, int32(size)) for x, size in parts_of_address], base)
+            word = memref.load(words, [as_index(part.registers.item()), as_index(number)])
+            llvm.store(word, llvm.inttoptr(ir.Type.parse("!llvm.ptr<3>"), address))
+
+    def body(words: Any, out: Any, codes: Any) -> None:
+        for part in range(parts):
+            place(words, codes.at[part], part)
+        plgpu.commit_smem()
+        out[...] = exact_rows(*[codes.at[part] for part in range(parts)], fill=fill)
+
+    kernel = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((64, fill.columns), fill.dtype),
+        scratch_types=[plgpu.SMEM((parts, fill.rows, fill.columns), "uint8", transforms=E4M3.transforms(fill.columns))],
+        compiler_params=NO_AUTO_BARRIERS,
+        kernel_name="exact_rows",
+    )
+    return kernel, [array(parts, fill.rows * fill.columns // 4, dtype="int32")]
+
+
+EXACT_ROWS = {
+    "exact rows of gate and up": (ExactFill(24, 128, "bfloat16", is_spread=True), 2),
+    "exact rows, spread": (ExactFill(32, 128, "float16", is_spread=True), 1),
+    "exact rows": (ExactFill(48, 128, "bfloat16", is_spread=False), 1),
+}
+"""Row operands, with their number of parts."""
+
+
+def promoted_products(rows: int, is_spread: bool, parts: int) -> Program:
+    """A kernel that scales products and adds them to sums."""
+
+    def body(product: Any, total: Any, tokens: Any, weights: Any, out: Any) -> None:
+        sums = [plgpu.load(array, layout=MATRIX, optimized=False) for array in (product, total)]
+        by_part = [weights.at[part] for part in range(parts)]
+        out[...] = promoted(*sums, tokens, PROMOTED_GROUP, 0, *by_part, is_spread=is_spread)
+
+    kernel = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((64, 16), "float32"),
+        compiler_params=NO_AUTO_BARRIERS,
+        kernel_name="promoted",
+    )
+    shapes = (64, 16), (64, 16), (32,), (parts, rows, 4)
+    return kernel, [array(*shape, dtype="float32") for shape in shapes]
+
+
+PROMOTED = {
+    "promoted rows of gate and up": (24, True, 2),
+    "promoted rows, spread": (32, True, 1),
+    "promoted rows": (48, False, 1),
+}
+"""Sums of products: rows of weights, whether they are spread, and parts."""
+PROMOTED_GROUP = 2
 
 ROWS = 7, 336
 """The shape of quantized rows: the last group has 16 columns, and groups of 64 take two CTAs for each row."""

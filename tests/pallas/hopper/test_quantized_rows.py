@@ -74,3 +74,39 @@ def test_xla_divides_exactly_when_it_quantizes_rows(texts: dict[str, str], folde
     assert "composed rows" in texts
     code = "".join(file.read_text() for file in folder.glob("*composed_rows*.ptx"))
     assert {*re.findall(r"\b(?:div|rcp)\.\S+", code)} == {"div.rn.f64"}
+
+
+@pytest.mark.parametrize("name", quantized_compiler.EXACT_ROWS)
+def test_the_emitted_code_puts_each_code_in_its_place_of_the_operand(name: str, texts: dict[str, str]) -> None:
+    """All codes, NaN among them. Places beyond the last row have the last eight rows, or zeros."""
+    fill, parts = quantized_compiler.EXACT_ROWS[name]
+    codes = np.random.default_rng(0).permuted(np.arange(parts * fill.rows * fill.columns) % 256).astype(np.uint8)
+    codes = codes.reshape(parts, fill.rows, fill.columns)
+    out = np.full((64, fill.columns // 2), UNWRITTEN, np.uint32)
+    (kernel,) = kernels(texts[name])
+    kernel.run([codes.view(np.uint32), out])
+    numbers = codes.view(jnp.float8_e4m3fn).astype(fill.dtype)
+    expected = np.zeros((64, fill.columns), fill.dtype)
+    for row in range(64):
+        warp, place, in_block = row // 16, row // 8 % 2, row % 8
+        part, block = (place, warp) if fill.is_spread else (0, 2 * warp + place)
+        if part < parts:
+            expected[row] = numbers[part, 8 * min(block, fill.rows // 8 - 1) + in_block]
+    actual, expected = (a.astype(np.float32) for a in (out.view(fill.dtype), expected))
+    np.testing.assert_array_equal(actual, expected)
+    assert (np.signbit(actual) == np.signbit(expected))[~np.isnan(expected)].all()
+
+
+@pytest.mark.parametrize("name", quantized_compiler.PROMOTED)
+def test_the_emitted_code_scales_each_product_with_the_scales_of_its_row(name: str, texts: dict[str, str]) -> None:
+    (rows, is_spread, parts), draw = quantized_compiler.PROMOTED[name], np.random.default_rng(0)
+    product, total = draw.integers(-99, 99, (2, 64, 16)).astype(np.float32)
+    tokens, weights = (draw.integers(1, 99, shape).astype(np.float32) for shape in ((32,), (parts, rows, 4)))
+    out = np.full((64, 16), UNWRITTEN, np.uint32)
+    (kernel,) = kernels(texts[name])
+    kernel.run([product, total, weights, tokens, out])  # in the order of their first use
+    row = np.arange(64)
+    source = row // 16 * 8 + row % 8 if is_spread else row
+    part = row // 8 % 2 * (parts - 1) if is_spread else 0 * row
+    scales = weights[part, np.minimum(source, rows - 1), quantized_compiler.PROMOTED_GROUP]
+    np.testing.assert_array_equal(out.view(np.float32), product * (tokens[:16] * scales[:, None]) + total)
