@@ -25,7 +25,7 @@ from detjax.pallas.hopper.device import SWIZZLE_BYTES, WARPGROUP
 from detjax.pallas.hopper.mosaic import primitive
 from detjax.pallas.hopper.mosaic.layouts import MATRIX, NUMBER, ROWS, UNIT
 from detjax.pallas.hopper.mosaic.registers import array, element, empty_registers, i32, int32, packed, warp_and_lane
-from detjax.pallas.hopper.quantized.widening import LINE, Codes, arithmetic_of, plain_numbers
+from detjax.pallas.hopper.quantized.widening import Codes, arithmetic_of, plain_numbers
 
 _BLOCK: Final = 8
 """Rows of a block."""
@@ -47,6 +47,7 @@ class Fill:
         packing: the meaning of the packed arrays.
         columns: columns of a stage: whole lines.
         batch: columns whose words a thread loads before it widens any of them: whole lines, which divide a stage.
+        width: columns that are widened at once: whole lines, which divide a batch.
         rows: rows of each part, in eights. Places that they leave are filled with the last eight; nobody reads these.
         is_spread: whether the blocks of each part take one place in every warp, gate's the first and up's the second,
             rather than both places of one warp after the other.
@@ -55,6 +56,7 @@ class Fill:
     packing: Codes
     columns: int
     batch: int
+    width: int
     rows: int
     is_spread: bool
 
@@ -167,7 +169,7 @@ def _by_group(numbers: Any, row: Any, group: Any, fill: Fill, first: int) -> lis
     return [x for place in places for x in _load(dtype, _plus(base, int32(place * size)), count)]
 
 
-def _plain_widened_rows(words: Array, first_row: Any, group: Any, *refs: Any, fill: Fill, line: int) -> Array:
+def _plain_widened_rows(words: Array, first_row: Any, group: Any, *refs: Any, fill: Fill, first: int) -> Array:
     blocks = []
     for place, source in enumerate(fill.sources(refs)):
         row = jnp.arange(_WARPS * _BLOCK, dtype=jnp.int32)
@@ -176,42 +178,44 @@ def _plain_widened_rows(words: Array, first_row: Any, group: Any, *refs: Any, fi
         if source:
             zeros = source[2] if fill.packing.has_zeros else None
             numbers = plain_numbers(source[0], source[1], group, zeros, packing=fill.packing, columns=fill.columns)
-            blocks.append(numbers[rows, line * LINE : (line + 1) * LINE].reshape(_WARPS, 1, _BLOCK, LINE))
+            blocks.append(numbers[rows, first : first + fill.width].reshape(_WARPS, 1, _BLOCK, -1))
         else:
-            blocks.append(jnp.zeros((_WARPS, 1, _BLOCK, LINE), ACCUMULATOR))
-    tile = lax.optimization_barrier(jnp.concatenate(blocks, axis=1).reshape(ROWS, LINE))
+            blocks.append(jnp.zeros((_WARPS, 1, _BLOCK, fill.width), ACCUMULATOR))
+    tile = lax.optimization_barrier(jnp.concatenate(blocks, axis=1).reshape(ROWS, -1))
     return tile.astype(fill.packing.dtype)
 
 
 @primitive(
     twin=_plain_widened_rows,
-    args=lambda words, *refs, fill, line: [_words_layout(words.shape[0] // WARPGROUP), *_types(*refs, fill=fill)],
-    out=lambda *_, fill, line: plgpu.ShapeDtypeStruct((ROWS, LINE), jnp.dtype(fill.packing.dtype), layout=MATRIX),
+    args=lambda words, *refs, fill, first: [_words_layout(words.shape[0] // WARPGROUP), *_types(*refs, fill=fill)],
+    out=lambda *_, fill, first: plgpu.ShapeDtypeStruct(
+        (ROWS, fill.width), jnp.dtype(fill.packing.dtype), layout=MATRIX
+    ),
 )
-def widened_rows(words: Any, first_row: Any, group: Any, *refs: Any, fill: Fill, line: int) -> Any:
-    """Returns a line of the row operand, `[ROWS, LINE]`, each number rounded once.
+def widened_rows(words: Any, first_row: Any, group: Any, *refs: Any, fill: Fill, first: int) -> Any:
+    """Returns some columns of the row operand, `[ROWS, width]`, each number rounded once.
 
     Args:
-        words: the words of the line's batch, see `loaded_words`; `first_row`, `group` and `refs` are its operands.
+        words: the words of the columns' batch, see `loaded_words`; `first_row`, `group` and `refs` are its operands.
         first_row: the warpgroup's first row.
         group: the stage's first group.
         refs: the arrays of each part. Only the twin reads them.
         fill: the rows that fill the operand.
-        line: the line's number in the stage.
+        first: the first column in the stage.
     """
     del first_row, group
     packing, arithmetic = fill.packing, arithmetic_of(fill.packing, fill.packing.dtype)
     _, lane = warp_and_lane()
     selector = arithmetic.selector(arith.remui(lane, int32(4)))
     flat = [element(register) for register in words.registers.flat]
-    registers, zero = empty_registers(MATRIX, (ROWS, LINE)), int32(0)
-    columns, offset = registers.reshape(LINE // UNIT, _PLACES), 0
+    registers, zero = empty_registers(MATRIX, (ROWS, fill.width)), int32(0)
+    columns, offset = registers.reshape(-1, _PLACES), 0
     pair = ir.VectorType.get((2,), ir.Type.parse(arithmetic.constants.name))
     one = ir.VectorType.get((1,), i32())
     for place, source in enumerate(fill.sources(refs)):
         of_row, offset = flat[offset:], offset + (fill.words_of_row if source else 0)
-        for unit in range(LINE // UNIT):
-            word, column = zero, line * LINE % fill.batch + unit * UNIT
+        for unit in range(fill.width // UNIT):
+            word, column = zero, first % fill.batch + unit * UNIT
             if source:
                 at = fill.batch // UNIT + (column // packing.group if packing.group < fill.batch else 0)
                 negative = of_row[at + fill.groups] if packing.has_zeros else None

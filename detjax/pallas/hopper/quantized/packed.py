@@ -91,11 +91,18 @@ class PackedPlan(Plan):
     def fill(self) -> Fill:
         """The rows of codes that fill the row operand of a warpgroup that widens its own rows."""
         is_spread = self.rows <= FEW_ROWS and self.columns <= _MAX_SPREAD_COLUMNS
-        batch = min(self.schedule.lines, _BATCH_LINES[self.schedule.warpgroups]) * self.line
-        fill = Fill(self.codes, self.tile_k, batch, self.rows, is_spread)
+        accumulators = 1 if is_spread else self.problem.parts
+        # With more than two full operands in a stage, the compiler waits for each product before the next one's operand.
+        is_full = not is_spread or self.problem.parts == 2
+        width = max(1, accumulators * self.schedule.lines // 2) if is_full else 1
+        batch = max(width, min(self.schedule.lines, _BATCH_LINES[self.schedule.warpgroups]))
+        fill = Fill(self.codes, self.tile_k, batch * LINE, width * LINE, self.rows, is_spread)
         # Sums come first: what they leave is for words.
-        sums = (1 if is_spread else self.problem.parts) * self.columns // 2
-        while fill.batch > LINE and sums + fill.words(self.problem.parts) > _SUMS_AND_WORDS[self.schedule.warpgroups]:
+        sums = accumulators * self.columns // 2
+        while (
+            fill.batch > fill.width
+            and sums + fill.words(self.problem.parts) > _SUMS_AND_WORDS[self.schedule.warpgroups]
+        ):
             fill = dataclasses.replace(fill, batch=fill.batch // 2)
         return fill
 
@@ -158,7 +165,11 @@ class PackedPlan(Plan):
         s, codes, k, registers = self.schedule, self.codes, self.problem.k, self.registers
         held = self.accumulators * self.padded_rows * self.columns // device.WARPGROUP + _OTHER_REGISTERS
         if not self.wideners and s.lines in (1, 2, 4):
-            held += self.fill.words(self.problem.parts) + _OPERAND_REGISTERS - _OTHER_REGISTERS // 3
+            held += (
+                self.fill.words(self.problem.parts)
+                + _OPERAND_REGISTERS * self.fill.width // LINE
+                - _OTHER_REGISTERS // 3
+            )
         requirements = {
             "weights on the rows": self.weights_on_rows,
             "clusters of one CTA": self.cluster_size == 1,
@@ -176,10 +187,7 @@ class PackedPlan(Plan):
             or (codes.group % 8 == 0 and max(codes.group, self.tile_k) % min(codes.group, self.tile_k) == 0),
             "full rows for two warpgroups": s.warpgroups == 1 or self.rows == self.padded_rows or not self.wideners,
             "64 rows or fewer of a warpgroup that widens": self.wideners > 0 or self.rows <= MATRIX_ROWS,
-            # With more, the compiler waits for each product before the next one's operand.
-            "up to two full operands in a stage": self.wideners > 0
-            or s.lines * self.accumulators <= 2
-            or (self.fill.is_spread and self.problem.parts == 1),
+            "one accumulator for operands in 256s": self.wideners > 0 or s.lines * self.accumulators <= 4,
             # The compiler allots the registers of one instruction from those with which a thread starts.
             "columns of one `wgmma` that leave registers": self.columns // 2 + 32
             <= device.registers_at_start(s.warpgroups + self.wideners + 1),
@@ -492,13 +500,13 @@ class PackedCta(Cta):
                 of_sums = [[ref for refs in by_part for ref in refs]] if fill.is_spread else by_part
                 for total, refs in zip(sums, of_sums, strict=True):
                     words: Any = None
-                    for line in range(plan.schedule.lines):
-                        if line * LINE % fill.batch == 0:
-                            words = loaded_words(first_row, group, *refs, fill=fill, first=line * LINE)
-                        weights = widened_rows(words, first_row, group, *refs, fill=fill, line=line)
-                        tokens = scratch.columns.at[slot, 0, :, pl.ds(line * LINE, LINE)]
+                    for first in range(0, plan.tile_k, fill.width):
+                        if first % fill.batch == 0:
+                            words = loaded_words(first_row, group, *refs, fill=fill, first=first)
+                        weights = widened_rows(words, first_row, group, *refs, fill=fill, first=first)
+                        tokens = scratch.columns.at[slot, 0, :, pl.ds(first, fill.width)]
                         plgpu.wgmma(total, weights, tokens.T)
-                        # This line's products stay in flight while the next one is widened.
+                        # These products stay in flight while the next columns are widened.
                         plgpu.wgmma_wait(1)
                         if is_first:
                             last = self.slot(step + (plan.stages - 1))
