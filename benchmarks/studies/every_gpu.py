@@ -4,7 +4,8 @@
 
 Products of Qwen3-8B are timed against the peak of `mma.sync`, a loop that reads no memory, and attention of a token
 against the bandwidth of a copy. Steps of the model decode a token of each request. On an H100 the backend `hopper` runs
-the same. The exit code is 1 if the bits of `mma` follow the batch, the position, the schedule or the phase.
+the same. The exit code is 1 if the bits of `mma` follow the batch, the position, the chunk, the schedule or the phase.
+Products are compared on the device; `comparisons` is how many pairs of numbers were.
 
 Programs of a part are compiled in parallel, and a layer's program serves all layers. `every-gpu-serve` in
 `benchmarks/measurements.toml` measures 1000 requests, by `python -m detjax.bench serve` with `DETJAX_BACKEND=mma`.
@@ -99,7 +100,7 @@ def study(
     arms = arms or ["portable"]
     if run.small or layers is None:
         layers = 1 if run.small else layers_that_fit(sizes)
-    content: dict[str, Any] = {"sizes": dataclasses.asdict(sizes), "layers": layers, "bits": {}}
+    content: dict[str, Any] = {"sizes": dataclasses.asdict(sizes), "layers": layers, "bits": {}, "comparisons": {}}
 
     def add(part: str, value: Any) -> None:
         """Adds a number, some entries or a row, prints it and saves the result so far."""
@@ -113,8 +114,12 @@ def study(
     if arms[0] == "mma":
         add("peak_flops", peak())
     add("copied_bytes_a_second", sizes.copied / copy_time(sizes.copied, calls=7))
+    comparisons = 0
     for name in sizes.products:
-        add("bits", product_bits(sizes, name, arms[0]))
+        same, compared = product_bits(sizes, name, arms[0])
+        comparisons += compared
+        add("bits", same)
+        add("comparisons", {"products": comparisons})
     for part, rows in (("products", product_times(sizes, arms)), ("attention", attention_times(sizes, arms))):
         for row in rows:
             add(part, row | _shares(row, arms, content))
@@ -144,29 +149,48 @@ def _shares(row: Mapping[str, Any], arms: Sequence[str], content: Mapping[str, A
     }
 
 
-def product_bits(sizes: Sizes, name: str, backend: str) -> dict[str, bool]:
-    """Returns whether a row of a product has the same bits in any batch, at any place, by any schedule."""
+def product_bits(sizes: Sizes, name: str, backend: str) -> tuple[dict[str, bool], int]:
+    """Returns whether rows of a product have the same bits in any batch, at any place, in chunks, and by any schedule.
+
+    The second result is the number of compared pairs of numbers.
+    """
     n, k = sizes.products[name]
     x, w = _drawn(max(sizes.compared), k), _drawn(n, k)
     multiply = detjax.jit(lambda x, w: ops.matmul(x, w, layout="nk", out_dtype="float32"))
-    programs: list[tuple[Program, Array]] = [(multiply, x[-m:]) for m in sizes.compared]
-    if backend == "mma":
-        programs += [(program, x[:256]) for program in _by_schedules()]
+    schedules = [*_by_schedules()] if backend == "mma" else []
+    chunk = len(x) // 3 + 1
+    lengths = sorted({*sizes.compared, chunk, len(x) - 2 * chunk})
 
-    def compiled(job: tuple[Program, Array]) -> Program:
+    def compiled(job: tuple[Program, int]) -> Program:
         with detjax.use_backend(backend):
-            return compilation.compiled(job[0], job[1], w)
+            return compilation.compiled(job[0], x[: job[1]], w)
 
-    products = [
-        np.asarray(program(rows, w))
-        for program, (_, rows) in zip(in_threads(compiled, programs), programs, strict=True)
-    ]
-    batches, by_schedules = products[: len(sizes.compared)], products[len(sizes.compared) :]
-    whole = max(batches, key=len)
-    same = {f"{name}, batches": all(rows.tobytes() == whole[-len(rows) :].tobytes() for rows in batches)}
-    if by_schedules:
-        same[f"{name}, schedules"] = {one[:64].tobytes() for one in by_schedules} == {whole[:64].tobytes()}
-    return same
+    jobs = [(multiply, m) for m in lengths] + [(program, len(x)) for program in schedules]
+    programs = [*in_threads(compiled, jobs)]
+    by_length, by_schedule = dict(zip(lengths, programs, strict=False)), programs[len(lengths) :]
+    whole = by_length[len(x)](x, w)
+    comparisons, same = 0, {}
+
+    def compare(kind: str, rows: Array, expected: Array) -> None:
+        nonlocal comparisons
+        comparisons += rows.size
+        kind = f"{name}, {kind}"
+        same[kind] = same.get(kind, True) and bool(_are_same(rows, expected))
+
+    for m, program in by_length.items():
+        compare("batches", program(x[-m:], w), whole[-m:])
+    compare("positions", by_length[len(x)](x[::-1], w), whole[::-1])
+    for first in range(0, len(x), chunk):
+        rows = x[first : first + chunk]
+        compare("chunks", by_length[len(rows)](rows, w), whole[first : first + chunk])
+    for program in by_schedule:
+        compare("schedules", program(x, w), whole)
+    return same, comparisons
+
+
+@jax.jit
+def _are_same(a: Array, b: Array) -> Array:
+    return jnp.all(lax.bitcast_convert_type(a, jnp.uint32) == lax.bitcast_convert_type(b, jnp.uint32))
 
 
 def _by_schedules() -> Iterator[Program]:

@@ -403,7 +403,8 @@ def runs_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def runs_every_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     content = run_small("every_gpu", tmp_path)
-    assert set(content["bits"].values()) == {True} and len(content["bits"]) == 3
+    assert set(content["bits"].values()) == {True} and len(content["bits"]) == 5
+    assert content["comparisons"] == {"products": 64 * (1 + 2 + 17 + 5 + 6 + 17 + 17)}
     assert [row["batch"] for row in content["steps"]] == [1, 2]
     assert all(row["portable_flops"] > 0 for row in content["products"])
 
