@@ -1,8 +1,9 @@
 """Primitives that widen codes to the matrix unit's row operand in registers, which a warpgroup then multiplies itself.
 
 Widened numbers so never pass shared memory, and no warpgroup waits for another. A thread of the matrix unit's row
-operand has two neighbouring columns of every eight, in two rows that are eight apart: a byte of each word of eight
-codes. Four threads share a row, so they read the same words, which shared memory sends to all of them at once.
+operand has two neighbouring columns of every eight, in two rows, the second eight below the first. So it needs a byte
+of each word of eight codes. Four threads share a row and read the same words, which shared memory sends to all of them
+at once.
 
 The 64 rows of an operand have a *place* for eight blocks of eight rows: two for each warp. `Fill` says which rows of
 codes take these places. A tile of few outputs fills the first place of all four warps, rather than both places of two
@@ -71,7 +72,7 @@ class Fill:
         return self.batch // UNIT + self.groups * (2 if self.packing.has_zeros else 1)
 
     def words(self, parts: int) -> int:
-        """Returns the words that a thread keeps of a batch, from so many parts."""
+        """Returns the words that a thread keeps of a batch, from this many parts."""
         return self.words_of_row * (min(parts, _PLACES) if self.is_spread else _PLACES)
 
     def sources(self, refs: tuple[Any, ...]) -> list[tuple[Any, ...]]:
@@ -213,13 +214,13 @@ def widened_rows(words: Any, first_row: Any, group: Any, *refs: Any, fill: Fill,
     pair = ir.VectorType.get((2,), ir.Type.parse(arithmetic.constants.name))
     one = ir.VectorType.get((1,), i32())
     for place, source in enumerate(fill.sources(refs)):
-        of_row, offset = flat[offset:], offset + (fill.words_of_row if source else 0)
+        row_words, offset = flat[offset:], offset + (fill.words_of_row if source else 0)
         for unit in range(fill.width // UNIT):
             word, column = zero, first % fill.batch + unit * UNIT
             if source:
                 at = fill.batch // UNIT + (column // packing.group if packing.group < fill.batch else 0)
-                negative = of_row[at + fill.groups] if packing.has_zeros else None
-                word = arithmetic.pair_of_word(of_row[column // UNIT], selector, of_row[at], negative)
+                negative = row_words[at + fill.groups] if packing.has_zeros else None
+                word = arithmetic.pair_of_word(row_words[column // UNIT], selector, row_words[at], negative)
             columns[unit, place] = vector.bitcast(pair, vector.from_elements(one, [word]))
     return array(columns.reshape(registers.shape), MATRIX)
 

@@ -57,7 +57,10 @@ _PRODUCER_REGISTERS: Final = 40
 _OTHER_REGISTERS: Final = 56
 """Registers of a consumer that do not hold accumulators."""
 _OPERAND_REGISTERS: Final = 32
-"""Registers of two lines of the row operand: one in flight, and one that is being widened."""
+"""Registers of two lines of the row operand: one in flight, and one that is being widened.
+
+A thread that widens needs a third less than `_OTHER_REGISTERS` besides.
+"""
 _BATCH_LINES: Final = {1: 4, 2: 4, 3: 2, 4: 1}
 """Most lines whose words a consumer loads at once, by the number of consumers."""
 _SUMS_AND_WORDS: Final = {1: 152, 2: 152, 3: 80, 4: 40}
@@ -92,17 +95,14 @@ class PackedPlan(Plan):
         """The rows of codes that fill the row operand of a warpgroup that widens its own rows."""
         is_spread = self.rows <= FEW_ROWS and self.columns <= _MAX_SPREAD_COLUMNS
         accumulators = 1 if is_spread else self.problem.parts
-        # With more than two full operands in a stage, the compiler waits for each product before the next one's operand.
+        # With more than two full operands in a stage, the compiler waits for each product before the next operand.
         is_full = not is_spread or self.problem.parts == 2
         width = max(1, accumulators * self.schedule.lines // 2) if is_full else 1
         batch = max(width, min(self.schedule.lines, _BATCH_LINES[self.schedule.warpgroups]))
         fill = Fill(self.codes, self.tile_k, batch * LINE, width * LINE, self.rows, is_spread)
         # Sums come first: what they leave is for words.
-        sums = accumulators * self.columns // 2
-        while (
-            fill.batch > fill.width
-            and sums + fill.words(self.problem.parts) > _SUMS_AND_WORDS[self.schedule.warpgroups]
-        ):
+        for_words = _SUMS_AND_WORDS[self.schedule.warpgroups] - accumulators * self.columns // 2
+        while fill.batch > fill.width and fill.words(self.problem.parts) > for_words:
             fill = dataclasses.replace(fill, batch=fill.batch // 2)
         return fill
 
@@ -165,11 +165,8 @@ class PackedPlan(Plan):
         s, codes, k, registers = self.schedule, self.codes, self.problem.k, self.registers
         held = self.accumulators * self.padded_rows * self.columns // device.WARPGROUP + _OTHER_REGISTERS
         if not self.wideners and s.lines in (1, 2, 4):
-            held += (
-                self.fill.words(self.problem.parts)
-                + _OPERAND_REGISTERS * self.fill.width // LINE
-                - _OTHER_REGISTERS // 3
-            )
+            words = self.fill.words(self.problem.parts)
+            held += words + _OPERAND_REGISTERS * self.fill.width // LINE - _OTHER_REGISTERS // 3
         requirements = {
             "weights on the rows": self.weights_on_rows,
             "clusters of one CTA": self.cluster_size == 1,
@@ -497,8 +494,8 @@ class PackedCta(Cta):
                 plgpu.barrier_wait(scratch.loaded.at[slot])
                 by_part = [arrays(slot, part) for part in range(parts)]
                 is_first = True
-                of_sums = [[ref for refs in by_part for ref in refs]] if fill.is_spread else by_part
-                for total, refs in zip(sums, of_sums, strict=True):
+                refs_by_total = [[ref for refs in by_part for ref in refs]] if fill.is_spread else by_part
+                for total, refs in zip(sums, refs_by_total, strict=True):
                     words: Any = None
                     for first in range(0, plan.tile_k, fill.width):
                         if first % fill.batch == 0:

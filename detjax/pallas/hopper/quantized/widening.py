@@ -332,7 +332,7 @@ class Arithmetic:
         if self.packing.numbers == "e2m1":
             pair = self._e2m1(alone)
         else:
-            # The product has the byte twice, 12 bits apart: the first code's bits and the second's are 16 bits apart.
+            # The product has the byte at two places, 12 bits from each other: between the two codes are 16 bits.
             bits = arith.andi(arith.muli(alone, int32(0x1001)), int32(0x000F000F))
             powers = self.negative_powers(None) if negative_powers is None else negative_powers
             pair = self._less_powers(arith.ori(bits, int32(self.constants.power)), powers)
