@@ -63,6 +63,8 @@ QWEN3_8B: Final = {
 """Shapes of the weights whose products are timed."""
 TIMED: Final = (1, 16, 64, 256, 4096)
 """Numbers of rows of the timed products."""
+ARMS: Final = {"plain": "bfloat16", "kernel": "bfloat16", "sent": "bfloat16", "sent in float16": "float16"}
+"""The timed products, with the dtype that the matrix unit multiplies. Sent products are of few rows."""
 FEW: Final = 32
 """Most rows of a plan that sends products."""
 
@@ -73,12 +75,13 @@ _REPEATS: Final = 2000
 
 
 class Case(NamedTuple):
-    """A product: its name, operands or their shapes, epilogue, and the form of its plan; see `ScaledPlan`."""
+    """A product: its name, operands or their shapes, epilogue, and its plan's form and dtype; see `scaled_plan`."""
 
     name: str
     operands: MatmulOperands
     epilogue: Epilogue
     sends_products: bool
+    dtype: str = "bfloat16"
 
 
 def study(run: Run) -> Result:
@@ -115,7 +118,10 @@ def study(run: Run) -> Result:
         command_line.print_line(f"{dtype}: {speeds[dtype]:.3g} operations a second")
         run.save(content)
     if not run.small:
-        note(compared_products(product_cases([rows for rows in ROWS if rows <= FEW], sends_products=True)))
+        few = [rows for rows in ROWS if rows <= FEW]
+        note(compared_products(product_cases(few, sends_products=True)))
+        note(compared_products(product_cases(few, sends_products=True, dtype="float16")))
+        note(compared_products(product_cases([64, 300], sends_products=False, dtype="float16")))
     for name, by_rows in () if run.small else times():
         seconds[name] = by_rows
         command_line.print_line(f"{name}: {by_rows}")
@@ -210,7 +216,9 @@ def compared_products(cases: Iterable[Case]) -> Iterator[tuple[str, list[str]]]:
         yield name, faults
 
 
-def product_cases(numbers_of_rows: Sequence[int] = ROWS, *, sends_products: bool) -> Iterator[Case]:
+def product_cases(
+    numbers_of_rows: Sequence[int] = ROWS, *, sends_products: bool, dtype: str = "bfloat16"
+) -> Iterator[Case]:
     """Yields the compared products. The last block of K is not whole."""
     draw, (n, k) = np.random.default_rng(0), (1544, 1104)
     for (activations, scale_dtype, activation, has_both), rows in itertools.product(PRODUCTS, numbers_of_rows):
@@ -226,8 +234,8 @@ def product_cases(numbers_of_rows: Sequence[int] = ROWS, *, sends_products: bool
         residual = jnp.asarray(draw.standard_normal((rows, n)), "bfloat16") if has_both else None
         name = f"{activations}, {scale_dtype} scales, {activation}, {'bias, residual, ' * has_both}{rows} rows"
         operands = MatmulOperands(x, jax.tree.map(jnp.asarray, w), bias, residual)
-        name = f"{'sent ' * sends_products}product of {name}"
-        yield Case(name, operands, Epilogue(activation, gated=bool(parts)), sends_products)
+        name = f"{'sent ' * sends_products}product in {dtype} of {name}"
+        yield Case(name, operands, Epilogue(activation, gated=bool(parts)), sends_products, dtype)
 
 
 def _both(case: Case) -> list[Callable[[MatmulOperands], jax.Array]] | Exception:
@@ -243,7 +251,7 @@ def _compiled(case: Case, *, is_composed: bool) -> Callable[[MatmulOperands], ja
         if is_composed:
             options: dict[str, Any] = {"epilogue": case.epilogue, "out_dtype": operands.x.dtype}
             return quantized_matmul.forward(operands, is_composed=True, **options)
-        plan = scaled_plan(operands, out_dtype=operands.x.dtype, sends_products=case.sends_products)
+        plan = scaled_plan(operands, out_dtype=operands.x.dtype, sends_products=case.sends_products, dtype=case.dtype)
         if plan is None:
             raise ValueError(f"fp8_products: no plan serves {case.name}; accepted: products that the kernel takes")
         return scaled_product(operands, plan, epilogue=case.epilogue)
@@ -260,10 +268,11 @@ def times() -> Iterator[tuple[str, dict[str, dict[str, float]]]]:
     Rows are quantized by the kernel that does only this; its time counts. Weights come from memory.
     """
     jobs = [
-        (arm, Case(name, _shapes(rows, *shape), _epilogue(shape), arm == "sent"))
+        (arm, Case(name, _shapes(rows, *shape), _epilogue(shape), arm.startswith("sent"), ARMS[arm]))
         for name, shape in QWEN3_8B.items()
         for rows in TIMED
-        for arm in ("plain", "kernel", *(["sent"] if rows <= FEW else []))
+        for arm in ARMS
+        if rows <= FEW or not arm.startswith("sent")
     ]
     compiled = zip(jobs, in_threads(_timed, jobs), strict=True)
     for name, group in itertools.groupby(compiled, lambda job: job[0][1].name):
@@ -278,7 +287,7 @@ def times() -> Iterator[tuple[str, dict[str, dict[str, float]]]]:
             sets: list[Any] = [(MatmulOperands(x, w),) for w in (plain if arm == "plain" else quantized)]
             seconds[arm] = device_time(program, sets, calls=2 * len(sets))
         for seconds in by_rows.values():
-            arms = [arm for arm in ("kernel", "sent") if {arm, "plain"} <= {*seconds}]
+            arms = [arm for arm in seconds if arm != "plain" and "plain" in seconds]
             seconds.update({f"{arm} / plain": seconds[arm] / seconds["plain"] for arm in arms})
         yield name, by_rows
 

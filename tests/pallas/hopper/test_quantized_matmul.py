@@ -93,6 +93,7 @@ CASES: dict[str, tuple[int, QuantizedWeight, Schedule | None, int]] = {
     # Products pass shared memory.
     "group, products": (11, e4m3_weight("group"), Schedule(8, 24, lines=2), 2),
     "group, products of full rows": (20, with_scales(e4m3_weight("group"), "bfloat16"), Schedule(24, 48, lines=2), 3),
+    "group, products in float16": (3, e4m3_weight("group"), Schedule(8, 32, lines=2), 1),
     "row, products": (5, e4m3_weight("row"), Schedule(8, 32, lines=2), 1),
     # Tiles end beyond the last row and the last weight; the last block has 64 of 128 columns.
     "group": (11, e4m3_weight("group"), Schedule(8, 32, lines=2), 2),
@@ -117,7 +118,8 @@ def test_blocks_are_scaled_and_added_in_the_contracts_order(name: str) -> None:
 
     def product(x: Any, w: QuantizedWeight) -> Any:
         operands = MatmulOperands(x, w, bias, residual)
-        plan = scaled_plan(operands, out_dtype="float32")
+        dtype = "float16" if "float16" in name else "bfloat16"
+        plan = scaled_plan(operands, out_dtype="float32", dtype=dtype)
         assert plan is not None
         if schedule is not None:
             sends = "products" in name

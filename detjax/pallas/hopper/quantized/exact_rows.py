@@ -91,8 +91,8 @@ def exact_rows(*codes: Any, fill: ExactFill) -> Any:
     row_of_block, thread = arith.divui(lane, int32(4)), arith.remui(lane, int32(4))
     registers = empty_registers(MATRIX, (ROWS, fill.columns))
     units = registers.reshape(fill.columns // UNIT, _PLACES)
-    name = "bf16" if fill.dtype == "bfloat16" else "f16"
-    pair, one = ir.VectorType.get((2,), ir.Type.parse(name)), ir.VectorType.get((1,), i32())
+    dtype = mgpu.dtype_to_ir_type(jnp.dtype(fill.dtype))
+    pair, one = ir.VectorType.get((2,), dtype), ir.VectorType.get((1,), i32())
     swizzle = arith.muli(row_of_block, int32(_CHUNK))
     is_swizzled = fill.columns == SWIZZLE_BYTES
     for place in range(_PLACES):
@@ -113,14 +113,14 @@ def exact_rows(*codes: Any, fill: ExactFill) -> Any:
             at = arith.xori(swizzle, int32(chunk * _CHUNK)) if is_swizzled else int32(chunk * _CHUNK)
             address = arith.addi(arith.addi(base, at), int32(half))
             two = llvm.load(ir.IntegerType.get_signless(16), llvm.inttoptr(ir.Type.parse("!llvm.ptr<3>"), address))
-            units[unit, place] = vector.bitcast(pair, vector.from_elements(one, [_numbers(two, name)]))
+            units[unit, place] = vector.bitcast(pair, vector.from_elements(one, [numbers_of_pair(two, dtype)]))
     return array(registers, MATRIX)
 
 
-def _numbers(codes: Any, name: str) -> Any:
-    """Returns a word with the numbers of two codes."""
+def numbers_of_pair(codes: Any, dtype: Any) -> Any:
+    """Returns a word with the bfloat16 or float16 numbers of two e4m3 codes."""
     halves = mgpu.inline_ptx("cvt.rn.f16x2.e4m3x2 $0, $1;", codes, result_types=i32())
-    if name == "f16":
+    if dtype == ir.F16Type.get():
         return halves
     f32, i16 = ir.F32Type.get(), ir.IntegerType.get_signless(16)
     low, high = (

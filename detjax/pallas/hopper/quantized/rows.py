@@ -10,13 +10,15 @@ from jax.experimental.mosaic.gpu import utils as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, memref, vector
 from jaxlib.mlir.dialects import math as math_dialect
+from jaxtyping import DTypeLike
 
 from detjax.contract import ACCUMULATOR, FP8_LARGEST
 from detjax.operands.numerics import ceil_div, round_up
 from detjax.pallas.hopper.device import WARP, WARPGROUP
 from detjax.pallas.hopper.mosaic import no_twin, primitive, with_twin
 from detjax.pallas.hopper.mosaic.layouts import NUMBER
-from detjax.pallas.hopper.mosaic.registers import as_index, element, i32, int32, packed, warp_and_lane
+from detjax.pallas.hopper.mosaic.registers import as_index, element, int32, packed, warp_and_lane
+from detjax.pallas.hopper.quantized.exact_rows import numbers_of_pair
 from detjax.pallas.hopper.rows import NO_AUTO_BARRIERS
 from detjax.portable.quantized_matmul import quantized_rows
 
@@ -25,22 +27,23 @@ _TOKEN_UNIT = 8
 """Scales of a group are padded to a multiple of this number, so that the copy engine can address them."""
 
 
-def _plain_quantized_groups(x: Array, group: int) -> tuple[Array, Array]:
+def _plain_quantized_groups(x: Array, group: int, dtype: DTypeLike = "bfloat16") -> tuple[Array, Array]:
     numbers, scales = quantized_rows(x, group)
     missing = -len(x) % _TOKEN_UNIT
-    return numbers.reshape(len(x), -1).astype(jnp.bfloat16), jnp.pad(scales.T, ((0, 0), (0, missing)))
+    return numbers.reshape(len(x), -1).astype(dtype), jnp.pad(scales.T, ((0, 0), (0, missing)))
 
 
 @with_twin(_plain_quantized_groups)
-def quantized_groups(x: Array, group: int) -> tuple[Array, Array]:
+def quantized_groups(x: Array, group: int, dtype: DTypeLike = "bfloat16") -> tuple[Array, Array]:
     """Returns the numbers of the codes of rows, and the scales of their groups, with the bits of `quantized_rows`.
 
     Args:
         x: `[M, K]`, K in sixteens.
         group: columns of a group, 64 or 128.
+        dtype: dtype of the numbers, bfloat16 or float16. Both are exact.
 
     Returns:
-        Numbers, `[M, K]` in bfloat16 with K padded to whole groups, and float32 scales, `[groups, M]` with M padded to
+        Numbers, `[M, K]` with K padded to whole groups, and float32 scales, `[groups, M]` with M padded to
         eights, whose last columns are undefined.
     """
     m, k = x.shape
@@ -52,7 +55,7 @@ def quantized_groups(x: Array, group: int) -> tuple[Array, Array]:
     return plgpu.kernel(
         body,
         out_type=(
-            jax.ShapeDtypeStruct((m, groups * group), jnp.bfloat16),
+            jax.ShapeDtypeStruct((m, groups * group), dtype),
             jax.ShapeDtypeStruct((groups, round_up(m, _TOKEN_UNIT)), ACCUMULATOR),
         ),
         grid=(ceil_div(groups, _WARPS), m),
@@ -86,8 +89,9 @@ def _quantize(x: Any, numbers: Any, scales: Any, row: Any, first: Any, *, group:
     scale = arith.select(_is_zero(scale), one, scale)
     # A zero stays one even if the group has a NaN.
     quotients = [arith.select(_is_zero(value), value, _quotient(value, scale)) for value in values]
-    pairs = [_e4m3_pair(*quotients[i : i + 2]) for i in range(0, width, 2)]
-    stored = mgpu.bitcast(packed(pairs), ir.VectorType.get((width,), ir.BF16Type.get()))
+    dtype = numbers.type.element_type
+    pairs = [_e4m3_pair(quotients[i], quotients[i + 1], dtype) for i in range(0, width, 2)]
+    stored = mgpu.bitcast(packed(pairs), ir.VectorType.get((width,), dtype))
     with mgpu.when(arith.cmpi(arith.CmpIPredicate.slt, this_group, int32(scales.type.shape[0]))):
         vector.store(stored, numbers, [as_index(this_row), as_index(column)])
         with mgpu.when(arith.cmpi(arith.CmpIPredicate.eq, lane, int32(0))):
@@ -107,13 +111,8 @@ def _quotient(x: Any, y: Any) -> Any:
     return mgpu.inline_ptx("div.rn.f32 $0, $1, $2;", x, y, result_types=ir.F32Type.get())
 
 
-def _e4m3_pair(low: Any, high: Any) -> Any:
-    """Returns a word of two bfloat16 numbers: the nearest e4m3 numbers, ties to even, held at the largest."""
-    f32, i16 = ir.F32Type.get(), ir.IntegerType.get_signless(16)
+def _e4m3_pair(low: Any, high: Any, dtype: Any) -> Any:
+    """Returns a word of two numbers of a dtype: the nearest e4m3 numbers, ties to even, held at the largest."""
+    i16 = ir.IntegerType.get_signless(16)
     codes = mgpu.inline_ptx("cvt.rn.satfinite.e4m3x2.f32 $0, $1, $2;", high, low, result_types=i16)
-    halves = mgpu.inline_ptx("cvt.rn.f16x2.e4m3x2 $0, $1;", codes, result_types=i32())
-    wide = [
-        arith.extf(f32, arith.bitcast(ir.F16Type.get(), arith.trunci(i16, arith.shrui(halves, int32(shift)))))
-        for shift in (0, 16)
-    ]
-    return mgpu.inline_ptx("cvt.rn.bf16x2.f32 $0, $1, $2;", wide[1], wide[0], result_types=i32())
+    return numbers_of_pair(codes, dtype)

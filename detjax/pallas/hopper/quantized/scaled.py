@@ -149,7 +149,7 @@ class ScaledPlan(PackedPlan):
                 )
             ),
             "blocks of one stage": self.by_rows or self.codes.group == self.tile_k,
-            "e4m3 codes and bfloat16 numbers": self.codes.numbers == "e4m3" and self.problem.dtype == jnp.bfloat16,
+            "e4m3 codes": self.codes.numbers == "e4m3",
             "K in whole blocks": self.problem.k % self.tile_k == 0,
             "sums and products that leave registers": registers is not None
             and 2 * sums + _LOOP_REGISTERS <= registers[0],
@@ -173,24 +173,30 @@ def has_one_quantization(w: QuantizedWeight) -> bool:
 
 
 def scaled_plan(
-    operands: MatmulOperands, *, out_dtype: DTypeLike, sends_products: bool | None = None
+    operands: MatmulOperands,
+    *,
+    out_dtype: DTypeLike,
+    sends_products: bool | None = None,
+    dtype: DTypeLike = "bfloat16",
 ) -> ScaledPlan | None:
     """Returns the plan of a product `[M, K] x [..., N, K]` with quantized activations, or None if the kernel cannot.
 
     A block is a group of 64 or 128 columns, or `FP8_BLOCK` columns where rows have one scale. `sends_products` asks for
-    one form of plans.
+    one form of plans. `dtype` is the dtype of the numbers that the matrix unit multiplies: bfloat16 or float16, which
+    both hold e4m3 numbers exactly. The contract's bits are bfloat16's.
     """
     x, w, bias, residual = operands
     n, k = w.shape[-2:]
     by_rows = w.format.activations != "group"
     block = FP8_BLOCK if by_rows else w.format.group
-    codes = Codes("e4m3", round_up(k, block) if by_rows else block, _scales(w).dtype, has_zeros=False)
+    group, dtype = round_up(k, block) if by_rows else block, jnp.dtype(dtype)
+    codes = Codes("e4m3", group, _scales(w).dtype, has_zeros=False, dtype=dtype.name)
     problem = Problem(
         len(x),
         n,
         round_up(k, block),
         math.prod(w.shape[:-2]),
-        jnp.dtype("bfloat16"),
+        dtype,
         jnp.dtype(out_dtype),
         None if residual is None else jnp.dtype(residual.dtype),
         None if bias is None else jnp.dtype(bias.dtype),
@@ -224,7 +230,7 @@ def scaled_product(operands: MatmulOperands, plan: ScaledPlan, *, epilogue: Epil
         numbers = numbers.reshape(x.shape).astype(problem.dtype)
         token_scales = padded(token_scales.T, (1, round_up(len(x), 8)))
     else:
-        numbers, token_scales = quantized_groups(x, plan.codes.group)
+        numbers, token_scales = quantized_groups(x, plan.codes.group, problem.dtype)
     arrays = [
         padded(numbers, (problem.m, problem.k)),
         token_scales,
