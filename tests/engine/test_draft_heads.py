@@ -144,6 +144,9 @@ def test_each_guess_is_the_head_s_own_and_changes_no_bit(draft: Draft) -> None:
     assert drafting is not None and isinstance(drafting.drafter, HeadDrafter)
     drafting.drafter.drop_state()
     drafting.drafter.make_state()
+    # Programs of the head do not take the weights of the model's layers.
+    weights = drafting.drafter.programs().parameters.model.weights
+    assert 0 < sum(weight is not None for weight in weights) <= 3
     numbers = random.Random(3)
     drafting._lengths = lambda sequences, acceptance: numbers.randint(0, MOST)
     answers = {one.prompt: one.generated for one in plain}

@@ -12,7 +12,7 @@ that it accepts again, from the model's features.
 
 from collections.abc import Callable, Hashable, Mapping
 from collections.abc import Sequence as Seq
-from typing import Any
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +40,9 @@ from detjax.models import Draft
 from detjax.models.cache import declarations
 from detjax.models.network import split
 from detjax.models.parts.state import StateSize
+
+_LAYERS: Final = "layers"
+"""The part of a decoder with its layers."""
 
 
 class HeadDrafter(Drafter):
@@ -133,7 +136,16 @@ class HeadDrafter(Drafter):
 
     @property
     def _arrays(self) -> HeadArrays:
-        return HeadArrays(self._weights, self._runner.model_arrays[1])
+        """The weights of the head, and of the model without its layers, which the head does not read.
+
+        Passing hundreds of weights to a program takes as long as the device takes for a guess.
+        """
+        network, parameters = self._runner.model_arrays
+        if self._runner.everywhere is not None:  # devices that share a model get all its weights
+            return HeadArrays(self._weights, parameters)
+        pairs = zip(network.paths, parameters.weights, strict=True)
+        weights = tuple(None if path[0] == _LAYERS else weight for path, weight in pairs)
+        return HeadArrays(self._weights, parameters._replace(weights=weights))
 
     def compile(self, compiler: ProgramCompiler) -> None:
         """Compiles the programs that batches of all shapes need."""
