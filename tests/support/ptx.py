@@ -185,6 +185,10 @@ class _Cta:
             )
 
     def _computed(self, name: str, options: list[str], operands: list[str]) -> Threads:
+        if (pair := _PAIRS.get(options[-1])) is not None:
+            # Products and sums of such numbers are exact in float32, or rounded there so that nothing is rounded twice.
+            numbers = [self.get(operand, np.uint32).view(pair).astype(np.float32) for operand in operands]
+            return np.asarray(_ARITHMETIC[name](*numbers)).astype(pair).view(np.uint32)
         dtype = _type_of(options[-1])
         assert name not in ("min", "max") or dtype.kind != "f" or "NaN" in options
         assert name != "div" or "rn" in options, f"{self.kernel.name}: a division is not correctly rounded: {options}"
@@ -209,6 +213,8 @@ class _Cta:
     def set(self, register: str, taken: Threads, values: Threads) -> None:
         """Sets a register of some threads."""
         bits = values if values.dtype == bool else values.view(f"u{values.itemsize}")
+        if bits.dtype in (np.uint8, np.uint16):  # a load extends to the register
+            bits = bits.astype(np.uint16 if register.startswith("%rs") else np.uint32)
         before = self.registers.get(register)
         self.registers[register] = bits.copy() if before is None else np.where(taken, bits, before)
 
@@ -221,6 +227,10 @@ class _Cta:
 
     def _mov(self, taken: Threads, options: list[str], target: str, source: str) -> None:
         dtype = _type_of(options[-1])
+        if source.startswith("{"):
+            low, high = (self.get(half, np.uint16).astype(np.uint32) for half in re.findall(r"[^{},\s]+", source))
+            self.set(target, taken, low | high << np.uint32(16))
+            return
         if not target.startswith("{"):
             self.set(target, taken, self.get(source, dtype))
             return
@@ -229,6 +239,13 @@ class _Cta:
         for place, register in enumerate((low, high)):
             if register != "_":
                 self.set(register, taken, halves[:, place].copy())
+
+    def _prmt(self, taken: Threads, options: list[str], target: str, low: str, high: str, selector: str) -> None:
+        pairs = np.stack([self.get(low, np.uint32), self.get(high, np.uint32)], axis=1).view(np.uint8)
+        places = self.get(selector, np.uint32)[:, None] >> np.arange(0, 16, 4, dtype=np.uint32) & 15
+        assert (places[taken] < 8).all()
+        chosen = np.take_along_axis(pairs, (places % 8).astype(np.intp), axis=1)
+        self.set(target, taken, chosen.view(np.uint32).reshape(-1))
 
     def _cvt(self, taken: Threads, options: list[str], target: str, *sources: str) -> None:
         to, source = options[-2:]
