@@ -96,6 +96,9 @@ def test_two_warpgroups_that_share_stages_give_the_same_bits(
     if architecture == NEW:
         in_clusters = dataclasses.replace(schedule, cluster=2)
         assert_same_bits(gated_result(gated, architecture, schedule=in_clusters), first)
+        # The copy engine writes narrow results, two chunks at a time.
+        narrow = {"out_dtype": "bfloat16", "schedule": dataclasses.replace(in_clusters, row_warps=2)}
+        assert_same_bits(gated_result(gated, NEW, **narrow), gated_result(gated, OLD, out_dtype="bfloat16"))
     turned = gated | {"w": gated["w"].transpose(0, 2, 1).copy()}
     assert_same_bits(gated_result(turned, architecture, layout="kn", schedule=schedule), first)
     turned |= {"x": gated["x"].T.copy()}
@@ -122,6 +125,13 @@ def test_the_kept_sums_are_the_ones_that_the_epilogue_consumed(gated: dict[str, 
             lambda *arrays: product_keeping_sums(Operands(*arrays), layout="nk", epilogue=epilogue), x, w, bias
         )
     assert_same_bits(y, multiplied([x, w, bias], OLD, ["x", "w", "bias"], epilogue=epilogue, out_dtype="bfloat16"))
+    with nvidia.tracing_for(NEW), kernels_interpreted(), plgpu.force_gpu_interpret_mode(INTERPRETER):
+        both = jax.jit(
+            lambda *arrays: product_keeping_sums(
+                Operands(*arrays), layout="nk", epilogue=epilogue, schedule=SHARED_STAGES[1]
+            )
+        )(x, w, bias)
+    assert_same_bits(jax.tree.map(np.asarray, both), (y, z))
     for part in range(2):
         sums = multiplied([x, w[part], bias[part]], NEW, ["x", "w", "bias"], out_dtype="bfloat16")
         assert_same_bits(z[part], sums)

@@ -135,8 +135,8 @@ def default_schedule(problem: Problem, *, may_split: bool) -> Schedule:
     slot, queries = KV_BLOCK * ROW_BYTES, len(problem.key_parts) * ROWS * ROW_BYTES
     # A CTA that begins or ends loads nothing, so the other one of its multiprocessor needs enough bytes on their way to
     # keep the memory busy alone. Where two CTAs have no room for that, one has.
-    of_two = nvidia.shared_memory_of_multiprocessor() // _CTAS_PER_MULTIPROCESSOR - nvidia.SHARED_MEMORY_RESERVED
-    stages = min(_MAX_STAGES, (of_two - queries) // slot)
+    shared = nvidia.shared_memory_of_multiprocessor() // _CTAS_PER_MULTIPROCESSOR - nvidia.SHARED_MEMORY_RESERVED
+    stages = min(_MAX_STAGES, (shared - queries) // slot)
     if stages < _STAGES_ALONE:
         stages = max(2, min(_STAGES_ALONE, (nvidia.shared_memory() - queries) // slot))
     resident = _CTAS_PER_MULTIPROCESSOR * multiprocessors()

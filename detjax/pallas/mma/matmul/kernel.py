@@ -100,27 +100,30 @@ def _kernel(plan: Plan, epilogue: Epilogue) -> Callable[..., list[Array]]:
     """
     problem = plan.problem
 
-    def body(*refs: Any, tokens: Any, weights: Any, **barriers: Any) -> None:
+    def body(*refs: Any, tokens: Any, weights: Any, staged: Any = None, **barriers: Any) -> None:
         x, w, *rest = refs
         z = [rest.pop() for _ in range(problem.kept_sums)][::-1]
         y = rest.pop()
         experts = rest.pop() if problem.experts else None
         bias = rest.pop(0) if problem.bias_dtype is not None else None
         residual = rest.pop(0) if problem.residual_dtype is not None else None
-        cta = _Cta(plan, epilogue, Operands(x, w, bias, residual, experts=experts), (y, z))
+        cta = _Cta(plan, epilogue, Operands(x, w, bias, residual, experts=experts), (y, z), staged)
         if experts is None:
             cta.run(tokens, weights, barriers)
         else:
             # Only the device knows how many tiles of tokens have rows: the grid is sized for the worst case.
             pl.when(cta.tile[0] < experts[plan.grid[0]])(lambda: cta.run(tokens, weights, barriers))
 
-    def staged(shape: tuple[int, ...], line: int) -> Any:
+    def stages(shape: tuple[int, ...], line: int) -> Any:
         # The matrix unit's loads read 8 lines at once, 16 bytes of each. The swizzle spreads them over all banks.
         transforms = swizzled_lines(line, problem.dtype.itemsize)
         return plgpu.SMEM((plan.stages, *shape), problem.dtype, transforms=transforms)
 
     results = 0 if problem.continues else 1 + problem.kept_sums
-    schedule, kinds = plan.schedule, {}
+    schedule, kinds, staged = plan.schedule, {}, {}
+    if plan.is_staged:
+        transforms = swizzled_lines(plan.chunk, problem.out_dtype.itemsize)
+        staged = {"staged": plgpu.SMEM(plan.staged_shape, problem.out_dtype, transforms=transforms)}
     if schedule.warpgroups > 1:
         kinds = {"num_threads": schedule.warpgroups, "thread_name": "warpgroup"}
     if schedule.cluster > 1:
@@ -133,8 +136,9 @@ def _kernel(plan: Plan, epilogue: Epilogue) -> Callable[..., list[Array]]:
         grid_names=("tile",),
         **kinds,
         scratch_types={
-            "tokens": staged((schedule.warpgroups, *plan.tokens_shape), plan.tokens_line),
-            "weights": staged((problem.parts, *plan.weights_shape), plan.weights_line),
+            "tokens": stages((schedule.warpgroups, *plan.tokens_shape), plan.tokens_line),
+            "weights": stages((problem.parts, *plan.weights_shape), plan.weights_line),
+            **staged,
             **copies.barriers(plan.stages, plan.copies, warpgroups=schedule.warpgroups, sharing=sharing),
         },
         compiler_params=NO_AUTO_BARRIERS,
@@ -145,8 +149,10 @@ def _kernel(plan: Plan, epilogue: Epilogue) -> Callable[..., list[Array]]:
 class _Cta:
     """One warpgroup of a CTA, which computes its rows of one tile of the result."""
 
-    def __init__(self, plan: Plan, epilogue: Epilogue, operands: Operands, results: tuple[Any, list[Any]]) -> None:
-        self.plan, self.epilogue, self.operands = plan, epilogue, operands
+    def __init__(
+        self, plan: Plan, epilogue: Epilogue, operands: Operands, results: tuple[Any, list[Any]], staged: Any = None
+    ) -> None:
+        self.plan, self.epilogue, self.operands, self.staged, self.written = plan, epilogue, operands, staged, 0
         self.y, self.z = results
         index, schedule = lax.axis_index("tile"), plan.schedule
         if operands.experts is None:
@@ -296,9 +302,26 @@ class _Cta:
                     biased[part] = total + plgpu.layout_cast(lax.broadcast_in_dim(bias, total.shape, [1]), layout)
             # The backward pass takes the epilogue's derivative at these biased sums.
             for total, array in zip(biased, self.z, strict=False):
-                array[rows, columns] = total.astype(plan.problem.out_dtype)
+                self.write(total.astype(plan.problem.out_dtype), array, first)
             y = activated(biased, self.epilogue, ACTIVATIONS)
             if self.operands.residual is not None:
                 source = self.operands.residual.at[rows, columns]
                 y = y + plgpu.load(source, layout=layout, optimized=False).astype(ACCUMULATOR)
-            self.y[rows, columns] = y.astype(plan.problem.out_dtype)
+            self.write(y.astype(plan.problem.out_dtype), self.y, first)
+        if self.staged is not None:
+            # Shared memory must outlive the copies out of it.
+            plgpu.wait_smem_to_gmem(0)
+
+    def write(self, x: Array, array: Any, first: int) -> None:
+        """Writes a chunk of the warpgroup's rows from a column of the tile on to an array in memory."""
+        place = array.at[pl.ds(self.m, self.plan.rows), pl.ds(self.n + first, x.shape[1])]
+        if self.staged is None:
+            place[...] = x
+            return
+        slots = self.plan.staged_shape[1]
+        slot, self.written = self.staged.at[self.warpgroup, self.written % slots], self.written + 1
+        # The slot is free as soon as the copy engine has read what was in it.
+        plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
+        slot[...] = x
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(slot, place)

@@ -147,7 +147,7 @@ class Plan:
         of several warpgroups.
         """
         if self.schedule.warpgroups > 1:
-            fitting = nvidia.shared_memory() // self.bytes_per_stage
+            fitting = (nvidia.shared_memory() - self.staged_bytes) // self.bytes_per_stage
             return min(_MAX_STAGES, max(2, self.k_steps), fitting, self.schedule.stages or fitting)
         halved = (nvidia.shared_memory_of_multiprocessor() // 2 - nvidia.SHARED_MEMORY_RESERVED) // self.bytes_per_stage
         alone = nvidia.shared_memory() // self.bytes_per_stage
@@ -157,6 +157,26 @@ class Plan:
     def chunk(self) -> int:
         """Columns of the accumulator that pass the epilogue together, so that its temporaries fit in registers."""
         return math.gcd(self.schedule.tile_n, max(32, column_unit(self.schedule.row_warps)))
+
+    @property
+    def is_staged(self) -> bool:
+        """True if results pass through shared memory, from where the copy engine writes whole lines of them.
+
+        Threads write 16 bytes of a row at once. Where one CTA fills a multiprocessor, nothing hides how long that takes
+        for results of 2 bytes.
+        """
+        narrow = self.problem.out_dtype.itemsize == 2 and not self.problem.continues
+        return self.schedule.warpgroups > 1 and narrow and nvidia.has_copy_engine()
+
+    @property
+    def staged_shape(self) -> tuple[int, int, int, int]:
+        """Shape of the chunks of results in shared memory: a warpgroup has two."""
+        return self.schedule.warpgroups, 2, self.rows, self.chunk
+
+    @property
+    def staged_bytes(self) -> int:
+        """Bytes of the results in shared memory."""
+        return math.prod(self.staged_shape) * self.problem.out_dtype.itemsize if self.is_staged else 0
 
     def unmet_requirements(self) -> list[str]:
         """Returns the requirements that this plan does not meet; an empty list if the kernel can be built."""
