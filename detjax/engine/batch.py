@@ -29,6 +29,8 @@ _MAX_DRAFTED = 320
 """Maximum number of guessed tokens in a step of a serving engine: five for each of 64 sequences."""
 _DRAFTED_ROWS = 128, 512
 """Rows of further steps of a serving engine with guesses: 16 and 64 sequences verify theirs in as many."""
+_DRAFTED_SAMPLES = 128
+"""Rows to sample from in further steps: 16 sequences with 7 guesses have as many. Each costs a row of logits."""
 _MAX_ROWS = 8192
 """Maximum rows of a step with prefills if the caller fixes only the length of chunks."""
 _BIASED: Final = 512
@@ -91,7 +93,9 @@ class BatchShapes:
             sizes = sorted({*sizes, *(rows for rows in _DRAFTED_ROWS if rows <= needed)})
         prefills = {rows: min(slots, rows // QUERY_UNIT) for rows in sizes}
         drafted = min(slots * drafts, _MAX_DRAFTED)
-        sampled = [*decodes, slots + drafted] if drafted else decodes
+        sampled = decodes
+        if drafted:
+            sampled = sorted({*decodes, min(_DRAFTED_SAMPLES, slots + drafted), slots + drafted})
         # In steps with prefills, unused room for decodes costs little, so every other size is enough.
         decodes_with_prefills = [0, *decodes[::-2][::-1]]
 
