@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -162,8 +163,9 @@ def test_heads_of_any_number_decode_to_the_bits_of_the_contract(
 
 
 @in_the_interpreter
-def test_more_than_a_group_of_blocks_at_once_are_merged_in_order() -> None:
+def test_more_than_a_group_of_blocks_at_once_are_merged_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first CTA merges one block of twelve; the others are a group of eight, and three more."""
+    monkeypatch.setattr(importlib.import_module("detjax.pallas.mma.attention.merge"), "_AT_ONCE", 8)
     requests = MmaRequests.random((1500,), 1, 1, 64, sinks=True)
     start = requests.last(4)
     rows = requests.decode(start, 4, Schedule(splits=12))
