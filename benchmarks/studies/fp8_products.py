@@ -37,7 +37,7 @@ from detjax.operands.quantized_weight import QuantizedFormat, QuantizedWeight
 from detjax.pallas.hopper import device, matmul, quantized_matmul
 from detjax.pallas.hopper.mosaic.layouts import swizzled_lines
 from detjax.pallas.hopper.quantized.rows import quantized_groups
-from detjax.pallas.hopper.quantized.scaled import scaled_plan, scaled_product
+from detjax.pallas.hopper.quantized.scaled import Form, scaled_plan, scaled_product
 from detjax.portable.quantized_matmul import quantized_rows
 from detjax.runtime import compilation
 from detjax.runtime.threads import in_threads
@@ -63,8 +63,16 @@ QWEN3_8B: Final = {
 """Shapes of the weights whose products are timed."""
 TIMED: Final = (1, 16, 64, 256, 4096)
 """Numbers of rows of the timed products."""
-ARMS: Final = {"plain": "bfloat16", "kernel": "bfloat16", "sent": "bfloat16", "sent in float16": "float16"}
-"""The timed products, with the dtype that the matrix unit multiplies. Sent products are of few rows."""
+ARMS: Final[dict[str, tuple[Form, str]]] = {
+    "plain": ("widened", "bfloat16"),
+    "widened": ("widened", "bfloat16"),
+    "own": ("own", "bfloat16"),
+    "own in float16": ("own", "float16"),
+    "sent": ("sent", "bfloat16"),
+    "sent in float16": ("sent", "float16"),
+}
+"""The timed products: the form of the kernel's plan, and the dtype that the matrix unit multiplies. Form "sent" is for
+few rows."""
 FEW: Final = 32
 """Most rows of a plan that sends products."""
 
@@ -80,7 +88,7 @@ class Case(NamedTuple):
     name: str
     operands: MatmulOperands
     epilogue: Epilogue
-    sends_products: bool
+    form: Form
     dtype: str = "bfloat16"
 
 
@@ -108,7 +116,7 @@ def study(run: Run) -> Result:
 
     if not run.small:
         note(compared_rows())
-        note(compared_products(product_cases(sends_products=False)))
+        note(compared_products(product_cases(form="widened")))
     for name, numbers in drawn_numbers(2 if run.small else 132).items():
         sums[name] = compared(*numbers, small=run.small)
         command_line.print_line(f"{name}: {sums[name]}")
@@ -119,9 +127,10 @@ def study(run: Run) -> Result:
         run.save(content)
     if not run.small:
         few = [rows for rows in ROWS if rows <= FEW]
-        note(compared_products(product_cases(few, sends_products=True)))
-        note(compared_products(product_cases(few, sends_products=True, dtype="float16")))
-        note(compared_products(product_cases([64, 300], sends_products=False, dtype="float16")))
+        note(compared_products(product_cases(few, form="sent")))
+        note(compared_products(product_cases(form="own")))
+        note(compared_products(product_cases(few, form="sent", dtype="float16")))
+        note(compared_products(product_cases((64, 300), form="own", dtype="float16")))
     for name, by_rows in () if run.small else times():
         seconds[name] = by_rows
         command_line.print_line(f"{name}: {by_rows}")
@@ -216,9 +225,7 @@ def compared_products(cases: Iterable[Case]) -> Iterator[tuple[str, list[str]]]:
         yield name, faults
 
 
-def product_cases(
-    numbers_of_rows: Sequence[int] = ROWS, *, sends_products: bool, dtype: str = "bfloat16"
-) -> Iterator[Case]:
+def product_cases(numbers_of_rows: Sequence[int] = ROWS, *, form: Form, dtype: str = "bfloat16") -> Iterator[Case]:
     """Yields the compared products. The last block of K is not whole."""
     draw, (n, k) = np.random.default_rng(0), (1544, 1104)
     for (activations, scale_dtype, activation, has_both), rows in itertools.product(PRODUCTS, numbers_of_rows):
@@ -234,8 +241,8 @@ def product_cases(
         residual = jnp.asarray(draw.standard_normal((rows, n)), "bfloat16") if has_both else None
         name = f"{activations}, {scale_dtype} scales, {activation}, {'bias, residual, ' * has_both}{rows} rows"
         operands = MatmulOperands(x, jax.tree.map(jnp.asarray, w), bias, residual)
-        name = f"{'sent ' * sends_products}product in {dtype} of {name}"
-        yield Case(name, operands, Epilogue(activation, gated=bool(parts)), sends_products, dtype)
+        name = f"{form} product in {dtype} of {name}"
+        yield Case(name, operands, Epilogue(activation, gated=bool(parts)), form, dtype)
 
 
 def _both(case: Case) -> list[Callable[[MatmulOperands], jax.Array]] | Exception:
@@ -251,7 +258,7 @@ def _compiled(case: Case, *, is_composed: bool) -> Callable[[MatmulOperands], ja
         if is_composed:
             options: dict[str, Any] = {"epilogue": case.epilogue, "out_dtype": operands.x.dtype}
             return quantized_matmul.forward(operands, is_composed=True, **options)
-        plan = scaled_plan(operands, out_dtype=operands.x.dtype, sends_products=case.sends_products, dtype=case.dtype)
+        plan = scaled_plan(operands, out_dtype=operands.x.dtype, form=case.form, dtype=case.dtype)
         if plan is None:
             raise ValueError(f"fp8_products: no plan serves {case.name}; accepted: products that the kernel takes")
         return scaled_product(operands, plan, epilogue=case.epilogue)
@@ -268,11 +275,11 @@ def times() -> Iterator[tuple[str, dict[str, dict[str, float]]]]:
     Rows are quantized by the kernel that does only this; its time counts. Weights come from memory.
     """
     jobs = [
-        (arm, Case(name, _shapes(rows, *shape), _epilogue(shape), arm.startswith("sent"), ARMS[arm]))
+        (arm, Case(name, _shapes(rows, *shape), _epilogue(shape), *ARMS[arm]))
         for name, shape in QWEN3_8B.items()
         for rows in TIMED
         for arm in ARMS
-        if rows <= FEW or not arm.startswith("sent")
+        if rows <= FEW or ARMS[arm][0] != "sent"
     ]
     compiled = zip(jobs, in_threads(_timed, jobs), strict=True)
     for name, group in itertools.groupby(compiled, lambda job: job[0][1].name):

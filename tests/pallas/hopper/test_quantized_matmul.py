@@ -16,7 +16,7 @@ from detjax.operands.products import MatmulOperands
 from detjax.operands.quantized_weight import QuantizedFormat, QuantizedWeight, numbers_of
 from detjax.pallas.hopper import quantized_matmul
 from detjax.pallas.hopper.matmul.plan import Problem, Schedule
-from detjax.pallas.hopper.quantized.scaled import ScaledPlan, scaled_plan, scaled_product
+from detjax.pallas.hopper.quantized.scaled import FORMS, ScaledPlan, scaled_plan, scaled_product
 from detjax.pallas.hopper.quantized.widening import Codes
 from detjax.portable.quantized_matmul import quantized_rows
 from tests.pallas.hopper.interpreter import interpreted, lowered
@@ -103,6 +103,8 @@ CASES: dict[str, tuple[int, QuantizedWeight, Schedule | None, int]] = {
         Schedule(24, 128, warpgroups=2, lines=2),
         1,
     ),
+    "group, own rows": (20, tall(e4m3_weight("group")), Schedule(24, 48, warpgroups=2, lines=2), 0),
+    "row, own rows": (9, tall(e4m3_weight("row")), Schedule(16, 128, warpgroups=2, lines=2), 0),
     "row": (5, e4m3_weight("row"), Schedule(8, 40, lines=2), 1),
     "static": (19, e4m3_weight("static"), None, 0),
 }
@@ -146,11 +148,11 @@ def test_one_kernel_has_the_bits_of_a_product_for_each_block(kind: str) -> None:
 
 def test_products_of_the_study_lower_for_cuda() -> None:
     """Their last block is not whole."""
-    cases = [*product_cases((17, 300), sends_products=False), *product_cases((17,), sends_products=True)]
+    cases = [case for form in FORMS for case in product_cases((17 if form == "sent" else 300,), form=form)]
     for case in cases:
 
         def product(operands: MatmulOperands, case: Case = case) -> Any:
-            plan = scaled_plan(operands, out_dtype="bfloat16", sends_products=case.sends_products)
+            plan = scaled_plan(operands, out_dtype="bfloat16", form=case.form)
             assert plan is not None
             return scaled_product(operands, plan, epilogue=case.epilogue)
 

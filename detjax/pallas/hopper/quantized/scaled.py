@@ -9,10 +9,13 @@ accumulator. The warpgroup then adds them to its sums, in the order and with the
 
 A stage brings the scales of its group along.
 
-A plan has one of two forms. For many tokens, widened weights pass shared memory, and each warpgroup that multiplies
-adds its blocks to its sums. For few tokens, the products pass shared memory, which are less: the widening warpgroups
-take blocks in turn, widen their weights in registers (`exact_rows`) and multiply them, and one warpgroup adds all
-blocks in order.
+A plan has one of three forms:
+
+- "widened": widened weights pass shared memory, and each warpgroup that multiplies adds its blocks to its sums.
+- "sent": the products pass shared memory, which are less for few tokens. The widening warpgroups take blocks in turn,
+  widen their weights in registers (`exact_rows`) and multiply them, and one warpgroup adds all blocks in order.
+- "own": each warpgroup that multiplies widens its own rows in registers. While the matrix unit multiplies for one,
+  another converts codes or adds to its sums.
 """
 
 import dataclasses
@@ -20,7 +23,7 @@ import functools
 import math
 import os
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import jax.numpy as jnp
 from jax import lax
@@ -54,6 +57,10 @@ from detjax.pallas.hopper.quantized.rows import quantized_groups
 from detjax.pallas.hopper.quantized.widening import LINE, SCALE_BYTES, Codes, widen_exactly
 from detjax.portable.quantized_matmul import quantized_rows
 
+type Form = Literal["widened", "sent", "own"]
+
+FORMS: Final[tuple[Form, ...]] = "widened", "sent", "own"
+
 SWITCH: Final = "DETJAX_FP8_KERNELS"
 """The environment variable that makes products with quantized activations call this kernel and `rows`', if it is 1."""
 
@@ -73,6 +80,8 @@ _CYCLES_PER_BLOCK: Final = 100.0
 """Estimated cycles in which a warpgroup waits for a block's products and adds them to its sums, at least."""
 _CYCLES_PER_PRODUCT: Final = 350.0
 """Estimated cycles in which a multiplier loads, converts and waits for a block, in addition to its products."""
+_CYCLES_PER_OPERAND: Final = 200.0
+"""Estimated cycles in which a warpgroup loads and converts a block's codes."""
 _MIN_REGISTER_CYCLES: Final = 18.0
 """Estimated cycles of an instruction of the matrix unit with few columns, if rows come from registers."""
 _CYCLES_PER_TILE: Final = 3000.0
@@ -94,7 +103,8 @@ class ScaledPlan(PackedPlan):
     @property
     def exact_fill(self) -> ExactFill:
         """The rows that fill a multiplier's row operand."""
-        return ExactFill(self.rows, self.tile_k, self.problem.dtype.name, self.rows <= FEW_ROWS)
+        is_spread = self.sends_products and self.rows <= FEW_ROWS
+        return ExactFill(self.rows, self.tile_k, self.problem.dtype.name, is_spread)
 
     @property
     def products(self) -> int:
@@ -137,7 +147,10 @@ class ScaledPlan(PackedPlan):
     def unmet_requirements(self) -> list[str]:
         """Returns the requirements that this plan does not meet; an empty list if the kernel can be built."""
         sums = self.problem.parts * self.padded_rows * self.columns // device.WARPGROUP
-        registers = REGISTERS.get((self.schedule.warpgroups, self.wideners))
+        operand = 0 if self.wideners else self.tile_k // 4
+        # Temporaries of a gated epilogue.
+        has_more = self.problem.bias_dtype is not None or self.problem.residual_dtype is not None
+        operand += 24 if has_more and not self.wideners and self.problem.parts == 2 else 0
         requirements = {
             f"one warpgroup, 64 rows and {_MAX_SENT_COLUMNS} columns of products that pass shared memory": (
                 not self.sends_products
@@ -151,8 +164,8 @@ class ScaledPlan(PackedPlan):
             "blocks of one stage": self.by_rows or self.codes.group == self.tile_k,
             "e4m3 codes": self.codes.numbers == "e4m3",
             "K in whole blocks": self.problem.k % self.tile_k == 0,
-            "sums and products that leave registers": registers is not None
-            and 2 * sums + _LOOP_REGISTERS <= registers[0],
+            "sums and products that leave registers": self.registers is not None
+            and 2 * sums + operand + _LOOP_REGISTERS <= self.registers,
         }
         return [text for text, holds in requirements.items() if not holds] or super().unmet_requirements()
 
@@ -176,14 +189,14 @@ def scaled_plan(
     operands: MatmulOperands,
     *,
     out_dtype: DTypeLike,
-    sends_products: bool | None = None,
+    form: Form | None = None,
     dtype: DTypeLike = "bfloat16",
 ) -> ScaledPlan | None:
     """Returns the plan of a product `[M, K] x [..., N, K]` with quantized activations, or None if the kernel cannot.
 
-    A block is a group of 64 or 128 columns, or `FP8_BLOCK` columns where rows have one scale. `sends_products` asks for
-    one form of plans. `dtype` is the dtype of the numbers that the matrix unit multiplies: bfloat16 or float16, which
-    both hold e4m3 numbers exactly. The contract's bits are bfloat16's.
+    A block is a group of 64 or 128 columns, or `FP8_BLOCK` columns where rows have one scale. `form` asks for one form
+    of plans. `dtype` is the dtype of the numbers that the matrix unit multiplies: bfloat16 or float16, which both hold
+    e4m3 numbers exactly. The contract's bits are bfloat16's.
     """
     x, w, bias, residual = operands
     n, k = w.shape[-2:]
@@ -204,7 +217,7 @@ def scaled_plan(
     # The copy engine addresses rows of whole units of 16 bytes.
     if not len(x) or w.groups is not None or problem.n != n or k % 16 or block not in (LINE, 2 * LINE):
         return None
-    return default_plan(problem, codes, by_rows, sends_products)
+    return default_plan(problem, codes, by_rows, form)
 
 
 def _scales(w: QuantizedWeight) -> Array:
@@ -313,7 +326,8 @@ class ScaledCta(PackedCta):
         is_spread = plan.sends_products and plan.exact_fill.is_spread
         count = plan.products if plan.sends_products else parts
         shape = plan.padded_rows, plan.columns
-        first_row = lax.axis_index("warpgroup") * plan.padded_rows
+        # Rows of the tile: without wideners, warpgroups may have fewer than the matrix unit's.
+        first_row = lax.axis_index("warpgroup") * (plan.padded_rows if plan.wideners else plan.rows)
         rows = pl.ds(first_row, plan.padded_rows)
 
         def scales(k_step: Array, slot: Array, part: int) -> tuple[Any, ...]:
@@ -328,9 +342,15 @@ class ScaledCta(PackedCta):
                 arrays = [scratch.products.at[place, number] for number in range(count)]
                 return tuple(plgpu.load(array, layout=MATRIX, optimized=False) for array in arrays)
 
+            def weights(part: int) -> Any:
+                if plan.wideners:
+                    return scratch.rows.at[place, part, rows]
+                own_rows = pl.ds(lax.axis_index("warpgroup") * plan.rows, plan.rows)
+                return exact_rows(scratch.codes.at[slot, part, own_rows], fill=plan.exact_fill)
+
             def multiply(*products: Any) -> tuple[Array, ...]:
                 for part, product in enumerate(products):
-                    plgpu.wgmma(product, scratch.rows.at[place, part, rows], scratch.columns.at[slot, 0].T)
+                    plgpu.wgmma(product, weights(part), scratch.columns.at[slot, 0].T)
                 return tuple(product[...] for product in products)
 
             accumulator = plgpu.ACC(shape, ACCUMULATOR)  # pyright: ignore[reportPrivateImportUsage]
@@ -338,11 +358,13 @@ class ScaledCta(PackedCta):
 
         def add_block(k_step: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
             step = tile * plan.k_steps + k_step
-            slot, place = self.slot(step), self.place(step)
+            slot, place = self.slot(step), self.place(step) if plan.wideners else jnp.int32(0)
             plgpu.barrier_wait(scratch.loaded.at[slot])
-            plgpu.barrier_wait(scratch.widened.at[place])
+            if plan.wideners:
+                plgpu.barrier_wait(scratch.widened.at[place])
             block_products = products(slot, place)
-            plgpu.barrier_arrive(scratch.emptied.at[place])
+            if plan.wideners:
+                plgpu.barrier_arrive(scratch.emptied.at[place])
             if plan.by_rows:
                 sums = tuple(total + product for total, product in zip(sums, block_products, strict=True))
                 # The last block's stage also has the scales of the whole rows.
@@ -369,13 +391,16 @@ class ScaledCta(PackedCta):
 
 
 @functools.cache
-def default_plan(
-    problem: Problem, codes: Codes, by_rows: bool, sends_products: bool | None = None
-) -> ScaledPlan | None:
+def default_plan(problem: Problem, codes: Codes, by_rows: bool, form: Form | None = None) -> ScaledPlan | None:
     """Returns the plan of the lowest estimated time, or None if none fits; see `scaled_plan`."""
     block = FP8_BLOCK if by_rows else codes.group
     tokens = round_up(min(problem.m, 128), 8)
     tiles_m = {8} if tokens == 8 else {tokens, *(size for size in (16, 32, 48, 64, 96, 128) if size < tokens)}
+    threads: dict[Form, list[tuple[int, int]]] = {
+        "widened": [*REGISTERS],
+        "sent": [(1, wideners) for warpgroups, wideners in REGISTERS if warpgroups == 1],
+        "own": [(warpgroups, 0) for warpgroups in (1, 2, 3)],
+    }
     plans = [
         ScaledPlan(
             problem,
@@ -383,14 +408,14 @@ def default_plan(
             codes,
             wideners,
             by_rows,
-            sends,
+            sends_products=name == "sent",
         )
-        for warpgroups, wideners in REGISTERS
-        for sends in ((False, True) if sends_products is None else (sends_products,))
-        for tile_n in ((128,) if warpgroups == 2 else (16, 24, 32, 40, 48, 56, 64))
+        for name in ((form,) if form else FORMS)
+        for warpgroups, wideners in threads[name]
+        for tile_n in ((64 * warpgroups,) if warpgroups > 1 else (16, 24, 32, 40, 48, 56, 64))
         for tile_m in sorted(tiles_m)
         # Tiles that share weights would convert them again.
-        if not sends or tile_m == tokens
+        if name != "sent" or tile_m == tokens
     ]
     fitting = [plan for plan in plans if not plan.unmet_requirements()]
     # Among equals, wideners that are ahead keep the matrix unit busy.
@@ -406,6 +431,13 @@ def _estimated_seconds(plan: ScaledPlan) -> float:
         arrival = plan.bytes_per_stage / _BYTES_RECEIVED_PER_CYCLE
         step = max(products, multiplier / plan.wideners, plan.products * _CYCLES_PER_BLOCK, arrival)
         memory = plan.problem.parts * plan.problem.n * plan.problem.k / _MEMORY_BANDWIDTH
+        return max(memory, tiles * (plan.k_steps * step + _CYCLES_PER_TILE) / _CLOCK)
+    if not plan.wideners:
+        p, warpgroups = plan.problem, plan.schedule.warpgroups
+        products = p.parts * plan.tile_k / 16 * max(plan.columns / 2, _MIN_REGISTER_CYCLES)
+        alone = products + _CYCLES_PER_BLOCK + p.parts * (_CYCLES_PER_OPERAND + 1.2 * plan.columns)
+        step = max(warpgroups * products, alone, plan.bytes_per_stage / _BYTES_RECEIVED_PER_CYCLE)
+        memory = (p.parts * p.n * p.k + 2 * p.m * p.k + p.m * p.n * p.out_dtype.itemsize) / _MEMORY_BANDWIDTH
         return max(memory, tiles * (plan.k_steps * step + _CYCLES_PER_TILE) / _CLOCK)
     if plan.schedule.warpgroups == 2:  # one multiplies while the other adds
         return estimated_seconds(plan)
