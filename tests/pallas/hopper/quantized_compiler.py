@@ -25,7 +25,7 @@ from detjax.pallas.hopper.mosaic.registers import as_index, i32, int32, thread_o
 from detjax.pallas.hopper.quantized.exact_rows import ExactFill, exact_rows
 from detjax.pallas.hopper.quantized.promotion import promoted
 from detjax.pallas.hopper.quantized.rows import quantized_groups
-from detjax.pallas.hopper.quantized.scaled import scaled_plan
+from detjax.pallas.hopper.quantized.scaled import Form, scaled_plan, scaled_product
 from detjax.pallas.hopper.quantized.widening import E4M3
 from detjax.pallas.hopper.rows import NO_AUTO_BARRIERS
 from detjax.portable.quantized_matmul import quantized_rows
@@ -65,7 +65,15 @@ def packed(
 
 
 def scaled(
-    m: int, n: int, k: int, activations: Any = "group", scales: str = "float32", *, gated: bool = False, **options: bool
+    m: int,
+    n: int,
+    k: int,
+    activations: Any = "group",
+    scales: str = "float32",
+    *,
+    gated: bool = False,
+    form: Form | None = None,
+    **options: bool,
 ) -> Program:
     """A product of quantized rows; the options say whether it has a bias and a residual."""
     parts, group = (2,) if gated else (), 128 if activations == "group" else k
@@ -79,9 +87,9 @@ def scaled(
         weight = QuantizedWeight(codes, factors, format=described)
         bias, residual = rest[0] if options.get("bias") else None, rest[-1] if options.get("residual") else None
         operands = MatmulOperands(x, weight, bias, residual)
-        assert scaled_plan(operands, out_dtype=x.dtype) is not None
-        epilogue = Epilogue("silu", True) if gated else Epilogue()
-        return quantized_matmul.forward(operands, epilogue=epilogue, out_dtype=x.dtype, is_composed=False)
+        plan = scaled_plan(operands, out_dtype=x.dtype, form=form)
+        assert plan is not None
+        return scaled_product(operands, plan, epilogue=Epilogue("silu", True) if gated else Epilogue())
 
     return fn, shapes
 
@@ -100,6 +108,7 @@ def programs() -> dict[str, Program]:
         "scaled, 64 tokens": scaled(64, 4096, 12288, scales="bfloat16", residual=True),
         "scaled, gated, 1024 tokens": scaled(1024, 12288, 4096, gated=True, bias=True),
         "scaled, 1024 tokens": scaled(1024, 4096, 12288, residual=True),
+        "scaled, widened in shared memory, K of 1104": scaled(300, 1544, 1104, form="widened", bias=True),
         "scaled by rows, 1024 tokens": scaled(1024, 4096, 12288, "row", bias=True, residual=True),
     }
 
