@@ -60,7 +60,9 @@ def quantized_rows(x: Array, group: int, scale: Array | None = None) -> tuple[Ar
     x = jnp.pad(x.astype(ACCUMULATOR), [(0, 0), (0, -x.shape[-1] % group)])
     x = x.reshape(len(x), -1, group)
     if scale is None:
-        scales = _quotient(jnp.max(jnp.abs(x), axis=-1), np.float32(FP8_LARGEST))
+        # As integers, since XLA's maximum of numbers loses a NaN on CPUs in some shapes.
+        largest = jnp.max(lax.bitcast_convert_type(jnp.abs(x), jnp.uint32), axis=-1)
+        scales = _quotient(lax.bitcast_convert_type(largest, jnp.float32), np.float32(FP8_LARGEST))
     else:
         scales = jnp.broadcast_to(scale, x.shape[:2])
     scales = sealed(jnp.where(scales == 0, np.float32(1), scales))

@@ -103,6 +103,18 @@ def test_a_row_does_not_depend_on_its_neighbours(kind: str) -> None:
         assert_same_bits(ops.matmul(changed, w, layout="nk")[others], y[others])
 
 
+@pytest.mark.parametrize("rows", [1, 8, 257])
+def test_a_nan_reaches_its_whole_group_and_no_other(rows: int) -> None:
+    x = np.random.default_rng(0).standard_normal((rows, 208)).astype(np.float32)
+    x[rows // 2, 66] = np.nan
+    numbers, scales = (np.isnan(a) for a in jax.jit(lambda x: quantized_rows(x, 64))(x))
+    expected = np.zeros_like(scales)
+    expected[rows // 2, 1] = True
+    np.testing.assert_array_equal(scales, expected)
+    np.testing.assert_array_equal(numbers.all(axis=2), expected)
+    np.testing.assert_array_equal(numbers.any(axis=2), expected)
+
+
 def test_one_scale_for_a_batch_depends_on_neighbours() -> None:
     w, x = e4m3_weight("row"), jnp.asarray(X)
     with backends.use_backend("stock"):
