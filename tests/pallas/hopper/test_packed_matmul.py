@@ -188,6 +188,15 @@ def test_plans_that_cannot_be_built_are_refused(change: dict[str, Any], accepted
         dataclasses.replace(plan, **change).check()
 
 
+@pytest.mark.parametrize(("lines", "gated", "in_flight"), [(1, False, 0), (1, True, 1), (2, False, 1), (4, False, 1)])
+def test_registers_are_not_written_while_the_matrix_unit_reads_them(lines: int, gated: bool, in_flight: int) -> None:
+    """A stage of one operand writes the registers of the last stage's."""
+    problem = Problem(8, 64, 256, 2 if gated else 1)
+    plan = PackedPlan(problem, Schedule(8, 64, lines=lines), Codes("int4", 64, jnp.dtype("bfloat16"), False), 0)
+    assert not plan.unmet_requirements()
+    assert plan.operands_in_flight == in_flight
+
+
 def test_weights_that_the_kernel_does_not_read_are_widened_ahead() -> None:
     x, w = jax.ShapeDtypeStruct((8, 256), jnp.bfloat16), packed_weight(64, 256, "int4", 64, "bfloat16")
 
