@@ -3,12 +3,14 @@
     python -m benchmarks fp8_products --out benchmarks/results/fp8-products-h200.json
 
 The kernel that quantizes rows must have the bits of plain JAX and of NumPy, and the kernel that scales each block's
-products the bits of a product of bfloat16 for each block, in each form of its plans; exit code 1 if one differs. Whether
-products of numbers in float16 have these bits, too, is only noted. The matrix unit adds the products of 128 columns of
-e4m3 numbers, given to it as bfloat16, as float16 and as e4m3 codes. The result says what share of the sums differs from
-bfloat16's, how large the errors are against float64, relative to the sum of magnitudes, and how many operations a second
-each dtype reaches. The products of a layer of Qwen3-8B are timed for 1 to 4096 rows, with quantized activations and
-plainly. `--small` compares the sums in Pallas' interpreter, without times and without the kernels.
+products the bits of a product of bfloat16 for each block, in each form of its plans; exit code 1 if one differs.
+Whether numbers in float16 give these bits, too, is only noted.
+
+The matrix unit adds the products of 128 columns of e4m3 numbers, given to it as bfloat16, as float16 and as e4m3 codes.
+The result says what share of the sums differs from bfloat16's, how large the errors are against float64, relative to
+the sum of magnitudes, and how many operations a second each dtype reaches. The products of a layer of Qwen3-8B are
+timed for 1 to 4096 rows, with quantized activations and plainly. `--small` compares the sums in Pallas' interpreter,
+without times and without the kernels.
 """
 
 import contextlib
