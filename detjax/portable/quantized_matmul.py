@@ -24,6 +24,7 @@ from detjax.portable.tiles import (
     final_sum,
     fold_groups,
     fold_rows,
+    fused_multiply_add,
     group_tiles,
     initial_sum,
     map_groups,
@@ -222,7 +223,7 @@ def _sum_in_groups(numbers: Array, scales: Array, w: QuantizedWeight) -> Array:
 
     def step(block: Array, acc: Array) -> Array:
         factor = sealed(_column(scales, block) * _column(weight_scales, block).T)
-        return _partial(numbers[:, block], w, block) * factor + acc
+        return fused_multiply_add(_partial(numbers[:, block], w, block), factor, acc)
 
     return _by_blocks(step, numbers, w)
 

@@ -206,6 +206,24 @@ def sealed[T: PyTree[Array]](x: T) -> T:
     return jax.tree.map(seal, x)
 
 
+def fused_multiply_add(x: Array, y: Array, z: Array) -> Array:
+    """Returns `x * y + z` for float32 arrays, on GPUs rounded once as in kernels, where XLA would round the product."""
+    if backends.target() != "gpu":
+        return x * y + z
+    with jax.enable_x64(True):
+        x, y, z = (lax.convert_element_type(a, jnp.float64) for a in (x, y, z))
+        product = x * y  # exact
+        total = product + z
+        part = total - product
+        error = (product - (total - part)) + (z - part)  # exact (Knuth's two-sum)
+        # Rounded to odd, the sum rounds to the float32 number to which the exact sum rounds (Boldo and Melquiond 2008).
+        bits = lax.bitcast_convert_type(total, jnp.int64)
+        is_even = (error != 0) & (bits & 1 == 0) & jnp.isfinite(total)
+        towards_zero = (error > 0) != (total > 0)
+        odd = lax.bitcast_convert_type(bits + jnp.where(towards_zero, -1, 1), jnp.float64)
+        return lax.convert_element_type(jnp.where(is_even, odd, total), jnp.float32)
+
+
 def sum_of_rows(x: Array) -> Array:
     """Returns the sum `[...]` of a tile `[rows, ...]`, its rows added left to right.
 

@@ -1,6 +1,7 @@
 """Products with weights in codes: plain activations, and activations that are quantized row by row."""
 
 import dataclasses
+from fractions import Fraction
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ import pytest
 from detjax import ops
 from detjax.operands.quantized_weight import QuantizedFormat, QuantizedWeight, widened
 from detjax.portable.quantized_matmul import quantized_rows, to_e4m3
+from detjax.portable.tiles import fused_multiply_add
 from detjax.runtime import backends
 from tests.support.bits import assert_same_bits, same_bits
 from tests.support.quantized_weights import RANDOM, ROWS, K, N, X, e4m3_weight
@@ -101,6 +103,34 @@ def test_a_row_does_not_depend_on_its_neighbours(kind: str) -> None:
         changed = jnp.asarray(np.concatenate([X[:20], neighbour[None], X[21:]]))
         others = np.arange(ROWS) != 20
         assert_same_bits(ops.matmul(changed, w, layout="nk")[others], y[others])
+
+
+def test_a_product_on_gpus_is_fused_with_the_addition() -> None:
+    draw, size = np.random.default_rng(0), 2000
+    x, y, z = draw.standard_normal((3, size)).astype(np.float32)
+    z *= np.exp2(draw.integers(-40, 40, size)).astype(np.float32)
+    near = 1 + draw.integers(-2, 3, (2, size // 2)).astype(np.float32) * np.float32(2**-23)
+    x[::2], y[::2], z[::2] = near[0] * np.float32(2**-24), near[1], 1  # next to ties
+
+    def fused(x: Any, y: Any, z: Any) -> Any:
+        with backends.tracing_for("gpu"):
+            return fused_multiply_add(x, y, z)
+
+    actual = np.asarray(jax.jit(fused)(x, y, z))
+
+    def error(number: np.float32, place: int) -> Fraction:
+        exact = Fraction(float(x[place])) * Fraction(float(y[place])) + Fraction(float(z[place]))
+        return abs(Fraction(float(number)) - exact)
+
+    for place, number in enumerate(actual):
+        for neighbour in (np.nextafter(number, np.float32(-np.inf)), np.nextafter(number, np.float32(np.inf))):
+            errors = error(number, place), error(neighbour, place)
+            is_even = int(number.view(np.uint32)) % 2 == 0
+            assert errors[0] < errors[1] or (errors[0] == errors[1] and is_even)
+    assert np.mean(actual != x * y + z) > 0.02
+    special = np.float32([np.nan, np.inf, -0.0, 1, np.inf])
+    factor, addend = np.float32([1, 1, 1, 2, 1]), np.float32([1, 1, -0.0, -2, -np.inf])
+    assert_same_bits(np.isnan(jax.jit(fused)(special, factor, addend)), np.isnan(special * factor + addend))
 
 
 @pytest.mark.parametrize("rows", [1, 8, 257])

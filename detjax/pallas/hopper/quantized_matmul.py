@@ -31,7 +31,7 @@ from detjax.pallas.hopper.quantized.scaled import (
     scaled_product,
 )
 from detjax.portable.quantized_matmul import gradients, grouped_gradients, quantized_rows
-from detjax.portable.tiles import sealed
+from detjax.portable.tiles import fused_multiply_add, sealed
 
 _COLUMNS = 64
 """Blocks are padded with zeros to a multiple of this number of columns, which kernels load at once."""
@@ -166,7 +166,7 @@ def _sum(x: Array, w: QuantizedWeight, multiply: _Multiply, by_row: _ByRow) -> A
         def add(block: Array, product: Array, acc: Array) -> Array:
             scale = lax.dynamic_slice_in_dim(scales, block, 1, axis=1)
             weight_scale = by_row(lax.dynamic_index_in_dim(weight_scales, block, axis=-1, keepdims=False))
-            return product * sealed(jnp.broadcast_to(scale * weight_scale, acc.shape)) + acc
+            return fused_multiply_add(product, sealed(jnp.broadcast_to(scale * weight_scale, acc.shape)), acc)
 
         return _by_blocks(numbers, w, multiply, add)
     if w.input_scales is None:
