@@ -196,7 +196,6 @@ def _are_same(a: Array, b: Array) -> Array:
 def _by_schedules() -> Iterator[Program]:
     """Yields functions of float32 products by schedules of every kind."""
     from detjax.operands.options import Epilogue
-    from detjax.pallas import nvidia
     from detjax.pallas.hopper.matmul.kernel import Operands
     from detjax.pallas.mma.matmul.kernel import product
     from detjax.pallas.mma.matmul.plan import Schedule
@@ -210,7 +209,8 @@ def _by_schedules() -> Iterator[Program]:
         Schedule(128, 128, 4),
         Schedule(256, 128, 2, panel=4, warpgroups=2),
         Schedule(256, 128, 2, line=64, panel=4, warpgroups=2),
-        *((Schedule(256, 128, 2, line=64, panel=4, warpgroups=2, cluster=2),) if nvidia.has_copy_engine() else ()),
+        Schedule(128, 64, 2, line=64, panel=8),
+        Schedule(128, 64, 2, line=64, warpgroups=2),
     ):
         fixed = {"layout": "nk", "epilogue": Epilogue(), "out_dtype": "float32", "schedule": schedule}
         yield detjax.jit(lambda x, w, fixed=fixed: product(Operands(x, w), **fixed))

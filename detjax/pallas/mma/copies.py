@@ -32,9 +32,8 @@ from detjax.pallas.hopper.device import WARPGROUP
 from detjax.pallas.hopper.mosaic import with_twin
 from detjax.pallas.hopper.mosaic.barriers import sync
 
-Copies = Sequence[tuple[Any, ...]]
-"""Pairs of a reference in device memory and one in shared memory, of equal shapes; and the axis of a cluster whose CTAs
-share the copy, if they do.
+Copies = Sequence[tuple[Any, Any]]
+"""Pairs of a reference in device memory and one in shared memory, of equal shapes.
 
 A source lies within its array: copies by threads are not clipped at the array's end. Its last axis is contiguous, and
 it has two axes, besides leading ones that are indexed.
@@ -45,23 +44,18 @@ _ALL_THREADS = 0
 """The hardware's barrier at which all warpgroups of a CTA meet."""
 
 
-def barriers(stages: int, copies: int, *, warpgroups: int = 1, sharing: Sequence[str] = ()) -> dict[str, Any]:
+def barriers(stages: int, copies: int, *, warpgroups: int = 1) -> dict[str, Any]:
     """Returns the scratch types of a ring by name: the barriers of its stages. Threads that copy need none.
 
     Args:
         stages: the number of buffers.
         copies: the copies of all warpgroups that make a filling.
         warpgroups: the number of warpgroups of a CTA, which share the stages.
-        sharing: axes of the cluster whose CTAs fill one another's stages.
     """
     if not nvidia.has_copy_engine():
         return {}
     types: dict[str, Any] = {"loaded": plgpu.Barrier(num_arrivals=copies, num_barriers=stages)}
-    if sharing:
-        types["consumed"] = plgpu.ClusterBarrier(
-            collective_axes=tuple(sharing), num_arrivals=warpgroups, num_barriers=stages
-        )
-    elif warpgroups > 1:
+    if warpgroups > 1:
         types["consumed"] = plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages)
     return types
 
@@ -133,7 +127,7 @@ class Ring:
         return slot
 
     def finish(self) -> None:
-        """Waits until no CTA of the cluster will touch this CTA's stages or barriers again, after the last `next`."""
+        """Waits for the other warpgroups to have read all stages, after the last `next`: barriers end as observed."""
         if self.consumed is None:
             return
 
@@ -164,10 +158,9 @@ class Ring:
         slot = self._slot(step)
         copies = self.fill(step, slot)
         self.copies = len(copies)
-        for source, target, *shared in copies:
+        for source, target in copies:
             if self.loaded is not None:
-                axis = shared[0] if shared else None
-                plgpu.copy_gmem_to_smem(source, target, self.loaded.at[slot], collective_axes=axis)
+                plgpu.copy_gmem_to_smem(source, target, self.loaded.at[slot])
             else:
                 _copy(source, target)
 

@@ -64,7 +64,7 @@ def group_sums() -> Program:
     return fn, [array(8, 1536, 2048, dtype="float32"), array(4096, 1536), array(4096, 2048), *integers]
 
 
-WITHOUT_CLUSTER = Schedule(256, 128, 2, panel=4, warpgroups=2)
+HALF_LINES = Schedule(256, 128, 2, panel=4, warpgroups=2)
 PROGRAMS: dict[str, Program] = {
     "matmul of 8 tokens": matmul(8, 4096, 4096, extra={"residual": array(8, 4096)}),
     "matmul gated, 16 tokens": matmul(16, 12288, 4096, "silu", gated=True),
@@ -77,7 +77,7 @@ PROGRAMS: dict[str, Program] = {
         4096, 12288, 4096, "silu", gated=True, extra={"bias": array(2, 12288), "residual": array(4096, 12288)}
     ),
     "matmul of two warpgroups": matmul(
-        4096, 4096, 4096, extra={"bias": array(4096), "residual": array(4096, 4096)}, schedule=WITHOUT_CLUSTER
+        4096, 4096, 4096, extra={"bias": array(4096), "residual": array(4096, 4096)}, schedule=HALF_LINES
     ),
     "matmul keeping sums": matmul(4096, 12288, 4096, "silu", gated=True, keeps=True),
     "matmul in float16": matmul(4096, 4096, 4096, "gelu", dtype="float16"),
@@ -111,7 +111,7 @@ PROGRAMS: dict[str, Program] = {
         [array(64, 4096), array(4096), array(64, 4096)],
     ),
 }
-SPILLED = {("sm_90a", "matmul in float16"): 8, ("sm_100a", "matmul in float16"): 16}
+SPILLED = {("sm_90a", "matmul in float16"): 12, ("sm_100a", "matmul in float16"): 16}
 """The bytes that kernels may spill: a few of a thread's 255 registers, where the epilogue computes the error function,
 once a tile."""
 EXAMINED = "matmul gated, 4096 tokens", "log-softmax", "matmul keeping sums", "gradient of weights", "token sums"

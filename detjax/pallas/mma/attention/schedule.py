@@ -19,9 +19,7 @@ MAX_PARTIAL_BYTES: Final = 256 * 1024 * 1024
 """Bytes that the partial results of split sequences may take."""
 _CTAS_PER_MULTIPROCESSOR: Final = 2
 """CTAs of a multiprocessor for which sequences are split, so that one loads while another multiplies."""
-_STAGES_ALONE: Final = 4
-"""Slots of a CTA that has a multiprocessor alone."""
-_MAX_STAGES: Final = 6
+_MAX_STAGES: Final = 4
 _MAX_ROUNDS: Final = 4
 """Most CTAs that follow one another where sequences are split."""
 _COST_OF_PARTIALS: Final = 0.1
@@ -120,7 +118,7 @@ class Schedule:
             earlier CTA has the blocks before them, are stored one by one and merged afterwards.
     """
 
-    stages: int = _STAGES_ALONE
+    stages: int = _MAX_STAGES
     splits: int = 1
 
     def __post_init__(self) -> None:
@@ -132,13 +130,8 @@ class Schedule:
 
 def default_schedule(problem: Problem, *, may_split: bool) -> Schedule:
     """Returns the default schedule; `may_split` says whether sequences may be split."""
-    slot, queries = KV_BLOCK * ROW_BYTES, len(problem.key_parts) * ROWS * ROW_BYTES
-    # A CTA that begins or ends loads nothing, so the other one of its multiprocessor needs enough bytes on their way to
-    # keep the memory busy alone. Where two CTAs have no room for that, one has.
-    shared = nvidia.shared_memory_of_multiprocessor() // _CTAS_PER_MULTIPROCESSOR - nvidia.SHARED_MEMORY_RESERVED
-    stages = min(_MAX_STAGES, (shared - queries) // slot)
-    if stages < _STAGES_ALONE:
-        stages = max(2, min(_STAGES_ALONE, (nvidia.shared_memory() - queries) // slot))
+    free = nvidia.shared_memory() - len(problem.key_parts) * ROWS * ROW_BYTES
+    stages = max(2, min(_MAX_STAGES, free // (KV_BLOCK * ROW_BYTES)))
     resident = _CTAS_PER_MULTIPROCESSOR * multiprocessors()
     if not may_split or problem.items >= resident or problem.partial_bytes > MAX_PARTIAL_BYTES:
         return Schedule(stages)

@@ -8,9 +8,9 @@ A CTA has one tile of the result, and its warpgroups have equal parts of the til
 threads that add them.
 
 Products of many tokens are bound by the L2 cache first: tiles of 128 x 128 read a byte for 64 floating-point
-operations. With two warpgroups, a tile of 256 x 128 has 85, and in a cluster of two CTAs, which copy their common
-tokens once, 128. One such CTA fills a multiprocessor, so no second one multiplies while it waits. Therefore warpgroups
-do not meet, and the operands of an instruction are in registers before the previous ones are used up, across stages.
+operations, and with two warpgroups, tiles of 256 x 128 do for 85. One such CTA fills a multiprocessor, so no second one
+multiplies while it waits. Therefore warpgroups do not meet, and the operands of an instruction are in registers before
+the previous ones are used up, across stages. Clusters that copy their common tokens once were not faster on an H200.
 """
 
 import math
@@ -126,20 +126,17 @@ def _kernel(plan: Plan, epilogue: Epilogue) -> Callable[..., list[Array]]:
         staged = {"staged": plgpu.SMEM(plan.staged_shape, problem.out_dtype, transforms=transforms)}
     if schedule.warpgroups > 1:
         kinds = {"num_threads": schedule.warpgroups, "thread_name": "warpgroup"}
-    if schedule.cluster > 1:
-        kinds |= {"cluster": (schedule.cluster,), "cluster_names": ("outputs",)}
-    sharing = ("outputs",) if schedule.cluster > 1 else ()
     return plgpu.kernel(
         body,
         out_type=[jax.ShapeDtypeStruct(plan.padded[:2], problem.out_dtype)] * results,
-        grid=(math.prod(plan.grid) // schedule.cluster,),
+        grid=(math.prod(plan.grid),),
         grid_names=("tile",),
         **kinds,
         scratch_types={
             "tokens": stages((schedule.warpgroups, *plan.tokens_shape), plan.tokens_line),
             "weights": stages((problem.parts, *plan.weights_shape), plan.weights_line),
             **staged,
-            **copies.barriers(plan.stages, plan.copies, warpgroups=schedule.warpgroups, sharing=sharing),
+            **copies.barriers(plan.stages, plan.copies, warpgroups=schedule.warpgroups),
         },
         compiler_params=NO_AUTO_BARRIERS,
         kernel_name="mma_matmul",
@@ -157,10 +154,7 @@ class _Cta:
         index, schedule = lax.axis_index("tile"), plan.schedule
         if operands.experts is None:
             # CTAs that run at the same time work on `panel` rows of tiles, so that both operands are still in L2.
-            m, n = plgpu.planar_snake(index, (plan.grid[0], plan.grid[1] // schedule.cluster), 0, schedule.panel)
-            if schedule.cluster > 1:
-                n = n * schedule.cluster + lax.axis_index("outputs")
-            self.tile = m, n
+            self.tile = plgpu.planar_snake(index, plan.grid, 0, schedule.panel)
         else:
             # Neighbouring tiles of tokens often have the same expert, whose weights are then still in L2.
             outputs = jnp.int32(plan.grid[1])
@@ -227,8 +221,7 @@ class _Cta:
         plan, schedule = self.plan, self.plan.schedule
         x, w, first_k = self.operands.x, self.operands.w, step * plan.tile_k
         m, k = pl.ds(self.m, plan.rows), pl.ds(first_k, plan.tile_k)
-        shared = ("outputs",) if schedule.cluster > 1 else ()
-        pairs = [(x.at[m, k] if plan.tokens_contiguous_in_k else x.at[k, m], tokens, *shared)]
+        pairs = [(x.at[m, k] if plan.tokens_contiguous_in_k else x.at[k, m], tokens)]
         # Warpgroups share the lines of the weights.
         lines = plan.weights_shape[0] // schedule.warpgroups
         first = self.warpgroup * lines

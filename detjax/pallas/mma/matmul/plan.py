@@ -20,9 +20,6 @@ _WHOLE_LINE: Final = 64
 
 _MAX_STAGES: Final = 8
 
-_MULTICASTING: Final = (9, 10)
-"""Major compute capabilities whose copy engine fills the shared memory of several CTAs at full speed."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
@@ -44,8 +41,6 @@ class Schedule:
     """Warpgroups of a CTA, which have equal parts of the tile's tokens and share its weights."""
     stages: int | None = None
     """Upper limit of the stages of several warpgroups; by default as many as fit."""
-    cluster: int = 1
-    """CTAs with neighbouring outputs that copy their common tokens once, on architectures with a copy engine."""
 
     def fits(self, problem: Problem) -> bool:
         """Returns True if a kernel of this schedule can compute the problem."""
@@ -99,7 +94,7 @@ class Plan:
     def grid(self) -> tuple[int, int]:
         """Tiles along tokens and along outputs."""
         s = self.schedule
-        return pl.cdiv(self.problem.m, s.tile_m), round_up(pl.cdiv(self.problem.n, s.tile_n), s.cluster)
+        return pl.cdiv(self.problem.m, s.tile_m), pl.cdiv(self.problem.n, s.tile_n)
 
     @property
     def k_steps(self) -> int:
@@ -188,8 +183,6 @@ class Plan:
             "1 or 2 warpgroups": s.warpgroups in (1, 2),
             "tile_m in multiples of 16 * row_warps for each warpgroup": s.tile_m > 0
             and s.tile_m % (s.warpgroups * row_unit(s.row_warps)) == 0,
-            "a cluster of 1, or of 2 with two warpgroups, a copy engine and no experts": s.cluster == 1
-            or (s.cluster == 2 and s.warpgroups == 2 and nvidia.has_copy_engine() and not problem.experts),
             "tile_n in multiples of 32 / row_warps": s.tile_n > 0 and s.tile_n % column_unit(s.row_warps) == 0,
             f"up to {MAX_ACCUMULATORS} accumulators a thread": accumulators <= MAX_ACCUMULATORS,
             "tiles of 64 where K is not the last axis": (self.tokens_contiguous_in_k or self.rows % _WHOLE_LINE == 0)
@@ -223,17 +216,28 @@ def default_schedule(problem: Problem) -> Schedule:
         return Schedule(16, narrow, 1, line=64, lines=2)
     if m <= 32 and not rows_in_64s:
         return Schedule(32, 64 if columns_in_64s else 32, 2, line=64)
-    shared = shared_stages(problem)
-    fills_chip = pl.cdiv(m, shared.tile_m) * pl.cdiv(n, shared.tile_n) >= multiprocessors()
-    # Tiles of 256 tokens may not compute many more rows than tiles of 128 would.
+    shared, chip = shared_stages(problem), multiprocessors()
+    tiles = pl.cdiv(m, shared.tile_m) * pl.cdiv(n, shared.tile_n)
+    # The last round of tiles may not leave much of the chip idle, nor may tiles of 256 tokens compute many more rows
+    # than tiles of 128 would.
+    fills_chip = 8 * tiles >= 7 * chip * pl.cdiv(tiles, chip)
     few_padded = 8 * (round_up(m, shared.tile_m) - round_up(m, 128)) <= m
     if m > 128 and few_padded and fills_chip and shared.fits(problem):
         return shared
-    large = Schedule(128, 128 // parts, 2, panel=8)
-    wide = pl.cdiv(m, 128) * pl.cdiv(n, large.tile_n) >= 2 * multiprocessors()
-    if m > 64 and wide and not (columns_in_64s and large.tile_n % 64):
-        return large
-    return Schedule(64, 64, 2, panel=8)
+    narrowest = 64 if columns_in_64s else 1
+    if m > 128:
+        width = max(narrowest, 64 // parts)
+        one = Schedule(128, width, 2, line=_WHOLE_LINE, panel=8)
+        two = dataclasses.replace(one, warpgroups=2)
+        # Where a multiprocessor has one tile at most, two warpgroups share it.
+        has_one = pl.cdiv(m, 128) * pl.cdiv(n, width) <= chip
+        candidates = [two, one] if has_one else [one]
+    else:
+        widths = [max(narrowest, width // parts) for width in (128, 64, 32)]
+        enough = [width for width in widths if pl.cdiv(m, 64) * pl.cdiv(n, width) >= chip]
+        candidates = [Schedule(64, enough[0] if enough else widths[-1], 2, line=_WHOLE_LINE, panel=8)]
+    fitting = (schedule for schedule in candidates if schedule.fits(problem))
+    return next(fitting, Schedule(64, 64, 2, panel=8))
 
 
 def shared_stages(problem: Problem) -> Schedule:
@@ -242,6 +246,4 @@ def shared_stages(problem: Problem) -> Schedule:
     schedule = Schedule(256, 128 // problem.parts, 2, line=_WHOLE_LINE, panel=4, warpgroups=2)
     if Plan(problem, schedule).bytes_per_stage * 3 > nvidia.shared_memory():
         schedule = dataclasses.replace(schedule, line=_WHOLE_LINE // 2)
-    if nvidia.architecture()[0] in _MULTICASTING and not problem.experts:
-        schedule = dataclasses.replace(schedule, cluster=2)
     return schedule

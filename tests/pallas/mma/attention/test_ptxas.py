@@ -123,9 +123,7 @@ def test_shared_memory_holds_queries_and_parts_of_pages(name: str) -> None:
             schedule = default_schedule(problem, may_split=False)
             slots = len(problem.key_parts) * ROWS + schedule.stages * KV_BLOCK
             assert slots * ROW_BYTES <= nvidia.shared_memory()
-            # More than four are worth it only for each of two CTAs.
-            room = nvidia.shared_memory_of_multiprocessor() - 2 * nvidia.SHARED_MEMORY_RESERVED
-            assert schedule.stages == 4 or (schedule.stages in (5, 6) and 2 * slots * ROW_BYTES <= room)
+        assert schedule.stages == 4
 
 
 def test_no_product_meets_a_sum_in_the_kernels() -> None:
