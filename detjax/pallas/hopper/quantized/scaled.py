@@ -65,7 +65,7 @@ SWITCH: Final = "DETJAX_FP8_KERNELS"
 """The environment variable that makes products with quantized activations call this kernel and `rows`', if it is 1."""
 
 IS_ON: Final = os.environ.get(SWITCH) == "1"
-"""True if products call the kernels. They are off by default until a GPU has shown their bits in every form of plans."""
+"""True if products call the kernels. They are off by default until a GPU has shown the bits of all forms."""
 
 _LOOP_REGISTERS: Final = 56
 """Registers of a consumer in its loop that hold neither sums nor products."""
