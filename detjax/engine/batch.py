@@ -358,10 +358,12 @@ class SlotTable:
     def _drafted(self, step: ScheduledStep, offset: np.ndarray) -> DraftedRows:
         """Returns the guesses before the rows to sample from."""
         guesses = np.full((len(offset), self._drafts), NO_GUESS, np.int32)
-        row = 0
-        for chunk in step.chunks:
-            for number in range(1, chunk.sampled):
-                guesses[row + number, :number] = chunk.drafts[:number]
+        row = len(step.decodes)
+        for chunk in step.prefills:
+            if count := chunk.drafted:
+                number = np.arange(count)
+                is_before = number < number[:, None] + 1
+                guesses[row + 1 : row + 1 + count, :count] = np.where(is_before, np.array(chunk.drafts), NO_GUESS)
             row += chunk.sampled
         return DraftedRows(offset, guesses)
 
@@ -431,9 +433,11 @@ class _SampledRows(NamedTuple):
         cls, chunks: Sequence[ScheduledChunk], slots: np.ndarray, ends: np.ndarray, completes: np.ndarray
     ) -> "_SampledRows":
         """Returns the rows of chunks, given the slot, the end and the kind of each."""
-        rows = [(index, number) for index, chunk in enumerate(chunks) for number in range(chunk.sampled)]
-        chunk, offset = np.array(rows, np.int32).reshape(-1, 2).T
-        after = np.array([one.drafted for one in chunks], np.int32)[chunk] - offset
+        drafted = np.array([chunk.drafted for chunk in chunks], np.int32)
+        chunk = np.repeat(np.arange(len(chunks), dtype=np.int32), 1 + drafted)
+        first = np.cumsum(1 + drafted, dtype=np.int32) - (1 + drafted)
+        offset = np.arange(len(chunk), dtype=np.int32) - first[chunk]
+        after = drafted[chunk] - offset
         return cls(chunk, offset, after, slots[chunk], ends[chunk] - after, completes[chunk])
 
 

@@ -2,7 +2,6 @@
 
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 from detjax.engine.request import TopLogprobs
@@ -26,13 +25,16 @@ class SampledTokens(NamedTuple):
     def start_copy(self) -> "SampledTokens":
         """Starts copying the arrays to the host, and returns them."""
         for x in self:
-            if x is not None:
+            if x is not None and x.size:
                 x.copy_to_host_async()
         return self
 
     def read(self) -> "SampledTokens":
         """Waits for the arrays and returns them on the host; arrays of one number per row become lists."""
-        read = type(self)(*jax.device_get(tuple(self)))
+        # Empty arrays are not worth a copy, and `jax.device_get` would start the others again.
+        read = type(self)(
+            *(None if x is None else np.asarray(x) if x.size else np.empty(x.shape, x.dtype) for x in self)
+        )
         sampling_logprob = None if read.sampling_logprob is None else read.sampling_logprob.tolist()
         # Reading a number from a list is five times as fast as from an array.
         return read._replace(

@@ -60,7 +60,11 @@ def new_loop(model: Decoder, kind: str | None, num_pages: int, guesser: Guesser 
         variants=(SamplingVariant(False, 0),),
         speculative=SpeculativeConfig(method=method, model="x", num_speculative_tokens=MOST) if kind else None,
     )
-    return StepLoop.for_model(model, config, guesser=guesser)
+    loop = StepLoop.for_model(model, config, guesser=guesser)
+    if loop.drafting is not None:
+        # The guesses of a random head are wrong, and the tuned rule would stop asking for them.
+        loop.drafting._lengths = lambda sequences, acceptance: MOST
+    return loop
 
 
 def answers(loop: StepLoop, model: Decoder) -> list[Any]:

@@ -49,6 +49,7 @@ class HeadDrafter(Drafter):
     """Guesses what a head would sample with the noise of the request."""
 
     follows = True
+    guess_cost = 0.11  # an EAGLE-3 head's, for 36 layers of Qwen3-8B's shape on an H200
 
     def __init__(
         self, draft: Draft, table: SlotTable, shapes: BatchShapes, num_pages: int, runner: ModelRunner

@@ -1,73 +1,118 @@
-"""The number of tokens to guess, by the load of the device and by how often a sequence's guesses were right."""
+"""The number of tokens to guess, by the load of the device and by how often guesses were right."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Final
 
+import numpy as np
+
+MOST_SEQUENCES: Final = 32
+"""With more running sequences nothing is guessed. The rows of a sequence with guesses are padded to `QUERY_UNIT`. From
+512 rows on, the time of a step on an H200 grows faster than its tokens: 64 sequences took four to six times as long."""
+_COSTS: Final = {1: 1.9, 8: 2.0, 16: 2.4, MOST_SEQUENCES: 2.7}
+"""The time of a step with seven guesses for a number of sequences over the time of a step without, with 36 layers of
+Qwen3-8B's shape on an H200. Fewer guesses are not faster. Most of it is the host's work, which such a step waits for:
+it needs the tokens of the step before."""
 _FIRST_ACCEPTANCE: Final = 0.7
 """The share of right guesses that is assumed at first."""
 _WEIGHT: Final = 0.1
-"""The weight of the newest guess in the running share."""
-_LEAST: Final = 0.12
-"""The least probability with which a guess must count to be worth its row of logits."""
-_FREE: Final = 16
-"""Sequences whose guesses cost next to nothing. The rows of each are padded to `QUERY_UNIT`, however many it guesses,
-and a step of 128 rows takes as long as one of a row for each sequence: it waits for the weights."""
-_SHARE: Final = 0.024
-"""The time that each further sequence adds to a step with guesses, as a share of the time of a step without, from the
-peak and the bandwidth of an H200. Both grow with the model, so the share is about the same for all."""
-_MOST: Final = 150
-"""With more sequences the device is busy, and nothing is guessed."""
-_PAUSE: Final = 32
-"""Tokens after which a sequence without guesses gets one again."""
-_LONGEST_WAIT: Final = 8
+"""The weight of the newest guess in a sequence's running share."""
+_WEIGHT_OF_ALL: Final = 0.01
+"""The weight of the newest guess in the running share of all sequences."""
+_PAUSES: Final = 64, 512
+"""Steps without guesses after which guesses are tried again: at first, and at most. Each trial in vain doubles them."""
+_LONGEST_WAIT: Final = 16
 """Maximum number of tokens to wait after the drafter had no guess. Asking it costs time: all tokens must be read."""
 
 
 class Acceptance:
-    """The share of guesses for one sequence that were right.
+    """The share of guesses that were right.
 
     Attributes:
         share: a running average.
-        silent: steps since the last guess.
         waits: steps until the drafter is asked again, after it had no guess.
     """
 
-    def __init__(self) -> None:
-        self.share = _FIRST_ACCEPTANCE
-        self.silent = self.waits = self._misses = 0
+    def __init__(self, share: float = _FIRST_ACCEPTANCE, weight: float = _WEIGHT) -> None:
+        """An average that begins with a share; each guess has a weight."""
+        self.share, self._weight = share, weight
+        self.waits = self._last_wait = 0
+
+    @classmethod
+    def shared(cls) -> "Acceptance":
+        """Returns the average of all sequences, with which new ones begin."""
+        return cls(weight=_WEIGHT_OF_ALL)
 
     def note(self, proposed: int, accepted: int) -> None:
         """Takes note of a verified draft. Guesses after the first wrong one say nothing."""
-        self.silent = self._misses = 0
+        self._last_wait = 0
         for index in range(min(accepted + 1, proposed)):
-            self.share += _WEIGHT * ((index < accepted) - self.share)
+            self.share += self._weight * ((index < accepted) - self.share)
 
     def miss(self) -> None:
         """Takes note of a step for which the drafter had no guess."""
-        self.skip()
-        self._misses = min(self._misses + 1, _LONGEST_WAIT)
-        self.waits = self._misses
+        self._last_wait = min(max(2 * self._last_wait, 1), _LONGEST_WAIT)
+        self.waits = self._last_wait
 
     def skip(self) -> None:
         """Takes note of a step without guesses."""
-        self.silent += 1
         self.waits = max(self.waits - 1, 0)
+
+    def tokens(self, guesses: int) -> float:
+        """Returns the expected number of tokens of a step with a number of guesses."""
+        return guesses + 1.0 if self.share == 1 else (1 - self.share ** (guesses + 1)) / (1 - self.share)
 
 
 type DraftLengths = Callable[[int, Acceptance], int]
-"""A rule for the number of tokens to guess for one sequence, given the number of sequences. No bit depends on it."""
+"""A fixed rule for the number of tokens to guess for one sequence, given the number of sequences. No bit depends on it.
+It takes the place of `TunedLengths` in tests and measurements."""
 
 
-def tuned_length(sequences: int, acceptance: Acceptance, most: int = 16) -> int:
-    """Returns the number of guesses, up to `most`, that are each likely enough to count.
+class TunedLengths:
+    """The number of tokens to guess for each sequence of a step: none where steps without guesses are faster.
 
-    It is 0 if the tokens expected of a step are fewer than steps without guesses have in the same time.
+    All sequences of a step decide together, because one with guesses makes the step slow for all of them. If guesses
+    do not pay, they are tried again once in a while.
     """
-    if sequences > _MOST or acceptance.waits:
-        return 0
-    count, probability, tokens = 0, acceptance.share, 1.0
-    while probability >= _LEAST and count < most:
-        count, tokens, probability = count + 1, tokens + probability, probability * acceptance.share
-    if tokens < 1 + _SHARE * max(0, sequences - _FREE):
-        count = 0
-    return max(count, 1) if acceptance.silent >= _PAUSE else count
+
+    def __init__(self, most: int, guess_cost: float = 0.0) -> None:
+        """A rule for up to `most` guesses.
+
+        Args:
+            most: maximum number of guesses for a sequence.
+            guess_cost: see `Drafter`.
+        """
+        self._most, self._guess_cost = most, guess_cost
+        self._silent, self._pause = 0, _PAUSES[0]
+
+    def choose[K](self, sequences: int, candidates: Mapping[K, tuple[int, Acceptance]]) -> dict[K, int]:
+        """Returns numbers of guesses, of at least 1, for the candidates that should have any.
+
+        Args:
+            sequences: the number of running sequences.
+            candidates: sequences that may have guesses, with the maximum number for each.
+        """
+        ready = {key: one for key, one in candidates.items() if one[0] > 0 and not one[1].waits}
+        if not ready or sequences > MOST_SEQUENCES:
+            return {}
+        if self._silent >= self._pause:
+            return {key: min(room, self._most) for key, (room, _) in ready.items()}
+        cost = float(np.interp(len(ready), list(_COSTS), list(_COSTS.values())))
+
+        def speed(count: int) -> float:
+            """Returns the tokens expected in the time of a step without guesses."""
+            tokens = sum(acceptance.tokens(min(room, count)) for room, acceptance in ready.values())
+            return (sequences - len(ready) + tokens) / (cost + self._guess_cost * count)
+
+        # Guesses that cost nothing can only add tokens.
+        counts = range(1, self._most + 1) if self._guess_cost else (self._most,)
+        count = max(counts, key=speed)
+        return {key: min(room, count) for key, (room, _) in ready.items()} if speed(count) > sequences else {}
+
+    def note(self, *, has_guesses: bool) -> None:
+        """Takes note of whether a step has guesses that `choose` asked for."""
+        if not has_guesses:
+            self._silent += 1
+            return
+        is_trial = self._silent >= self._pause
+        self._pause = min(2 * self._pause, _PAUSES[1]) if is_trial else _PAUSES[0]
+        self._silent = 0

@@ -45,6 +45,8 @@ class Drafter:
 
     follows: bool = False
     """True if the drafter needs every step. Then no step is computed in a run of several."""
+    guess_cost: float = 0.0
+    """The time of a guess for each sequence, as a share of the time of a step of the model without guesses."""
 
     def propose(self, wanted: Mapping[Sequence, int]) -> Mapping[Sequence, Seq[int]]:
         """Returns guesses of the tokens after the last token of some sequences, each at most as many as wanted.

@@ -1,12 +1,11 @@
 """Drafting: decides which sequences of a step get guesses and how many, and keeps the guesses that can be right."""
 
-import functools
 import itertools
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Seq
 from weakref import WeakKeyDictionary
 
-from detjax.engine.drafts.draft_lengths import Acceptance, DraftLengths, tuned_length
+from detjax.engine.drafts.draft_lengths import MOST_SEQUENCES, Acceptance, DraftLengths, TunedLengths
 from detjax.engine.drafts.drafter import Drafter
 from detjax.engine.drafts.look_ahead import LookAhead
 from detjax.engine.scheduler import ScheduledChunk, ScheduledStep
@@ -24,48 +23,44 @@ class Drafting:
     """
 
     def __init__(self, drafter: Drafter, most: int, vocabulary: int, lengths: DraftLengths | None = None) -> None:
-        """Drafting for a model with `vocabulary` logits. Default lengths: `tuned_length`."""
+        """Drafting for a model with `vocabulary` logits. Default lengths: `TunedLengths`."""
         self.drafter, self.most = drafter, most
         self.proposed = 0
         self.accepted_at = [0] * most
         self._vocabulary = vocabulary
-        self._lengths: DraftLengths = lengths or functools.partial(tuned_length, most=most)
+        self._lengths = lengths
+        self._tuned = TunedLengths(most, drafter.guess_cost)
+        self._acceptance_of_all = Acceptance.shared()
         self._acceptance: WeakKeyDictionary[Sequence, Acceptance] = WeakKeyDictionary()
         self._ahead: WeakKeyDictionary[Sequence, LookAhead] = WeakKeyDictionary()
         self._forced: dict[Sequence, Seq[int]] = {}
 
     def wants(self, running: Seq[Sequence]) -> bool:
         """Returns True if guesses are wanted for some sequence once all its tokens have been read."""
-        return any(
-            sequence.is_held and (_is_forcible(sequence) or self._length(sequence, len(running)) > 0)
-            for sequence in running
-            if sequence.context.drafts
+        return bool(self._chosen(running)) or any(
+            _is_forcible(sequence) and sequence.is_held for sequence in running if sequence.context.drafts
         )
 
     def skip(self, running: Seq[Sequence]) -> None:
         """Takes note of a step without guesses."""
-        for sequence in running:
-            if sequence.context.drafts and sequence.is_held:
-                self._acceptance_of(sequence).skip()
+        self._note_skipped(running, {})
 
     def wanted(self, running: Seq[Sequence]) -> dict[Sequence, int]:
         """Returns the number of guesses that the next step should verify for some sequences.
 
         All tokens must have been read.
         """
-        self._forced, wanted = {}, {}
+        self._forced, wanted = {}, self._chosen(running)
+        self._note_skipped(running, wanted)
         for sequence in running:
-            if not sequence.context.drafts or not sequence.is_held:
+            if not sequence.context.drafts or not sequence.is_held or not _is_forcible(sequence):
                 continue
-            assert not sequence.unread
             room = self._room(sequence)
-            forced = self._ahead_of(sequence).forced()[:room] if room > 0 and _is_forcible(sequence) else []
+            forced = self._ahead_of(sequence).forced()[:room] if room > 0 else []
             if forced:
                 self._forced[sequence] = forced
-            if count := len(forced) or self._length(sequence, len(running)):
-                wanted[sequence] = count
-            else:
-                self._acceptance_of(sequence).skip()
+                wanted[sequence] = len(forced)
+        assert not any(sequence.unread for sequence in wanted)
         return wanted
 
     def fill(self, plan: ScheduledStep) -> ScheduledStep:
@@ -89,6 +84,37 @@ class Drafting:
             self.accepted_at[position] += 1
         if sequence not in self._forced:
             self._acceptance_of(sequence).note(proposed, accepted)
+            self._acceptance_of_all.note(proposed, accepted)
+
+    def _is_off(self, sequences: int) -> bool:
+        """Returns True if nothing but forced tokens is guessed for this many running sequences."""
+        return self._lengths is None and sequences > MOST_SEQUENCES
+
+    def _note_skipped(self, running: Seq[Sequence], wanted: Collection[Sequence]) -> None:
+        """Takes note of the sequences that get no guesses in a step."""
+        self._tuned.note(has_guesses=bool(wanted))
+        if self._is_off(len(running)):  # a busy device should not wait for the host's work for each sequence
+            return
+        for sequence in running:
+            if sequence.context.drafts and sequence.is_held and sequence not in wanted:
+                self._acceptance_of(sequence).skip()
+
+    def _chosen(self, running: Seq[Sequence]) -> dict[Sequence, int]:
+        """Returns the numbers of guesses for sequences that should have any."""
+        if self._is_off(len(running)):
+            return {}
+        candidates = {
+            sequence: (room, self._acceptance_of(sequence))
+            for sequence in running
+            if sequence.context.drafts and sequence.is_held and (room := self._room(sequence)) > 0
+        }
+        if self._lengths is None:
+            return self._tuned.choose(len(running), candidates)
+        lengths = {
+            sequence: min(room, self._lengths(len(running), acceptance))
+            for sequence, (room, acceptance) in candidates.items()
+        }
+        return {sequence: length for sequence, length in lengths.items() if length}
 
     def _room(self, sequence: Sequence) -> int:
         """Returns the maximum number of guesses for a sequence."""
@@ -97,10 +123,6 @@ class Drafting:
         count, least = len(sequence.generated) + sequence.unread, sequence.params.min_tokens
         # The rows of a chunk share their biases, which forbid end tokens until the sequence has enough tokens.
         return min(room, least - count - 1) if count < least else room
-
-    def _length(self, sequence: Sequence, sequences: int) -> int:
-        room = self._room(sequence)
-        return min(room, self._lengths(sequences, self._acceptance_of(sequence))) if room > 0 else 0
 
     def _put(self, chunk: ScheduledChunk, guesses: Iterable[int]) -> None:
         """Puts the guesses that can be right into a chunk."""
@@ -124,7 +146,10 @@ class Drafting:
         return ahead
 
     def _acceptance_of(self, sequence: Sequence) -> Acceptance:
-        return self._acceptance.setdefault(sequence, Acceptance())
+        acceptance = self._acceptance.get(sequence)
+        if acceptance is None:
+            acceptance = self._acceptance[sequence] = Acceptance(self._acceptance_of_all.share)
+        return acceptance
 
 
 def _is_forcible(sequence: Sequence) -> bool:
