@@ -37,8 +37,12 @@ class Drafting:
 
     def wants(self, running: Seq[Sequence]) -> bool:
         """Returns True if guesses are wanted for some sequence once all its tokens have been read."""
-        return bool(self._chosen(running)) or any(
-            _is_forcible(sequence) and sequence.is_held for sequence in running if sequence.context.drafts
+        if self._lengths is None and self._chosen(running):
+            return True
+        return any(
+            sequence.is_held and (_is_forcible(sequence) or self._fixed_length(sequence, len(running)) > 0)
+            for sequence in running
+            if sequence.context.drafts
         )
 
     def skip(self, running: Seq[Sequence]) -> None:
@@ -110,11 +114,15 @@ class Drafting:
         }
         if self._lengths is None:
             return self._tuned.choose(len(running), candidates)
-        lengths = {
-            sequence: min(room, self._lengths(len(running), acceptance))
-            for sequence, (room, acceptance) in candidates.items()
-        }
-        return {sequence: length for sequence, length in lengths.items() if length}
+        lengths = {sequence: self._fixed_length(sequence, len(running)) for sequence in candidates}
+        return {sequence: length for sequence, length in lengths.items() if length > 0}
+
+    def _fixed_length(self, sequence: Sequence, sequences: int) -> int:
+        """Returns the number of guesses by a fixed rule; 0 without one."""
+        if self._lengths is None:
+            return 0
+        room = self._room(sequence)
+        return min(room, self._lengths(sequences, self._acceptance_of(sequence))) if room > 0 else 0
 
     def _room(self, sequence: Sequence) -> int:
         """Returns the maximum number of guesses for a sequence."""
