@@ -8,6 +8,7 @@ from types import MappingProxyType
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, PyTree
 
 from detjax.contract import ACCUMULATOR, LANES
