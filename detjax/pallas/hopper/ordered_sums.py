@@ -106,8 +106,8 @@ def _plain_add_line(total: Array, ref: Any, *place: Array) -> Array:
 )
 def add_line(total: Any, ref: Any, *place: Any) -> Any:
     """Adds the numbers of a line to a total, in order. Every thread computes the same total."""
-    four, where = ir.VectorType.get((LANE_GROUP,), ir.F32Type.get()), [as_index(i.registers.item()) for i in place]
-    loaded = [vector.load(four, ref, [*where, index(column)]) for column in range(0, LINE, LANE_GROUP)]
+    four, first = ir.VectorType.get((LANE_GROUP,), ir.F32Type.get()), [as_index(i.registers.item()) for i in place]
+    loaded = [vector.load(four, ref, [*first, index(column)]) for column in range(0, LINE, LANE_GROUP)]
     value = total.registers.item()
     for register in loaded:
         for i in range(LANE_GROUP):
