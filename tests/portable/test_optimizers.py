@@ -15,7 +15,8 @@ import pytest
 
 import detjax
 from detjax.contract import LANES
-from detjax.rl.trainer.optimizers import AdamState, adamw, global_norm, slice_squares
+from detjax.ops.elements import slice_squares
+from detjax.rl.trainer.optimizers import AdamState, adamw, global_norm
 from tests.support.bits import assert_same_bits, same_bits
 
 SIZES = (1, 7, 511, 512, 513, 3 * 512, 16 * 512 + 5)

@@ -18,7 +18,6 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
 from detjax.contract import ACCUMULATOR, LANE_GROUP
-from detjax.operands.numerics import round_up
 from detjax.pallas.hopper.mosaic import primitive
 from detjax.pallas.hopper.mosaic.layouts import NUMBER
 from detjax.pallas.hopper.mosaic.registers import as_index, element, index
@@ -35,11 +34,10 @@ SLOTS: Final = 4
 
 def sums_in_order(numbers: Sequence[Array]) -> tuple[Array, ...]:
     """Returns float32 `[S]` for each array `[S, R]`; see `detjax.ops.elements.sums_in_order`."""
-    runs = [run for x in numbers for run in [round_up(x.shape[1], LINE * LINES)] * len(x)]
     # Zeros at a run's end change no sum: it begins with 0, so it is never -0.
-    padded = [jnp.pad(x, ((0, 0), (0, round_up(x.shape[1], LINE * LINES) - x.shape[1]))) for x in numbers]
+    padded = [jnp.pad(x, ((0, 0), (0, -x.shape[1] % (LINE * LINES)))) for x in numbers]
     lines = jnp.concatenate([x.reshape(-1, LINE) for x in padded])
-    copies = np.array(runs, np.int32) // (LINE * LINES)
+    copies = np.array([x.shape[1] // (LINE * LINES) for x in padded for _ in range(len(x))], np.int32)
     begins = np.cumsum(copies, dtype=np.int32) - copies
     sums = _sums_of_runs(lines, jnp.asarray(begins), jnp.asarray(copies))
     return tuple(jnp.split(sums, np.cumsum([len(x) for x in numbers])[:-1]))

@@ -12,7 +12,7 @@ from jaxtyping import Array, DTypeLike, Float32, Int32, PyTree
 
 from detjax.contract import ACCUMULATOR
 from detjax.operands.rounding import rounded
-from detjax.ops.elements import map_elements, slice_squares
+from detjax.ops.elements import map_elements, row_squares, sums_in_order
 
 
 class AdamState(NamedTuple):
@@ -163,7 +163,8 @@ def global_norm(gradients: PyTree[Float32[Array, "..."]], slices: int) -> Float3
         gradients: float32 arrays.
         slices: the run's number of shards, so that up to as many devices can each sum their own slices.
     """
-    return norm_of_slices(jnp.stack([slice_squares(leaf, slices) for leaf in jax.tree.leaves(gradients)]))
+    rows = [row_squares(leaf, slices) for leaf in jax.tree.leaves(gradients)]
+    return norm_of_slices(jnp.stack(sums_in_order(rows)))
 
 
 def norm_of_slices(squares: Float32[Array, "leaves slices"]) -> Float32[Array, ""]:

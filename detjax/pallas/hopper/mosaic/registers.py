@@ -1,5 +1,6 @@
 """Registers and threads in MLIR, for the functions that emit it."""
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -88,3 +89,23 @@ def offset_address(pointer: Any, offset: Any, dtype: Any) -> Any:
     """Returns the address `offset` elements after a pointer."""
     dynamic = [-(1 << 31)]  # LLVM's mark of an index that is not a constant
     return llvm.getelementptr(pointer.type, pointer, [offset], dynamic, dtype, llvm.GEPNoWrapFlags.none)
+
+
+def shared_address(ref: Any) -> Any:
+    """Returns the address of an array in shared memory, as an int32."""
+    return llvm.ptrtoint(i32(), mgpu.memref_ptr(ref))
+
+
+def shared_pointer(address: Any) -> Any:
+    """Returns the pointer to an address in shared memory."""
+    return llvm.inttoptr(ir.Type.parse("!llvm.ptr<3>"), address)
+
+
+def times(value: Any, factor: int) -> Any:
+    """Multiplies an int32 by a constant."""
+    return arith.muli(value, int32(factor))
+
+
+def plus(*values: Any) -> Any:
+    """Adds integers."""
+    return functools.reduce(arith.addi, values)

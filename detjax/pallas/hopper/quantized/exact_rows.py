@@ -18,12 +18,20 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 from detjax.pallas.hopper.device import SWIZZLE_BYTES
 from detjax.pallas.hopper.mosaic import primitive
 from detjax.pallas.hopper.mosaic.layouts import MATRIX, ROWS, UNIT
-from detjax.pallas.hopper.mosaic.registers import array, empty_registers, i32, int32, warp_and_lane
+from detjax.pallas.hopper.mosaic.registers import (
+    array,
+    empty_registers,
+    i32,
+    int32,
+    plus,
+    shared_address,
+    shared_pointer,
+    times,
+    warp_and_lane,
+)
+from detjax.pallas.hopper.quantized.fragments import BLOCK, PLACES, WARPS
 from detjax.pallas.hopper.quantized.widening import E4M3
 
-_BLOCK: Final = 8
-_PLACES: Final = 2
-_WARPS: Final = ROWS // (_BLOCK * _PLACES)
 _CHUNK: Final = 16
 """Bytes that the swizzle moves at once."""
 
@@ -47,13 +55,13 @@ class ExactFill:
 
     def block(self, warp: Any, place: int) -> Any:
         """Returns the block of eight rows of a warp's place, which may be beyond the last one."""
-        return warp if self.is_spread else warp * _PLACES + place
+        return warp if self.is_spread else warp * PLACES + place
 
 
 def source_rows(fill: ExactFill, place: int) -> Array:
     """Returns the rows of codes in a place of all warps, `[warps, rows of a block]`."""
-    blocks = jnp.minimum(fill.block(jnp.arange(_WARPS), place), fill.rows // _BLOCK - 1)
-    return blocks[:, None] * _BLOCK + jnp.arange(_BLOCK)[None]
+    blocks = jnp.minimum(fill.block(jnp.arange(WARPS), place), fill.rows // BLOCK - 1)
+    return blocks[:, None] * BLOCK + jnp.arange(BLOCK)[None]
 
 
 def source_of_place[T](arrays: tuple[T, ...], fill: ExactFill, place: int) -> T | None:
@@ -65,9 +73,9 @@ def source_of_place[T](arrays: tuple[T, ...], fill: ExactFill, place: int) -> T 
 
 def _plain_exact_rows(*codes: Any, fill: ExactFill) -> Array:
     blocks = []
-    for place in range(_PLACES):
+    for place in range(PLACES):
         source = source_of_place(codes, fill, place)
-        rows = jnp.zeros((_WARPS, 1, _BLOCK, fill.columns), fill.dtype)
+        rows = jnp.zeros((WARPS, 1, BLOCK, fill.columns), fill.dtype)
         if source is not None:
             numbers = lax.bitcast_convert_type(source[...], jnp.float8_e4m3fn).astype(fill.dtype)
             rows = numbers[source_rows(fill, place)][:, None]
@@ -90,29 +98,26 @@ def exact_rows(*codes: Any, fill: ExactFill) -> Any:
     warp, lane = warp_and_lane()
     row_of_block, thread = arith.divui(lane, int32(4)), arith.remui(lane, int32(4))
     registers = empty_registers(MATRIX, (ROWS, fill.columns))
-    units = registers.reshape(fill.columns // UNIT, _PLACES)
+    units = registers.reshape(fill.columns // UNIT, PLACES)
     dtype = mgpu.dtype_to_ir_type(jnp.dtype(fill.dtype))
     pair, one = ir.VectorType.get((2,), dtype), ir.VectorType.get((1,), i32())
-    swizzle = arith.muli(row_of_block, int32(_CHUNK))
+    swizzle = times(row_of_block, _CHUNK)
     is_swizzled = fill.columns == SWIZZLE_BYTES
-    for place in range(_PLACES):
+    for place in range(PLACES):
         source = source_of_place(codes, fill, place)
         if source is None:
             zero = vector.bitcast(pair, vector.from_elements(one, [int32(0)]))
             units[:, place] = [zero] * len(units)
             continue
-        block = warp if fill.is_spread else arith.addi(arith.muli(warp, int32(_PLACES)), int32(place))
-        block = arith.minui(block, int32(fill.rows // _BLOCK - 1))
-        row = arith.addi(arith.muli(block, int32(_BLOCK)), row_of_block)
-        base = llvm.ptrtoint(i32(), mgpu.memref_ptr(source))
-        base = arith.addi(base, arith.muli(row, int32(fill.columns)))
-        base = arith.addi(base, arith.muli(thread, int32(2)))
+        block = warp if fill.is_spread else plus(times(warp, PLACES), int32(place))
+        block = arith.minui(block, int32(fill.rows // BLOCK - 1))
+        row = plus(times(block, BLOCK), row_of_block)
+        base = plus(shared_address(source), times(row, fill.columns), times(thread, 2))
         for unit in range(len(units)):
             chunk, half = divmod(unit * UNIT, _CHUNK)
             # The hardware's swizzle: chunk c of 16 bytes of row r is at chunk c ^ r.
             at = arith.xori(swizzle, int32(chunk * _CHUNK)) if is_swizzled else int32(chunk * _CHUNK)
-            address = arith.addi(arith.addi(base, at), int32(half))
-            two = llvm.load(ir.IntegerType.get_signless(16), llvm.inttoptr(ir.Type.parse("!llvm.ptr<3>"), address))
+            two = llvm.load(ir.IntegerType.get_signless(16), shared_pointer(plus(base, at, int32(half))))
             units[unit, place] = vector.bitcast(pair, vector.from_elements(one, [numbers_of_pair(two, dtype)]))
     return array(registers, MATRIX)
 

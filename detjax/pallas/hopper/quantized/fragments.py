@@ -25,18 +25,30 @@ from detjax.contract import ACCUMULATOR
 from detjax.pallas.hopper.device import SWIZZLE_BYTES, WARPGROUP
 from detjax.pallas.hopper.mosaic import primitive
 from detjax.pallas.hopper.mosaic.layouts import MATRIX, NUMBER, ROWS, UNIT
-from detjax.pallas.hopper.mosaic.registers import array, element, empty_registers, i32, int32, packed, warp_and_lane
+from detjax.pallas.hopper.mosaic.registers import (
+    array,
+    element,
+    empty_registers,
+    i32,
+    int32,
+    packed,
+    plus,
+    shared_address,
+    shared_pointer,
+    times,
+    warp_and_lane,
+)
 from detjax.pallas.hopper.quantized.widening import Codes, arithmetic_of, plain_numbers
 
-_BLOCK: Final = 8
+BLOCK: Final = 8
 """Rows of a block."""
-_PLACES: Final = 2
+PLACES: Final = 2
 """Blocks of a warp."""
-_WARPS: Final = ROWS // (_BLOCK * _PLACES)
+WARPS: Final = ROWS // (BLOCK * PLACES)
 _LOAD_BYTES: Final = 16
 """Most bytes that a thread loads at once."""
 
-FEW_ROWS: Final = _WARPS * _BLOCK
+FEW_ROWS: Final = WARPS * BLOCK
 """Most rows of each part that fill one place of every warp."""
 
 
@@ -73,19 +85,19 @@ class Fill:
 
     def words(self, parts: int) -> int:
         """Returns the words that a thread keeps of a batch, from this many parts."""
-        return self.words_of_row * (min(parts, _PLACES) if self.is_spread else _PLACES)
+        return self.words_of_row * (min(parts, PLACES) if self.is_spread else PLACES)
 
     def sources(self, refs: tuple[Any, ...]) -> list[tuple[Any, ...]]:
         """Returns the arrays of each place, given the arrays of each part; no arrays for a place that stays empty."""
         size = 3 if self.packing.has_zeros else 2
         parts = [refs[i : i + size] for i in range(0, len(refs), size)]
         if self.is_spread:
-            return [*parts, *[()] * (_PLACES - len(parts))]
-        return [parts[0]] * _PLACES
+            return [*parts, *[()] * (PLACES - len(parts))]
+        return [parts[0]] * PLACES
 
     def block(self, warp: Array, place: int) -> Array:
         """Returns the block of rows of a warp's place, which may be beyond the last one."""
-        return warp if self.is_spread else warp * _PLACES + place
+        return warp if self.is_spread else warp * PLACES + place
 
 
 def _types(first_row: Any, group: Any, *refs: Any, fill: Fill, **_: int) -> list[Any]:
@@ -126,9 +138,9 @@ def loaded_words(first_row: Any, group: Any, *refs: Any, fill: Fill, first: int)
     words = []
     for place, source in enumerate(fill.sources(refs)):
         if source:
-            block = warp if fill.is_spread else _plus(_times(warp, _PLACES), int32(place))
-            block = arith.minui(block, int32(fill.rows // _BLOCK - 1))
-            row = _plus(first_row.registers.item(), _times(block, _BLOCK), row_of_block)
+            block = warp if fill.is_spread else plus(times(warp, PLACES), int32(place))
+            block = arith.minui(block, int32(fill.rows // BLOCK - 1))
+            row = plus(first_row.registers.item(), times(block, BLOCK), row_of_block)
             words += _code_words(source[0], row, (row_of_block, thread), fill, first)
             scales = _by_group(source[1], row, group, fill, first)
             arithmetic = arithmetic_of(fill.packing, fill.packing.dtype)
@@ -143,17 +155,17 @@ def _code_words(codes: Any, row: Any, thread_of_block: tuple[Any, Any], fill: Fi
     """Loads a word for every eight columns: eight codes of four bits, or four of the eight codes of a byte."""
     packing, (row_of_block, thread) = fill.packing, thread_of_block
     row_bytes, start = packing.row_bytes(fill.columns), packing.row_bytes(first)
-    base, swizzle = _plus(_address(codes), _times(row, row_bytes)), _times(row_of_block, _LOAD_BYTES)
+    base, swizzle = plus(shared_address(codes), times(row, row_bytes)), times(row_of_block, _LOAD_BYTES)
     words = []
     for chunk in range(start, start + packing.row_bytes(fill.batch), _LOAD_BYTES):
         # The hardware's swizzle: chunk c of 16 bytes of row r is at chunk c ^ r.
         at = arith.xori(swizzle, int32(chunk)) if row_bytes == SWIZZLE_BYTES else int32(chunk)
         if packing.bits == 4:
-            words += _load(i32(), _plus(base, at), 4)
+            words += _load(i32(), plus(base, at), 4)
         else:
             # Of 16 columns, the thread has a half of one of the first two words, and of one of the others.
-            place = _plus(base, at, _times(arith.divui(thread, int32(2)), 4))
-            words += [*_load(i32(), place, 1), *_load(i32(), _plus(place, int32(8)), 1)]
+            place = plus(base, at, times(arith.divui(thread, int32(2)), 4))
+            words += [*_load(i32(), place, 1), *_load(i32(), plus(place, int32(8)), 1)]
     return words
 
 
@@ -164,24 +176,24 @@ def _by_group(numbers: Any, row: Any, group: Any, fill: Fill, first: int) -> lis
     # Whole units of the copy engine begin with the stage.
     is_within = packing.groups(fill.columns) < width
     start = arith.remui(group.registers.item(), int32(packing.unit(size))) if is_within else int32(0)
-    base = _plus(_address(numbers), _times(_plus(_times(row, width), start), size))
+    base = plus(shared_address(numbers), times(plus(times(row, width), start), size))
     count = min(fill.groups, _LOAD_BYTES // size)
     places = range(before, before + fill.groups, count)
-    return [x for place in places for x in _load(dtype, _plus(base, int32(place * size)), count)]
+    return [x for place in places for x in _load(dtype, plus(base, int32(place * size)), count)]
 
 
 def _plain_widened_rows(words: Array, first_row: Any, group: Any, *refs: Any, fill: Fill, first: int) -> Array:
     blocks = []
     for place, source in enumerate(fill.sources(refs)):
-        row = jnp.arange(_WARPS * _BLOCK, dtype=jnp.int32)
-        block = jnp.minimum(fill.block(row // _BLOCK, place), fill.rows // _BLOCK - 1)
-        rows = first_row + block * _BLOCK + row % _BLOCK
+        row = jnp.arange(WARPS * BLOCK, dtype=jnp.int32)
+        block = jnp.minimum(fill.block(row // BLOCK, place), fill.rows // BLOCK - 1)
+        rows = first_row + block * BLOCK + row % BLOCK
         if source:
             zeros = source[2] if fill.packing.has_zeros else None
             numbers = plain_numbers(source[0], source[1], group, zeros, packing=fill.packing, columns=fill.columns)
-            blocks.append(numbers[rows, first : first + fill.width].reshape(_WARPS, 1, _BLOCK, -1))
+            blocks.append(numbers[rows, first : first + fill.width].reshape(WARPS, 1, BLOCK, -1))
         else:
-            blocks.append(jnp.zeros((_WARPS, 1, _BLOCK, fill.width), ACCUMULATOR))
+            blocks.append(jnp.zeros((WARPS, 1, BLOCK, fill.width), ACCUMULATOR))
     tile = lax.optimization_barrier(jnp.concatenate(blocks, axis=1).reshape(ROWS, -1))
     return tile.astype(fill.packing.dtype)
 
@@ -210,7 +222,7 @@ def widened_rows(words: Any, first_row: Any, group: Any, *refs: Any, fill: Fill,
     selector = arithmetic.selector(arith.remui(lane, int32(4)))
     flat = [element(register) for register in words.registers.flat]
     registers, zero = empty_registers(MATRIX, (ROWS, fill.width)), int32(0)
-    columns, offset = registers.reshape(-1, _PLACES), 0
+    columns, offset = registers.reshape(-1, PLACES), 0
     pair = ir.VectorType.get((2,), ir.Type.parse(arithmetic.constants.name))
     one = ir.VectorType.get((1,), i32())
     for place, source in enumerate(fill.sources(refs)):
@@ -226,7 +238,7 @@ def widened_rows(words: Any, first_row: Any, group: Any, *refs: Any, fill: Fill,
 
 
 def _plain_gathered(sums: Array, buffer: Any, *, parts: int) -> tuple[Array, ...]:
-    blocks = sums.reshape(_WARPS, _PLACES, _BLOCK, -1)
+    blocks = sums.reshape(WARPS, PLACES, BLOCK, -1)
     few = [blocks[:, part].reshape(FEW_ROWS, -1) for part in range(parts)]
     return tuple(jnp.concatenate([x, jnp.zeros_like(x)]) for x in few)
 
@@ -252,48 +264,29 @@ def gathered(sums: Any, buffer: Any, *, parts: int) -> Any:
     pair = ir.VectorType.get((2,), ir.F32Type.get())
 
     def pointer(part: int, row: Any, unit: int) -> Any:
-        column = _plus(_times(thread, 2), int32(unit * UNIT + part * FEW_ROWS * width))
-        return _pointer(_plus(_address(buffer), _times(_plus(_times(row, width), column), 4)))
+        column = plus(times(thread, 2), int32(unit * UNIT + part * FEW_ROWS * width))
+        return shared_pointer(plus(shared_address(buffer), times(plus(times(row, width), column), 4)))
 
     mgpu.warpgroup_barrier()  # the last tile's sums have been read
-    stored_row = _plus(_times(warp, _BLOCK), row_of_block)
-    by_unit = sums.registers.reshape(width // UNIT, _PLACES)
+    stored_row = plus(times(warp, BLOCK), row_of_block)
+    by_unit = sums.registers.reshape(width // UNIT, PLACES)
     for unit in range(width // UNIT):
         for part in range(parts):
             llvm.store(by_unit[unit, part], pointer(part, stored_row, unit))
     mgpu.warpgroup_barrier()
     results = []
     for part in range(parts):
-        registers = np.empty((width // UNIT, _PLACES), dtype=object)
+        registers = np.empty((width // UNIT, PLACES), dtype=object)
         for unit in range(width // UNIT):
-            for place in range(_PLACES):
-                row = _plus(_times(warp, _BLOCK * _PLACES), row_of_block, int32(place * _BLOCK))
+            for place in range(PLACES):
+                row = plus(times(warp, BLOCK * PLACES), row_of_block, int32(place * BLOCK))
                 row = arith.remui(row, int32(FEW_ROWS))  # the other rows have no meaning, but an address
                 registers[unit, place] = llvm.load(pair, pointer(part, row, unit))
         results.append(array(registers.reshape(sums.registers.shape), MATRIX))
     return tuple(results)
 
 
-def _address(ref: Any) -> Any:
-    return llvm.ptrtoint(i32(), mgpu.memref_ptr(ref))
-
-
-def _pointer(address: Any) -> Any:
-    return llvm.inttoptr(ir.Type.parse("!llvm.ptr<3>"), address)
-
-
-def _times(value: Any, factor: int) -> Any:
-    return arith.muli(value, int32(factor))
-
-
-def _plus(*values: Any) -> Any:
-    total, *rest = values
-    for value in rest:
-        total = arith.addi(total, value)
-    return total
-
-
 def _load(dtype: Any, address: Any, count: int) -> list[Any]:
     """Loads neighbouring numbers at once."""
-    numbers = llvm.load(ir.VectorType.get((count,), dtype), _pointer(address))
+    numbers = llvm.load(ir.VectorType.get((count,), dtype), shared_pointer(address))
     return [element(numbers, i) for i in range(count)]

@@ -7,7 +7,6 @@ quarter of the speed of other instructions, so a code is placed into the bits of
 
 import contextlib
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 from typing import Any, Final
@@ -26,7 +25,15 @@ from detjax.operands.quantized_weight import INT4_ZERO, CodeNumbers
 from detjax.pallas.hopper.device import SWIZZLE_BYTES
 from detjax.pallas.hopper.mosaic import primitive
 from detjax.pallas.hopper.mosaic.layouts import NUMBER, swizzled, swizzled_lines
-from detjax.pallas.hopper.mosaic.registers import i32, int32, warp_and_lane
+from detjax.pallas.hopper.mosaic.registers import (
+    i32,
+    int32,
+    plus,
+    shared_address,
+    shared_pointer,
+    times,
+    warp_and_lane,
+)
 
 LINE: Final = SWIZZLE_BYTES // 2
 """Widened numbers of a swizzled line."""
@@ -153,8 +160,8 @@ def widen(codes: Any, scales: Any, target: Any, group: Any, zeros: Any = None, *
         size = mgpu.bytewidth(dtype)
         column_group = int32(0) if packing.group >= columns else arith.divui(column, int32(packing.group))
         start = arith.remui(first_group, int32(packing.unit(size)))
-        here = column_group if packing.groups(columns) == groups else _sum(start, column_group)
-        return llvm.load(dtype, _pointer(_sum(_address(ref), _scaled(_sum(_scaled(row, groups), here), size))))
+        here = column_group if packing.groups(columns) == groups else plus(start, column_group)
+        return llvm.load(dtype, shared_pointer(plus(shared_address(ref), times(plus(times(row, groups), here), size))))
 
     def products(words: list[Any], row: Any, column: Any) -> list[Any]:
         scale = load_group(scales, row, column)
@@ -187,29 +194,29 @@ def _store_vectors(codes: Any, target: Any, packing: Codes, pairs: Callable[[lis
     rows = _elements(codes) // row_bytes
     warp, lane = warp_and_lane()
     line = arith.remui(warp, int32(lines))
-    row = _sum(_scaled(arith.divui(warp, int32(lines)), _ROWS_OF_WARP), arith.divui(lane, int32(_VECTOR)))
+    row = plus(times(arith.divui(warp, int32(lines)), _ROWS_OF_WARP), arith.divui(lane, int32(_VECTOR)))
     chunk = arith.remui(lane, int32(_VECTOR))
-    column = _sum(_scaled(line, LINE), _scaled(chunk, _VECTOR))
+    column = plus(times(line, LINE), times(chunk, _VECTOR))
     code_bytes = packing.row_bytes(_VECTOR)
-    code_column = arith.divui(_scaled(column, packing.bits), int32(8))
-    bases = [_address(ref) for ref in (codes, target)]
+    code_column = arith.divui(times(column, packing.bits), int32(8))
+    bases = [shared_address(ref) for ref in (codes, target)]
 
     def widen_vector(first: int, half: int) -> None:
-        this_row = _sum(row, int32(first + half * _ROWS_OF_WARP // 2))
+        this_row = plus(row, int32(first + half * _ROWS_OF_WARP // 2))
         in_eight = arith.remui(this_row, int32(8))
         # The hardware's swizzle: chunk c of 16 bytes of row r is at chunk c ^ r.
-        swizzle = _scaled(in_eight, 16)
+        swizzle = times(in_eight, 16)
         at = arith.xori(code_column, swizzle) if row_bytes == SWIZZLE_BYTES else code_column
-        words = _load_words(_sum(bases[0], _scaled(this_row, row_bytes), at), code_bytes // 4)
-        place = _sum(
+        words = _load_words(plus(bases[0], times(this_row, row_bytes), at), code_bytes // 4)
+        place = plus(
             bases[1],
-            _scaled(arith.divui(this_row, int32(8)), 2 * down),
-            _scaled(in_eight, SWIZZLE_BYTES),
-            _scaled(line, 2 * across),
-            arith.xori(_scaled(chunk, 16), swizzle),
+            times(arith.divui(this_row, int32(8)), 2 * down),
+            times(in_eight, SWIZZLE_BYTES),
+            times(line, 2 * across),
+            arith.xori(times(chunk, 16), swizzle),
         )
         numbers = pairs(words, this_row, column)
-        llvm.store(vector.from_elements(ir.VectorType.get((4,), i32()), numbers), _pointer(place))
+        llvm.store(vector.from_elements(ir.VectorType.get((4,), i32()), numbers), shared_pointer(place))
 
     step = _ROWS_OF_WARP * _WARPS // lines
     for first in range(0, rows, step):
@@ -228,26 +235,10 @@ def _elements(ref: Any) -> int:
     return math.prod(ref.type.shape)
 
 
-def _address(ref: Any) -> Any:
-    return llvm.ptrtoint(i32(), mgpu.memref_ptr(ref))
-
-
-def _pointer(address: Any) -> Any:
-    return llvm.inttoptr(ir.Type.parse("!llvm.ptr<3>"), address)
-
-
-def _scaled(value: Any, factor: int) -> Any:
-    return arith.muli(value, int32(factor))
-
-
-def _sum(*values: Any) -> Any:
-    return functools.reduce(arith.addi, values)
-
-
 def _load_words(address: Any, count: int) -> list[Any]:
     if count == 1:
-        return [llvm.load(i32(), _pointer(address))]
-    words = llvm.load(ir.VectorType.get((count,), i32()), _pointer(address))
+        return [llvm.load(i32(), shared_pointer(address))]
+    words = llvm.load(ir.VectorType.get((count,), i32()), shared_pointer(address))
     return [vector.extract(words, dynamic_position=[], static_position=[i]) for i in range(count)]
 
 
