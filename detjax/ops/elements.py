@@ -48,17 +48,12 @@ def map_elements(
     return _MAP_ELEMENTS.module().map_elements(fn, *arrays, scalars=scalars, overwritten=overwritten)
 
 
-def slice_squares(leaf: Float[Array, "..."], slices: int) -> Float32[Array, "slices"]:
-    """Returns the sum of squares of each slice of an array.
+def row_squares(leaf: Float[Array, "..."], slices: int) -> Float32[Array, "slices rows"]:
+    """Returns the sum of squares of each row of each slice of an array.
 
     The elements, padded with zeros, are divided into `slices` slices of rows of `contract.LANES` elements. A row is
-    added as the contract adds rows, and then to the sum of the previous rows.
+    added as the contract adds rows.
     """
-    return sums_in_order([row_squares(leaf, slices)])[0]
-
-
-def row_squares(leaf: Float[Array, "..."], slices: int) -> Float32[Array, "slices rows"]:
-    """Returns the sum of squares of each row of each slice of an array; see `slice_squares`."""
     return _ROW_SQUARES.module().row_squares(leaf, slices)
 
 
