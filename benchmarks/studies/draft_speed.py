@@ -31,7 +31,6 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 import contextlib
 import dataclasses
 import functools
-import gc
 import itertools
 import statistics
 import time
@@ -178,7 +177,7 @@ def study(
     if "head" in parts:
         for row in head_times(preset, sizes):
             add("head", row)
-        gc.collect()
+        options.free_memory()
     if set(parts) != {"head"}:
         decoder = presets.decoder(preset, layers)
         measurements = [one for one in _measurements(sizes, decoder.config.vocab_size) if one.part in parts]
@@ -190,8 +189,7 @@ def study(
                     f"{one.part}, {len(one.requests)} requests: {plain[-1].seconds} s without guesses"
                 )
         del engine
-        gc.unfreeze()  # a warm-up freezes the objects that there are
-        gc.collect()  # the cache's memory is the next engine's
+        options.free_memory()  # the next engine's cache needs it
         with _ready_engine(decoder, sizes.engine(SPECULATIVE), content, DRAFTS) as engine:
             for one, expected in zip(measurements, plain, strict=True):
                 add("results", one.compared(engine, expected, sizes))

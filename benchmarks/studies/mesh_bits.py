@@ -13,7 +13,6 @@ Without `--layers`, a model has as many as fit on a device. Few layers have all 
 """
 
 import dataclasses
-import gc
 import random
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -92,7 +91,7 @@ def study(
     for mesh in meshes:
         assert mesh is not None
         run.save(content)
-        gc.collect()  # the last engine's weights leave the memory that the next model's need
+        options.free_memory()  # the next model needs it
         arm = _answers(sizes, preset, layers, mesh)
         name = ", ".join(f"{axis} {count}" for axis, count in mesh.shape.items())
         content["meshes"][name] = arm

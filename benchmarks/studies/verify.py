@@ -11,7 +11,6 @@ bits differ between runs.
 """
 
 import dataclasses
-import gc
 import random
 import time
 from collections.abc import Sequence
@@ -141,10 +140,8 @@ def _generated(
         answers = engine.generate(requests)
         seconds = time.perf_counter() - start
         preemptions = engine.stats().preemptions
-    # After a warm-up the collector ignores the engine, whose cache must be freed for the next one.
     del engine
-    gc.unfreeze()
-    gc.collect()
+    options.free_memory()  # the next engine's cache needs it
     pairs = zip(requests, answers, strict=True)
     transcripts = [one for request, answer in pairs for one in transcripts_of(answer, request.sampling, origin)]
     return {"seconds": seconds, "preemptions": preemptions, "transcripts": transcripts}
