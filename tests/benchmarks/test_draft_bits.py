@@ -1,6 +1,7 @@
 """The comparison of drafts with plain decoding: it finds a fault, and continues an earlier result."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,23 @@ def test_a_guess_that_is_taken_unverified_is_found_and_a_later_call_continues(
     run.out.write_text(json.dumps(written))
     with pytest.raises(UsageError, match=r"was made with device_kind 'another', and this is .*; accepted: a result of"):
         draft_bits.study(run)
+
+
+def counted(name: str, seed: str, *sizes: int) -> draft_bits.Counts:
+    """The counts of a round without answers, and the process that would have given them."""
+    return {"rounds": 1, "tokens_compared": 3, "drafts": {name: {"answers_with_other_bits": 0, seed: [os.getpid()]}}}
+
+
+def test_processes_answer_different_rounds_and_all_of_them_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(draft_bits, "_round", counted)
+    run = Run("python -m benchmarks draft_bits", small=True, out=tmp_path / "result.json")
+    for rounds in (2, 4):
+        content = draft_bits.study(run, processes=2).content
+        assert (content["rounds"], content["begun"], content["tokens_compared"]) == (rounds, rounds, 3 * rounds)
+        processes = [content["drafts"]["demo"][f"demo {number}"] for number in range(rounds)]
+        assert len({process for (process,) in processes}) == rounds and [os.getpid()] not in processes
 
 
 def test_all_bits_of_an_answer_are_compared() -> None:

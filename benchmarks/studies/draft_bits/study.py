@@ -9,17 +9,31 @@ checkpoint, and random ones with windows, and with linear attention. Tokens, all
 texts, and the reasons for ends have to be equal.
 
 The result counts tokens that were compared. A later call with the same `--out` continues where the last one ended. The
-exit code is 1 if any bit differs.
+exit code is 1 if any bit differs. Small models leave most of a machine idle, so `--processes` answers several rounds of
+requests at a time, in processes that take the devices in turn. Each process compiles the programs of its models: one of
+the three models if the number of processes is a multiple of three.
 
-`--small` compares a few tokens in seconds.
+`--small` compares a few tokens in seconds: a round in each process.
 """
 
+import os
+
+# The processes of `--processes` share the devices' memory.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+import contextlib
 import functools
+import itertools
 import json
+import multiprocessing
 import random
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from typing import Annotated, Any, Final
+
+import jax
 
 from benchmarks.studies.draft_bits.models import ADVERSARIES, MOST, NAMES, Adversary, kinds, model, speculative
 from benchmarks.studies.draft_bits.requests import LONGEST, covered, everything, requests
@@ -62,19 +76,63 @@ def study(
     *,
     tokens: Annotated[int, Option("Compare this many tokens in all.", minimum=1)] = 1_000_000,
     seconds: Annotated[float, Option("Begin no round of requests after this time.", minimum=0)] = 1e9,
+    processes: Annotated[int, Option("Answer this many rounds at a time, each in a process.", minimum=1)] = 1,
 ) -> Result:
-    content: Counts = {"rounds": 0, "tokens_compared": 0, "tokens_with": {}, "preemptions": 0, "drafts": {}}
+    content: Counts = {"rounds": 0, "begun": 0, "tokens_compared": 0, "tokens_with": {}, "preemptions": 0, "drafts": {}}
     if run.out is not None and run.out.exists():
         content = _earlier(run)
     started, (sizes, names) = time.monotonic(), _sizes(run.small)
-    while content["tokens_compared"] < tokens and time.monotonic() - started < seconds:
-        name = names[content["rounds"] % len(names)]
-        _add_round(content, name, f"{name} {content['rounds']}", *sizes)
+    last = content["begun"] + processes if run.small else sys.maxsize
+
+    def is_over() -> bool:
+        is_late = time.monotonic() - started >= seconds
+        return is_late or content["tokens_compared"] >= tokens or content["begun"] >= last
+
+    for counts in _rounds(content, names, sizes, processes, is_over):
+        _add(content, counts)
         run.save(content)
-        if run.small:
-            break
     different = sum(one["answers_with_other_bits"] for one in content["drafts"].values())
     return Result(content, f"{different} answers have other bits with drafts" if different else "")
+
+
+def _rounds(
+    content: Counts, names: tuple[str, ...], sizes: tuple[int, int], processes: int, is_over: Callable[[], bool]
+) -> Iterator[Counts]:
+    """Yields what each round compared, until `is_over`; the content has the number of rounds that were begun."""
+
+    def begun(share: int) -> tuple[str, str, int, int]:
+        """Returns the arguments of the next of every `processes` rounds."""
+        number = next(numbers[share])
+        content["begun"] = max(content["begun"], number + 1)
+        name = names[number % len(names)]
+        return name, f"{name} {number}", *sizes
+
+    numbers = [itertools.count(content["begun"] + share, processes) for share in range(processes)]
+    if processes == 1:
+        while not is_over():
+            yield _round(*begun(0))
+        return
+    with contextlib.ExitStack() as stack:
+        context = multiprocessing.get_context("spawn")
+        workers = [
+            stack.enter_context(ProcessPoolExecutor(1, context, _take_device, (share % jax.local_device_count(),)))
+            for share in range(processes)
+        ]
+        running: dict[Future[Counts], int] = {}
+        for share, worker in enumerate(workers):
+            running[worker.submit(_round, *begun(share))] = share
+        while running:
+            done, _ = wait(running, return_when=FIRST_COMPLETED)
+            for future in done:
+                share = running.pop(future)
+                if not is_over():
+                    running[workers[share].submit(_round, *begun(share))] = share
+                yield future.result()
+
+
+def _take_device(index: int) -> None:
+    """Lets this process see one GPU only."""
+    jax.config.update("jax_cuda_visible_devices", str(index))
 
 
 def _sizes(is_small: bool) -> tuple[tuple[int, int], tuple[str, ...]]:
@@ -97,15 +155,17 @@ def _earlier(run: Run) -> Counts:
                 f"--out: {run.out} was made with {key} {before!r}, and this is {now!r}; accepted: a result of this "
                 "device and version to continue, or a new file"
             )
-    return {key: value for key, value in earlier.items() if key not in run.heading}
+    return {"begun": earlier["rounds"]} | {key: value for key, value in earlier.items() if key not in run.heading}
 
 
-def _add_round(content: Counts, name: str, seed: str, count: int, tokens: int) -> None:
-    """Answers requests without drafts and with each kind, and adds up what was compared."""
+def _round(name: str, seed: str, count: int, tokens: int) -> Counts:
+    """Answers requests without drafts and with each kind, and returns what was compared."""
     one = model(name)
     some = requests(seed, count, tokens, one.decoder.config.vocab_size, one.tokenizer)
     plain, pieces = _answers(_loop(name, ""), name, some, f"{seed} plain")
     compared = sum(len(sample.generated) for sample in plain)
+    drafts: dict[str, Counts] = {}
+    preemptions = 0
     for kind in kinds(name):
         loop = _loop(name, kind if kind in one.guessers else "ngram")
         drafting = _drafting(loop, name, f"{seed} {kind}")
@@ -118,21 +178,30 @@ def _add_round(content: Counts, name: str, seed: str, count: int, tokens: int) -
             for index, (sample, expected) in enumerate(zip(samples, plain, strict=True))
             if everything(sample) != everything(expected) or own_pieces[index] != pieces[index]
         ]
-        content["preemptions"] += loop.scheduler.preemptions - before
-        totals = content["drafts"].setdefault(f"{name}, {kind}", _nothing())
-        totals["tokens"] += compared
-        totals["guesses"] += drafting.proposed
-        totals["right_guesses"] += sum(drafting.accepted_at)
-        totals["answers_with_other_bits"] += len(wrong)
-        totals["differences"] += [f"{seed}, request {index}" for index in wrong]
-        content["tokens_compared"] += compared
-    for part, number in covered(plain).items():
-        content["tokens_with"][part] = content["tokens_with"].get(part, 0) + number * len(kinds(name))
-    content["rounds"] += 1
+        preemptions += loop.scheduler.preemptions - before
+        drafts[f"{name}, {kind}"] = {
+            "tokens": compared,
+            "guesses": drafting.proposed,
+            "right_guesses": sum(drafting.accepted_at),
+            "answers_with_other_bits": len(wrong),
+            "differences": [f"{seed}, request {index}" for index in wrong],
+        }
+    return {
+        "rounds": 1,
+        "tokens_compared": compared * len(drafts),
+        "tokens_with": {part: number * len(drafts) for part, number in covered(plain).items()},
+        "preemptions": preemptions,
+        "drafts": drafts,
+    }
 
 
-def _nothing() -> Counts:
-    return {"tokens": 0, "guesses": 0, "right_guesses": 0, "answers_with_other_bits": 0, "differences": []}
+def _add(content: Counts, counts: Counts) -> None:
+    """Adds the counts of a round to the content."""
+    for key, value in counts.items():
+        if isinstance(value, dict):
+            _add(content.setdefault(key, {}), value)
+        else:
+            content[key] = content[key] + value if key in content else value
 
 
 @functools.cache
