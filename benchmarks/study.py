@@ -8,7 +8,6 @@ dictionary `PICTURES` from file name suffixes to functions of the result's conte
 import collections
 import dataclasses
 import functools
-import gc
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -125,15 +124,6 @@ def layers_that_fit(preset: str, share: float, bytes_a_layer: int = 0) -> int:
         if free < 0:
             return max(1, layer)
     return layers
-
-
-def free_memory() -> None:
-    """Frees the memory of models and closed engines that nothing refers to.
-
-    They are part of reference cycles, and `Engine.warm_up` hides existing objects from Python's garbage collector.
-    """
-    gc.unfreeze()
-    gc.collect()
 
 
 def counts(devices: int) -> list[int]:

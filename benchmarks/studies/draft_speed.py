@@ -31,6 +31,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 import contextlib
 import dataclasses
 import functools
+import gc
 import itertools
 import statistics
 import time
@@ -177,7 +178,7 @@ def study(
     if "head" in parts:
         for row in head_times(preset, sizes):
             add("head", row)
-        options.free_memory()
+        gc.collect()
     if set(parts) != {"head"}:
         decoder = presets.decoder(preset, layers)
         measurements = [one for one in _measurements(sizes, decoder.config.vocab_size) if one.part in parts]
@@ -189,7 +190,7 @@ def study(
                     f"{one.part}, {len(one.requests)} requests: {plain[-1].seconds} s without guesses"
                 )
         del engine
-        options.free_memory()  # the next engine's cache needs it
+        gc.collect()  # the cache's memory is the next engine's
         with _ready_engine(decoder, sizes.engine(SPECULATIVE), content, DRAFTS) as engine:
             for one, expected in zip(measurements, plain, strict=True):
                 add("results", one.compared(engine, expected, sizes))

@@ -13,6 +13,7 @@ Without `--layers`, a model has as many as fit on a device. Few layers have all 
 """
 
 import dataclasses
+import gc
 import random
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -91,7 +92,7 @@ def study(
     for mesh in meshes:
         assert mesh is not None
         run.save(content)
-        options.free_memory()  # the next model needs it
+        gc.collect()  # the last engine's weights leave the memory that the next model's need
         arm = _answers(sizes, preset, layers, mesh)
         name = ", ".join(f"{axis} {count}" for axis, count in mesh.shape.items())
         content["meshes"][name] = arm

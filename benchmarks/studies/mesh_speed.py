@@ -20,6 +20,7 @@ import os
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import dataclasses
+import gc
 import json
 import statistics
 import time
@@ -118,7 +119,7 @@ def study(
     for count in dict.fromkeys((1, devices, *options.counts(devices))):
         times = {name: {"detjax": seconds} for name, seconds in _measured(preset, layers, sizes, count, content)}
         run.save(content | {"steps": [*content["steps"], *_rows(preset, layers, count, times)]})
-        options.free_memory()  # the usual cut needs it
+        gc.collect()  # the engine's memory is the usual cut's
         for name, rounds in usual_cut.timings(rival, given, count, sizes.rounds) if rival else ():
             times.setdefault(name, {})["usual"] = statistics.median(rounds)
         content["steps"] += _rows(preset, layers, count, times)

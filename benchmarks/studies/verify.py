@@ -11,6 +11,7 @@ bits differ between runs.
 """
 
 import dataclasses
+import gc
 import random
 import time
 from collections.abc import Sequence
@@ -141,7 +142,7 @@ def _generated(
         seconds = time.perf_counter() - start
         preemptions = engine.stats().preemptions
     del engine
-    options.free_memory()  # the next engine's cache needs it
+    gc.collect()  # the next engine's cache needs its memory
     pairs = zip(requests, answers, strict=True)
     transcripts = [one for request, answer in pairs for one in transcripts_of(answer, request.sampling, origin)]
     return {"seconds": seconds, "preemptions": preemptions, "transcripts": transcripts}

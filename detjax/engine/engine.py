@@ -117,6 +117,7 @@ class Engine(EngineThread):
             resolved = given.resolved(model, guesser)
         adapters = {} if model.adapters is None or not resolved.max_loras else model.adapters.by_name
         super().__init__(without_adapters(model), tokenizer, resolved, adapters, guesser)
+        self._is_frozen = False
         atexit.register(self.close)  # exiting while the device computes may crash
 
     def warm_up(self, *, progress: bool = False, cache: Path | None = None, in_background: bool = False) -> None:
@@ -150,6 +151,7 @@ class Engine(EngineThread):
             self._loop.warm_up(compiler)
             gc.collect()
             gc.freeze()
+            self._is_frozen = True
             sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_INTERVAL))
 
         self._call(compile_all).result()
@@ -450,12 +452,17 @@ class Engine(EngineThread):
         self._call(self._loop.scheduler.pool.forget_prefixes).result()
 
     def close(self) -> None:
-        """Ends the engine. Requests in flight fail with `EngineClosed`."""
+        """Ends the engine. Requests in flight fail with `EngineClosed`.
+
+        Python's garbage collector no longer ignores the objects that existed after `warm_up`.
+        """
         atexit.unregister(self.close)
         self._inbox.put(None)
         # A thread that waits for lost devices never ends.
         if threading.current_thread() is not self._thread and not isinstance(self.failure, StepTimeout):
             self._thread.join()
+        if self._is_frozen:
+            gc.unfreeze()  # so that the memory of this engine, which is part of cycles, can be freed
 
     def __enter__(self) -> "Engine":
         return self

@@ -3,10 +3,12 @@
 import asyncio
 import dataclasses
 import functools
+import gc
 import random
 import sys
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -625,6 +627,11 @@ def test_warming_up_compiles_every_program_side_by_side_and_nothing_is_compiled_
         one.generate([Request([1, 2, 3], SamplingParams(repetition_penalty=1.1, min_tokens=2, max_tokens=3))])
         one.generate([Request([1, 2, 3], SamplingParams(temperature=0.9, sampling_logprobs=True, max_tokens=3))])
         assert compiled == []
+        cache = weakref.ref(jax.tree.leaves(one._loop._runner._state)[0])
+    # The warm-up hid the engine from the garbage collector; the next one needs its memory.
+    del one, shapes
+    gc.collect()
+    assert cache() is None
 
 
 def test_the_cache_of_an_engine_is_quantized_as_asked_for() -> None:
