@@ -21,6 +21,20 @@ class MatmulOperands(NamedTuple):
     residual: Array | None = None
 
 
+class AdapterOperands(NamedTuple):
+    """The arrays of an adapter that all rows of a product have; see `contract.RANK_STEP`.
+
+    Attributes:
+        u: the rows times the first factor, `[M, R]`, in x's dtype.
+        b: the second factor, `[N, R]`, or `[2, N, R]` if w is stacked; with the layout "kn", R is the first of the two.
+        scales: `[N]`, or `[2, N]`, float32; None: the adapter's product is added as it is.
+    """
+
+    u: Array
+    b: Array
+    scales: Array | None
+
+
 class GroupedOperands(NamedTuple):
     """The arrays of `ops.grouped_matmul`.
 

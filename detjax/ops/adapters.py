@@ -18,6 +18,7 @@ from detjax.operands.numerics import activated, flat_rows, parts
 from detjax.operands.options import Epilogue
 from detjax.operands.products import GroupedOperands
 from detjax.operands.rounding import rounded
+from detjax.ops import single_adapter
 from detjax.ops.experts import expert_rows
 from detjax.ops.grouped_kernels import GROUPED_MATMUL
 from detjax.portable import adapters as portable
@@ -80,9 +81,13 @@ def adapted_product(  # noqa: PLR0913
         )
     _check(name, x, weight, epilogue.gated, has_experts=groups is not None)
     plain_bias: Any = bias.value if isinstance(bias, AccumulatedWeight) else bias
-    sums: Any = _sums(product, epilogue.gated, flat_rows(x), weight, plain_bias, groups)
     flat = None if residual is None else flat_rows(residual)
-    y: Any = _epilogue(product, epilogue, jnp.dtype(x.dtype), jnp.dtype(out_dtype), sums, flat)
+    if groups is None and weight.rows is None and single_adapter.is_served():
+        arrays = flat_rows(x), weight, plain_bias, flat
+        y: Any = single_adapter.one_adapters_product(product, epilogue, jnp.dtype(out_dtype), *arrays)
+        return y.reshape(*x.shape[:-1], y.shape[-1])
+    sums: Any = _sums(product, epilogue.gated, flat_rows(x), weight, plain_bias, groups)
+    y = _epilogue(product, epilogue, jnp.dtype(x.dtype), jnp.dtype(out_dtype), sums, flat)
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
@@ -147,10 +152,11 @@ def _adapter_products(
     a, b = a.reshape(-1, ranks, a.shape[-1]), b.reshape(slots * experts, -1, ranks)
     scales = weight.scales.reshape(slots * experts, -1)
     if weight.rows is None:
-        group, sizes, unit = jnp.zeros(len(x), jnp.int32), jnp.full(1, len(x), jnp.int32), 1
-        if groups is not None:
-            group, sizes, unit = _expert_of_rows(groups.sizes, len(x))[0], groups.sizes, product.unit
-        return scales[group], _low_rank_products(x, a, b, sizes, unit)
+        if groups is None:
+            products = _low_rank_products(x, a, b, jnp.full(1, len(x), jnp.int32), 1)
+            return jnp.broadcast_to(scales, products.shape), products
+        group = _expert_of_rows(groups.sizes, len(x))[0]
+        return scales[group], _low_rank_products(x, a, b, groups.sizes, product.unit)
     slot = weight.rows.reshape(-1).astype(jnp.int32)
     group, has_adapter = slot, slot >= 0
     if groups is not None:
@@ -268,22 +274,26 @@ def _epilogue_forward(
 ) -> tuple[Array, tuple[Any, ...]]:
     # The backward pass needs only the residual's dtype, so an empty array stands for it.
     empty = None if residual is None else jnp.zeros(0, residual.dtype)
-    return _epilogue(product, epilogue, dtype, out_dtype, sums, residual), (sums, empty)
+    kept = None if epilogue == Epilogue() else tuple(rounded(part, dtype) for part in sums)
+    return _epilogue(product, epilogue, dtype, out_dtype, sums, residual), (kept, empty)
 
 
 def _epilogue_backward(
     product: Product, epilogue: Epilogue, dtype: jnp.dtype, out_dtype: jnp.dtype, saved: tuple[Any, ...], dy: Array
 ) -> tuple[Any, ...]:
     sums, residual = saved
+    dresidual = None if residual is None else dy.astype(residual.dtype)
+    if sums is None:
+        return (dy.astype(ACCUMULATOR),), dresidual
 
     def tile(rows: tuple[Array, Array], _: None) -> Array:
         z, dy = rows
-        z = rounded(z, dtype).astype(ACCUMULATOR)
+        z = z.astype(ACCUMULATOR)
         (dz,) = jax.vjp(lambda z: activated(parts(z), epilogue), z)[1](dy.astype(ACCUMULATOR))
         return dz
 
     dz = each_row(tile, (jnp.stack(sums, axis=1), dy), None)
-    return tuple(parts(dz)), None if residual is None else dy.astype(residual.dtype)
+    return tuple(parts(dz)), dresidual
 
 
 _epilogue.defvjp(_epilogue_forward, _epilogue_backward)

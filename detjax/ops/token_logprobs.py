@@ -82,7 +82,7 @@ def token_logprobs(
 @compilation.jit(static_argnames=("derivative", "distribution", "soft_cap", "logit_factor", "chunk"))
 def token_logprobs_and_gradients(  # noqa: PLR0913
     hidden: Float[Array, "*B D"],
-    head: AccumulatedWeight,
+    head: Weight,
     tokens: Int[Array, "*B"],
     derivative: Callable[..., Array],
     *rows: Array,
@@ -90,14 +90,14 @@ def token_logprobs_and_gradients(  # noqa: PLR0913
     soft_cap: float | None = None,
     logit_factor: float | None = None,
     chunk: int | None = None,
-) -> tuple[Float32[Array, "*B"], Float[Array, "*B D"], Float32[Array, "V D"]]:
+) -> tuple[Float32[Array, "*B"], Float[Array, "*B D"], Float32[Array, "V D"] | None]:
     """Returns `token_logprobs` and the gradients of a loss of them in one pass, which computes logits once.
 
     The bits are the same as from `jax.vjp` of `token_logprobs` at the cotangents that the derivative returns.
 
     Args:
         hidden: see `token_logprobs`.
-        head: the head with the sum of its products.
+        head: the head with the sum of its products; a plain weight if the head is not trained.
         tokens: see `token_logprobs`.
         derivative: the loss' derivative with respect to logprobs: a function of some logprobs and of the same elements
             of each of `rows`. Its result for a token must depend only on this token, and it must be zero for padding,
@@ -109,11 +109,11 @@ def token_logprobs_and_gradients(  # noqa: PLR0913
         chunk: see `token_logprobs`.
 
     Returns:
-        The logprobs, the gradient of the hidden states, and the next sum of the head's products.
+        The logprobs, the gradient of the hidden states, and the next sum of the head's products; None for a plain head.
 
     Raises:
         TypeError: see `token_logprobs`.
-        ValueError: see `token_logprobs`, or the head has no sum.
+        ValueError: see `token_logprobs`.
 
     Example:
         >>> hidden = jnp.ones((2, 4))
@@ -135,8 +135,6 @@ def token_logprobs_and_gradients(  # noqa: PLR0913
     name = "token_logprobs_and_gradients"
     outputs = _Outputs(distribution, soft_cap, logit_factor)
     _check(name, hidden, head, tokens, outputs, chunk)
-    if head.products is None:
-        raise ValueError(f"{name}: head.products is None; accepted: a sum, float32 {head.shape}")
     for number, row in enumerate(rows):
         check_shape(name, f"rows[{number}]", row, tokens.shape, f"tokens being {tokens.shape}")
     if fusions.is_unfused("token_logprobs"):
@@ -145,12 +143,14 @@ def token_logprobs_and_gradients(  # noqa: PLR0913
     size = _chunk_size(flat, chunk)
     arrays = _padded(size, flat, tokens.reshape(-1), *(row.reshape(-1) for row in rows))
 
-    def add(total: Array, arrays: tuple[Array, ...]) -> tuple[Array, tuple[Array, Array]]:
+    value, start = value_and_sum(head)
+
+    def add(total: Array | None, arrays: tuple[Array, ...]) -> tuple[Array | None, tuple[Array, Array]]:
         hidden, tokens, *rows = arrays
-        sums = AccumulatedWeight(head.value, total)
+        sums = AccumulatedWeight(value, total)
         return _added(hidden, sums, tokens, lambda logprobs: derivative(logprobs, *rows), outputs)
 
-    total, (logprobs, dhidden) = varying.scan(add, head.products, _chunks(size, *arrays))
+    total, (logprobs, dhidden) = varying.scan(add, start, _chunks(size, *arrays))
     count = tokens.size
     dhidden = dhidden.reshape(-1, hidden.shape[-1])[:count].reshape(hidden.shape)
     return logprobs.reshape(-1)[:count].reshape(tokens.shape), dhidden, total
@@ -158,18 +158,19 @@ def token_logprobs_and_gradients(  # noqa: PLR0913
 
 def _and_gradients_in_separate_steps(
     hidden: Array,
-    head: AccumulatedWeight,
+    head: Weight,
     tokens: Array,
     derivative: Callable[..., Array],
     rows: tuple[Array, ...],
     outputs: "_Outputs",
-) -> tuple[Array, Array, Array]:
+) -> tuple[Array, Array, Array | None]:
     options: Any = outputs._asdict()
+    value, start = value_and_sum(head)
 
     def logprobs_of(hidden: Array, products: Array | None) -> Array:
-        return token_logprobs(hidden, AccumulatedWeight(head.value, products), tokens, **options)
+        return token_logprobs(hidden, AccumulatedWeight(value, products), tokens, **options)
 
-    logprobs, pullback = jax.vjp(logprobs_of, hidden, head.products)
+    logprobs, pullback = jax.vjp(logprobs_of, hidden, start)
     flat = derivative(logprobs.reshape(-1), *(row.reshape(-1) for row in rows))
     return logprobs, *pullback(flat.reshape(tokens.shape))
 
@@ -320,8 +321,9 @@ def _backward(
         hidden, tokens, gradients, *numbers = arrays
         known = _Statistics(*numbers) if numbers else None
         sums = AccumulatedWeight(value, total)
-        total, (_, dhidden) = _added(hidden, sums, tokens, lambda _: gradients, outputs, known)
-        return total, dhidden
+        following, (_, dhidden) = _added(hidden, sums, tokens, lambda _: gradients, outputs, known)
+        assert following is not None
+        return following, dhidden
 
     total, dhidden = varying.scan(add, total, _chunks(size, hidden, tokens, gradients, *(statistics or ())))
     return dhidden.reshape(hidden.shape), weight_cotangent(head, total), None
@@ -334,8 +336,11 @@ def _added(
     derivative: Callable[[Array], Array],
     outputs: _Outputs,
     statistics: _Statistics | None = None,
-) -> tuple[Array, tuple[Array, Array]]:
-    """Returns the next sum of the head's products after a chunk, and the chunk's logprobs and hidden gradients."""
+) -> tuple[Array | None, tuple[Array, Array]]:
+    """Returns the next sum of the head's products after a chunk, and the chunk's logprobs and hidden gradients.
+
+    A head without a sum has no next one.
+    """
     distribution = outputs.distribution
 
     def products(hidden: Array, total: Array | None) -> Array:

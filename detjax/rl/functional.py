@@ -6,6 +6,7 @@ depend on microbatches or devices. `detjax.rl.runs.run` trains with the same ste
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -157,9 +158,9 @@ class Training:
         weights = plan.placement.everywhere(self.network.weights(params))
         result = batch_gradients(self.network, weights, batch, self._loss, plan, self._distribution)
         check_certain(batch, self._loss, self._distribution, lambda: result.logprobs)
-        leaves = [_shaped(*pair) for pair in zip(result.leaves, gradient_shapes(self._like), strict=True)]
+        leaves = _shaped(result.leaves, tuple(gradient_shapes(self._like)))
         loss = self._loss.value(batch, result.logprobs)
-        return LossAndGradients(loss, self.network.state(tuple(leaves)), result.logprobs)
+        return LossAndGradients(loss, self.network.state(leaves), result.logprobs)
 
     def update(self, state: State, gradients: Params, *, donated: bool = False) -> tuple[State, Float32[Array, ""]]:
         """Returns the next state, on the devices that hold the gradients, and the norm of the gradients.
@@ -178,7 +179,9 @@ class Training:
                     f"update: the gradient of {path} is {leaf.dtype}{list(leaf.shape)}; accepted: float32{list(shape)}"
                 )
         placement = Placement(self._shards, _devices(leaves[0]))
-        flat = tuple(_flat(leaf, placement) for leaf in leaves)
+        is_trained = [one is not None for one in state.training.optimizer]
+        flat = iter(_flat(tuple(itertools.compress(leaves, is_trained)), placement))
+        flat = tuple(next(flat) if one else leaf for leaf, one in zip(leaves, is_trained, strict=True))
         training, weights, norm = update(
             placement.placed(state.training),
             flat,
@@ -191,14 +194,16 @@ class Training:
         return State(self.network.state(weights), training), norm
 
 
+# One program for all leaves: starting one for each would take longer than the small ones take.
 @functools.partial(compilation.jit, static_argnums=1)
-def _shaped(x: Flat, shape: tuple[int, ...]) -> Array:
-    return x[: int(np.prod(shape))].reshape(shape)
+def _shaped(leaves: tuple[Flat, ...], shapes: tuple[tuple[int, ...], ...]) -> tuple[Array, ...]:
+    pairs = zip(leaves, shapes, strict=True)
+    return tuple(x[: int(np.prod(shape))].reshape(shape) for x, shape in pairs)
 
 
 @functools.partial(compilation.jit, static_argnums=1)
-def _flat(x: Array, placement: Placement) -> Flat:
-    return placement.flat(x)
+def _flat(leaves: tuple[Array, ...], placement: Placement) -> tuple[Flat, ...]:
+    return tuple(map(placement.flat, leaves))
 
 
 def _devices(leaf: Any) -> tuple[Any, ...]:

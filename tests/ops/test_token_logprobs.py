@@ -106,14 +106,23 @@ def test_at_temperature_0_they_are_constants() -> None:
     assert_same_bits(pullback(factors), (jnp.zeros_like(hidden), jnp.zeros_like(head)))
 
 
-def test_rows_of_another_number_and_a_head_without_a_sum_are_refused() -> None:
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_head_that_is_not_trained_has_no_sum_and_changes_no_other_bit(fused: bool) -> None:
     hidden, head, tokens, factors = drawn()
 
-    def call(head: AccumulatedWeight, *rows: jax.Array) -> Any:
-        return ops.token_logprobs_and_gradients(hidden, head, tokens, lambda logprobs, rows: rows, *rows)
+    @detjax.jit
+    def both(hidden: jax.Array, head: jax.Array, factors: jax.Array) -> Any:
+        heads = head, AccumulatedWeight(head, jnp.zeros_like(head))
+        return [ops.token_logprobs_and_gradients(hidden, one, tokens, derivative, factors, chunk=16) for one in heads]
 
+    with detjax.without_fusions(*([] if fused else ["token_logprobs"])):
+        (*plain, none), (*trained, total) = both(hidden, head, factors)
+    assert none is None and np.any(total)
+    assert_same_bits(plain, trained)
+
+
+def test_rows_of_another_number_are_refused() -> None:
+    hidden, head, tokens, factors = drawn()
     name = "token_logprobs_and_gradients"
-    with pytest.raises(ValueError, match=rf"{name}: head.products is None; accepted: a sum, float32 \(37, 12\)"):
-        call(AccumulatedWeight(head), factors)
     with pytest.raises(ValueError, match=rf"{name}: rows\[0\] has shape \(20,\); accepted: \(21,\), tokens being"):
-        call(AccumulatedWeight(head, jnp.zeros_like(head)), factors[1:])
+        ops.token_logprobs_and_gradients(hidden, head, tokens, lambda logprobs, rows: rows, factors[1:])

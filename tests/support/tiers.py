@@ -145,6 +145,8 @@ LONG: Final = (
     "ops/test_processes.py",
     "pallas/hopper/attention/test_attention.py::test_no_product_meets_a_sum_in_the_kernels",
     "pallas/hopper/attention/test_backward.py::test_gradients_are_those_of_the_portable_backend",
+    "pallas/hopper/test_adapters.py::test_gradients_of_an_adapter_of_all_rows_have_the_bits_of_the_contract",
+    "pallas/hopper/test_adapters.py::test_the_kernel_of_an_adapter_has_the_bits_of_separate_products",
     "pallas/hopper/test_fragments.py::test_emitted_code_widens_every_code_at_its_place",
     "pallas/hopper/test_packed_matmul.py::test_kernels_compile_for_an_h200_and_nothing_spills",
     "pallas/hopper/test_ptxas.py",

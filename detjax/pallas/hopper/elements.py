@@ -3,6 +3,7 @@
 XLA would split such a function at each of its barriers, and write the intermediate arrays to memory.
 """
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
@@ -24,6 +25,9 @@ from detjax.pallas.hopper.rows import NO_AUTO_BARRIERS, layout, rounded_squares,
 PIECE: Final = LANE_GROUP * WARPGROUP
 """Elements that a warpgroup processes at the same time."""
 
+PIECE_LAYOUT: Final = plgpu.Layout.WG_STRIDED(shape=(PIECE,), vec_size=LANE_GROUP)
+"""Layout of a piece in the registers of a warpgroup."""
+
 PIECES: Final = 4
 """Most pieces of a CTA."""
 
@@ -31,27 +35,40 @@ PIECES: Final = 4
 def map_elements(
     fn: Callable[..., PyTree[Array]],
     *arrays: Array,
+    columns: Sequence[Array] = (),
     scalars: Sequence[Array] = (),
     overwritten: Mapping[int, int] = MappingProxyType({}),
 ) -> PyTree[Array]:
-    """Returns `fn(*arrays, *scalars)`; see `detjax.ops.elements.map_elements`."""
+    """Returns `fn(*arrays, *columns, *scalars)`; see `detjax.ops.elements.map_elements`.
+
+    `columns` are arrays of the last axis, which all rows share.
+    """
     shape, size = arrays[0].shape, arrays[0].size
+    if columns and shape[-1] % PIECE:  # a piece has elements of several rows
+        arrays, columns = (*arrays, *(jnp.broadcast_to(x, shape) for x in columns)), ()
     missing = -size % PIECE
     flat = [jnp.pad(x.reshape(-1), (0, missing)) for x in arrays]
     pieces = next(n for n in range(PIECES, 0, -1) if (size + missing) % (n * PIECE) == 0)
-    leaves, tree = jax.tree.flatten(jax.eval_shape(fn, *flat, *scalars))
-    piece_layout = plgpu.Layout.WG_STRIDED(shape=(PIECE,), vec_size=LANE_GROUP)
+    shapes = [jax.ShapeDtypeStruct((PIECE,), x.dtype) for x in (*flat, *columns)]
+    leaves, tree = jax.tree.flatten(jax.eval_shape(fn, *shapes, *scalars))
     places = {array: jax.new_ref(flat[array]) for array in overwritten.values()}
     new = [index for index in range(len(leaves)) if index not in overwritten]
+    bounds = 0, len(flat), len(flat) + len(columns), len(flat) + len(columns) + len(scalars), None
+
+    def load(ref: Any, here: Any) -> Array:
+        return plgpu.load(ref.at[here], layout=PIECE_LAYOUT, optimized=False)
 
     def body(*refs: Any) -> None:
-        inputs, numbers, rest = refs[: len(flat)], refs[len(flat) :][: len(scalars)], refs[len(flat) + len(scalars) :]
+        inputs, shared_by_rows, numbers, rest = (refs[begin:end] for begin, end in itertools.pairwise(bounds))
         outputs = {index: inputs[array] for index, array in overwritten.items()} | dict(zip(new, rest, strict=True))
         first = lax.axis_index("piece") * (pieces * PIECE)
         shared = [ref[0] for ref in numbers]
         for piece in range(pieces):
             here = pl.ds(first + piece * PIECE, PIECE)
-            elements = [plgpu.load(ref.at[here], layout=piece_layout, optimized=False) for ref in inputs]
+            elements = [load(ref, here) for ref in inputs]
+            if shared_by_rows:
+                column = pl.ds(lax.rem(first + piece * PIECE, jnp.int32(shape[-1])), PIECE)
+                elements += [load(ref, column) for ref in shared_by_rows]
             # A thread reads its elements of all arrays before it writes any, so overwriting needs no barrier.
             with rounding_by_conversion():
                 results = fn(*elements, *shared)
@@ -65,7 +82,7 @@ def map_elements(
         grid_names=("piece",),
         kernel_name="map_elements",
         compiler_params=NO_AUTO_BARRIERS,
-    )(*(places.get(index, x) for index, x in enumerate(flat)), *(jnp.reshape(x, 1) for x in scalars))
+    )(*(places.get(index, x) for index, x in enumerate(flat)), *columns, *(jnp.reshape(x, 1) for x in scalars))
     results = {index: jax.freeze(places[array]) for index, array in overwritten.items()}
     results |= zip(new, new_arrays, strict=True)
     return jax.tree.unflatten(tree, [results[index][:size].reshape(shape) for index in range(len(leaves))])

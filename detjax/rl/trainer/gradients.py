@@ -99,9 +99,9 @@ def next_sums(
     """
 
     head = _head_index(network)
-    products, head_is_fixed = sums[head].products, without_masters(weights)[head]
-    if head_is_fixed:  # its gradient is computed along with the others, and dropped
-        products = jnp.zeros(weights[head].shape, ACCUMULATOR)
+    # A head that is never trained has no gradient to compute.
+    is_fixed = without_masters(weights)[head]
+    head_weight = weights[head] if is_fixed else AccumulatedWeight(weights[head], sums[head].products)
 
     def hidden_states(sums: Sums) -> Array:
         leaves = zip(weights, sums, trained(network, weights), strict=True)
@@ -116,14 +116,14 @@ def next_sums(
     rows = map(jnp.asarray, microbatch[:4])
     logprobs, dhidden, products = ops.token_logprobs_and_gradients(
         hidden,
-        AccumulatedWeight(weights[head], products),
+        head_weight,
         jnp.asarray(microbatch.targets),
         _Derivative(loss),
         *rows,
         distribution=distribution,
         **network.with_weights(weights).head.logit_options,
     )
-    if head_is_fixed:
+    if is_fixed:
         products = sums[head].products
     (sums,) = pullback(dhidden)
     return (*sums[:head], sums[head]._replace(products=products), *sums[head + 1 :]), logprobs

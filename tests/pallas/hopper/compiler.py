@@ -44,8 +44,8 @@ from detjax.operands.linear_attention_state import (
     empty_inputs,
 )
 from detjax.operands.numerics import round_up
-from detjax.operands.options import Clamp, Epilogue, KVQuantization, Masking
-from detjax.operands.products import GroupedOperands
+from detjax.operands.options import Clamp, Epilogue, KVQuantization, Masking, WeightLayout
+from detjax.operands.products import AdapterOperands, GroupedOperands, MatmulOperands
 from detjax.operands.quantized_pages import quantized_layout
 from detjax.operands.sampling_arrays import SamplingArrays
 from detjax.ops import AccumulatedWeight
@@ -64,6 +64,7 @@ from detjax.pallas.hopper import (
 )
 from detjax.pallas.hopper import norm as hopper_norm
 from detjax.pallas.hopper import rope as hopper_rope
+from detjax.pallas.hopper.matmul.adapters import forward_with_adapter
 from detjax.pallas.hopper.matmul.kernel import Operands, product, shared_product
 from detjax.pallas.hopper.matmul.plan import Problem, Schedule
 from detjax.pallas.hopper.matmul.tuning import default_schedule
@@ -508,6 +509,35 @@ def decoder_gradients(layout: Layout, config: DecoderConfig | None = None) -> Pr
     return fn, [array(*leaf.shape, dtype=str(leaf.dtype)) for leaf in leaves]
 
 
+def adapted_matmul(
+    tokens: int,
+    outputs: int,
+    inputs: int,
+    rank: int,
+    layout: WeightLayout = "nk",
+    *,
+    residual: bool = False,
+    **epilogue: Any,
+) -> Program:
+    """A product with an adapter; with an activation, the sums are kept, and with the layout "kn", nothing is scaled."""
+    parts = (2,) if epilogue.get("gated") else ()
+
+    def stored(inner: int) -> tuple[int, ...]:
+        return (*parts, *((outputs, inner) if layout == "nk" else (inner, outputs)))
+
+    shapes = [array(tokens, inputs), array(*stored(inputs)), array(tokens, rank), array(*stored(rank))]
+    shapes.append(array(*parts, outputs, dtype="float32"))
+    if residual:
+        shapes.append(array(tokens, outputs))
+
+    def fn(x: Any, w: Any, u: Any, b: Any, scales: Any, residual: Any = None) -> Any:
+        adapter = AdapterOperands(u, b, scales if layout == "nk" else None)
+        options: dict[str, Any] = {"layout": layout, "epilogue": Epilogue(**epilogue), "out_dtype": x.dtype}
+        return forward_with_adapter(MatmulOperands(x, w, None, residual), adapter, keeps=bool(epilogue), **options)
+
+    return fn, shapes
+
+
 def sliced(program: Program) -> Program:
     """The program on slices of its operands, from the second element of the first axis on."""
     fn, shapes = program
@@ -613,6 +643,11 @@ def programs() -> dict[str, Program]:
             dataclasses.replace(QWEN3_5, deepstack_blocks=(0,)), 36, 52
         ),
         "decode step with experts": decode_step(4, presets.config("Qwen3-30B-A3B", 1)),
+        "adapted matmul": adapted_matmul(8192, 4096, 1024, 64),
+        "adapted matmul with a residual": adapted_matmul(8192, 1024, 3072, 64, residual=True),
+        "adapted gate and up": adapted_matmul(8192, 3072, 1024, 64, activation="silu", gated=True),
+        "adapted gate and up of few tokens": adapted_matmul(33, 12288, 4096, 192, activation="silu", gated=True),
+        "adapted gradient": adapted_matmul(8192, 1024, 4096, 64, layout="kn"),
         "matmul of carried gradients": carried(6144, 1024, 8192),
         "matmul of a head's carried gradients": carried(151936, 1024, 1024),
         "norm gradient": norm_gradients(8192, 1024, residual=True),

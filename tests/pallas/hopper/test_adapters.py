@@ -1,15 +1,32 @@
 """Adapters by Hopper's kernels: a row has the bits that it has alone, and the plain weight's without an adapter."""
 
+import dataclasses
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import detjax
 from detjax import ops
 from detjax.operands.adapted_weight import AdaptedWeight
+from detjax.operands.options import Epilogue
+from detjax.operands.products import AdapterOperands, MatmulOperands
+from detjax.ops import single_adapter
+from detjax.ops.adapters import adapted_product
+from detjax.ops.matmul import _PRODUCT
+from detjax.pallas.hopper import matmul as hopper
+from detjax.pallas.hopper.matmul import adapters
+from detjax.pallas.hopper.matmul.kernel import Operands, product
+from detjax.pallas.hopper.matmul.plan import Schedule
 from tests.pallas.hopper.interpreter import interpreted, normal
+from tests.pallas.hopper.test_decoder import kernel_counts
 from tests.support.bits import assert_same_bits, same_bits
 
 K, N, ROWS = 64, 64, [1, -1, 0, 1]
+
+pytestmark = pytest.mark.usefixtures("matrix_unit")
 
 
 def test_rows_with_different_adapters_have_the_bits_that_they_have_alone() -> None:
@@ -32,3 +49,127 @@ def test_rows_with_different_adapters_have_the_bits_that_they_have_alone() -> No
         plain = interpreted(lambda x: ops.matmul(x, w, layout="nk"), x)
     assert_same_bits(mixed[1], plain[1])
     assert not same_bits(mixed[0], plain[0])
+
+
+def one_adapter(dtype: str = "bfloat16", *, gated: bool = False, ranks: int = 32) -> AdaptedWeight:
+    """A weight, or gate's and up's, with one adapter for all rows; ranks after the 13th are zeros."""
+    shape = (2, N) if gated else (N,)
+    a, b = np.zeros((1, ranks, K), dtype), np.zeros((1, *shape, ranks), dtype)
+    a[0, :13], b[0, ..., :13] = normal(13, K, dtype=dtype), normal(*shape, 13, dtype=dtype, seed=1)
+    scales = normal(1, *shape, seed=2)
+    return AdaptedWeight(*map(jnp.asarray, (normal(*shape, K, dtype=dtype), a, b, scales)))
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_an_adapter_of_all_rows_has_the_bits_that_it_has_among_others(gated: bool) -> None:
+    weight, x, residual = one_adapter(gated=gated), normal(5, K, dtype="bfloat16"), normal(5, N, dtype="bfloat16")
+    options: dict[str, Any] = {"layout": "nk", "activation": "silu" if gated else None, "gated": gated}
+    pooled = dataclasses.replace(weight, rows=jnp.zeros(5, jnp.int32))
+    bias = jnp.asarray(normal(*weight.shape[:-1], dtype="bfloat16"))
+
+    def multiply(x: Any, residual: Any, weight: Any) -> jax.Array:
+        return ops.matmul(x, weight, bias=bias, residual=residual, **options)
+
+    with detjax.use_backend("hopper"):
+        alone, among_others = (interpreted(multiply, x, residual, one) for one in (weight, pooled))
+    assert_same_bits(alone, among_others)
+
+
+@pytest.mark.parametrize(
+    ("gated", "schedule"),
+    [(True, Schedule(8, 40, lines=2)), (False, Schedule(64, 64, "tokens", cluster_m=2))],
+    ids=["gate and up", "tokens on rows"],
+)
+def test_the_kernel_of_an_adapter_has_the_bits_of_separate_products(gated: bool, schedule: Schedule) -> None:
+    tokens = 9 if gated else 70
+    weight, x, residual = (
+        one_adapter(gated=gated),
+        normal(tokens, K, dtype="bfloat16"),
+        normal(tokens, N, dtype="bfloat16"),
+    )
+    bias, u = normal(*weight.shape[:-1], dtype="bfloat16"), normal(tokens, 32, dtype="bfloat16", seed=3)
+    value, b, scales = weight.value, weight.b[0], weight.scales[0]
+    epilogue = Epilogue("silu", gated=True) if gated else Epilogue("relu")
+    options: dict[str, Any] = {"epilogue": epilogue, "out_dtype": "bfloat16", "keeps": True}
+
+    def separate(x: Any, u: Any, residual: Any) -> Any:
+        parts = [(value, bias, b, scales)] if not gated else list(zip(value, bias, b, scales, strict=True))
+        plain: dict[str, Any] = {"layout": "nk", "epilogue": Epilogue(), "out_dtype": "float32"}
+        sums = [product(Operands(x, w, bias), **plain) for w, bias, _, _ in parts]
+        products = [product(Operands(u, b), **plain) for _, _, b, _ in parts]
+        return hopper.add_adapter(sums, products, [part[3] for part in parts], residual, dtype="bfloat16", **options)
+
+    def fused(x: Any, u: Any, residual: Any) -> Any:
+        operands, adapter = MatmulOperands(x, value, jnp.asarray(bias), residual), AdapterOperands(u, b, scales)
+        return hopper.forward_with_adapter(operands, adapter, layout="nk", schedule=schedule, **options)
+
+    assert_same_bits(interpreted(fused, x, u, residual), interpreted(separate, x, u, residual))
+
+
+def test_the_kernel_of_an_adapter_adds_gradients_of_rows() -> None:
+    g, v = normal(70, K, dtype="bfloat16"), normal(70, 64, dtype="bfloat16")
+    w, a = normal(K, N, dtype="bfloat16"), normal(64, N, dtype="bfloat16", seed=1)
+    plain: dict[str, Any] = {"layout": "kn", "epilogue": Epilogue()}
+
+    def separate(g: Any, v: Any, w: Any, a: Any) -> jax.Array:
+        base = product(Operands(g, w), out_dtype="float32", **plain)
+        return product(Operands(v, a, None, base), out_dtype="bfloat16", **plain)
+
+    def fused(g: Any, v: Any, w: Any, a: Any) -> jax.Array:
+        schedule = Schedule(128, 64, "tokens", warpgroups=2)
+        options: dict[str, Any] = {"out_dtype": "bfloat16", "keeps": False, "schedule": schedule}
+        return hopper.forward_with_adapter(MatmulOperands(g, w), AdapterOperands(v, a, None), **plain, **options)[0]
+
+    assert_same_bits(interpreted(fused, g, v, w, a), interpreted(separate, g, v, w, a))
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_gradients_of_an_adapter_of_all_rows_have_the_bits_of_the_contract(
+    gated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The functions of rows with different adapters compute the reference."""
+    weight, x, dy = one_adapter(gated=gated, ranks=16), normal(48, K, dtype="bfloat16"), normal(48, N, dtype="bfloat16")
+    epilogue = Epilogue("silu", gated=True) if gated else Epilogue()
+    starts = [normal(*factor.shape, seed=5) for factor in (weight.a, weight.b)]
+
+    def gradients(x: Any, dy: Any, *starts: Any) -> Any:
+        def multiply(x: Any, residual: Any, *sums: Any) -> jax.Array:
+            a, b = (ops.AccumulatedWeight(*pair) for pair in zip((weight.a, weight.b), sums, strict=True))
+            adapted = dataclasses.replace(weight, a=a, b=b, b_mask=jnp.asarray(weight.b != 0))
+            return adapted_product(_PRODUCT, x, adapted, None, residual, epilogue=epilogue, out_dtype="bfloat16")
+
+        y, pull = jax.vjp(multiply, x, dy, *starts)
+        return y, pull(dy)
+
+    with detjax.use_backend("hopper"):
+        alone = interpreted(gradients, x, dy, *starts)
+        monkeypatch.setattr(single_adapter, "is_served", lambda: False)
+        assert_same_bits(alone, interpreted(lambda *arrays: gradients(*arrays), x, dy, *starts))
+
+
+@pytest.mark.parametrize("is_on", [False, True])
+@pytest.mark.parametrize("gated", [False, True])
+def test_an_adapter_adds_few_kernels_to_those_of_its_weight(
+    gated: bool, is_on: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trained weight has 3 products. Without its gradient, an adapter adds 2 forward, and 4 backward."""
+    monkeypatch.setattr(adapters, "IS_ON", is_on)
+    weight, x = one_adapter(gated=gated), normal(64, K, dtype="bfloat16")
+    epilogue = Epilogue("silu", gated=True) if gated else Epilogue()
+
+    def gradients(x: Any, a: Any, b: Any) -> Any:
+        def multiply(x: Any, a: Any, b: Any) -> jax.Array:
+            factors = ops.AccumulatedWeight(weight.a, a), ops.AccumulatedWeight(weight.b, b)
+            adapted = dataclasses.replace(weight, a=factors[0], b=factors[1])
+            return adapted_product(_PRODUCT, x, adapted, None, None, epilogue=epilogue, out_dtype="bfloat16")
+
+        y, pull = jax.vjp(multiply, x, a, b)
+        return y, pull(y)
+
+    sums = [jnp.zeros(factor.shape) for factor in (weight.a, weight.b)]
+    with detjax.use_backend("hopper"):
+        counts = kernel_counts(jax.make_jaxpr(gradients)(x, *sums).jaxpr)
+    expected = {"matmul": 8 + 3 * gated, "map_elements": 1}
+    if is_on:
+        expected = {"matmul": 4 + 3 * gated, "matmul_with_adapter": 2 - gated}
+    assert counts == expected

@@ -15,15 +15,19 @@ from detjax.operands.numerics import activated, flat_rows
 from detjax.operands.options import AxisName, Epilogue, WeightLayout
 from detjax.operands.products import NO_SUMS, Gradients, MatmulOperands, WeightSums
 from detjax.operands.rounding import rounded
-from detjax.pallas.hopper.elements import map_elements
+from detjax.pallas.hopper.elements import PIECE_LAYOUT, map_elements
 from detjax.pallas.hopper.exchange import Peers
 from detjax.pallas.hopper.matmul.activations import ACTIVATIONS
+from detjax.pallas.hopper.matmul.adapters import RANK_UNIT as RANK_UNIT
+from detjax.pallas.hopper.matmul.adapters import forward_with_adapter as forward_with_adapter
+from detjax.pallas.hopper.matmul.adapters import multiplies_adapters as multiplies_adapters
 from detjax.pallas.hopper.matmul.kernel import (
     Operands,
     product,
     product_keeping_sums,
     shared_product,
 )
+from detjax.pallas.hopper.mosaic.exact import fused_multiply_add
 from detjax.pallas.hopper.token_sums import token_sums
 from detjax.portable.matmul import full_rows
 from detjax.runtime import compilation
@@ -106,6 +110,36 @@ def apply_epilogue(
     return map_elements(apply, *sums, *added, *last)
 
 
+def add_adapter(  # noqa: PLR0913
+    sums: Sequence[Array],
+    products: Sequence[Array],
+    scales: Sequence[Array],
+    residual: Array | None,
+    *,
+    dtype: DTypeLike,
+    epilogue: Epilogue,
+    out_dtype: DTypeLike,
+    keeps: bool,
+) -> tuple[Array, tuple[Array, ...]]:
+    """Returns rows `[*B, N]` from the sums and the adapter's products of each part, `[*B, N]` float32.
+
+    If `keeps`, also the parts that the epilogue consumed, rounded to `dtype`. See `contract.RANK_STEP`; `scales` are
+    `[N]` float32 of each part.
+    """
+    count = len(sums)
+    last = [] if residual is None else [residual]
+
+    def apply(*elements: Array) -> tuple[Array, tuple[Array, ...]]:
+        rest, factors = elements[:-count], elements[-count:]
+        terms = zip(factors, rest[count:], rest[:count], strict=False)
+        z = [fused_multiply_add(*one, layout=PIECE_LAYOUT) for one in terms]
+        y = activated(z, epilogue, ACTIVATIONS)
+        y = (y + rest[-1].astype(ACCUMULATOR) if last else y).astype(out_dtype)
+        return y, tuple(part.astype(dtype) for part in z) if keeps else ()
+
+    return map_elements(apply, *sums, *products, *last, columns=scales)
+
+
 def backward(
     operands: MatmulOperands,
     dy: Array,
@@ -145,23 +179,31 @@ def backward(
     transposed: WeightLayout = "kn" if layout == "nk" else "nk"
     dx = multiply(Operands(dz, joined), layout=transposed, epilogue=Epilogue(), out_dtype=x.dtype)
 
-    def over_tokens(x: Array, w: Array, start: Array | None) -> Array:
-        out_dtype = x.dtype if start is None else start.dtype
-        operands = Operands(x, w, start=start)
-        return multiply(operands, token_layout="km", layout="kn", epilogue=Epilogue(), out_dtype=out_dtype)
-
     if layout == "nk":
-        dw = over_tokens(dz, flat_x, None if w_sum is None else w_sum.reshape(joined.shape))
+        dw = weight_gradient(flat_x, dz, None if w_sum is None else w_sum.reshape(joined.shape), multiply=multiply)
     else:
         parts_of_dz = jnp.split(dz, len(halves), axis=1)
         starts = [None] * len(halves) if w_sum is None else list(w_sum.reshape(len(halves), *halves[0].shape))
-        dw = jnp.stack([over_tokens(flat_x, *pair) for pair in zip(parts_of_dz, starts, strict=True)])
+        pairs = zip(parts_of_dz, starts, strict=True)
+        dw = jnp.stack([weight_gradient(part, flat_x, start, multiply=multiply) for part, start in pairs])
     dbias = None
     if bias is not None:
         start = jnp.zeros(bias.size, ACCUMULATOR) if bias_sum is None else bias_sum.reshape(-1)
         dbias = token_sums(start, dz).reshape(bias.shape)
         dbias = rounded(dbias, bias.dtype) if bias_sum is None else dbias
     return dx.reshape(x.shape), dw.reshape(w.shape), dbias
+
+
+def weight_gradient(
+    x: Array, dz: Array, start: Array | None = None, *, multiply: Callable[..., Array] = product
+) -> Array:
+    """Returns the gradient `[N, K]` of a weight from rows `[M, K]` and the gradient `[M, N]` of their sums.
+
+    With `start`, it is the next value of these running sums, otherwise rounded to x's dtype.
+    """
+    out_dtype = x.dtype if start is None else start.dtype
+    operands = Operands(dz, x, start=start)
+    return multiply(operands, token_layout="km", layout="kn", epilogue=Epilogue(), out_dtype=out_dtype)
 
 
 def _biased_sums(

@@ -290,6 +290,8 @@ def scratch_types(plan: Plan) -> dict[str, Any]:
     shared_axes = tuple(axis for axis, size in (("cm", s.cluster_m), ("cn", s.cluster_n)) if size > 1)
     # A multicast copy writes the same stage in every CTA that shares the operand. So before it is issued, the consumers
     # of all these CTAs must be done with the stage: each arrives at the `consumed` barrier of every CTA along the axes.
+    # One thread arrives for its warpgroup. That is enough as only the matrix unit reads stages, for all four warps at
+    # once: threads that read shared memory themselves would have to meet before.
     consumed = functools.partial(plgpu.ClusterBarrier, collective_axes=shared_axes) if shared_axes else plgpu.Barrier
 
     # The matrix unit reads blocks of 8 lines x 16 bytes. A line of 128 bytes spans all 32 banks, so without a swizzle
@@ -393,9 +395,9 @@ class Cta:
         def _(tile: Array) -> None:
             m, n = self.origin(tile)
 
-            @pl.loop(0, plan.k_steps)
+            @pl.loop(0, plan.steps)
             def _(k_step: Array) -> None:
-                step = tile * plan.k_steps + k_step
+                step = tile * plan.steps + k_step
                 slot = self.slot(step)
 
                 # The first round fills empty stages. Later ones wait for the consumers, in whatever CTA they are.
@@ -405,7 +407,7 @@ class Cta:
 
                 self.load_stage(m, n, k_step, slot)
 
-        steps = self.tiles * plan.k_steps
+        steps = self.tiles * plan.steps
 
         # A CTA may not exit while others of its cluster still copy into its shared memory or arrive at its barriers, so
         # it waits until its last stages are consumed. With experts it may have fewer steps than stages.
@@ -473,14 +475,21 @@ class Cta:
         @pl.loop(0, self.tiles)
         def _(tile: Array) -> None:
             m, n = self.origin(tile)
-            first = self.warpgroup * plan.rows
+            first = self.first_row()
             m, n = (m, n + first) if plan.weights_on_rows else (m + first, n)
-            output = _Output(self, m, n, arrays)
-            output.prefetch()  # bias and residual arrive while the products run
-            output.store(self.accumulate(tile, output.sums()))
+            self.compute(tile, Output(self, m, n, arrays))
 
         # Shared memory must outlive the copies out of it.
         plgpu.wait_smem_to_gmem(0)
+
+    def first_row(self) -> Array | int:
+        """Returns the first row of a tile that this warpgroup computes."""
+        return self.warpgroup * self.plan.rows
+
+    def compute(self, tile: Array, output: "Output") -> None:
+        """Computes this warpgroup's part of a tile, and starts to store it."""
+        output.prefetch()  # bias and residual arrive while the products run
+        output.store(self.accumulate(tile, output.sums()))
 
     def accumulate(self, tile: Array, start: Array | None) -> list[Array]:
         """Returns this warpgroup's accumulators, `[rows, columns]` float32 for each part, which begin with `start`."""
@@ -494,7 +503,7 @@ class Cta:
 
             @pl.loop(0, plan.k_steps)
             def _(k_step: Array) -> None:
-                step = tile * plan.k_steps + k_step
+                step = tile * plan.steps + k_step
                 slot = self.slot(step)
                 plgpu.barrier_wait(loaded.at[slot])
                 for part in range(parts):
@@ -508,7 +517,7 @@ class Cta:
                     plgpu.barrier_arrive(consumed.at[self.slot(step + (plan.stages - 1))])
 
             plgpu.wgmma_wait(0)
-            last = (tile + 1) * plan.k_steps - 1
+            last = tile * plan.steps + (plan.k_steps - 1)
             plgpu.barrier_arrive(consumed.at[self.slot(last)])
             return tuple(total[...] for total in sums)
 
@@ -529,7 +538,7 @@ class Cta:
         plgpu.wgmma(total, a, b.T if plan.columns_contiguous_in_k else b)
 
 
-class _Output:
+class Output:
     """A warpgroup's part of a tile of the result, from token m and output n on, which passes the epilogue in chunks.
 
     `arrays` are the other devices' results, if they share it; see `open_results`.

@@ -228,8 +228,18 @@ class Plan:
 
     @functools.cached_property
     def k_steps(self) -> int:
-        """Stages of a tile."""
+        """Stages of a tile with numbers of K."""
         return ceil_div(self.problem.k, self.tile_k)
+
+    @property
+    def steps(self) -> int:
+        """Stages of a tile: K's, and further ones that a kernel adds."""
+        return self.k_steps
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes of shared memory for further buffers that a kernel adds."""
+        return 0
 
     # --- the output -----------------------------------------------------------------------------------------------
 
@@ -298,11 +308,11 @@ class Plan:
         staged = [self.problem.out_dtype]
         staged += [] if self.problem.residual_dtype is None else [self.problem.residual_dtype]
         chunk = self.schedule.warpgroups * self.slots * math.prod(self.staged_shape)
-        free = device.SHARED_MEMORY - device.SHARED_MEMORY_RESERVED
+        free = device.SHARED_MEMORY - device.SHARED_MEMORY_RESERVED - self.reserved_bytes
         free -= sum(chunk * dtype.itemsize for dtype in staged)
         if self.problem.bias_dtype is not None:
             free -= 4 * self.schedule.warpgroups * self.problem.parts * self.bias_size
-        return min(16, free // self.bytes_per_stage, self.k_steps * (math.prod(self.grid) // self.clusters))
+        return min(16, free // self.bytes_per_stage, self.steps * (math.prod(self.grid) // self.clusters))
 
     @functools.cached_property
     def grid(self) -> tuple[int, int]:

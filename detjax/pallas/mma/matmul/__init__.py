@@ -7,12 +7,20 @@ import functools
 from typing import Any
 
 from detjax.pallas.hopper import matmul as hopper
+from detjax.pallas.hopper.matmul import RANK_UNIT as RANK_UNIT
+from detjax.pallas.hopper.matmul import add_adapter as add_adapter
 from detjax.pallas.hopper.matmul import apply_epilogue as apply_epilogue
 from detjax.pallas.mma.matmul.kernel import product, product_keeping_sums
 
 forward = functools.partial(hopper.forward, multiply=product)
 forward_keeping_sums = functools.partial(hopper.forward_keeping_sums, multiply=product_keeping_sums)
 backward = functools.partial(hopper.backward, multiply=product)
+weight_gradient = functools.partial(hopper.weight_gradient, multiply=product)
+
+
+def multiplies_adapters(*_: Any) -> bool:
+    """Returns False: no kernel adds the product of an adapter."""
+    return False
 
 
 def shared_forward(*_: Any, **__: Any) -> None:

@@ -1,0 +1,214 @@
+"""Products with one adapter for all rows, as in training: no rows are sorted, and kernels add the adapter themselves.
+
+The bits are those that `ops.adapters` computes for rows with different adapters. Per weight there are the products of
+the contract and no others: `u`, the sum, and the adapter's product forward; `v`, x's two and the factors' backward.
+"""
+
+import functools
+from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, DTypeLike
+
+from detjax.contract import ACCUMULATOR
+from detjax.operands.accumulated_weight import AccumulatedWeight, Weight
+from detjax.operands.adapted_weight import AdaptedWeight, only_adapter
+from detjax.operands.numerics import activated
+from detjax.operands.options import Epilogue
+from detjax.operands.products import AdapterOperands, MatmulOperands
+from detjax.operands.rounding import rounded
+from detjax.ops.dispatch import Operation, backend_modules, with_vmap_rule
+from detjax.portable.tiles import each_row
+from detjax.runtime import fusions
+
+_MATMUL: Final = Operation("matmul", backend_modules("matmul", mma="mma"))
+
+
+@runtime_checkable
+class Product(Protocol):
+    """`ops.matmul` of all rows with one weight; by default with the layout "nk", in float32."""
+
+    def __call__(self, x: Array, w: Any, groups: None, **options: Any) -> Array:
+        """Returns the product with the options of `ops.matmul`."""
+        ...
+
+
+def is_served() -> bool:
+    """Returns whether the backend has kernels for products with one adapter."""
+    return hasattr(_MATMUL.module(), "add_adapter")
+
+
+class _Factors(NamedTuple):
+    """An adapter's factors, with ranks of zeros up to the width that kernels load.
+
+    Attributes:
+        a: `[R, K]`.
+        b: `[N, R]`, or `[2, N, R]` for gate and up.
+        scales: `[N]`, or `[2, N]`, float32.
+    """
+
+    a: Array
+    b: Array
+    scales: Array
+
+
+def _factors(weight: AdaptedWeight) -> _Factors:
+    a, b = (_value(only_adapter(factor, 0)) for factor in (weight.a, weight.b))
+    missing = -len(a) % _MATMUL.kernels().RANK_UNIT
+    a, b = jnp.pad(a, ((0, missing), (0, 0))), jnp.pad(b, (*((0, 0),) * (b.ndim - 1), (0, missing)))
+    return _Factors(a, b, weight.scales[0])
+
+
+def _value(weight: Weight) -> Array:
+    value: Any = weight.value if isinstance(weight, AccumulatedWeight) else weight
+    return value
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def one_adapters_product(
+    product: Product,
+    epilogue: Epilogue,
+    out_dtype: jnp.dtype,
+    x: Array,
+    weight: AdaptedWeight,
+    bias: Array | None,
+    residual: Array | None,
+) -> Array:
+    """Returns the epilogue of the sums `[M, N]` of rows `[M, K]` and of a weight with one adapter, rounded once."""
+    return _computed(product, epilogue, out_dtype, x, weight, bias, residual, keeps=False)[0]
+
+
+def _computed(  # noqa: PLR0913
+    product: Product,
+    epilogue: Epilogue,
+    out_dtype: DTypeLike,
+    x: Array,
+    weight: AdaptedWeight,
+    bias: Array | None,
+    residual: Array | None,
+    *,
+    keeps: bool,
+) -> tuple[Array, tuple[Array, ...], Array]:
+    """Returns the result, the sums rounded to x's dtype if they are kept, and the rows times the first factor."""
+    kernels, factors = _MATMUL.kernels(), _factors(weight)
+    u = product(x, factors.a, None, out_dtype=x.dtype)
+    options: dict[str, Any] = {"epilogue": epilogue, "out_dtype": out_dtype, "keeps": keeps}
+    fused = not fusions.is_unfused("matmul_epilogue") and (not keeps or out_dtype == x.dtype)
+    if fused and kernels.multiplies_adapters(weight.value, len(factors.a)):
+
+        def multiply(x: Array, u: Array, residual: Array | None, *shared: Any) -> Any:
+            w, bias, b, scales = shared
+            operands, adapter = MatmulOperands(x, w, bias, residual), AdapterOperands(u, b, scales)
+            return kernels.forward_with_adapter(operands, adapter, layout="nk", **options)
+
+        batched = with_vmap_rule(multiply, (True, True, True, False, False, False, False))
+        return *batched(x, u, residual, weight.value, bias, factors.b, factors.scales), u
+    parts_of = functools.partial(_parts, gated=epilogue.gated)
+    biases = [None, None] if bias is None else parts_of(bias)
+    sums = [product(x, w, None, bias=b) for w, b in zip(parts_of(weight.value), biases, strict=False)]
+    products = [product(u, b, None) for b in parts_of(factors.b)]
+    count = len(sums)
+
+    def join(residual: Array | None, *arrays: Array) -> Any:
+        z, terms, scales = arrays[:count], arrays[count : 2 * count], arrays[2 * count :]
+        return kernels.add_adapter(z, terms, scales, residual, dtype=x.dtype, **options)
+
+    batched = with_vmap_rule(join, (True,) * (1 + 2 * count) + (False,) * count)
+    return *batched(residual, *sums, *products, *parts_of(factors.scales)), u
+
+
+def _parts(x: Any, gated: bool) -> list[Any]:
+    """Returns a weight, or the two for gate and up."""
+    if not gated:
+        return [x]
+    return [jax.tree.map(lambda leaf, index=index: leaf[index], x) for index in range(2)]
+
+
+def _forward(
+    product: Product,
+    epilogue: Epilogue,
+    out_dtype: jnp.dtype,
+    x: Array,
+    weight: AdaptedWeight,
+    bias: Array | None,
+    residual: Array | None,
+) -> tuple[Array, tuple[Any, ...]]:
+    y, z, u = _computed(product, epilogue, out_dtype, x, weight, bias, residual, keeps=epilogue != Epilogue())
+    # The backward pass needs only the residual's dtype, so an empty array stands for it.
+    empty = None if residual is None else jnp.zeros(0, residual.dtype)
+    return y, (x, u, weight, z, empty)
+
+
+def _backward(
+    product: Product, epilogue: Epilogue, out_dtype: jnp.dtype, saved: tuple[Any, ...], dy: Array
+) -> tuple[Any, ...]:
+    x, u, weight, z, residual = saved
+    kernels, factors = _MATMUL.kernels(), _factors(weight)
+
+    def gradients(rows: tuple[Array, ...], scales: tuple[Array, ...]) -> tuple[list[Array], Array]:
+        *z, dy = rows
+        dz: Any = (dy,)
+        if epilogue != Epilogue():
+            wide = [part.astype(ACCUMULATOR) for part in z]
+            dz = jax.vjp(lambda *z: activated(z, epilogue), *wide)[1](dy.astype(ACCUMULATOR))
+        g = [rounded(part, x.dtype) for part in dz]
+        pairs = zip(scales, g, strict=True)
+        h = [rounded(scale[None] * part.astype(ACCUMULATOR), x.dtype) for scale, part in pairs]
+        return g, h[0] if len(h) == 1 else jnp.concatenate(h, axis=1)
+
+    g, h = each_row(gradients, (*z, dy), tuple(_parts(factors.scales, epilogue.gated)))
+    v = product(h, factors.b.reshape(-1, factors.b.shape[-1]), None, layout="kn", out_dtype=x.dtype)
+    dx = _input_gradient(product, weight.value, g, v, factors.a)
+
+    def next_factor(rows: Array, dz: Array, factor: Weight, ranks: int) -> Any:
+        """The gradient of a factor, or its next sum, with its padding."""
+        start = factor.products if isinstance(factor, AccumulatedWeight) else None
+        if start is not None:
+            missing = dz.shape[1] - start.shape[0], rows.shape[1] - start.shape[1]
+            start = jnp.pad(start, [(0, size) for size in missing])
+        return kernels.weight_gradient(rows, dz, start)[: factor.shape[0], :ranks]
+
+    a, wide_b = only_adapter(weight.a, 0), _joined(only_adapter(weight.b, 0))
+    da = next_factor(x, v, a, x.shape[1])
+    db = next_factor(u, h, wide_b, wide_b.shape[1])
+    if weight.b_mask is not None:
+        db = jnp.where(weight.b_mask.reshape(db.shape), db, jnp.zeros_like(db))
+    pairs = zip((weight.a, weight.b), (da, db), strict=True)
+    a, b = (_cotangent(factor, gradient.reshape(factor.shape)) for factor, gradient in pairs)
+    cotangent: Any = AdaptedWeight(None, a, b, jnp.zeros_like(weight.scales), None, None)
+    return dx, cotangent, None, None if residual is None else dy.astype(residual.dtype)
+
+
+def _input_gradient(product: Product, weight: Any, g: list[Array], v: Array, a: Array) -> Array:
+    """Returns the gradient of x: the weight's product, gate's before up's, and the adapter's, rounded once."""
+    kernels, dtype = _MATMUL.kernels(), v.dtype
+    if len(g) == 1 and not fusions.is_unfused("matmul_epilogue") and kernels.multiplies_adapters(weight, len(a)):
+
+        def multiply(g: Array, v: Array, w: Array, a: Array) -> Array:
+            adapter = AdapterOperands(v, a, None)
+            options: dict[str, Any] = {"epilogue": Epilogue(), "out_dtype": dtype, "keeps": False}
+            return kernels.forward_with_adapter(MatmulOperands(g, w), adapter, layout="kn", **options)[0]
+
+        return with_vmap_rule(multiply, (True, True, False, False))(g[0], v, weight, a)
+    total = None
+    for part, w in zip(g, _parts(weight, len(g) > 1), strict=True):
+        total = product(part, w, None, layout="kn", residual=total)
+    return product(v, a, None, layout="kn", residual=total, out_dtype=dtype)
+
+
+def _joined(factor: Weight) -> Weight:
+    """Joins the axis of gate and up, if there is one, with the axis of their outputs."""
+    return jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]), factor)
+
+
+def _cotangent(factor: Weight, gradient: Array) -> Weight:
+    """Returns the cotangent of a factor: its next sum, or the gradient."""
+    if not isinstance(factor, AccumulatedWeight):
+        return gradient
+    if factor.products is None:
+        return AccumulatedWeight(gradient)
+    return AccumulatedWeight(jnp.zeros_like(factor.value), gradient)
+
+
+one_adapters_product.defvjp(_forward, _backward)
