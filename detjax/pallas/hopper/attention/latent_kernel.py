@@ -33,6 +33,7 @@ from detjax.pallas.hopper.attention.warpgroups import (
 )
 from detjax.pallas.hopper.mosaic.barriers import sync
 from detjax.pallas.hopper.mosaic.layouts import MATRIX, PER_ROW, ROWS, swizzled
+from detjax.pallas.hopper.mosaic.products import start_product
 from detjax.pallas.hopper.mosaic.tiles import (
     LANE_SUMS,
     clear_rows,
@@ -40,7 +41,6 @@ from detjax.pallas.hopper.mosaic.tiles import (
     load_by_thread,
     mask_columns,
     row_sums_of_halves,
-    start_product,
     store_by_thread,
     store_lane_sums,
     store_lines,

@@ -13,7 +13,8 @@ from detjax.pallas.hopper.attention.prefill_kernel import Block, Kernel, Piece, 
 from detjax.pallas.hopper.attention.prefill_schedule import FIRST_FREE, Problem, Schedule
 from detjax.pallas.hopper.attention.warpgroups import TILE, arrive_for_loader
 from detjax.pallas.hopper.mosaic.layouts import swizzled
-from detjax.pallas.hopper.mosaic.tiles import clear_rows, start_product, store_lines
+from detjax.pallas.hopper.mosaic.products import start_product
+from detjax.pallas.hopper.mosaic.tiles import clear_rows, store_lines
 
 
 class WideKernel(Kernel):

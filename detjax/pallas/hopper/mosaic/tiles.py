@@ -9,7 +9,6 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.experimental.mosaic.gpu import mma_utils
 from jax.experimental.mosaic.gpu import utils as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
@@ -180,71 +179,6 @@ def joined(left: Any, right: Any) -> Any:
 def keys_of_group(group: int, count: int) -> list[int]:
     """Returns which of `count` registers, of 8 ascending keys each, hold keys of one of the contract's groups."""
     return [index for index in range(count) if index // 2 % KEY_GROUPS == group]
-
-
-def _plain_start_product(p: Array, v: Any) -> Array:
-    def multiply(accumulator: Any) -> Array:
-        plgpu.wgmma(accumulator, p, v)
-        return accumulator[...]
-
-    return pl.run_scoped(multiply, plgpu.ACC((p.shape[0], v.shape[1]), ACCUMULATOR))  # pyright: ignore
-
-
-@primitive(
-    twin=_plain_start_product,
-    args=(MATRIX, plgpu.RefType(swizzled(64))),
-    out=lambda p, v: plgpu.ShapeDtypeStruct((p.shape[0], v.shape[1]), ACCUMULATOR, layout=MATRIX),
-)
-def start_product(p: Any, v: Any) -> Any:
-    """Starts `p @ v` from a fresh accumulator. The result must not be touched before a `wgmma_wait`.
-
-    `plgpu.wgmma` copies its operand in registers for each product in flight, and fills its accumulators with zeros; a
-    warpgroup with 64 x 256 sums has no registers for that.
-
-    Args:
-        p: `[ROWS, K]`, in registers.
-        v: `[K, N]` in shared memory, swizzled in lines of 128 bytes.
-    """
-    rows, inner = p.shape
-    width = v.type.shape[1] * v.type.shape[3]
-    (first, (_, steps)), _, _ = mma_utils.create_descriptor(
-        v, swizzle=128, group_size=(64, width), logical_k_major=True
-    )
-    float32 = ir.F32Type.get()
-    one = ir.VectorType.get((1,), i32())
-    registers = [element(vector.bitcast(one, x)) for i in range(0, inner, 16) for x in p[:, i : i + 16].registers.flat]
-    count = width // 2
-    text = _product_text(p.mlir_dtype, width, inner, count, steps[0] >> 4)
-    # `&`: the first of the text's products writes sums before the last one reads p, so they must not share registers.
-    constraints = ",".join(["=&f"] * count + ["r"] * len(registers) + ["l"])
-    struct = llvm.StructType.get_literal([float32] * count)
-    result = llvm.inline_asm(struct, [*registers, first], text, constraints, asm_dialect=0, has_side_effects=True)
-    pairs = empty_registers(MATRIX, (rows, width))
-    for i, place in enumerate(np.ndindex(pairs.shape)):
-        pairs[place] = packed([llvm.extractvalue(float32, result, [2 * i + j]) for j in range(2)])
-    return array(pairs, MATRIX)
-
-
-def _product_text(dtype: Any, width: int, inner: int, count: int, step: int) -> str:
-    """Returns the PTX of a product of `count` sums, with 4 registers of p for each 16 of K.
-
-    The descriptor of v advances by `step` for each 16 of K. The predicate `more` is false for the first of them: the
-    matrix unit then overwrites the sums instead of adding to them, so nobody has to clear them.
-    """
-    registers_of_step = 4
-    sums = ", ".join(f"${i}" for i in range(count))
-    descriptor = f"${count + registers_of_step * (inner // 16)}"
-    text = "{ .reg .b64 v; .reg .pred more; setp.ne.b32 more, 0, 0; wgmma.fence.sync.aligned; "
-    for i in range(inner // 16):
-        p_registers = ", ".join(f"${count + registers_of_step * i + j}" for j in range(registers_of_step))
-        text += (
-            f"add.s64 v, {descriptor}, {i * step}; "
-            f"wgmma.mma_async.sync.aligned.m64n{width}k16.f32.{dtype}.{dtype} "
-            f"{{{sums}}}, {{{p_registers}}}, v, more, 1, 1, 1; "
-        )
-        if i == 0:
-            text += "setp.ne.b32 more, 1, 0; "
-    return text + "wgmma.commit_group.sync.aligned; }"
 
 
 # --- masks and distances ----------------------------------------------------------------------------------------------
