@@ -247,6 +247,16 @@ class _Cta:
         chosen = np.take_along_axis(pairs, (places % 8).astype(np.intp), axis=1)
         self.set(target, taken, chosen.view(np.uint32).reshape(-1))
 
+    def _lop3(self, taken: Threads, options: list[str], target: str, *operands: str) -> None:
+        *sources, table = operands
+        bits = [self.get(source, np.uint32) for source in sources]
+        result = np.zeros_like(bits[0])
+        for place in range(8):
+            if int(table, 0) >> place & 1:
+                chosen = [x if place >> (2 - i) & 1 else ~x for i, x in enumerate(bits)]
+                result |= chosen[0] & chosen[1] & chosen[2]
+        self.set(target, taken, result)
+
     def _cvt(self, taken: Threads, options: list[str], target: str, *sources: str) -> None:
         to, source = options[-2:]
         if to in _PAIRS and source in _PAIRS:

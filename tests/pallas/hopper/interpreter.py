@@ -16,6 +16,9 @@ from jax._src.state.primitives import ref_set
 from detjax.pallas.hopper import mosaic
 from tests.support.integer_signs import signs_checked
 
+_WITH_BARRIERS = plgpu.InterpretGPUParams(inline_mgpu="_hack_model_inline_mgpu_tokamax")
+"""Parameters of the interpreter, so that it knows named barriers; see `barriers`."""
+
 
 def normal(*shape: int, dtype: str = "float32", seed: int = 0) -> np.ndarray:
     """Random numbers of a normal distribution, the same for the same arguments."""
@@ -28,7 +31,7 @@ def kernels_interpreted() -> Iterator[None]:
 
     It learns to write to the accumulators of `wgmma`, and to multiply a matrix that is in registers.
     """
-    with plgpu.force_gpu_interpret_mode(), mosaic.twins(), pytest.MonkeyPatch.context() as patch:
+    with plgpu.force_gpu_interpret_mode(_WITH_BARRIERS), mosaic.twins(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(primitives, "wgmma_accumulator_store", lambda ref, value: ref_set(ref, ..., value))
         patch.setattr(gpu_callbacks, "wgmma", gpu_callbacks.fail_on_exception(wgmma))
         yield

@@ -23,6 +23,8 @@ from detjax.pallas.hopper.mosaic import no_twin, primitive
 from detjax.pallas.hopper.mosaic.layouts import MATRIX, NUMBER
 from detjax.pallas.hopper.mosaic.registers import as_index, i32, int32, thread_of_warpgroup
 from detjax.pallas.hopper.quantized.exact_rows import ExactFill, exact_rows
+from detjax.pallas.hopper.quantized.packed import packed_plan, packed_product
+from detjax.pallas.hopper.quantized.packed.tuning import further_candidates
 from detjax.pallas.hopper.quantized.promotion import promoted
 from detjax.pallas.hopper.quantized.rows import quantized_groups
 from detjax.pallas.hopper.quantized.scaled import Form, scaled_plan, scaled_product
@@ -44,8 +46,9 @@ def packed(
     zeros: bool = False,
     gated: bool = False,
     residual: bool = False,
+    turns: int = 0,
 ) -> Program:
-    """A product of plain rows with packed weights."""
+    """A product of plain rows with packed weights, by the default plan, or by as many warpgroups that take turns."""
     parts = (2,) if gated else ()
     described = QuantizedFormat(numbers, k, group, "bfloat16")
     codes = array(*parts, n, k if numbers == "e4m3" else k // 2, dtype="uint8")
@@ -57,8 +60,17 @@ def packed(
     def fn(x: Any, codes: Any, scales: Any, *rest: Any) -> jax.Array:
         weight = QuantizedWeight(codes, scales, rest[0] if zeros else None, format=described)
         operands = MatmulOperands(x, weight, None, rest[-1] if residual else None)
-        assert quantized_matmul.takes_codes(operands, x.dtype)
+        plan = packed_plan(operands, out_dtype=x.dtype)
+        assert plan is not None
         epilogue = Epilogue("silu", True) if gated else Epilogue()
+        if turns:
+            further = further_candidates(plan.problem, plan.codes)
+            (plan,) = [
+                one
+                for one in further
+                if one.takes_turns and one.meets and (one.schedule.warpgroups, one.schedule.lines) == (turns, 4)
+            ]
+            return packed_product(operands, plan, epilogue=epilogue, out_dtype=x.dtype)
         return quantized_matmul.forward(operands, epilogue=epilogue, out_dtype=x.dtype)
 
     return fn, shapes
@@ -100,6 +112,8 @@ def programs() -> dict[str, Program]:
         "packed, 1 token": packed(1, 6144, 4096),
         "packed, gated, 1 token": packed(1, 12288, 4096, gated=True, zeros=True),
         "packed, 1 token of a long K": packed(1, 4096, 12288, scales="float16", residual=True),
+        "packed, 1 token, two in turns": packed(1, 6144, 4096, turns=2, zeros=True),
+        "packed, 1 token of a long K, three in turns": packed(1, 4096, 12288, turns=3, residual=True),
         "packed, 64 tokens": packed(64, 4096, 4096, "e2m1", "float32", group=16),
         "packed, gated, 1024 tokens": packed(1024, 12288, 4096, gated=True, scales="float16", zeros=True),
         "packed, 1024 tokens": packed(1024, 4096, 12288, "e4m3", "float32", residual=True),

@@ -1,6 +1,7 @@
 """Products of plain rows with packed weights on Hopper have the bits of products with the widened weights."""
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ from detjax.operands.quantized_weight import E2M1, QuantizedFormat, QuantizedWei
 from detjax.pallas.hopper.matmul.kernel import Operands, product
 from detjax.pallas.hopper.matmul.plan import Problem, Schedule
 from detjax.pallas.hopper.quantized import widening
-from detjax.pallas.hopper.quantized.packed import PackedPlan, codes_of, packed_plan, packed_product
+from detjax.pallas.hopper.quantized.packed import codes_of, packed_plan, packed_product
+from detjax.pallas.hopper.quantized.packed.plan import PackedPlan
+from detjax.pallas.hopper.quantized.packed.tuning import candidates, further_candidates
 from detjax.pallas.hopper.quantized.widening import Codes
 from tests.pallas.hopper import compiler, quantized_compiler
 from tests.pallas.hopper.interpreter import interpreted, normal
@@ -49,14 +52,14 @@ def packed_weight(
 
 
 def products(
-    x: Any, w: QuantizedWeight, schedule: Schedule | None, wideners: int, out_dtype: str = "float32"
+    x: Any, w: QuantizedWeight, schedule: Schedule | None, wideners: int, out_dtype: str = "float32", **changes: bool
 ) -> tuple[np.ndarray, np.ndarray]:
     """The product with the codes, and the plain product with the widened weight."""
     codes, x = codes_of(w), jnp.asarray(x)
     assert codes is not None
     *stack, n, k = w.shape
     problem = Problem(len(x), n, k, 2 if stack else 1, x.dtype, jnp.dtype(out_dtype)).addressable
-    plan = PackedPlan(problem, schedule or Schedule(8, 24), codes, wideners)
+    plan = PackedPlan(problem, schedule or Schedule(8, 24), codes, wideners, **changes)
 
     def both(x: Any, w: QuantizedWeight) -> Any:
         epilogue = Epilogue("silu", True) if stack else Epilogue()
@@ -106,6 +109,54 @@ def test_codes_give_the_bits_of_widened_weights(name: str) -> None:
     m, w, schedule, wideners = CASES[name]
     x = normal(m, w.shape[-1], dtype=w.format.dtype)
     assert_same_bits(*products(x, w, schedule, wideners))
+
+
+TURNS: dict[str, tuple[int, QuantizedWeight, Schedule, dict[str, bool]]] = {
+    # Three tiles for two CTAs, the last one not whole; K ends within a stage.
+    "two warpgroups": (3, packed_weight(64, 448, "int4", 64, "bfloat16"), Schedule(8, 24, warpgroups=2, lines=2), {}),
+    "three warpgroups of gate and up, with scales at once": (
+        9,
+        packed_weight(40, 384, "int4", 64, "float16", 2, zeros=True),
+        Schedule(16, 24, warpgroups=3),
+        {"holds_scales": True, "meets": True},
+    ),
+    "full rows": (
+        2,
+        packed_weight(40, 512, "e2m1", 32, "float32"),
+        Schedule(8, 40, warpgroups=2, lines=2),
+        {"holds_scales": True},
+    ),
+}
+
+
+@pytest.mark.usefixtures("matrix_unit", "two_multiprocessors")
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.nightly if "full" in name else ()) for name in TURNS]
+)
+def test_warpgroups_that_take_turns_add_in_the_same_order(name: str) -> None:
+    m, w, schedule, changes = TURNS[name]
+    x = normal(m, w.shape[-1], dtype=w.format.dtype)
+    assert_same_bits(*products(x, w, schedule, 0, takes_turns=True, **changes))
+
+
+@pytest.mark.usefixtures("matrix_unit")
+@pytest.mark.parametrize("scales", ["bfloat16", pytest.param("float32", marks=pytest.mark.nightly)])
+def test_scales_that_are_loaded_once_give_the_same_bits(scales: str) -> None:
+    w, schedule = packed_weight(72, 512, "int4", 64, scales, zeros=True), Schedule(8, 72, warpgroups=3, lines=2)
+    assert_same_bits(*products(normal(3, 512, dtype="bfloat16"), w, schedule, 0, holds_scales=True, meets=True))
+
+
+def test_plans_that_no_gpu_has_measured_are_not_chosen() -> None:
+    codes = Codes("int4", 64, jnp.dtype("bfloat16"), False)
+    for n, k, parts in ((6144, 4096, 1), (4096, 4096, 1), (12288, 4096, 2), (4096, 12288, 1)):
+        problem = Problem(1, n, k, parts)
+        further = further_candidates(problem, codes)
+        assert not any(plan.takes_turns or plan.holds_scales or plan.meets for plan in candidates(problem, codes))
+        assert any(plan.holds_scales and not plan.takes_turns for plan in further)
+        # Gate and up have rows for several warpgroups anyway.
+        assert any(plan.takes_turns for plan in further) == (parts == 1)
+        # One wave of CTAs, on nearly all of the chip.
+        assert all(120 <= plan.clusters == math.prod(plan.grid) for plan in further)
 
 
 @pytest.mark.usefixtures("matrix_unit")
@@ -177,6 +228,8 @@ def test_bits_of_a_byte_become_its_two_numbers(dtype: str) -> None:
         ({"schedule": Schedule(8, 24, "tokens")}, "weights on the rows"),
         ({"schedule": Schedule(8, 24, cluster_n=2)}, "clusters of one CTA"),
         ({"wideners": 4}, "0 to 3 widening warpgroups"),
+        ({"takes_turns": True}, "to take turns"),
+        ({"holds_scales": True}, "to hold them"),
         ({"schedule": Schedule(8, 24, lines=3)}, "1, 2 or 4 lines"),
         ({"codes": Codes("int4", 96, jnp.dtype("float32"), False)}, "groups and stages that divide each other"),
     ],
@@ -216,4 +269,4 @@ def test_kernels_compile_for_an_h200_and_nothing_spills() -> None:
         kernels = [kernel for kernel in compiler.reported_kernels(text) if "matmul" in kernel.name]
         assert [kernel.spilled_bytes for kernel in kernels] == [0], name
         # The compiler would wait for each product before the next one's operand is widened.
-        assert "serialized" not in text or "scaled" in name, name
+        assert "serialized" not in text, name

@@ -64,6 +64,8 @@ class Fill:
         rows: rows of each part, in eights. Places that they leave are filled with the last eight; nobody reads these.
         is_spread: whether the blocks of each part take one place in every warp, gate's the first and up's the second,
             rather than both places of one warp after the other.
+        has_whole_rows: whether scales and zero points are a whole row's, rather than a stage's.
+        is_early: whether numbers are ready long before they are multiplied, so that empty places must be, too.
     """
 
     packing: Codes
@@ -72,6 +74,8 @@ class Fill:
     width: int
     rows: int
     is_spread: bool
+    has_whole_rows: bool = False
+    is_early: bool = False
 
     @property
     def groups(self) -> int:
@@ -173,9 +177,11 @@ def _by_group(numbers: Any, row: Any, group: Any, fill: Fill, first: int) -> lis
     """Loads the numbers of a row's groups in a batch from an array `[rows, groups]`."""
     packing, dtype, (_, width) = fill.packing, numbers.type.element_type, numbers.type.shape
     size, before = mgpu.bytewidth(dtype), 0 if packing.group >= fill.columns else first // packing.group
-    # Whole units of the copy engine begin with the stage.
-    is_within = packing.groups(fill.columns) < width
-    start = arith.remui(group.registers.item(), int32(packing.unit(size))) if is_within else int32(0)
+    start = group.registers.item()
+    if not fill.has_whole_rows:
+        # Whole units of the copy engine begin with the stage.
+        is_within = packing.groups(fill.columns) < width
+        start = arith.remui(start, int32(packing.unit(size))) if is_within else int32(0)
     base = plus(shared_address(numbers), times(plus(times(row, width), start), size))
     count = min(fill.groups, _LOAD_BYTES // size)
     places = range(before, before + fill.groups, count)
@@ -190,7 +196,8 @@ def _plain_widened_rows(words: Array, first_row: Any, group: Any, *refs: Any, fi
         rows = first_row + block * BLOCK + row % BLOCK
         if source:
             zeros = source[2] if fill.packing.has_zeros else None
-            numbers = plain_numbers(source[0], source[1], group, zeros, packing=fill.packing, columns=fill.columns)
+            options: dict[str, Any] = {"columns": fill.columns, "has_whole_rows": fill.has_whole_rows}
+            numbers = plain_numbers(source[0], source[1], group, zeros, packing=fill.packing, **options)
             blocks.append(numbers[rows, first : first + fill.width].reshape(WARPS, 1, BLOCK, -1))
         else:
             blocks.append(jnp.zeros((WARPS, 1, BLOCK, fill.width), ACCUMULATOR))
@@ -221,14 +228,19 @@ def widened_rows(words: Any, first_row: Any, group: Any, *refs: Any, fill: Fill,
     _, lane = warp_and_lane()
     selector = arithmetic.selector(arith.remui(lane, int32(4)))
     flat = [element(register) for register in words.registers.flat]
-    registers, zero = empty_registers(MATRIX, (ROWS, fill.width)), int32(0)
+    registers = empty_registers(MATRIX, (ROWS, fill.width))
+    # A zero that the compiler does not know, since it would fill in constants when it multiplies.
+    no_code = arith.ori(selector, int32(0x4444))
     columns, offset = registers.reshape(-1, PLACES), 0
     pair = ir.VectorType.get((2,), ir.Type.parse(arithmetic.constants.name))
     one = ir.VectorType.get((1,), i32())
     for place, source in enumerate(fill.sources(refs)):
         row_words, offset = flat[offset:], offset + (fill.words_of_row if source else 0)
         for unit in range(fill.width // UNIT):
-            word, column = zero, first % fill.batch + unit * UNIT
+            column = first % fill.batch + unit * UNIT
+            word = int32(0)
+            if not source and fill.is_early:
+                word = arithmetic.bytes_of_word(flat[column // UNIT], no_code)
             if source:
                 at = fill.batch // UNIT + (column // packing.group if packing.group < fill.batch else 0)
                 negative = row_words[at + fill.groups] if packing.has_zeros else None

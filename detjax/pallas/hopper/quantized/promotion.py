@@ -13,7 +13,7 @@ from jaxlib.mlir.dialects import math as math_dialect
 
 from detjax.contract import ACCUMULATOR
 from detjax.pallas.hopper.mosaic import like, primitive
-from detjax.pallas.hopper.mosaic.layouts import MATRIX, NUMBER, ROWS, UNIT
+from detjax.pallas.hopper.mosaic.layouts import MATRIX, NUMBER, PER_COLUMN, PER_ROW, ROWS, UNIT
 from detjax.pallas.hopper.mosaic.registers import (
     array,
     as_index,
@@ -22,6 +22,7 @@ from detjax.pallas.hopper.mosaic.registers import (
     first_row_and_lane,
     int32,
     packed,
+    plus,
     warp_and_lane,
 )
 
@@ -90,6 +91,50 @@ def promoted(
     )
 
 
+def _plain_row_scales(group: Array, first: Array, scales: Any) -> Array:
+    rows = jnp.minimum(first + jnp.arange(ROWS), scales.shape[0] - 1)
+    return lax.dynamic_slice_in_dim(scales[...], group, 1, axis=1)[rows, 0].astype(ACCUMULATOR)
+
+
+@primitive(
+    twin=_plain_row_scales,
+    args=(NUMBER, NUMBER, plgpu.RefType()),
+    out=plgpu.ShapeDtypeStruct((ROWS,), ACCUMULATOR, layout=PER_ROW),
+)
+def row_scales(group: Any, first: Any, scales: Any) -> Any:
+    """Returns the scales of a tile's rows in a group, `[ROWS]` float32; see `promoted` for the operands."""
+    registers = empty_registers(PER_ROW, (ROWS,))
+    row, _ = first_row_and_lane()
+    for half, place in enumerate(np.ndindex(registers.shape)):
+        registers[place] = packed([_row_scale(scales, group, plus(row, first.registers.item(), int32(8 * half)))])
+    return array(registers, PER_ROW)
+
+
+def _row_scale(scales: Any, group: Any, row: Any) -> Any:
+    """Loads the scale of a row, or of the last one, in a group."""
+    place = as_index(arith.minui(row, int32(scales.type.shape[0] - 1))), as_index(group.registers.item())
+    scale = memref.load(scales, place)
+    return scale if scale.type == ir.F32Type.get() else arith.extf(ir.F32Type.get(), scale)
+
+
+def _plain_promoted_by(product: Array, total: Array, tokens: Array, rows: Array) -> Array:
+    factors = lax.optimization_barrier(tokens[None] * rows[:, None])
+    scaled, total = lax.optimization_barrier((product * factors, total))
+    return scaled + total
+
+
+@primitive(twin=_plain_promoted_by, args=(MATRIX, MATRIX, PER_COLUMN, PER_ROW), out=like(MATRIX))
+def promoted_by(product: Any, total: Any, tokens: Any, rows: Any) -> Any:
+    """Returns `promoted`, for scales of columns and rows that are in registers already."""
+    by_column, by_row = tokens.registers.flatten(), [element(x) for x in rows.registers.flatten()]
+    registers = empty_registers(MATRIX, product.shape)
+    for number, place in enumerate(np.ndindex(registers.shape)):
+        column, half = divmod(number, 2)
+        factor = arith.mulf(by_column[column], packed([by_row[half]] * 2))
+        registers[place] = math_dialect.fma(product.registers[place], factor, total.registers[place])
+    return array(registers, MATRIX)
+
+
 def _plain_scaled(
     total: Array, token_scales: Any, group: Array, first: Array, *weight_scales: Any, is_spread: bool = False
 ) -> Array:
@@ -123,15 +168,12 @@ def _map_scaled(like_this: Any, token_scales: Any, weights: tuple[Any, Any, Any,
         warp, in_warp = warp_and_lane()
         row = arith.addi(arith.muli(warp, int32(UNIT)), arith.divui(in_warp, int32(4)))
     pair = ir.VectorType.get((2,), ir.F32Type.get())
-    row_scales = []
+    scales_of_rows = []
     for half in range(2):
         source = weight_scales[min(half, len(weight_scales) - 1)]
         this_row = arith.addi(row, first.registers.item())
         this_row = this_row if is_spread else arith.addi(this_row, int32(8 * half))
-        place = as_index(arith.minui(this_row, int32(source.type.shape[0] - 1))), as_index(group.registers.item())
-        scale = memref.load(source, place)
-        scale = scale if scale.type == pair.element_type else arith.extf(pair.element_type, scale)
-        row_scales.append(packed([scale, scale]))
+        scales_of_rows.append(packed([_row_scale(source, group, this_row)] * 2))
     registers = empty_registers(MATRIX, like_this.shape)
     column_scales: Any = None
     for number, place in enumerate(np.ndindex(registers.shape)):
@@ -139,7 +181,7 @@ def _map_scaled(like_this: Any, token_scales: Any, weights: tuple[Any, Any, Any,
         if half == 0:
             offset = as_index(arith.addi(arith.muli(lane, int32(2)), int32(UNIT * column)))
             column_scales = vector.load(pair, token_scales, [offset])
-        registers[place] = fn(place, column_scales, row_scales[half])
+        registers[place] = fn(place, column_scales, scales_of_rows[half])
     return array(registers, MATRIX)
 
 

@@ -16,6 +16,10 @@ A plan has one of three forms:
   widen their weights in registers (`exact_rows`) and multiply them, and one warpgroup adds all blocks in order.
 - "own": each warpgroup that multiplies widens its own rows in registers. While the matrix unit multiplies for one,
   another converts codes or adds to its sums.
+
+Buffers are ordered as in `packed.kernel`. In addition, `token_scales` are a stage's, and `products` a place's: a
+multiplier stores them, and `widened` and `emptied` order them like widened weights, since threads store and load them.
+Scales are loaded before the stage is released, also those that are used later.
 """
 
 import dataclasses
@@ -39,20 +43,20 @@ from detjax.operands.quantized_weight import QuantizedWeight, scales_of
 from detjax.pallas.hopper import device
 from detjax.pallas.hopper.matmul.kernel import Operands, padded
 from detjax.pallas.hopper.matmul.plan import MATRIX_ROWS, Problem, Schedule
-from detjax.pallas.hopper.mosaic.layouts import MATRIX
+from detjax.pallas.hopper.mosaic.layouts import MATRIX, PER_COLUMN
+from detjax.pallas.hopper.mosaic.products import start_product_of_rows
 from detjax.pallas.hopper.quantized.exact_rows import ExactFill, exact_rows
 from detjax.pallas.hopper.quantized.fragments import FEW_ROWS, gathered
-from detjax.pallas.hopper.quantized.packed import (
-    REGISTERS,
+from detjax.pallas.hopper.quantized.packed.kernel import (
     PackedArrays,
     PackedCta,
-    PackedPlan,
     PackedScratch,
-    estimated_seconds,
     kernel_of_plan,
     packed_scratch_types,
 )
-from detjax.pallas.hopper.quantized.promotion import promoted, scaled
+from detjax.pallas.hopper.quantized.packed.plan import REGISTERS, PackedPlan
+from detjax.pallas.hopper.quantized.packed.tuning import estimated_seconds
+from detjax.pallas.hopper.quantized.promotion import promoted, promoted_by, row_scales, scaled
 from detjax.pallas.hopper.quantized.rows import quantized_groups
 from detjax.pallas.hopper.quantized.widening import LINE, SCALE_BYTES, Codes, widen_exactly
 from detjax.portable.quantized_matmul import quantized_rows
@@ -99,6 +103,11 @@ class ScaledPlan(PackedPlan):
 
     sends_products: bool = False
     """True if the wideners multiply, and products pass shared memory rather than widened weights."""
+
+    @property
+    def form(self) -> Form:
+        """The form of the plan."""
+        return "sent" if self.sends_products else "widened" if self.wideners else "own"
 
     @property
     def exact_fill(self) -> ExactFill:
@@ -343,37 +352,65 @@ class ScaledCta(PackedCta):
                 arrays = [scratch.products.at[place, number] for number in range(count)]
                 return tuple(plgpu.load(array, layout=MATRIX, optimized=False) for array in arrays)
 
-            def weights(part: int) -> Any:
-                if plan.wideners:
-                    return scratch.rows.at[place, part, rows]
-                own_rows = pl.ds(lax.axis_index("warpgroup") * plan.rows, plan.rows)
-                return exact_rows(scratch.codes.at[slot, part, own_rows], fill=plan.exact_fill)
-
             def multiply(*products: Any) -> tuple[Array, ...]:
                 for part, product in enumerate(products):
-                    plgpu.wgmma(product, weights(part), scratch.columns.at[slot, 0].T)
+                    plgpu.wgmma(product, scratch.rows.at[place, part, rows], scratch.columns.at[slot, 0].T)
                 return tuple(product[...] for product in products)
 
             accumulator = plgpu.ACC(shape, ACCUMULATOR)  # pyright: ignore[reportPrivateImportUsage]
             return pl.run_scoped(multiply, *[accumulator] * parts)
 
+        def add_own_block(k_step: Array, slot: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
+            # Codes of the next part are converted while the matrix unit multiplies, and products are added to the sums
+            # while it multiplies the next part, or the other warpgroups' rows.
+            own_rows = pl.ds(lax.axis_index("warpgroup") * plan.rows, plan.rows)
+            operands = (
+                exact_rows(scratch.codes.at[slot, part, own_rows], fill=plan.exact_fill) for part in range(parts)
+            )
+            started = [start_product_of_rows(operand, scratch.columns.at[slot, 0]) for operand in operands]
+            tokens, rows_by_part = None, []
+            if not plan.by_rows:
+                # In registers before the products end, so that the stage is free then.
+                columns = scratch.token_scales.at[slot, pl.ds(0, plan.columns)]
+                tokens = plgpu.load(columns, layout=PER_COLUMN, optimized=False)
+                places = [scales(k_step, slot, part) for part in range(parts)]
+                rows_by_part = [row_scales(*place[1:]) for place in places]
+                tokens, *rows_by_part = lax.optimization_barrier((tokens, *rows_by_part))
+            added = []
+            for part, (product, total) in enumerate(zip(started, sums, strict=True)):
+                plgpu.wgmma_wait(parts - 1 - part)
+                # To the compiler a product is final once it is started. The barriers keep its use between the waits.
+                product = lax.optimization_barrier(product)
+                if part == parts - 1:
+                    release(k_step, slot)
+                if tokens is None:
+                    total = total + product
+                else:
+                    total = promoted_by(product, total, tokens, rows_by_part[part])
+                added.append(lax.optimization_barrier(total))
+            return tuple(added)
+
+        def release(k_step: Array, slot: Array) -> None:
+            # Threads have read the stage's codes and scales themselves, and each of them arrives. With scales by rows,
+            # the last block's stage also has the scales of the whole rows.
+            is_read = not plan.by_rows or k_step < plan.k_steps - 1
+            pl.when(is_read)(lambda: plgpu.barrier_arrive(scratch.consumed.at[slot]))
+
         def add_block(k_step: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
             step = tile * plan.k_steps + k_step
             slot, place = self.slot(step), self.place(step) if plan.wideners else jnp.int32(0)
             plgpu.barrier_wait(scratch.loaded.at[slot])
-            if plan.wideners:
-                plgpu.barrier_wait(scratch.widened.at[place])
+            if not plan.wideners:
+                return add_own_block(k_step, slot, sums)
+            plgpu.barrier_wait(scratch.widened.at[place])
             block_products = products(slot, place)
-            if plan.wideners:
-                plgpu.barrier_arrive(scratch.emptied.at[place])
+            plgpu.barrier_arrive(scratch.emptied.at[place])
             if plan.by_rows:
                 sums = tuple(total + product for total, product in zip(sums, block_products, strict=True))
-                # The last block's stage also has the scales of the whole rows.
-                pl.when(k_step < plan.k_steps - 1)(lambda: plgpu.barrier_arrive(scratch.consumed.at[slot]))
-                return sums
-            pairs = enumerate(zip(block_products, sums, strict=True))
-            sums = tuple(promoted(*pair, *scales(k_step, slot, part), is_spread=is_spread) for part, pair in pairs)
-            plgpu.barrier_arrive(scratch.consumed.at[slot])
+            else:
+                pairs = enumerate(zip(block_products, sums, strict=True))
+                sums = tuple(promoted(*pair, *scales(k_step, slot, part), is_spread=is_spread) for part, pair in pairs)
+            release(k_step, slot)
             return sums
 
         zeros = plgpu.layout_cast(jnp.zeros(shape, ACCUMULATOR), MATRIX)
@@ -408,7 +445,7 @@ def default_plan(problem: Problem, codes: Codes, by_rows: bool, form: Form | Non
             Schedule(tile_m, tile_n, warpgroups=warpgroups, lines=block // LINE, panel=1 if problem.m <= 512 else 8),
             codes,
             wideners,
-            by_rows,
+            by_rows=by_rows,
             sends_products=name == "sent",
         )
         for name in ((form,) if form else FORMS)

@@ -101,13 +101,27 @@ E4M3: Final = Codes("e4m3", group=1, scale_dtype=jnp.dtype("float32"), has_zeros
 """Codes of one byte; the products of their numbers are scaled, not the numbers."""
 
 
-def plain_numbers(codes: Any, scales: Any, group: Array, zeros: Any = None, *, packing: Codes, columns: int) -> Array:
-    """Returns the float32 products `[rows, columns]` that are rounded to widened numbers; see `widen`'s operands."""
+def plain_numbers(
+    codes: Any,
+    scales: Any,
+    group: Array,
+    zeros: Any = None,
+    *,
+    packing: Codes,
+    columns: int,
+    has_whole_rows: bool = False,
+) -> Array:
+    """Returns the float32 products `[rows, columns]` that are rounded to widened numbers; see `widen`'s operands.
+
+    `has_whole_rows`: scales and zero points are a whole row's, rather than a stage's.
+    """
 
     def by_column(values: Any) -> Array:
         groups = packing.groups(columns)
-        first = lax.rem(group, jnp.int32(packing.unit(values.dtype.itemsize)))
-        first = first if groups < values.shape[1] else 0  # whole units begin with the tile
+        first = group
+        if not has_whole_rows:
+            first = lax.rem(group, jnp.int32(packing.unit(values.dtype.itemsize)))
+            first = first if groups < values.shape[1] else 0  # whole units begin with the tile
         values = lax.dynamic_slice_in_dim(values[...], first, groups, axis=1)
         return jnp.repeat(values, columns // values.shape[1], axis=1)
 
@@ -306,6 +320,10 @@ class Arithmetic:
             return arith.addi(arith.muli(arith.andi(thread, int32(1)), int32(0x22)), int32(0x4410))
         return arith.ori(thread, int32(0x4440))
 
+    def bytes_of_word(self, word: Any, selector: Any) -> Any:
+        """Returns the bytes of a word that a selector chooses, in an otherwise empty word."""
+        return _ptx("prmt.b32 $0, $1, $2, $3;", word, int32(0), selector)
+
     def pair_of_word(self, word: Any, selector: Any, scale_word: Any, negative_powers: Any) -> Any:
         """Returns the widened numbers of two codes, the lower one first.
 
@@ -315,7 +333,7 @@ class Arithmetic:
             scale_word: the `scale_word` of the codes.
             negative_powers: the `negative_powers` of their zero points; None: of the default.
         """
-        alone = _ptx("prmt.b32 $0, $1, $2, $3;", word, int32(0), selector)
+        alone = self.bytes_of_word(word, selector)
         if self.packing.numbers == "e4m3":
             half = arith.trunci(_i16(), alone)
             wide = _pair_from_half(_ptx("cvt.rn.f16x2.e4m3x2 $0, $1;", half))
@@ -324,9 +342,8 @@ class Arithmetic:
             pair = self._e2m1(alone)
         else:
             # The product has the byte at two places, 12 bits from each other: between the two codes are 16 bits.
-            bits = arith.andi(arith.muli(alone, int32(0x1001)), int32(0x000F000F))
             powers = self.negative_powers(None) if negative_powers is None else negative_powers
-            pair = self._less_powers(arith.ori(bits, int32(self.constants.power)), powers)
+            pair = self._less_powers(self._powered(arith.muli(alone, int32(0x1001))), powers)
         if self._scales_pairs(_scale_type(self.packing)):
             return _ptx(f"mul.rn.{self.constants.name}x2 $0, $1, $2;", pair, scale_word)
         return self._rounded([self._in_float32(pair)], arith.bitcast(_f32(), scale_word))[0]
@@ -340,9 +357,12 @@ class Arithmetic:
     def _int4(self, word: Any, high: Any, byte: int, negative_powers: Any) -> Any:
         """Returns the two integers of a byte, less their zero points; `high` is the word shifted by four bits."""
         spread = _permuted(word, high, byte, byte, 4 + byte, 4 + byte)
-        return self._less_powers(
-            arith.ori(arith.andi(spread, int32(0x000F000F)), int32(self.constants.power)), negative_powers
-        )
+        return self._less_powers(self._powered(spread), negative_powers)
+
+    def _powered(self, spread: Any) -> Any:
+        """Returns the power plus the integers of four bits at the bottom of each half of a word."""
+        # One instruction, which the compiler does not make of two constants: `(spread & mask) | power`.
+        return _ptx("lop3.b32 $0, $1, $2, $3, 0xEA;", spread, int32(0x000F000F), int32(self.constants.power))
 
     def _less_powers(self, bits: Any, negative_powers: Any) -> Any:
         return _ptx(f"add.rn.{self.constants.name}x2 $0, $1, $2;", bits, negative_powers)

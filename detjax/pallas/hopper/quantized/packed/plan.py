@@ -1,0 +1,219 @@
+"""Plans of the matmul with packed weights: a schedule, the meaning of the codes, and the warpgroups that widen them."""
+
+import dataclasses
+import math
+from typing import ClassVar, Final
+
+from detjax.operands.numerics import round_up
+from detjax.pallas.hopper import device
+from detjax.pallas.hopper.device import SWIZZLE_BYTES
+from detjax.pallas.hopper.matmul.plan import MATRIX_ROWS, Plan
+from detjax.pallas.hopper.quantized.fragments import FEW_ROWS, Fill
+from detjax.pallas.hopper.quantized.widening import LINE, Codes
+
+# Registers per thread of a consumer and a widening thread, by the numbers of their warpgroups. A consumer keeps 56
+# in addition to its accumulators, as in `matmul.kernel`; a widening thread has addresses and a few vectors of codes.
+REGISTERS: Final = {(1, 1): (232, 232), (1, 2): (208, 128), (1, 3): (168, 88), (2, 1): (184, 104)}
+REGISTERS_OF_WIDENING_CONSUMERS: Final = {1: 240, 2: 232, 3: 152, 4: 104}
+"""Registers per thread of a consumer that widens its own rows, by the number of consumers."""
+_OTHER_REGISTERS: Final = 56
+"""Registers of a consumer that do not hold accumulators."""
+_OPERAND_REGISTERS: Final = 32
+"""Registers of two lines of the row operand: one in flight, and one that is being widened.
+
+A thread that widens needs a third less than `_OTHER_REGISTERS` besides.
+"""
+_BATCH_LINES: Final = {1: 4, 2: 4, 3: 2, 4: 1}
+"""Most lines whose words a consumer loads at once, by the number of consumers."""
+_SUMS_AND_WORDS: Final = {1: 152, 2: 152, 3: 80, 4: 40}
+"""Registers for accumulators and words of a consumer that widens its own rows."""
+_MAX_SPREAD_COLUMNS: Final = 64
+"""Most columns of sums whose rows are brought in order through shared memory."""
+_MAX_BOX: Final = 256
+"""Most elements of an axis that the copy engine loads at once."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedPlan(Plan):
+    """A plan whose row operand is packed weights."""
+
+    codes: Codes
+    wideners: int
+    """Warpgroups that widen; 0: those that multiply do."""
+    takes_turns: bool = False
+    """True if the warpgroups have the same rows, take the stages of a tile in turn, and hand the sums on."""
+    holds_scales: bool = False
+    """True if scales and zero points are loaded once for a tile, rather than with each stage."""
+    meets: bool = False
+    """True if the threads of a warpgroup meet before one of them releases a stage; otherwise each of them does."""
+
+    max_warpgroups: ClassVar[int] = max(REGISTERS_OF_WIDENING_CONSUMERS)
+
+    @property
+    def row_shares(self) -> int:
+        """Shares into which the multiplying warpgroups divide the rows of a tile."""
+        return 1 if self.takes_turns else self.schedule.warpgroups
+
+    @property
+    def rows(self) -> int:
+        """Rows of a tile that one warpgroup computes."""
+        return self.row_tile // self.row_shares
+
+    @property
+    def fill(self) -> Fill:
+        """The rows of codes that fill the row operand of a warpgroup that widens its own rows."""
+        is_spread = self.rows <= FEW_ROWS and self.columns <= _MAX_SPREAD_COLUMNS
+        if self.takes_turns:  # a whole stage is widened before the sums arrive
+            k = self.tile_k
+            return Fill(self.codes, k, k, k, self.rows, is_spread, self.holds_scales, is_early=True)
+        accumulators = 1 if is_spread else self.problem.parts
+        # Two operands in a stage, or one of a single line. With four, the compiler waits for each product before it
+        # writes the next operand.
+        width = max(1, accumulators * self.schedule.lines // 2)
+        batch = max(width, min(self.schedule.lines, _BATCH_LINES[self.schedule.warpgroups]))
+        fill = Fill(self.codes, self.tile_k, batch * LINE, width * LINE, self.rows, is_spread, self.holds_scales)
+        # Sums come first: what they leave is for words.
+        for_words = _SUMS_AND_WORDS[self.schedule.warpgroups] - accumulators * self.columns // 2
+        while fill.batch > fill.width and fill.words(self.problem.parts) > for_words:
+            fill = dataclasses.replace(fill, batch=fill.batch // 2)
+        return fill
+
+    @property
+    def operands_in_flight(self) -> int:
+        """Row operands that the matrix unit may still read while the next one is widened.
+
+        One, if a stage has several. A single operand has the same registers in the next stage, which must not be
+        written while they are read: that gave wrong bits on an H200, though not in every run.
+        """
+        return 1 if self.accumulators * self.tile_k > self.fill.width else 0
+
+    @property
+    def accumulators(self) -> int:
+        """Accumulators of a warpgroup: one for each part, or one for the spread rows of all parts."""
+        return 1 if not self.wideners and self.fill.is_spread else self.problem.parts
+
+    @property
+    def registers(self) -> int | None:
+        """Registers per thread of a consumer; None for numbers of warpgroups that no kernel has."""
+        if not self.wideners:
+            return REGISTERS_OF_WIDENING_CONSUMERS.get(self.schedule.warpgroups)
+        return REGISTERS.get((self.schedule.warpgroups, self.wideners), (None,))[0]
+
+    @property
+    def scale_columns(self) -> int:
+        """Columns of K whose scales are loaded together."""
+        return round_up(self.problem.k, self.codes.group) if self.holds_scales else self.tile_k
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of the scales and zero points of a row that are loaded together."""
+        size = self.codes.scale_dtype.itemsize
+        zeros = self.codes.box(self.scale_columns, 1) if self.codes.has_zeros else 0
+        return self.codes.box(self.scale_columns, size) * size + zeros
+
+    @property
+    def extra_bytes(self) -> int:
+        """Bytes of a stage's scales and zero points for each row."""
+        return 0 if self.holds_scales else self.scale_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the scales and zero points that are loaded once for a tile, and of the sums that are handed on."""
+        held = self.problem.parts * self.row_tile * self.scale_bytes if self.holds_scales else 0
+        return held + (self.schedule.warpgroups * self.padded_rows * self.columns * 4 if self.takes_turns else 0)
+
+    @property
+    def loads_per_stage(self) -> int:
+        """Copies that fill a stage: codes, scales and zero points of each part, and tokens."""
+        scales = 0 if self.holds_scales else 2 if self.codes.has_zeros else 1
+        return self.problem.parts * (1 + scales) + 1
+
+    @property
+    def bytes_per_stage(self) -> int:
+        """Bytes of a stage's codes, scales, zero points and tokens in shared memory."""
+        row = self.codes.row_bytes(self.tile_k) + self.extra_bytes
+        return self.problem.parts * self.row_tile * row + self.columns * self.tile_k * self.problem.dtype.itemsize
+
+    @property
+    def places(self) -> int:
+        """Places of widened weights: a multiple of the warpgroups that fill them in turn, at least two, if any."""
+        return max(2, self.wideners) if self.wideners else 0
+
+    @property
+    def spread_bytes(self) -> int:
+        """Bytes of the buffers by which warpgroups bring the sums of spread rows in order."""
+        is_spread = not self.wideners and self.fill.is_spread
+        return self.schedule.warpgroups * 2 * FEW_ROWS * self.columns * 4 if is_spread else 0
+
+    @property
+    def stages(self) -> int:
+        """Stages of codes and tokens: as many as shared memory holds, up to 24, and a multiple of the warpgroups that
+        take them in turn."""
+        chunk = self.schedule.warpgroups * self.slots * math.prod(self.staged_shape)
+        free = device.SHARED_MEMORY - device.SHARED_MEMORY_RESERVED
+        free -= chunk * self.problem.out_dtype.itemsize
+        free -= 0 if self.problem.residual_dtype is None else chunk * self.problem.residual_dtype.itemsize
+        if self.problem.bias_dtype is not None:
+            free -= 4 * self.schedule.warpgroups * self.problem.parts * self.bias_size
+        rows = self.problem.parts * self.schedule.warpgroups * self.padded_rows
+        free -= self.places * rows * self.tile_k * self.problem.dtype.itemsize + self.spread_bytes + self.held_bytes
+        turns = self.schedule.warpgroups if self.takes_turns else max(1, self.wideners)
+        # A power of two takes fewer instructions where sums wait for them.
+        most = 16 if self.takes_turns and 16 % turns == 0 else 24
+        return min(most, free // self.bytes_per_stage) // turns * turns
+
+    def unmet_requirements(self) -> list[str]:
+        """Returns the requirements that this plan does not meet; an empty list if the kernel can be built."""
+        s, codes, k, registers = self.schedule, self.codes, self.problem.k, self.registers
+        held = self.accumulators * self.padded_rows * self.columns // device.WARPGROUP + _OTHER_REGISTERS
+        if not self.wideners and s.lines in (1, 2, 4):
+            words = self.fill.words(self.problem.parts)
+            lines = self.fill.width // LINE
+            held += words + (_OPERAND_REGISTERS // 2 if self.takes_turns else _OPERAND_REGISTERS) * lines
+            held -= _OTHER_REGISTERS // 3
+        requirements = {
+            "weights on the rows": self.weights_on_rows,
+            "clusters of one CTA": self.cluster_size == 1,
+            "0 to 3 widening warpgroups, 0 or 1 for two that multiply, 0 for more": registers is not None,
+            "numbers of the codes' dtype": codes.dtype == self.problem.dtype.name,
+            "1, 2 or 4 lines": s.lines in (1, 2, 4),
+            f"rows of codes of up to {SWIZZLE_BYTES} bytes in a stage": codes.row_bytes(self.tile_k) <= SWIZZLE_BYTES,
+            "K in whole lines": k % LINE == 0,
+            # The copy engine swizzles whole lines of an array.
+            f"rows of codes in whole lines of {SWIZZLE_BYTES} bytes": codes.row_bytes(self.tile_k) < SWIZZLE_BYTES
+            or codes.row_bytes(k) % SWIZZLE_BYTES == 0,
+            "N in eights": self.problem.n % 8 == 0,
+            # A stage begins with a group or lies within one.
+            "groups and stages that divide each other": codes.group >= k
+            or (codes.group % 8 == 0 and max(codes.group, self.tile_k) % min(codes.group, self.tile_k) == 0),
+            "full rows for two warpgroups": s.warpgroups == 1 or self.rows == self.padded_rows or not self.wideners,
+            "64 rows or fewer of a warpgroup that widens": self.wideners > 0 or self.rows <= MATRIX_ROWS,
+            "one accumulator for operands in 256s": self.wideners > 0 or s.lines * self.accumulators <= 4,
+            "warpgroups that widen and share one accumulator, in rounds of whole stages, to take turns": (
+                not self.takes_turns
+                or (self.wideners == 0 and self.accumulators == 1 and self.k_steps % s.warpgroups == 0)
+            ),
+            "one tile for each CTA, of whole stages and up to 256 scales a row, to hold them": not self.holds_scales
+            or (
+                self.wideners == 0
+                and math.prod(self.grid) <= self.clusters
+                and k % self.tile_k == 0
+                and codes.box(self.scale_columns, codes.scale_dtype.itemsize) <= _MAX_BOX
+            ),
+            # The compiler allots the registers of one instruction from those with which a thread starts.
+            "columns of one `wgmma` that leave registers": self.columns // 2 + 32
+            <= device.registers_at_start(s.warpgroups + self.wideners + 1),
+            "accumulators that leave registers": registers is not None and held <= registers,
+        }
+        # Those that take turns each compute the whole tile, as one alone would.
+        alone = dataclasses.replace(s, warpgroups=1) if self.takes_turns else s
+        unmet = [text for text, holds in requirements.items() if not holds]
+        unmet = unmet or Plan.unmet_requirements(dataclasses.replace(self, schedule=alone, takes_turns=False))
+        if not unmet and self.stages < max(2, self.wideners, s.warpgroups if self.takes_turns else 0):
+            unmet.append("2 stages of codes in shared memory")
+        return unmet
+
+    def check(self) -> None:
+        """Raises ValueError, with the unmet requirements, if a kernel of this plan cannot be built."""
+        if unmet := self.unmet_requirements():
+            raise ValueError(f"quantized_matmul: {self}; accepted: {'; '.join(unmet)}")
