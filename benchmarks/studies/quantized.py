@@ -6,6 +6,9 @@ The weights of the layers are random codes of four bits and scales, then random 
 activations. Logits of four bits must equal, in every bit, the logits of the widened weights, which are also the plain
 model whose time is compared. Before that, products with weights of every packed format are compared in the same way.
 Exit code 1 if a bit differs.
+
+`--part widths` launches products with the default plans 20 times for 1 to 1024 rows of the widths of models, among rows
+that are larger, zero or NaN, and counts the numbers that differ from products with widened weights.
 """
 
 import os
@@ -13,15 +16,17 @@ import os
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import detjax
+from benchmarks import repeated_products
 from benchmarks import study as options
 from benchmarks.studies.decode import DecodeStep
 from benchmarks.study import Result, Run
@@ -53,6 +58,12 @@ first."""
 
 ROWS: Final = 1, 17, 64, 300, 1000
 """Rows of these products."""
+
+PARTS: Final = ("products", "widths", "steps")
+"""The parts of the study; without a choice all but the launches at the widths of models."""
+
+WIDE: Final = PACKED[:3]
+"""Formats that are launched at the widths of models."""
 
 _LARGEST_GROUP: Final = 128
 
@@ -120,6 +131,46 @@ def products_with_same_bits(small: bool) -> Iterator[tuple[str, bool]]:
             yield name, packed.tobytes() == dense.tobytes()
 
 
+def wide_groups(
+    widths: Mapping[str, tuple[int, ...]] = repeated_products.WIDTHS,
+    rows: Sequence[int] = repeated_products.ROWS[:-1],
+) -> Iterator[repeated_products.Group]:
+    """Yields the products with codes at the widths of models; more rows take widened weights anyway."""
+    for (name, shape), (numbers, scale_dtype, group, _, dtype) in itertools.product(widths.items(), WIDE):
+        *stack, n, k = shape
+        codes = jax.ShapeDtypeStruct((*stack, n, k if numbers == "e4m3" else k // 2), jnp.uint8)
+        scales = jax.ShapeDtypeStruct((*stack, n, k // group), jnp.dtype(scale_dtype))
+        described = QuantizedWeight(codes, scales, format=QuantizedFormat(numbers, k, group, dtype))
+        gate: dict[str, Any] = {"activation": "silu", "gated": True} if stack else {}
+        multiply = functools.partial(ops.matmul, layout="nk", **gate)
+
+        def expected(x: jax.Array, w: QuantizedWeight, multiply: Any = multiply) -> jax.Array:
+            return multiply(x, widened(w))
+
+        full_name = f"{name}, {numbers} in {group}s"
+        products = [repeated_products.Product(f"{full_name}, {count} rows", count, multiply) for count in rows]
+        draw = functools.partial(_drawn_like, described)
+        yield repeated_products.Group(full_name, k, n, described, draw, expected, products)
+
+
+def _drawn_like(described: QuantizedWeight) -> QuantizedWeight:
+    """Returns random codes and scales of such shapes."""
+
+    @jax.jit
+    def drawn() -> tuple[jax.Array, jax.Array]:
+        keys, shape = jax.random.split(jax.random.key(0)), described.codes.shape
+        if described.format.numbers == "e4m3":
+            normal = jax.random.normal(keys[0], shape).astype(jnp.float8_e4m3fn)
+            codes = jax.lax.bitcast_convert_type(normal, jnp.uint8)
+        else:
+            codes = jax.random.bits(keys[0], shape, jnp.uint8)
+        scales = jax.random.uniform(keys[1], described.scales.shape, jnp.float32, 0.5e-2, 2e-2)
+        return codes, scales.astype(described.scales.dtype)
+
+    codes, scales = drawn()
+    return dataclasses.replace(described, codes=codes, scales=scales)
+
+
 def with_weights(model: Decoder, name: str, *, plain: bool) -> Decoder:
     """Replaces the matrices of a model's layers by random ones of a format, in codes or widened; returns the model."""
     for seed, (path, weight) in enumerate(parameters(model).items()):
@@ -144,17 +195,30 @@ def measured(model: Decoder, sizes: Sizes) -> tuple[dict[str, Any], dict[int, np
     return {"seconds": seconds, "weight_bytes": size}, logits
 
 
-def study(run: Run, *, preset: options.Preset = "Qwen3-8B", layers: options.Layers = None) -> Result:
+def study(
+    run: Run,
+    *,
+    preset: options.Preset = "Qwen3-8B",
+    layers: options.Layers = None,
+    part: Annotated[list[str], options.names(PARTS)],
+) -> Result:
     sizes, results, problems = SMALL if run.small else Sizes(), {}, []
+    parts = set(part or PARTS) - (set() if part else {"widths"})
     preset, layers = ("tiny", 1) if run.small else (preset, layers)
     products: dict[str, bool] = {}
-    content = {"preset": preset, "layers": layers, "same_bits": products, "results": results}
-    for product, is_same in products_with_same_bits(run.small):
+    widths: dict[str, Any] = {}
+    content = {"preset": preset, "layers": layers, "same_bits": products, "widths": widths, "results": results}
+    for product, is_same in products_with_same_bits(run.small) if "products" in parts else ():
         products[product] = is_same
         run.save(content)
     if different := [product for product, is_same in products.items() if not is_same]:
         problems.append(f"bits of products differ: {'; '.join(different)}")
-    for name, fields in FORMATS.items():
+    if "widths" in parts and not run.small:
+        for line in repeated_products.noted(widths, repeated_products.compared(list(wide_groups()))):
+            command_line.print_line(line)
+            run.save(content)
+        problems += repeated_products.problems(widths)
+    for name, fields in FORMATS.items() if "steps" in parts else ():
         kinds = {name: False} | ({} if "activations" in fields else {f"{name}, widened": True})
         logits = {}
         for kind, plain in kinds.items():

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import detjax
-from benchmarks.studies.fp8_products import Case, product_cases
+from benchmarks.studies.fp8_products.products import Case, product_cases
 from detjax import ops
 from detjax.operands.options import Epilogue
 from detjax.operands.products import MatmulOperands

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.studies.fp8_products import difference_of_rows, restated_rows, rows_to_quantize
+from benchmarks.studies.fp8_products.products import difference_of_rows, restated_rows, rows_to_quantize
 from detjax.portable.quantized_matmul import quantized_rows
 from tests.pallas.hopper import compiler, quantized_compiler
 from tests.support.ptx import kernels

@@ -1,0 +1,112 @@
+"""The times of products with quantized activations, and of plain ones."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+import detjax
+from benchmarks.studies.fp8_products.products import Case, compiled_product, epilogue_of, shapes
+from detjax.bench import command_line
+from detjax.bench.failures import reason
+from detjax.bench.timing import device_time, rotations
+from detjax.operands.products import MatmulOperands
+from detjax.operands.quantized_weight import QuantizedWeight
+from detjax.pallas.hopper import matmul
+from detjax.pallas.hopper.quantized.scaled import Form
+from detjax.runtime import compilation
+from detjax.runtime.threads import in_threads
+
+QWEN3_8B: Final = {
+    "queries, keys and values": (6144, 4096),
+    "output": (4096, 4096),
+    "gate and up": (2, 12288, 4096),
+    "down": (4096, 12288),
+}
+"""Shapes of the weights whose products are timed."""
+TIMED: Final = (1, 16, 64, 256, 4096)
+"""Numbers of rows of the timed products."""
+ARMS: Final[dict[str, tuple[Form, str]]] = {
+    "plain": ("widened", "bfloat16"),
+    "widened": ("widened", "bfloat16"),
+    "own": ("own", "bfloat16"),
+    "own in float16": ("own", "float16"),
+    "sent": ("sent", "bfloat16"),
+    "sent in float16": ("sent", "float16"),
+}
+"""The timed products: the form of the kernel's plan, and the dtype that the matrix unit multiplies. Form "sent" is for
+few rows."""
+FEW: Final = 32
+"""Most rows of a plan that sends products."""
+
+
+def times() -> Iterator[tuple[str, dict[str, dict[str, float]]]]:
+    """Yields, by product and number of rows, the seconds of the kernel's forms and of the plain product of bfloat16.
+
+    Rows are quantized by the kernel that does only this; its time counts. Weights come from memory.
+    """
+    jobs = [
+        (arm, Case(name, shapes(rows, *shape), epilogue_of(shape), *ARMS[arm]))
+        for name, shape in QWEN3_8B.items()
+        for rows in TIMED
+        for arm in ARMS
+        if rows <= FEW or ARMS[arm][0] != "sent"
+    ]
+    compiled = zip(jobs, in_threads(_timed, jobs), strict=True)
+    for name, group in itertools.groupby(compiled, lambda job: job[0][1].name):
+        by_rows: dict[str, dict[str, float]] = {}
+        quantized, plain = _weights(QWEN3_8B[name])
+        for (arm, case), program in group:
+            shape = case.operands.x.shape
+            seconds = by_rows.setdefault(str(shape[0]), {})
+            if isinstance(program, str):
+                continue
+            x = jax.random.normal(jax.random.key(1), shape, jnp.bfloat16)
+            sets: list[Any] = [(MatmulOperands(x, w),) for w in (plain if arm == "plain" else quantized)]
+            seconds[arm] = device_time(program, sets, calls=2 * len(sets))
+        for seconds in by_rows.values():
+            arms = [arm for arm in seconds if arm != "plain" and "plain" in seconds]
+            seconds.update({f"{arm} / plain": seconds[arm] / seconds["plain"] for arm in arms})
+        yield name, by_rows
+
+
+def _timed(job: tuple[str, Case]) -> Callable[[MatmulOperands], jax.Array] | str:
+    """Returns the program of a timed product, or why it cannot be compiled."""
+    arm, case = job
+
+    def multiply(operands: MatmulOperands) -> jax.Array:
+        options: dict[str, Any] = {"epilogue": case.epilogue, "out_dtype": jnp.bfloat16}
+        return matmul.forward(operands, layout="nk", **options)
+
+    try:
+        if arm != "plain":
+            return compiled_product(case, is_composed=False)
+        dense: Any = jax.ShapeDtypeStruct(case.operands.w.shape, jnp.bfloat16)
+        return compilation.compiled(detjax.jit(multiply), case.operands._replace(w=dense))
+    except Exception as failure:
+        command_line.print_line(f"{case.name}, {arm}: {reason(failure)}")
+        return reason(failure)
+
+
+def _weights(shape: tuple[int, ...]) -> tuple[list[QuantizedWeight], list[jax.Array]]:
+    """Returns quantized and plain weights of a shape, more than a cache holds."""
+    size = math.prod(shape)
+    described = shapes(1, *shape).w
+
+    @jax.jit
+    def drawn(seed: jax.Array) -> tuple[jax.Array, jax.Array]:
+        bits = jax.random.bits(jax.random.key(seed), shape, jnp.uint8) & 0xF7  # no NaN
+        return bits, 1e-3 * jnp.ones(described.scales.shape, jnp.float32)
+
+    pairs = [drawn(jnp.int32(seed)) for seed in range(rotations(size))]
+    quantized = [dataclasses.replace(described, codes=codes, scales=scales) for codes, scales in pairs]
+    plain = [
+        lax.bitcast_convert_type(w.codes, jnp.float8_e4m3fn).astype(jnp.bfloat16)
+        for w in quantized[: rotations(2 * size)]
+    ]
+    return quantized, plain

@@ -1,0 +1,93 @@
+"""Products with quantized activations on Hopper: the bits of their kernels, and what e4m3 instructions would change.
+
+    python -m benchmarks fp8_products --out benchmarks/results/fp8-products-h200.json
+
+The kernel that quantizes rows must have the bits of plain JAX and of NumPy, and the kernel that scales each block's
+products the bits of a product of bfloat16 for each block, in each form of its plans; exit code 1 if one differs.
+Whether numbers in float16 give these bits, too, is only noted.
+
+The matrix unit adds the products of 128 columns of e4m3 numbers, given to it as bfloat16, as float16 and as e4m3 codes.
+The result says what share of the sums differs from bfloat16's, how large the errors are against float64, relative to
+the sum of magnitudes, and how many operations a second each dtype reaches. The products of a layer of Qwen3-8B are
+timed for 1 to 4096 rows, with quantized activations and plainly. `--small` compares the sums in Pallas' interpreter,
+without times and without the kernels.
+
+`--part widths` decides whether the kernels may be on by default: it launches the default plan, and the best plan of
+each form, 20 times for 1 to 4096 rows of the widths of models, with groups of 128 columns and with scales by rows,
+among rows that are larger, zero or NaN. The result has the counts of compared and different numbers.
+"""
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Final
+
+import numpy as np
+
+from benchmarks import repeated_products
+from benchmarks import study as options
+from benchmarks.studies.fp8_products.products import ROWS, compared_products, compared_rows, product_cases
+from benchmarks.studies.fp8_products.speeds import FEW, times
+from benchmarks.studies.fp8_products.sums import compared, drawn_numbers, speed
+from benchmarks.studies.fp8_products.widths import wide_groups
+from benchmarks.study import Result, Run
+from detjax.bench import command_line
+
+PARTS: Final = ("bits", "sums", "widths", "seconds")
+"""The parts of the study; without a choice all but the launches at the widths of models."""
+
+
+def study(run: Run, *, part: Annotated[list[str], options.names(PARTS)]) -> Result:
+    parts = set(part or PARTS) - (set() if part else {"widths"})
+    # The interpreter has the sums alone.
+    parts &= {"sums"} if run.small else parts
+    same: dict[str, bool] = {}
+    differences: dict[str, list[str]] = {}
+    sums: dict[str, Any] = {}
+    speeds: dict[str, float] = {}
+    seconds: dict[str, Any] = {}
+    composed: dict[str, np.ndarray] = {}
+    widths: dict[str, Any] = {}
+    content = {
+        "same_bits": same,
+        "widths": widths,
+        "differences": differences,
+        "sums": sums,
+        "operations_per_second": speeds,
+        "seconds": seconds,
+    }
+
+    def note(comparisons: Iterator[tuple[str, list[str]]]) -> None:
+        for name, faults in comparisons:
+            same[name] = not faults
+            command_line.print_line(f"{name}: {'; '.join(faults) if faults else 'same bits'}")
+            if faults:
+                differences[name] = faults
+            run.save(content)
+
+    if "bits" in parts:
+        note(compared_rows())
+        note(compared_products(product_cases(form="widened"), composed))
+    for name, numbers in (drawn_numbers(2 if run.small else 132) if "sums" in parts else {}).items():
+        sums[name] = compared(*numbers, small=run.small)
+        command_line.print_line(f"{name}: {sums[name]}")
+        run.save(content)
+    for dtype in ("bfloat16", "float16", "float8_e4m3fn") if "sums" in parts and not run.small else ():
+        speeds[dtype] = speed(dtype)
+        command_line.print_line(f"{dtype}: {speeds[dtype]:.3g} operations a second")
+        run.save(content)
+    if "bits" in parts:
+        few = [rows for rows in ROWS if rows <= FEW]
+        note(compared_products(product_cases(few, form="sent"), composed))
+        note(compared_products(product_cases((17, 300, 2500), form="own"), composed))
+        note(compared_products(product_cases(few, form="sent", dtype="float16"), composed))
+        note(compared_products(product_cases((300,), form="own", dtype="float16"), composed))
+    if "widths" in parts:
+        for line in repeated_products.noted(widths, repeated_products.compared(list(wide_groups()))):
+            command_line.print_line(line)
+            run.save(content)
+    for name, by_rows in times() if "seconds" in parts else ():
+        seconds[name] = by_rows
+        command_line.print_line(f"{name}: {by_rows}")
+        run.save(content)
+    different = [name for name, is_same in same.items() if not is_same and "product in float16" not in name]
+    different += repeated_products.problems(widths) if widths else []
+    return Result(content, f"bits of products differ: {'; '.join(different)}" if different else "")
