@@ -15,8 +15,8 @@ lookup that count in real texts is in `python -m benchmarks drafts`.
 The time of a guess of an EAGLE-3 head, whose weights are random, is the difference between the times of seven guesses
 and of one over six, with the host's work for them, for 1, 8 and 64 requests; the model has three layers then.
 
-With `--part lengths` drafts of 32 to 128 requests have fixed numbers of guesses, to see what the engine's rule
-(`detjax.engine.drafts.draft_lengths`) should choose.
+With `--part lengths` drafts of 1 to 128 requests have fixed numbers of guesses, to see what the engine's rule
+(`detjax.engine.drafts.draft_lengths`) should choose. The rule knows `step_over_plain` of seven guesses as costs.
 
 All programs are compiled before they are measured, in parallel. The exit code is 1 if the bits of an answer differ.
 
@@ -110,7 +110,7 @@ class Sizes:
     heads: tuple[int, ...] = (1, 8, 64)
     head_tokens: int = 32000
     calls: int = 30
-    lengths: tuple[tuple[int, ...], tuple[int, ...]] = (16, 32, 64, 128), (3, 7)
+    lengths: tuple[tuple[int, ...], tuple[int, ...]] = (1, 8, 16, 32, 64, 128), (3, 7)
 
     @property
     def length(self) -> int:
@@ -266,7 +266,10 @@ class Measurement:
         return Measured(statistics.median(seconds), answers)
 
     def compared(self, engine: Engine, plain: Measured, sizes: Sizes) -> dict[str, Any]:
-        """Returns a row of the result, given what the engine without guesses measured."""
+        """Returns a row of the result, given what the engine without guesses measured.
+
+        `step_over_plain` is the time of a step with a fixed number of guesses over the time of a step without any.
+        """
         loop = engine._loop
         assert loop.drafting is not None
         usual, drafter, lengths = loop.drafting, loop.drafting.drafter, None
@@ -279,12 +282,17 @@ class Measurement:
         loop.drafting = Drafting(drafter, MOST_DRAFTED, self.vocabulary, lengths)
         measured = self.run(engine, sizes.rounds)
         counted, loop.drafting = engine.stats(), usual
+        step_over_plain = None
+        if self.length is not None and counted.drafts_proposed:
+            tokens_of_step = 1 + self.length * counted.drafts_accepted / counted.drafts_proposed
+            step_over_plain = tokens_of_step * measured.seconds / plain.seconds
         return {
             "part": self.part,
             "requests": len(self.requests),
             "length": self.length,
             "seconds": {PLAIN: plain.seconds, DRAFTS: measured.seconds},
             "plain_over_drafts": plain.seconds / measured.seconds,
+            "step_over_plain": step_over_plain,
             "guesses": counted.drafts_proposed,
             "right_guesses": counted.drafts_accepted,
             "tokens": (1 + sizes.rounds) * sum(len(one.completions[0].tokens) for one in measured.answers),

@@ -1,8 +1,8 @@
 """Generation: from prompts to tokens and logprobs.
 
 The modules are read from the bottom up: `request` and `sampling_params`, then `page_pool`, `scheduler`, `batch`,
-`step_programs` and `model_runner`, then `step_loop`, `engine_thread` and `engine`. `generate` is the same loop
-without a thread.
+`slot_table`, `packed_batch`, `step_programs` and `model_runner`, then `step_loop`, `engine_thread` and `engine`.
+`generate` is the same loop without a thread.
 """
 
 from detjax.engine.batch import BatchShapes as BatchShapes

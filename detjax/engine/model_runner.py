@@ -1,5 +1,6 @@
 """The model runner: holds the model's state and the slots' state on the device, and runs the programs of steps."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -11,15 +12,18 @@ from jaxtyping import Array, PyTree
 
 from detjax.engine import pooling_programs, sampling_programs, sampling_variant, step_programs
 from detjax.engine import sequence as sequences
-from detjax.engine.batch import BatchShape, StepBatch, no_adapters
+from detjax.engine.batch import BatchShape, StepBatch
 from detjax.engine.device_weights import DeviceWeights, committed
+from detjax.engine.packed import Packed
+from detjax.engine.packed_batch import PackedBatch
 from detjax.engine.pooling import PooledBatch, pooled_rows
 from detjax.engine.program import Parameters, StepProgram, shapes_of
 from detjax.engine.program_compiler import Compilation, ProgramCompiler
 from detjax.engine.prompt_scores import empty_rows, scored_rows
-from detjax.engine.sampled_tokens import SampledTokens
+from detjax.engine.sampled_tokens import PackedTokens
 from detjax.engine.sampling_programs import ScoredRows, SlotState, none_seen, seen_entries
 from detjax.engine.sampling_variant import SamplingVariant, most_likeliest
+from detjax.engine.slot_table import no_adapters
 from detjax.engine.step_programs import StepPrograms, slot_rows, state_in_slots
 from detjax.engine.token_masks import all_allowed
 from detjax.models import Adapter, Decoder
@@ -113,7 +117,7 @@ class ModelRunner:
             image_tokens: tokens of the largest image for which a program is compiled in advance.
             runs_of: maximum number of decodes of a run; 0: no runs.
             run_steps: steps of a run.
-            samples: whether steps sample tokens; False: runs alone do.
+            samples: whether steps sample tokens; False: runs alone do, and the model sees nothing but text.
             depths: layers whose incoming residual streams `computed` has, with the hidden states of all rows. None:
                 nobody reads these.
             adapters: the slots of adapters; None: no row has one.
@@ -142,7 +146,8 @@ class ModelRunner:
         self._num_slots = sizes.slots
         self._pooling = model.config.pooling
         self.make_state()
-        self._copies: dict[tuple[np.dtype, tuple[int, ...], bytes], Array] = {}
+        self._copies: dict[str, tuple[Packed[Any], Packed[Any]]] = {}
+        """Parts of batches that steps share, on the host and as the last copy on the device."""
         self._vision = model.config.vision
         self._windows = [] if self._vision is None or not image_tokens else window_counts(self._vision, image_tokens)
         self._without_images: dict[int, ImageRows] = {}
@@ -220,20 +225,21 @@ class ModelRunner:
         assert self._adapters is not None
         self._adapters.put(slot, adapter)
 
-    def _with_adapters(self, batch: StepBatch) -> StepBatch:
+    def _with_adapters(self, batch: PackedBatch) -> PackedBatch:
         """Returns a batch with adapters, and with the arrays that they lie in."""
         assert self._adapters is not None
-        return batch._replace(pool=self._adapters.arrays)
+        return dataclasses.replace(batch, pool=self._adapters.arrays)
 
     def _empty_adapted(self, shape: BatchShape) -> StepBatch:
         """Returns an empty batch of the programs for rows with adapters."""
         return self._empty_batch(shape)._replace(adapters=no_adapters(shape))
 
-    def forward(self, batch: StepBatch) -> tuple[Array, Array]:
+    def forward(self, batch: PackedBatch) -> tuple[Array, Array]:
         """Returns the hidden states of each chunk's last token, for `sample`, and of the prefill rows, for `score`.
 
         The batch must be on the device; see `copy`.
         """
+        batch = batch if self._samples else batch.for_text()
         has_adapters = batch.adapters is not None
         if self._needs_priming(self._forward_key(batch.shape, has_adapters)):
             empty = self._empty_adapted if has_adapters else self._empty_batch
@@ -249,7 +255,7 @@ class ModelRunner:
         """Takes the last sampled tokens of another runner, whose slots hold the same sequences."""
         self._slots = self._slots._replace(last=jnp.copy(last))  # programs of both runners consume the array
 
-    def _forward(self, batch: StepBatch, *, is_linked: bool = True) -> tuple[Array, Array]:
+    def _forward(self, batch: PackedBatch, *, is_linked: bool = True) -> tuple[Array, Array]:
         batch = batch if batch.adapters is None else self._with_adapters(batch)
         program = step_programs.forward(batch, self._state, self._slots.last, self._depths)
         self._state, hidden, rows, *computed = self._run(program, is_linked=is_linked)
@@ -278,7 +284,7 @@ class ModelRunner:
     def _decode_run_key(self, shape: BatchShape, variant: SamplingVariant, has_adapters: bool) -> Hashable:
         return step_programs.decode_run_key(shape.decodes, variant, self._run_steps, has_adapters=has_adapters)
 
-    def decode_run(self, batch: StepBatch, needed: SamplingVariant) -> SampledTokens:
+    def decode_run(self, batch: PackedBatch, needed: SamplingVariant) -> PackedTokens:
         """Computes a run of steps, each from the tokens that the previous step sampled.
 
         The batch is the first step, with the `steps` of each decode. `steps_of_run` must have returned more than 1.
@@ -290,10 +296,10 @@ class ModelRunner:
         assert variant is not None
         return self._decode_run(batch, variant)
 
-    def _decode_run(self, batch: StepBatch, variant: SamplingVariant) -> SampledTokens:
+    def _decode_run(self, batch: PackedBatch, variant: SamplingVariant) -> PackedTokens:
         has_adapters = batch.adapters is not None
 
-        def run(batch: StepBatch, *, is_linked: bool) -> SampledTokens:
+        def run(batch: PackedBatch, *, is_linked: bool) -> PackedTokens:
             batch = self._with_adapters(batch) if has_adapters else batch
             program = step_programs.decode_run(batch, self._state, self._slots.last, variant, self._run_steps)
             self._state, last, sampled = self._run(program, is_linked=is_linked)
@@ -305,7 +311,7 @@ class ModelRunner:
             run(self.copy(empty(batch.shape).as_empty_run()), is_linked=False)
         return run(batch, is_linked=True)
 
-    def sample(self, batch: StepBatch, hidden: Array, needed: SamplingVariant, allowed: Array | None) -> SampledTokens:
+    def sample(self, batch: PackedBatch, hidden: Array, needed: SamplingVariant, allowed: Array | None) -> PackedTokens:
         """Samples the tokens of a step and records them in their slots; `allowed` has the masks of constraints."""
         variant = next(
             variant
@@ -315,13 +321,13 @@ class ModelRunner:
         return self._sample(batch, hidden, variant, allowed)
 
     def _sample(
-        self, batch: StepBatch, hidden: Array, variant: SamplingVariant, allowed: Array | None = None
-    ) -> SampledTokens:
+        self, batch: PackedBatch, hidden: Array, variant: SamplingVariant, allowed: Array | None = None
+    ) -> PackedTokens:
         masks = None
         if variant.constrained:
             masks = self._all_allowed(batch.shape.sampled) if allowed is None else self._reachable(allowed)
 
-        def run(batch: StepBatch, *, is_linked: bool) -> SampledTokens:
+        def run(batch: PackedBatch, *, is_linked: bool) -> PackedTokens:
             program = sampling_programs.sample(batch, hidden, self._slots, variant, masks)
             slots, sampled = self._run(program, is_linked=is_linked)
             self._slots = slots if variant.adjusted else self._slots._replace(last=slots.last)
@@ -363,22 +369,30 @@ class ModelRunner:
         layers = zip(self._state, self._in_slots, strict=True)
         self._state = tuple(next(put) if is_in_slots else layer for layer, is_in_slots in layers)
 
-    def copy(self, batch: StepBatch) -> StepBatch:
-        """Copies a batch to the device. It reuses equal arrays of the previous step, which most decodes have."""
+    def copy(self, batch: StepBatch) -> PackedBatch:
+        """Copies a batch to the device: two arrays, and others that differ from the ones of the last copy."""
         # Rows of images are large and always new.
-        images, batch = batch.images, batch._replace(images=None)
-        arrays, tree = jax.tree.flatten(batch)
-        contents = [(x.dtype, x.shape, x.tobytes()) for x in arrays]
-        new = {content: x for content, x in zip(contents, arrays, strict=True) if content not in self._copies}
+        images, packed = batch.images, PackedBatch.on_host(batch)
+        if not self._samples:
+            packed = packed.for_text()
+        assert packed.rows is not None
+        names = [name for name in ("adjustments", "adapters") if getattr(packed, name) is not None]
+        new = [name for name in names if not self._is_copied(name, getattr(packed, name))]
+        parts = [packed.layers, packed.rows, *(getattr(packed, name) for name in new)]
         # Copying them together is five times as fast as passing host arrays to a program.
-        copies = self._copies | dict(zip(new, replicate(list(new.values()), self.everywhere), strict=True))
-        self._copies = {content: copies[content] for content in contents}
-        copied = jax.tree.unflatten(tree, [copies[content] for content in contents])
-        return self._with_images(
-            copied if images is None else copied._replace(images=replicate(images, self.everywhere))
-        )
+        words = replicate([part.words for part in parts], self.everywhere)
+        layers, rows, *copies = (Packed(x, part.layout) for part, x in zip(parts, words, strict=True))
+        self._copies |= dict(zip(new, zip(parts[2:], copies, strict=True), strict=True))
+        settled = {name: self._copies[name][1] for name in names}
+        images = None if images is None else replicate(images, self.everywhere)
+        return self._with_images(dataclasses.replace(packed, layers=layers, rows=rows, images=images, **settled))
 
-    def _with_images(self, batch: StepBatch) -> StepBatch:
+    def _is_copied(self, name: str, part: Packed[Any]) -> bool:
+        """Returns whether the last copy of a part of a batch has the same numbers."""
+        copied = self._copies.get(name)
+        return copied is not None and np.array_equal(copied[0].words, part.words)
+
+    def _with_images(self, batch: PackedBatch) -> PackedBatch:
         """Adds absent image rows to a batch without images, so that one program serves all prefills of its shape."""
         rows = batch.shape.rows
         if self._vision is None or not rows or batch.images is not None:
@@ -386,9 +400,9 @@ class ModelRunner:
         if rows not in self._without_images:
             zeros = jnp.zeros((rows, self._vision.row_width), self._hidden.dtype)
             self._without_images[rows] = self._reachable(ImageRows(jnp.zeros(rows, bool), zeros))
-        return batch._replace(images=self._without_images[rows])
+        return dataclasses.replace(batch, images=self._without_images[rows])
 
-    def score(self, rows: Array, first: int, tokens: np.ndarray) -> SampledTokens:
+    def score(self, rows: Array, first: int, tokens: np.ndarray) -> PackedTokens:
         """Returns logprobs of up to `sampling_programs.SCORED_ROWS` tokens, from consecutive `rows` beginning at
         `first`."""
         program = sampling_programs.score(rows, first, tokens, most_likeliest(self._variants))
@@ -398,14 +412,14 @@ class ModelRunner:
 
     def score_drawn(
         self, rows: Array, first: int, sequence: sequences.Sequence, position: int, count: int
-    ) -> SampledTokens:
+    ) -> PackedTokens:
         """Returns the result of `score` for `count` tokens of a sequence's prompt from a position on.
 
         It includes their logprobs under the request's sampling distribution.
         """
         return self._score_drawn(rows, first, scored_rows(sequence, position, count, self._vocabulary))
 
-    def _score_drawn(self, rows: Array, first: int, scored: ScoredRows) -> SampledTokens:
+    def _score_drawn(self, rows: Array, first: int, scored: ScoredRows) -> PackedTokens:
         take, top = sampling_programs.take_rows(rows, first), most_likeliest(self._variants)
         is_new = self._needs_priming(take.key)
         hidden = self._run(take, is_linked=not is_new)  # a copy of rows exchanges nothing
@@ -477,7 +491,7 @@ class ModelRunner:
             state=shapes_of(self._state, self.everywhere),
             in_slots=self._in_slots,
             slots=shapes_of(self._slots),
-            batches=tuple(shapes_of(self._with_images(batch)) for batch in batches),
+            batches=tuple(map(self._shapes_of_batch, batches)),
             variants=self._variants,
             hidden=self._hidden,
             vocabulary=self._vocabulary,
@@ -493,9 +507,14 @@ class ModelRunner:
             samples=self._samples,
         )
 
-    def _adapted_shapes(self, batch: StepBatch) -> StepBatch:
+    def _shapes_of_batch(self, batch: StepBatch) -> PackedBatch:
+        """Returns the shapes of a batch that programs take, given an empty one."""
+        packed = PackedBatch.on_host(batch)
+        return shapes_of(self._with_images(packed if self._samples else packed.for_text()))
+
+    def _adapted_shapes(self, batch: StepBatch) -> PackedBatch:
         """Returns the shapes of a batch of the programs for rows with adapters, given an empty one without."""
-        with_slots = self._with_images(batch._replace(adapters=no_adapters(batch.shape)))
+        with_slots = self._with_images(PackedBatch.on_host(batch._replace(adapters=no_adapters(batch.shape))))
         return shapes_of(self._with_adapters(with_slots), self.everywhere)
 
     def _empty_packs(self) -> list[Patches]:

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from detjax.engine.batch import StepBatch
 from detjax.engine.model_runner import ModelRunner
+from detjax.engine.packed_batch import PackedBatch
 from detjax.engine.pooling import PooledBatch, pooled_rows
-from detjax.engine.sampled_tokens import SampledTokens
+from detjax.engine.sampled_tokens import PackedTokens
 from detjax.engine.sampling_programs import SCORED_ROWS
 from detjax.engine.scheduler import ScheduledChunk
 from detjax.engine.sequence import Sequence
@@ -25,7 +25,7 @@ class PromptScore:
     position: int
     """Position of the first of the tokens."""
     count: int
-    tokens: SampledTokens
+    tokens: PackedTokens
 
     def read(self) -> None:
         """Waits for the logprobs, and appends them to the sequence's output."""
@@ -85,7 +85,7 @@ def token_results(runner: ModelRunner, chunk: ScheduledChunk, first_row: int, ro
         yield TokenResults(chunk.sequence, chunk.start + begin, count, results.start_copy())
 
 
-def chunk_rows(prefills: Seq[tuple[ScheduledChunk, int]], batch: StepBatch, no_slot: int) -> ChunkRows:
+def chunk_rows(prefills: Seq[tuple[ScheduledChunk, int]], batch: PackedBatch, no_slot: int) -> ChunkRows:
     """Returns the rows of a step's prefill chunks, in arrays of the size that its programs are compiled for."""
     first, count, start = np.zeros((3, batch.shape.prefills), np.int32)
     slot = np.full(batch.shape.prefills, no_slot, np.int32)

@@ -2,8 +2,7 @@
 
 from typing import Any, NamedTuple
 
-import numpy as np
-
+from detjax.engine.packed import Packed
 from detjax.engine.request import TopLogprobs
 from detjax.engine.sampling_params import SamplingParams
 
@@ -22,36 +21,21 @@ class SampledTokens(NamedTuple):
     sampling_top_tokens: Any = None
     sampling_top_logprobs: Any = None
 
-    def start_copy(self) -> "SampledTokens":
-        """Starts copying the arrays to the host, and returns them."""
-        for x in self:
-            if x is not None and x.size:
-                x.copy_to_host_async()
-        return self
-
-    def read(self) -> "SampledTokens":
-        """Waits for the arrays and returns them on the host; arrays of one number per row become lists."""
-        # Empty arrays are not worth a copy, and `jax.device_get` would start the others again.
-        read = type(self)(
-            *(None if x is None else np.asarray(x) if x.size else np.empty(x.shape, x.dtype) for x in self)
-        )
-        sampling_logprob = None if read.sampling_logprob is None else read.sampling_logprob.tolist()
+    def with_lists(self) -> "SampledTokens":
+        """Returns lists in place of arrays of one number per row, which are on the host."""
+        sampling_logprob = None if self.sampling_logprob is None else self.sampling_logprob.tolist()
         # Reading a number from a list is five times as fast as from an array.
-        return read._replace(
-            token=read.token.tolist(), logprob=read.logprob.tolist(), sampling_logprob=sampling_logprob
+        return self._replace(
+            token=self.token.tolist(), logprob=self.logprob.tolist(), sampling_logprob=sampling_logprob
         )
 
     def by_step(self) -> "list[SampledTokens]":
-        """Splits the result of `read` for a run, `[steps, R]`, into its steps."""
+        """Splits the result of `PackedTokens.read` for a run, `[steps, R]`, into its steps."""
         steps = range(len(self.token))
         return [type(self)(*(None if x is None else x[step] for x in self)) for step in steps]
 
-    def read_tokens(self) -> list[int]:
-        """Waits for the tokens, but not for the other arrays, and returns them."""
-        return np.asarray(self.token).tolist()
-
     def at(self, row: int, params: SamplingParams) -> tuple[int, float, TopLogprobs, float | None, TopLogprobs]:
-        """Returns one row of the result of `read` for a request with these parameters.
+        """Returns one row of the result of `PackedTokens.read` for a request with these parameters.
 
         The row is the token, its logprob, the likeliest tokens with their logprobs, and the token's sampling logprob
         and the likeliest tokens under the sampling distribution.
@@ -65,3 +49,33 @@ class SampledTokens(NamedTuple):
                 arrays = self.sampling_top_tokens[row, :top], self.sampling_top_logprobs[row, :top]
                 sampling_top = zip(*(x.tolist() for x in arrays), strict=True)
         return self.token[row], self.logprob[row], tuple(likeliest), sampling_logprob, tuple(sampling_top)
+
+
+class PackedTokens(NamedTuple):
+    """The results of a sampling program on the device.
+
+    Attributes:
+        token: the tokens, for other programs.
+        packed: all results, for the host.
+    """
+
+    token: Any
+    packed: Packed[SampledTokens]
+
+    @classmethod
+    def in_program(cls, sampled: SampledTokens) -> "PackedTokens":
+        """Packs the results of a program that is traced."""
+        return cls(sampled.token, Packed.in_program(sampled))
+
+    def start_copy(self) -> "PackedTokens":
+        """Starts copying the results to the host, and returns them."""
+        self.packed.words.copy_to_host_async()
+        return self
+
+    def read(self) -> SampledTokens:
+        """Waits for the results and returns them on the host; arrays of one number per row become lists."""
+        return self.packed.read().with_lists()
+
+    def read_tokens(self) -> list[int]:
+        """Waits for the results and returns the tokens."""
+        return self.packed.read().token.tolist()

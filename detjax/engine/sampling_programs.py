@@ -9,9 +9,11 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32, UInt16, UInt32
 
-from detjax.engine.batch import DraftedRows, StepBatch, no_adjustments
+from detjax.engine.batch import DraftedRows, no_adjustments
+from detjax.engine.packed import Packed
+from detjax.engine.packed_batch import PackedBatch, RowArrays
 from detjax.engine.program import Parameters, StepProgram, model_of
-from detjax.engine.sampled_tokens import SampledTokens
+from detjax.engine.sampled_tokens import PackedTokens, SampledTokens
 from detjax.engine.sampling_variant import SamplingVariant
 from detjax.models.network import Network
 from detjax.models.parts.logits import Logits
@@ -49,6 +51,34 @@ class SampledRows(NamedTuple):
     """A bit per token that may be chosen; see `ops.adjust_logits`."""
     drafted: DraftedRows | None = None
 
+    @property
+    def number(self) -> int:
+        """The number of rows."""
+        return len(self.slot)
+
+    def unpacked(self) -> "SampledRows":
+        """Returns the rows, as for rows of a packed batch."""
+        return self
+
+
+class PackedRows(NamedTuple):
+    """The rows of a packed batch that tokens are sampled from."""
+
+    rows: Packed[RowArrays]
+    adjustments: Packed[LogitAdjustments] | None
+    allowed: UInt32[Arrays, "R W"] | None
+
+    @property
+    def number(self) -> int:
+        """The number of rows."""
+        return len(self.rows.layout.tree.slot)
+
+    def unpacked(self) -> SampledRows:
+        """Returns the rows, for tracing in a program."""
+        adjustments = None if self.adjustments is None else self.adjustments.unpacked()
+        slot, sampling, drafted = self.rows.unpacked()
+        return SampledRows(slot, sampling, adjustments, self.allowed, drafted)
+
 
 class SeenEntries(NamedTuple):
     """Distinct tokens of one sequence: how often each was generated, and whether it is in the prompt."""
@@ -83,20 +113,21 @@ def sample_key(count: int, variant: SamplingVariant) -> Hashable:
     return _sample.__name__, count, variant
 
 
-def sample(batch: StepBatch, hidden: Any, slots: SlotState, variant: SamplingVariant, allowed: Any) -> StepProgram:
+def sample(batch: PackedBatch, hidden: Any, slots: SlotState, variant: SamplingVariant, allowed: Any) -> StepProgram:
     """Returns the program that samples from hidden states. `allowed` is ignored by variants without constraints."""
-    count, adjustments = batch.shape.sampled, batch.adjustments
+    adjustments = batch.adjustments
     if not variant.adjusted:
         slots, adjustments = slots._replace(seen=None), None
     elif adjustments is None:
-        adjustments = no_adjustments(count)
-    rows = SampledRows(batch.slot, batch.sampling, adjustments, allowed if variant.constrained else None, batch.drafted)
+        adjustments = Packed.on_host(no_adjustments(batch.shape.sampled))
+    assert batch.rows is not None
+    rows = PackedRows(batch.rows, adjustments, allowed if variant.constrained else None)
     return sample_rows(rows, hidden, slots, variant)
 
 
-def sample_rows(rows: SampledRows, hidden: Any, slots: SlotState, variant: SamplingVariant) -> StepProgram:
+def sample_rows(rows: SampledRows | PackedRows, hidden: Any, slots: SlotState, variant: SamplingVariant) -> StepProgram:
     """Returns the program that samples a token for each row from the hidden state of the same row."""
-    count = len(rows.slot)
+    count = rows.number
     purpose = f"sampling: up to {count} samples {variant.description}"
     return StepProgram(_sample, count, (hidden, slots, rows), {"variant": variant}, purpose)
 
@@ -152,11 +183,12 @@ def _sample(
     parameters: Parameters,
     hidden: Float[Array, "R D"],
     slots: SlotState,
-    rows: SampledRows,
+    rows: SampledRows | PackedRows,
     *,
     variant: SamplingVariant,
-) -> tuple[SlotState, SampledTokens]:
+) -> tuple[SlotState, PackedTokens]:
     """Returns the state of the slots and the tokens sampled from the hidden states."""
+    rows = rows.unpacked()
     seen_by_row, slot = None, jnp.asarray(rows.slot)
     if variant.adjusted:
         assert slots.seen is not None
@@ -169,11 +201,18 @@ def _sample(
     with model_of(network, parameters) as model:
         sampled = model.with_logits(sampled_from, hidden, rows, seen_by_row, variant=variant)
     if rows.drafted is not None:
-        return _after_drafts(slots, rows, rows.drafted, seen_by_row, sampled.token), sampled
+        return _after_drafts(slots, rows, rows.drafted, seen_by_row, sampled.token), PackedTokens.in_program(sampled)
     seen = None
     if slots.seen is not None and seen_by_row is not None:
         seen = _with_tokens(slots.seen, seen_by_row, slot, sampled.token)
-    return SlotState(slots.last.at[rows.slot].set(sampled.token, mode="drop"), seen), sampled
+    last = with_last(slots.last, rows.slot, sampled.token)
+    return SlotState(last, seen), PackedTokens.in_program(sampled)
+
+
+def with_last(last: Int32[Array, "slots"], slot: Int32[Arrays, "R"], token: Int32[Array, "R"]) -> Int32[Array, "slots"]:
+    """Returns the last token of each slot after tokens of distinct slots; rows without one have the number of slots."""
+    index = unique_scatter_indices(slot < len(last), slot, len(last))
+    return last.at[index].set(token, mode="drop", unique_indices=True)
 
 
 def counted_rows(token: Int32[Array, "R"], drafted: DraftedRows) -> Bool[Array, "R"]:
@@ -203,7 +242,7 @@ def _after_drafts(
     offset, counted = jnp.asarray(drafted.offset), counted_rows(token, drafted)
     continues = jnp.roll(counted, -1) & (jnp.roll(offset, -1) == offset + 1)
     nowhere = len(slots.last)
-    last = slots.last.at[jnp.where(counted & ~continues, rows.slot, nowhere)].set(token, mode="drop")
+    last = with_last(slots.last, jnp.where(counted & ~continues, rows.slot, nowhere), token)
     if slots.seen is None or by_row is None:
         return SlotState(last, None)
     count = by_row.generated[jnp.arange(len(token), dtype=jnp.int32), token]
@@ -294,11 +333,11 @@ def _score(
     tokens: Int32[Arrays, "n"],
     *,
     top: int,
-) -> SampledTokens:
+) -> PackedTokens:
     """Returns logprobs of given tokens, each from the hidden state of its own row."""
     index = jnp.minimum(first + jnp.arange(tokens.shape[0], dtype=jnp.int32), rows.shape[0] - 1)
     with model_of(network, parameters) as model:
-        return model.with_logits(_scored, rows[index], jnp.asarray(tokens), top=top)
+        return PackedTokens.in_program(model.with_logits(_scored, rows[index], jnp.asarray(tokens), top=top))
 
 
 def _scored(logits: Logits, tokens: Int32[Array, "n"], *, top: int) -> SampledTokens:
@@ -317,13 +356,14 @@ def _take_rows(
 @functools.partial(compilation.jit, static_argnums=0, static_argnames="top")
 def _score_drawn(
     network: Network, parameters: Parameters, hidden: Float[Array, "n D"], rows: ScoredRows, *, top: int
-) -> SampledTokens:
+) -> PackedTokens:
     """Returns logprobs of given tokens, each from the hidden state of its own row."""
     # Small integers decide what each row has seen; the scan adds no number that bits depend on.
     _, seen = lax.scan(_seen_after, SeenTokens(*map(jnp.asarray, rows.seen)), (rows.token, rows.is_generated))
     with model_of(network, parameters) as model:
         token, _, *arrays, _ = rows
-        return model.with_logits(_drawn, hidden, jnp.asarray(token), *arrays, seen, top=top)
+        drawn = model.with_logits(_drawn, hidden, jnp.asarray(token), *arrays, seen, top=top)
+        return PackedTokens.in_program(drawn)
 
 
 def _seen_after(seen: SeenTokens, row: tuple[Array, Array]) -> tuple[SeenTokens, SeenTokens]:

@@ -256,9 +256,9 @@ class Scheduler:
         if chunk.sequence.slot is not None:  # otherwise it was preempted, and has nothing in the cache
             chunk.sequence.computed -= wrong
 
-    def accept_token(self, sequence: Sequence) -> None:
-        """Records that a sampled token was read and appended to its sequence."""
-        sequence.unread -= 1
+    def accept_tokens(self, sequence: Sequence, count: int = 1) -> None:
+        """Records that sampled tokens were read and appended to their sequence."""
+        sequence.unread -= count
         if sequence.finish_reason is None:
             self._name_pages(sequence)
         else:

@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 import math
+from collections import deque
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from typing import Final, overload
 
@@ -192,6 +194,9 @@ class Sequence:
                 includes_stop=params.include_stop_str_in_output,
                 skip_special_tokens=params.skip_special_tokens,
             )
+        self._stops_at_text = self._text_stream is not None and len(self._stop) > 0
+        self._texts: deque[str | None] = deque()
+        """If text may end the sequence, the texts of accepted tokens that were not reported."""
         self.given = len(generated)
         self._streamed_length = self._take(generated)
         """Characters that a stream has already sent for the given tokens."""
@@ -206,6 +211,8 @@ class Sequence:
                 )
             self.generated.append(token)
             self._note_end()
+            if not self._stops_at_text:
+                self._add_text(token)
         if not generated or self._text_stream is None:
             return 0
         return len(self._text_stream.take_new(is_last=self.finish_reason is not None))
@@ -333,44 +340,106 @@ class Sequence:
 
         An exception ends only this sequence, with the finish reason "failed".
         """
-        self.generated.append(token)
-        self.output.logprobs.append(logprob)
-        self.output.top_logprobs.append(top)
+        self.accept([(token, logprob)])
+        is_last = self.finish_reason is not None
+        return self.report(token, logprob, top, sampling_logprob, sampling_top, batch=batch, is_last=is_last)
+
+    def accept(self, sampled: Iterable[tuple[int, float]]) -> int:
+        """Appends generated tokens up to one that ends the sequence, and returns their number.
+
+        It does what the next step depends on. `report`, which must be called for each of the tokens, does all else.
+
+        Args:
+            sampled: the tokens with their logprobs.
+        """
+        count = 0
+        for token, logprob in sampled:
+            self.generated.append(token)
+            count += 1
+            try:
+                if math.isnan(logprob):
+                    raise self._not_finite()
+                if self.failure is not None:
+                    raise self.failure
+                self._note_end()
+                if self._stops_at_text:
+                    self._texts.append(self._new_text(is_last=self.finish_reason is not None))
+            except (KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException as error:  # the tokenizer library raises BaseException when it panics
+                self.finish_reason, self.failure = "failed", error
+            if self.finish_reason is not None:
+                break
+        return count
+
+    def report(
+        self,
+        token: int,
+        logprob: float,
+        top: TopLogprobs,
+        sampling_logprob: float | None = None,
+        sampling_top: TopLogprobs = (),
+        *,
+        batch: int,
+        is_last: bool,
+    ) -> Token:
+        """Returns an accepted token with its text; `is_last`: it ended the sequence. For other arguments see `Token`.
+
+        Tokens are reported in their order. An exception of the tokenizer ends the sequence, also if it had gone on.
+        """
+        output = self.output
+        output.logprobs.append(logprob)
+        output.top_logprobs.append(top)
         if sampling_logprob is not None:
-            self.output.sampling_logprobs.append(sampling_logprob)
+            output.sampling_logprobs.append(sampling_logprob)
         if sampling_top:
-            self.output.sampling_top_logprobs.append(sampling_top)
+            output.sampling_top_logprobs.append(sampling_top)
         text = None
-        try:
-            if math.isnan(logprob):
-                raise self._not_finite()
-            if self.failure is not None:
-                raise self.failure
-            self._note_end()
-            if self._text_stream is not None and self.context.is_streamed:
-                text = self._text_stream.take_new(is_last=self.finish_reason is not None)
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as error:  # the tokenizer library raises BaseException when it panics
-            self.finish_reason, self.failure = "failed", error
+        if self._text_stream is not None and not (is_last and self.failure is not None):
+            try:
+                text = self._text_of(token, is_last=is_last)
+            except (KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException as error:
+                self.finish_reason, self.failure, is_last = "failed", error, True
         return Token(
             self.index,
             token,
             logprob,
             top,
             text,
-            self.finish_reason,
+            self.finish_reason if is_last else None,
             batch,
             self.cached_tokens,
             sampling_logprob,
             sampling_top,
         )
 
+    def _text_of(self, token: int, *, is_last: bool) -> str | None:
+        """Returns the text that the next reported token adds to a stream; None without one."""
+        if self._stops_at_text:
+            return self._texts.popleft()
+        self._add_text(token)
+        return self._new_text(is_last=is_last)
+
+    def _new_text(self, *, is_last: bool) -> str | None:
+        """Returns the text that a stream has not got; None without one."""
+        assert self._text_stream is not None
+        return self._text_stream.take_new(is_last=is_last) if self.context.is_streamed else None
+
+    def _add_text(self, token: int) -> None:
+        """Adds the text of a token, which is not searched for stop strings, if there is a text."""
+        if self._text_stream is not None and (
+            token not in self.context.end_tokens or self.params.include_stop_str_in_output
+        ):
+            self._text_stream.add(token)
+
     def _note_end(self) -> None:
-        """Adds the last token's text, and ends the sequence if the token does."""
+        """Ends the sequence if the last token does. Adds the token's text if a stop string may end the sequence."""
         token, params = self.generated[-1], self.params
         is_stopped = token in self.context.end_tokens
-        if self._text_stream is not None and (not is_stopped or params.include_stop_str_in_output):
+        if self._stops_at_text and (not is_stopped or params.include_stop_str_in_output):
+            assert self._text_stream is not None
             # min_tokens bars end tokens from the choice, but stop strings may consist of any tokens.
             is_stopped |= self._text_stream.add(token, may_stop=len(self.generated) > params.min_tokens)
         if is_stopped:

@@ -16,7 +16,7 @@ from jaxtyping import Array, PyTree
 
 from detjax.contract import KV_BLOCK
 from detjax.engine.adapter_slots import AdapterSlots
-from detjax.engine.batch import BatchShapes, SlotTable, StepBatch
+from detjax.engine.batch import BatchShapes, StepBatch
 from detjax.engine.drafts.draft_head import HeadDrafter
 from detjax.engine.drafts.draft_model import DraftModel
 from detjax.engine.drafts.drafter import Drafter, SampledStep
@@ -36,9 +36,10 @@ from detjax.engine.sampled_tokens import SampledTokens
 from detjax.engine.sampling_variant import SamplingVariant
 from detjax.engine.scheduler import ScheduledStep, Scheduler
 from detjax.engine.sequence import Sequence
+from detjax.engine.slot_table import SlotTable
 from detjax.engine.snapshots import SnapshotCache
 from detjax.engine.step_programs import StepPrograms
-from detjax.engine.step_states import InFlightStep, LaunchedStep, PlannedStep, SampleRows
+from detjax.engine.step_states import AcceptedTokens, InFlightStep, LaunchedStep, PlannedStep, SampleRows
 from detjax.engine.token_masks import Masks, Matcher, computer_for
 from detjax.models import Adapter, Decoder, Draft
 from detjax.models.adapters.pool import AdapterPool
@@ -302,10 +303,12 @@ class StepLoop:
 
     def step(self) -> list[tuple[Sequence, Token]]:
         """Launches the next step, if there is one, and returns the tokens of earlier steps."""
-        tokens, plan = self._plan()
+        accepted, plan = self._plan()
         assert plan.chunks or self._in_flight or self.scheduler.is_idle, "no step is in flight, and none can be started"
         if plan.chunks:
             self._start(self._planned(plan))
+        # The device need not wait for texts.
+        tokens = list(self._report(accepted))
         unread = self._steps_to_leave_unread(plan)
         while len(self._in_flight) > unread:
             tokens += self._read(self._in_flight.popleft())
@@ -313,17 +316,21 @@ class StepLoop:
             self._newest = None
         return tokens
 
-    def _plan(self) -> tuple[list[tuple[Sequence, Token]], ScheduledStep]:
-        """Returns the next step, and the tokens that had to be read to guess those after them."""
+    def _plan(self) -> tuple[list[AcceptedTokens], ScheduledStep]:
+        """Returns the next step, and the tokens that had to be accepted to guess the ones after them."""
         drafting, running = self.drafting, self.scheduler.running
         if drafting is None:
             return [], self.scheduler.plan()
         is_verifying = any(step.planned.plan.verifies for step in self._in_flight)
-        tokens = self.drain() if is_verifying or drafting.wants(running) else []
+        accepted: list[AcceptedTokens] = []
+        if is_verifying or drafting.wants(running):
+            while self._in_flight:
+                step = self._in_flight.popleft()
+                accepted += self._accept(step, self._results(step)[0])
         if self._in_flight:
             drafting.skip(running)
-            return tokens, self.scheduler.plan()
-        return tokens, drafting.fill(self.scheduler.plan(drafting.wanted(running)))
+            return accepted, self.scheduler.plan()
+        return accepted, drafting.fill(self.scheduler.plan(drafting.wanted(running)))
 
     def _steps_to_leave_unread(self, plan: ScheduledStep) -> int:
         """Returns how many steps stay in flight after a step has been started."""
@@ -435,8 +442,15 @@ class StepLoop:
             factors[row] = 1 / len(chunk.sequence.prompt) if self._runner.averages else 1
         return LaunchedStep(tokens, None, {}, self._runner.pool_carried(slots, factors, wanted).start_copy())
 
-    def _read(self, step: InFlightStep) -> Iterator[tuple[Sequence, Token]]:
+    def _read(self, step: InFlightStep) -> Iterable[tuple[Sequence, Token]]:
         """Reads a step's results after later steps have been started."""
+        sampled, pooled = self._results(step)
+        if pooled is not None:
+            return self._read_pooled(step.planned.samples, pooled, len(step.planned.plan.chunks))
+        return self._report(self._accept(step, sampled))
+
+    def _results(self, step: InFlightStep) -> tuple[SampledTokens | None, PooledBatch | None]:
+        """Waits for a step's results."""
         if len(self._in_flight) > 1:
             # Other threads compute the next step's masks from the same tokens while the device waits.
             self._in_flight[0].launched.result()
@@ -449,28 +463,42 @@ class StepLoop:
         sampled = None if launched.sampled is None else launched.sampled.read()
         pooled = None if launched.pooled is None else launched.pooled.read()
         self.reading_since = None
-        plan = step.planned.plan
-        size = len(plan.chunks)
-        if pooled is not None:
-            yield from self._read_pooled(step.planned.samples, pooled, size)
+        return sampled, pooled
+
+    def _accept(self, step: InFlightStep, sampled: SampledTokens | None) -> Iterator[AcceptedTokens]:
+        """Appends the tokens of a step to their sequences. The next step depends on no more."""
         if sampled is None:
             return
+        plan, failures = step.planned.plan, step.launched.result().failures
         for tokens in sampled.by_step() if plan.is_run else [sampled]:
             for sample in step.planned.samples:
                 chunk, sequence = sample.chunk, sample.chunk.sequence
-                for row in self._rows_that_count(sample, tokens) if chunk.drafted else (sample.row,):
-                    # The sequence ended after the step was started or at an earlier row, or other sequences have more
-                    # tokens left in the run.
-                    if sequence.finish_reason is not None:
-                        break
-                    if row in launched.failures:
-                        message = f"the sample's constraint failed: {launched.failures[row]}"
-                        sequence.failure = FieldError(message, sequence.params.field_of_masks)
-                    token = sequence.add(*tokens.at(row, sequence.params), batch=size)
-                    self.scheduler.accept_token(sequence)
-                    if token.finish_reason is not None and sequence.matcher is not None:
-                        sequence.matcher.end()
-                    yield sequence, token
+                rows = self._rows_that_count(sample, tokens) if chunk.drafted else range(sample.row, sample.row + 1)
+                # The sequence ended after the step was started, or other sequences have more tokens left in the run.
+                if sequence.finish_reason is not None:
+                    continue
+                rows = rows[: sequence.accept(_with_failures(sequence, tokens, rows, failures))]
+                self.scheduler.accept_tokens(sequence, len(rows))
+                is_ended = sequence.finish_reason is not None
+                if is_ended and sequence.matcher is not None:
+                    sequence.matcher.end()
+                yield AcceptedTokens(sequence, tokens, rows, len(plan.chunks), is_ended)
+
+    def _report(self, accepted: Iterable[AcceptedTokens]) -> Iterator[tuple[Sequence, Token]]:
+        """Yields accepted tokens with their logprobs and texts."""
+        failed = set[Sequence]()
+        for sequence, tokens, rows, size, is_ended in accepted:
+            for row in rows if sequence not in failed else ():
+                is_last = is_ended and row == rows[-1]
+                token = sequence.report(*tokens.at(row, sequence.params), batch=size, is_last=is_last)
+                yield sequence, token
+                if token.finish_reason is not None and not is_last:  # the tokenizer failed
+                    failed.add(sequence)
+                    if not is_ended:
+                        self.scheduler.release(sequence)
+                        if sequence.matcher is not None:
+                            sequence.matcher.end()
+                    break
 
     def _rows_that_count(self, sample: SampleRows, tokens: SampledTokens) -> range:
         """Notes the guesses of a chunk that were right, and returns the rows whose tokens count."""
@@ -491,7 +519,7 @@ class StepLoop:
             assert pooling is not None
             if sequence.finish_reason is None:
                 token = sequence.add_pooled(None if pooling.is_of_tokens else pooled.at(row, pooling), batch=size)
-                self.scheduler.accept_token(sequence)
+                self.scheduler.accept_tokens(sequence)
                 yield sequence, token
 
 
@@ -525,6 +553,17 @@ def _unseen(sequence: Sequence) -> tuple[int, Seq[int], Seq[int]] | None:
     assert sequence.slot is not None
     assert not sequence.unread
     return sequence.slot, sequence.prompt, sequence.generated
+
+
+def _with_failures(
+    sequence: Sequence, tokens: SampledTokens, rows: Iterable[int], failures: Mapping[int, str]
+) -> Iterator[tuple[int, float]]:
+    """Yields a sequence's tokens with their logprobs. At a row whose constraint has failed the sequence fails, too."""
+    for row in rows:
+        if row in failures:
+            message = f"the sample's constraint failed: {failures[row]}"
+            sequence.failure = FieldError(message, sequence.params.field_of_masks)
+        yield tokens.token[row], tokens.logprob[row]
 
 
 def _start_masks(previous: InFlightStep | None, planned: PlannedStep) -> Future[Masks] | None:

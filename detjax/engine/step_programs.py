@@ -17,10 +17,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int32, PyTree
 
 from detjax.engine.batch import BatchShape, StepBatch
+from detjax.engine.packed_batch import Batch, PackedBatch
 from detjax.engine.pooling import pooled_rows
 from detjax.engine.pooling_programs import carry, pool, pool_carried
 from detjax.engine.program import Parameters, StepProgram, model_of, shapes_of
-from detjax.engine.sampled_tokens import SampledTokens
+from detjax.engine.sampled_tokens import PackedTokens, SampledTokens
 from detjax.engine.sampling_programs import (
     SCORED_ROWS,
     SampledRows,
@@ -33,6 +34,7 @@ from detjax.engine.sampling_programs import (
     score_drawn,
     seen_entries,
     take_rows,
+    with_last,
 )
 from detjax.engine.sampling_variant import SamplingVariant, most_likeliest, run_variants
 from detjax.engine.token_masks import all_allowed
@@ -65,7 +67,7 @@ def _size_of_layers(shape: BatchShape | int, has_adapters: bool) -> Hashable:
     return (shape, _ADAPTERS) if has_adapters else shape
 
 
-def forward(batch: StepBatch, state: State, last: Any, depths: tuple[int, ...] | None = None) -> StepProgram:
+def forward(batch: Batch, state: State, last: Any, depths: tuple[int, ...] | None = None) -> StepProgram:
     """Returns the program that computes hidden states.
 
     Args:
@@ -98,13 +100,13 @@ def decode_run_key(
 
 
 def decode_run(
-    batch: StepBatch, state: State, last: Any, variant: SamplingVariant, most: int = RUN_STEPS
+    batch: PackedBatch, state: State, last: Any, variant: SamplingVariant, most: int = RUN_STEPS
 ) -> StepProgram:
     """Returns the program that computes `most` decode steps, each from the tokens of the previous step."""
     count, has_adapters = batch.shape.decodes, batch.adapters is not None
     adapters = ", and adapters" if has_adapters else ""
     purpose = f"runs of {most} steps: up to {count} decodes {variant.description}{adapters}"
-    args, static = (state, last, batch.for_layers()), {"variant": variant, "most": most}
+    args, static = (state, last, batch.for_runs()), {"variant": variant, "most": most}
     size = _size_of_layers(count, has_adapters)
     return StepProgram(_decode_run, size, args, static, purpose, is_essential=False)
 
@@ -175,12 +177,12 @@ class StepPrograms:
     state: State
     in_slots: tuple[bool, ...]
     slots: SlotState
-    batches: tuple[StepBatch, ...]
+    batches: tuple[PackedBatch, ...]
     variants: tuple[SamplingVariant, ...]
     hidden: jax.ShapeDtypeStruct
     vocabulary: int
     images: tuple[Patches, ...] = ()
-    adapted: tuple[StepBatch, ...] = ()
+    adapted: tuple[PackedBatch, ...] = ()
     everywhere: NamedSharding | None = None
     runs_of: int = 0
     scored: ScoredRows | None = None
@@ -206,7 +208,7 @@ class StepPrograms:
     def by_key(self) -> dict[Hashable, StepProgram]:
         """Returns the programs, the essential ones first; within each kind, the slowest to compile come first."""
         # Compile times grow with rows, and layers take the longest.
-        batches = sorted(self.batches, key=lambda batch: -len(batch.token))
+        batches = sorted(self.batches, key=lambda batch: -(batch.shape.decodes + batch.shape.rows))
         by_size = {batch.shape.sampled: batch for batch in batches}
         pools = self.pooling is not None
         sampling, scoring = (self._pools, self._pools_rows) if pools else (self._sampling, self._scoring)
@@ -215,7 +217,7 @@ class StepPrograms:
             programs += [program for batch in by_size.values() for program in sampling(batch)]
             programs += [program for batch in batches if batch.shape.rows for program in scoring(batch)]
         programs += [
-            decode_run(batch.as_empty_run(), self.state, self.slots.last, variant, self.run_steps)
+            decode_run(batch, self.state, self.slots.last, variant, self.run_steps)
             for batch in (*batches, *self.adapted)
             if has_runs(batch.shape, self.runs_of)
             for variant in run_variants(self.variants)
@@ -236,28 +238,28 @@ class StepPrograms:
         programs.sort(key=lambda program: not program.is_essential)
         return {program.key: program._replace(args=shapes_of(program.args, self.everywhere)) for program in programs}
 
-    def _layers(self, batch: StepBatch) -> StepProgram:
+    def _layers(self, batch: PackedBatch) -> StepProgram:
         shape = batch.shape
         alike = [other.shape for other in self.batches if other.shape.rows == shape.rows]
         # Most steps only decode. In steps that prefill, unused room for decodes costs little.
         is_essential = not shape.rows or shape == max(alike)
         return forward(batch, self.state, self.slots.last, self.depths)._replace(is_essential=is_essential)
 
-    def _sampling(self, batch: StepBatch) -> Iterator[StepProgram]:
+    def _sampling(self, batch: PackedBatch) -> Iterator[StepProgram]:
         count, essential = batch.shape.sampled, (self.variants[0], self.variants[-1])
         masks = all_allowed(count, self.vocabulary)
         for variant in self.variants[::-1]:
             program = sample(batch, self._rows(count), self.slots, variant, masks)
             yield program._replace(is_essential=variant in essential)
 
-    def _scoring(self, batch: StepBatch) -> Iterator[StepProgram]:
+    def _scoring(self, batch: PackedBatch) -> Iterator[StepProgram]:
         rows, top = self._rows(batch.shape.rows), most_likeliest(self.variants)
         yield score(rows, 0, np.zeros(1, np.int32), top)
         if self.scored is not None:
             yield take_rows(rows, 0)
             yield score_drawn(self._rows(SCORED_ROWS), self.scored, top)
 
-    def _pools(self, batch: StepBatch) -> Iterator[StepProgram]:
+    def _pools(self, batch: PackedBatch) -> Iterator[StepProgram]:
         count = batch.shape.sampled
         wanted, slots = pooled_rows([], count), np.zeros(count, np.int32)
         if self.carried is None:
@@ -265,7 +267,7 @@ class StepPrograms:
         else:
             yield pool_carried(self.carried, slots, slots.astype(np.float32), wanted)
 
-    def _pools_rows(self, batch: StepBatch) -> Iterator[StepProgram]:
+    def _pools_rows(self, batch: PackedBatch) -> Iterator[StepProgram]:
         assert self.pooling is not None
         rows, nothing = self._rows(batch.shape.rows), np.zeros(batch.shape.prefills, np.int32)
         yield take_rows(rows, 0)
@@ -300,7 +302,7 @@ def _forward(
     parameters: Parameters,
     state: State,
     last: Int32[Array, "slots"],
-    batch: StepBatch,
+    batch: Batch,
     *,
     depths: tuple[int, ...] | None = None,
 ) -> tuple[Any, ...]:
@@ -308,6 +310,7 @@ def _forward(
 
     With `depths`, it also returns the `ComputedRows`.
     """
+    batch = batch.unpacked()
     decodes = batch.held.shape[0]
     is_held = batch.held < last.shape[0]
     tokens = jnp.concatenate([jnp.where(is_held, last[batch.held], batch.token[:decodes]), batch.token[decodes:]])
@@ -346,17 +349,18 @@ def _decode_run(
     parameters: Parameters,
     state: State,
     last: Int32[Array, "slots"],
-    batch: StepBatch,
+    batch: Batch,
     *,
     variant: SamplingVariant,
     most: int,
-) -> tuple[State, Int32[Array, "slots"], SampledTokens]:
+) -> tuple[State, Int32[Array, "slots"], PackedTokens]:
     """Returns the state and the last tokens after a run of decode steps, and the tokens of all steps, `[most, R]`."""
+    batch = batch.unpacked()
     with model_of(network, parameters) as model:
         # The rows of decodes that have ended keep their adapters: nothing reads them.
-        model, batch = _adapted(model, batch), batch._replace(adapters=None, pool=None)
+        model, batch = _adapted(model, batch), batch._replace(adapters=None, pool=None, drafted=None)
         state, (last, sampled) = model.with_state(_decoded, state, last, batch, variant=variant, most=most)
-    return state, last, sampled
+    return state, last, PackedTokens.in_program(sampled)
 
 
 def _decoded(
@@ -378,7 +382,7 @@ def _decoded(
             hidden, state = model.hidden_states(last[now.held], now.queries, state)
             rows = SampledRows(now.slot, now.sampling, None)
             sampled = model.with_logits(sampled_from, hidden[now.last_row], rows, None, variant=variant)
-        return (state, last.at[now.slot].set(sampled.token, mode="drop")), sampled
+        return (state, with_last(last, now.slot, sampled.token)), sampled
 
     (state, last), sampled = lax.scan(step, (state, last), jnp.arange(most, dtype=jnp.int32))
     return state, (last, sampled)

@@ -6,10 +6,10 @@ from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from typing import NamedTuple
 
-from detjax.engine.batch import StepBatch
+from detjax.engine.packed_batch import PackedBatch
 from detjax.engine.pooling import PooledBatch
 from detjax.engine.prompt_results import PromptScore, TokenResults
-from detjax.engine.sampled_tokens import SampledTokens
+from detjax.engine.sampled_tokens import PackedTokens, SampledTokens
 from detjax.engine.sampling_variant import SamplingVariant
 from detjax.engine.scheduler import ScheduledChunk, ScheduledStep
 from detjax.engine.sequence import Sequence
@@ -57,7 +57,7 @@ class PlannedStep:
     """
 
     plan: ScheduledStep
-    batch: StepBatch
+    batch: PackedBatch
     first_rows: Arrays
     samples: list[SampleRows]
     needed: SamplingVariant | None
@@ -82,7 +82,7 @@ class LaunchedStep(NamedTuple):
     """
 
     scores: Seq[PromptScore | TokenResults]
-    sampled: SampledTokens | None
+    sampled: PackedTokens | None
     failures: Mapping[int, str]
     pooled: PooledBatch | None = None
 
@@ -92,3 +92,21 @@ class InFlightStep(NamedTuple):
 
     planned: PlannedStep
     launched: Future[LaunchedStep]
+
+
+class AcceptedTokens(NamedTuple):
+    """Tokens that a step has sampled for a sequence, which has them, but nobody else.
+
+    Attributes:
+        sequence: the sequence.
+        tokens: the results of the step.
+        rows: the rows of the sequence's tokens.
+        batch: the number of sequences in the step.
+        is_ended: whether the last one ended the sequence.
+    """
+
+    sequence: Sequence
+    tokens: SampledTokens
+    rows: range
+    batch: int
+    is_ended: bool

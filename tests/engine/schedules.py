@@ -33,7 +33,7 @@ from jaxtyping import Array
 
 from detjax import SamplingParams
 from detjax.engine import batch, page_pool, prompt_results, sampling_variant, scheduler, step_programs
-from detjax.engine.batch import BatchShape, BatchShapes, SlotTable, StepBatch
+from detjax.engine.batch import BatchShape, BatchShapes, StepBatch
 from detjax.engine.constraint import Constraint
 from detjax.engine.constraints import CompiledConstraint, ConstraintCompiler
 from detjax.engine.drafts.draft_lengths import DraftLengths
@@ -41,11 +41,13 @@ from detjax.engine.drafts.drafter import Drafter
 from detjax.engine.drafts.drafting import Drafting
 from detjax.engine.launcher import Launcher
 from detjax.engine.model_runner import ModelRunner
+from detjax.engine.packed_batch import PackedBatch
 from detjax.engine.page_pool import PagePool, prefix_root
-from detjax.engine.sampled_tokens import SampledTokens
+from detjax.engine.sampled_tokens import PackedTokens, SampledTokens
 from detjax.engine.sampling_variant import SamplingVariant
 from detjax.engine.scheduler import Scheduler, pages_needed
 from detjax.engine.sequence import RequestContext, Sequence, samples
+from detjax.engine.slot_table import SlotTable
 from detjax.engine.snapshots import SnapshotCache
 from detjax.engine.step_loop import StepLoop
 from detjax.engine.step_programs import StepPrograms
@@ -217,11 +219,14 @@ class RememberingRunner(ModelRunner):
     def last_tokens(self) -> Any:
         return self.last
 
-    def copy(self, batch: StepBatch) -> StepBatch:
-        return batch
+    def copy(self, batch: StepBatch) -> PackedBatch:
+        return _BatchOnTheHost(batch)
 
-    def forward(self, batch: StepBatch) -> tuple[list[int], list[int]]:
+    def forward(self, batch: PackedBatch) -> tuple[list[int], list[int]]:
         """Computes a step. Returns what the cache holds at each chunk's last token, and at each prefill row."""
+        return self._forward(batch.read())
+
+    def _forward(self, batch: StepBatch) -> tuple[list[int], list[int]]:
         queries, decodes = batch.queries, len(batch.held)
         held = batch.held < len(self.last)
         decoded = np.where(held, self.last[np.where(held, batch.held, 0)], batch.token[:decodes])
@@ -250,6 +255,11 @@ class RememberingRunner(ModelRunner):
         return [held_at[row] for row in batch.last_row.tolist()], held_at[decodes:]
 
     def sample(
+        self, batch: PackedBatch, hidden: list[int], needed: SamplingVariant, allowed: Array | None
+    ) -> PackedTokens:
+        return _on_the_host(self._sample(batch.read(), hidden, needed, allowed))
+
+    def _sample(
         self, batch: StepBatch, hidden: list[int], needed: SamplingVariant, allowed: Array | None
     ) -> SampledTokens:
         queries = batch.queries
@@ -282,14 +292,17 @@ class RememberingRunner(ModelRunner):
         logprobs = sampled.astype(np.float32)
         distribution = (-logprobs).tolist() if needed.distribution else None
         top = _likeliest_arrays(sampled, needed.top_logprobs)
-        return _TokensOnTheHost(sampled.tolist(), logprobs.tolist(), *top, distribution)
+        return SampledTokens(sampled.tolist(), logprobs.tolist(), *top, distribution)
 
     def steps_of_run(self, shape: BatchShape, needed: SamplingVariant, *, has_adapters: bool = False) -> int:
         has_run = step_programs.has_runs(shape, len(self.last)) and sampling_variant.run_variants([needed])
         return self.run_steps if has_run else 1
 
-    def decode_run(self, batch: StepBatch, needed: SamplingVariant) -> SampledTokens:
+    def decode_run(self, batch: PackedBatch, needed: SamplingVariant) -> PackedTokens:
         """Computes the steps of a run in sequence, and checks the writes of each."""
+        return _on_the_host(self._decode_run(batch.read(), needed))
+
+    def _decode_run(self, batch: StepBatch, needed: SamplingVariant) -> SampledTokens:
         assert self.steps_of_run(batch.shape, needed) == self.run_steps > 1
         assert batch.steps is not None
         assert max(batch.steps) in range(2, self.run_steps + 1)
@@ -306,11 +319,11 @@ class RememberingRunner(ModelRunner):
                 assert now.slot[row] == now.held[row] == batch.slot[row]
                 written.add((int(now.queries.page_table[row, position // PAGE]), position % PAGE))
             if len(taking_part):
-                steps.append(self.sample(now, self.forward(now)[0], needed, None))
+                steps.append(self._sample(now, self._forward(now)[0], needed, None))
             else:
                 steps.append(steps[-1]._replace(token=[-1] * len(now.slot)))
         assert len(written) == batch.steps.sum(), "two tokens of a run are written to one place"
-        return _TokensOnTheHost(*(None if parts[0] is None else [*parts] for parts in zip(*steps, strict=True)))
+        return SampledTokens(*(None if parts[0] is None else [*parts] for parts in zip(*steps, strict=True)))
 
     def note_seen(self, slot: int, prompt: Seq[int], generated: Seq[int]) -> None:
         self.seen[slot] = tuple(prompt), [*generated]
@@ -321,20 +334,24 @@ class RememberingRunner(ModelRunner):
     def put_slot(self, slot: int, rows: list[tuple[int, int]]) -> None:
         self.held[slot] = rows
 
-    def score(self, rows: list[int], first: int, tokens: np.ndarray) -> SampledTokens:
+    def score(self, rows: list[int], first: int, tokens: np.ndarray) -> PackedTokens:
+        return _on_the_host(self._score(rows, first, tokens))
+
+    def _score(self, rows: list[int], first: int, tokens: np.ndarray) -> SampledTokens:
         assert 0 < len(tokens) <= SCORED_ROWS
         logprobs = [prompt_logprob(rows[first + index], token) for index, token in enumerate(tokens.tolist())]
-        return _TokensOnTheHost(tokens.tolist(), logprobs, *_likeliest_arrays(tokens, MOST_LIKELIEST))
+        return SampledTokens(tokens.tolist(), logprobs, *_likeliest_arrays(tokens, MOST_LIKELIEST))
 
-    def score_drawn(self, rows: list[int], first: int, sequence: Sequence, position: int, count: int) -> SampledTokens:
+    def score_drawn(self, rows: list[int], first: int, sequence: Sequence, position: int, count: int) -> PackedTokens:
         tokens = np.asarray(sequence.prompt[position : position + count], np.int32)
-        scored = self.score(rows, first, tokens)
+        scored = self._score(rows, first, tokens)
         top = _likeliest_arrays(tokens, MOST_LIKELIEST)
-        return scored._replace(
+        drawn = scored._replace(
             sampling_logprob=[-logprob for logprob in scored.logprob],
             sampling_top_tokens=top[0],
             sampling_top_logprobs=top[1],
         )
+        return _on_the_host(drawn)
 
     def programs(self, batches: Any) -> StepPrograms:
         raise AssertionError("there is nothing to compile")
@@ -364,12 +381,35 @@ def _likeliest_arrays(tokens: np.ndarray, count: int) -> tuple[np.ndarray, np.nd
     return tokens[:, None] + number, np.broadcast_to(-number.astype(np.float64), (len(tokens), count))
 
 
-class _TokensOnTheHost(SampledTokens):
-    def start_copy(self) -> SampledTokens:
+class _BatchOnTheHost(PackedBatch):
+    """A batch that is not packed, which would take longer than all else here."""
+
+    def __init__(self, batch: StepBatch) -> None:
+        object.__setattr__(self, "given", batch)
+
+    @property
+    def shape(self) -> BatchShape:
+        return self.read().shape
+
+    def read(self) -> StepBatch:
+        return vars(self)["given"]
+
+
+class _TokensOnTheHost(PackedTokens):
+    def start_copy(self) -> PackedTokens:
         return self
 
     def read(self) -> SampledTokens:
-        return self
+        packed: Any = self.packed
+        return packed
+
+    def read_tokens(self) -> list[int]:
+        return self.token
+
+
+def _on_the_host(sampled: SampledTokens) -> PackedTokens:
+    given: Any = sampled
+    return _TokensOnTheHost(sampled.token, given)
 
 
 def shapes_for(slots: int, tokens: int, chunk: int | None = None, mixes: bool = True, drafts: int = 0) -> BatchShapes:

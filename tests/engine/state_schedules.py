@@ -15,15 +15,17 @@ import numpy as np
 from flax import nnx
 
 from detjax import SamplingParams
-from detjax.engine.batch import BatchShape, BatchShapes, SlotTable, StepBatch
+from detjax.engine.batch import BatchShape, BatchShapes
 from detjax.engine.drafts.draft_lengths import DraftLengths
 from detjax.engine.drafts.drafting import Drafting
 from detjax.engine.model_runner import ModelRunner, StateSizes
+from detjax.engine.packed_batch import PackedBatch
 from detjax.engine.page_pool import PagePool, prefix_root
-from detjax.engine.sampled_tokens import SampledTokens
+from detjax.engine.sampled_tokens import PackedTokens
 from detjax.engine.sampling_variant import SamplingVariant
 from detjax.engine.scheduler import ScheduledStep, Scheduler, StepLimits, pages_needed
 from detjax.engine.sequence import RequestContext, Sequence, samples
+from detjax.engine.slot_table import SlotTable
 from detjax.engine.snapshots import SnapshotCache
 from detjax.engine.step_loop import StepLoop
 from detjax.models import Decoder, load
@@ -102,7 +104,7 @@ class CountingRunner(ModelRunner):
 
     runs = 0
 
-    def decode_run(self, batch: StepBatch, needed: SamplingVariant) -> SampledTokens:
+    def decode_run(self, batch: PackedBatch, needed: SamplingVariant) -> PackedTokens:
         self.runs += 1
         return super().decode_run(batch, needed)
 

@@ -12,10 +12,10 @@ import pytest
 
 import detjax
 from detjax.engine.adapter_slots import AdapterSlots
-from detjax.engine.batch import StepBatch
 from detjax.engine.model_runner import ModelRunner
+from detjax.engine.packed_batch import PackedBatch
 from detjax.engine.request import Token
-from detjax.engine.sampled_tokens import SampledTokens
+from detjax.engine.sampled_tokens import PackedTokens
 from detjax.engine.sampling_variant import SamplingVariant
 from detjax.models import Adapter, CheckpointError, read_adapter
 from detjax.models.adapters.adapter_config import AdapterConfig
@@ -130,8 +130,8 @@ def test_runs_of_decodes_compute_each_row_with_its_adapter(
     expected, runs = engine.generate(requests), list[tuple[int, ...]]()
     decode_run = ModelRunner.decode_run
 
-    def counted(self: ModelRunner, batch: StepBatch, needed: SamplingVariant) -> SampledTokens:
-        runs.append(() if batch.adapters is None else tuple(np.asarray(batch.adapters).tolist()))
+    def counted(self: ModelRunner, batch: PackedBatch, needed: SamplingVariant) -> PackedTokens:
+        runs.append(() if batch.adapters is None else tuple(batch.adapters.read().tolist()))
         return decode_run(self, batch, needed)
 
     monkeypatch.setattr(ModelRunner, "decode_run", counted)

@@ -1,5 +1,6 @@
 """The arrays of a step: each chunk's tokens, places and parameters are in its own rows."""
 
+import copy
 import dataclasses
 from typing import Any
 
@@ -9,16 +10,19 @@ import numpy as np
 import pytest
 
 from detjax import ops
+from detjax.engine import model_runner
 from detjax.engine.batch import (
     BatchShape,
-    SlotTable,
     logit_adjustments,
     no_adjustments,
     sampling_arrays,
 )
+from detjax.engine.packed_batch import PackedBatch
 from detjax.engine.sampling_params import SamplingParams
 from detjax.engine.scheduler import ScheduledChunk, ScheduledStep
 from detjax.engine.sequence import RequestContext, Sequence
+from detjax.engine.slot_table import SlotTable
+from tests.support.bits import assert_same_bits
 from tests.support.small_loops import VARIANTS, small_loop
 
 PARAMS = SamplingParams(
@@ -184,11 +188,67 @@ def test_each_decode_takes_part_in_as_many_steps_of_a_run_as_it_has_tokens() -> 
     assert all(step.steps is None for step in sampled)
 
 
+def moved(chunk: ScheduledChunk, tokens: int, drafts: tuple[int, ...] = ()) -> ScheduledChunk:
+    """The next chunk of a sequence, of as many tokens."""
+    return dataclasses.replace(chunk, start=chunk.start + tokens, drafts=drafts, drafted=len(drafts))
+
+
+def test_a_batch_is_what_a_table_without_earlier_steps_makes() -> None:
+    options = {"named_in_queries": True, "coordinates": 2, "drafts": 3}
+    table, shape = SlotTable(6, 3, **options), dataclasses.replace(SHAPE, sampled=10)
+    decodes, first, last = STEP.decodes, STEP.prefills[0], chunk(PROMPT, 2, 30, 5)
+    other = chunk(PROMPT, 2, 30, 5)
+    other.sequence.params = dataclasses.replace(other.sequence.params, top_k=3)
+    several = [
+        STEP,
+        ScheduledStep((*(moved(one, -2) for one in decodes[:2]), decodes[2]), (moved(first, 0), last)),
+        ScheduledStep(decodes, (moved(first, 3, (5, 6)), moved(last, 1, (7,)))),
+        ScheduledStep(decodes, (moved(first, 5, (9, 5)), moved(last, 2, (3,)))),
+        ScheduledStep(decodes, (moved(first, 5, (9,)), moved(last, 2, (3, 4)))),
+        ScheduledStep(decodes, (moved(first, 5, (9,)), moved(other, 2, (3, 4)))),
+        ScheduledStep(decodes[::-1], (moved(first, 5, (9,)), moved(other, 2, (3, 4)))),
+        ScheduledStep(),
+        STEP,
+    ]
+    for adjusted in (False, True):
+        for step in several:
+            expected = SlotTable(6, 3, **options).batch(step, shape, adjusted=adjusted)
+            assert_same_bits(jax.tree.leaves(table.batch(step, shape, adjusted=adjusted)), jax.tree.leaves(expected))
+
+
+def changed_in_last_row(step: ScheduledStep) -> ScheduledStep:
+    """The step with another bias of its last sequence."""
+    *others, last = step.prefills
+    one = copy.copy(last.sequence)
+    one.params, one.page_ids = dataclasses.replace(one.params, logit_bias=((4, 1.0),)), [*one.page_ids]
+    return ScheduledStep(step.decodes, (*others, dataclasses.replace(last, sequence=one)))
+
+
 def test_copies_on_the_device_are_what_is_copied() -> None:
-    """Arrays that equal one of the last step are not copied again: equal in bytes, shape and dtype."""
-    runner = small_loop(VARIANTS[:1])._runner
-    for step, shape in ((ScheduledStep(), SHAPE), (STEP, SHAPE), (ScheduledStep(), BatchShape(1, 0, 0, 1))) * 2:
+    """Adjustments and adapters that equal the last ones are not copied again: equal in all rows."""
+    runner, other = small_loop(VARIANTS[:1])._runner, changed_in_last_row(STEP)
+    unpacked, small = jax.jit(PackedBatch.unpacked), (ScheduledStep(), BatchShape(1, 0, 0, 1))
+    for step, shape in [(ScheduledStep(), SHAPE), (STEP, SHAPE), (other, SHAPE), (STEP, SHAPE), small] * 2:
         batch = batch_of(step, shape, adjusted=True)
-        for array, copied in zip(jax.tree.leaves(batch), jax.tree.leaves(runner.copy(batch)), strict=True):
-            assert (array.dtype, array.shape) == (copied.dtype, copied.shape)
-            assert array.tobytes() == np.asarray(copied).tobytes()
+        batch = batch._replace(adapters=np.arange(shape.decodes + shape.prefills, dtype=np.int32) - len(step.prefills))
+        copied = runner.copy(batch)
+        assert copied.shape == batch.shape
+        expected = batch._replace(steps=np.zeros(shape.decodes, np.int32))
+        assert_same_bits(jax.tree.leaves(expected), jax.tree.leaves(copied.read()))
+        assert_same_bits(jax.tree.leaves(expected), jax.tree.leaves(unpacked(copied)))
+
+
+def test_a_step_is_copied_to_the_device_in_two_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = small_loop(VARIANTS[2:])
+    copied, replicated = [], model_runner.replicate
+
+    def counted(tree: Any, sharding: Any) -> Any:
+        copied.append(len(jax.tree.leaves(tree)))
+        return replicated(tree, sharding)
+
+    monkeypatch.setattr(model_runner, "replicate", counted)
+    loop.submit(Sequence((5, 6, 7), SamplingParams(max_tokens=5, repetition_penalty=1.2, top_logprobs=2)))
+    while not loop.is_idle:
+        loop.step()
+    # The first step has the adjustments in addition.
+    assert copied == [3, 2, 2, 2, 2], copied

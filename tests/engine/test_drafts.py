@@ -285,7 +285,7 @@ def test_generate_and_an_engine_give_the_same_completions_with_a_draft_model(ada
 def test_an_engine_without_guesses_has_no_arrays_for_them(plain: Plain) -> None:
     without, with_guesses = (loop_of(one).programs().by_key() for one in (None, NGRAM))
     paths = [str(jax.tree.flatten_with_path([one.args for one in some.values()])) for some in (without, with_guesses)]
-    assert ["drafted" in some for some in paths] == [False, True]
+    assert ["DraftedRows" in some for some in paths] == [False, True]
     # Where a step has no guess, the layers are the same program.
     shared = [key for key in without if key in with_guesses and key[0] == "_forward"]
     assert shared == [("_forward", BatchShape(SLOTS, 0, 0, SLOTS))]

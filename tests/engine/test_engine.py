@@ -523,7 +523,9 @@ def test_a_closed_engine_has_not_failed(caplog: pytest.LogCaptureFixture) -> Non
     assert not caplog.records
 
 
-@pytest.mark.parametrize("when", ["the sample grows", "the sample has ended", "the request is submitted"])
+@pytest.mark.parametrize(
+    "when", ["the sample grows", "the stream grows", "the sample has ended", "the request is submitted"]
+)
 def test_a_failure_of_one_sample_ends_its_request_alone(
     shared: Engine, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
@@ -535,7 +537,7 @@ def test_a_failure_of_one_sample_ends_its_request_alone(
     class Panic(BaseException):
         """The tokenizer library's panic is not an Exception either."""
 
-    def failing_add(stream: TextStream, token: int, *, may_stop: bool) -> bool:
+    def failing_add(stream: TextStream, token: int, *, may_stop: bool = True) -> bool:
         nonlocal calls
         calls += 1
         if calls == 5:
@@ -552,15 +554,17 @@ def test_a_failure_of_one_sample_ends_its_request_alone(
             raise Panic("the fault of one sample")
         submit(loop, sequence)
 
-    if when == "the sample grows":
-        victim = dataclasses.replace(victim, stop=("a stop string that never comes",))
+    if when.endswith("grows"):
+        if when == "the sample grows":
+            victim = dataclasses.replace(victim, stop=("a stop string that never comes",))
         monkeypatch.setattr(TextStream, "add", failing_add)
     elif when == "the sample has ended":
         victim = dataclasses.replace(victim, max_tokens=3)
         monkeypatch.setattr(engine_sequence.Sequence, "completion", failing_completion)
     else:
         monkeypatch.setattr(StepLoop, "submit", failing_submit)
-    future = shared.submit(Request([1, 2, 3], victim))
+    listener = (lambda token: None) if when == "the stream grows" else None
+    future = shared.submit(Request([1, 2, 3], victim), listener)
     assert_same_bits(bits_of(shared.generate(requests()[:4])), bits_of(expected))
     with pytest.raises(Panic, match="the fault of one sample"):
         future.result(HANGS_AFTER)

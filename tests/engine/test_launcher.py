@@ -10,13 +10,15 @@ import pytest
 
 from detjax import SamplingParams
 from detjax.engine import Constraint, EngineClosed, Request
-from detjax.engine.batch import BatchShapes, SlotTable, StepBatch
+from detjax.engine.batch import BatchShapes
 from detjax.engine.constraints import CompiledConstraint, ConstraintCompiler
 from detjax.engine.launcher import Launcher, LauncherThread
 from detjax.engine.model_runner import ModelRunner
+from detjax.engine.packed_batch import PackedBatch
 from detjax.engine.page_pool import PagePool
 from detjax.engine.scheduler import Scheduler
 from detjax.engine.sequence import RequestContext, Sequence
+from detjax.engine.slot_table import SlotTable
 from detjax.engine.step_loop import StepLoop
 from detjax.engine.token_masks import Masks, Matcher
 from detjax.runtime import backends
@@ -122,7 +124,7 @@ class NotingRunner(RememberingRunner):
         super().__init__(1)
         self.threads: list[int] = []
 
-    def forward(self, batch: StepBatch) -> tuple[list[int], None]:
+    def forward(self, batch: PackedBatch) -> tuple[list[int], list[int]]:
         self.threads.append(threading.get_ident())
         return super().forward(batch)
 

@@ -106,7 +106,7 @@ def play(loop: StepLoop, arrivals: Arrivals, cancelled: Mapping[int, int] | None
     played = Played([one for some in arrivals.values() for together in some for one in together], [], [], [])
 
     def noted(runner: ModelRunner, batch: Any, needed: SamplingVariant) -> Any:
-        steps = np.asarray(batch.steps)
+        steps = batch.read().steps
         played.runs.append([int((number < steps).sum()) for number in range(RUN_STEPS)])
         return decode_run(runner, batch, needed)
 

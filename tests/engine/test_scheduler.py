@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 
 from detjax import SamplingParams
-from detjax.engine.batch import BatchShape, BatchShapes, SlotTable
+from detjax.engine.batch import BatchShape, BatchShapes
 from detjax.engine.constraint import Constraint
 from detjax.engine.constraints import CompiledConstraint
 from detjax.engine.page_pool import PagePool, digests, prefix_root
 from detjax.engine.scheduler import ScheduledChunk, ScheduledStep, Scheduler, StepLimits, pages_needed
 from detjax.engine.sequence import RequestContext, Sequence, samples
+from detjax.engine.slot_table import SlotTable
 from detjax.engine.snapshots import MAX_PER_STEP, SlotCopies, SnapshotCache
 from detjax.engine.step_loop import StepLoop
 from tests.engine import schedules
@@ -393,7 +394,7 @@ def test_a_slot_of_an_ended_sequence_serves_the_next_one_with_its_own_parameters
         assert batch.queries.page_table[row, 0] == one.page_ids[0]
         scheduler.mark_submitted(step)
         one.finish_reason = "length"
-        scheduler.accept_token(one)
+        scheduler.accept_tokens(one)
 
 
 def test_a_digest_names_a_page_and_all_pages_before_it() -> None:

@@ -1,6 +1,7 @@
 """Sequences: what ends them, and what the samples of a request share."""
 
 import dataclasses
+import itertools
 import math
 
 import pytest
@@ -100,6 +101,33 @@ def test_a_continued_sample_has_the_rest_alone_and_its_streams_text_goes_on() ->
     assert (ended.finish_reason, ended.completion().tokens, ended.completion().text) == ("length", (), "")
     with pytest.raises(ValueError, match="tokens for sample 0, which ends after 2 of them"):
         Sequence((1,), dataclasses.replace(params, max_tokens=2), context=context, generated=whole)
+
+
+@pytest.mark.parametrize("includes_stop", [False, True])
+@pytest.mark.parametrize("stop", [(), ("no, a",), ("again",)])
+def test_tokens_that_are_accepted_together_and_reported_later_are_the_same(
+    stop: tuple[str, ...], includes_stop: bool
+) -> None:
+    tokenizer = small_tokenizer()
+    whole = tokenizer.encode("He said no, and no again. And no more.")
+    for is_streamed, end in itertools.product((True, False), (whole[-3], whole[0] + 1)):
+        context = RequestContext(tokenizer=tokenizer, is_streamed=is_streamed, end_tokens=frozenset([end]))
+        params = SamplingParams(max_tokens=len(whole) - 1, stop=stop, include_stop_str_in_output=includes_stop)
+        alone, together = (Sequence((1,), params, context=context) for _ in range(2))
+        expected, tokens, rest = [], [], list(whole)
+        for number, token in enumerate(whole):
+            if alone.finish_reason is None:
+                expected.append(alone.add(token, -float(number), (), batch=1))
+        while together.finish_reason is None:
+            group, rest = rest[:4], rest[4:]
+            numbers = range(len(together.generated), len(together.generated) + 4)
+            sampled = [(token, -float(number)) for token, number in zip(group, numbers, strict=False)]
+            count, is_ended = together.accept(sampled), together.finish_reason is not None
+            for number, (token, logprob) in enumerate(sampled[:count]):
+                is_last = is_ended and number == count - 1
+                tokens.append(together.report(token, logprob, (), batch=1, is_last=is_last))
+        assert tokens == expected and len(tokens) > 4
+        assert together.completion() == alone.completion()
 
 
 def test_rows_are_needed_for_a_prompts_logprobs() -> None:

@@ -1,8 +1,12 @@
 """Programs of steps: what is recorded of tokens, what is read of results, and which program serves what."""
 
+import functools
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
+import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -84,14 +88,14 @@ TOKENS = SampledTokens(
 
 
 def test_a_row_of_a_step_of_a_run_is_read_with_as_much_as_its_request_asks_for() -> None:
-    steps = TOKENS.read().by_step()
+    steps = TOKENS.with_lists().by_step()
     assert len(steps) == 2
     asked = SamplingParams(top_logprobs=1, sampling_logprobs=True)
     assert steps[1].at(0, asked) == (6, -2.5, ((5, -5.0),), -1.25, ((4, -2.5),))
     assert steps[1].at(0, SamplingParams(sampling_logprobs=True)) == (6, -2.5, (), -1.25, ())
     assert steps[0].at(1, SamplingParams(top_logprobs=2)) == (5, -1.5, ((3, -3.0), (4, -4.0)), None, ())
     assert steps[0].at(0, SamplingParams()) == (4, -0.5, (), None, ())
-    silent = TOKENS._replace(sampling_logprob=None).read()
+    silent = TOKENS._replace(sampling_logprob=None).with_lists()
     assert silent.sampling_logprob is None and silent.by_step()[1].at(1, asked)[3] is None
 
 
@@ -154,3 +158,22 @@ def test_programs_of_a_loop_have_keys_of_their_own_that_lookups_find() -> None:
     assert looked_up == {key for key in keys if key[0] not in ("_score", "_note_seen")}  # pyright: ignore[reportIndexIssue]
     kinds = [key[0] for key, program in programs.by_key().items() if not program.is_essential]  # pyright: ignore[reportIndexIssue]
     assert kinds == ["_forward", "_sample", "_decode_run", "_decode_run"]
+
+
+def scatters(jaxpr: Any) -> Iterator[Any]:
+    """The scatters of a program that write numbers, in all of its parts."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "scatter":
+            yield equation
+        for inner in jax.extend.core.jaxprs_in_params(equation.params):
+            yield from scatters(inner)
+
+
+def test_tokens_are_written_to_slots_without_sorting_the_slots() -> None:
+    """XLA sorts the places of scatters for GPUs, to be deterministic, unless they say that all are different."""
+    programs = small_loop(VARIANTS, runs_of=1).programs()
+    for key, program in programs.by_key().items():
+        if key[0] in ("_sample", "_decode_run", "_note_seen"):  # pyright: ignore[reportIndexIssue]
+            call = functools.partial(program.fn, programs.network, **program.static)
+            writes = [*scatters(jax.make_jaxpr(call)(programs.parameters, *program.args).jaxpr)]
+            assert writes and all(one.params["unique_indices"] for one in writes), key

@@ -13,7 +13,7 @@ import pytest
 import detjax
 from detjax import Request, SamplingParams
 from detjax.engine import EngineClosed
-from detjax.engine.sampled_tokens import SampledTokens
+from detjax.engine.sampled_tokens import PackedTokens
 from detjax.engine.watchdog import EXIT_CODE_OF_A_FAILED_ENGINE, StepTimeout, Watchdog
 from tests.support.small_loops import small_model
 
@@ -26,14 +26,14 @@ REQUEST = Request((1, 2, 3), SamplingParams(max_tokens=4))
 @pytest.fixture
 def lost(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event, threading.Event]]:
     """Devices that finish no more steps after the first event is set, until the second one is."""
-    is_lost, released, read = threading.Event(), threading.Event(), SampledTokens.read
+    is_lost, released, read = threading.Event(), threading.Event(), PackedTokens.read
 
-    def stuck(tokens: SampledTokens) -> Any:
+    def stuck(tokens: PackedTokens) -> Any:
         if is_lost.is_set():
             assert released.wait(GENEROUS)
         return read(tokens)
 
-    monkeypatch.setattr(SampledTokens, "read", stuck)
+    monkeypatch.setattr(PackedTokens, "read", stuck)
     monkeypatch.setattr("atexit.register", lambda _: None)  # this process has to end as usual
     yield is_lost, released
     released.set()
@@ -92,10 +92,10 @@ _LOST = """
 import threading
 import detjax
 from detjax.engine import EngineClosed
-from detjax.engine.sampled_tokens import SampledTokens
+from detjax.engine.sampled_tokens import PackedTokens
 from tests.support.small_loops import small_model
 
-SampledTokens.read = lambda tokens: threading.Event().wait()
+PackedTokens.read = lambda tokens: threading.Event().wait()
 engine = detjax.Engine(small_model(), None, max_samples=1, token_budget=8, max_length=32, step_seconds=0.5)
 try:
     engine.generate([detjax.Request((1, 2, 3), detjax.SamplingParams(max_tokens=4))])

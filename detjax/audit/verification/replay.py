@@ -19,15 +19,16 @@ from jaxtyping import Array, Float, Int32
 from detjax.contract import KV_BLOCK, QUERY_UNIT
 from detjax.engine import sampling_programs, step_programs
 from detjax.engine import sequence as sequences
-from detjax.engine.batch import BatchShape, BatchShapes, SlotTable, logit_adjustments, sampling_arrays
+from detjax.engine.batch import BatchShape, BatchShapes, logit_adjustments, sampling_arrays
 from detjax.engine.constraints import CompiledConstraint
 from detjax.engine.page_pool import Digest, PagePool, digests
 from detjax.engine.program import Parameters
-from detjax.engine.sampled_tokens import SampledTokens
+from detjax.engine.sampled_tokens import PackedTokens, SampledTokens
 from detjax.engine.sampling_params import SamplingParams
 from detjax.engine.sampling_programs import SampledRows, SlotState
 from detjax.engine.sampling_variant import SamplingVariant
 from detjax.engine.scheduler import ScheduledChunk, Scheduler, StepLimits, pages_needed
+from detjax.engine.slot_table import SlotTable
 from detjax.engine.token_masks import TokenRules, all_allowed, masks_of
 from detjax.models import Decoder
 from detjax.models.network import split
@@ -144,7 +145,7 @@ class _Pending(NamedTuple):
     """Tokens that the device is sampling."""
 
     rows: list[_Rows]
-    sampled: SampledTokens
+    sampled: PackedTokens
 
     def read(self) -> Replayed:
         """Waits for the tokens."""
@@ -153,7 +154,7 @@ class _Pending(NamedTuple):
         position = np.concatenate(
             [np.arange(rows.first, rows.first + rows.count, dtype=np.int32) for rows in self.rows]
         )
-        read = jax.device_get(tuple(self.sampled))
+        read = self.sampled.packed.read()
         return Replayed(answer, position, SampledTokens(*(None if x is None else x[:count] for x in read)))
 
 
@@ -233,7 +234,7 @@ class _Replay:
         for chunk in plan.prefills:
             if chunk.completes:  # later steps on the device may reuse its pages
                 chunk.sequence.finish_reason = "length"
-                self._scheduler.accept_token(chunk.sequence)
+                self._scheduler.accept_tokens(chunk.sequence)
         by_variant: dict[SamplingVariant, list[_Rows]] = {}
         for one in rows:
             if one.count:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32
 
-from detjax.engine.batch import BatchShape, BatchShapes, SlotTable
+from detjax.engine.batch import BatchShape, BatchShapes
 from detjax.engine.drafts.drafter import Drafter, SampledStep
 from detjax.engine.drafts.head_programs import (
     Before,
@@ -36,6 +36,7 @@ from detjax.engine.program import StepProgram, shapes_of
 from detjax.engine.program_compiler import ProgramCompiler
 from detjax.engine.scheduler import ScheduledChunk, ScheduledStep
 from detjax.engine.sequence import Sequence
+from detjax.engine.slot_table import SlotTable
 from detjax.models import Draft
 from detjax.models.cache import declarations
 from detjax.models.network import split
@@ -72,8 +73,13 @@ class HeadDrafter(Drafter):
         streams = len(draft.head.depths or ())
         self._features = jax.ShapeDtypeStruct((streams * target.config.hidden_size,), target.dtype) if streams else None
         self._table, self._shapes, self._runner = table, shapes, runner
-        ids = None if draft.target_ids is None else jnp.asarray(draft.target_ids, jnp.int32)
-        self._ids: Int32[Array, "v"] | None = runner.replicate(ids)
+        numbers = None
+        if draft.target_ids is not None:
+            numbers = np.full(target.config.vocab_size, len(draft.target_ids), np.int32)
+            numbers[draft.target_ids] = np.arange(len(draft.target_ids), dtype=np.int32)
+        self._numbers: Int32[Array, "V"] | None = runner.replicate(numbers)
+        paths = runner.model_arrays[0].paths
+        self._outside_layers = [number for number, path in enumerate(paths) if path[0] != _LAYERS]
         self._compiled: dict[Hashable, Callable[..., Any]] = {}
         self.make_state()
 
@@ -92,7 +98,7 @@ class HeadDrafter(Drafter):
     def note_sampled(self, step: SampledStep) -> None:
         """Computes the head's rows before the tokens of a step."""
         # A step that samples nothing verifies nothing, so any tokens serve.
-        token = self._no_tokens(len(step.batch.slot)) if step.sampled is None else step.sampled.token
+        token = self._no_tokens(step.batch.shape.sampled) if step.sampled is None else step.sampled.token
         self._state = self._run(follow(self._state, step.batch, step.computed, token))
 
     def _no_tokens(self, count: int) -> Int32[Array, "R"]:
@@ -104,26 +110,21 @@ class HeadDrafter(Drafter):
         steps = np.zeros(self._shapes.smallest(step).decodes, np.int32)
         steps[: len(wanted)] = list(wanted.values())
         is_filtered = any(sequence.params.filtered for sequence in wanted)
-        tokens = [np.asarray(token).tolist() for token in self._guesses(step, steps, is_filtered=is_filtered)]
-        return {
-            sequence: [tokens[number][row] for number in range(count)]
-            for row, (sequence, count) in enumerate(wanted.items())
-        }
+        guesses = np.asarray(self._guesses(step, steps, is_filtered=is_filtered)).tolist()
+        return {sequence: guesses[row][:count] for row, (sequence, count) in enumerate(wanted.items())}
 
     def _guesses(
         self, step: ScheduledStep, steps: Int32[np.ndarray, "decodes"], *, is_filtered: bool
-    ) -> list[Int32[Array, "decodes"]]:
-        """Returns the guesses after each decode of a step: as many arrays as the highest number in `steps`."""
+    ) -> Int32[Array, "decodes n"]:
+        """Returns the guesses after each decode of a step, in as many columns as the highest number in `steps`."""
         shape = next(shape for shape in self._shapes if shape.decodes == len(steps) and not shape.rows)
         sequences = self._runner.replicate(chain(self._table.batch(step, shape), steps))
-        before = Before(self._runner.last_tokens, None, self._ids)
-        guesses = []
-        for number in range(int(steps.max(initial=0))):
-            program = guess(self._state, sequences, before, np.int32(number), is_filtered=is_filtered)
-            token, hidden, self._state = self._run(program)
-            before = Before(token, hidden, self._ids)
-            guesses.append(token)
-        return guesses
+        before = Before(self._runner.last_tokens)
+        for _ in range(int(steps.max(initial=1))):
+            program = guess(self._state, sequences, before, self._numbers, is_filtered=is_filtered)
+            before, self._state = self._run(program)
+        assert before.guesses is not None
+        return before.guesses
 
     def _run(self, program: StepProgram) -> Any:
         compiled = self._compiled.get(program.key)
@@ -144,9 +145,10 @@ class HeadDrafter(Drafter):
         network, parameters = self._runner.model_arrays
         if self._runner.everywhere is not None:  # devices that share a model get all its weights
             return HeadArrays(self._weights, parameters)
-        pairs = zip(network.paths, parameters.weights, strict=True)
-        weights = tuple(None if path[0] == _LAYERS else weight for path, weight in pairs)
-        return HeadArrays(self._weights, parameters._replace(weights=weights))
+        weights: list[Any] = [None] * len(network.paths)
+        for number in self._outside_layers:
+            weights[number] = parameters.weights[number]
+        return HeadArrays(self._weights, parameters._replace(weights=tuple(weights)))
 
     def compile(self, compiler: ProgramCompiler) -> None:
         """Compiles the programs that batches of all shapes need."""
@@ -164,7 +166,7 @@ class HeadDrafter(Drafter):
             hidden=self._hidden,
             features=self._features,
             chained=jax.ShapeDtypeStruct((self._width,), self._size.dtype),
-            ids=shapes_of(self._ids, everywhere),
+            numbers=shapes_of(self._numbers, everywhere),
             everywhere=everywhere,
         )
 

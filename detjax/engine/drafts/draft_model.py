@@ -1,6 +1,5 @@
 """A smaller model that guesses tokens, with keys and values of its own."""
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 
@@ -8,13 +7,15 @@ import numpy as np
 from jaxtyping import Array, Int32
 
 from detjax.contract import KV_BLOCK
-from detjax.engine.batch import BatchShape, BatchShapes, SlotTable, StepBatch
+from detjax.engine.batch import BatchShape, BatchShapes, StepBatch
 from detjax.engine.drafts.drafter import Drafter
 from detjax.engine.model_runner import ModelRunner, StateSizes
+from detjax.engine.packed_batch import PackedBatch
 from detjax.engine.program_compiler import ProgramCompiler
 from detjax.engine.sampling_variant import SamplingVariant
 from detjax.engine.scheduler import ScheduledChunk, ScheduledStep
 from detjax.engine.sequence import Sequence
+from detjax.engine.slot_table import SlotTable
 from detjax.models import Decoder
 
 _VARIANTS = SamplingVariant(False, 0), SamplingVariant(True, 0)
@@ -75,10 +76,10 @@ class DraftModel(Drafter):
             for row, (sequence, count) in enumerate(wanted.items())
         }
 
-    def follow(self, batch: StepBatch, last: Int32[Array, "slots"]) -> None:
+    def follow(self, batch: PackedBatch, last: Int32[Array, "slots"]) -> None:
         """Computes the same tokens with the smaller model."""
         self._runner.adopt_last_tokens(last)
-        self._runner.forward(_without_extras(batch))
+        self._runner.forward(batch)
 
     def make_state(self) -> None:
         """Allocates the cache, and puts the weights back on the devices."""
@@ -108,9 +109,8 @@ class DraftModel(Drafter):
 
 
 def _without_extras(batch: StepBatch) -> StepBatch:
-    """Returns a batch without what only larger models have: images, and their coordinates and slots."""
-    queries = dataclasses.replace(batch.queries, slots=None, coordinates=None)
-    return batch.for_layers()._replace(queries=queries, images=None, steps=None, adapters=None)
+    """Returns a batch without what is copied to the device only for larger models."""
+    return batch._replace(adjustments=None, images=None, adapters=None)
 
 
 def check_draft_model(model: Decoder, draft: Decoder, name: str) -> None:

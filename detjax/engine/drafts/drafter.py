@@ -9,9 +9,10 @@ from typing import NamedTuple
 
 from jaxtyping import Array, Int32
 
-from detjax.engine.batch import BatchShape, StepBatch
+from detjax.engine.batch import BatchShape
+from detjax.engine.packed_batch import PackedBatch
 from detjax.engine.program_compiler import ProgramCompiler
-from detjax.engine.sampled_tokens import SampledTokens
+from detjax.engine.sampled_tokens import PackedTokens
 from detjax.engine.sequence import Sequence
 from detjax.engine.step_programs import ComputedRows
 
@@ -22,13 +23,13 @@ class SampledStep(NamedTuple):
     Attributes:
         batch: the step's arrays.
         computed: the token of each of its rows, the model's hidden states, and a head's features.
-        sampled: the tokens sampled from the rows `batch.last_row`; None if the step samples none. Where a row's draft
-            turns out wrong, the rows after it are void; `sampling_programs.counted_rows` says which rows count.
+        sampled: the tokens sampled from its rows; None if the step samples none. Where a row's draft turns out wrong,
+            the rows after it are void; `sampling_programs.counted_rows` says which rows count.
     """
 
-    batch: StepBatch
+    batch: PackedBatch
     computed: ComputedRows
-    sampled: SampledTokens | None
+    sampled: PackedTokens | None
 
 
 class Drafter:
@@ -56,7 +57,7 @@ class Drafter:
         """
         raise NotImplementedError
 
-    def follow(self, batch: StepBatch, last: Int32[Array, "slots"]) -> None:
+    def follow(self, batch: PackedBatch, last: Int32[Array, "slots"]) -> None:
         """Takes note of a step that computes the tokens of a batch, before tokens are sampled.
 
         Args:

@@ -8,11 +8,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from detjax.contract import KV_BLOCK
-from detjax.engine.batch import DraftedRows, StepBatch
+from detjax.engine.batch import StepBatch
+from detjax.engine.drafts.speculative_config import MOST_DRAFTED
+from detjax.engine.packed import Packed
+from detjax.engine.packed_batch import PackedBatch
 from detjax.engine.program import Parameters, StepProgram, model_of, shapes_of
 from detjax.engine.sampling_programs import counted_rows
 from detjax.engine.step_programs import ComputedRows
@@ -21,6 +25,7 @@ from detjax.models.drafts.head import DraftHead
 from detjax.models.network import Network, Weights
 from detjax.models.parts.logits import Logits, vocabulary_sharding
 from detjax.operands.kv_pages import PackedRows, Queries
+from detjax.operands.numerics import unique_scatter_indices
 from detjax.operands.rounding import rounded
 from detjax.operands.sampling_arrays import Arrays, SamplingArrays
 from detjax.runtime import compilation
@@ -67,48 +72,53 @@ class Before(NamedTuple):
     Attributes:
         token: the guesses before; at first, the last token of each slot.
         hidden: the hidden states that the guesses before chain; at first None.
-        ids: the model's token of each token of the head; None: they are the same.
+        number: how many guesses each sequence has; at first None.
+        guesses: all of them, in the first columns; at first None.
     """
 
     token: Int32[Arrays, "_"]
-    hidden: Float[Array, "decodes D"] | None
-    ids: Int32[Array, "v"] | None
+    hidden: Float[Array, "decodes D"] | None = None
+    number: Int32[Array, ""] | None = None
+    guesses: Int32[Array, "decodes n"] | None = None
 
 
-class _Verified(NamedTuple):
-    """The tokens that a step sampled, and the guesses that they verify; see `StepBatch` and `SampledStep`."""
-
-    last_row: Int32[Arrays, "R"]
-    drafted: DraftedRows | None
-    token: Int32[Arrays, "R"]
-
-
-def follow(state: HeadState, batch: StepBatch, computed: ComputedRows, token: Any) -> StepProgram:
+def follow(state: HeadState, batch: PackedBatch, computed: ComputedRows, token: Any) -> StepProgram:
     """Returns the program that computes a head's rows before the tokens of a step.
 
     Args:
         state: the head's state.
         batch: the step's arrays.
         computed: the model's results for its rows.
-        token: the tokens sampled from the rows `batch.last_row`.
+        token: the tokens sampled from its rows.
     """
-    args = state, _page_queries(batch.queries), computed, _Verified(batch.last_row, batch.drafted, token)
+    args = state, PackedBatch(batch.layers, batch.rows), computed, token
     shape = batch.shape
     purpose = f"head: up to {shape.decodes} decodes, and prefills of up to {shape.rows} rows"
     return StepProgram(_follow, shape, args, {}, purpose)
 
 
-def chain(batch: StepBatch, steps: Int32[np.ndarray, "decodes"]) -> Chain:
+def chain(batch: StepBatch, steps: Int32[np.ndarray, "decodes"]) -> Packed[Chain]:
     """Returns the sequences that get guesses after each decode of a batch, given the number of guesses."""
     sampling = SamplingArrays(*(values[: len(steps)] for values in batch.sampling))
-    return Chain(batch.held, steps, _page_queries(batch.queries), sampling)
+    return Packed.on_host(Chain(batch.held, steps, _page_queries(batch.queries), sampling))
 
 
-def guess(state: HeadState, sequences: Chain, before: Before, number: Any, *, is_filtered: bool) -> StepProgram:
-    """Returns the program that computes guess `number` of each sequence; `is_filtered`: some filter their tokens."""
-    count, is_first = len(sequences.held), before.hidden is None
+def guess(
+    state: HeadState, sequences: Packed[Chain], before: Before, numbers: Any, *, is_filtered: bool
+) -> StepProgram:
+    """Returns the program that computes the next guess of each sequence.
+
+    Args:
+        state: the head's state.
+        sequences: the result of `chain`.
+        before: the result of the guess before.
+        numbers: the head's number of each token of the model, and the number of its tokens for those that it cannot
+            guess; None: the tokens are the same.
+        is_filtered: whether some sequences filter their tokens.
+    """
+    count, is_first = len(sequences.layout.tree.held), before.hidden is None
     purpose = f"head: {'the first' if is_first else 'a later'} guess of up to {count} sequences"
-    args = state, sequences, before, number
+    args = state, sequences, before, numbers
     return StepProgram(_guess, (count, is_first), args, {"is_filtered": is_filtered}, purpose)
 
 
@@ -130,7 +140,7 @@ class HeadPrograms:
         hidden: one row of the model's hidden states.
         features: one row of features from residual streams; None: from no stream.
         chained: one row of the head's hidden states.
-        ids: see `Before`.
+        numbers: see `guess`.
         everywhere: the replicated sharding over the devices that share the model; None: one device.
     """
 
@@ -142,7 +152,7 @@ class HeadPrograms:
     hidden: jax.ShapeDtypeStruct
     features: jax.ShapeDtypeStruct | None
     chained: jax.ShapeDtypeStruct
-    ids: Any
+    numbers: Any
     everywhere: NamedSharding | None
 
     @property
@@ -167,14 +177,16 @@ class HeadPrograms:
         shape, rows = batch.shape, len(batch.token)
         features = None if self.features is None else _rows(self.features, rows)
         computed = ComputedRows(_tokens(rows), _rows(self.hidden, rows), features)
-        programs = [follow(self.state, batch, computed, _tokens(shape.sampled))]
+        programs = [follow(self.state, PackedBatch.on_host(batch), computed, _tokens(shape.sampled))]
         if shape.rows:
             return programs
         count = shape.decodes
-        first, later = Before(self.last, None, self.ids), Before(_tokens(count), _rows(self.chained, count), self.ids)
+        guesses: Any = jax.ShapeDtypeStruct((count, MOST_DRAFTED), jnp.int32)
+        number: Any = jax.ShapeDtypeStruct((), jnp.int32)
+        first, later = Before(self.last), Before(_tokens(count), _rows(self.chained, count), number, guesses)
         sequences = chain(batch, np.zeros(count, np.int32))
         return programs + [
-            guess(self.state, sequences, before, np.int32(0), is_filtered=is_filtered)
+            guess(self.state, sequences, before, self.numbers, is_filtered=is_filtered)
             for before in (first, later)
             for is_filtered in (False, True)
         ]
@@ -193,11 +205,13 @@ def _follow(
     networks: Networks,
     arrays: HeadArrays,
     state: HeadState,
-    queries: Queries,
+    batch: PackedBatch,
     computed: ComputedRows,
-    verified: _Verified,
+    token: Int32[Array, "R"],
 ) -> HeadState:
     """Returns a head's state after the rows before the tokens of a step."""
+    step = batch.unpacked()
+    queries = _page_queries(step.queries)
     head = networks.head.with_weights(arrays.head)
     features = computed.hidden if computed.features is None else computed.features
     mapped = head.mapped(rounded(features, head.dtype))
@@ -212,11 +226,12 @@ def _follow(
     _, pages = head(embedded, hidden, _one_earlier(queries), state.pages)
 
     page = jnp.asarray(queries.page_table)[request, position // KV_BLOCK]
-    counts = (present > 0) & _counted(len(position), verified)
+    counts = (present > 0) & _counted(len(position), step, token)
     following = jnp.roll(counts & (present > 0), -1) & (jnp.roll(request, -1) == request)
     following &= (jnp.roll(position, -1) == position + 1) & (jnp.roll(position, -1) // KV_BLOCK == position // KV_BLOCK)
-    kept = jnp.where(counts & ~following, page, len(state.mapped))
-    return HeadState(pages, state.mapped.at[kept].set(mapped, mode="drop"))
+    # A page has one such row, since no two sequences write to it.
+    kept = unique_scatter_indices(counts & ~following, page, len(state.mapped))
+    return HeadState(pages, state.mapped.at[kept].set(mapped, mode="drop", unique_indices=True))
 
 
 def _rows_of(queries: Queries) -> tuple[Int32[Array, "N"], Int32[Array, "N"], Int32[Array, "N"]]:
@@ -225,12 +240,12 @@ def _rows_of(queries: Queries) -> tuple[Int32[Array, "N"], Int32[Array, "N"], In
     return jnp.asarray(queries.rows.request), jnp.asarray(queries.rows.position), jnp.asarray(queries.rows.present)
 
 
-def _counted(rows: int, verified: _Verified) -> Bool[Array, "N"]:
+def _counted(rows: int, step: StepBatch, token: Int32[Array, "R"]) -> Bool[Array, "N"]:
     """Returns False for the rows of wrong guesses and of guesses after them."""
-    if verified.drafted is None:
+    if step.drafted is None:
         return jnp.ones(rows, bool)
-    counted = counted_rows(verified.token, verified.drafted).astype(jnp.int32)
-    return jnp.ones(rows, jnp.int32).at[verified.last_row].min(counted) > 0
+    counted = counted_rows(token, step.drafted).astype(jnp.int32)
+    return jnp.ones(rows, jnp.int32).at[step.last_row].min(counted) > 0
 
 
 def _one_earlier(queries: Queries) -> Queries:
@@ -270,28 +285,37 @@ def _guess(
     networks: Networks,
     arrays: HeadArrays,
     state: HeadState,
-    chain: Chain,
+    sequences: Packed[Chain],
     before: Before,
-    number: Int32[Any, ""],
+    numbers: Int32[Array, "V"] | None,
     *,
     is_filtered: bool,
-) -> tuple[Int32[Array, "decodes"], Float[Array, "decodes D"], HeadState]:
-    """Returns guess `number` of each sequence, the hidden states for the next one, and the head's state."""
+) -> tuple[Before, HeadState]:
+    """Returns the results after one more guess of each sequence, and the head's state."""
     head = networks.head.with_weights(arrays.head)
-    token, hidden, ids = before
+    chain = sequences.unpacked()
+    token, hidden, number, guesses = before
     start = jnp.asarray(chain.queries.start)[: len(chain.held)]
     if hidden is None:
         token = token[chain.held]
         table = jnp.asarray(chain.queries.page_table)[: len(chain.held)]
         page = jnp.take_along_axis(table, jnp.maximum(start - 1, 0)[:, None] // KV_BLOCK, axis=1)[:, 0]
         hidden = state.mapped[page]
+    if number is None or guesses is None:
+        number, guesses = jnp.int32(0), jnp.zeros((len(chain.held), MOST_DRAFTED), jnp.int32)
     queries = _one_earlier(chain.queries).later(number, number < chain.steps)
     output, pages = head(_embedded(head, networks, arrays, token), hidden, queries, state.pages)
-    logits = _logits(head, networks, arrays, output, ids)
+    logits = _logits(head, networks, arrays, output, numbers)
     sampling = chain.sampling._replace(position=chain.sampling.position + number)
     sharding = vocabulary_sharding(logits.shape[-1], 1)
     token, _ = Logits(logits, sharding).sample(sampling, filtered=is_filtered)
-    return token, head.chained(output), HeadState(pages, state.mapped)
+    after = Before(
+        token,
+        head.chained(output),
+        number + 1,
+        lax.dynamic_update_slice_in_dim(guesses, token[:, None], number, axis=1),
+    )
+    return after, HeadState(pages, state.mapped)
 
 
 def _logits(
@@ -299,13 +323,15 @@ def _logits(
     networks: Networks,
     arrays: HeadArrays,
     hidden: Float[Array, "R D"],
-    ids: Int32[Array, "v"] | None,
+    numbers: Int32[Array, "V"] | None,
 ) -> Float32[Array, "R V"]:
     """Returns logits of the model's tokens; tokens that the head cannot guess have -inf."""
     with model_of(networks.model, arrays.model) as model:
         if head.lm_head is None:
             return model.logits(rounded(head.normalized(hidden), model.dtype))
-        logits, vocabulary = head.own_logits(hidden), model.config.vocab_size
-    if ids is None:
+        logits = head.own_logits(hidden)
+    if numbers is None:
         return logits
-    return jnp.full((len(logits), vocabulary), -jnp.inf).at[:, ids].set(logits)
+    # Writing the logits to their tokens would sort these on a GPU, to be deterministic.
+    count = logits.shape[1]
+    return jnp.where(numbers < count, logits[:, jnp.minimum(numbers, count - 1)], -jnp.inf)

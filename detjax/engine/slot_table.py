@@ -1,0 +1,341 @@
+"""The slots' page tables and sampling parameters, from which the batches of steps are made."""
+
+import dataclasses
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Int32
+
+from detjax.engine import sequence as sequences
+from detjax.engine.batch import (
+    NO_GUESS,
+    BatchShape,
+    DraftedRows,
+    StepBatch,
+    logit_adjustments,
+    no_adjustments,
+    sampling_arrays,
+)
+from detjax.engine.sampling_params import SamplingParams
+from detjax.engine.scheduler import ScheduledChunk, ScheduledStep, padded_rows
+from detjax.models.decoder import ImageRows
+from detjax.operands.adapted_weight import NO_ADAPTER
+from detjax.operands.kv_pages import Queries
+from detjax.operands.noise import NO_NOISE
+from detjax.operands.sampling_arrays import LogitAdjustments, SamplingArrays
+
+
+class SlotTable:
+    """Page tables and sampling parameters of the running sequences, by slot; makes step batches from them."""
+
+    def __init__(
+        self,
+        slots: int,
+        pages_per_sequence: int,
+        *,
+        named_in_queries: bool = False,
+        coordinates: int | None = None,
+        drafts: int = 0,
+    ) -> None:
+        """A table of empty slots.
+
+        Args:
+            slots: sequences that are computed at the same time.
+            pages_per_sequence: maximum pages of a sequence.
+            named_in_queries: include slots in queries, for models with state in slots.
+            coordinates: coordinates per token, for models whose rotary embedding has sections; None: queries have none.
+            drafts: maximum number of guessed tokens of a sequence in a step.
+        """
+        self.slots = slots
+        self._coordinates = coordinates
+        self._named_in_queries = named_in_queries
+        self._drafts = drafts
+        self._page_table = np.zeros((slots, pages_per_sequence), np.int32)
+        self._page_ids: list[list[int] | None] = [None] * slots
+        self._num_pages = [0] * slots
+        self._sampling = sampling_arrays([SamplingParams()] * slots, [NO_NOISE] * slots)
+        self._adjustments = no_adjustments(slots)
+        self._unadjusted = no_adjustments(1)
+        self._bars_ends = [False] * slots
+        self._version = 0
+        """The number of changes of sampling parameters and adjustments."""
+        self._arrangement: _Arrangement | None = None
+
+    def batch(self, step: ScheduledStep, shape: BatchShape, *, adjusted: bool = False) -> StepBatch:
+        """Updates the page tables and sampling parameters of a step's sequences, and returns the step's arrays."""
+        for chunk in step.chunks:
+            self._refresh(chunk.sequence)
+        slots = np.array([chunk.sequence.slot for chunk in step.chunks], np.int32)
+        starts = np.array([chunk.start for chunk in step.chunks], np.int32)
+        counts = np.array([chunk.count for chunk in step.chunks], np.int32)
+        completes = np.array([chunk.completes for chunk in step.chunks], bool)
+        held = self._held(step, shape, slots)
+        drafted = np.array([chunk.drafted for chunk in step.chunks] if self._drafts else (), np.int32)
+        # Consecutive steps of the same sequences differ in little more than positions.
+        arrays = slots, counts, completes, held, drafted
+        key = shape, adjusted, len(step.decodes), self._version, *(x.tobytes() for x in arrays)
+        if self._arrangement is None or key != self._arrangement.key:
+            self._arrangement = self._arranged(key, step, shape, starts, arrays, adjusted=adjusted)
+        return self._at(starts, slots, self._arrangement, step, shape)
+
+    def _arranged(
+        self,
+        key: Hashable,
+        step: ScheduledStep,
+        shape: BatchShape,
+        starts: np.ndarray,
+        arrays: tuple[np.ndarray, ...],
+        *,
+        adjusted: bool,
+    ) -> "_Arrangement":
+        """Returns the arrays of a step that the next one may share."""
+        slots, counts, completes, held, drafted = arrays
+        rows = _SampledRows.for_chunks(drafted, slots, starts + counts, completes) if self._drafts else None
+        # The queries of prefills begin after the capacity for decodes.
+        requests = [*range(len(step.decodes)), *(shape.decodes + index for index in range(len(step.prefills)))]
+
+        def by_request(values: np.ndarray) -> np.ndarray:
+            """Scatters values per chunk to the requests of the queries."""
+            result = np.zeros((shape.decodes + shape.prefills, *values.shape[1:]), values.dtype)
+            result[requests] = values
+            return result
+
+        def sampled(values: np.ndarray, fill: int = 0) -> np.ndarray:
+            """Pads values of rows to the capacity for rows to sample from."""
+            padding = np.full((shape.sampled - len(values), *values.shape[1:]), fill, values.dtype)
+            return np.concatenate([values, padding])
+
+        slot_of_row = slots if rows is None else rows.slot
+        sampling = SamplingArrays(*(sampled(values[slot_of_row]) for values in self._sampling))
+        adjustments = LogitAdjustments(*(sampled(x[slot_of_row]) for x in self._adjustments)) if adjusted else None
+        queries = Queries.packed(
+            *(by_request(values) for values in (self._page_table[slots], starts, counts)),
+            decodes=shape.decodes,
+            rows=shape.rows,
+        )
+        if self._named_in_queries:
+            queries = dataclasses.replace(queries, slots=by_request(slots))
+        last_row = _last_rows(step, shape)
+        samples, position = completes, starts + counts
+        if rows is not None:
+            last_row, samples, position = last_row[rows.chunk] - rows.after, rows.samples, rows.position
+        nothing: Any = None
+        batch = StepBatch(
+            token=nothing,
+            held=held,
+            queries=queries,
+            last_row=sampled(last_row),
+            slot=sampled(np.where(samples, slot_of_row, np.int32(self.slots)), fill=self.slots),
+            sampling=sampling._replace(position=sampled(position)),
+            adjustments=adjustments,
+        )
+        chunk_of_row = np.arange(len(slots), dtype=np.int32) if rows is None else rows.chunk
+        offset = None if rows is None else sampled(rows.offset)
+        return _Arrangement(key, batch, starts, np.array(requests, np.int32), chunk_of_row, offset)
+
+    def _at(
+        self, starts: np.ndarray, slots: np.ndarray, arrangement: "_Arrangement", step: ScheduledStep, shape: BatchShape
+    ) -> StepBatch:
+        """Returns the batch of an arrangement whose chunks start at other positions."""
+        batch, requests = arrangement.batch, arrangement.requests
+        queries, sampling = batch.queries, batch.sampling
+        assert queries.rows is not None
+        by_chunk = starts - arrangement.starts
+        moved = np.zeros(shape.decodes + shape.prefills, np.int32)
+        moved[requests] = by_chunk
+        page_table = np.zeros_like(queries.page_table)
+        page_table[requests] = self._page_table[slots]
+        rows = queries.rows
+        position: Any = rows.position + moved[rows.request] * rows.present
+        changed: Any = {"page_table": page_table, "start": queries.start + moved, "length": queries.length + moved}
+        if self._coordinates is not None:
+            changed["coordinates"] = _coordinates(step, shape, self._coordinates)
+        moved_rows = np.zeros_like(sampling.position)
+        moved_rows[: len(arrangement.chunk_of_row)] = by_chunk[arrangement.chunk_of_row]
+        return batch._replace(
+            token=self._tokens(step, shape),
+            queries=dataclasses.replace(queries, rows=dataclasses.replace(rows, position=position), **changed),
+            sampling=sampling._replace(position=sampling.position + moved_rows),
+            images=_image_rows(step, shape),
+            adapters=_adapter_slots(step, requests.tolist(), shape) if step.has_adapters else None,
+            steps=_steps(step, shape) if step.is_run else None,
+            drafted=None if arrangement.offset is None else self._drafted_rows(step, arrangement),
+        )
+
+    def _drafted_rows(self, step: ScheduledStep, arrangement: "_Arrangement") -> DraftedRows:
+        """Returns the guesses before the rows to sample from."""
+        drafts = np.full((len(step.chunks), self._drafts), NO_GUESS, np.int32)
+        for number, chunk in enumerate(step.prefills, len(step.decodes)):
+            if chunk.drafted:
+                drafts[number, : chunk.drafted] = chunk.drafts
+        offset, chunk = arrangement.offset, arrangement.chunk_of_row
+        assert offset is not None
+        guesses = np.full((len(offset), self._drafts), NO_GUESS, np.int32)
+        is_before = np.arange(self._drafts, dtype=np.int32) < offset[: len(chunk), None]
+        np.copyto(guesses[: len(chunk)], drafts[chunk], where=is_before)
+        return DraftedRows(offset, guesses)
+
+    def _tokens(self, step: ScheduledStep, shape: BatchShape) -> np.ndarray:
+        """Returns the token ids that the host knows."""
+        token = np.zeros(shape.decodes + shape.rows, np.int32)
+        for row, chunk in enumerate(step.decodes):
+            if not chunk.sequence.is_held:
+                token[row] = chunk.sequence.tokens[chunk.start]
+        for row, chunk in _rows_of_prefills(step, shape):
+            token[row : row + chunk.count] = chunk.tokens
+        return token
+
+    def _held(self, step: ScheduledStep, shape: BatchShape, slots: np.ndarray) -> np.ndarray:
+        """Returns the slots that hold the tokens of decodes."""
+        held, decodes = np.zeros(shape.decodes, np.int32), len(step.decodes)
+        is_held = np.array([chunk.sequence.is_held for chunk in step.decodes], bool)
+        held[:decodes] = np.where(is_held, slots[:decodes], self.slots)
+        return held
+
+    def _refresh(self, sequence: sequences.Sequence) -> None:
+        """Updates a slot's page table and sampling parameters."""
+        slot = sequence.slot
+        assert slot is not None
+        params = sequence.params
+        bars_ends = params.min_tokens > 0 and sequence.length - len(sequence.prompt) < params.min_tokens
+        is_new = self._page_ids[slot] is not sequence.page_ids  # another sequence, or the same with new pages
+        if is_new:
+            self._page_ids[slot], self._num_pages[slot] = sequence.page_ids, 0
+            _set_row(self._sampling, slot, sampling_arrays([params], [sequence.noise_key]))
+        if is_new or bars_ends != self._bars_ends[slot]:
+            self._version += 1
+            barred = sequence.context.end_tokens if bars_ends else ()
+            _set_row(
+                self._adjustments, slot, logit_adjustments(params, barred) if params.adjusted else self._unadjusted
+            )
+            self._bars_ends[slot] = bars_ends
+        known, count = self._num_pages[slot], len(sequence.page_ids)
+        if known < count:
+            self._page_table[slot, known:] = 0
+            self._page_table[slot, known:count] = sequence.page_ids[known:]
+            self._num_pages[slot] = count
+
+
+class _SampledRows(NamedTuple):
+    """The rows to sample from in a step with guesses.
+
+    Attributes:
+        chunk: the index of each row's chunk.
+        offset: the number of its chunk's guesses that the row follows.
+        after: the number of its chunk's guesses after the row.
+        slot: the slot of the chunk's sequence.
+        position: the position of the token to sample.
+        samples: False if the chunk does not sample.
+    """
+
+    chunk: Int32[np.ndarray, "R"]
+    offset: Int32[np.ndarray, "R"]
+    after: Int32[np.ndarray, "R"]
+    slot: Int32[np.ndarray, "R"]
+    position: Int32[np.ndarray, "R"]
+    samples: Bool[np.ndarray, "R"]
+
+    @classmethod
+    def for_chunks(
+        cls, drafted: np.ndarray, slots: np.ndarray, ends: np.ndarray, completes: np.ndarray
+    ) -> "_SampledRows":
+        """Returns the rows of chunks, given the number of guesses, the slot, the end and the kind of each."""
+        chunk = np.repeat(np.arange(len(drafted), dtype=np.int32), 1 + drafted)
+        first = np.cumsum(1 + drafted, dtype=np.int32) - (1 + drafted)
+        offset = np.arange(len(chunk), dtype=np.int32) - first[chunk]
+        after = drafted[chunk] - offset
+        return cls(chunk, offset, after, slots[chunk], ends[chunk] - after, completes[chunk])
+
+
+class _Arrangement(NamedTuple):
+    """The arrays that consecutive steps share if they have the same sequences, with as many tokens of each.
+
+    Attributes:
+        key: what it depends on.
+        batch: arrays of the first of these steps; the others have other tokens, pages and positions.
+        starts: the position of the first token of each chunk in it.
+        requests: the request of each chunk.
+        chunk_of_row: the chunk of each row to sample from, without padding.
+        offset: see `DraftedRows`; None if no step of the loop has guesses.
+    """
+
+    key: Hashable
+    batch: StepBatch
+    starts: Int32[np.ndarray, "chunks"]
+    requests: Int32[np.ndarray, "chunks"]
+    chunk_of_row: Int32[np.ndarray, "_"]
+    offset: Int32[np.ndarray, "R"] | None
+
+
+def _last_rows(step: ScheduledStep, shape: BatchShape) -> Int32[np.ndarray, "chunks"]:
+    """Returns the row of each chunk's last token."""
+    prefills = (row + chunk.count - 1 for row, chunk in _rows_of_prefills(step, shape))
+    return np.array([*range(len(step.decodes)), *prefills], np.int32)
+
+
+def _steps(step: ScheduledStep, shape: BatchShape) -> Int32[np.ndarray, "decodes"]:
+    """Returns the number of steps of a run that each decode takes part in."""
+    steps = np.zeros(shape.decodes, np.int32)
+    steps[: len(step.decodes)] = [1 + chunk.later for chunk in step.decodes]
+    return steps
+
+
+def _coordinates(step: ScheduledStep, shape: BatchShape, count: int) -> Int32[np.ndarray, "N A"]:
+    """Returns the coordinates of each token: its position or, in prompts with images, its place in their layout."""
+    result = np.zeros((shape.decodes + shape.rows, count), np.int32)
+    images = [chunk.sequence.context.images for chunk in step.decodes]
+    position = [chunk.start for chunk in step.decodes]
+    excess = [0 if image is None else image.excess for image in images]
+    result[: len(position)] = (np.array(position, np.int32) + np.array(excess, np.int32))[:, None]
+    for row, chunk in _rows_of_prefills(step, shape):
+        images = chunk.sequence.context.images
+        if images is None:
+            result[row : row + chunk.count] = np.arange(chunk.start, chunk.start + chunk.count)[:, None]
+        else:
+            result[row : row + chunk.count] = images.coordinates(chunk.start, chunk.count)
+    return result
+
+
+def no_adapters(shape: BatchShape) -> Int32[np.ndarray, "requests"]:
+    """Returns the slots of adapters of a batch whose requests have none."""
+    return np.full(shape.decodes + shape.prefills, NO_ADAPTER, np.int32)
+
+
+def _adapter_slots(step: ScheduledStep, requests: Sequence[int], shape: BatchShape) -> Int32[np.ndarray, "requests"]:
+    """Returns the slot of each request's adapter, given the requests of the step's chunks."""
+    slots = no_adapters(shape)
+    for request, chunk in zip(requests, step.chunks, strict=True):
+        if chunk.sequence.adapter_slot is not None:
+            slots[request] = chunk.sequence.adapter_slot
+    return slots
+
+
+def _image_rows(step: ScheduledStep, shape: BatchShape) -> ImageRows | None:
+    """Returns the rows of images among the prefill tokens; None without images."""
+    shown = [
+        (row - shape.decodes, chunk, images)
+        for row, chunk in _rows_of_prefills(step, shape)
+        if (images := chunk.sequence.context.images) is not None and images.are_among(chunk.start, chunk.count)
+    ]
+    if not shown:
+        return None
+    like = shown[0][2].rows[0]
+    present, rows = np.zeros(shape.rows, bool), np.zeros((shape.rows, like.shape[1]), like.dtype)
+    for row, chunk, images in shown:
+        part = slice(row, row + chunk.count)
+        images.put_rows(chunk.start, chunk.count, present[part], rows[part])
+    return ImageRows(present, rows)
+
+
+def _rows_of_prefills(step: ScheduledStep, shape: BatchShape) -> Iterator[tuple[int, ScheduledChunk]]:
+    """Yields the first row of each prefill chunk, and the chunk."""
+    row = shape.decodes
+    for chunk in step.prefills:
+        yield row, chunk
+        row += padded_rows(chunk.count)
+
+
+def _set_row(table: SamplingArrays | LogitAdjustments, slot: int, row: SamplingArrays | LogitAdjustments) -> None:
+    for values, new in zip(table, row, strict=True):
+        values[slot] = new[0]
