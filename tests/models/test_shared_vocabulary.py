@@ -198,7 +198,8 @@ def compare_scores(model: models.Decoder, shared: models.Decoder) -> None:
         network, weights = split(one)
         results.append(program.fn(network, Parameters(weights), *program.args, **program.static))
     assert_same_bits(*results)
-    assert not same_bits(results[0].logprob[:1], results[0].logprob[1:2])
+    logprob = results[0].packed.read().logprob
+    assert not same_bits(logprob[:1], logprob[1:2])
 
 
 if __name__ == "__main__":
