@@ -477,7 +477,11 @@ class StepLoop:
                 # The sequence ended after the step was started, or other sequences have more tokens left in the run.
                 if sequence.finish_reason is not None:
                     continue
-                rows = rows[: sequence.accept(_with_failures(sequence, tokens, rows, failures))]
+                part = slice(rows.start, rows.stop)
+                pairs = zip(tokens.token[part], tokens.logprob[part], strict=True)
+                if failures:
+                    pairs = _with_failures(sequence, pairs, rows, failures)
+                rows = rows[: sequence.accept(pairs)]
                 self.scheduler.accept_tokens(sequence, len(rows))
                 is_ended = sequence.finish_reason is not None
                 if is_ended and sequence.matcher is not None:
@@ -556,14 +560,14 @@ def _unseen(sequence: Sequence) -> tuple[int, Seq[int], Seq[int]] | None:
 
 
 def _with_failures(
-    sequence: Sequence, tokens: SampledTokens, rows: Iterable[int], failures: Mapping[int, str]
+    sequence: Sequence, sampled: Iterable[tuple[int, float]], rows: Iterable[int], failures: Mapping[int, str]
 ) -> Iterator[tuple[int, float]]:
     """Yields a sequence's tokens with their logprobs. At a row whose constraint has failed the sequence fails, too."""
-    for row in rows:
+    for row, token in zip(rows, sampled, strict=True):
         if row in failures:
             message = f"the sample's constraint failed: {failures[row]}"
             sequence.failure = FieldError(message, sequence.params.field_of_masks)
-        yield tokens.token[row], tokens.logprob[row]
+        yield token
 
 
 def _start_masks(previous: InFlightStep | None, planned: PlannedStep) -> Future[Masks] | None:

@@ -36,8 +36,11 @@ class SampleRows(NamedTuple):
 
     def rows(self, tokens: Seq[int]) -> range:
         """Returns the rows that count, given the sampled tokens: those before which all guesses were right."""
-        drafts = self.chunk.drafts
-        count = next((n for n, guess in enumerate(drafts) if tokens[self.row + n] != guess), len(drafts))
+        drafts, count = self.chunk.drafts, 0
+        for guess, token in zip(drafts, tokens[self.row : self.row + len(drafts)], strict=True):
+            if guess != token:
+                break
+            count += 1
         return range(self.row, self.row + count + 1)
 
 
