@@ -112,12 +112,12 @@ def test_codes_give_the_bits_of_widened_weights(name: str) -> None:
 
 
 TURNS: dict[str, tuple[int, QuantizedWeight, Schedule, dict[str, bool]]] = {
-    # Three tiles for two CTAs, the last one not whole; K ends within a stage.
-    "two warpgroups": (3, packed_weight(64, 448, "int4", 64, "bfloat16"), Schedule(8, 24, warpgroups=2, lines=2), {}),
+    # Three tiles for two CTAs, the last one not whole.
+    "two warpgroups": (3, packed_weight(56, 256, "int4", 64, "bfloat16"), Schedule(8, 24, warpgroups=2), {}),
     "three warpgroups of gate and up, with scales at once": (
-        9,
-        packed_weight(40, 384, "int4", 64, "float16", 2, zeros=True),
-        Schedule(16, 24, warpgroups=3),
+        3,
+        packed_weight(24, 384, "int4", 64, "float16", 2, zeros=True),
+        Schedule(8, 24, warpgroups=3),
         {"holds_scales": True, "meets": True},
     ),
     "full rows": (
@@ -142,8 +142,8 @@ def test_warpgroups_that_take_turns_add_in_the_same_order(name: str) -> None:
 @pytest.mark.usefixtures("matrix_unit")
 @pytest.mark.parametrize("scales", ["bfloat16", pytest.param("float32", marks=pytest.mark.nightly)])
 def test_scales_that_are_loaded_once_give_the_same_bits(scales: str) -> None:
-    w, schedule = packed_weight(72, 512, "int4", 64, scales, zeros=True), Schedule(8, 72, warpgroups=3, lines=2)
-    assert_same_bits(*products(normal(3, 512, dtype="bfloat16"), w, schedule, 0, holds_scales=True, meets=True))
+    w, schedule = packed_weight(24, 256, "int4", 64, scales, zeros=True), Schedule(8, 24, lines=2)
+    assert_same_bits(*products(normal(3, 256, dtype="bfloat16"), w, schedule, 0, holds_scales=True, meets=True))
 
 
 def test_plans_that_no_gpu_has_measured_are_not_chosen() -> None:
