@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Hashable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Int32
@@ -24,6 +24,9 @@ from detjax.operands.adapted_weight import NO_ADAPTER
 from detjax.operands.kv_pages import Queries
 from detjax.operands.noise import NO_NOISE
 from detjax.operands.sampling_arrays import LogitAdjustments, SamplingArrays
+
+_ARRANGEMENTS: Final = 4
+"""Arrangements of steps that are kept. A drafter's steps and the model's take turns."""
 
 
 class SlotTable:
@@ -60,7 +63,7 @@ class SlotTable:
         self._bars_ends = [False] * slots
         self._version = 0
         """The number of changes of sampling parameters and adjustments."""
-        self._arrangement: _Arrangement | None = None
+        self._arrangements: dict[Hashable, _Arrangement] = {}
 
     def batch(self, step: ScheduledStep, shape: BatchShape, *, adjusted: bool = False) -> StepBatch:
         """Updates the page tables and sampling parameters of a step's sequences, and returns the step's arrays."""
@@ -75,13 +78,16 @@ class SlotTable:
         # Consecutive steps of the same sequences differ in little more than positions.
         arrays = slots, counts, completes, held, drafted
         key = shape, adjusted, len(step.decodes), self._version, *(x.tobytes() for x in arrays)
-        if self._arrangement is None or key != self._arrangement.key:
-            self._arrangement = self._arranged(key, step, shape, starts, arrays, adjusted=adjusted)
-        return self._at(starts, slots, self._arrangement, step, shape)
+        arrangement = self._arrangements.get(key)
+        if arrangement is None:
+            if len(self._arrangements) == _ARRANGEMENTS:
+                self._arrangements.pop(next(iter(self._arrangements)))
+            arrangement = self._arranged(step, shape, starts, arrays, adjusted=adjusted)
+            self._arrangements[key] = arrangement
+        return self._at(starts, slots, arrangement, step, shape)
 
     def _arranged(
         self,
-        key: Hashable,
         step: ScheduledStep,
         shape: BatchShape,
         starts: np.ndarray,
@@ -132,7 +138,7 @@ class SlotTable:
         )
         chunk_of_row = np.arange(len(slots), dtype=np.int32) if rows is None else rows.chunk
         offset = None if rows is None else sampled(rows.offset)
-        return _Arrangement(key, batch, starts, np.array(requests, np.int32), chunk_of_row, offset)
+        return _Arrangement(batch, starts, np.array(requests, np.int32), chunk_of_row, offset)
 
     def _at(
         self, starts: np.ndarray, slots: np.ndarray, arrangement: "_Arrangement", step: ScheduledStep, shape: BatchShape
@@ -252,7 +258,6 @@ class _Arrangement(NamedTuple):
     """The arrays that consecutive steps share if they have the same sequences, with as many tokens of each.
 
     Attributes:
-        key: what it depends on.
         batch: arrays of the first of these steps; the others have other tokens, pages and positions.
         starts: the position of the first token of each chunk in it.
         requests: the request of each chunk.
@@ -260,7 +265,6 @@ class _Arrangement(NamedTuple):
         offset: see `DraftedRows`; None if no step of the loop has guesses.
     """
 
-    key: Hashable
     batch: StepBatch
     starts: Int32[np.ndarray, "chunks"]
     requests: Int32[np.ndarray, "chunks"]
