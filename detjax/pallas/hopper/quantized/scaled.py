@@ -73,6 +73,8 @@ IS_ON: Final = os.environ.get(SWITCH) == "1"
 
 _LOOP_REGISTERS: Final = 56
 """Registers of a consumer in its loop that hold neither sums nor products."""
+_OWN_LOOP_REGISTERS: Final = 24
+"""The same of a consumer that widens its own rows, which has row operands and scales in registers besides."""
 
 _MAX_SENT_COLUMNS: Final = 32
 """Most columns of products that pass shared memory."""
@@ -82,8 +84,10 @@ _COLUMN_UNIT: Final = 32
 
 _CYCLES_PER_BLOCK: Final = 100.0
 """Estimated cycles in which a warpgroup waits for a block's products and adds them to its sums, at least."""
-_CYCLES_PER_PRODUCT: Final = 350.0
-"""Estimated cycles in which a multiplier loads, converts and waits for a block, in addition to its products."""
+_CYCLES_PER_PRODUCT: Final = 1100.0
+"""Cycles in which a multiplier loads, converts and awaits a block, besides its products; fitted to an H200's times."""
+_CYCLES_OF_WAITING: Final = 350.0
+"""Cycles in which a single multiplying warpgroup awaits and adds a block, besides its products; fitted likewise."""
 _CYCLES_PER_OPERAND: Final = 200.0
 """Estimated cycles in which a warpgroup loads and converts a block's codes."""
 _MIN_REGISTER_CYCLES: Final = 18.0
@@ -156,10 +160,14 @@ class ScaledPlan(PackedPlan):
     def unmet_requirements(self) -> list[str]:
         """Returns the requirements that this plan does not meet; an empty list if the kernel can be built."""
         sums = self.problem.parts * self.padded_rows * self.columns // device.WARPGROUP
-        operand = 0 if self.wideners else self.tile_k // 4
-        # Temporaries of a gated epilogue.
-        has_more = self.problem.bias_dtype is not None or self.problem.residual_dtype is not None
-        operand += 24 if has_more and not self.wideners and self.problem.parts == 2 else 0
+        others = _LOOP_REGISTERS
+        if not self.wideners:
+            # Row operands of all parts, and the scales of tokens.
+            others = _OWN_LOOP_REGISTERS + self.problem.parts * self.tile_k // 4
+            others += 0 if self.by_rows else self.columns // 4
+            # Temporaries of a gated epilogue.
+            has_more = self.problem.bias_dtype is not None or self.problem.residual_dtype is not None
+            others += 24 if has_more and self.problem.parts == 2 else 0
         requirements = {
             f"one warpgroup, 64 rows and {_MAX_SENT_COLUMNS} columns of products that pass shared memory": (
                 not self.sends_products
@@ -174,7 +182,7 @@ class ScaledPlan(PackedPlan):
             "e4m3 codes": self.codes.numbers == "e4m3",
             "K in whole blocks": self.problem.k % self.tile_k == 0,
             "sums and products that leave registers": self.registers is not None
-            and 2 * sums + operand + _LOOP_REGISTERS <= self.registers,
+            and 2 * sums + others <= self.registers,
         }
         return [text for text, holds in requirements.items() if not holds] or super().unmet_requirements()
 
@@ -480,5 +488,5 @@ def _estimated_seconds(plan: ScaledPlan) -> float:
     if plan.schedule.warpgroups == 2:  # one multiplies while the other adds
         return estimated_seconds(plan)
     products = plan.problem.parts * plan.padded_rows / MATRIX_ROWS * plan.tile_k / 16 * max(plan.columns / 2, 26)
-    waiting = tiles * plan.k_steps * (products + _CYCLES_PER_BLOCK) / _CLOCK
+    waiting = tiles * plan.k_steps * (products + _CYCLES_OF_WAITING) / _CLOCK
     return max(estimated_seconds(plan), waiting)
