@@ -6,17 +6,19 @@ from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, DTypeLike, Float
 
 from detjax.contract import ACCUMULATOR
 from detjax.operands.accumulated_weight import Weight, fresh_and_carried, value_and_sum
 from detjax.operands.adapted_weight import AdaptedWeight
 from detjax.operands.options import Activation, AxisName, Clamp, Epilogue, WeightLayout
-from detjax.operands.products import MatmulOperands, WeightSums
+from detjax.operands.products import GroupedOperands, MatmulOperands, WeightSums
 from detjax.operands.quantized_weight import QuantizedWeight, widened
 from detjax.ops.adapters import Groups, adapted_product
 from detjax.ops.checks import check_dtype, check_product, check_quantized, check_shape, check_weights
 from detjax.ops.dispatch import Operation, backend_modules, one_by_one, with_vmap_rule
+from detjax.ops.grouped_kernels import GROUPED_MATMUL, group_unit
 from detjax.ops.quantized_matmul import multiplies_codes, quantized_matmul
 from detjax.runtime import compilation, fusions
 from detjax.runtime.device_links import DeviceLinks
@@ -131,14 +133,50 @@ def _matmul(
     operands: MatmulOperands, sums: WeightSums, layout: WeightLayout, epilogue: Epilogue, out_dtype: jnp.dtype
 ) -> Array:
     del sums  # only the backward pass adds to them
-    forward = _in_separate_steps if fusions.is_unfused("matmul_epilogue") else _MATMUL.kernels().forward
-    return _with_row_rule(functools.partial(forward, layout=layout, epilogue=epilogue, out_dtype=out_dtype), operands)
+    options: dict[str, Any] = {"layout": layout, "epilogue": epilogue, "out_dtype": out_dtype}
+    if fusions.is_unfused("matmul_epilogue"):
+        return _with_row_rule(functools.partial(_in_separate_steps, **options), operands)
+    forward = functools.partial(_MATMUL.kernels().forward, **options)
+    # A loop over examples would launch several kernels for each weight, such as those of each head of latent attention.
+    in_groups = operands.residual is None and hasattr(GROUPED_MATMUL.kernels(), "TAKES_TILES")
+    return _with_row_rule(forward, operands, functools.partial(_for_each_weight, **options) if in_groups else None)
 
 
-def _with_row_rule(forward: Callable[[MatmulOperands], Any], operands: MatmulOperands) -> Any:
-    """Calls `forward`; under `vmap`, a batch axis of rows becomes more rows."""
-    by_array = with_vmap_rule(lambda *arrays: forward(MatmulOperands(*arrays)), rows=(True, False, False, True))
-    return by_array(*operands)
+def _with_row_rule(
+    forward: Callable[[MatmulOperands], Any],
+    operands: MatmulOperands,
+    for_each_weight: Callable[[MatmulOperands], Any] | None = None,
+) -> Any:
+    """Calls `forward`; under `vmap`, a batch axis of rows becomes more rows.
+
+    `for_each_weight` takes rows and weights that are both batched; None: they are taken example by example.
+    """
+    at_once = None if for_each_weight is None else (lambda *arrays: for_each_weight(MatmulOperands(*arrays)))
+    rows = True, False, False, True
+    return with_vmap_rule(lambda *arrays: forward(MatmulOperands(*arrays)), rows, at_once)(*operands)
+
+
+def _for_each_weight(
+    operands: MatmulOperands, *, layout: WeightLayout, epilogue: Epilogue, out_dtype: jnp.dtype
+) -> Array:
+    """Returns the products `[E, *B, N]` of rows `[E, *B, K]` with E weights, which one grouped product computes."""
+    x, w, bias, _ = operands
+    by_weight = x.reshape(len(x), -1, x.shape[-1])
+    rows = by_weight.shape[1]
+    unit = group_unit(len(x) * rows, len(x))
+    padded = jnp.pad(by_weight, ((0, 0), (0, -rows % unit), (0, 0)))
+    count = padded.shape[1] // unit
+    tiles = np.append(np.repeat(np.arange(len(x), dtype=np.int32), count), np.int32(len(x) * count))
+    sizes = jnp.full(len(x), padded.shape[1], jnp.int32)
+    y = GROUPED_MATMUL.kernels().forward(
+        GroupedOperands(padded.reshape(-1, x.shape[-1]), w, bias, sizes),
+        layout=layout,
+        epilogue=epilogue,
+        out_dtype=out_dtype,
+        unit=unit,
+        tiles=jnp.asarray(tiles),
+    )
+    return y.reshape(len(x), padded.shape[1], y.shape[-1])[:, :rows].reshape(*x.shape[:-1], y.shape[-1])
 
 
 def _in_separate_steps(

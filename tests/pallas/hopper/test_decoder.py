@@ -13,6 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import detjax
 from detjax.models import Decoder
 from detjax.models.configuration.config import DecoderConfig
+from detjax.runtime import backends
 from tests.support.bits import assert_same_bits
 
 LAYERS = 2
@@ -74,6 +75,54 @@ def test_kernels_serve_every_linear_layer_norm_and_attention(model: Decoder) -> 
     assert counts["norm_rope_append_kv"] == LAYERS
     assert counts["attention_decode"] == LAYERS
     assert counts["dot"] == 0
+
+
+DEEPSEEK: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "moe_intermediate_size": 32,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "q_lora_rank": 64,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "vocab_size": 128,
+}
+
+
+def primitives(jaxpr: Any) -> collections.Counter[str]:
+    """By name, the primitives of a program outside of kernels."""
+    counts: collections.Counter[str] = collections.Counter()
+    for equation in jaxpr.eqns:
+        counts[equation.primitive.name] += 1
+        if equation.params.get("meshes"):
+            continue
+        for value in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda leaf: hasattr(leaf, "jaxpr")):
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                counts += primitives(inner)
+    return counts
+
+
+def test_latent_attention_multiplies_all_heads_by_one_kernel_and_no_step_loops() -> None:
+    model = decoder(DEEPSEEK)
+    with backends.tracing_for("gpu"), detjax.use_backend("hopper"):
+        jaxpr = jax.make_jaxpr(lambda tokens: model(tokens))(jnp.zeros((2, 1), jnp.int32)).jaxpr
+    kernels, outside = kernel_counts(jaxpr), primitives(jaxpr)
+    # Every kernel of a loop's body would be launched once for each head, expert or token.
+    assert not {"while", "scan"} & outside.keys()
+    # Latents, queries, keys of all heads, values of all heads, and output; gate and up, and down of the MLP, of the
+    # shared expert and of the chosen experts; the router; at last the logits.
+    assert kernels["matmul"] == 5 * LAYERS + 2 + 4 + 1 + 1
+    assert kernels["dot"] == 0
 
 
 def test_a_prompt_has_attentions_other_kernel(model: Decoder) -> None:

@@ -364,6 +364,22 @@ def test_vmap_gives_the_bits_of_one_call_after_another() -> None:
     assert_same_bits(np.asarray(over_both), np.stack([in_order(*pair) for pair in zip(x, many, strict=True)]))
 
 
+@pytest.mark.usefixtures("matrix_unit")
+@pytest.mark.parametrize(("rows", "layout", "biased"), [(1, "kn", False), (9, "nk", True)])
+def test_products_of_many_weights_have_the_bits_of_each(rows: int, layout: str, biased: bool) -> None:
+    x, w, biases = drawn(rows, 3, 72), drawn(3, 16, 72, seed=1), drawn(3, 16, seed=2)
+    stored = w if layout == "nk" else w.swapaxes(1, 2)
+
+    def matmul(x: jax.Array, w: jax.Array, bias: jax.Array | None) -> jax.Array:
+        return ops.matmul(x, w, bias=bias, layout=layout, out_dtype="float32")  # pyright: ignore[reportArgumentType]
+
+    mapped = jax.vmap(matmul, in_axes=(-2, 0, 0 if biased else None), out_axes=-2)
+    with detjax.use_backend("hopper"), plgpu.force_gpu_interpret_mode():
+        together = np.asarray(mapped(x, stored, biases if biased else None))
+        each = [matmul(x[:, one], stored[one], biases[one] if biased else None) for one in range(3)]
+    assert_same_bits(together, np.stack([np.asarray(one) for one in each], axis=1))
+
+
 def test_float32_is_refused_and_says_what_serves() -> None:
     x, w = jnp.ones((2, 8), jnp.float32), jnp.ones((8, 8), jnp.float32)
     words = r"x has dtype float32 .* 'hopper': bfloat16, float16\. Cast x and w, or choose the backend 'portable'"
