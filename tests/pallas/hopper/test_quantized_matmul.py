@@ -103,7 +103,7 @@ CASES: dict[str, tuple[int, QuantizedWeight, Schedule | None, int]] = {
         Schedule(24, 128, warpgroups=2, lines=2),
         1,
     ),
-    "group, own rows": (20, tall(e4m3_weight("group")), Schedule(24, 48, warpgroups=2, lines=2), 0),
+    "group, own rows, one slot": (20, tall(e4m3_weight("group")), Schedule(24, 48, warpgroups=2, lines=2), 0),
     "row, own rows": (9, tall(e4m3_weight("row")), Schedule(16, 128, warpgroups=2, lines=2), 0),
     "row": (5, e4m3_weight("row"), Schedule(8, 40, lines=2), 1),
     "static": (19, e4m3_weight("static"), None, 0),
@@ -125,7 +125,8 @@ def test_blocks_are_scaled_and_added_in_the_contracts_order(name: str) -> None:
         assert plan is not None
         if schedule is not None:
             sends = "products" in name
-            plan = dataclasses.replace(plan, schedule=schedule, wideners=wideners, sends_products=sends)
+            changes: dict[str, Any] = {"sends_products": sends, "one_slot": "one slot" in name}
+            plan = dataclasses.replace(plan, schedule=schedule, wideners=wideners, **changes)
         return scaled_product(operands, plan, epilogue=Epilogue())
 
     y = interpreted(product, jnp.asarray(X[:m]), w)

@@ -108,10 +108,18 @@ class ScaledPlan(PackedPlan):
     sends_products: bool = False
     """True if the wideners multiply, and products pass shared memory rather than widened weights."""
 
+    one_slot: bool = False
+    """True if a warpgroup has one buffer for chunks of results, which may leave room for another stage."""
+
     @property
     def form(self) -> Form:
         """The form of the plan."""
         return "sent" if self.sends_products else "widened" if self.wideners else "own"
+
+    @property
+    def slots(self) -> int:
+        """Buffers for chunks of results."""
+        return 1 if self.one_slot else super().slots
 
     @property
     def exact_fill(self) -> ExactFill:
