@@ -107,6 +107,10 @@ _COMPILED: Final = "_detjax_compiled"
 """The attribute of functions of `jit` with their compile function, which `compiled` calls."""
 
 
+_LOWERED: Final = "_detjax_lowered"
+"""The attribute of functions of `jit` with the function that `lowered` calls."""
+
+
 _CHAIN: Final = "_detjax_chain"
 """The attribute of functions that `chain` marked."""
 
@@ -181,10 +185,15 @@ def jit(fn: Callable[..., Any] | None = None, /, **jit_arguments: Any) -> Any:
         with under_contract():
             return chosen()(*args, **kwargs)
 
+    def lowered(*args: Any, **kwargs: Any) -> jax.stages.Lowered:
+        with under_contract():
+            return chosen().lower(*args, **kwargs)
+
     def compiled(*args: Any, **kwargs: Any) -> Callable[..., Any]:
         with under_contract():
             return chosen().lower(*args, **kwargs).compile()
 
+    setattr(call, _LOWERED, lowered)
     setattr(call, _COMPILED, compiled)
     return call
 
@@ -214,6 +223,10 @@ def _jit_of_method(method: types.MethodType, jit_arguments: dict[str, Any]) -> C
         program = getattr(jitted(len(args)), _COMPILED)(argument(), *args, **kwargs)
         return lambda *args, **kwargs: program(argument(), *args, **kwargs)
 
+    def lowered(*args: Any, **kwargs: Any) -> jax.stages.Lowered:
+        return getattr(jitted(len(args)), _LOWERED)(argument(), *args, **kwargs)
+
+    setattr(bound, _LOWERED, lowered)
     setattr(bound, _COMPILED, compiled)
     return bound
 
@@ -234,6 +247,23 @@ def compiled(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Callable[.
         RuntimeError: the chosen backend has no kernels for this device.
     """
     return getattr(fn, _COMPILED)(*args, **kwargs)
+
+
+def lowered(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+    """Returns the program of a function of `jit` for such arguments, which is lowered but not compiled.
+
+    Once it is compiled, a call of the function with arguments of the same shapes, dtypes and shardings uses the result.
+
+    Args:
+        fn: a result of `jit`.
+        args: arrays, or `jax.ShapeDtypeStruct`.
+        kwargs: arrays, or `jax.ShapeDtypeStruct`, and static arguments.
+
+    Raises:
+        EnvironmentContradiction: see `check_environment`.
+        RuntimeError: the chosen backend has no kernels for this device.
+    """
+    return getattr(fn, _LOWERED)(*args, **kwargs)
 
 
 class NotSerializable(RuntimeError):

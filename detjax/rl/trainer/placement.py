@@ -91,6 +91,11 @@ class Placement:
         """Replicates arrays on every device, without a copy where they already are."""
         return jax.tree.map(lambda x: put(x, NamedSharding(self.mesh, P())), tree)
 
+    def like[T](self, tree: T, spec: P) -> T:
+        """Returns the types of arrays with these shapes on the devices, sharded by a partition spec."""
+        sharding = NamedSharding(self.mesh, spec)
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
+
     def flat(self, x: Array) -> Flat:
         """Returns an array's elements as one zero-padded row."""
         x = x.reshape(-1)

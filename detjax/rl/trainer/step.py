@@ -5,8 +5,10 @@ Layout, rematerialization and the devices that share the batch are schedules.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+import itertools
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +27,8 @@ from detjax.rl.trainer.sample_checks import check_drawn, check_old_logprobs
 from detjax.rl.trainer.sample_images import with_rows
 from detjax.rl.trainer.update_groups import update_groups
 from detjax.runtime import compilation
+from detjax.runtime.ahead import Call, compile_ahead
+from detjax.runtime.compilation import ExecutionChoices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +89,7 @@ def batch_gradients(
     loss: Loss,
     plan: Plan,
     distribution: Distribution = MODEL_DISTRIBUTION,
+    then: Callable[[], Iterable[Call]] | None = None,
 ) -> BatchGradients:
     """Returns the gradients of a batch's loss with respect to the weights.
 
@@ -94,6 +99,8 @@ def batch_gradients(
         samples: the sequences. Their order affects the bits.
         loss: hashable, since programs are cached by it.
         distribution: the distribution that samples were drawn from; the loss takes logprobs under it.
+        then: returns the calls that follow. Their programs are compiled together with the gradients' program, if no
+            microbatch had these shapes before. None: programs are compiled when they are called.
 
     Raises:
         ValueError: the batch is empty; or a sample is longer than a row, has images that do not match its prompt, was
@@ -118,10 +125,26 @@ def batch_gradients(
             # A device without a remaining microbatch computes an empty one, whose gradients are exact zeros.
             empty_one = jax.tree.map(np.zeros_like, next(one.arrays for one in row if one is not None))
             stacked = jax.tree.map(lambda *x: np.stack(x), *(empty_one if one is None else one.arrays for one in row))
-            sums, logprobs = add(weights, sums, placement.shared(stacked))
+            shared = placement.shared(stacked)
+            if then is not None and (types := _types((weights, shared))) not in _KNOWN.setdefault(add, set()):
+                # The program that takes longest comes first: the others are traced while its kernels are compiled.
+                first = Call(add, (weights, sums, shared))
+                compile_ahead(itertools.chain([first], _reduced_calls(sums, placement), then()))
+                _KNOWN[add].add(types)
+            sums, logprobs = add(weights, sums, shared)
             forward += [(one, logprobs, device) for device, one in enumerate(row) if one is not None]
         tree.add(sums)
     return BatchGradients(_reduced(tree.total(), placement), forward)
+
+
+_KNOWN: Final[weakref.WeakKeyDictionary[Any, set[Any]]] = weakref.WeakKeyDictionary()
+"""For each program that adds microbatches, the types of the arguments for which it was compiled ahead."""
+
+
+def _types(tree: Any) -> Any:
+    """Returns what a program of these arguments depends on, for the backend chosen here."""
+    leaves, structure = jax.tree.flatten(tree)
+    return ExecutionChoices.here(), structure, tuple((jnp.shape(x), jnp.result_type(x)) for x in leaves)
 
 
 @functools.lru_cache(maxsize=32)
@@ -153,13 +176,24 @@ def _reduced(sums: Sums, placement: Placement) -> tuple[Flat, ...]:
     leaves: dict[int, Flat] = {}
     for indices in update_groups(list(rest.values())):
         # Sums are freed group by group, so that sums and gradients never exist as a whole at the same time.
-        group = [rest.pop(index) for index in indices]
-        given = tuple(total if _stays(total, placement) else None for total in group)
-        kept = tuple(None if one else total for one, total in zip(given, group, strict=True))
-        del group
+        given, kept = _given_and_kept([rest.pop(index) for index in indices], placement)
         leaves |= zip(indices, program(given, kept), strict=True)
         del given, kept
     return tuple(leaves[index] for index in range(len(leaves)))
+
+
+def _reduced_calls(sums: Sums, placement: Placement) -> Iterator[Call]:
+    """Yields the calls of `_reduced`."""
+    for indices in update_groups(list(sums)):
+        yield Call(_reduced_program(placement), _given_and_kept([sums[index] for index in indices], placement))
+
+
+def _given_and_kept(
+    group: Sequence[WeightSums], placement: Placement
+) -> tuple[tuple[WeightSums | None, ...], tuple[WeightSums | None, ...]]:
+    """Returns the sums whose memory the gradients take, and the others; None stands for sums of the other kind."""
+    given = tuple(total if _stays(total, placement) else None for total in group)
+    return given, tuple(None if one else total for one, total in zip(given, group, strict=True))
 
 
 def _stays(total: WeightSums, placement: Placement) -> bool:

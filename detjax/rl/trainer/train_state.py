@@ -5,7 +5,7 @@ are updated in groups by programs that groups of equal shapes share, and devices
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -30,6 +30,7 @@ from detjax.rl.trainer.trained_weights import (
 )
 from detjax.rl.trainer.update_groups import update_groups
 from detjax.runtime import compilation
+from detjax.runtime.ahead import Call
 
 
 class TrainState(NamedTuple):
@@ -89,8 +90,7 @@ def update(
         max_norm: gradients with a larger norm are scaled down to it; None: no clipping.
         donated: donates the state's buffers, which must not be used afterwards.
     """
-    trained = [index for index, one in enumerate(state.optimizer) if one is not None]
-    groups = [tuple(trained[i] for i in group) for group in update_groups([gradients[index] for index in trained])]
+    trained, groups = _groups(state.optimizer, gradients)
     squares: dict[int, Array] = {}
     for indices in groups:
         squares |= zip(indices, _squares_program(placement)(tuple(gradients[i] for i in indices)), strict=True)
@@ -105,6 +105,39 @@ def update(
         for index, master, one, rounded_ones in zip(indices, *results, strict=True):
             masters[index], optimizer_states[index], numbers[index] = master, one, rounded_ones
     return TrainState(tuple(masters), tuple(optimizer_states)), _with_numbers(weights, numbers, placement), norm
+
+
+def update_calls(
+    state: TrainState,
+    weights: Weights,
+    optimizer: optax.GradientTransformation,
+    placement: Placement,
+    *,
+    max_norm: float | None = None,
+    donated: bool = True,
+) -> Iterator[Call]:
+    """Yields the calls of `update`, for `compile_ahead`; it takes the arguments of `update` except the gradients."""
+    masters = state.masters  # whose shapes and shardings gradients have
+    trained, groups = _groups(state.optimizer, masters)
+    squares: dict[int, jax.ShapeDtypeStruct] = {}
+    for indices in groups:
+        call = Call(_squares_program(placement), (tuple(masters[i] for i in indices),))
+        yield call
+        results = compilation.lowered(call.fn, *call.args).out_info
+        squares |= zip(indices, placement.like(results, placement.spec), strict=True)
+    norm = Call(_norm_program(placement, max_norm), (tuple(squares[index] for index in trained),))
+    yield norm
+    _, scale = placement.like(compilation.lowered(norm.fn, *norm.args).out_info, P())
+    for indices in groups:
+        leaves = [tuple(values[i] for i in indices) for values in (masters, state.optimizer, masters)]
+        shapes = tuple(_numbers_of(weights[i]) for i in indices)
+        yield Call(_update_program(optimizer, placement, donated), (*leaves, scale), {"shapes": shapes})
+
+
+def _groups(states: Sequence[Any], gradients: Sequence[Flat]) -> tuple[list[int], list[tuple[int, ...]]]:
+    """Returns the indices of trained weights, and groups of them that are updated together."""
+    trained = [index for index, one in enumerate(states) if one is not None]
+    return trained, [tuple(trained[i] for i in group) for group in update_groups([gradients[i] for i in trained])]
 
 
 @functools.lru_cache(maxsize=32)

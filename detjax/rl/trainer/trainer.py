@@ -19,7 +19,7 @@ from detjax.rl.trainer.microbatches import Microbatch, PlacedMicrobatch, Sample,
 from detjax.rl.trainer.sample_checks import check_certain, check_drawn
 from detjax.rl.trainer.sample_images import with_rows
 from detjax.rl.trainer.step import Plan, batch_gradients
-from detjax.rl.trainer.train_state import TrainState, initial_state, update, weights_of
+from detjax.rl.trainer.train_state import TrainState, initial_state, update, update_calls, weights_of
 from detjax.rl.trainer.trained_weights import trained, without_masters
 from detjax.runtime import compilation
 
@@ -147,11 +147,19 @@ class Trainer:
             ValueError: the batch is empty; or a sample is longer than a row of the plan's layout, was drawn from
                 another distribution, or lacks old logprobs that the loss needs.
         """
-        gradients = batch_gradients(self.network, self.weights, samples, self.loss, self.plan, self.distribution)
+        placement, max_norm = self.plan.placement, self.max_norm
+        gradients = batch_gradients(
+            self.network,
+            self.weights,
+            samples,
+            self.loss,
+            self.plan,
+            self.distribution,
+            then=lambda: update_calls(self._state, self.weights, self.optimizer, placement, max_norm=max_norm),
+        )
         check_certain(samples, self.loss, self.distribution, lambda: gradients.logprobs)
-        placement = self.plan.placement
         self._state, self.weights, norm = update(
-            self._state, gradients.leaves, self.weights, self.optimizer, placement, max_norm=self.max_norm
+            self._state, gradients.leaves, self.weights, self.optimizer, placement, max_norm=max_norm
         )
         return StepReport(gradients.logprobs, float(norm))
 

@@ -376,8 +376,8 @@ def test_products_of_many_weights_have_the_bits_of_each(rows: int, layout: str, 
     mapped = jax.vmap(matmul, in_axes=(-2, 0, 0 if biased else None), out_axes=-2)
     with detjax.use_backend("hopper"), plgpu.force_gpu_interpret_mode():
         together = np.asarray(mapped(x, stored, biases if biased else None))
-        each = [matmul(x[:, one], stored[one], biases[one] if biased else None) for one in range(3)]
-    assert_same_bits(together, np.stack([np.asarray(one) for one in each], axis=1))
+        separate = [matmul(x[:, one], stored[one], biases[one] if biased else None) for one in range(3)]
+    assert_same_bits(together, np.stack([np.asarray(one) for one in separate], axis=1))
 
 
 def test_float32_is_refused_and_says_what_serves() -> None:

@@ -1,0 +1,104 @@
+"""A step's programs are compiled before their first calls, and no call compiles or traces them again."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from detjax.pallas.hopper import elements
+from detjax.rl.trainer import step
+from detjax.rl.trainer.losses import ClippedRatio
+from detjax.rl.trainer.microbatches import Packed, Rows, Sample
+from detjax.rl.trainer.optimizers import adamw
+from detjax.rl.trainer.step import Plan
+from detjax.rl.trainer.trainer import Trainer
+from detjax.runtime import ahead
+from tests.rl.policies import policy
+
+LENGTH = 13
+"""Tokens of a sample; no other test has microbatches of such shapes, whose programs would be known."""
+
+
+def samples(count: int = 3) -> list[Sample]:
+    tokens = np.random.default_rng(0).integers(0, 32, (count, LENGTH)).astype(np.int32)
+    weights = np.full(LENGTH - 1, 0.25, np.float32)
+    return [Sample(row, weights, np.full_like(weights, -3)) for row in tokens]
+
+
+@contextlib.contextmanager
+def events() -> Iterator[dict[str, list[str]]]:
+    """The names of programs that are traced, lowered and compiled in the context, by event."""
+    seen: dict[str, list[str]] = {"jaxpr_trace": [], "jaxpr_to_mlir_module": [], "backend_compile": []}
+
+    def listen(event: str, seconds: float, **details: Any) -> None:
+        del seconds
+        name = event.rsplit("/", 1)[-1].removesuffix("_duration")
+        if name in seen:
+            seen[name].append(details.get("fun_name", ""))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield seen
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@pytest.mark.parametrize("max_norm", [1.0, None])
+def test_every_program_of_a_step_is_compiled_ahead_and_never_again(
+    max_norm: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The loss makes programs that no other test has compiled.
+    optimizer, loss = adamw(0.0123), ClippedRatio(0.123 if max_norm else 0.122, 0.3)
+    trainer = Trainer(policy(), optimizer, loss, Plan(Rows(3, 16), shards=1), max_norm=max_norm)
+    compile_ahead, after = step.compile_ahead, {}
+
+    def watched(calls: Any) -> None:
+        compile_ahead(calls)
+        context = events()
+        after.update(context=context, seen=context.__enter__())
+
+    monkeypatch.setattr(step, "compile_ahead", watched)
+    trainer.step(samples())
+    trainer.step(samples())
+    after["context"].__exit__(None, None, None)
+    assert after["seen"] == {"jaxpr_trace": [], "jaxpr_to_mlir_module": [], "backend_compile": []}
+
+
+def test_steps_of_known_shapes_compile_nothing_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared: list[list[str]] = []
+    compile_ahead = step.compile_ahead
+
+    def watched(calls: Any) -> None:
+        calls = list(calls)
+        prepared.append([call.fn.__name__ for call in calls])
+        compile_ahead(calls)
+
+    monkeypatch.setattr(step, "compile_ahead", watched)
+    plan = Plan(Packed(64), shards=1)
+    trainer = Trainer(policy(), adamw(0.0125), ClippedRatio(0.124, 0.3), plan)
+    for _ in range(2):
+        trainer.step(samples())
+    (names,) = prepared
+    assert names[0] == "add" and {"reduced", "squares", "norm_and_scale", "step"} <= set(names)
+
+
+def test_kernels_of_a_program_are_found_once_each() -> None:
+    half, third = (jax.jit(lambda x, by=by: elements.map_elements(lambda z: z / by, x)) for by in (2, 3))
+
+    def fn(x: jax.Array, y: jax.Array) -> tuple[jax.Array, ...]:
+        return half(x), third(x), half(y)
+
+    types = (jax.ShapeDtypeStruct((4096,), np.float32),) * 2
+    lowered = jax.jit(fn).trace(*types).lower(lowering_platforms=("cuda",))
+    kernels = ahead.kernels(lowered)
+    assert len(kernels) == 2
+    for name, attributes in kernels.items():
+        assert attributes["kernel_hash"] == name and len(name) == 32
+        assert attributes["module"].startswith(b"ML\xefR") and attributes["use_custom_barrier"] is False
+
+
+def test_programs_without_kernels_have_none() -> None:
+    assert ahead.kernels(jax.jit(lambda x: x + 1).lower(np.float32(1))) == {}
