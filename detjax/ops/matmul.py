@@ -137,7 +137,7 @@ def _matmul(
     if fusions.is_unfused("matmul_epilogue"):
         return _with_row_rule(functools.partial(_in_separate_steps, **options), operands)
     forward = functools.partial(_MATMUL.kernels().forward, **options)
-    # A loop over examples would launch several kernels for each weight, and latent attention has a weight for each head.
+    # A loop over examples would launch several kernels for each weight. Latent attention has a weight for each head.
     in_groups = operands.residual is None and hasattr(GROUPED_MATMUL.kernels(), "TAKES_TILES")
     return _with_row_rule(forward, operands, functools.partial(_for_each_weight, **options) if in_groups else None)
 
