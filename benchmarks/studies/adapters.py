@@ -11,7 +11,7 @@ Loading reads an adapter's folder, which the file cache holds, and answers a req
 adapter that is in a slot takes the rest of the time, and is subtracted. Nothing may be compiled.
 
 Training compares a step of `detjax.rl.functional` on the shape of Qwen3-0.6B with one whose adapter alone is trained:
-seconds, and the peak of each process' memory.
+seconds, and the peak of each process' memory, also with layers that the backward pass recomputes.
 
 All programs are compiled before they are measured, in parallel. The exit code is 1 if bits differ, if an adapter does
 not change answers, or if loading compiles a program.
@@ -29,6 +29,7 @@ import dataclasses
 import functools
 import itertools
 import multiprocessing
+import operator
 import statistics
 import tempfile
 import time
@@ -61,7 +62,8 @@ from detjax.runtime import backends
 PARTS: Final = "training", "steps", "bits", "loading"
 BASE: Final = "base"
 CONFIG: Final = AdapterConfig(rank=16, alpha=32.0, targets="all-linear")
-ARMS: Final[Mapping[str, AdapterConfig | None]] = {"full": None, "adapter": CONFIG}
+RECOMPUTED: Final = "adapter, layers recomputed"
+ARMS: Final[Mapping[str, AdapterConfig | None]] = {"full": None, "adapter": CONFIG, RECOMPUTED: CONFIG}
 """The configuration of the adapter that a step trains; None: it trains all weights."""
 
 
@@ -288,7 +290,7 @@ def _compiled_programs() -> Iterator[list[str]]:
 
 
 def training(sizes: measures.Sizes, *, in_processes: bool) -> dict[str, Any]:
-    """Returns what `training_step` measures of each arm, and the ratios of the adapter's time and memory."""
+    """Returns what `training_step` measures of each arm, and the ratios of the adapters' times and memory."""
     arms: dict[str, dict[str, Any]] = {}
     for name in ARMS:
         if not in_processes:
@@ -300,11 +302,15 @@ def training(sizes: measures.Sizes, *, in_processes: bool) -> dict[str, Any]:
             except jax.errors.JaxRuntimeError as error:
                 arms[name] = {"missing": reason(error)}
     result: dict[str, Any] = {"arms": arms}
-    full, adapter = arms["full"], arms["adapter"]
-    if "missing" not in full and "missing" not in adapter:
-        result["time_over_full"] = statistics.median(adapter["seconds"]) / statistics.median(full["seconds"])
+    full = arms["full"]
+    for name, suffix in (("adapter", ""), (RECOMPUTED, "_recomputed")):
+        adapter = arms[name]
+        if "missing" in full or "missing" in adapter:
+            continue
+        medians = (statistics.median(arm["seconds"]) for arm in (adapter, full))
+        result[f"time_over_full{suffix}"] = operator.truediv(*medians)
         if full["bytes"]:
-            result["memory_over_full"] = adapter["bytes"] / full["bytes"]
+            result[f"memory_over_full{suffix}"] = adapter["bytes"] / full["bytes"]
     return result
 
 
@@ -320,7 +326,7 @@ def training_step(sizes: measures.Sizes, arm: str) -> dict[str, Any]:
     microbatch, seconds = Rows(sizes.sequences, sizes.length), []
     for _ in range(sizes.rounds + 2):
         begin = time.perf_counter()
-        result = steps.loss_and_gradients(state.params, batch, microbatch=microbatch)
+        result = steps.loss_and_gradients(state.params, batch, microbatch=microbatch, rematerialized=arm == RECOMPUTED)
         state, _ = steps.update(state, result.gradients, donated=True)
         del result
         jax.block_until_ready(state)

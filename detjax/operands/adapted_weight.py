@@ -36,6 +36,8 @@ class AdaptedWeight(WeightWithValue):
         scales: the factors of the products, in the shape of `b` without R.
         rows: the slot of each row of x, or `NO_ADAPTER`; None: all rows have the one adapter.
         b_mask: True where the numbers of `b` are trained: in the ranks of the row's own tensor. None: everywhere.
+        places: `ops.adapters.places_of_rows` of the rows, which the weights of a program share; None: each product
+            computes it.
 
     Example:
         >>> from detjax import ops
@@ -51,6 +53,7 @@ class AdaptedWeight(WeightWithValue):
     scales: Float32[Array, "..."]
     rows: Int[Array, "..."] | None = None
     b_mask: Bool[Array, "..."] | None = None
+    places: Any = None
 
 
 def padded_rank(rank: int) -> int:
@@ -63,7 +66,7 @@ def at_rows[W](weight: W, tokens: Int32[Array, "M"]) -> W:
     if not isinstance(weight, AdaptedWeight) or weight.rows is None:
         return weight
     rows: Any = weight.rows.reshape(-1).at[tokens].get(mode="fill", fill_value=NO_ADAPTER)
-    return dataclasses.replace(weight, rows=rows)
+    return dataclasses.replace(weight, rows=rows, places=None)
 
 
 def only_adapter(weight: Weight, axis: int) -> Weight:

@@ -5,7 +5,7 @@ products are separate float32 products; a pass over both adds them and computes 
 """
 
 import functools
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,10 @@ from detjax.ops.grouped_kernels import GROUPED_MATMUL
 from detjax.portable import adapters as portable
 from detjax.portable.tiles import each_row
 from detjax.runtime import backends
+
+_NO_GRADIENT: Final = (
+    "matmul: the gradient of rows with different adapters; accepted: one adapter for all rows, which is trained alone"
+)
 
 
 class Groups(NamedTuple):
@@ -82,9 +86,9 @@ def adapted_product(  # noqa: PLR0913
     _check(name, x, weight, epilogue.gated, has_experts=groups is not None)
     plain_bias: Any = bias.value if isinstance(bias, AccumulatedWeight) else bias
     flat = None if residual is None else flat_rows(residual)
-    if groups is None and weight.rows is None and single_adapter.is_served():
-        arrays = flat_rows(x), weight, plain_bias, flat
-        y: Any = single_adapter.one_adapters_product(product, epilogue, jnp.dtype(out_dtype), *arrays)
+    if groups is None and single_adapter.is_served():
+        multiply = single_adapter.one_adapters_product if weight.rows is None else _with_rows_of_kernels
+        y: Any = multiply(product, epilogue, jnp.dtype(out_dtype), flat_rows(x), weight, plain_bias, flat)
         return y.reshape(*x.shape[:-1], y.shape[-1])
     sums: Any = _sums(product, epilogue.gated, flat_rows(x), weight, plain_bias, groups)
     y = _epilogue(product, epilogue, jnp.dtype(x.dtype), jnp.dtype(out_dtype), sums, flat)
@@ -162,19 +166,28 @@ def _adapter_products(
     if groups is not None:
         expert, is_expert = _expert_of_rows(groups.sizes, len(x))
         group, has_adapter = expert * slots + slot, has_adapter & is_expert
-    rows = expert_rows(group[:, None], slots * experts, has_adapter)
-    products = _low_rank_products(rows.gather(x), a, b, rows.group_sizes, rows.unit)
+    rows: Any = weight.places
+    if rows is None or groups is not None:
+        rows = expert_rows(group[:, None], slots * experts, has_adapter)
+    products = _low_rank_products(rows.gather(x), a, b, rows.group_sizes, rows.unit, rows.tiles)
     products = jnp.where(has_adapter[:, None], rows.results(products)[:, 0], -0.0)
     factors = jnp.where(has_adapter[:, None], scales[jnp.where(has_adapter, group, 0)], 1.0)
     return factors, products
 
 
-def _low_rank_products(x: Array, a: Array, b: Array, sizes: Array, unit: int) -> Array:
+def places_of_rows(rows: Int[Array, "..."], slots: int) -> Any:
+    """Returns the places of rows sorted by slot, which all products of a program may share; see `AdaptedWeight`."""
+    slot = rows.reshape(-1).astype(jnp.int32)
+    return expert_rows(slot[:, None], slots, slot >= 0)
+
+
+def _low_rank_products(x: Array, a: Array, b: Array, sizes: Array, unit: int, tiles: Array | None = None) -> Array:
     """Returns `rnd(x A^T) B^T` in float32 for rows sorted by adapter, in groups of the given sizes."""
     kernels = GROUPED_MATMUL.kernels()
     if hasattr(kernels, "adapter_sums"):
         return kernels.adapter_sums(x, a, b, sizes)
-    forward = functools.partial(kernels.forward, layout="nk", epilogue=Epilogue(), unit=unit)
+    known = {} if tiles is None or not hasattr(kernels, "TAKES_TILES") else {"tiles": tiles}
+    forward = functools.partial(kernels.forward, layout="nk", epilogue=Epilogue(), unit=unit, **known)
     u = forward(GroupedOperands(x, a, None, sizes), out_dtype=x.dtype)
     return forward(GroupedOperands(u, b, None, sizes), out_dtype=ACCUMULATOR)
 
@@ -202,10 +215,7 @@ def _sums_backward(
 ) -> tuple[Any, ...]:
     x, weight, groups = saved
     if weight.rows is not None:
-        raise NotImplementedError(
-            "matmul: the gradient of rows with different adapters; accepted: one adapter for all rows, which is "
-            "trained alone"
-        )
+        raise NotImplementedError(_NO_GRADIENT)
     # The gradient of the sums is rounded to x's dtype before matrix products.
     g = [rounded(gradient, x.dtype) for gradient in gradients]
     to_inputs = functools.partial(product, groups=groups, layout="kn")
@@ -247,6 +257,37 @@ def _weight_gradient(product: Product, x: Array, w: Weight, dy: Array, groups: G
 
 
 _sums.defvjp(_sums_forward, _sums_backward)
+
+
+# --- rows with different adapters, by kernels ------------------------------------------------------------------------
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _with_rows_of_kernels(
+    product: Product,
+    epilogue: Epilogue,
+    out_dtype: jnp.dtype,
+    x: Array,
+    weight: AdaptedWeight,
+    bias: Array | None,
+    residual: Array | None,
+) -> Array:
+    """Returns the epilogue of the sums, in one kernel after the products."""
+    sums = single_adapter.biased_sums(product, x, weight.value, bias, epilogue.gated)
+    pairs = [jnp.split(array, len(sums), axis=1) for array in _adapter_products(product, x, weight, None)]
+    options: dict[str, Any] = {"dtype": x.dtype, "epilogue": epilogue, "out_dtype": out_dtype, "keeps": False}
+    return single_adapter.joined(sums, pairs[1], pairs[0], residual, **options)[0]
+
+
+def _refused_forward(*args: Any) -> tuple[Array, None]:
+    return _with_rows_of_kernels(*args), None
+
+
+def _refused_backward(*_: Any) -> Any:
+    raise NotImplementedError(_NO_GRADIENT)
+
+
+_with_rows_of_kernels.defvjp(_refused_forward, _refused_backward)
 
 
 # --- epilogue ------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ the contract and no others: `u`, the sum, and the adapter's product forward; `v`
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -17,12 +18,16 @@ from detjax.operands.adapted_weight import AdaptedWeight, only_adapter
 from detjax.operands.numerics import activated
 from detjax.operands.options import Epilogue
 from detjax.operands.products import AdapterOperands, MatmulOperands
+from detjax.operands.quantized_weight import QuantizedWeight
 from detjax.operands.rounding import rounded
 from detjax.ops.dispatch import Operation, backend_modules, with_vmap_rule
 from detjax.portable.tiles import each_row
 from detjax.runtime import fusions
 
 _MATMUL: Final = Operation("matmul", backend_modules("matmul", mma="mma"))
+
+_FEW_ROWS: Final = 1024
+"""Most rows whose sums of gate and up come from one product."""
 
 
 @runtime_checkable
@@ -104,18 +109,45 @@ def _computed(  # noqa: PLR0913
 
         batched = with_vmap_rule(multiply, (True, True, True, False, False, False, False))
         return *batched(x, u, residual, weight.value, bias, factors.b, factors.scales), u
-    parts_of = functools.partial(_parts, gated=epilogue.gated)
-    biases = [None, None] if bias is None else parts_of(bias)
-    sums = [product(x, w, None, bias=b) for w, b in zip(parts_of(weight.value), biases, strict=False)]
-    products = [product(u, b, None) for b in parts_of(factors.b)]
-    count = len(sums)
+    sums = biased_sums(product, x, weight.value, bias, epilogue.gated)
+    products = [product(u, b, None) for b in _parts(factors.b, epilogue.gated)]
+    scales = _parts(factors.scales, epilogue.gated)
+    return *joined(sums, products, scales, residual, dtype=x.dtype, **options), u
+
+
+def biased_sums(product: Product, x: Array, w: Any, bias: Array | None, gated: bool) -> list[Array]:
+    """Returns the biased sums `[M, N]` of a weight, float32, or the two of gate and up."""
+    kernels = _MATMUL.kernels()
+    # Copies of the two weights would take longer than the result of gate and up together, which nobody reads.
+    if gated and len(x) <= _FEW_ROWS and not isinstance(w, QuantizedWeight):
+
+        def multiply(x: Array, w: Array, bias: Array | None) -> tuple[Array, ...]:
+            return kernels.biased_sums(MatmulOperands(x, w, bias))
+
+        return list(with_vmap_rule(multiply, (True, False, False))(x, w, bias))
+    biases = [None, None] if bias is None else _parts(bias, gated)
+    return [product(x, part, None, bias=b) for part, b in zip(_parts(w, gated), biases, strict=False)]
+
+
+def joined(
+    sums: Sequence[Array],
+    products: Sequence[Array],
+    scales: Sequence[Array],
+    residual: Array | None,
+    **options: Any,
+) -> tuple[Array, tuple[Array, ...]]:
+    """Returns the epilogue of the sums and the adapters' products, and the sums that it consumed, if they are kept.
+
+    `scales` are `[N]`, or `[M, N]`; for the options see `add_adapter` of the backends.
+    """
+    kernels, count, have_rows = _MATMUL.kernels(), len(sums), scales[0].ndim > 1
 
     def join(residual: Array | None, *arrays: Array) -> Any:
         z, terms, scales = arrays[:count], arrays[count : 2 * count], arrays[2 * count :]
-        return kernels.add_adapter(z, terms, scales, residual, dtype=x.dtype, **options)
+        return kernels.add_adapter(z, terms, scales, residual, **options)
 
-    batched = with_vmap_rule(join, (True,) * (1 + 2 * count) + (False,) * count)
-    return *batched(residual, *sums, *products, *parts_of(factors.scales)), u
+    batched = with_vmap_rule(join, (True,) * (1 + 2 * count) + (have_rows,) * count)
+    return batched(residual, *sums, *products, *scales)
 
 
 def _parts(x: Any, gated: bool) -> list[Any]:

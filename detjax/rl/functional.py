@@ -140,7 +140,13 @@ class Training:
         return State(params, initial_state(weights, self._optimizer, placement, trained=trained(self.network, weights)))
 
     def loss_and_gradients(
-        self, params: Params, batch: Sequence[Sample], *, microbatch: Layout, mesh: Mesh | None = None
+        self,
+        params: Params,
+        batch: Sequence[Sample],
+        *,
+        microbatch: Layout,
+        mesh: Mesh | None = None,
+        rematerialized: bool = False,
     ) -> LossAndGradients:
         """Returns the loss of a batch and its gradients. No bit depends on microbatches or devices.
 
@@ -149,12 +155,15 @@ class Training:
             microbatch: the layout of microbatches.
             mesh: the devices that share the batch, a power of two up to the number of shards. Gradients are replicated
                 on them; axis names do not matter. Default: one device.
+            rematerialized: whether the backward pass recomputes layers instead of storing activations, bit for bit.
 
         Raises:
             ValueError: the batch is empty; a sample is longer than a row, was drawn from another distribution, or lacks
                 old logprobs that the loss needs; or the mesh has an unsupported number of devices.
         """
-        plan = Plan(microbatch, self._shards, 1 if mesh is None else tuple(mesh.devices.flat))
+        plan = Plan(
+            microbatch, self._shards, 1 if mesh is None else tuple(mesh.devices.flat), rematerialized=rematerialized
+        )
         weights = plan.placement.everywhere(self.network.weights(params))
         result = batch_gradients(self.network, weights, batch, self._loss, plan, self._distribution)
         check_certain(batch, self._loss, self._distribution, lambda: result.logprobs)

@@ -20,8 +20,12 @@ from detjax.models.mesh import everywhere, place, replicate, shardings_of, whole
 from detjax.models.network import parameters, split
 from detjax.models.parts.sharding import OutputSharding
 from detjax.operands.adapted_weight import AdaptedWeight, padded_rank
+from detjax.ops import single_adapter
+from detjax.ops.adapters import places_of_rows
 
 _EMBEDDING_PATH = ("embedding", "weight")
+_AXES_OF_FACTORS = 3
+"""Axes of the first factors of all slots; factors of experts have one more."""
 
 
 def with_adapter(model: Decoder, adapter: Adapter) -> Decoder:
@@ -102,8 +106,16 @@ def _shardings(model: Decoder, count: int) -> list[OutputSharding | None]:
 def adapted_with(model: Decoder, arrays: Mapping[int, tuple[Any, Any, Any]], rows: Array | None) -> Decoder:
     """Returns a decoder with adapters for some weights, by their numbers; `rows` are the slots of its rows."""
     network, weights = split(model)
-    adapted = [AdaptedWeight(x, *arrays[i], rows) if i in arrays else x for i, x in enumerate(weights)]
-    return network.with_weights(tuple(adapted))
+    slots = {len(a) for a, _, _ in arrays.values() if a.ndim == _AXES_OF_FACTORS}
+    # All layers sort their rows alike, so one kernel finds the places for them.
+    places = None
+    if rows is not None and model.mesh is None and slots and single_adapter.is_served():
+        places = places_of_rows(rows, *slots)
+
+    def adapted(weight: Any, a: Array, b: Array, scales: Array) -> AdaptedWeight:
+        return AdaptedWeight(weight, a, b, scales, rows, places=places if a.ndim == _AXES_OF_FACTORS else None)
+
+    return network.with_weights(tuple(adapted(x, *arrays[i]) if i in arrays else x for i, x in enumerate(weights)))
 
 
 def placed(x: np.ndarray, sharding: OutputSharding | None, mesh: Mesh | None) -> Array:

@@ -84,6 +84,19 @@ def forward_keeping_sums(
     return y.reshape(shape), tuple(part.reshape(shape) for part in z)
 
 
+def biased_sums(
+    operands: MatmulOperands, *, multiply: Callable[..., tuple[Array, tuple[Array, ...]]] = product_keeping_sums
+) -> tuple[Array, ...]:
+    """Returns the biased float32 sums `[*B, N]` of gate and up, whose stacked weights are read as they lie.
+
+    `multiply` is the kernel, with the arguments of `product_keeping_sums`.
+    """
+    x, w, bias, _ = operands
+    options = {"layout": "nk", "epilogue": Epilogue(gated=True), "out_dtype": ACCUMULATOR}
+    _, z = multiply(Operands(flat_rows(x), w, bias), **options)
+    return tuple(part.reshape(*x.shape[:-1], part.shape[-1]) for part in z)
+
+
 def _flat(operands: MatmulOperands) -> Operands:
     x, w, bias, residual = operands
     return Operands(flat_rows(x), w, bias, None if residual is None else flat_rows(residual))
@@ -124,7 +137,7 @@ def add_adapter(  # noqa: PLR0913
     """Returns rows `[*B, N]` from the sums and the adapter's products of each part, `[*B, N]` float32.
 
     If `keeps`, also the parts that the epilogue consumed, rounded to `dtype`. See `contract.RANK_STEP`; `scales` are
-    `[N]` float32 of each part.
+    `[N]` or `[*B, N]` float32 of each part.
     """
     count = len(sums)
     last = [] if residual is None else [residual]
@@ -137,6 +150,8 @@ def add_adapter(  # noqa: PLR0913
         y = (y + rest[-1].astype(ACCUMULATOR) if last else y).astype(out_dtype)
         return y, tuple(part.astype(dtype) for part in z) if keeps else ()
 
+    if scales[0].ndim > 1:
+        return map_elements(apply, *sums, *products, *last, *scales)
     return map_elements(apply, *sums, *products, *last, columns=scales)
 
 

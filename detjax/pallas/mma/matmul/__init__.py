@@ -16,6 +16,7 @@ forward = functools.partial(hopper.forward, multiply=product)
 forward_keeping_sums = functools.partial(hopper.forward_keeping_sums, multiply=product_keeping_sums)
 backward = functools.partial(hopper.backward, multiply=product)
 weight_gradient = functools.partial(hopper.weight_gradient, multiply=product)
+biased_sums = functools.partial(hopper.biased_sums, multiply=product_keeping_sums)
 
 
 def multiplies_adapters(*_: Any) -> bool:

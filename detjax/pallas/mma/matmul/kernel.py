@@ -65,13 +65,19 @@ def product(
 
 
 def product_keeping_sums(
-    operands: Operands, *, layout: WeightLayout, epilogue: Epilogue, schedule: Schedule | None = None
+    operands: Operands,
+    *,
+    layout: WeightLayout,
+    epilogue: Epilogue,
+    out_dtype: DTypeLike | None = None,
+    schedule: Schedule | None = None,
 ) -> tuple[Array, tuple[Array, ...]]:
-    """Returns `product` in x's dtype, and for each part the biased sums `[M, N]` that its epilogue consumed.
+    """Returns `product`, by default in x's dtype, and for each part the biased sums `[M, N]` that it consumed.
 
     Raises the errors of `product`.
     """
-    plan, arrays, (m, n) = _prepared(operands, "mk", layout, operands.x.dtype, schedule, keeps=True)
+    dtype = jnp.dtype(operands.x.dtype if out_dtype is None else out_dtype)
+    plan, arrays, (m, n) = _prepared(operands, "mk", layout, dtype, schedule, keeps=True)
     y, *z = (result[:m, :n] for result in _kernel(plan, epilogue)(*arrays))
     return y, tuple(z)
 
