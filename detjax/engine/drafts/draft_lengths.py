@@ -10,8 +10,8 @@ MOST_SEQUENCES: Final = 32
 512 rows on, the time of a step on an H200 grows faster than its tokens: 64 sequences took four to six times as long."""
 _COSTS: Final = {1: 1.9, 8: 2.0, 16: 2.4, MOST_SEQUENCES: 2.7}
 """The time of a step with seven guesses for a number of sequences over the time of a step without, with 36 layers of
-Qwen3-8B's shape on an H200: `step_over_plain` of `python -m benchmarks draft_speed --part lengths`. Fewer guesses are not
-faster. Most of it is the host's work, which such a step waits for: it needs the tokens of the step before."""
+Qwen3-8B's shape on an H200: `step_over_plain` of `python -m benchmarks draft_speed --part lengths`. Fewer guesses are
+not faster. Most of it is the host's work, which such a step waits for: it needs the tokens of the step before."""
 _FIRST_ACCEPTANCE: Final = 0.7
 """The share of right guesses that is assumed at first."""
 _WEIGHT: Final = 0.1
