@@ -5,6 +5,8 @@ each kernel compiled in a thread of its own, while further programs are traced a
 has compiled once is compiled for no other program. Kernels and programs are the same as without it.
 """
 
+import contextlib
+import gc
 import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -53,7 +55,8 @@ def compile_ahead(calls: Iterable[Call]) -> None:
     threads, known = min(os.cpu_count() or 1, _MOST), set()
     programs: list[Future[None]] = []
     started: dict[bytes, Future[None]] = {}
-    with ThreadPoolExecutor(threads) as kernel_threads, ThreadPoolExecutor(threads) as program_threads:
+    pools = ThreadPoolExecutor(threads), ThreadPoolExecutor(threads)
+    with pools[0] as kernel_threads, pools[1] as program_threads, _without_collector():
         for call in calls:
             if (key := _signature(call)) in known:
                 continue
@@ -66,6 +69,18 @@ def compile_ahead(calls: Iterable[Call]) -> None:
             programs.append(program_threads.submit(_compile_program, lowered, waits))
         for program in programs:
             program.result()
+
+
+@contextlib.contextmanager
+def _without_collector() -> Iterator[None]:
+    """A context without garbage collection, which would visit the many objects of programs again and again."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _signature(call: Call) -> Any:

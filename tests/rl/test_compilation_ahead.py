@@ -8,14 +8,18 @@ import jax
 import numpy as np
 import pytest
 
+import detjax
 from detjax.pallas.hopper import elements
-from detjax.rl.trainer import step
+from detjax.rl.runs.policy import small_policy
+from detjax.rl.trainer import step, train_state
 from detjax.rl.trainer.losses import ClippedRatio
 from detjax.rl.trainer.microbatches import Packed, Rows, Sample
 from detjax.rl.trainer.optimizers import adamw
+from detjax.rl.trainer.placement import Placement
 from detjax.rl.trainer.step import Plan
 from detjax.rl.trainer.trainer import Trainer
 from detjax.runtime import ahead
+from tests.pallas.hopper.compiler import decoder_gradients
 from tests.rl.policies import policy
 
 LENGTH = 13
@@ -102,3 +106,20 @@ def test_kernels_of_a_program_are_found_once_each() -> None:
 
 def test_programs_without_kernels_have_none() -> None:
     assert ahead.kernels(jax.jit(lambda x: x + 1).lower(np.float32(1))) == {}
+
+
+def test_leaves_of_equal_shapes_share_a_kernel() -> None:
+    leaves = tuple(jax.ShapeDtypeStruct((size,), np.float32) for size in (4096, 8192, 4096))
+    with detjax.use_backend("hopper"):
+        squares: Any = train_state._squares_program(Placement(1))
+        lowered = jax.jit(squares.__wrapped__).trace(leaves).lower(lowering_platforms=("cuda",))
+    assert len(ahead.kernels(lowered)) == 2
+
+
+def test_layers_of_a_decoder_share_all_kernels() -> None:
+    fn, types = decoder_gradients(Rows(1, 16), small_policy(3, 128)[0].config)
+    lowered = jax.jit(fn).trace(*types).lower(lowering_platforms=("cuda",))
+    kernels = {attributes["module"] for attributes in ahead.kernels(lowered).values()}
+    # Each linear layer has three products, and so has the head; the rest are norms, attention, the embedding's gradient
+    # and sums over tokens. More layers need no further kernels.
+    assert len(kernels) <= 30

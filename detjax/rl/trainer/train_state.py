@@ -142,8 +142,11 @@ def _groups(states: Sequence[Any], gradients: Sequence[Flat]) -> tuple[list[int]
 
 @functools.lru_cache(maxsize=32)
 def _squares_program(placement: Placement) -> Callable[[tuple[Flat, ...]], tuple[Array, ...]]:
+    # Leaves of equal shapes share the kernel of a function that JAX traces and lowers once.
+    squares_of_leaf = jax.jit(functools.partial(row_squares, slices=placement.local_shards))
+
     def squares(leaves: tuple[Flat, ...]) -> tuple[Array, ...]:
-        return tuple(row_squares(leaf, placement.local_shards) for leaf in leaves)
+        return tuple(map(squares_of_leaf, leaves))
 
     return compilation.jit(placement.on_devices(squares, (placement.spec,), placement.spec))
 
