@@ -65,8 +65,8 @@ def one_adapter(dtype: str = "bfloat16", *, gated: bool = False, ranks: int = 32
     return AdaptedWeight(*map(jnp.asarray, (normal(*shape, K, dtype=dtype), a, b, scales)))
 
 
-@pytest.mark.parametrize("gated", [False, True])
-def test_an_adapter_of_all_rows_has_the_bits_that_it_has_among_others(gated: bool) -> None:
+@pytest.mark.parametrize(("backend", "gated"), [("hopper", False), ("hopper", True), ("mma", True)])
+def test_an_adapter_of_all_rows_has_the_bits_that_it_has_among_others(backend: str, gated: bool) -> None:
     weight, x, residual = one_adapter(gated=gated), normal(5, K, dtype="bfloat16"), normal(5, N, dtype="bfloat16")
     options: dict[str, Any] = {"layout": "nk", "activation": "silu" if gated else None, "gated": gated}
     pooled = dataclasses.replace(weight, rows=jnp.zeros(5, jnp.int32))
@@ -75,24 +75,21 @@ def test_an_adapter_of_all_rows_has_the_bits_that_it_has_among_others(gated: boo
     def multiply(x: Any, residual: Any, weight: Any) -> jax.Array:
         return ops.matmul(x, weight, bias=bias, residual=residual, **options)
 
-    with detjax.use_backend("hopper"):
+    with detjax.use_backend(backend):
         alone, among_others = (interpreted(multiply, x, residual, one) for one in (weight, pooled))
     assert_same_bits(alone, among_others)
 
 
 @pytest.mark.parametrize(
     ("gated", "schedule"),
-    [(True, Schedule(8, 40, lines=2)), (False, Schedule(64, 64, "tokens", cluster_m=2))],
+    [(True, Schedule(8, 40, lines=2)), (False, Schedule(64, 48, "tokens", cluster_m=2))],
     ids=["gate and up", "tokens on rows"],
 )
 def test_the_kernel_of_an_adapter_has_the_bits_of_separate_products(gated: bool, schedule: Schedule) -> None:
-    tokens = 9 if gated else 70
-    weight, x, residual = (
-        one_adapter(gated=gated),
-        normal(tokens, K, dtype="bfloat16"),
-        normal(tokens, N, dtype="bfloat16"),
-    )
-    bias, u = normal(*weight.shape[:-1], dtype="bfloat16"), normal(tokens, 32, dtype="bfloat16", seed=3)
+    tokens, ranks = (9, 32) if gated else (70, 80)
+    weight = one_adapter(gated=gated, ranks=ranks)
+    x, residual = (normal(tokens, width, dtype="bfloat16") for width in (K, N))
+    bias, u = normal(*weight.shape[:-1], dtype="bfloat16"), normal(tokens, ranks, dtype="bfloat16", seed=3)
     value, b, scales = weight.value, weight.b[0], weight.scales[0]
     epilogue = Epilogue("silu", gated=True) if gated else Epilogue("relu")
     options: dict[str, Any] = {"epilogue": epilogue, "out_dtype": "bfloat16", "keeps": True}
