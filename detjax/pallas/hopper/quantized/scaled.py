@@ -74,7 +74,7 @@ IS_ON: Final = os.environ.get(SWITCH) == "1"
 _LOOP_REGISTERS: Final = 56
 """Registers of a consumer in its loop that hold neither sums nor products."""
 _OWN_LOOP_REGISTERS: Final = 24
-"""The same of a consumer that widens its own rows, which has row operands and scales in registers besides."""
+"""The same of a consumer that widens its own rows; it also has row operands and scales in registers."""
 
 _MAX_SENT_COLUMNS: Final = 32
 """Most columns of products that pass shared memory."""
@@ -85,9 +85,9 @@ _COLUMN_UNIT: Final = 32
 _CYCLES_PER_BLOCK: Final = 100.0
 """Estimated cycles in which a warpgroup waits for a block's products and adds them to its sums, at least."""
 _CYCLES_PER_PRODUCT: Final = 1100.0
-"""Cycles in which a multiplier loads, converts and awaits a block, besides its products; fitted to an H200's times."""
+"""Cycles in which a multiplier loads, converts and awaits a block, without its products; fitted to an H200's times."""
 _CYCLES_OF_WAITING: Final = 350.0
-"""Cycles in which a single multiplying warpgroup awaits and adds a block, besides its products; fitted likewise."""
+"""The same for a single multiplying warpgroup, which awaits a block and adds it; fitted to the same times."""
 _CYCLES_PER_OPERAND: Final = 200.0
 """Estimated cycles in which a warpgroup loads and converts a block's codes."""
 _MIN_REGISTER_CYCLES: Final = 18.0

@@ -21,7 +21,7 @@ _OTHER_REGISTERS: Final = 56
 _OPERAND_REGISTERS: Final = 32
 """Registers of two lines of the row operand: one in flight, and one that is being widened.
 
-A thread that widens needs a third less than `_OTHER_REGISTERS` besides.
+A thread that widens also needs two thirds of `_OTHER_REGISTERS`.
 """
 _BATCH_LINES: Final = {1: 4, 2: 4, 3: 2, 4: 1}
 """Most lines whose words a consumer loads at once, by the number of consumers."""
