@@ -92,7 +92,7 @@ def _signature(call: Call) -> Any:
 
 def _compile_program(lowered: jax.stages.Lowered, waits: list[Future[None]]) -> None:
     for kernel in waits:
-        kernel.result()
+        kernel.exception()  # if it has failed, the program's compilation compiles the kernel again, or says why not
     lowered.compile()
 
 

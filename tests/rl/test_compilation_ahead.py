@@ -89,6 +89,16 @@ def test_steps_of_known_shapes_compile_nothing_ahead(monkeypatch: pytest.MonkeyP
     assert names[0] == "add" and {"reduced", "squares", "norm_and_scale", "step"} <= set(names)
 
 
+def test_a_kernel_that_fails_to_compile_alone_leaves_its_program_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead, "kernels", lambda lowered: {b"unknown to XLA": {}})
+    fn = detjax.jit(lambda x: x + np.float32(0.126))
+    with events() as seen:
+        ahead.compile_ahead([ahead.Call(fn, (np.zeros(3, np.float32),))])
+        np.testing.assert_array_equal(fn(np.zeros(3, np.float32)), np.full(3, 0.126, np.float32))
+    assert len(seen["backend_compile"]) == 2  # the failure and the program
+    assert b"unknown to XLA" not in ahead._compiled_kernels
+
+
 def test_kernels_of_a_program_are_found_once_each() -> None:
     half, third = (jax.jit(lambda x, by=by: elements.map_elements(lambda z: z / by, x)) for by in (2, 3))
 
