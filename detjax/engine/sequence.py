@@ -326,28 +326,11 @@ class Sequence:
         self._digests = digests(self.tokens, self._digests, root, images)
         return self._digests
 
-    def add(
-        self,
-        token: int,
-        logprob: float,
-        top: TopLogprobs,
-        sampling_logprob: float | None = None,
-        sampling_top: TopLogprobs = (),
-        *,
-        batch: int,
-    ) -> Token:
-        """Appends the next generated token, and ends the sequence if it is the last one; for the arguments see `Token`.
-
-        An exception ends only this sequence, with the finish reason "failed".
-        """
-        self.accept([(token, logprob)])
-        is_last = self.finish_reason is not None
-        return self.report(token, logprob, top, sampling_logprob, sampling_top, batch=batch, is_last=is_last)
-
     def accept(self, sampled: Iterable[tuple[int, float]]) -> int:
         """Appends generated tokens up to one that ends the sequence, and returns their number.
 
-        It does what the next step depends on. `report`, which must be called for each of the tokens, does all else.
+        It does what the next step depends on. `report`, called for each token, makes what a caller gets of it.
+        An exception ends only this sequence, with the finish reason "failed".
 
         Args:
             sampled: the tokens with their logprobs.

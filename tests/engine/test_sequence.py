@@ -3,17 +3,24 @@
 import dataclasses
 import itertools
 import math
+from typing import Any
 
 import pytest
 
 from detjax import SamplingParams
-from detjax.engine import Completion, NotFinite
+from detjax.engine import Completion, NotFinite, Token
 from detjax.engine.page_pool import digests
 from detjax.engine.sequence import RequestContext, Sequence, samples
 from detjax.engine.validation import end_tokens
 from detjax.models import GenerationDefaults
 from tests.support.memory import allocated
 from tests.support.small_loops import small_tokenizer
+
+
+def added(sequence: Sequence, token: int, logprob: float, *numbers: Any, batch: int) -> Token:
+    """Appends a token, and returns what is reported of it."""
+    sequence.accept([(token, logprob)])
+    return sequence.report(token, logprob, *numbers, batch=batch, is_last=sequence.finish_reason is not None)
 
 
 @pytest.mark.parametrize(("last", "tokens"), [(11, [5, 11]), (12, [5, 12]), (13, [5, 13]), (14, [5, 14, 6])])
@@ -23,7 +30,7 @@ def test_every_end_token_ends_a_sequence(last: int, tokens: list[int]) -> None:
     sequence = Sequence((1, 2), params, context=RequestContext(end_tokens=end_tokens(defaults, params)))
     for token in (5, last, 6):
         if sequence.finish_reason is None:
-            sequence.add(token, -1.0, (), batch=1)
+            added(sequence, token, -1.0, (), batch=1)
     assert sequence.generated == tokens
     assert sequence.finish_reason == ("length" if last == 14 else "stop")
 
@@ -32,7 +39,7 @@ def test_a_token_that_ends_a_sample_does_so_even_if_it_is_the_last_one() -> None
     params = SamplingParams(max_tokens=2)
     for last, reason in ((9, "stop"), (5, "length")):
         one = Sequence((1,), params, context=RequestContext(end_tokens=frozenset([9])))
-        reasons = [one.add(token, -1.0, (), batch=1).finish_reason for token in (5, last)]
+        reasons = [added(one, token, -1.0, (), batch=1).finish_reason for token in (5, last)]
         assert reasons == [None, reason]
         assert (one.missing, one.has_all) == (0, True)
 
@@ -49,8 +56,8 @@ def test_tokens_in_flight_count_towards_the_length_and_the_most_tokens() -> None
 def test_not_a_number_ends_a_sample_and_minus_infinity_does_not() -> None:
     one = Sequence((1, 2, 3), SamplingParams(max_tokens=9))
     # A constraint may force a token that the model never chooses.
-    assert one.add(4, -math.inf, (), batch=1).finish_reason is None
-    token = one.add(5, math.nan, (), batch=1)
+    assert added(one, 4, -math.inf, (), batch=1).finish_reason is None
+    token = added(one, 5, math.nan, (), batch=1)
     assert (token.finish_reason, one.finish_reason) == ("failed", "failed")
     with pytest.raises(NotFinite, match="logits for position 4 hold NaN or infinity"):
         one.completion()
@@ -60,7 +67,7 @@ def test_what_was_computed_for_a_token_is_in_it_and_in_the_completion() -> None:
     params = SamplingParams(max_tokens=2, top_logprobs=1, sampling_logprobs=True)
     one = Sequence((1,), params, index=3)
     one.cached_tokens = 7
-    first = one.add(4, -1.5, ((8, -0.5),), -2.5, ((7, -0.75),), batch=6)
+    first = added(one, 4, -1.5, ((8, -0.5),), -2.5, ((7, -0.75),), batch=6)
     assert dataclasses.asdict(first) == {
         "sample": 3,
         "token": 4,
@@ -73,7 +80,7 @@ def test_what_was_computed_for_a_token_is_in_it_and_in_the_completion() -> None:
         "sampling_logprob": -2.5,
         "sampling_top_logprobs": ((7, -0.75),),
     }
-    one.add(5, -3.0, ((9, -0.25),), -4.0, ((6, -0.5),), batch=1)
+    added(one, 5, -3.0, ((9, -0.25),), -4.0, ((6, -0.5),), batch=1)
     assert one.completion() == Completion(
         tokens=(4, 5),
         logprobs=(-1.5, -3.0),
@@ -92,7 +99,7 @@ def test_a_continued_sample_has_the_rest_alone_and_its_streams_text_goes_on() ->
     params = SamplingParams(max_tokens=len(whole))
     for count in range(len(whole)):
         one = Sequence((1,), params, context=context, generated=whole[:count])
-        texts = [one.add(token, -1.0, (), batch=1).text or "" for token in whole[count:]]
+        texts = [added(one, token, -1.0, (), batch=1).text or "" for token in whole[count:]]
         completion = one.completion()
         assert completion.tokens == tuple(whole[count:])
         assert completion.text == "".join(texts) == tokenizer.decode(whole)[len(tokenizer.decode(whole[:count])) :]
@@ -117,7 +124,7 @@ def test_tokens_that_are_accepted_together_and_reported_later_are_the_same(
         expected, tokens, rest = [], [], list(whole)
         for number, token in enumerate(whole):
             if alone.finish_reason is None:
-                expected.append(alone.add(token, -float(number), (), batch=1))
+                expected.append(added(alone, token, -float(number), (), batch=1))
         while together.finish_reason is None:
             group, rest = rest[:4], rest[4:]
             numbers = range(len(together.generated), len(together.generated) + 4)

@@ -172,10 +172,7 @@ class Verifier:
             # The engine's own sequence finds the stop string that ends a text.
             context = sequences.RequestContext(end_tokens=answer.end_tokens, tokenizer=self._tokenizer)
             sequence = sequences.Sequence(answer.prompt, params, index=transcript.index, context=context)
-            for token in tokens:
-                sequence.add(token, 0.0, (), batch=1)
-                if sequence.finish_reason is not None:
-                    break
+            sequence.accept((token, 0.0) for token in tokens)
             return len(sequence.generated), sequence.finish_reason, sequence.text
         count = min(len(tokens), params.max_tokens)
         reason = "length" if count == params.max_tokens else None
