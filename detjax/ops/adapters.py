@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Float, Float32, Int
 
 from detjax.contract import ACCUMULATOR, RANK_STEP
-from detjax.operands.accumulated_weight import AccumulatedWeight, Weight
+from detjax.operands.accumulated_weight import Weight, value_and_sum
 from detjax.operands.adapted_weight import AdaptedWeight, only_adapter
 from detjax.operands.numerics import activated, flat_rows, parts
 from detjax.operands.options import Epilogue
@@ -84,7 +84,7 @@ def adapted_product(  # noqa: PLR0913
             "Choose one with detjax.use_backend."
         )
     _check(name, x, weight, epilogue.gated, has_experts=groups is not None)
-    plain_bias: Any = bias.value if isinstance(bias, AccumulatedWeight) else bias
+    plain_bias, _ = value_and_sum(bias)
     flat = None if residual is None else flat_rows(residual)
     if groups is None and single_adapter.is_served():
         multiply = single_adapter.one_adapters_product if weight.rows is None else _with_rows_of_kernels
@@ -150,7 +150,7 @@ def _adapter_products(
 
     Rows without an adapter get -0, which added to any number gives this number.
     """
-    a, b = _value(weight.a), _value(weight.b)
+    a, b = value_and_sum(weight.a)[0], value_and_sum(weight.b)[0]
     slots, ranks = a.shape[-3:-1]
     experts = 1 if groups is None else len(groups.sizes)
     a, b = a.reshape(-1, ranks, a.shape[-1]), b.reshape(slots * experts, -1, ranks)
@@ -199,11 +199,6 @@ def _expert_of_rows(sizes: Int[Array, "E"], rows: int) -> tuple[Array, Array]:
     return jnp.minimum(expert, len(sizes) - 1), expert < len(sizes)
 
 
-def _value(weight: Weight) -> Array:
-    value: Any = weight.value if isinstance(weight, AccumulatedWeight) else weight
-    return value
-
-
 def _sums_forward(
     product: Product, gated: bool, x: Array, weight: AdaptedWeight, bias: Array | None, groups: Groups | None
 ) -> tuple[tuple[Array, ...], tuple[Any, ...]]:
@@ -228,9 +223,10 @@ def _sums_backward(
     if groups is not None:
         factors = scales[_expert_of_rows(groups.sizes, len(x))[0]]
     h = rounded(factors * joined.astype(ACCUMULATOR), x.dtype)
-    v = rounded(to_inputs(h, _value(b)), x.dtype)
-    u = rounded(product(x, _value(a), groups), x.dtype)
-    dx = rounded(sum(base[1:], base[0]) + to_inputs(v, _value(a)), x.dtype)
+    (a_value, _), (b_value, _) = value_and_sum(a), value_and_sum(b)
+    v = rounded(to_inputs(h, b_value), x.dtype)
+    u = rounded(product(x, a_value, groups), x.dtype)
+    dx = rounded(sum(base[1:], base[0]) + to_inputs(v, a_value), x.dtype)
     da = _weight_gradient(product, x, a, v, groups)
     db = _weight_gradient(product, u, b, h, groups)
     if weight.b_mask is not None:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike
 
 from detjax.contract import ACCUMULATOR
-from detjax.operands.accumulated_weight import AccumulatedWeight, Weight
+from detjax.operands.accumulated_weight import Weight, value_and_sum, weight_cotangent
 from detjax.operands.adapted_weight import AdaptedWeight, only_adapter
 from detjax.operands.numerics import activated
 from detjax.operands.options import Epilogue
@@ -59,15 +59,10 @@ class _Factors(NamedTuple):
 
 
 def _factors(weight: AdaptedWeight) -> _Factors:
-    a, b = (_value(only_adapter(factor, 0)) for factor in (weight.a, weight.b))
+    a, b = (value_and_sum(only_adapter(factor, 0))[0] for factor in (weight.a, weight.b))
     missing = -len(a) % _MATMUL.kernels().RANK_UNIT
     a, b = jnp.pad(a, ((0, missing), (0, 0))), jnp.pad(b, (*((0, 0),) * (b.ndim - 1), (0, missing)))
     return _Factors(a, b, weight.scales[0])
-
-
-def _value(weight: Weight) -> Array:
-    value: Any = weight.value if isinstance(weight, AccumulatedWeight) else weight
-    return value
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -195,7 +190,7 @@ def _backward(
 
     def next_factor(rows: Array, dz: Array, factor: Weight, ranks: int) -> Any:
         """The gradient of a factor, or its next sum, with its padding."""
-        start = factor.products if isinstance(factor, AccumulatedWeight) else None
+        _, start = value_and_sum(factor)
         if start is not None:
             missing = dz.shape[1] - start.shape[0], rows.shape[1] - start.shape[1]
             start = jnp.pad(start, [(0, size) for size in missing])
@@ -207,7 +202,7 @@ def _backward(
     if weight.b_mask is not None:
         db = jnp.where(weight.b_mask.reshape(db.shape), db, jnp.zeros_like(db))
     pairs = zip((weight.a, weight.b), (da, db), strict=True)
-    a, b = (_cotangent(factor, gradient.reshape(factor.shape)) for factor, gradient in pairs)
+    a, b = (weight_cotangent(factor, gradient.reshape(factor.shape)) for factor, gradient in pairs)
     cotangent: Any = AdaptedWeight(None, a, b, jnp.zeros_like(weight.scales), None, None)
     return dx, cotangent, None, None if residual is None else dy.astype(residual.dtype)
 
@@ -232,15 +227,6 @@ def _input_gradient(product: Product, weight: Any, g: list[Array], v: Array, a: 
 def _joined(factor: Weight) -> Weight:
     """Joins the axis of gate and up, if there is one, with the axis of their outputs."""
     return jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]), factor)
-
-
-def _cotangent(factor: Weight, gradient: Array) -> Weight:
-    """Returns the cotangent of a factor: its next sum, or the gradient."""
-    if not isinstance(factor, AccumulatedWeight):
-        return gradient
-    if factor.products is None:
-        return AccumulatedWeight(gradient)
-    return AccumulatedWeight(jnp.zeros_like(factor.value), gradient)
 
 
 one_adapters_product.defvjp(_forward, _backward)
