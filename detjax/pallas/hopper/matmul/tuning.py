@@ -20,6 +20,9 @@ TABLES: Final = Path(__file__).parent / "tables"
 BUCKETS: Final = (8, 16, 24, *(size for power in range(5, 13) for size in (2**power, 3 * 2 ** (power - 1))), 8192)
 """Numbers of tokens that schedules are tuned for: powers of two, and three halves of them."""
 
+_MAX_SLOWDOWN: Final = 1.1
+"""Largest estimated time, over the best candidate's, of a schedule that was measured with other numbers of tokens."""
+
 _MIN_SHARED_TOKENS: Final = 128
 """Fewest tokens for which devices write results into each other's arrays as they compute them."""
 
@@ -28,7 +31,9 @@ def default_schedule(problem: Problem, device_kind: str | None = None) -> Schedu
     """Returns the schedule for a problem.
 
     The table's schedule for this number of tokens comes first, then its schedules of the same weights for neighbouring
-    numbers of tokens, from half to double. If none fits, the candidate with the lowest estimated time is taken.
+    numbers of tokens, from half to double, unless the cost model says that a candidate is faster: the tiles of a smaller
+    number of tokens may not hold all of these, so that the weights would be read twice. If no schedule of the table
+    serves, the candidate with the lowest estimated time is taken.
 
     Args:
         problem: the problem, with sizes that the copy engine can address.
@@ -37,13 +42,11 @@ def default_schedule(problem: Problem, device_kind: str | None = None) -> Schedu
     tuned = table(backends.device_kind() if device_kind is None else device_kind)
     index = BUCKETS.index(bucket(problem.tokens))
     near = [index, *(i for step in (1, 2) for i in (index - step, index + step) if 0 <= i < len(BUCKETS))]
-    for size in (BUCKETS[i] for i in near):
-        schedule = tuned.get(key(problem.with_tokens(size)))
-        if schedule is not None and schedule.fits(problem):
+    for i in near:
+        schedule = tuned.get(key(problem.with_tokens(BUCKETS[i])))
+        if schedule is not None and schedule.fits(problem) and (i == index or _competes(schedule, problem)):
             return schedule
-    if problem.token_layout == "km":
-        return _best_candidate(problem)
-    return _best_candidate(problem.with_tokens(min(bucket(problem.m), round_up(problem.m, 8))))
+    return _best_candidate(_padded(problem))
 
 
 def shared_schedule(problem: Problem, device_kind: str | None = None) -> Schedule | None:
@@ -61,6 +64,20 @@ def shared_schedule(problem: Problem, device_kind: str | None = None) -> Schedul
         return None
     schedule = default_schedule(problem, device_kind)
     return schedule if Plan(problem, schedule).can_be_shared else None
+
+
+def _padded(problem: Problem) -> Problem:
+    """Returns the problem whose candidates are ranked: similar numbers of tokens share one."""
+    if problem.token_layout == "km":
+        return problem
+    return problem.with_tokens(min(bucket(problem.m), round_up(problem.m, 8)))
+
+
+def _competes(schedule: Schedule, problem: Problem) -> bool:
+    """Returns whether a schedule tuned for other numbers of tokens is about as fast as the best candidate."""
+    problem = _padded(problem)
+    best = Plan(problem, _best_candidate(problem))
+    return estimated_seconds(Plan(problem, schedule)) <= _MAX_SLOWDOWN * estimated_seconds(best)
 
 
 @functools.cache
