@@ -5,8 +5,9 @@
 An engine without guesses answers random requests with random weights. Another engine then answers the same requests
 with a drafter that knows these answers: it proposes each next token with probability 0.7, otherwise another one, and a
 seed decides which. The engine chooses the number of guesses. Tokens and logprobs of both engines have to be equal. The
-time per token is measured while all requests decode, and 1000 requests run as in `python -m detjax.bench serve`, as
-many at a time as the engine has slots.
+time per token is measured while all requests decode. Since a few hundred guesses can be luckier than others, one
+request at a time is measured with eight requests, one after another. 1000 requests run as in
+`python -m detjax.bench serve`, as many at a time as the engine has slots.
 
 Random weights do not repeat a text, so the request for prompt lookup has a bias that makes the model repeat a token.
 All guesses count: its time is a step's time over the most tokens that a step can have. The share of guesses of prompt
@@ -15,7 +16,7 @@ lookup that count in real texts is in `python -m benchmarks drafts`.
 The time of a guess of an EAGLE-3 head, whose weights are random, is the difference between the times of seven guesses
 and of one over six, with the host's work for them, for 1, 8 and 64 requests; the model has three layers then.
 
-With `--part lengths` drafts of 1 to 128 requests have fixed numbers of guesses, to see what the engine's rule
+With `--part lengths` drafts of 1 to 32 requests have seven guesses, to see what the engine's rule
 (`detjax.engine.drafts.draft_lengths`) should choose. The rule knows `step_over_plain` of seven guesses as costs.
 
 All programs are compiled before they are measured, in parallel. The exit code is 1 if the bits of an answer differ.
@@ -98,6 +99,7 @@ class Sizes:
         head_tokens: the tokens that the head can guess.
         calls: timed calls of the head.
         lengths: numbers of requests, and of guesses for each of them, of the part `lengths`.
+        least: fewest requests of a measurement. If fewer decode together, others follow.
     """
 
     requests: tuple[int, ...] = (1, 8, 64, 256)
@@ -110,7 +112,8 @@ class Sizes:
     heads: tuple[int, ...] = (1, 8, 64)
     head_tokens: int = 32000
     calls: int = 30
-    lengths: tuple[tuple[int, ...], tuple[int, ...]] = (1, 8, 16, 32, 64, 128), (3, 7)
+    lengths: tuple[tuple[int, ...], tuple[int, ...]] = (1, 8, 16, 32), (7,)
+    least: int = 8
 
     @property
     def length(self) -> int:
@@ -141,6 +144,7 @@ SMALL: Final = Sizes(
     head_tokens=100,
     calls=3,
     lengths=((2,), (3,)),
+    least=2,
 )
 
 
@@ -186,9 +190,7 @@ def study(
         with _ready_engine(decoder, sizes.engine(None), content, PLAIN) as engine:
             for one in measurements:
                 plain.append(one.run(engine, sizes.rounds))
-                command_line.print_line(
-                    f"{one.part}, {len(one.requests)} requests: {plain[-1].seconds} s without guesses"
-                )
+                command_line.print_line(f"{one.part}, {one.count} requests: {plain[-1].seconds} s without guesses")
         del engine
         gc.collect()  # the cache's memory is the next engine's
         with _ready_engine(decoder, sizes.engine(SPECULATIVE), content, DRAFTS) as engine:
@@ -235,13 +237,15 @@ class Measurement:
 
     Attributes:
         part: one of `PARTS`.
-        requests: the requests.
+        count: how many requests decode together.
+        requests: the requests, a multiple of `count`.
         vocabulary: the model's tokens.
         workload: the requests as a workload of the server's loop; None: all of them begin together.
         length: the number of guesses for each request; None: the engine chooses.
     """
 
     part: str
+    count: int
     requests: Sequence[Request]
     vocabulary: int
     workload: Workload | None = None
@@ -254,7 +258,7 @@ class Measurement:
             RuntimeError: rounds have different answers.
         """
         if self.workload is None:
-            timed = [token_seconds(engine, self.requests) for _ in range(rounds + 1)]
+            timed = [self._round(engine) for _ in range(rounds + 1)]
             answers, seconds = timed[0][1], [one for one, _ in timed[1:]]
             digests = {digest(one) for _, one in timed}
         else:
@@ -264,6 +268,11 @@ class Measurement:
         if digests != {digest(answers)}:
             raise RuntimeError(f"draft_speed: answers of {len(self.requests)} requests differ between rounds")
         return Measured(statistics.median(seconds), answers)
+
+    def _round(self, engine: Engine) -> tuple[float, list[Generation]]:
+        """Returns the mean seconds of a token, and the answers, of requests that decode `count` at a time."""
+        timed = [token_seconds(engine, some) for some in itertools.batched(self.requests, self.count)]
+        return statistics.mean(seconds for seconds, _ in timed), [one for _, answers in timed for one in answers]
 
     def compared(self, engine: Engine, plain: Measured, sizes: Sizes) -> dict[str, Any]:
         """Returns a row of the result, given what the engine without guesses measured.
@@ -288,7 +297,7 @@ class Measurement:
             step_over_plain = tokens_of_step * measured.seconds / plain.seconds
         return {
             "part": self.part,
-            "requests": len(self.requests),
+            "requests": self.count,
             "length": self.length,
             "seconds": {PLAIN: plain.seconds, DRAFTS: measured.seconds},
             "plain_over_drafts": plain.seconds / measured.seconds,
@@ -306,13 +315,18 @@ def _measurements(sizes: Sizes, vocabulary: int) -> Iterator[Measurement]:
         max(sizes.requests), (sizes.prompt, sizes.prompt), (sizes.tokens, sizes.tokens), temperature=0.8
     )
     requests = workload.draw(vocabulary)
+
+    def some(part: str, count: int, **options: Any) -> Measurement:
+        return Measurement(part, count, requests[: count * ceil_div(sizes.least, count)], vocabulary, **options)
+
     for count in sizes.requests:
-        yield Measurement("tokens", requests[:count], vocabulary)
+        yield some("tokens", count)
     for count, length in itertools.product(*sizes.lengths):
-        yield Measurement("lengths", requests[:count], vocabulary, length=length)
+        yield some("lengths", count, length=length)
     biased = SamplingParams(sizes.tokens, logit_bias=((vocabulary // 3, 100.0),), ignore_eos=True)
-    yield Measurement("lookup", [Request(requests[0].prompt, biased)], vocabulary)
-    yield Measurement("serve", sizes.served.draw(vocabulary), vocabulary, sizes.served)
+    yield Measurement("lookup", 1, [Request(requests[0].prompt, biased)], vocabulary)
+    served = sizes.served.draw(vocabulary)
+    yield Measurement("serve", len(served), served, vocabulary, sizes.served)
 
 
 def _fixed_length(length: int, *_: Any) -> int:

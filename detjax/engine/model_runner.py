@@ -44,6 +44,7 @@ from detjax.models.parts.vision import Patches
 from detjax.models.vision.images import VisualInput, empty_pack, rows_by, window_counts
 from detjax.operands.options import KVQuantization
 from detjax.runtime import compilation
+from detjax.runtime.memory_gaps import leave_gaps
 
 
 def bytes_of_page(model: Decoder, quantization: KVQuantization | None) -> int:
@@ -181,11 +182,14 @@ class ModelRunner:
         if self._pooling is not None and self._pooling.method != "last":
             zeros = jnp.zeros((self._num_slots, *self._hidden.shape), jnp.float32)
             self._carried = committed(replicate(zeros, self.everywhere))
+        # Arrays that stay are allocated. The ones of single steps come and go in the gaps.
+        jax.block_until_ready((self._state, self._slots, self._carried))
+        self._between_gaps = leave_gaps(self._slots.last.sharding.addressable_devices)
 
     def drop_state(self) -> None:
         """Releases the cache and all other arrays on the devices but the weights. Then no step can run."""
         jax.block_until_ready((self._state, self._slots, self._carried))
-        del self._state, self._slots, self._carried
+        del self._state, self._slots, self._carried, self._between_gaps
         if self._adapters is not None:
             self._adapters.drop()
         for kept in (self._copies, self._free, self._without_images):
