@@ -14,11 +14,11 @@ Qwen3-8B's shape on an H200: `step_over_plain` of `python -m benchmarks draft_sp
 not faster. Most of it is the host's work, which such a step waits for: it needs the tokens of the step before."""
 _FIRST_ACCEPTANCE: Final = 0.7
 """The share of right guesses that is assumed at first."""
-_WEIGHT: Final = 0.1
+_WEIGHT: Final = 0.04
 """The weight of the newest guess in a sequence's running share."""
 _WEIGHT_OF_ALL: Final = 0.01
 """The weight of the newest guess in the running share of all sequences."""
-_PAUSES: Final = 64, 512
+_PAUSES: Final = 16, 256
 """Steps without guesses after which guesses are tried again: at first, and at most. Each trial in vain doubles them."""
 _LONGEST_WAIT: Final = 16
 """Maximum number of tokens to wait after the drafter had no guess. Asking it costs time: all tokens must be read."""
