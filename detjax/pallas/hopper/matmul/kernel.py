@@ -554,7 +554,7 @@ class Output:
         self.plan, self.epilogue, self.scratch = cta.plan, cta.epilogue, cta.scratch
         self.bias, self.residual = cta.operands.bias, cta.operands.residual
         self.y, self.z, self.weight = cta.y, cta.z, cta.weight
-        self.stored = 0  # chunks of results so far; they use the slots round robin
+        self.stored = 0  # chunks of this tile that were staged; they use the slots round robin
         self.arrays, peers = arrays, cta.operands.peers
         self.devices = 1 if peers is None else peers.devices
         self.first: Any = 0 if peers is None else peers.number[0] * self.plan.problem.n
@@ -624,9 +624,10 @@ class Output:
     def _store_chunk(self, z: Array, chunk: int, array: Any) -> None:
         """Rounds a chunk and starts its copy to an array in device memory."""
         plan, dtype = self.plan, self.plan.problem.out_dtype
-        slot, self.stored = self.stored % plan.slots, self.stored + 1
+        slot, in_flight = self.stored % plan.slots, plan.copies_in_flight(self.stored)
+        self.stored += 1
         # The slot is free as soon as the copy engine has read it; whether its writes have landed does not matter.
-        plgpu.wait_smem_to_gmem(plan.slots - 1, wait_read_only=True)
+        plgpu.wait_smem_to_gmem(in_flight, wait_read_only=True)
         if plan.weights_on_rows and dtype.itemsize == 4:
             # Outputs are rows of the accumulator and columns of the result. A shuffle between two lanes transposes
             # pairs of numbers, so that a thread has two neighbours of a result's row and stores them at once.

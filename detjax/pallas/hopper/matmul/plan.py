@@ -263,6 +263,22 @@ class Plan:
         return min(self.chunks, max(2, 64 // self.chunk))
 
     @property
+    def stores(self) -> int:
+        """Chunks that a warpgroup stages for a tile, of the result and of kept sums."""
+        return self.chunks * (1 + self.problem.kept_sums)
+
+    def copies_in_flight(self, store: int) -> int:
+        """Returns how many copies out of shared memory may still read when a tile's chunk number `store` is staged.
+
+        Every tile uses the slots in turn, from the first one on. The last copy out of the chunk's slot must have read
+        it: `slots` chunks ago, or in the previous tile, whose last chunks may have ended with any slot.
+        """
+        if store >= self.slots:
+            return self.slots - 1
+        previous = store + (self.stores - 1 - store) // self.slots * self.slots
+        return self.stores - 1 - previous + store
+
+    @property
     def staged_shape(self) -> tuple[int, int]:
         """[tokens, outputs] of a chunk in shared memory."""
         return (self.chunk, self.padded_rows) if self.weights_on_rows else (self.padded_rows, self.chunk)
