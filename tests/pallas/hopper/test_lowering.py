@@ -265,10 +265,11 @@ def test_a_schedule_of_the_table_serves_only_if_it_fits(monkeypatch: pytest.Monk
     assert default_schedule(problem, "fitting") == named
     assert default_schedule(dataclasses.replace(problem, m=9), "fitting") == named
     # The tiles of the next number of tokens hold these too, but the ones of the previous number read the weights twice.
-    few = dataclasses.replace(problem, m=24)
-    assert default_schedule(few, "fitting") == candidates(few)[0]
-    tuned[key(dataclasses.replace(problem, m=32))] = next_one = Schedule(32, 56)
-    assert default_schedule(few, "fitting") == next_one
+    few, fewer, more = (Problem(m, 6144, 4096) for m in (24, 16, 32))
+    tuned[key(fewer)], best = Schedule(16, 48, lines=4), candidates(few)[0]
+    assert default_schedule(few, "fitting") == best
+    tuned[key(more)] = next_one = Schedule(32, 48, lines=4)
+    assert default_schedule(few, "fitting") == next_one != best
     many = dataclasses.replace(problem, m=192)
     assert default_schedule(many, "fitting") == candidates(many)[0]
     assert default_schedule(problem, "other") == candidates(problem)[0]
