@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.studies.draft_bits import study as draft_bits
-from benchmarks.studies.draft_bits.requests import everything
+from benchmarks.studies.draft_bits.models import model
+from benchmarks.studies.draft_bits.requests import everything, requests
 from benchmarks.study import Run
 from detjax.cli.options import UsageError
 from detjax.engine import SamplingParams, Sequence
@@ -52,6 +53,18 @@ def test_processes_answer_different_rounds_and_all_of_them_count(
         assert (content["rounds"], content["begun"], content["tokens_compared"]) == (rounds, rounds, 3 * rounds)
         processes = [content["drafts"]["demo"][f"demo {number}"] for number in range(rounds)]
         assert len({process for (process,) in processes}) == rounds and [os.getpid()] not in processes
+
+
+def test_any_round_has_requests_that_are_accepted() -> None:
+    one, (count, tokens) = model("demo"), (draft_bits.REQUESTS, draft_bits.TOKENS)
+    drawn = [
+        request.sampling
+        for number in range(60)
+        for request in requests(f"demo {number}", count, tokens, one.decoder.config.vocab_size, one.tokenizer)
+    ]
+    constrained = [params for params in drawn if params.constraint is not None]
+    assert any(params.prompt_logprobs for params in constrained)
+    assert any(params.sampling_logprobs for params in constrained)
 
 
 def test_all_bits_of_an_answer_are_compared() -> None:

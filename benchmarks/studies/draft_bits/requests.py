@@ -54,6 +54,7 @@ def _request(numbers: random.Random, index: int, tokens: int, vocabulary: int, t
             given |= some
     if given.get("constraint") is not None:
         given |= {"ignore_eos": False, "min_tokens": 0, "reasoning_budget": None, "allowed_token_ids": ()}
+        given["prompt_logprobs"] &= not given["sampling_logprobs"]  # the two and a constraint are refused
     given["min_tokens"] = min(given.get("min_tokens", 0), answer)
     return Request(numbers.choices(range(vocabulary), k=length), SamplingParams(**given))
 
