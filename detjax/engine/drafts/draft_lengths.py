@@ -8,7 +8,7 @@ import numpy as np
 MOST_SEQUENCES: Final = 32
 """With more running sequences nothing is guessed. The rows of a sequence with guesses are padded to `QUERY_UNIT`. From
 512 rows on, the time of a step on an H200 grows faster than its tokens: 64 sequences took four to six times as long."""
-_COSTS: Final = {1: 1.9, 8: 2.0, 16: 2.4, MOST_SEQUENCES: 2.7}
+_COSTS: Final = {1: 1.72, 8: 1.74, 16: 2.05, MOST_SEQUENCES: 2.48}
 """The time of a step with seven guesses for a number of sequences over the time of a step without, with 36 layers of
 Qwen3-8B's shape on an H200: `step_over_plain` of `python -m benchmarks draft_speed --part lengths`. Fewer guesses are
 not faster. Most of it is the host's work, which such a step waits for: it needs the tokens of the step before."""
