@@ -12,7 +12,7 @@ instead of 5.41, 4.32 for eight instead of 5.66, and 11.2 for eight sequences wi
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import Final
+from typing import Any, Final
 
 import jax
 import numpy as np
@@ -25,13 +25,13 @@ GAPS: Final = 8
 """Gaps of each size: several steps are in flight at a time."""
 
 
-def leave_gaps(devices: Iterable[jax.Device]) -> list[Array]:
+def leave_gaps(devices: Iterable[Any]) -> list[Array]:
     """Leaves gaps in the free memory of GPUs, and returns the arrays between them, which keep them apart.
 
     Other devices get none. The arrays take 34 MB of each GPU; deleting them ends the gaps.
     """
 
-    def allocated(device: jax.Device, size: int) -> Array:
+    def allocated(device: Any, size: int) -> Array:
         return jax.block_until_ready(jax.device_put(np.zeros(size, np.int8), device))
 
     gpus = [device for device in devices if device.platform == "gpu"]

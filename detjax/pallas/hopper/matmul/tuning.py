@@ -31,9 +31,9 @@ def default_schedule(problem: Problem, device_kind: str | None = None) -> Schedu
     """Returns the schedule for a problem.
 
     The table's schedule for this number of tokens comes first, then its schedules of the same weights for neighbouring
-    numbers of tokens, from half to double, unless a candidate is clearly faster by the cost model: tiles for fewer tokens
-    may not hold all of these, and the weights would be read twice. If no schedule of the table serves, the candidate
-    with the lowest estimated time is taken.
+    numbers of tokens, from half to double, unless a candidate is clearly faster by the cost model: tiles for fewer
+    tokens may not hold all of these, and the weights would be read twice. If no schedule of the table serves, the
+    candidate with the lowest estimated time is taken.
 
     Args:
         problem: the problem, with sizes that the copy engine can address.
