@@ -21,13 +21,17 @@ _GROWTH = 4
 _MIN_ROWS = 64
 """Rows of a serving engine's smallest step with prefills."""
 _MIN_DRAFTED_ROWS = 16
-"""Rows of a serving engine's smallest step with guessed tokens."""
+"""Rows of a serving engine's smallest step with guessed tokens, if sequences with guesses are prefills."""
 _MAX_DRAFTED = 320
 """Maximum number of guessed tokens in a step of a serving engine: five for each of 64 sequences."""
 _DRAFTED_ROWS = 128, 512
-"""Rows of further steps of a serving engine with guesses: 16 and 64 sequences verify theirs in as many."""
+"""Rows of further steps of such an engine: 16 and 64 sequences verify theirs in as many."""
 _DRAFTED_SAMPLES = 128
-"""Rows to sample from in further steps: 16 sequences with 7 guesses have as many. Each costs a row of logits."""
+"""Rows to sample from in further steps of such an engine: 16 sequences with 7 guesses have as many. Each costs a row of
+logits."""
+_DRAFTED_DECODES = 32, 128
+"""Decodes of further steps of a serving engine whose guesses are decodes: 4 and 16 sequences verify 7 guesses in as
+many."""
 _MAX_ROWS = 8192
 """Maximum rows of a step with prefills if the caller fixes only the length of chunks."""
 _BIASED: Final = 512
@@ -40,7 +44,7 @@ class BatchShape:
     """The sizes that the programs of a step are compiled for.
 
     Attributes:
-        decodes: capacity for chunks of a single token.
+        decodes: capacity for decodes: tokens whose rows are requests of their own.
         rows: capacity for rows of prefill chunks.
         prefills: capacity for prefill chunks.
         sampled: capacity for all chunks together; each may sample a token, and one more after each guessed token.
@@ -55,8 +59,8 @@ class BatchShape:
     def needed_by(cls, step: ScheduledStep) -> "BatchShape":
         """Returns the smallest capacities that a step needs."""
         rows = sum(padded_rows(chunk.count) for chunk in step.prefills)
-        sampled = len(step.decodes) + sum(chunk.sampled for chunk in step.prefills)
-        return cls(len(step.decodes), rows, len(step.prefills), sampled)
+        decodes, sampled = (sum(chunk.sampled for chunk in chunks) for chunks in (step.decodes, step.chunks))
+        return cls(decodes, rows, len(step.prefills), sampled)
 
     def fits(self, needed: "BatchShape") -> bool:
         """Returns whether all capacities are at least as large as needed."""
@@ -78,29 +82,41 @@ class BatchShapes:
         self._shapes = sorted(shapes, key=lambda shape: (shape.rows, shape.decodes))
 
     @classmethod
-    def for_serving(cls, slots: int, token_budget: int, drafts: int = 0) -> "BatchShapes":
-        """Returns shapes for any mix of prefills and decodes, few enough to compile them all before the first
-        request. A sequence may have up to `drafts` guessed tokens in a step."""
+    def for_serving(
+        cls, slots: int, token_budget: int, drafts: int = 0, *, decodes_guesses: bool = False
+    ) -> "BatchShapes":
+        """Returns shapes for any mix of prefills and decodes, few enough to compile them all before the first request.
+
+        Args:
+            slots: see `StepLimits`.
+            token_budget: tokens of a step.
+            drafts: maximum number of guessed tokens of a sequence in a step.
+            decodes_guesses: see `StepLimits`.
+        """
+        drafted, most = min(slots * drafts, _MAX_DRAFTED), padded_rows(token_budget)
         decodes = _sizes(1, slots)
-        smallest = _MIN_ROWS if not drafts else _MIN_DRAFTED_ROWS
-        most = padded_rows(token_budget)
-        sizes = _sizes(min(smallest, most), most)
-        if drafts:
+        # In steps with prefills, unused room for decodes costs little, so every other size is enough.
+        decodes_with_prefills = [0, *decodes[::-2][::-1]]
+        if decodes_guesses and drafted:
+            most_decodes = slots + drafted
+            decodes = sorted({*decodes, most_decodes, *(count for count in _DRAFTED_DECODES if count < most_decodes)})
+            decodes_with_prefills.append(most_decodes)
+        are_prefills = drafted > 0 and not decodes_guesses
+        sizes = _sizes(min(_MIN_DRAFTED_ROWS if are_prefills else _MIN_ROWS, most), most)
+        if are_prefills:
             needed = min(most, slots * padded_rows(1 + drafts))
             sizes = sorted({*sizes, *(rows for rows in _DRAFTED_ROWS if rows <= needed)})
         prefills = {rows: min(slots, rows // QUERY_UNIT) for rows in sizes}
-        drafted = min(slots * drafts, _MAX_DRAFTED)
         sampled = decodes
-        if drafted:
+        if are_prefills:
             sampled = sorted({*decodes, min(_DRAFTED_SAMPLES, slots + drafted), slots + drafted})
-        # In steps with prefills, unused room for decodes costs little, so every other size is enough.
-        decodes_with_prefills = [0, *decodes[::-2][::-1]]
 
         def shape(count: int, rows: int) -> BatchShape:
             # A step has at most one chunk per slot. The number of rows to sample from is one of the decode sizes, so
             # all shapes share the sampling programs of these sizes.
-            chunks = min(slots, count + prefills.get(rows, 0))
-            chunks += min(drafted, prefills.get(rows, 0) * drafts)
+            chunks = min(slots + drafted, count + prefills.get(rows, 0))
+            if not decodes_guesses:
+                chunks = min(slots, chunks) + min(drafted, prefills.get(rows, 0) * drafts)
             return BatchShape(count, rows, prefills.get(rows, 0), next(size for size in sampled if size >= chunks))
 
         shapes = [shape(count, 0) for count in decodes]
@@ -113,12 +129,15 @@ class BatchShapes:
             rows=rows,
             prefill_chunk=token_budget,
             drafts=drafted,
+            decodes_guesses=decodes_guesses,
         )
         return cls(shapes, limits)
 
     @classmethod
-    def for_chunks(cls, slots: int, prefill_chunk: int, *, mixes: bool = False, drafts: int = 0) -> "BatchShapes":
-        """Returns two shapes: one for decodes, and one for a prefill chunk of each sequence; see `StepLimits`.
+    def for_chunks(
+        cls, slots: int, prefill_chunk: int, *, mixes: bool = False, drafts: int = 0, decodes_guesses: bool = False
+    ) -> "BatchShapes":
+        """Returns few shapes: for decodes, for guesses, and for a prefill chunk of each sequence; see `StepLimits`.
 
         A chunk of one token is computed like a decode. A sequence may have up to `drafts` guessed tokens in a step.
         """
@@ -126,7 +145,9 @@ class BatchShapes:
         rows = max(min(slots * chunk_rows, _MAX_ROWS), chunk_rows)
         # Both shapes share the sampling program.
         sampled = slots * (1 + drafts)
-        shapes = BatchShape(slots, 0, 0, slots), BatchShape(slots if mixes else 0, rows, slots, sampled)
+        decodes = sampled if decodes_guesses else slots
+        shapes = {BatchShape(count, 0, 0, count) for count in (slots, decodes)}
+        shapes.add(BatchShape(decodes if mixes else 0, rows, slots, sampled))
         limits = StepLimits(
             slots=slots,
             tokens=slots + rows,
@@ -135,6 +156,7 @@ class BatchShapes:
             prefill_chunk=prefill_chunk,
             mixes=mixes,
             drafts=slots * drafts,
+            decodes_guesses=decodes_guesses,
         )
         return cls(shapes, limits)
 

@@ -172,14 +172,19 @@ class EngineConfig:
         pages = _pages(self.max_length, pools=True)
         return dataclasses.replace(self.step_loop(), pages_per_sequence=pages, variants=())
 
-    def step_loop(self) -> StepLoopConfig:
-        """Returns the sizes of the engine's step loop. Call it on resolved settings."""
+    def step_loop(self, *, decodes_guesses: bool = False) -> StepLoopConfig:
+        """Returns the sizes of the engine's step loop. Call it on resolved settings.
+
+        For `decodes_guesses` see `StepLimits`.
+        """
         assert self.max_length is not None
         assert self.num_pages is not None
         assert self.runs_of is not None
         drafts = 0 if self.speculative is None else self.speculative.num_speculative_tokens
         return StepLoopConfig(
-            shapes=BatchShapes.for_serving(self.max_samples, self.token_budget, drafts),
+            shapes=BatchShapes.for_serving(
+                self.max_samples, self.token_budget, drafts, decodes_guesses=decodes_guesses
+            ),
             num_pages=self.num_pages,
             pages_per_sequence=_pages(self.max_length, pools=False),
             variants=SamplingVariant.for_serving(self.top_logprobs),

@@ -92,7 +92,8 @@ def generate(  # noqa: PLR0913
     ]
     sequences = [sequence for request in requests for sequence in request]
     if sequences:
-        config = _config(sequences, prefill_chunk, kv_cache_dtype, speculative)
+        decodes_guesses = not model.has_slots
+        config = _config(sequences, prefill_chunk, kv_cache_dtype, speculative, decodes_guesses=decodes_guesses)
         guesser = None if speculative is None else load_guesser(speculative, model, tokenizer)
         _run(StepLoop.for_model(model, config, guesser=guesser), sequences, progress)
     return [
@@ -129,6 +130,8 @@ def _config(
     prefill_chunk: int,
     kv_cache_dtype: KVQuantization | None,
     speculative: SpeculativeConfig | None = None,
+    *,
+    decodes_guesses: bool = False,
 ) -> StepLoopConfig:
     """Returns the sizes of a loop in which all sequences run at once.
 
@@ -141,7 +144,9 @@ def _config(
     chunk = min(prefill_chunk, max(_power_of_two(longest), PORTABLE_ROWS))
     drafts = 0 if speculative is None else speculative.num_speculative_tokens
     return StepLoopConfig(
-        shapes=BatchShapes.for_chunks(slots, chunk, mixes=drafts > 0, drafts=drafts),
+        shapes=BatchShapes.for_chunks(
+            slots, chunk, mixes=drafts > 0, drafts=drafts, decodes_guesses=decodes_guesses
+        ),
         num_pages=min(slots * max(pages), _power_of_two(sum(pages))),
         pages_per_sequence=max(pages),
         variants=(SamplingVariant.needed_by([sequence.params for sequence in sequences]),),

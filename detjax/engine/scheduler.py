@@ -28,8 +28,8 @@ class ScheduledChunk:
         start: position of the first token.
         count: number of tokens.
         completes: whether the chunk ends with the sequence's last token, so that the step samples the next one.
-        is_decode: whether the chunk is a single token in one row of the step. Other chunks are prefills, whose rows
-            begin at multiples of `QUERY_UNIT`.
+        is_decode: whether each token is a decode, in a row of its own: the chunk is a single token, or `StepLimits` says
+            so of guesses. Other chunks are prefills, whose rows begin at multiples of `QUERY_UNIT`.
         later: further tokens that a run computes after the chunk, each sampled by the previous step of the run.
         drafted: the number of tokens at the chunk's end that are guesses. The step samples a token after the token
             before them, and after each of them; see `detjax.engine.drafts`.
@@ -62,7 +62,7 @@ class ScheduledChunk:
         """Drops all guesses but the first ones."""
         self.count -= self.drafted - drafted
         self.drafted = drafted
-        self.is_decode = not drafted
+        self.is_decode |= not drafted
 
     @property
     def end(self) -> int:
@@ -75,7 +75,7 @@ class ScheduledStep:
     """The chunks that the device computes in one step.
 
     Attributes:
-        decodes: chunks of a single token.
+        decodes: chunks whose tokens are decodes.
         prefills: all other chunks.
     """
 
@@ -100,7 +100,7 @@ class ScheduledStep:
     @property
     def verifies(self) -> bool:
         """True if guessed tokens are among the step's."""
-        return any(chunk.drafted for chunk in self.prefills)
+        return any(chunk.drafted for chunk in self.chunks)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -115,6 +115,8 @@ class StepLimits:
         prefill_chunk: tokens of a chunk.
         mixes: whether a step may have both prefills and decodes. Otherwise all prefills come before the next decode.
         drafts: guessed tokens of a step.
+        decodes_guesses: whether guesses are decodes: a sequence with guesses is as many requests of one query. Otherwise
+            it is a prefill. Layers with state in slots take no two requests with the same slot.
     """
 
     slots: int
@@ -124,6 +126,7 @@ class StepLimits:
     prefill_chunk: int
     mixes: bool = True
     drafts: int = 0
+    decodes_guesses: bool = False
 
 
 class Scheduler:
@@ -215,7 +218,7 @@ class Scheduler:
         It stays a single step if sequences wait, because they would wait for the whole run; if it prefills, or decodes
         tokens that the device does not hold; or if the run needs more pages than are available without preemption.
         """
-        if self.waiting or step.prefills or not all(chunk.sequence.is_held for chunk in step.decodes):
+        if self.waiting or step.prefills or step.verifies or not all(chunk.sequence.is_held for chunk in step.decodes):
             return
         for chunk in step.decodes:
             chunk.later = min(most, chunk.sequence.missing) - 1
@@ -430,15 +433,17 @@ class _StepChunks(dict[Sequence, ScheduledChunk]):
     def _add_with_drafts(self, sequence: Sequence, drafts: int) -> bool:
         """Adds a chunk of the sequence's last token and of guesses, if there is room for one."""
         assert sequence.is_held and not sequence.unread
-        rows = self._free_rows // QUERY_UNIT * QUERY_UNIT
-        drafts = min(drafts, self._free_drafts, self._free_tokens - 1, rows - 1)
-        if drafts < 1 or self._free_prefills < 1:
+        drafts, are_decodes = min(drafts, self._free_drafts, self._free_tokens - 1), self._limits.decodes_guesses
+        if not are_decodes:
+            drafts = min(drafts, self._free_rows // QUERY_UNIT * QUERY_UNIT - 1) if self._free_prefills > 0 else 0
+        if drafts < 1:
             return False
-        self._free_rows -= padded_rows(1 + drafts)
-        self._free_prefills -= 1
+        if not are_decodes:
+            self._free_rows -= padded_rows(1 + drafts)
+            self._free_prefills -= 1
         self._free_tokens -= 1 + drafts
         self._free_drafts -= drafts
-        options = {"completes": True, "is_decode": False, "drafted": drafts}
+        options = {"completes": True, "is_decode": are_decodes, "drafted": drafts}
         self[sequence] = ScheduledChunk(sequence, sequence.computed, 1 + drafts, **options)
         return True
 

@@ -1,7 +1,8 @@
 """The slots' page tables and sampling parameters, from which the batches of steps are made."""
 
 import dataclasses
-from collections.abc import Hashable, Iterator, Sequence
+import itertools
+from collections.abc import Hashable, Iterator
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -73,7 +74,7 @@ class SlotTable:
         starts = np.array([chunk.start for chunk in step.chunks], np.int32)
         counts = np.array([chunk.count for chunk in step.chunks], np.int32)
         completes = np.array([chunk.completes for chunk in step.chunks], bool)
-        held = self._held(step, shape, slots)
+        held = self._held(step, shape)
         drafted = np.array([chunk.drafted for chunk in step.chunks] if self._drafts else (), np.int32)
         # Consecutive steps of the same sequences differ in little more than positions.
         arrays = slots, counts, completes, held, drafted
@@ -98,11 +99,11 @@ class SlotTable:
         """Returns the arrays of a step that the next one may share."""
         slots, counts, completes, held, drafted = arrays
         rows = _SampledRows.for_chunks(drafted, slots, starts + counts, completes) if self._drafts else None
-        # The queries of prefills begin after the capacity for decodes.
-        requests = [*range(len(step.decodes)), *(shape.decodes + index for index in range(len(step.prefills)))]
+        queried = _Requests.of_chunks(step, shape)
+        requests, chunk, offset = queried
 
         def by_request(values: np.ndarray) -> np.ndarray:
-            """Scatters values per chunk to the requests of the queries."""
+            """Scatters values per request of a chunk to the requests of the queries."""
             result = np.zeros((shape.decodes + shape.prefills, *values.shape[1:]), values.dtype)
             result[requests] = values
             return result
@@ -116,12 +117,14 @@ class SlotTable:
         sampling = SamplingArrays(*(sampled(values[slot_of_row]) for values in self._sampling))
         adjustments = LogitAdjustments(*(sampled(x[slot_of_row]) for x in self._adjustments)) if adjusted else None
         queries = Queries.packed(
-            *(by_request(values) for values in (self._page_table[slots], starts, counts)),
+            by_request(self._page_table[slots[chunk]]),
+            by_request(starts[chunk] + offset),
+            by_request(np.where(requests < shape.decodes, np.int32(1), counts[chunk])),
             decodes=shape.decodes,
             rows=shape.rows,
         )
         if self._named_in_queries:
-            queries = dataclasses.replace(queries, slots=by_request(slots))
+            queries = dataclasses.replace(queries, slots=by_request(slots[chunk]))
         last_row = _last_rows(step, shape)
         samples, position = completes, starts + counts
         if rows is not None:
@@ -137,21 +140,20 @@ class SlotTable:
             adjustments=adjustments,
         )
         chunk_of_row = np.arange(len(slots), dtype=np.int32) if rows is None else rows.chunk
-        offset = None if rows is None else sampled(rows.offset)
-        return _Arrangement(batch, starts, np.array(requests, np.int32), chunk_of_row, offset)
+        return _Arrangement(batch, starts, queried, chunk_of_row, None if rows is None else sampled(rows.offset))
 
     def _at(
         self, starts: np.ndarray, slots: np.ndarray, arrangement: "_Arrangement", step: ScheduledStep, shape: BatchShape
     ) -> StepBatch:
         """Returns the batch of an arrangement whose chunks start at other positions."""
-        batch, requests = arrangement.batch, arrangement.requests
+        batch, (requests, chunk, _) = arrangement.batch, arrangement.requests
         queries, sampling = batch.queries, batch.sampling
         assert queries.rows is not None
         by_chunk = starts - arrangement.starts
         moved = np.zeros(shape.decodes + shape.prefills, np.int32)
-        moved[requests] = by_chunk
+        moved[requests] = by_chunk[chunk]
         page_table = np.zeros_like(queries.page_table)
-        page_table[requests] = self._page_table[slots]
+        page_table[requests] = self._page_table[slots[chunk]]
         rows = queries.rows
         position: Any = rows.position + moved[rows.request] * rows.present
         changed: Any = {"page_table": page_table, "start": queries.start + moved, "length": queries.length + moved}
@@ -164,7 +166,7 @@ class SlotTable:
             queries=dataclasses.replace(queries, rows=dataclasses.replace(rows, position=position), **changed),
             sampling=sampling._replace(position=sampling.position + moved_rows),
             images=_image_rows(step, shape),
-            adapters=_adapter_slots(step, requests.tolist(), shape) if step.has_adapters else None,
+            adapters=_adapter_slots(step, arrangement.requests, shape) if step.has_adapters else None,
             steps=_steps(step, shape) if step.is_run else None,
             drafted=None if arrangement.offset is None else self._drafted_rows(step, arrangement),
         )
@@ -172,7 +174,7 @@ class SlotTable:
     def _drafted_rows(self, step: ScheduledStep, arrangement: "_Arrangement") -> DraftedRows:
         """Returns the guesses before the rows to sample from."""
         drafts = np.full((len(step.chunks), self._drafts), NO_GUESS, np.int32)
-        for number, chunk in enumerate(step.prefills, len(step.decodes)):
+        for number, chunk in enumerate(step.chunks):
             if chunk.drafted:
                 drafts[number, : chunk.drafted] = chunk.drafts
         offset, chunk = arrangement.offset, arrangement.chunk_of_row
@@ -185,18 +187,22 @@ class SlotTable:
     def _tokens(self, step: ScheduledStep, shape: BatchShape) -> np.ndarray:
         """Returns the token ids that the host knows."""
         token = np.zeros(shape.decodes + shape.rows, np.int32)
-        for row, chunk in enumerate(step.decodes):
+        for row, chunk in _rows_of_decodes(step):
             if not chunk.sequence.is_held:
                 token[row] = chunk.sequence.tokens[chunk.start]
+            if chunk.drafted:
+                token[row + 1 : row + 1 + chunk.drafted] = chunk.drafts
         for row, chunk in _rows_of_prefills(step, shape):
             token[row : row + chunk.count] = chunk.tokens
         return token
 
-    def _held(self, step: ScheduledStep, shape: BatchShape, slots: np.ndarray) -> np.ndarray:
+    def _held(self, step: ScheduledStep, shape: BatchShape) -> np.ndarray:
         """Returns the slots that hold the tokens of decodes."""
-        held, decodes = np.zeros(shape.decodes, np.int32), len(step.decodes)
-        is_held = np.array([chunk.sequence.is_held for chunk in step.decodes], bool)
-        held[:decodes] = np.where(is_held, slots[:decodes], self.slots)
+        held = np.zeros(shape.decodes, np.int32)
+        for row, chunk in _rows_of_decodes(step):
+            held[row] = chunk.sequence.slot if chunk.sequence.is_held else self.slots
+            if chunk.drafted:  # the host knows guesses
+                held[row + 1 : row + 1 + chunk.drafted] = self.slots
         return held
 
     def _refresh(self, sequence: sequences.Sequence) -> None:
@@ -254,28 +260,53 @@ class _SampledRows(NamedTuple):
         return cls(chunk, offset, after, slots[chunk], ends[chunk] - after, completes[chunk])
 
 
+class _Requests(NamedTuple):
+    """The requests of the queries of a step's chunks. A decode with guesses is as many requests of one query.
+
+    Attributes:
+        number: the number of each request. The requests of prefills begin after the capacity for decodes.
+        chunk: the index of its chunk.
+        offset: the number of guesses that its query follows.
+    """
+
+    number: Int32[np.ndarray, "_"]
+    chunk: Int32[np.ndarray, "_"]
+    offset: Int32[np.ndarray, "_"]
+
+    @classmethod
+    def of_chunks(cls, step: ScheduledStep, shape: BatchShape) -> "_Requests":
+        """Returns the requests of a step's chunks, in their order."""
+        decodes = np.array([chunk.sampled for chunk in step.decodes], np.int32)
+        counts = np.concatenate([decodes, np.ones(len(step.prefills), np.int32)])
+        chunk = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+        offset = np.arange(len(chunk), dtype=np.int32) - (np.cumsum(counts, dtype=np.int32) - counts)[chunk]
+        number = np.arange(len(chunk), dtype=np.int32)
+        number[len(chunk) - len(step.prefills) :] = shape.decodes + np.arange(len(step.prefills))
+        return cls(number, chunk, offset)
+
+
 class _Arrangement(NamedTuple):
     """The arrays that consecutive steps share if they have the same sequences, with as many tokens of each.
 
     Attributes:
         batch: arrays of the first of these steps; the others have other tokens, pages and positions.
         starts: the position of the first token of each chunk in it.
-        requests: the request of each chunk.
+        requests: the requests of the queries.
         chunk_of_row: the chunk of each row to sample from, without padding.
         offset: see `DraftedRows`; None if no step of the loop has guesses.
     """
 
     batch: StepBatch
     starts: Int32[np.ndarray, "chunks"]
-    requests: Int32[np.ndarray, "chunks"]
+    requests: _Requests
     chunk_of_row: Int32[np.ndarray, "_"]
     offset: Int32[np.ndarray, "R"] | None
 
 
 def _last_rows(step: ScheduledStep, shape: BatchShape) -> Int32[np.ndarray, "chunks"]:
     """Returns the row of each chunk's last token."""
-    prefills = (row + chunk.count - 1 for row, chunk in _rows_of_prefills(step, shape))
-    return np.array([*range(len(step.decodes)), *prefills], np.int32)
+    rows = itertools.chain(_rows_of_decodes(step), _rows_of_prefills(step, shape))
+    return np.array([row + chunk.count - 1 for row, chunk in rows], np.int32)
 
 
 def _steps(step: ScheduledStep, shape: BatchShape) -> Int32[np.ndarray, "decodes"]:
@@ -288,10 +319,10 @@ def _steps(step: ScheduledStep, shape: BatchShape) -> Int32[np.ndarray, "decodes
 def _coordinates(step: ScheduledStep, shape: BatchShape, count: int) -> Int32[np.ndarray, "N A"]:
     """Returns the coordinates of each token: its position or, in prompts with images, its place in their layout."""
     result = np.zeros((shape.decodes + shape.rows, count), np.int32)
-    images = [chunk.sequence.context.images for chunk in step.decodes]
-    position = [chunk.start for chunk in step.decodes]
-    excess = [0 if image is None else image.excess for image in images]
-    result[: len(position)] = (np.array(position, np.int32) + np.array(excess, np.int32))[:, None]
+    for row, chunk in _rows_of_decodes(step):
+        images = chunk.sequence.context.images
+        first = chunk.start + (0 if images is None else images.excess)
+        result[row : row + chunk.count] = np.arange(first, first + chunk.count)[:, None]
     for row, chunk in _rows_of_prefills(step, shape):
         images = chunk.sequence.context.images
         if images is None:
@@ -306,12 +337,12 @@ def no_adapters(shape: BatchShape) -> Int32[np.ndarray, "requests"]:
     return np.full(shape.decodes + shape.prefills, NO_ADAPTER, np.int32)
 
 
-def _adapter_slots(step: ScheduledStep, requests: Sequence[int], shape: BatchShape) -> Int32[np.ndarray, "requests"]:
-    """Returns the slot of each request's adapter, given the requests of the step's chunks."""
+def _adapter_slots(step: ScheduledStep, requests: _Requests, shape: BatchShape) -> Int32[np.ndarray, "requests"]:
+    """Returns the slot of each request's adapter."""
     slots = no_adapters(shape)
-    for request, chunk in zip(requests, step.chunks, strict=True):
-        if chunk.sequence.adapter_slot is not None:
-            slots[request] = chunk.sequence.adapter_slot
+    given = (chunk.sequence.adapter_slot for chunk in step.chunks)
+    by_chunk = np.array([NO_ADAPTER if slot is None else slot for slot in given], np.int32)
+    slots[requests.number] = by_chunk[requests.chunk]
     return slots
 
 
@@ -330,6 +361,14 @@ def _image_rows(step: ScheduledStep, shape: BatchShape) -> ImageRows | None:
         part = slice(row, row + chunk.count)
         images.put_rows(chunk.start, chunk.count, present[part], rows[part])
     return ImageRows(present, rows)
+
+
+def _rows_of_decodes(step: ScheduledStep) -> Iterator[tuple[int, ScheduledChunk]]:
+    """Yields the first row of each decode chunk, and the chunk. Its guesses have the next rows."""
+    row = 0
+    for chunk in step.decodes:
+        yield row, chunk
+        row += chunk.sampled
 
 
 def _rows_of_prefills(step: ScheduledStep, shape: BatchShape) -> Iterator[tuple[int, ScheduledChunk]]:

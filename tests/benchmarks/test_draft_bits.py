@@ -1,18 +1,24 @@
 """The comparison of drafts with plain decoding: it finds a fault, and continues an earlier result."""
 
+import dataclasses
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from benchmarks.studies.draft_bits import loops
 from benchmarks.studies.draft_bits import study as draft_bits
-from benchmarks.studies.draft_bits.models import model
+from benchmarks.studies.draft_bits.models import NAMES, Model, model
 from benchmarks.studies.draft_bits.requests import everything, requests
 from benchmarks.study import Run
 from detjax.cli.options import UsageError
-from detjax.engine import SamplingParams, Sequence
+from detjax.engine import SamplingParams, Sequence, StepLoop
 from detjax.engine.step_states import SampleRows
+from detjax.models import Decoder
+from tests.support.compiled_programs import compiled_programs
 
 
 def test_a_guess_that_is_taken_unverified_is_found_and_a_later_call_continues(
@@ -38,7 +44,7 @@ def test_a_guess_that_is_taken_unverified_is_found_and_a_later_call_continues(
         draft_bits.study(run)
 
 
-def counted(name: str, seed: str, *sizes: int) -> draft_bits.Counts:
+def counted(name: str, seed: str, *options: Any) -> draft_bits.Counts:
     """The counts of a round without answers, and the process that would have given them."""
     return {"rounds": 1, "tokens_compared": 3, "drafts": {name: {"answers_with_other_bits": 0, seed: [os.getpid()]}}}
 
@@ -55,12 +61,58 @@ def test_processes_answer_different_rounds_and_all_of_them_count(
         assert len({process for (process,) in processes}) == rounds and [os.getpid()] not in processes
 
 
+def test_one_process_compiles_the_programs_of_each_model_before_others_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[str] = []
+    monkeypatch.setattr(draft_bits, "_compile", lambda name, *_: compiled.append(name))
+    first, workers = 4, [ThreadPoolExecutor(1) for _ in range(7)]
+    assert [*draft_bits._with_programs(workers, NAMES, first, (loops.WIDE, None))] == [*range(7)] and not compiled
+    beginning = set[int]()
+    for share in draft_bits._with_programs(workers, NAMES, first, (loops.WIDE, tmp_path)):
+        assert NAMES[(first + share) % len(NAMES)] in compiled
+        beginning.add(share)
+    assert beginning == {*range(7)} and sorted(compiled) == sorted(NAMES)
+    for worker in workers:
+        worker.shutdown()
+
+
+def test_a_wide_round_runs_many_sequences_at_a_time_and_compiles_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = model("windows").guessers["draft_model"]
+    assert isinstance(small, Decoder)
+    one = Model(small, None, {"ngram": None})
+    for module in (draft_bits, loops):
+        monkeypatch.setattr(module, "model", lambda name: one)
+    monkeypatch.setattr(draft_bits, "kinds", lambda name: ("mixed",))
+    sizes = dataclasses.replace(loops.WIDE, requests=30, tokens=6)
+    step, running = StepLoop.step, list[int]()
+
+    def counted_step(loop: StepLoop) -> Any:
+        tokens = step(loop)
+        running.append(len(loop.scheduler.running))
+        return tokens
+
+    monkeypatch.setattr(StepLoop, "step", counted_step)
+    loops.loops("small", sizes, tmp_path)
+    with compiled_programs() as compiled:
+        counts = draft_bits._round("small", "small 0", sizes, tmp_path)
+    assert not compiled
+    assert max(running) > loops.NARROW.slots
+    (mixed,) = counts["drafts"].values()
+    assert not mixed["answers_with_other_bits"]
+    assert mixed["tokens"] > 60 and mixed["guesses"] > mixed["right_guesses"] > 0
+
+
 def test_any_round_has_requests_that_are_accepted() -> None:
-    one, (count, tokens) = model("demo"), (draft_bits.REQUESTS, draft_bits.TOKENS)
+    one, sizes = model("demo"), loops.NARROW
     drawn = [
         request.sampling
         for number in range(60)
-        for request in requests(f"demo {number}", count, tokens, one.decoder.config.vocab_size, one.tokenizer)
+        for request in requests(
+            f"demo {number}", sizes.requests, sizes.tokens, one.decoder.config.vocab_size, one.tokenizer
+        )
     ]
     constrained = [params for params in drawn if params.constraint is not None]
     assert any(params.prompt_logprobs for params in constrained)

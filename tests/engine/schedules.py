@@ -412,11 +412,20 @@ def _on_the_host(sampled: SampledTokens) -> PackedTokens:
     return _TokensOnTheHost(sampled.token, given)
 
 
-def shapes_for(slots: int, tokens: int, chunk: int | None = None, mixes: bool = True, drafts: int = 0) -> BatchShapes:
+def shapes_for(
+    slots: int,
+    tokens: int,
+    chunk: int | None = None,
+    mixes: bool = True,
+    drafts: int = 0,
+    *,
+    decodes_guesses: bool = False,
+) -> BatchShapes:
     """Returns an engine's shapes, or with `chunk` the shapes of `generate`."""
     if chunk:
-        return BatchShapes.for_chunks(slots, chunk, mixes=mixes or drafts > 0, drafts=drafts)
-    return BatchShapes.for_serving(slots, tokens, drafts)
+        mixes |= drafts > 0
+        return BatchShapes.for_chunks(slots, chunk, mixes=mixes, drafts=drafts, decodes_guesses=decodes_guesses)
+    return BatchShapes.for_serving(slots, tokens, drafts, decodes_guesses=decodes_guesses)
 
 
 class Oracle(Drafter):
@@ -557,8 +566,9 @@ class Schedule:
 def play(draw: random.Random, actions: int) -> int:
     """Plays a random schedule of a number of actions, and returns how many runs of steps it had."""
     chunk, drafts = draw.choice([None, None, 1, 3, 8]), draw.choice([0, 0, 0, 1, 7])
-    shapes = shapes_for(draw.randint(1, 4), draw.randint(1, 24), chunk, draw.random() < 0.5, drafts)
     snapshots = draw.choice([None, None, 0, 1, 3, 20])
+    are_decodes, sizes = snapshots is None and draw.random() < 0.7, (draw.randint(1, 4), draw.randint(1, 24))
+    shapes = shapes_for(*sizes, chunk, draw.random() < 0.5, drafts, decodes_guesses=are_decodes)
     sizes = draw.randint(6, 14), draw.random() < 0.5, draw.random() < 0.5
     schedule = Schedule(shapes, *sizes, snapshots, draw.choice([1, 2, 4]), drafts)
     for _ in range(actions):
@@ -594,6 +604,7 @@ class Schedules(RuleBasedStateMachine):
         snapshots=st.sampled_from([None, None, 0, 1, 3, 20]),
         run_steps=st.sampled_from([1, 2, 4]),
         drafts=st.sampled_from([0, 0, 1, 7]),
+        decodes_guesses=st.booleans(),
     )
     def begin(
         self,
@@ -607,8 +618,11 @@ class Schedules(RuleBasedStateMachine):
         snapshots: int | None,
         run_steps: int,
         drafts: int,
+        decodes_guesses: bool,
     ):
-        shapes = shapes_for(slots, tokens, chunk, mixes, drafts)
+        has_slots = snapshots is not None
+        decodes_guesses = decodes_guesses and not has_slots
+        shapes = shapes_for(slots, tokens, chunk, mixes, drafts, decodes_guesses=decodes_guesses)
         self.schedule = Schedule(shapes, num_pages, keeps_prefixes, launches_late, snapshots, run_steps, drafts)
 
     @rule(

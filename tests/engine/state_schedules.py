@@ -67,14 +67,23 @@ KINDS: Final[Mapping[str, Kind]] = {
     "sections": Kind("qwen2_5_vl-tiny"),
 }
 
-_FEW_SHAPES: Final = {
-    drafts: BatchShapes(
-        [BatchShape(3, 0, 0, 3), BatchShape(3, 32, 3, 3 + 3 * drafts)],
-        StepLimits(slots=3, tokens=29, prefills=3, rows=32, prefill_chunk=29, drafts=3 * drafts),
+def few_shapes(drafts: int, *, decodes_guesses: bool) -> BatchShapes:
+    """Returns few shapes, so that few programs are compiled. Steps cut prompts at other places if there are several."""
+    sampled = 3 + 3 * drafts
+    decodes = sampled if decodes_guesses else 3
+    limits = StepLimits(
+        slots=3,
+        tokens=29,
+        prefills=3,
+        rows=32,
+        prefill_chunk=29,
+        drafts=3 * drafts,
+        decodes_guesses=decodes_guesses,
     )
-    for drafts in (0, 7)
-}
-"""Two shapes, so that few programs are compiled. Steps cut prompts at other places when there are several."""
+    alone = {BatchShape(count, 0, 0, count) for count in (3, decodes)}
+    return BatchShapes([*alone, BatchShape(decodes, 32, 3, sampled)], limits)
+
+
 SHAPES: Final = (
     BatchShapes.for_serving(4, 48),
     BatchShapes.for_chunks(3, 100),
@@ -82,6 +91,7 @@ SHAPES: Final = (
     BatchShapes.for_chunks(3, 29, mixes=True),
     BatchShapes.for_chunks(4, 1),
     BatchShapes.for_serving(3, 60, 7),
+    BatchShapes.for_serving(3, 60, 7, decodes_guesses=True),
     BatchShapes.for_chunks(4, 50, mixes=True, drafts=3),
 )
 
@@ -118,7 +128,7 @@ class Cases:
         They may have up to `drafts` guesses of a sequence in a step.
         """
         self.kind, self.model, self.is_small = kind, model_of(kind), is_small
-        self.few_shapes = _FEW_SHAPES[drafts]
+        self.few_shapes = few_shapes(drafts, decodes_guesses=drafts > 0 and not self.model.has_slots)
         self.longest = min(self.model.config.max_positions, 400)
         self.pages_per_sequence = -(-(self.longest - 1) // 128)
         self.requests = _small_requests() if is_small else [self._request(index) for index in range(_REQUESTS)]
@@ -373,8 +383,10 @@ def play_small(name: str, drafts: int = 0) -> Findings:
 
 def search(name: str, seeds: range, findings: Findings) -> None:
     """Runs the schedules of seeds. Schedules of a block share shapes, so that few programs serve them."""
+    has_slots = cases_of(KINDS[name]).model.has_slots
+    served = [shapes for shapes in SHAPES if not (has_slots and shapes.limits.decodes_guesses)]
     for seed in seeds:
-        play(KINDS[name], seed, SHAPES[seed // BLOCK % len(SHAPES)], findings)
+        play(KINDS[name], seed, served[seed // BLOCK % len(served)], findings)
 
 
 def main(name: str, *bounds: str) -> None:

@@ -123,6 +123,35 @@ def test_tokens_and_positions_of_each_chunk_are_in_its_rows() -> None:
     assert (batch.queries.slots, batch.queries.coordinates, batch.images, batch.steps) == (None, None, None, None)
 
 
+def test_guesses_of_a_decode_are_decodes_of_the_same_pages() -> None:
+    first, second, last = STEP.decodes
+    guessing = dataclasses.replace(first, count=3, drafted=2, drafts=(50, 60))
+    crossing = dataclasses.replace(
+        chunk(PROMPT, 3, 199, 1, is_held=True, is_decode=True), count=2, drafted=1, drafts=(70,)
+    )
+    step = ScheduledStep((guessing, second, crossing, last), STEP.prefills)
+    shape = BatchShape(decodes=8, rows=32, prefills=3, sampled=10)
+    batch = batch_of(step, shape, table={"drafts": 3, "coordinates": 2})
+    assert BatchShape.needed_by(step) == BatchShape(7, 24, 2, 9)
+    assert batch.token.tolist()[:8] == [0, 50, 60, 299, 0, 70, 250, 0]
+    assert batch.held.tolist() == [4, 6, 6, 6, 3, 6, 6, 0]
+    assert batch.queries.start.tolist() == [3, 4, 5, 199, 199, 200, 150, 0, 120, 0, 0]
+    assert batch.queries.length.tolist() == [4, 5, 6, 200, 200, 201, 151, 0, 131, 2, 0]
+    assert batch.queries.count.tolist() == [1] * 7 + [0, 11, 2, 0]
+    assert [table[:2] for table in batch.queries.page_table.tolist()[:7]] == [
+        *[[24, 0]] * 3,
+        [21, 31],
+        *[[23, 33]] * 2,
+        [20, 30],
+    ]
+    assert batch.queries.coordinates[:7, 1].tolist() == [3, 4, 5, 199, 199, 200, 150]
+    assert batch.last_row.tolist() == [0, 1, 2, 3, 4, 5, 6, 8 + 10, 8 + 16 + 1, 0]
+    assert batch.slot.tolist() == [4, 4, 4, 1, 3, 3, 6, 6, 2, 6]
+    assert batch.sampling.position.tolist() == [4, 5, 6, 200, 200, 201, 151, 131, 2, 0]
+    assert batch.drafted.offset.tolist() == [0, 1, 2, 0, 0, 1, 0, 0, 0, 0]
+    assert batch.drafted.guesses[2].tolist()[:2] == [50, 60] and batch.drafted.guesses[5, 0] == 70
+
+
 def test_each_row_is_sampled_for_its_position_with_the_parameters_of_its_sequence() -> None:
     batch = batch_of(STEP, SHAPE)
     assert batch.sampling.position.tolist() == [4, 200, 151, 131, 2, 0]

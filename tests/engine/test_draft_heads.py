@@ -54,7 +54,9 @@ def loop_of(model: Decoder, draft: Draft | None) -> StepLoop:
     method = None if draft is None else draft.head.METHOD
     speculative = None if method is None else SpeculativeConfig(method=method, model="x", num_speculative_tokens=MOST)
     config = StepLoopConfig(
-        shapes=BatchShapes.for_chunks(3, 48, mixes=True, drafts=0 if draft is None else MOST),
+        shapes=BatchShapes.for_chunks(
+            3, 48, mixes=True, drafts=0 if draft is None else MOST, decodes_guesses=not model.has_slots
+        ),
         num_pages=6,
         pages_per_sequence=2,
         variants=(SamplingVariant(True, 0),),

@@ -54,7 +54,9 @@ def new_loop(model: Decoder, kind: str | None, num_pages: int, guesser: Guesser 
     """A loop of two slots; programs of other numbers of pages are others."""
     method: Any = kind
     config = StepLoopConfig(
-        shapes=BatchShapes.for_chunks(2, 16, mixes=True, drafts=MOST if kind else 0),
+        shapes=BatchShapes.for_chunks(
+            2, 16, mixes=True, drafts=MOST if kind else 0, decodes_guesses=not model.has_slots
+        ),
         num_pages=num_pages,
         pages_per_sequence=1,
         variants=(SamplingVariant(False, 0),),

@@ -50,7 +50,7 @@ def loop_of(speculative: SpeculativeConfig | None, guesser: Guesser = None, page
     """Returns a loop whose scheduler has some of the device's pages."""
     drafts = 0 if speculative is None else MOST
     config = StepLoopConfig(
-        shapes=BatchShapes.for_chunks(SLOTS, 32, mixes=True, drafts=drafts),
+        shapes=BatchShapes.for_chunks(SLOTS, 32, mixes=True, drafts=drafts, decodes_guesses=True),
         num_pages=5,
         pages_per_sequence=2,
         variants=(VARIANT,),

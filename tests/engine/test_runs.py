@@ -55,7 +55,7 @@ def loop_of(
 ) -> StepLoop:
     """Returns a loop whose runs have one program for any number of decodes, or one for each of several numbers."""
     drafts = 0 if speculative is None else speculative.num_speculative_tokens
-    few_shapes = BatchShapes.for_chunks(SLOTS, 16, mixes=drafts > 0, drafts=drafts)
+    few_shapes = BatchShapes.for_chunks(SLOTS, 16, mixes=drafts > 0, drafts=drafts, decodes_guesses=True)
     config = StepLoopConfig(
         shapes=few_shapes if has_few_shapes else BatchShapes.for_serving(SLOTS, 64),
         speculative=speculative,

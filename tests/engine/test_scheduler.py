@@ -507,6 +507,21 @@ def test_guesses_of_many_sequences_have_a_shape_without_many_empty_rows(count: i
     assert shapes.limits.drafts >= 5 * count
 
 
+@pytest.mark.parametrize(("count", "decodes"), [(1, 16), (5, 32), (8, 64), (16, 128), (32, 256), (64, 576)])
+def test_guesses_that_are_decodes_have_a_shape_without_many_empty_rows(count: int, decodes: int) -> None:
+    shapes = BatchShapes.for_serving(256, 2048, 7, decodes_guesses=True)
+    assert len(list(shapes)) <= 30
+    drafted = [ScheduledChunk(sequence((1,)), 0, 6, True, True, drafted=5) for _ in range(count)]
+    assert shapes.smallest(ScheduledStep(tuple(drafted))) == BatchShape(decodes, 0, 0, decodes)
+    # Steps with all guesses and prefills that the limits allow have a shape, too.
+    limits, one = shapes.limits, ScheduledChunk(sequence((1,)), 0, 1, True, True)
+    rest = [one] * (limits.slots - 46)
+    full = [dataclasses.replace(one, count=8, drafted=7)] * 45 + [dataclasses.replace(one, count=6, drafted=5)]
+    prefill = ScheduledChunk(sequence((1,) * 1000), 0, 1000, True, False)
+    assert sum(chunk.drafted for chunk in full) == limits.drafts
+    assert shapes.smallest(ScheduledStep((*full, *rest[1:]), (prefill,))).decodes == limits.slots + limits.drafts
+
+
 def test_a_pool_of_no_pages_is_refused() -> None:
     with pytest.raises(ValueError, match="PagePool: num_pages is 0; accepted: at least 1"):
         PagePool(0)

@@ -228,10 +228,10 @@ class _FewPrograms(EngineConfig):
     A GPU computes a few hundred samples of a small model as fast as one, and three programs compile in a few seconds.
     """
 
-    def step_loop(self) -> StepLoopConfig:
+    def step_loop(self, **options: Any) -> StepLoopConfig:
         """Returns the sizes of the engine's step loop."""
         shapes = BatchShapes.for_chunks(self.max_samples, WEIGHT_GRADIENT_TOKENS)
-        return dataclasses.replace(super().step_loop(), shapes=shapes, variants=(_VARIANT,))
+        return dataclasses.replace(super().step_loop(**options), shapes=shapes, variants=(_VARIANT,))
 
 
 def _engine(model: Decoder, tokenizer: Tokenizer, sizes: Sizes, kv_cache_dtype: KVQuantization | None = None) -> Engine:

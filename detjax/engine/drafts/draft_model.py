@@ -100,7 +100,7 @@ class DraftModel(Drafter):
         for shape in shapes:
             batch = self._empty(shape)
             self._runner.forward(self._runner.copy(batch))
-            if not shape.rows:
+            if not shape.rows and shape.decodes <= self._table.slots:
                 for variant in _VARIANTS:
                     self._runner.decode_run(self._runner.copy(batch.as_empty_run()), variant)
 

@@ -69,7 +69,7 @@ class Drafting:
 
     def fill(self, plan: ScheduledStep) -> ScheduledStep:
         """Puts guesses into the chunks of a plan that have room for them. Chunks without a guess become decodes."""
-        chunks = [chunk for chunk in plan.prefills if chunk.drafted]
+        chunks = [chunk for chunk in plan.chunks if chunk.drafted]
         if not chunks:
             return plan
         asked = {chunk.sequence: chunk.drafted for chunk in chunks if chunk.sequence not in self._forced}
@@ -78,7 +78,8 @@ class Drafting:
             self._put(chunk, guesses.get(chunk.sequence, ()))
             if chunk.sequence in asked and not chunk.drafts:
                 self._acceptance_of(chunk.sequence).miss()
-        decodes = *plan.decodes, *(chunk for chunk in chunks if chunk.is_decode)
+        new = (chunk for chunk in plan.prefills if chunk.is_decode)
+        decodes = *plan.decodes, *new
         return ScheduledStep(decodes, tuple(chunk for chunk in plan.prefills if not chunk.is_decode))
 
     def note(self, sequence: Sequence, proposed: int, accepted: int) -> None:

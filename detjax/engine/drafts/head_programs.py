@@ -178,9 +178,9 @@ class HeadPrograms:
         features = None if self.features is None else _rows(self.features, rows)
         computed = ComputedRows(_tokens(rows), _rows(self.hidden, rows), features)
         programs = [follow(self.state, PackedBatch.on_host(batch), computed, _tokens(shape.sampled))]
-        if shape.rows:
-            return programs
         count = shape.decodes
+        if shape.rows or count > self.last.shape[0]:  # a decode for each sequence
+            return programs
         guesses: Any = jax.ShapeDtypeStruct((count, MOST_DRAFTED), jnp.int32)
         number: Any = jax.ShapeDtypeStruct((), jnp.int32)
         first, later = Before(self.last), Before(_tokens(count), _rows(self.chained, count), number, guesses)
@@ -217,19 +217,24 @@ def _follow(
     mapped = head.mapped(rounded(features, head.dtype))
     request, position, present = _rows_of(queries)
     begins = jnp.asarray(queries.start) == 0  # these sequences have no row before their first token
-    is_first_chunk, is_first_row = begins[request], position == jnp.asarray(queries.start)[request]
-    page = jnp.asarray(queries.page_table)[request, jnp.maximum(position - 1, 0) // KV_BLOCK]
-    before = jnp.where(is_first_row[:, None], state.mapped[page], jnp.roll(mapped, 1, axis=0))
+    is_first_chunk = begins[request]
+
+    def page_of(position: Array) -> Array:
+        return jnp.asarray(queries.page_table)[request, jnp.maximum(position, 0) // KV_BLOCK]
+
+    # A sequence's rows may be requests of their own. No two sequences write to a page, so it tells whose rows they are.
+    page, page_before = page_of(position), page_of(position - 1)
+    continues = (jnp.roll(page, 1) == page_before) & (jnp.roll(position, 1) == position - 1) & (present > 0)
+    continues &= jnp.roll(present, 1) > 0
+    before = jnp.where(continues[:, None], jnp.roll(mapped, 1, axis=0), state.mapped[page_before])
     hidden = jnp.where(is_first_chunk[:, None], mapped, before)
     tokens = jnp.where(is_first_chunk, jnp.roll(computed.token, -1), computed.token)
     embedded = _embedded(head, networks, arrays, tokens)
     _, pages = head(embedded, hidden, _one_earlier(queries), state.pages)
 
-    page = jnp.asarray(queries.page_table)[request, position // KV_BLOCK]
     counts = (present > 0) & _counted(len(position), step, token)
-    following = jnp.roll(counts & (present > 0), -1) & (jnp.roll(request, -1) == request)
-    following &= (jnp.roll(position, -1) == position + 1) & (jnp.roll(position, -1) // KV_BLOCK == position // KV_BLOCK)
-    # A page has one such row, since no two sequences write to it.
+    # A page has one row that no row of the same page follows.
+    following = jnp.roll(counts & continues & (page == page_before), -1)
     kept = unique_scatter_indices(counts & ~following, page, len(state.mapped))
     return HeadState(pages, state.mapped.at[kept].set(mapped, mode="drop", unique_indices=True))
 
