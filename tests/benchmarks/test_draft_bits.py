@@ -59,6 +59,8 @@ def test_processes_answer_different_rounds_and_all_of_them_count(
         assert (content["rounds"], content["begun"], content["tokens_compared"]) == (rounds, rounds, 3 * rounds)
         processes = [content["drafts"]["demo"][f"demo {number}"] for number in range(rounds)]
         assert len({process for (process,) in processes}) == rounds and [os.getpid()] not in processes
+    with pytest.raises(UsageError, match=r"--devices: 1000 devices are more than this machine has; accepted: 1 to \d"):
+        draft_bits.study(run, devices=1000)
 
 
 def test_one_process_compiles_the_programs_of_each_model_before_others_answer(

@@ -9,9 +9,17 @@ checkpoint, and random ones with windows, and with linear attention. Tokens, all
 texts, and the reasons for ends have to be equal.
 
 The result counts tokens that were compared. A later call with the same `--out` continues where the last one ended. The
-exit code is 1 if any bit differs. Small models leave most of a machine idle, so `--processes` answers several rounds of
-requests at a time, in processes that take the devices in turn. Each process compiles the programs of its models: one of
-the three models if the number of processes is a multiple of three.
+exit code is 1 if any bit differs.
+
+Small models leave most of a machine idle, so `--processes` answers several rounds of requests at a time. On a CPU, a
+process for each processor is sensible; on GPUs, three or six for each of `--devices`, which leaves processors for the
+threads of each process. If there are a multiple of three in all, each process needs the programs of only one of the
+three models.
+
+A step of small models takes an accelerator less time than the host, so there rounds have hundreds of requests and steps
+hundreds of tokens. The first process of each model compiles its programs before the first round, many at a time, and
+the others load them. They are kept in JAX's compilation cache if it has a directory. The result is written after each
+round, and a line on standard error says how far the study is.
 
 `--small` compares a few tokens in seconds: a round in each process.
 """
@@ -22,47 +30,33 @@ import os
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import json
 import multiprocessing
 import random
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from collections.abc import Sequence as Seq
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, as_completed, wait
+from pathlib import Path
 from typing import Annotated, Any, Final
 
 import jax
 
-from benchmarks.studies.draft_bits.models import ADVERSARIES, MOST, NAMES, Adversary, kinds, model, speculative
+from benchmarks.studies.draft_bits.loops import NARROW, PAGES, PLAIN, WIDE, Sizes, loops
+from benchmarks.studies.draft_bits.models import ADVERSARIES, MOST, NAMES, Adversary, kinds, model
 from benchmarks.studies.draft_bits.requests import LONGEST, covered, everything, requests
 from benchmarks.study import Result, Run
 from detjax.cli.options import Option, UsageError
-from detjax.engine import (
-    BatchShapes,
-    EngineConfig,
-    Request,
-    SamplingVariant,
-    Sequence,
-    SpeculativeConfig,
-    StepLoop,
-    StepLoopConfig,
-)
-from detjax.engine.batch import BatchShape
+from detjax.engine import EngineConfig, Request, Sequence, StepLoop
 from detjax.engine.drafts.drafting import Drafting
-from detjax.engine.drafts.loading import Guesser
 from detjax.engine.page_pool import PagePool
 from detjax.engine.request_reader import RequestReader
-from detjax.engine.scheduler import StepLimits
 
-SLOTS: Final = 12
-REQUESTS: Final = 36
-"""Requests of a round."""
-TOKENS: Final = 100
-"""Maximum number of tokens of an answer."""
-_PAGES: Final = 3
-"""Pages of a sequence."""
 _PREEMPTED: Final = 0.02
 """Probability of a step after which all samples are preempted."""
 _SAME: Final = "contract_version", "backend", "device_kind", "jax", "jaxlib", "compiler_options"
@@ -76,51 +70,64 @@ def study(
     *,
     tokens: Annotated[int, Option("Compare this many tokens in all.", minimum=1)] = 1_000_000,
     seconds: Annotated[float, Option("Begin no round of requests after this time.", minimum=0)] = 1e9,
-    processes: Annotated[int, Option("Answer this many rounds at a time, each in a process.", minimum=1)] = 1,
+    processes: Annotated[int, Option("Answer this many rounds at a time on each device.", minimum=1)] = 1,
+    devices: Annotated[int, Option("Answer rounds on this many GPUs.", minimum=1)] = 1,
 ) -> Result:
+    if devices > (there := jax.local_device_count()):
+        raise UsageError(f"--devices: {devices} devices are more than this machine has; accepted: 1 to {there}")
     content: Counts = {"rounds": 0, "begun": 0, "tokens_compared": 0, "tokens_with": {}, "preemptions": 0, "drafts": {}}
     if run.out is not None and run.out.exists():
         content = _earlier(run)
     started, (sizes, names) = time.monotonic(), _sizes(run.small)
-    last = content["begun"] + processes if run.small else sys.maxsize
+    content["sizes"] = dataclasses.asdict(sizes)
+    shares = [share % devices for share in range(processes * devices)]
+    last = content["begun"] + len(shares) if run.small else sys.maxsize
 
     def is_over() -> bool:
         is_late = time.monotonic() - started >= seconds
         return is_late or content["tokens_compared"] >= tokens or content["begun"] >= last
 
-    for counts in _rounds(content, names, sizes, processes, is_over):
-        _add(content, counts)
-        run.save(content)
+    with _programs() as programs:
+        for counts in _rounds(content, names, (sizes, programs), shares, is_over):
+            _add(content, counts)
+            run.save(content)
+            progress = f"{content['rounds']} rounds, {content['tokens_compared']} tokens"
+            print(f"{progress} after {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
     different = sum(one["answers_with_other_bits"] for one in content["drafts"].values())
     return Result(content, f"{different} answers have other bits with drafts" if different else "")
 
 
 def _rounds(
-    content: Counts, names: tuple[str, ...], sizes: tuple[int, int], processes: int, is_over: Callable[[], bool]
+    content: Counts,
+    names: tuple[str, ...],
+    options: tuple[Sizes, Path | None],
+    shares: list[int],
+    is_over: Callable[[], bool],
 ) -> Iterator[Counts]:
-    """Yields what each round compared, until `is_over`; the content has the number of rounds that were begun."""
+    """Yields what each round compared, until `is_over`; the content has the number of rounds that were begun.
 
-    def begun(share: int) -> tuple[str, str, int, int]:
-        """Returns the arguments of the next of every `processes` rounds."""
+    Rounds are answered in one process for each of `shares`, which is the number of its device.
+    """
+
+    def begun(share: int) -> tuple[str, str, Sizes, Path | None]:
+        """Returns the arguments of the next round of a process."""
         number = next(numbers[share])
         content["begun"] = max(content["begun"], number + 1)
         name = names[number % len(names)]
-        return name, f"{name} {number}", *sizes
+        return name, f"{name} {number}", *options
 
-    numbers = [itertools.count(content["begun"] + share, processes) for share in range(processes)]
-    if processes == 1:
+    first = content["begun"]
+    numbers = [itertools.count(first + share, len(shares)) for share in range(len(shares))]
+    if len(shares) == 1:
         while not is_over():
             yield _round(*begun(0))
         return
     with contextlib.ExitStack() as stack:
         context = multiprocessing.get_context("spawn")
-        workers = [
-            stack.enter_context(ProcessPoolExecutor(1, context, _take_device, (share % jax.local_device_count(),)))
-            for share in range(processes)
-        ]
+        workers = [stack.enter_context(ProcessPoolExecutor(1, context, _take_device, (device,))) for device in shares]
         running: dict[Future[Counts], int] = {}
-        for share, worker in enumerate(workers):
-            running[worker.submit(_round, *begun(share))] = share
+        for share in _with_programs(workers, names, first, options):
+            running[workers[share].submit(_round, *begun(share))] = share
         while running:
             done, _ = wait(running, return_when=FIRST_COMPLETED)
             for future in done:
@@ -135,9 +142,50 @@ def _take_device(index: int) -> None:
     jax.config.update("jax_cuda_visible_devices", str(index))
 
 
-def _sizes(is_small: bool) -> tuple[tuple[int, int], tuple[str, ...]]:
-    """Returns the number of requests and of tokens of an answer, and the models."""
-    return ((5, 9), NAMES[:1]) if is_small else ((REQUESTS, TOKENS), NAMES)
+def _with_programs(
+    workers: Seq[Executor], names: tuple[str, ...], first: int, options: tuple[Sizes, Path | None]
+) -> Iterator[int]:
+    """Yields the numbers of processes as soon as the programs of their first models are compiled.
+
+    One process compiles the programs of a model, and the others of that model load them.
+    """
+    sizes, programs = options
+    if programs is None:
+        yield from range(len(workers))
+        return
+    compiling = {
+        workers[share].submit(_compile, names[(first + share) % len(names)], sizes, programs): share
+        for share in range(min(len(names), len(workers)))
+    }
+    for future in as_completed(compiling):
+        future.result()
+        yield from range(compiling[future], len(workers), len(names))
+
+
+def _compile(name: str, sizes: Sizes, programs: Path) -> None:
+    """Compiles the programs of a model."""
+    loops(name, sizes, programs)
+
+
+@contextlib.contextmanager
+def _programs() -> Iterator[Path | None]:
+    """A context with a directory where processes share compiled programs; None on a CPU, which compiles what it needs.
+
+    On an accelerator, a program takes so long that processes should not compile one after another.
+    """
+    if jax.default_backend() == "cpu":
+        yield None
+    elif jax.config.jax_compilation_cache_dir:
+        yield Path(jax.config.jax_compilation_cache_dir) / "programs"
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            yield Path(folder)
+
+
+def _sizes(is_small: bool) -> tuple[Sizes, tuple[str, ...]]:
+    """Returns the sizes and the models."""
+    sizes = NARROW if jax.default_backend() == "cpu" else WIDE
+    return (dataclasses.replace(sizes, requests=5, tokens=9), NAMES[:1]) if is_small else (sizes, NAMES)
 
 
 def _earlier(run: Run) -> Counts:
@@ -158,21 +206,21 @@ def _earlier(run: Run) -> Counts:
     return {"begun": earlier["rounds"]} | {key: value for key, value in earlier.items() if key not in run.heading}
 
 
-def _round(name: str, seed: str, count: int, tokens: int) -> Counts:
+def _round(name: str, seed: str, sizes: Sizes, programs: Path | None) -> Counts:
     """Answers requests without drafts and with each kind, and returns what was compared."""
-    one = model(name)
-    some = requests(seed, count, tokens, one.decoder.config.vocab_size, one.tokenizer)
-    plain, pieces = _answers(_loop(name, ""), name, some, f"{seed} plain")
+    one, loop_of = model(name), loops(name, sizes, programs)
+    some = requests(seed, sizes.requests, sizes.tokens, one.decoder.config.vocab_size, one.tokenizer)
+    plain, pieces = _answers(loop_of[PLAIN], name, some, f"{seed} plain", sizes)
     compared = sum(len(sample.generated) for sample in plain)
     drafts: dict[str, Counts] = {}
     preemptions = 0
     for kind in kinds(name):
-        loop = _loop(name, kind if kind in one.guessers else "ngram")
+        loop = loop_of[kind if kind in one.guessers else "ngram"]
         drafting = _drafting(loop, name, f"{seed} {kind}")
         if kind in ADVERSARIES:
             drafting.drafter = Adversary(plain, ADVERSARIES[kind], seed)
         before = loop.scheduler.preemptions
-        samples, own_pieces = _answers(loop, name, some, f"{seed} {kind}")
+        samples, own_pieces = _answers(loop, name, some, f"{seed} {kind}", sizes)
         wrong = [
             index
             for index, (sample, expected) in enumerate(zip(samples, plain, strict=True))
@@ -204,33 +252,6 @@ def _add(content: Counts, counts: Counts) -> None:
             content[key] = content[key] + value if key in content else value
 
 
-@functools.cache
-def _loop(name: str, kind: str) -> StepLoop:
-    """Returns the loop of a model and of a kind of guesses; empty: of none."""
-    one, guesser, settings = model(name), None, None
-    if kind:
-        guesser = one.guessers[kind]
-        settings = speculative(kind, guesser)
-    return _new_loop(name, settings, guesser)
-
-
-def _new_loop(name: str, settings: SpeculativeConfig | None, guesser: Guesser) -> StepLoop:
-    drafts = 0 if settings is None else MOST
-    limits = StepLimits(
-        slots=SLOTS, tokens=90, prefills=SLOTS, rows=96, prefill_chunk=40, mixes=True, drafts=SLOTS * drafts
-    )
-    shapes = BatchShape(SLOTS, 0, 0, SLOTS), BatchShape(SLOTS, 96, SLOTS, SLOTS * (1 + drafts))
-    config = StepLoopConfig(
-        shapes=BatchShapes(shapes, limits),
-        num_pages=SLOTS * _PAGES,
-        pages_per_sequence=_PAGES,
-        variants=(SamplingVariant(True, 2, adjusted=True, constrained=True, distribution=True),),
-        prefix_cache=True,
-        speculative=settings,
-    )
-    return StepLoop.for_model(model(name).decoder, config, guesser=guesser)
-
-
 def _drafting(loop: StepLoop, name: str, seed: str) -> Drafting:
     """Gives a loop drafting whose lengths are random, and returns it."""
     assert loop.drafting is not None
@@ -250,7 +271,7 @@ def _random_length(numbers: random.Random, *_: Any) -> int:
 
 
 def _answers(
-    loop: StepLoop, name: str, some: list[Request], seed: str
+    loop: StepLoop, name: str, some: list[Request], seed: str, sizes: Sizes
 ) -> tuple[list[Sequence], list[list[str | None]]]:
     """Returns the samples of requests, and the pieces of their texts."""
     one, numbers = model(name), random.Random(seed)
@@ -260,17 +281,21 @@ def _answers(
     # Few enough pages that samples are preempted for others, and enough for the longest one.
     # Pages do not hold the state of linear layers, so prefixes of such models are not kept.
     keeps_prefixes = numbers.random() < 0.5 and not one.decoder.has_slots
-    loop.scheduler.pool = PagePool(numbers.randint(_PAGES + 1, SLOTS * _PAGES), keeps_prefixes=keeps_prefixes)
+    loop.scheduler.pool = PagePool(
+        numbers.randint(sizes.fewest_pages, sizes.slots * PAGES), keeps_prefixes=keeps_prefixes
+    )
     pieces: dict[Sequence, list[str | None]] = {sample: [] for sample in samples}
-    for sample, text in _played(loop, order, numbers):
+    for sample, text in _played(loop, order, numbers, sizes.arrivals):
         pieces[sample].append(text)
     return samples, list(pieces.values())
 
 
-def _played(loop: StepLoop, waiting: list[Sequence], numbers: random.Random) -> Iterator[tuple[Sequence, str | None]]:
+def _played(
+    loop: StepLoop, waiting: list[Sequence], numbers: random.Random, arrivals: int
+) -> Iterator[tuple[Sequence, str | None]]:
     """Yields the pieces of texts while samples arrive and are preempted."""
     while waiting or not loop.is_idle:
-        for _ in range(numbers.randint(0, 3) if waiting else 0):
+        for _ in range(numbers.randint(0, arrivals) if waiting else 0):
             if waiting:
                 loop.submit(waiting.pop())
         if loop.is_idle:
