@@ -16,8 +16,8 @@ lookup that count in real texts is in `python -m benchmarks drafts`.
 The time of a guess of an EAGLE-3 head, whose weights are random, is the difference between the times of seven guesses
 and of one over six, with the host's work for them, for 1, 8 and 64 requests; the model has three layers then.
 
-With `--part lengths` drafts of 1 to 32 requests have seven guesses, to see what the engine's rule
-(`detjax.engine.drafts.draft_lengths`) should choose. The rule knows `step_over_plain` of seven guesses as costs.
+With `--part lengths` drafts of 1 to 64 requests have one, three or seven guesses, to see what the engine's rule
+(`detjax.engine.drafts.draft_lengths`) should choose. The rule knows the times of these steps.
 
 All programs are compiled before they are measured, in parallel. The exit code is 1 if the bits of an answer differ.
 
@@ -112,7 +112,7 @@ class Sizes:
     heads: tuple[int, ...] = (1, 8, 64)
     head_tokens: int = 32000
     calls: int = 30
-    lengths: tuple[tuple[int, ...], tuple[int, ...]] = (1, 8, 16, 32), (7,)
+    lengths: tuple[tuple[int, ...], tuple[int, ...]] = (1, 8, 16, 32, 64), (1, 3, 7)
     least: int = 8
 
     @property
@@ -189,7 +189,8 @@ def study(
         plain: list[Measured] = []
         with _ready_engine(decoder, sizes.engine(None), content, PLAIN) as engine:
             for one in measurements:
-                plain.append(one.run(engine, sizes.rounds))
+                alike = (plain[index] for index, other in enumerate(measurements[: len(plain)]) if one.is_like(other))
+                plain.append(next(alike, None) or one.run(engine, sizes.rounds))
                 command_line.print_line(f"{one.part}, {one.count} requests: {plain[-1].seconds} s without guesses")
         del engine
         gc.collect()  # the cache's memory is the next engine's
@@ -250,6 +251,10 @@ class Measurement:
     vocabulary: int
     workload: Workload | None = None
     length: int | None = None
+
+    def is_like(self, other: "Measurement") -> bool:
+        """Returns whether both are the same measurement of an engine without guesses."""
+        return self.workload is other.workload is None and self.requests == other.requests and self.count == other.count
 
     def run(self, engine: Engine, rounds: int) -> Measured:
         """Returns the median of rounds. The first round fills the prefix cache, and does not count.

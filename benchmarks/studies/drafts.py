@@ -64,7 +64,9 @@ KINDS: Final = {
 
 def _loop(model: Decoder, tokenizer: Tokenizer, speculative: SpeculativeConfig | None, slots: int) -> StepLoop:
     config = StepLoopConfig(
-        shapes=BatchShapes.for_chunks(slots, 64, mixes=True, drafts=0 if speculative is None else GUESSES),
+        shapes=BatchShapes.for_chunks(
+            slots, 64, mixes=True, drafts=0 if speculative is None else GUESSES, decodes_guesses=True
+        ),
         num_pages=3 * slots,
         pages_per_sequence=3,
         variants=(SamplingVariant(False, 0),),

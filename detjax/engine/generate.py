@@ -144,9 +144,7 @@ def _config(
     chunk = min(prefill_chunk, max(_power_of_two(longest), PORTABLE_ROWS))
     drafts = 0 if speculative is None else speculative.num_speculative_tokens
     return StepLoopConfig(
-        shapes=BatchShapes.for_chunks(
-            slots, chunk, mixes=drafts > 0, drafts=drafts, decodes_guesses=decodes_guesses
-        ),
+        shapes=BatchShapes.for_chunks(slots, chunk, mixes=drafts > 0, drafts=drafts, decodes_guesses=decodes_guesses),
         num_pages=min(slots * max(pages), _power_of_two(sum(pages))),
         pages_per_sequence=max(pages),
         variants=(SamplingVariant.needed_by([sequence.params for sequence in sequences]),),

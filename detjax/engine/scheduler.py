@@ -28,8 +28,8 @@ class ScheduledChunk:
         start: position of the first token.
         count: number of tokens.
         completes: whether the chunk ends with the sequence's last token, so that the step samples the next one.
-        is_decode: whether each token is a decode, in a row of its own: the chunk is a single token, or `StepLimits` says
-            so of guesses. Other chunks are prefills, whose rows begin at multiples of `QUERY_UNIT`.
+        is_decode: whether each token is a decode, in a row of its own: the chunk is a single token, or has guesses that
+            are decodes; see `StepLimits`. Other chunks are prefills, whose rows begin at multiples of `QUERY_UNIT`.
         later: further tokens that a run computes after the chunk, each sampled by the previous step of the run.
         drafted: the number of tokens at the chunk's end that are guesses. The step samples a token after the token
             before them, and after each of them; see `detjax.engine.drafts`.
@@ -115,8 +115,8 @@ class StepLimits:
         prefill_chunk: tokens of a chunk.
         mixes: whether a step may have both prefills and decodes. Otherwise all prefills come before the next decode.
         drafts: guessed tokens of a step.
-        decodes_guesses: whether guesses are decodes: a sequence with guesses is as many requests of one query. Otherwise
-            it is a prefill. Layers with state in slots take no two requests with the same slot.
+        decodes_guesses: whether guesses are decodes: a sequence with guesses is as many requests of one query each.
+            Otherwise it is a prefill. Layers with state in slots take no two requests with the same slot.
     """
 
     slots: int

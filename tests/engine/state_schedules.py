@@ -67,6 +67,7 @@ KINDS: Final[Mapping[str, Kind]] = {
     "sections": Kind("qwen2_5_vl-tiny"),
 }
 
+
 def few_shapes(drafts: int, *, decodes_guesses: bool) -> BatchShapes:
     """Returns few shapes, so that few programs are compiled. Steps cut prompts at other places if there are several."""
     sampled = 3 + 3 * drafts

@@ -1,17 +1,22 @@
 """The number of tokens to guess, by the load of the device and by how often guesses were right."""
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Final
 
 import numpy as np
 
 MOST_SEQUENCES: Final = 32
-"""With more running sequences nothing is guessed. The rows of a sequence with guesses are padded to `QUERY_UNIT`. From
-512 rows on, the time of a step on an H200 grows faster than its tokens: 64 sequences took four to six times as long."""
-_COSTS: Final = {1: 1.72, 8: 1.74, 16: 2.05, MOST_SEQUENCES: 2.48}
-"""The time of a step with seven guesses for a number of sequences over the time of a step without, with 36 layers of
-Qwen3-8B's shape on an H200: `step_over_plain` of `python -m benchmarks draft_speed --part lengths`. Fewer guesses are
-not faster. Most of it is the host's work, which such a step waits for: it needs the tokens of the step before."""
+"""With more running sequences nothing is guessed: 64 sequences took four to six times as long with guesses."""
+_PLAIN: Final = {1: 1.0, 8: 1.09, 16: 1.11, MOST_SEQUENCES: 1.38}
+"""The time of a step without guesses for a number of sequences over one sequence's, with 36 layers of Qwen3-8B's shape
+on an H200: the seconds of `python -m benchmarks draft_speed --part lengths`."""
+_VERIFIED: Final = {16: 1.72, 64: 1.90, 128: 2.28, 256: 3.41}
+"""The time of a step with guesses for a number of rows, over the same. Each guess has a row, and each sequence one
+more. Much of the first one is the host's work, which such a step waits for: it needs the tokens of the step before.
+Measured while a sequence with guesses was a prefill (see `StepLimits.decodes_guesses`)."""
+_FEWEST_ROWS: Final = 16
+"""Rows of the smallest program that such a step has. Each program has about twice the rows of the next smaller one."""
 _FIRST_ACCEPTANCE: Final = 0.7
 """The share of right guesses that is assumed at first."""
 _WEIGHT: Final = 0.04
@@ -62,6 +67,15 @@ class Acceptance:
         return guesses + 1.0 if self.share == 1 else (1 - self.share ** (guesses + 1)) / (1 - self.share)
 
 
+@functools.cache
+def _cost(sequences: int, rows: int) -> float:
+    """Returns the time of a step with guesses that has a number of rows, over the time of a step without any."""
+    size = max(1 << (rows - 1).bit_length(), _FEWEST_ROWS)
+    times = (np.interp(x, list(table), list(table.values())) for x, table in ((size, _VERIFIED), (sequences, _PLAIN)))
+    verified, plain = map(float, times)
+    return verified / plain
+
+
 type DraftLengths = Callable[[int, Acceptance], int]
 """A fixed rule for the number of tokens to guess for one sequence, given the number of sequences. No bit depends on it.
 It takes the place of `TunedLengths` in tests and measurements."""
@@ -96,17 +110,18 @@ class TunedLengths:
             return {}
         if self._silent >= self._pause:
             return {key: min(room, self._most) for key, (room, _) in ready.items()}
-        cost = float(np.interp(len(ready), list(_COSTS), list(_COSTS.values())))
 
         def speed(count: int) -> float:
             """Returns the tokens expected in the time of a step without guesses."""
-            tokens = sum(acceptance.tokens(min(room, count)) for room, acceptance in ready.values())
-            return (sequences - len(ready) + tokens) / (cost + self._guess_cost * count)
+            lengths = [min(room, count) for room, _ in ready.values()]
+            tokens = sum(one.tokens(length) for length, (_, one) in zip(lengths, ready.values(), strict=True))
+            cost = _cost(sequences, sequences + sum(lengths)) + self._guess_cost * count
+            return (sequences - len(ready) + tokens) / cost
 
-        # Guesses that cost nothing can only add tokens.
-        counts = range(1, self._most + 1) if self._guess_cost else (self._most,)
-        count = max(counts, key=speed)
-        return {key: min(room, count) for key, (room, _) in ready.items()} if speed(count) > sequences else {}
+        # The device waits for this choice. Guesses that cost nothing only matter if they take a larger program.
+        halves = {self._most >> power for power in range(3)} - {0}
+        best, count = max((speed(count), count) for count in (range(1, self._most + 1) if self._guess_cost else halves))
+        return {key: min(room, count) for key, (room, _) in ready.items()} if best > sequences else {}
 
     def note(self, *, has_guesses: bool) -> None:
         """Takes note of whether a step has guesses that `choose` asked for."""
