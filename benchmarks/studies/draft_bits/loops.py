@@ -34,7 +34,7 @@ class Sizes:
         arrivals: maximum number of requests that arrive before a step.
         slots: sequences that are computed at the same time.
         step_tokens: maximum number of tokens of a step.
-        rows: maximum number of rows of a step's prefills, and of drafts with the tokens before them.
+        rows: maximum number of rows of a step's prefills, which sequences with guesses may be among.
         prefill_chunk: maximum number of tokens of a prefill chunk.
         fewest_pages: the least pages that sequences share. The most are as many as all slots can have.
     """
@@ -98,7 +98,8 @@ def loops(name: str, sizes: Sizes, programs: Path | None) -> Mapping[str, StepLo
 
 def _loop(name: str, kind: str, guesser: Guesser, sizes: Sizes) -> StepLoop:
     """Returns a loop with the sampling of all requests."""
-    slots, drafts = sizes.slots, MOST if kind else 0
+    decoder, slots, drafts = model(name).decoder, sizes.slots, MOST if kind else 0
+    sampled, decodes_guesses = slots * (1 + drafts), not decoder.has_slots  # as an engine has it
     limits = StepLimits(
         slots=slots,
         tokens=sizes.step_tokens,
@@ -107,9 +108,11 @@ def _loop(name: str, kind: str, guesser: Guesser, sizes: Sizes) -> StepLoop:
         prefill_chunk=sizes.prefill_chunk,
         mixes=True,
         drafts=slots * drafts,
+        decodes_guesses=decodes_guesses,
     )
     # Each shape has its own programs, which on a GPU take tens of seconds to compile.
-    shapes = BatchShape(slots, 0, 0, slots), BatchShape(slots, sizes.rows, slots, slots * (1 + drafts))
+    decodes = sampled if decodes_guesses else slots
+    shapes = BatchShape(slots, 0, 0, slots), BatchShape(decodes, sizes.rows, slots, sampled)
     config = StepLoopConfig(
         shapes=BatchShapes(shapes, limits),
         num_pages=slots * PAGES,
@@ -118,7 +121,7 @@ def _loop(name: str, kind: str, guesser: Guesser, sizes: Sizes) -> StepLoop:
         prefix_cache=True,
         speculative=speculative(kind, guesser) if kind else None,
     )
-    return StepLoop.for_model(model(name).decoder, config, guesser=guesser)
+    return StepLoop.for_model(decoder, config, guesser=guesser)
 
 
 def _depths(guesser: Guesser) -> Any:
