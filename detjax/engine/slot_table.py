@@ -99,7 +99,7 @@ class SlotTable:
         """Returns the arrays of a step that the next one may share."""
         slots, counts, completes, held, drafted = arrays
         rows = _SampledRows.for_chunks(drafted, slots, starts + counts, completes) if self._drafts else None
-        queried = _Requests.of_chunks(step, shape)
+        queried = _Requests.for_chunks(step, shape)
         requests, chunk, offset = queried
 
         def by_request(values: np.ndarray) -> np.ndarray:
@@ -200,7 +200,8 @@ class SlotTable:
         """Returns the slots that hold the tokens of decodes."""
         held = np.zeros(shape.decodes, np.int32)
         for row, chunk in _rows_of_decodes(step):
-            held[row] = chunk.sequence.slot if chunk.sequence.is_held else self.slots
+            slot = chunk.sequence.slot
+            held[row] = slot if slot is not None and chunk.sequence.is_held else self.slots
             if chunk.drafted:  # the host knows guesses
                 held[row + 1 : row + 1 + chunk.drafted] = self.slots
         return held
@@ -274,7 +275,7 @@ class _Requests(NamedTuple):
     offset: Int32[np.ndarray, "_"]
 
     @classmethod
-    def of_chunks(cls, step: ScheduledStep, shape: BatchShape) -> "_Requests":
+    def for_chunks(cls, step: ScheduledStep, shape: BatchShape) -> "_Requests":
         """Returns the requests of a step's chunks, in their order."""
         decodes = np.array([chunk.sampled for chunk in step.decodes], np.int32)
         counts = np.concatenate([decodes, np.ones(len(step.prefills), np.int32)])
