@@ -352,7 +352,8 @@ class StepLoop:
         if has_adapters:
             is_ready = functools.partial(is_ready, has_adapters=True)
         shape = self._shapes.smallest(plan, is_ready)
-        if needed is not None and self._may_run:
+        # Steps that verify guesses are none of a run, and the device waits for them.
+        if needed is not None and not plan.verifies and self._may_run:
             steps = self._runner.steps_of_run(shape, needed, has_adapters=has_adapters)
             if steps > 1:
                 self.scheduler.extend_to_run(plan, steps)
