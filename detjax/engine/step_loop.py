@@ -352,7 +352,7 @@ class StepLoop:
         if has_adapters:
             is_ready = functools.partial(is_ready, has_adapters=True)
         shape = self._shapes.smallest(plan, is_ready)
-        # Steps that verify guesses are none of a run, and the device waits for them.
+        # A step that verifies guesses cannot be part of a run, and the device waits for it.
         if needed is not None and not plan.verifies and self._may_run:
             steps = self._runner.steps_of_run(shape, needed, has_adapters=has_adapters)
             if steps > 1:
