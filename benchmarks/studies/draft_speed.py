@@ -189,7 +189,7 @@ def study(
         plain: list[Measured] = []
         with _ready_engine(decoder, sizes.engine(None), content, PLAIN) as engine:
             for one in measurements:
-                alike = (plain[index] for index, other in enumerate(measurements[: len(plain)]) if one.is_like(other))
+                alike = (known for other, known in zip(measurements, plain, strict=False) if one.is_like(other))
                 plain.append(next(alike, None) or one.run(engine, sizes.rounds))
                 command_line.print_line(f"{one.part}, {one.count} requests: {plain[-1].seconds} s without guesses")
         del engine

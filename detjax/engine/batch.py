@@ -59,8 +59,8 @@ class BatchShape:
     def needed_by(cls, step: ScheduledStep) -> "BatchShape":
         """Returns the smallest capacities that a step needs."""
         rows = sum(padded_rows(chunk.count) for chunk in step.prefills)
-        decodes, sampled = (sum(chunk.sampled for chunk in chunks) for chunks in (step.decodes, step.chunks))
-        return cls(decodes, rows, len(step.prefills), sampled)
+        decodes = sum(chunk.count for chunk in step.decodes)
+        return cls(decodes, rows, len(step.prefills), decodes + sum(chunk.sampled for chunk in step.prefills))
 
     def fits(self, needed: "BatchShape") -> bool:
         """Returns whether all capacities are at least as large as needed."""

@@ -63,8 +63,8 @@ class EngineThread(RequestReader):
         """
         super().__init__(model, tokenizer, config)
         self._in_lockstep = spans_processes(model.mesh)
-        pools, has_slots = model.config.pooling is not None, model.has_slots
-        sizes = config.pooling_loop() if pools else config.step_loop(decodes_guesses=not has_slots)
+        pools = model.config.pooling is not None
+        sizes = config.pooling_loop() if pools else config.step_loop(decodes_guesses=not model.has_slots)
         sizes = dataclasses.replace(sizes, adapters=tuple(adapters.values()))
         self._loop = StepLoop.for_model(model, sizes, LauncherThread(), guesser)
 

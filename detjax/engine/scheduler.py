@@ -218,7 +218,7 @@ class Scheduler:
         It stays a single step if sequences wait, because they would wait for the whole run; if it prefills, or decodes
         tokens that the device does not hold; or if the run needs more pages than are available without preemption.
         """
-        if self.waiting or step.prefills or step.verifies or not all(chunk.sequence.is_held for chunk in step.decodes):
+        if self.waiting or step.prefills or not all(chunk.sequence.is_held for chunk in step.decodes):
             return
         for chunk in step.decodes:
             chunk.later = min(most, chunk.sequence.missing) - 1

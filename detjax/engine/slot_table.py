@@ -22,7 +22,7 @@ from detjax.engine.sampling_params import SamplingParams
 from detjax.engine.scheduler import ScheduledChunk, ScheduledStep, padded_rows
 from detjax.models.decoder import ImageRows
 from detjax.operands.adapted_weight import NO_ADAPTER
-from detjax.operands.kv_pages import Queries
+from detjax.operands.kv_pages import Queries, members
 from detjax.operands.noise import NO_NOISE
 from detjax.operands.sampling_arrays import LogitAdjustments, SamplingArrays
 
@@ -74,8 +74,8 @@ class SlotTable:
         starts = np.array([chunk.start for chunk in step.chunks], np.int32)
         counts = np.array([chunk.count for chunk in step.chunks], np.int32)
         completes = np.array([chunk.completes for chunk in step.chunks], bool)
-        held = self._held(step, shape)
         drafted = np.array([chunk.drafted for chunk in step.chunks] if self._drafts else (), np.int32)
+        held = self._held(step, shape, slots)
         # Consecutive steps of the same sequences differ in little more than positions.
         arrays = slots, counts, completes, held, drafted
         key = shape, adjusted, len(step.decodes), self._version, *(x.tobytes() for x in arrays)
@@ -196,14 +196,13 @@ class SlotTable:
             token[row : row + chunk.count] = chunk.tokens
         return token
 
-    def _held(self, step: ScheduledStep, shape: BatchShape) -> np.ndarray:
+    def _held(self, step: ScheduledStep, shape: BatchShape, slots: np.ndarray) -> np.ndarray:
         """Returns the slots that hold the tokens of decodes."""
         held = np.zeros(shape.decodes, np.int32)
-        for row, chunk in _rows_of_decodes(step):
-            slot = chunk.sequence.slot
-            held[row] = slot if slot is not None and chunk.sequence.is_held else self.slots
-            if chunk.drafted:  # the host knows guesses
-                held[row + 1 : row + 1 + chunk.drafted] = self.slots
+        is_held = np.array([chunk.sequence.is_held for chunk in step.decodes], bool)
+        chunk, offset = members(_tokens_of_decodes(step))
+        # The host knows guesses.
+        held[: len(chunk)] = np.where(is_held[chunk] & (offset == 0), slots[chunk], self.slots)
         return held
 
     def _refresh(self, sequence: sequences.Sequence) -> None:
@@ -254,9 +253,7 @@ class _SampledRows(NamedTuple):
         cls, drafted: np.ndarray, slots: np.ndarray, ends: np.ndarray, completes: np.ndarray
     ) -> "_SampledRows":
         """Returns the rows of chunks, given the number of guesses, the slot, the end and the kind of each."""
-        chunk = np.repeat(np.arange(len(drafted), dtype=np.int32), 1 + drafted)
-        first = np.cumsum(1 + drafted, dtype=np.int32) - (1 + drafted)
-        offset = np.arange(len(chunk), dtype=np.int32) - first[chunk]
+        chunk, offset = members(1 + drafted)
         after = drafted[chunk] - offset
         return cls(chunk, offset, after, slots[chunk], ends[chunk] - after, completes[chunk])
 
@@ -277,10 +274,7 @@ class _Requests(NamedTuple):
     @classmethod
     def for_chunks(cls, step: ScheduledStep, shape: BatchShape) -> "_Requests":
         """Returns the requests of a step's chunks, in their order."""
-        decodes = np.array([chunk.sampled for chunk in step.decodes], np.int32)
-        counts = np.concatenate([decodes, np.ones(len(step.prefills), np.int32)])
-        chunk = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
-        offset = np.arange(len(chunk), dtype=np.int32) - (np.cumsum(counts, dtype=np.int32) - counts)[chunk]
+        chunk, offset = members(np.concatenate([_tokens_of_decodes(step), np.ones(len(step.prefills), np.int32)]))
         number = np.arange(len(chunk), dtype=np.int32)
         number[len(chunk) - len(step.prefills) :] = shape.decodes + np.arange(len(step.prefills))
         return cls(number, chunk, offset)
@@ -369,7 +363,12 @@ def _rows_of_decodes(step: ScheduledStep) -> Iterator[tuple[int, ScheduledChunk]
     row = 0
     for chunk in step.decodes:
         yield row, chunk
-        row += chunk.sampled
+        row += chunk.count
+
+
+def _tokens_of_decodes(step: ScheduledStep) -> Int32[np.ndarray, "_"]:
+    """Returns the number of tokens of each decode chunk: one, and its guesses."""
+    return np.array([chunk.count for chunk in step.decodes], np.int32)
 
 
 def _rows_of_prefills(step: ScheduledStep, shape: BatchShape) -> Iterator[tuple[int, ScheduledChunk]]:

@@ -352,8 +352,7 @@ class StepLoop:
         if has_adapters:
             is_ready = functools.partial(is_ready, has_adapters=True)
         shape = self._shapes.smallest(plan, is_ready)
-        # A step that verifies guesses cannot be part of a run, and the device waits for it.
-        if needed is not None and not plan.verifies and self._may_run:
+        if needed is not None and self._may_run(plan):
             steps = self._runner.steps_of_run(shape, needed, has_adapters=has_adapters)
             if steps > 1:
                 self.scheduler.extend_to_run(plan, steps)
@@ -370,11 +369,12 @@ class StepLoop:
         adapters = self.scheduler.adapters.take_pending()
         return PlannedStep(plan, self._runner.copy(batch), first_rows, samples, needed, unseen, copies, adapters)
 
-    @property
-    def _may_run(self) -> bool:
-        """True if steps may form runs: nobody needs the steps one by one."""
+    def _may_run(self, plan: ScheduledStep) -> bool:
+        """Returns whether a step may become a run: it verifies no guess, and nobody needs the steps one by one."""
         drafting = self.drafting
-        return drafting is None or not (drafting.drafter.follows or drafting.wants(self.scheduler.running))
+        if drafting is None:
+            return True
+        return not (plan.verifies or drafting.drafter.follows or drafting.wants(self.scheduler.running))
 
     def _start(self, planned: PlannedStep) -> None:
         """Launches a step, in the launcher's thread if it has to wait for masks."""

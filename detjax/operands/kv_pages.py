@@ -218,8 +218,7 @@ class Queries:
         request, position, present = (np.zeros(decodes + rows, np.int32) for _ in range(3))
         firsts = np.concatenate([np.arange(decodes), decodes + first_row])
         # Vectorized, because a loop would take 2 ms of a step with a thousand requests.
-        index = np.repeat(np.arange(len(count), dtype=np.int32), count)
-        offset = np.arange(len(index), dtype=np.int32) - np.repeat(np.cumsum(count) - count, count)
+        index, offset = members(count)
         row = firsts[index] + offset
         request[row], position[row], present[row] = index, start[index] + offset, 1
         requests: Any = {"page_table": page_table, "start": start, "length": start + count, "count": count}
@@ -277,6 +276,12 @@ class Queries:
             slots=None,
             coordinates=None if self.coordinates is None else self.coordinates[:, None],
         )
+
+
+def members(count: Int[np.ndarray, "B"]) -> tuple[Int[np.ndarray, "N"], Int[np.ndarray, "N"]]:
+    """Returns the group of each member, and its number in the group, for groups with these counts, on the host."""
+    group = np.repeat(np.arange(len(count), dtype=np.int32), count)
+    return group, np.arange(len(group), dtype=np.int32) - np.repeat(np.cumsum(count, dtype=np.int32) - count, count)
 
 
 def request_of_rows(rows: int, first_row: Array) -> tuple[Array, Array]:

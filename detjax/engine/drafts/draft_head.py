@@ -30,6 +30,7 @@ from detjax.engine.drafts.head_programs import (
     chain,
     follow,
     guess,
+    has_guesses,
 )
 from detjax.engine.model_runner import ModelRunner
 from detjax.engine.program import StepProgram, shapes_of
@@ -178,7 +179,7 @@ class HeadDrafter(Drafter):
             self._runner.forward(batch)
             assert self._runner.computed is not None
             self.note_sampled(SampledStep(batch, self._runner.computed, None))
-            if not shape.rows and shape.decodes <= self._table.slots:
+            if has_guesses(shape, self._table.slots):
                 for is_filtered in (False, True):
                     # The first guess and a later one are separate programs.
                     self._guesses(nobody, np.full(shape.decodes, 2, np.int32), is_filtered=is_filtered)

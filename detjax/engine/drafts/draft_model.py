@@ -16,6 +16,7 @@ from detjax.engine.sampling_variant import SamplingVariant
 from detjax.engine.scheduler import ScheduledChunk, ScheduledStep
 from detjax.engine.sequence import Sequence
 from detjax.engine.slot_table import SlotTable
+from detjax.engine.step_programs import has_runs
 from detjax.models import Decoder
 
 _VARIANTS = SamplingVariant(False, 0), SamplingVariant(True, 0)
@@ -100,7 +101,7 @@ class DraftModel(Drafter):
         for shape in shapes:
             batch = self._empty(shape)
             self._runner.forward(self._runner.copy(batch))
-            if not shape.rows and shape.decodes <= self._table.slots:
+            if has_runs(shape, self._table.slots):
                 for variant in _VARIANTS:
                     self._runner.decode_run(self._runner.copy(batch.as_empty_run()), variant)
 

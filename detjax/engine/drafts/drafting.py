@@ -78,8 +78,7 @@ class Drafting:
             self._put(chunk, guesses.get(chunk.sequence, ()))
             if chunk.sequence in asked and not chunk.drafts:
                 self._acceptance_of(chunk.sequence).miss()
-        new = (chunk for chunk in plan.prefills if chunk.is_decode)
-        decodes = *plan.decodes, *new
+        decodes = *plan.decodes, *(chunk for chunk in plan.prefills if chunk.is_decode)
         return ScheduledStep(decodes, tuple(chunk for chunk in plan.prefills if not chunk.is_decode))
 
     def note(self, sequence: Sequence, proposed: int, accepted: int) -> None:

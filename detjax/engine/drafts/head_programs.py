@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from detjax.contract import KV_BLOCK
-from detjax.engine.batch import StepBatch
+from detjax.engine.batch import BatchShape, StepBatch
 from detjax.engine.drafts.speculative_config import MOST_DRAFTED
 from detjax.engine.packed import Packed
 from detjax.engine.packed_batch import PackedBatch
@@ -122,6 +122,11 @@ def guess(
     return StepProgram(_guess, (count, is_first), args, {"is_filtered": is_filtered}, purpose)
 
 
+def has_guesses(shape: BatchShape, slots: int) -> bool:
+    """Returns whether guesses can be made after steps of a shape, for each of up to `slots` sequences that decode."""
+    return not shape.rows and shape.decodes <= slots
+
+
 def _page_queries(queries: Queries) -> Queries:
     """Returns queries without what only the model has: slots and coordinates."""
     return dataclasses.replace(queries, slots=None, coordinates=None)
@@ -178,9 +183,9 @@ class HeadPrograms:
         features = None if self.features is None else _rows(self.features, rows)
         computed = ComputedRows(_tokens(rows), _rows(self.hidden, rows), features)
         programs = [follow(self.state, PackedBatch.on_host(batch), computed, _tokens(shape.sampled))]
-        count = shape.decodes
-        if shape.rows or count > self.last.shape[0]:  # a decode for each sequence
+        if not has_guesses(shape, self.last.shape[0]):
             return programs
+        count = shape.decodes
         guesses: Any = jax.ShapeDtypeStruct((count, MOST_DRAFTED), jnp.int32)
         number: Any = jax.ShapeDtypeStruct((), jnp.int32)
         first, later = Before(self.last), Before(_tokens(count), _rows(self.chained, count), number, guesses)
