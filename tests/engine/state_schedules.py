@@ -181,6 +181,7 @@ class Cases:
         runs_of: int = 0,
         expected: Mapping[Sequence, Sequence] = _NOTHING,
         guesses_always: bool = False,
+        seed: int = 0,
     ) -> StepLoop:
         """Returns a step loop with an empty cache; the scheduler may use some of its pages.
 
@@ -191,6 +192,7 @@ class Cases:
             runs_of: maximum number of decodes of a run; 0: no runs.
             expected: the answers of sequences, for guesses if the shapes have room for them.
             guesses_always: whether all steps have guesses, and not just some of them.
+            seed: of the random guesses.
         """
         slots, has_slots = shapes.limits.slots, self.model.has_slots
         cache = SnapshotCache(snapshots) if snapshots is not None and has_slots else None
@@ -209,7 +211,7 @@ class Cases:
             empty_batch=functools.partial(table.batch, ScheduledStep()),
             runs_of=runs_of,
         )
-        numbers, drafting = random.Random(0), None
+        numbers, drafting = random.Random(seed), None
         if expected is not _NOTHING:
             fewest = 1 if guesses_always else -3 * drafts
             lengths: DraftLengths = lambda sequences, acceptance: max(0, numbers.randint(fewest, drafts))  # noqa: E731
@@ -352,34 +354,46 @@ def _small_requests() -> list[tuple[tuple[int, ...], SamplingParams]]:
 
 
 def play_small(name: str, drafts: int = 0) -> Findings:
-    """Plays one schedule in which everything happens that may happen to a sequence, with few programs and steps."""
-    findings, expected = Findings(), dict[Sequence, Sequence]()
-    cases = cases_of(KINDS[name], is_small=True, drafts=drafts)
-    loop = cases.loop(cases.few_shapes, 4, snapshots=5, runs_of=3, expected=expected)
+    """Plays schedules in which everything happens that may happen to a sequence, with few programs and steps.
 
-    def submit(index: int, steps: int) -> Sequence:
-        (sample,), (alone,) = samples(*cases.requests[index], RequestContext()), cases.answers(index)
-        expected[sample] = alone
-        loop.submit(sample)
-        for _ in range(steps):
-            loop.step()
-        return sample
-
-    submit(2, 4)
-    submit(1, 1)
-    preempted = submit(0, 5)
-    loop.scheduler.cancel(submit(1, 3))
-    finish(loop, {}, Findings())
-    assert preempted.finish_reason is not None
-    submit(3, 1)
-    finish(loop, expected, findings)
+    Guesses decide when sequences need their pages. Up to ten schedules with other guesses are played until one of them
+    has preempted a sequence.
+    """
+    findings, cases = Findings(), cases_of(KINDS[name], is_small=True, drafts=drafts)
+    for seed in range(10 if drafts else 1):
+        _play_small(cases, seed, findings)
+        if findings.preemptions and findings.runs:
+            break
     if drafts:
-        expected.clear()
+        expected = dict[Sequence, Sequence]()
         loop = cases.loop(cases.few_shapes, 6, snapshots=5, expected=expected, guesses_always=True)
         for index in (2, 1, 0, 3):
-            submit(index, 1)
+            _submit(cases, loop, index, expected, steps=1)
         finish(loop, expected, findings)
     return findings
+
+
+def _play_small(cases: Cases, seed: int, findings: Findings) -> None:
+    expected = dict[Sequence, Sequence]()
+    loop = cases.loop(cases.few_shapes, 4, snapshots=5, runs_of=3, expected=expected, seed=seed)
+    _submit(cases, loop, 2, expected, steps=4)
+    _submit(cases, loop, 1, expected, steps=1)
+    preempted = _submit(cases, loop, 0, expected, steps=5)
+    loop.scheduler.cancel(_submit(cases, loop, 1, expected, steps=3))
+    finish(loop, {}, Findings())
+    assert preempted.finish_reason is not None
+    _submit(cases, loop, 3, expected, steps=1)
+    finish(loop, expected, findings)
+
+
+def _submit(cases: Cases, loop: StepLoop, index: int, expected: dict[Sequence, Sequence], steps: int) -> Sequence:
+    """Submits a request, makes steps, and returns the request's sequence."""
+    (sample,), (alone,) = samples(*cases.requests[index], RequestContext()), cases.answers(index)
+    expected[sample] = alone
+    loop.submit(sample)
+    for _ in range(steps):
+        loop.step()
+    return sample
 
 
 def search(name: str, seeds: range, findings: Findings) -> None:
