@@ -12,11 +12,13 @@ class AdapterSlots:
     are, whatever their names. No bit depends on slots.
 
     Attributes:
+        count: the number of slots.
         loads: the number of times that an adapter was written to a slot.
     """
 
     def __init__(self, count: int) -> None:
         """Empty slots."""
+        self.count = count
         self.loads = 0
         self._free = list(range(count - 1, -1, -1))
         self._slots: OrderedDict[bytes, int] = OrderedDict()

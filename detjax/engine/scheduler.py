@@ -14,6 +14,7 @@ from detjax.engine.page_pool import Digest, PagePool
 from detjax.engine.sequence import Sequence
 from detjax.engine.snapshots import MAX_PER_STEP, SlotCopies
 from detjax.engine.waiting_queue import WaitingQueue
+from detjax.operands.adapted_weight import NO_ADAPTER
 from detjax.operands.numerics import ceil_div, round_up
 
 _TURN = operator.attrgetter("turn")
@@ -207,6 +208,8 @@ class Scheduler:
         if self.preemptions == preemptions:
             self._admit(chunks)
         decodes = tuple(chunk for chunk in chunks.values() if chunk.is_decode)
+        if self.adapters.count:  # blocks of rows have fewer adapters if rows with the same one are neighbours
+            decodes = tuple(sorted(decodes, key=_adapter_slot))
         prefills = tuple(chunk for chunk in chunks.values() if not chunk.is_decode)
         if prefills and not self.limits.mixes:
             decodes = ()
@@ -446,6 +449,12 @@ class _StepChunks(dict[Sequence, ScheduledChunk]):
         options = {"completes": True, "is_decode": are_decodes, "drafted": drafts}
         self[sequence] = ScheduledChunk(sequence, sequence.computed, 1 + drafts, **options)
         return True
+
+
+def _adapter_slot(chunk: ScheduledChunk) -> int:
+    """Returns the slot of a chunk's adapter, or `NO_ADAPTER`."""
+    slot = chunk.sequence.adapter_slot
+    return NO_ADAPTER if slot is None else slot
 
 
 def padded_rows(tokens: int) -> int:

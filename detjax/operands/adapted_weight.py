@@ -36,8 +36,8 @@ class AdaptedWeight(WeightWithValue):
         scales: the factors of the products, in the shape of `b` without R.
         rows: the slot of each row of x, or `NO_ADAPTER`; None: all rows have the one adapter.
         b_mask: True where the numbers of `b` are trained: in the ranks of the row's own tensor. None: everywhere.
-        places: `ops.adapters.places_of_rows` of the rows, which the weights of a program share; None: each product
-            computes it.
+        places: `ops.adapter_places.places_of_rows` of the rows, which the weights of a program share; None: each
+            product computes it.
 
     Example:
         >>> from detjax import ops

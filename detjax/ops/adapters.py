@@ -16,11 +16,10 @@ from detjax.operands.accumulated_weight import Weight, value_and_sum
 from detjax.operands.adapted_weight import AdaptedWeight, only_adapter
 from detjax.operands.numerics import activated, flat_rows, parts
 from detjax.operands.options import Epilogue
-from detjax.operands.products import GroupedOperands
 from detjax.operands.rounding import rounded
 from detjax.ops import single_adapter
+from detjax.ops.adapter_places import low_rank_products, places_of_rows
 from detjax.ops.experts import expert_rows
-from detjax.ops.grouped_kernels import GROUPED_MATMUL
 from detjax.portable import adapters as portable
 from detjax.portable.tiles import each_row
 from detjax.runtime import backends
@@ -157,39 +156,20 @@ def _adapter_products(
     scales = weight.scales.reshape(slots * experts, -1)
     if weight.rows is None:
         if groups is None:
-            products = _low_rank_products(x, a, b, jnp.full(1, len(x), jnp.int32), 1)
+            products = low_rank_products(x, a, b, jnp.full(1, len(x), jnp.int32), 1)
             return jnp.broadcast_to(scales, products.shape), products
         group = _expert_of_rows(groups.sizes, len(x))[0]
-        return scales[group], _low_rank_products(x, a, b, groups.sizes, product.unit)
+        return scales[group], low_rank_products(x, a, b, groups.sizes, product.unit)
     slot = weight.rows.reshape(-1).astype(jnp.int32)
     group, has_adapter = slot, slot >= 0
     if groups is not None:
         expert, is_expert = _expert_of_rows(groups.sizes, len(x))
         group, has_adapter = expert * slots + slot, has_adapter & is_expert
-    rows: Any = weight.places
-    if rows is None or groups is not None:
-        rows = expert_rows(group[:, None], slots * experts, has_adapter)
-    products = _low_rank_products(rows.gather(x), a, b, rows.group_sizes, rows.unit, rows.tiles)
+    rows = expert_rows(group[:, None], slots * experts, has_adapter)
+    products = low_rank_products(rows.gather(x), a, b, rows.group_sizes, rows.unit, rows.tiles)
     products = jnp.where(has_adapter[:, None], rows.results(products)[:, 0], -0.0)
     factors = jnp.where(has_adapter[:, None], scales[jnp.where(has_adapter, group, 0)], 1.0)
     return factors, products
-
-
-def places_of_rows(rows: Int[Array, "..."], slots: int) -> Any:
-    """Returns the places of rows sorted by slot, which all products of a program may share; see `AdaptedWeight`."""
-    slot = rows.reshape(-1).astype(jnp.int32)
-    return expert_rows(slot[:, None], slots, slot >= 0)
-
-
-def _low_rank_products(x: Array, a: Array, b: Array, sizes: Array, unit: int, tiles: Array | None = None) -> Array:
-    """Returns `rnd(x A^T) B^T` in float32 for rows sorted by adapter, in groups of the given sizes."""
-    kernels = GROUPED_MATMUL.kernels()
-    if hasattr(kernels, "adapter_sums"):
-        return kernels.adapter_sums(x, a, b, sizes)
-    known = {} if tiles is None or not hasattr(kernels, "TAKES_TILES") else {"tiles": tiles}
-    forward = functools.partial(kernels.forward, layout="nk", epilogue=Epilogue(), unit=unit, **known)
-    u = forward(GroupedOperands(x, a, None, sizes), out_dtype=x.dtype)
-    return forward(GroupedOperands(u, b, None, sizes), out_dtype=ACCUMULATOR)
 
 
 def _expert_of_rows(sizes: Int[Array, "E"], rows: int) -> tuple[Array, Array]:
@@ -268,11 +248,16 @@ def _with_rows_of_kernels(
     bias: Array | None,
     residual: Array | None,
 ) -> Array:
-    """Returns the epilogue of the sums, in one kernel after the products."""
+    """Returns the epilogue of the sums: one kernel after the products reads each row's product in its place."""
     sums = single_adapter.biased_sums(product, x, weight.value, bias, epilogue.gated)
-    pairs = [jnp.split(array, len(sums), axis=1) for array in _adapter_products(product, x, weight, None)]
-    options: dict[str, Any] = {"dtype": x.dtype, "epilogue": epilogue, "out_dtype": out_dtype, "keeps": False}
-    return single_adapter.joined(sums, pairs[1], pairs[0], residual, **options)[0]
+    (a, _), (b, _) = value_and_sum(weight.a), value_and_sum(weight.b)
+    slots, ranks = a.shape[:2]
+    places = places_of_rows(weight.rows, slots) if weight.places is None else weight.places
+    products = places.products(x, a, b.reshape(slots, -1, ranks))
+    factors = weight.scales.reshape(slots, -1), weight.rows.reshape(-1).astype(jnp.int32)
+    return single_adapter.joined_rows(
+        sums, (products, places.place), factors, residual, epilogue=epilogue, out_dtype=out_dtype
+    )
 
 
 def _refused_forward(*args: Any) -> tuple[Array, None]:

@@ -15,12 +15,13 @@ from jaxtyping import Array, DTypeLike
 from detjax.contract import ACCUMULATOR
 from detjax.operands.accumulated_weight import Weight, value_and_sum, weight_cotangent
 from detjax.operands.adapted_weight import AdaptedWeight, only_adapter
+from detjax.operands.indexed_rows import IndexedRows
 from detjax.operands.numerics import activated
 from detjax.operands.options import Epilogue
 from detjax.operands.products import AdapterOperands, MatmulOperands
 from detjax.operands.quantized_weight import QuantizedWeight
 from detjax.operands.rounding import rounded
-from detjax.ops.dispatch import Operation, backend_modules, with_vmap_rule
+from detjax.ops.dispatch import Operation, backend_modules, one_by_one, with_vmap_rule
 from detjax.portable.tiles import each_row
 from detjax.runtime import fusions
 
@@ -133,16 +134,44 @@ def joined(
 ) -> tuple[Array, tuple[Array, ...]]:
     """Returns the epilogue of the sums and the adapters' products, and the sums that it consumed, if they are kept.
 
-    `scales` are `[N]`, or `[M, N]`; for the options see `add_adapter` of the backends.
+    For `scales` and the options see `add_adapter` of the backends.
     """
-    kernels, count, have_rows = _MATMUL.kernels(), len(sums), scales[0].ndim > 1
+    kernels, count = _MATMUL.kernels(), len(sums)
 
     def join(residual: Array | None, *arrays: Array) -> Any:
         z, terms, scales = arrays[:count], arrays[count : 2 * count], arrays[2 * count :]
         return kernels.add_adapter(z, terms, scales, residual, **options)
 
-    batched = with_vmap_rule(join, (True,) * (1 + 2 * count) + (have_rows,) * count)
+    batched = with_vmap_rule(join, (True,) * (1 + 2 * count) + (False,) * count)
     return batched(residual, *sums, *products, *scales)
+
+
+def joined_rows(
+    sums: list[Array],
+    products: tuple[Array, Array],
+    scales: tuple[Array, Array],
+    residual: Array | None,
+    **options: Any,
+) -> Array:
+    """Returns the epilogue of the sums, each row with the product and the factors of its own adapter.
+
+    Args:
+        sums: the sums `[M, N]` of each part.
+        products: an array whose columns are the parts' in turn, and the row of each row; -1: it has no adapter.
+        scales: an array of factors with the same columns, `[slots, ...]`, and the slot of each row.
+        options: see `add_adapters_of_rows` of the backends.
+    """
+    kernels = _MATMUL.kernels()
+
+    def join(sums: list[Array], *operands: Any) -> Array:
+        products, scales, residual = operands
+        firsts = [index * sums[0].shape[1] for index in range(len(sums))]
+        # -0 added to any number gives this number.
+        terms = [IndexedRows(*products, missing=-0.0, first=first) for first in firsts]
+        factors = [IndexedRows(*scales, missing=1.0, first=first) for first in firsts]
+        return kernels.add_adapters_of_rows(sums, terms, factors, residual, **options)
+
+    return one_by_one(join, (sums, products, scales, residual))
 
 
 def _parts(x: Any, gated: bool) -> list[Any]:

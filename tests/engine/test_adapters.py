@@ -14,9 +14,12 @@ import detjax
 from detjax.engine.adapter_slots import AdapterSlots
 from detjax.engine.model_runner import ModelRunner
 from detjax.engine.packed_batch import PackedBatch
+from detjax.engine.page_pool import PagePool
 from detjax.engine.request import Token
 from detjax.engine.sampled_tokens import PackedTokens
 from detjax.engine.sampling_variant import SamplingVariant
+from detjax.engine.scheduler import Scheduler, StepLimits
+from detjax.engine.sequence import RequestContext, Sequence
 from detjax.models import Adapter, CheckpointError, read_adapter
 from detjax.models.adapters.adapter_config import AdapterConfig
 from detjax.operands.adapted_weight import NO_ADAPTER
@@ -67,6 +70,19 @@ def test_requests_with_different_adapters_and_without_one_have_the_bits_that_the
     order = ["middle", None, "large", "small", None, "small", "large", "middle"]
     assert engine.generate(map(request, order)) == [alone[name] for name in order]
     assert len({generation.completions[0].logprobs for generation in alone.values()}) == 4
+
+
+def test_rows_with_the_same_adapter_are_neighbours_in_a_step(adapters: dict[str, Adapter]) -> None:
+    limits = StepLimits(slots=6, tokens=60, prefills=6, rows=60, prefill_chunk=8)
+    scheduler = Scheduler(PagePool(6), limits, AdapterSlots(2))
+    names = ["middle", None, "large", "middle", None, "large"]
+    for name in names:
+        context = RequestContext(adapter=None if name is None else adapters[name])
+        scheduler.submit(Sequence((1, 2, 3), detjax.SamplingParams(max_tokens=4), context=context))
+    scheduler.mark_submitted(scheduler.plan())
+    decodes = scheduler.plan().decodes
+    assert [chunk.sequence.adapter_slot for chunk in decodes] == [None, None, 0, 0, 1, 1]
+    assert {chunk.sequence for chunk in decodes} == {*scheduler.running}
 
 
 def test_answers_are_those_of_the_model_and_the_base_requests_those_of_an_engine_without_adapters(

@@ -21,7 +21,7 @@ from detjax.models.network import parameters, split
 from detjax.models.parts.sharding import OutputSharding
 from detjax.operands.adapted_weight import AdaptedWeight, padded_rank
 from detjax.ops import single_adapter
-from detjax.ops.adapters import places_of_rows
+from detjax.ops.adapter_places import places_of_rows
 
 _EMBEDDING_PATH = ("embedding", "weight")
 _AXES_OF_FACTORS = 3

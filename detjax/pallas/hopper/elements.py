@@ -16,6 +16,7 @@ from jax import Array, lax
 from jaxtyping import PyTree
 
 from detjax.contract import ACCUMULATOR, LANE_GROUP, LANES
+from detjax.operands.indexed_rows import IndexedRows
 from detjax.operands.numerics import ceil_div
 from detjax.operands.rounding import rounding_by_conversion
 from detjax.pallas.hopper.device import WARP, WARPGROUP
@@ -36,39 +37,48 @@ def map_elements(
     fn: Callable[..., PyTree[Array]],
     *arrays: Array,
     columns: Sequence[Array] = (),
+    rows: Sequence[IndexedRows] = (),
     scalars: Sequence[Array] = (),
     overwritten: Mapping[int, int] = MappingProxyType({}),
 ) -> PyTree[Array]:
-    """Returns `fn(*arrays, *columns, *scalars)`; see `detjax.ops.elements.map_elements`.
+    """Returns `fn(*arrays, *columns, *rows, *scalars)`; see `detjax.ops.elements.map_elements`.
 
-    `columns` are arrays of the last axis, which all rows share.
+    `columns` are arrays of the last axis, which all rows share; `rows` are read by their numbers.
     """
     shape, size = arrays[0].shape, arrays[0].size
-    if columns and shape[-1] % PIECE:  # a piece has elements of several rows
-        arrays, columns = (*arrays, *(jnp.broadcast_to(x, shape) for x in columns)), ()
+    if (columns or rows) and shape[-1] % PIECE:  # a piece has elements of several rows
+        arrays = *arrays, *(jnp.broadcast_to(x, shape) for x in columns), *(x.gathered(shape) for x in rows)
+        columns = rows = ()
     missing = -size % PIECE
     flat = [jnp.pad(x.reshape(-1), (0, missing)) for x in arrays]
     pieces = next(n for n in range(PIECES, 0, -1) if (size + missing) % (n * PIECE) == 0)
-    shapes = [jax.ShapeDtypeStruct((PIECE,), x.dtype) for x in (*flat, *columns)]
+    tables, indices = [x.array.reshape(-1) for x in rows], [x.index.reshape(-1) for x in rows]
+    shapes = [jax.ShapeDtypeStruct((PIECE,), x.dtype) for x in (*flat, *columns, *tables)]
     leaves, tree = jax.tree.flatten(jax.eval_shape(fn, *shapes, *scalars))
     places = {array: jax.new_ref(flat[array]) for array in overwritten.values()}
     new = [index for index in range(len(leaves)) if index not in overwritten]
-    bounds = 0, len(flat), len(flat) + len(columns), len(flat) + len(columns) + len(scalars), None
+    counts = len(flat), len(columns), len(rows), len(rows), len(scalars)
+    bounds = *itertools.accumulate(counts, initial=0), None
 
     def load(ref: Any, here: Any) -> Array:
         return plgpu.load(ref.at[here], layout=PIECE_LAYOUT, optimized=False)
 
     def body(*refs: Any) -> None:
-        inputs, shared_by_rows, numbers, rest = (refs[begin:end] for begin, end in itertools.pairwise(bounds))
+        inputs, shared_by_rows, named, names, numbers, rest = (refs[i:j] for i, j in itertools.pairwise(bounds))
         outputs = {index: inputs[array] for index, array in overwritten.items()} | dict(zip(new, rest, strict=True))
         first = lax.axis_index("piece") * (pieces * PIECE)
         shared = [ref[0] for ref in numbers]
         for piece in range(pieces):
             here = pl.ds(first + piece * PIECE, PIECE)
             elements = [load(ref, here) for ref in inputs]
-            if shared_by_rows:
-                column = pl.ds(lax.rem(first + piece * PIECE, jnp.int32(shape[-1])), PIECE)
-                elements += [load(ref, column) for ref in shared_by_rows]
+            if columns or rows:
+                row, column = (op(first + piece * PIECE, jnp.int32(shape[-1])) for op in (lax.div, lax.rem))
+                elements += [load(ref, pl.ds(column, PIECE)) for ref in shared_by_rows]
+                for table, name, given in zip(named, names, rows, strict=True):
+                    number = name[row]
+                    start = jnp.maximum(number, 0) * given.array.shape[-1] + given.first + column
+                    missing = jnp.asarray(given.missing, given.array.dtype)
+                    elements.append(jnp.where(number >= 0, load(table, pl.ds(start, PIECE)), missing))
             # A thread reads its elements of all arrays before it writes any, so overwriting needs no barrier.
             with rounding_by_conversion():
                 results = fn(*elements, *shared)
@@ -82,7 +92,13 @@ def map_elements(
         grid_names=("piece",),
         kernel_name="map_elements",
         compiler_params=NO_AUTO_BARRIERS,
-    )(*(places.get(index, x) for index, x in enumerate(flat)), *columns, *(jnp.reshape(x, 1) for x in scalars))
+    )(
+        *(places.get(index, x) for index, x in enumerate(flat)),
+        *columns,
+        *tables,
+        *indices,
+        *(jnp.reshape(x, 1) for x in scalars),
+    )
     results = {index: jax.freeze(places[array]) for index, array in overwritten.items()}
     results |= zip(new, new_arrays, strict=True)
     return jax.tree.unflatten(tree, [results[index][:size].reshape(shape) for index in range(len(leaves))])

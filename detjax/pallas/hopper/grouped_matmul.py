@@ -12,7 +12,7 @@ from typing import Any, Final
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, DTypeLike, PyTree
+from jaxtyping import Array, DTypeLike, Float32, PyTree
 
 from detjax.contract import ACCUMULATOR
 from detjax.operands.numerics import parts, round_up
@@ -24,6 +24,7 @@ from detjax.pallas.hopper.group_sums import product_sums, row_sums
 from detjax.pallas.hopper.matmul import apply_epilogue as apply_epilogue
 from detjax.pallas.hopper.matmul import gradient_of_sums
 from detjax.pallas.hopper.matmul.kernel import Operands, product, product_keeping_sums
+from detjax.pallas.hopper.matmul.plan import BLOCK as BLOCK
 from detjax.pallas.hopper.matmul.plan import Schedule
 
 TAKES_TILES: Final = True
@@ -95,6 +96,27 @@ def forward(  # noqa: PLR0913
         return kernels.product(Operands(x, w, bias, experts=experts), schedule=chosen, **options)
 
     return _in_tiles(multiply, x, group_sizes, unit, kernels.tiles, tiles)
+
+
+_FIRST_FACTORS: Final = Schedule(BLOCK, 8, "weights", lines=4)
+"""The schedule of the adapters' first factors: 8 ranks for a multiprocessor, because an adapter has few, and one that
+received all of them would be the last to finish. With four lines of K in a stage it waits a quarter as often."""
+
+
+def products_of_blocks(x: Array, a: Array, b: Array, adapters: Array, blocks: Array) -> Float32[Array, "P N"]:
+    """Returns `rnd(x A^T) B^T` for blocks of `BLOCK` rows of x, `[M, K]`, each with the factors of an adapter.
+
+    Args:
+        a: `[S, R, K]`.
+        b: `[S, N, R]`.
+        adapters: the adapter of each block, and at the end the number of blocks that have one.
+        blocks: the number of each block in x. Several adapters may have the same block.
+    """
+    options: dict[str, Any] = {"layout": "nk", "epilogue": Epilogue()}
+    operands = Operands(x, a, experts=adapters, blocks=blocks)
+    u = product(operands, out_dtype=x.dtype, schedule=_FIRST_FACTORS, **options)
+    schedule = _schedule(BLOCK, b.shape[-2], "nk")
+    return product(Operands(u, b, experts=adapters), out_dtype=ACCUMULATOR, schedule=schedule, **options)
 
 
 def forward_keeping_sums(

@@ -33,6 +33,7 @@ from detjax.models.network import split
 from detjax.models.parts.experts import Experts
 from detjax.models.parts.vision import VisionOptions
 from detjax.models.vision.images import ImagePatches, packed
+from detjax.operands.adapted_weight import AdaptedWeight
 from detjax.operands.attention import AttentionOperands
 from detjax.operands.kv_pages import KeyColumns, KVPages, QuantizedPages, Queries
 from detjax.operands.linear_attention_state import (
@@ -538,6 +539,18 @@ def adapted_matmul(
     return fn, shapes
 
 
+def rows_with_adapters(tokens: int, outputs: int, inputs: int, rank: int, slots: int) -> Program:
+    """A product in which each row has an adapter, for a residual."""
+
+    def fn(x: Any, w: Any, a: Any, b: Any, scales: Any, rows: Any, residual: Any) -> jax.Array:
+        with backends.use_backend("hopper"):
+            return ops.matmul(x, AdaptedWeight(w, a, b, scales, rows), residual=residual, layout="nk")
+
+    factors = [array(slots, rank, inputs), array(slots, outputs, rank), array(slots, outputs, dtype="float32")]
+    shapes = [array(tokens, inputs), array(outputs, inputs), *factors, array(tokens, dtype="int32")]
+    return fn, [*shapes, array(tokens, outputs)]
+
+
 def sliced(program: Program) -> Program:
     """The program on slices of its operands, from the second element of the first axis on."""
     fn, shapes = program
@@ -647,6 +660,8 @@ def programs() -> dict[str, Program]:
         "adapted matmul with a residual": adapted_matmul(8192, 1024, 3072, 64, residual=True),
         "adapted gate and up": adapted_matmul(8192, 3072, 1024, 64, activation="silu", gated=True),
         "adapted gate and up of few tokens": adapted_matmul(33, 12288, 4096, 192, activation="silu", gated=True),
+        "rows with adapters": rows_with_adapters(64, 4096, 12288, 16, 8),
+        "a row with an adapter": rows_with_adapters(1, 4096, 4096, 48, 64),
         "adapted gradient": adapted_matmul(8192, 1024, 4096, 64, layout="kn"),
         "matmul of carried gradients": carried(6144, 1024, 8192),
         "matmul of a head's carried gradients": carried(151936, 1024, 1024),

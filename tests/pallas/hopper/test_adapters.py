@@ -13,8 +13,9 @@ from detjax import ops
 from detjax.operands.adapted_weight import AdaptedWeight
 from detjax.operands.options import Epilogue
 from detjax.operands.products import AdapterOperands, MatmulOperands
-from detjax.ops import single_adapter
-from detjax.ops.adapters import adapted_product, places_of_rows
+from detjax.ops import adapter_places, single_adapter
+from detjax.ops.adapter_places import BlocksOfRows, SortedRows, places_of_rows
+from detjax.ops.adapters import adapted_product
 from detjax.ops.matmul import _PRODUCT
 from detjax.pallas.hopper import matmul as hopper
 from detjax.pallas.hopper.matmul import adapters
@@ -54,6 +55,40 @@ def test_rows_with_different_adapters_have_the_bits_that_they_have_alone() -> No
         plain = interpreted(lambda x: ops.matmul(x, w, layout="nk"), x)
     assert_same_bits(mixed[1], plain[1])
     assert not same_bits(mixed[0], plain[0])
+
+
+def test_rows_that_are_not_sorted_have_the_products_of_sorted_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last of three blocks is not full; blocks have several adapters, and one that no row has."""
+    slots = jnp.asarray([2, 0, 0, -1, 2, 3, 0, 0, *[3] * 8, 0, -1, 2], jnp.int32)
+    x, a, b = (normal(*shape, dtype="bfloat16") for shape in ((len(slots), K), (4, 32, K), (4, N, 32)))
+
+    def products(few_rows: int) -> np.ndarray:
+        monkeypatch.setattr(adapter_places, "_FEW_ROWS", few_rows)
+
+        def computed(x: Any, a: Any, b: Any) -> jax.Array:
+            places = places_of_rows(slots, 4)
+            assert isinstance(places, BlocksOfRows if few_rows else SortedRows)
+            return places.products(x, a, b)[places.place]
+
+        with detjax.use_backend("hopper"):
+            return interpreted(computed, x, a, b)[np.asarray(slots) >= 0]
+
+    assert_same_bits(products(64), products(0))
+
+
+@pytest.mark.parametrize("count", [1, 7, 8, 21, 64])
+def test_each_row_finds_its_adapter_in_a_block_of_its_neighbours(count: int) -> None:
+    for seed in range(20):
+        slot = np.random.default_rng([seed, count]).integers(-1, 4, count).astype(np.int32)
+        places = BlocksOfRows.of(jnp.asarray(slot), 8)
+        adapters, blocks, place = map(np.asarray, (places.adapters, places.blocks, places.place))
+        rows, has_adapter = np.arange(count), slot >= 0
+        assert (place[~has_adapter] == -1).all()
+        block = place[has_adapter] // 8
+        np.testing.assert_array_equal(adapters[block], slot[has_adapter])
+        np.testing.assert_array_equal(blocks[block], rows[has_adapter] // 8)
+        np.testing.assert_array_equal(place[has_adapter] % 8, rows[has_adapter] % 8)
+        assert adapters[-1] == len({(s, r // 8) for s, r in zip(slot, rows, strict=True) if s >= 0})
 
 
 def one_adapter(dtype: str = "bfloat16", *, gated: bool = False, ranks: int = 32) -> AdaptedWeight:

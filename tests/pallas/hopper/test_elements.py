@@ -10,7 +10,8 @@ import pytest
 
 import detjax
 from detjax import ops
-from detjax.pallas.hopper.elements import PIECE
+from detjax.operands.indexed_rows import IndexedRows
+from detjax.pallas.hopper.elements import PIECE, map_elements
 from tests.pallas.hopper import interpreter
 from tests.support.bits import assert_same_bits
 
@@ -31,6 +32,27 @@ def test_the_kernel_is_lowered_in_every_dtype(name: str, dtype: str) -> None:
     with detjax.use_backend("hopper"):
         text = interpreter.lowered(lambda *arrays: fn(*arrays), *[jax.ShapeDtypeStruct((3, 37), dtype)] * count)
     assert "mosaic_gpu" in text
+
+
+@pytest.mark.parametrize("width", [2 * PIECE, 96])
+def test_rows_are_read_by_their_numbers(width: int) -> None:
+    x, table = interpreter.normal(5, width), interpreter.normal(7, width + 32, seed=1)
+    index = np.array([3, -1, 0, 6, 2], np.int32)
+
+    def added(x: Any, table: Any, index: Any) -> Any:
+        return map_elements(jnp.subtract, x, rows=[IndexedRows(table, index, 0.0, first=32)])
+
+    rows = np.where(index[:, None] < 0, np.float32(0), table[index, 32:])
+    assert_same_bits(interpreter.interpreted(added, x, table, index), x - rows)
+
+
+def test_a_row_that_is_missing_changes_no_bit_of_a_sum() -> None:
+    x, index = np.full((1, PIECE), -0.0, np.float32), np.array([-1], np.int32)
+
+    def added(x: Any, index: Any) -> Any:
+        return map_elements(jnp.add, x, rows=[IndexedRows(jnp.ones((1, PIECE)), index, -0.0)])
+
+    assert_same_bits(interpreter.interpreted(added, x, index), x)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

@@ -3,7 +3,7 @@
 The kernel is in `kernel.py`, its schedules in `plan.py`, the choice of a schedule in `tuning.py`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ from jax import lax
 from jaxtyping import Array, DTypeLike
 
 from detjax.contract import ACCUMULATOR
+from detjax.operands.indexed_rows import IndexedRows
 from detjax.operands.numerics import activated, flat_rows
 from detjax.operands.options import AxisName, Epilogue, WeightLayout
 from detjax.operands.products import NO_SUMS, Gradients, MatmulOperands, WeightSums
@@ -137,22 +138,50 @@ def add_adapter(  # noqa: PLR0913
     """Returns rows `[*B, N]` from the sums and the adapter's products of each part, `[*B, N]` float32.
 
     If `keeps`, also the parts that the epilogue consumed, rounded to `dtype`. See `contract.RANK_STEP`; `scales` are
-    `[N]` or `[*B, N]` float32 of each part.
+    `[N]` float32 of each part.
     """
     count = len(sums)
     last = [] if residual is None else [residual]
 
     def apply(*elements: Array) -> tuple[Array, tuple[Array, ...]]:
         rest, factors = elements[:-count], elements[-count:]
-        terms = zip(factors, rest[count:], rest[:count], strict=False)
-        z = [fused_multiply_add(*one, layout=PIECE_LAYOUT) for one in terms]
-        y = activated(z, epilogue, ACTIVATIONS)
-        y = (y + rest[-1].astype(ACCUMULATOR) if last else y).astype(out_dtype)
+        z = _added(factors, rest[count:], rest[:count])
+        y = _rounded_result(z, rest[2 * count :], epilogue, out_dtype)
         return y, tuple(part.astype(dtype) for part in z) if keeps else ()
 
-    if scales[0].ndim > 1:
-        return map_elements(apply, *sums, *products, *last, *scales)
     return map_elements(apply, *sums, *products, *last, columns=scales)
+
+
+def add_adapters_of_rows(
+    sums: Sequence[Array],
+    products: Sequence[IndexedRows],
+    scales: Sequence[IndexedRows],
+    residual: Array | None,
+    *,
+    epilogue: Epilogue,
+    out_dtype: DTypeLike,
+) -> Array:
+    """Returns rows `[M, N]` from the sums of each part and from the product and the factors of each row's adapter."""
+    count = len(sums)
+    last = [] if residual is None else [residual]
+
+    def apply(*elements: Array) -> Array:
+        z = _added(elements[-count:], elements[-2 * count :], elements[:count])
+        return _rounded_result(z, elements[count : -2 * count], epilogue, out_dtype)
+
+    return map_elements(apply, *sums, *last, rows=(*products, *scales))
+
+
+def _added(scales: Iterable[Array], products: Iterable[Array], sums: Iterable[Array]) -> list[Array]:
+    """Returns the sums plus the scaled products of adapters."""
+    terms = zip(scales, products, sums, strict=False)
+    return [fused_multiply_add(*one, layout=PIECE_LAYOUT) for one in terms]
+
+
+def _rounded_result(z: list[Array], residual: Sequence[Array], epilogue: Epilogue, out_dtype: DTypeLike) -> Array:
+    """Returns the epilogue of sums, plus the residual if there is one, rounded once."""
+    y = activated(z, epilogue, ACTIVATIONS)
+    return (y + residual[0].astype(ACCUMULATOR) if residual else y).astype(out_dtype)
 
 
 def backward(

@@ -38,7 +38,7 @@ from detjax.operands.options import Epilogue, WeightLayout
 from detjax.pallas.hopper.device import DTYPES, shared_registers
 from detjax.pallas.hopper.exchange import Peers
 from detjax.pallas.hopper.matmul.activations import ACTIVATIONS
-from detjax.pallas.hopper.matmul.plan import Plan, Problem, Schedule, TokenLayout
+from detjax.pallas.hopper.matmul.plan import BLOCK, Plan, Problem, Schedule, TokenLayout, addressable_rows
 from detjax.pallas.hopper.matmul.tuning import default_schedule, shared_schedule
 from detjax.pallas.hopper.mosaic.layouts import swizzled_lines
 from detjax.pallas.hopper.mosaic.peers import close_results, open_results, send_chunk
@@ -68,6 +68,9 @@ class Operands(NamedTuple):
     experts: Any = None
     """`[tiles + 1]` int32: the expert of each tile of tokens, then the number of tiles that have one; None: there is
     one weight. Otherwise weights and biases are `[E, ...]`, and tiles without an expert are not written."""
+    blocks: Any = None
+    """`[tiles]` int32: the block of `BLOCK` rows of x that each tile of tokens is; None: the tiles of x, in their
+    order."""
 
 
 def product(
@@ -162,7 +165,7 @@ def problem_of(
     Raises:
         NotImplementedError: the matrix unit does not take x's dtype.
     """
-    x, w, bias, residual, start, _, experts = operands
+    x, w, bias, residual, start, _, experts, blocks = operands
     if str(x.dtype) not in DTYPES:
         raise NotImplementedError(
             f"matmul: x has dtype {x.dtype} on {backends.device_name()}; accepted by the backend {backend!r}: "
@@ -171,7 +174,7 @@ def problem_of(
     count, weights = 0 if experts is None else w.shape[0], math.prod(w.shape[:-2])
     m, k = x.shape if token_layout == "mk" else x.shape[::-1]
     return Problem(
-        m,
+        m if blocks is None else len(blocks) * BLOCK,
         w.shape[-2 if layout == "nk" else -1],
         k,
         weights // max(1, count),
@@ -184,25 +187,25 @@ def problem_of(
         start is not None,
         keeps,
         count,
+        blocks is not None,
     )
 
 
 def padded_operands(operands: Operands, problem: Problem, sizes: tuple[int, int, int]) -> list[Array]:
-    """Returns a kernel's operands `x, w, bias?, residual?, experts?`, padded to sizes of M, N and K."""
-    x, w, bias, residual, _, _, experts = operands
+    """Returns a kernel's operands `x, w, bias?, residual?, experts?, blocks?`, padded to sizes of M, N and K."""
+    x, w, bias, residual, _, _, experts, blocks = operands
     m, n, k = sizes
     stacked = w.reshape(-1, *w.shape[-2:])
-    weights = len(stacked)
+    weights, rows = len(stacked), m if blocks is None else addressable_rows(len(x))
     arrays = [
-        padded(x, (m, k) if problem.token_layout == "mk" else (k, m)),
+        padded(x, (rows, k) if problem.token_layout == "mk" else (k, rows)),
         padded(stacked, (weights, n, k) if problem.layout == "nk" else (weights, k, n)),
     ]
     if bias is not None:
         arrays.append(padded(bias.reshape(weights, -1), (weights, n)))
     if residual is not None:
         arrays.append(padded(residual, (m, n)))
-    if experts is not None:
-        arrays.append(experts)
+    arrays += [array for array in (experts, blocks) if array is not None]
     return arrays
 
 
@@ -229,10 +232,10 @@ def padded(array: Array, shape: tuple[int, ...]) -> Array:
 
 
 def _kernel(plan: Plan, epilogue: Epilogue, peers: Peers | None = None) -> Callable[..., list[Array]]:
-    """Returns the kernel `x, w, bias?, residual?, experts? -> y, *z`, or `x, w, y`, which updates the sums y in place.
+    """Returns the kernel `x, w, bias?, residual?, experts?, blocks? -> y, *z`; z are the kept biased sums of each part.
 
-    z are the kept biased sums of each part. If devices share the result, the last operands are `addresses, number`, and
-    residual and y have the columns of all devices.
+    If the product continues running sums, it is `x, w, y`, and updates y in place. If devices share the result, the
+    last operands are `addresses, number`, and residual and y have the columns of all devices.
     """
     problem, schedule = plan.problem, plan.schedule
     devices = 1 if peers is None else peers.devices
@@ -245,10 +248,11 @@ def _kernel(plan: Plan, epilogue: Epilogue, peers: Peers | None = None) -> Calla
         if peers is not None:
             addresses, number = rest[-2:]
             shared, rest = peers._replace(addresses=addresses, number=number), rest[:-2]
+        blocks = rest.pop() if problem.in_blocks else None
         experts = rest.pop() if problem.experts else None
         bias = rest.pop(0) if problem.bias_dtype is not None else None
         residual = rest.pop(0) if problem.residual_dtype is not None else None
-        operands = Operands(x, w, bias, residual, peers=shared, experts=experts)
+        operands = Operands(x, w, bias, residual, peers=shared, experts=experts, blocks=blocks)
         Cta(plan, epilogue, operands, (y, z), Scratch(**scratch)).run()
 
     results = 0 if problem.continues else 1 + problem.kept_sums
@@ -437,7 +441,8 @@ class Cta:
             return w.at[index, outputs, k_slice] if plan.problem.layout == "nk" else w.at[index, k_slice, outputs]
 
         def tokens(_: int, first: Array, size: int) -> Any:
-            x, tokens = self.operands.x, pl.ds(first, size)
+            x, blocks = self.operands.x, self.operands.blocks
+            tokens = pl.ds(first if blocks is None else blocks[lax.div(first, jnp.int32(BLOCK))] * BLOCK, size)
             return x.at[tokens, k_slice] if plan.problem.token_layout == "mk" else x.at[k_slice, tokens]
 
         row_source, row_axis, first_row = (weights, "cm", n) if plan.weights_on_rows else (tokens, "cn", m)

@@ -23,8 +23,16 @@ MAX_ACCUMULATORS: Final = 176
 MATRIX_ROWS: Final = 64
 """Rows of one `wgmma`."""
 
+BLOCK: Final = 8
+"""Tokens of the smallest tile."""
+
 _CLUSTER_SIZES: Final = (1, 2, 3, 4, device.MAX_CLUSTER)
 _BFLOAT16: Final = jnp.dtype("bfloat16")
+
+
+def addressable_rows(rows: int) -> int:
+    """Returns the rows that an array is padded to, so that the copy engine can address them in groups of 8."""
+    return rows if rows < BLOCK else round_up(rows, BLOCK)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +65,8 @@ class Problem:
     """True if the biased sums are also results, of the same dtype."""
     experts: int = 0
     """Weights, each for some tiles of tokens; 0: one weight for all tokens."""
+    in_blocks: bool = False
+    """True if a tile of tokens is any block of `BLOCK` rows of x, which several tiles may share."""
 
     @property
     def tokens(self) -> int:
@@ -82,7 +92,7 @@ class Problem:
         m, k_is_last = self.m, (self.token_layout, self.layout) == ("mk", "nk")
         return dataclasses.replace(
             self,
-            m=round_up(m, 64) if self.token_layout == "km" else m if m < 8 else round_up(m, 8),
+            m=round_up(m, 64) if self.token_layout == "km" else addressable_rows(m),
             n=round_up(self.n, 64 if self.layout == "kn" else 8),
             k=round_up(self.k, 16 if k_is_last else 64),
         )
@@ -378,6 +388,7 @@ class Plan:
             ),
             "clusters of one CTA where tiles have weights of their own": not self.problem.experts
             or self.cluster_size == 1,
+            f"tiles of {BLOCK} tokens where they are blocks of x": not self.problem.in_blocks or s.tile_m == BLOCK,
             # Each CTA of a cluster loads an equal share of a shared operand and multicasts it; swizzled rows come in
             # 8s.
             "shared operands in equal groups of 8 rows": row_groups % max(1, self.rows_shared_by) == 0

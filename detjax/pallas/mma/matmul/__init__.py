@@ -9,6 +9,7 @@ from typing import Any
 from detjax.pallas.hopper import matmul as hopper
 from detjax.pallas.hopper.matmul import RANK_UNIT as RANK_UNIT
 from detjax.pallas.hopper.matmul import add_adapter as add_adapter
+from detjax.pallas.hopper.matmul import add_adapters_of_rows as add_adapters_of_rows
 from detjax.pallas.hopper.matmul import apply_epilogue as apply_epilogue
 from detjax.pallas.mma.matmul.kernel import product, product_keeping_sums
 

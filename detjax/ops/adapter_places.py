@@ -1,0 +1,99 @@
+"""The places of rows with adapters, and the products of the adapters in these places."""
+
+import dataclasses
+import functools
+from typing import Final
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float32, Int, Int32
+
+from detjax.contract import ACCUMULATOR
+from detjax.operands.options import Epilogue
+from detjax.operands.products import GroupedOperands
+from detjax.operands.pytrees import array_dataclass
+from detjax.ops.experts import ExpertRows, expert_rows
+from detjax.ops.grouped_kernels import GROUPED_MATMUL
+
+_FEW_ROWS: Final = 64
+"""Most rows that are not sorted by adapter: in the worst case each needs a block of its own."""
+
+
+@array_dataclass
+@dataclasses.dataclass(frozen=True)
+class SortedRows:
+    """The rows of tokens sorted by adapter, for many rows.
+
+    Attributes:
+        rows: the rows, gathered for each product.
+        place: the row among them of each row of x; -1: it has no adapter.
+    """
+
+    rows: ExpertRows
+    place: Int32[Array, "M"]
+
+    def products(self, x: Array, a: Array, b: Array) -> Float32[Array, "P N"]:
+        """Returns `rnd(x A^T) B^T` for the sorted rows."""
+        rows = self.rows
+        return low_rank_products(rows.gather(x), a, b, rows.group_sizes, rows.unit, rows.tiles)
+
+
+@array_dataclass
+@dataclasses.dataclass(frozen=True)
+class BlocksOfRows:
+    """Blocks of neighbouring rows, each with one adapter that some of its rows have, for few rows.
+
+    Nothing is sorted: all rows of a block get the product of its adapter, and each row reads the one of its own. The
+    fewest blocks are needed if rows with the same adapter are neighbours.
+
+    Attributes:
+        adapters: the slot of each block's adapter, and at the end the number of blocks.
+        blocks: the number of each block among the rows of x.
+        place: the row of each row of x among those of the blocks with its adapter; -1: it has no adapter.
+    """
+
+    adapters: Int32[Array, "_"]
+    blocks: Int32[Array, "_"]
+    place: Int32[Array, "M"]
+
+    @classmethod
+    def of(cls, slot: Int32[Array, "M"], size: int) -> "BlocksOfRows":
+        """Returns the blocks of `size` rows."""
+        row = jnp.arange(len(slot), dtype=jnp.int32)
+        block = row // size
+        is_same = (slot[:, None] == slot[None]) & (block[:, None] == block[None]) & (slot >= 0)[None]
+        first = jnp.where(is_same, row[None], len(slot)).min(axis=1)
+        is_first = first == row
+        # Blocks are numbered in the order of their first rows with the adapter.
+        number = jnp.sum(is_first[None] & (row[None] < first[:, None]), axis=1, dtype=jnp.int32)
+        has_block = is_first[None] & (number[None] == row[:, None])
+
+        def of_blocks(values: Array) -> Array:
+            return jnp.sum(jnp.where(has_block, values[None], 0), axis=1, dtype=jnp.int32)
+
+        count = jnp.sum(is_first, dtype=jnp.int32)
+        place = jnp.where(slot >= 0, number * size + row % size, -1)
+        return cls(jnp.append(of_blocks(slot), count), of_blocks(block), place)
+
+    def products(self, x: Array, a: Array, b: Array) -> Float32[Array, "P N"]:
+        """Returns `rnd(x A^T) B^T` for the rows of the blocks."""
+        return GROUPED_MATMUL.kernels().products_of_blocks(x, a, b, self.adapters, self.blocks)
+
+
+def places_of_rows(rows: Int[Array, "..."], slots: int) -> SortedRows | BlocksOfRows:
+    """Returns the places of rows with adapters, which all products of a program may share; see `AdaptedWeight`."""
+    slot, kernels = rows.reshape(-1).astype(jnp.int32), GROUPED_MATMUL.kernels()
+    if len(slot) <= _FEW_ROWS and hasattr(kernels, "products_of_blocks"):
+        return BlocksOfRows.of(slot, kernels.BLOCK)
+    placed = expert_rows(slot[:, None], slots, slot >= 0)
+    return SortedRows(placed, jnp.where(slot >= 0, placed.place[:, 0], -1))
+
+
+def low_rank_products(x: Array, a: Array, b: Array, sizes: Array, unit: int, tiles: Array | None = None) -> Array:
+    """Returns `rnd(x A^T) B^T` in float32 for rows sorted by adapter, in groups of the given sizes."""
+    kernels = GROUPED_MATMUL.kernels()
+    if hasattr(kernels, "adapter_sums"):
+        return kernels.adapter_sums(x, a, b, sizes)
+    known = {} if tiles is None or not hasattr(kernels, "TAKES_TILES") else {"tiles": tiles}
+    forward = functools.partial(kernels.forward, layout="nk", epilogue=Epilogue(), unit=unit, **known)
+    u = forward(GroupedOperands(x, a, None, sizes), out_dtype=x.dtype)
+    return forward(GroupedOperands(u, b, None, sizes), out_dtype=ACCUMULATOR)
