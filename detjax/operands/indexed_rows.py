@@ -11,18 +11,18 @@ class IndexedRows(NamedTuple):
 
     Attributes:
         array: `[P, W]`.
-        index: the row of the array for each row of the function's other arrays; negative: a row of `missing`.
+        number: the row of the array for each row of the function's other arrays; negative: a row of `missing`.
         missing: the number in rows that the array does not have.
         first: the first column. The function's rows may be shorter than W.
     """
 
     array: Float[Array, "P W"]
-    index: Int32[Array, "M"]
+    number: Int32[Array, "M"]
     missing: float
     first: int = 0
 
     def gathered(self, shape: tuple[int, ...]) -> Array:
         """Returns the rows as an array of this shape."""
-        index = self.index.reshape(-1, 1)
-        rows = self.array[jnp.maximum(index[:, 0], 0), self.first : self.first + shape[-1]]
-        return jnp.where(index >= 0, rows, jnp.asarray(self.missing, rows.dtype)).reshape(shape)
+        number = self.number.reshape(-1, 1)
+        rows = self.array[jnp.maximum(number[:, 0], 0), self.first : self.first + shape[-1]]
+        return jnp.where(number >= 0, rows, jnp.asarray(self.missing, rows.dtype)).reshape(shape)

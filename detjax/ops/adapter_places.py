@@ -2,20 +2,17 @@
 
 import dataclasses
 import functools
-from typing import Final
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float32, Int, Int32
+from jaxtyping import Array, Float, Float32, Int, Int32
 
 from detjax.contract import ACCUMULATOR
+from detjax.operands.numerics import ceil_div
 from detjax.operands.options import Epilogue
 from detjax.operands.products import GroupedOperands
 from detjax.operands.pytrees import array_dataclass
 from detjax.ops.experts import ExpertRows, expert_rows
 from detjax.ops.grouped_kernels import GROUPED_MATMUL
-
-_FEW_ROWS: Final = 64
-"""Most rows that are not sorted by adapter: in the worst case each needs a block of its own."""
 
 
 @array_dataclass
@@ -48,16 +45,18 @@ class BlocksOfRows:
     Attributes:
         adapters: the slot of each block's adapter, and at the end the number of blocks.
         blocks: the number of each block among the rows of x.
-        place: the row of each row of x among those of the blocks with its adapter; -1: it has no adapter.
+        firsts: the first of these blocks for each block of x, and at the end the number of blocks.
+        place: for each row of x, its row in the block with its adapter; -1: it has no adapter.
     """
 
     adapters: Int32[Array, "_"]
     blocks: Int32[Array, "_"]
+    firsts: Int32[Array, "_"]
     place: Int32[Array, "M"]
 
     @classmethod
-    def of(cls, slot: Int32[Array, "M"], size: int) -> "BlocksOfRows":
-        """Returns the blocks of `size` rows."""
+    def for_rows(cls, slot: Int32[Array, "M"], size: int) -> "BlocksOfRows":
+        """Returns the blocks of `size` rows for rows with these slots."""
         row = jnp.arange(len(slot), dtype=jnp.int32)
         block = row // size
         is_same = (slot[:, None] == slot[None]) & (block[:, None] == block[None]) & (slot >= 0)[None]
@@ -67,23 +66,24 @@ class BlocksOfRows:
         number = jnp.sum(is_first[None] & (row[None] < first[:, None]), axis=1, dtype=jnp.int32)
         has_block = is_first[None] & (number[None] == row[:, None])
 
-        def of_blocks(values: Array) -> Array:
+        def by_block(values: Array) -> Array:
             return jnp.sum(jnp.where(has_block, values[None], 0), axis=1, dtype=jnp.int32)
 
-        count = jnp.sum(is_first, dtype=jnp.int32)
+        starts = jnp.arange(ceil_div(len(slot), size) + 1, dtype=jnp.int32) * size
+        firsts = jnp.sum(is_first[None] & (row[None] < starts[:, None]), axis=1, dtype=jnp.int32)
         place = jnp.where(slot >= 0, number * size + row % size, -1)
-        return cls(jnp.append(of_blocks(slot), count), of_blocks(block), place)
+        return cls(jnp.append(by_block(slot), firsts[-1]), by_block(block), firsts, place)
 
-    def products(self, x: Array, a: Array, b: Array) -> Float32[Array, "P N"]:
-        """Returns `rnd(x A^T) B^T` for the rows of the blocks."""
-        return GROUPED_MATMUL.kernels().products_of_blocks(x, a, b, self.adapters, self.blocks)
+    def first_products(self, x: Array, a: Array) -> Float[Array, "P R"]:
+        """Returns `rnd(x A^T)` for the rows of the blocks."""
+        return GROUPED_MATMUL.kernels().product_of_blocks(x, a, self.adapters, self.blocks)
 
 
 def places_of_rows(rows: Int[Array, "..."], slots: int) -> SortedRows | BlocksOfRows:
     """Returns the places of rows with adapters, which all products of a program may share; see `AdaptedWeight`."""
     slot, kernels = rows.reshape(-1).astype(jnp.int32), GROUPED_MATMUL.kernels()
-    if len(slot) <= _FEW_ROWS and hasattr(kernels, "products_of_blocks"):
-        return BlocksOfRows.of(slot, kernels.BLOCK)
+    if hasattr(kernels, "serves_blocks") and kernels.serves_blocks(len(slot)):
+        return BlocksOfRows.for_rows(slot, kernels.BLOCK)
     placed = expert_rows(slot[:, None], slots, slot >= 0)
     return SortedRows(placed, jnp.where(slot >= 0, placed.place[:, 0], -1))
 

@@ -1,7 +1,8 @@
 """Products with adapted weights: each row adds the low-rank product of its own adapter to the weight's sum.
 
 `ops.matmul` and `ops.grouped_matmul` call these functions for an `AdaptedWeight`. The weight's sums and the adapters'
-products are separate float32 products; a pass over both adds them and computes the epilogue.
+products are separate float32 products, which are added before the epilogue. Kernels that do several of these steps have
+the bits of separate ones.
 """
 
 import functools
@@ -18,7 +19,7 @@ from detjax.operands.numerics import activated, flat_rows, parts
 from detjax.operands.options import Epilogue
 from detjax.operands.rounding import rounded
 from detjax.ops import single_adapter
-from detjax.ops.adapter_places import low_rank_products, places_of_rows
+from detjax.ops.adapter_places import BlocksOfRows, low_rank_products, places_of_rows
 from detjax.ops.experts import expert_rows
 from detjax.portable import adapters as portable
 from detjax.portable.tiles import each_row
@@ -248,16 +249,19 @@ def _with_rows_of_kernels(
     bias: Array | None,
     residual: Array | None,
 ) -> Array:
-    """Returns the epilogue of the sums: one kernel after the products reads each row's product in its place."""
+    """Returns the epilogue of the sums and of the product of each row's adapter."""
     sums = single_adapter.biased_sums(product, x, weight.value, bias, epilogue.gated)
     (a, _), (b, _) = value_and_sum(weight.a), value_and_sum(weight.b)
     slots, ranks = a.shape[:2]
+    assert weight.rows is not None
     places = places_of_rows(weight.rows, slots) if weight.places is None else weight.places
-    products = places.products(x, a, b.reshape(slots, -1, ranks))
+    options: dict[str, Any] = {"epilogue": epilogue, "out_dtype": out_dtype}
+    if isinstance(places, BlocksOfRows):
+        rows = places.first_products(x, a), b, weight.scales, places.adapters, places.firsts, places.place
+        return single_adapter.joined_blocks(sums, rows, residual, **options)
+    products = places.products(x, a, b.reshape(slots, -1, ranks)), places.place
     factors = weight.scales.reshape(slots, -1), weight.rows.reshape(-1).astype(jnp.int32)
-    return single_adapter.joined_rows(
-        sums, (products, places.place), factors, residual, epilogue=epilogue, out_dtype=out_dtype
-    )
+    return single_adapter.joined_rows(sums, products, factors, residual, **options)
 
 
 def _refused_forward(*args: Any) -> tuple[Array, None]:

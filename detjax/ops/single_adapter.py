@@ -174,6 +174,19 @@ def joined_rows(
     return one_by_one(join, (sums, products, scales, residual))
 
 
+def joined_blocks(sums: list[Array], rows: tuple[Array, ...], residual: Array | None, **options: Any) -> Array:
+    """Returns the epilogue of the sums `[M, N]` of each part, each row with the product of its own adapter.
+
+    For `rows` and the options see `add_adapters_of_blocks` of the backends.
+    """
+    kernels = _MATMUL.kernels()
+
+    def join(sums: list[Array], rows: tuple[Array, ...], residual: Array | None) -> Array:
+        return kernels.add_adapters_of_blocks(sums, kernels.RowsWithAdapters(*rows), residual, **options)
+
+    return one_by_one(join, (sums, rows, residual))
+
+
 def _parts(x: Any, gated: bool) -> list[Any]:
     """Returns a weight, or the two for gate and up."""
     if not gated:

@@ -52,7 +52,7 @@ def map_elements(
     missing = -size % PIECE
     flat = [jnp.pad(x.reshape(-1), (0, missing)) for x in arrays]
     pieces = next(n for n in range(PIECES, 0, -1) if (size + missing) % (n * PIECE) == 0)
-    tables, indices = [x.array.reshape(-1) for x in rows], [x.index.reshape(-1) for x in rows]
+    tables, row_numbers = [x.array.reshape(-1) for x in rows], [x.number.reshape(-1) for x in rows]
     shapes = [jax.ShapeDtypeStruct((PIECE,), x.dtype) for x in (*flat, *columns, *tables)]
     leaves, tree = jax.tree.flatten(jax.eval_shape(fn, *shapes, *scalars))
     places = {array: jax.new_ref(flat[array]) for array in overwritten.values()}
@@ -96,7 +96,7 @@ def map_elements(
         *(places.get(index, x) for index, x in enumerate(flat)),
         *columns,
         *tables,
-        *indices,
+        *row_numbers,
         *(jnp.reshape(x, 1) for x in scalars),
     )
     results = {index: jax.freeze(places[array]) for index, array in overwritten.items()}

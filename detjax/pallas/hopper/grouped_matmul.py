@@ -12,7 +12,7 @@ from typing import Any, Final
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, DTypeLike, Float32, PyTree
+from jaxtyping import Array, DTypeLike, Float, Int32, PyTree
 
 from detjax.contract import ACCUMULATOR
 from detjax.operands.numerics import parts, round_up
@@ -21,8 +21,8 @@ from detjax.operands.products import NO_SUMS, Gradients, GroupedOperands, Weight
 from detjax.operands.rounding import rounded
 from detjax.pallas.hopper.group_stages import StagedSteps
 from detjax.pallas.hopper.group_sums import product_sums, row_sums
+from detjax.pallas.hopper.matmul import adapters, gradient_of_sums
 from detjax.pallas.hopper.matmul import apply_epilogue as apply_epilogue
-from detjax.pallas.hopper.matmul import gradient_of_sums
 from detjax.pallas.hopper.matmul.kernel import Operands, product, product_keeping_sums
 from detjax.pallas.hopper.matmul.plan import BLOCK as BLOCK
 from detjax.pallas.hopper.matmul.plan import Schedule
@@ -103,20 +103,28 @@ _FIRST_FACTORS: Final = Schedule(BLOCK, 8, "weights", lines=4)
 received all of them would be the last to finish. With four lines of K in a stage it waits a quarter as often."""
 
 
-def products_of_blocks(x: Array, a: Array, b: Array, adapters: Array, blocks: Array) -> Float32[Array, "P N"]:
-    """Returns `rnd(x A^T) B^T` for blocks of `BLOCK` rows of x, `[M, K]`, each with the factors of an adapter.
+_MOST_ROWS_OF_BLOCKS: Final = 256
+"""Most rows that `product_of_blocks` should have. With more, larger tiles of sorted rows take less time."""
+
+
+def serves_blocks(rows: int) -> bool:
+    """Returns whether this many rows with adapters should be computed in blocks, and not sorted."""
+    return adapters.IS_ON and rows <= _MOST_ROWS_OF_BLOCKS
+
+
+def product_of_blocks(
+    x: Float[Array, "M K"], w: Float[Array, "S R K"], experts: Int32[Array, "_"], blocks: Int32[Array, "P"]
+) -> Float[Array, "_ R"]:
+    """Returns rows `[P * BLOCK, R]` for blocks of `BLOCK` rows, each with one of the weights.
 
     Args:
-        a: `[S, R, K]`.
-        b: `[S, N, R]`.
-        adapters: the adapter of each block, and at the end the number of blocks that have one.
-        blocks: the number of each block in x. Several adapters may have the same block.
+        x: the rows.
+        w: weights of few outputs, such as the first factors of adapters.
+        experts: the weight of each block, and at the end the number of blocks that have one.
+        blocks: the number of each block in x. Several weights may have the same block.
     """
-    options: dict[str, Any] = {"layout": "nk", "epilogue": Epilogue()}
-    operands = Operands(x, a, experts=adapters, blocks=blocks)
-    u = product(operands, out_dtype=x.dtype, schedule=_FIRST_FACTORS, **options)
-    schedule = _schedule(BLOCK, b.shape[-2], "nk")
-    return product(Operands(u, b, experts=adapters), out_dtype=ACCUMULATOR, schedule=schedule, **options)
+    operands = Operands(x, w, experts=experts, blocks=blocks)
+    return product(operands, layout="nk", epilogue=Epilogue(), out_dtype=x.dtype, schedule=_FIRST_FACTORS)
 
 
 def forward_keeping_sums(

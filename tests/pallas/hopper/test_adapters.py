@@ -12,13 +12,15 @@ import detjax
 from detjax import ops
 from detjax.operands.adapted_weight import AdaptedWeight
 from detjax.operands.options import Epilogue
-from detjax.operands.products import AdapterOperands, MatmulOperands
-from detjax.ops import adapter_places, single_adapter
-from detjax.ops.adapter_places import BlocksOfRows, SortedRows, places_of_rows
+from detjax.operands.products import AdapterOperands, GroupedOperands, MatmulOperands
+from detjax.ops import single_adapter
+from detjax.ops.adapter_places import BlocksOfRows, places_of_rows
 from detjax.ops.adapters import adapted_product
+from detjax.ops.experts import expert_rows
 from detjax.ops.matmul import _PRODUCT
+from detjax.pallas.hopper import grouped_matmul
 from detjax.pallas.hopper import matmul as hopper
-from detjax.pallas.hopper.matmul import adapters
+from detjax.pallas.hopper.matmul import adapters, adapters_of_rows
 from detjax.pallas.hopper.matmul.kernel import Operands, product
 from detjax.pallas.hopper.matmul.plan import Schedule
 from tests.pallas.hopper.interpreter import interpreted, normal
@@ -30,7 +32,11 @@ K, N, ROWS = 64, 64, [1, -1, 0, 1]
 pytestmark = pytest.mark.usefixtures("matrix_unit")
 
 
-def test_rows_with_different_adapters_have_the_bits_that_they_have_alone() -> None:
+@pytest.mark.parametrize("is_on", [False, True])
+def test_rows_with_different_adapters_have_the_bits_that_they_have_alone(
+    is_on: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapters, "IS_ON", is_on)
     x, w = (jnp.asarray(normal(*shape, dtype="bfloat16")) for shape in ((len(ROWS), K), (N, K)))
     a, b = np.zeros((2, 32, K), jnp.bfloat16), np.zeros((2, N, 32), jnp.bfloat16)
     for slot, rank in enumerate((3, 20)):
@@ -38,8 +44,8 @@ def test_rows_with_different_adapters_have_the_bits_that_they_have_alone() -> No
     scales = jnp.full((2, N), 1 / 3, jnp.float32)
 
     def multiply(x: jnp.ndarray, w: jnp.ndarray, rows: list[int], ranks: int, slots: slice) -> np.ndarray:
-        adapters = jnp.asarray(a[slots, :ranks]), jnp.asarray(b[slots, :, :ranks]), scales[slots]
-        weight = AdaptedWeight(w, *adapters, jnp.asarray(rows, jnp.int32))
+        factors = jnp.asarray(a[slots, :ranks]), jnp.asarray(b[slots, :, :ranks]), scales[slots]
+        weight = AdaptedWeight(w, *factors, jnp.asarray(rows, jnp.int32))
 
         def shared(x: Any) -> jax.Array:
             places = places_of_rows(weight.rows, 2) if len(rows) > 1 else None  # else the product computes them
@@ -57,38 +63,71 @@ def test_rows_with_different_adapters_have_the_bits_that_they_have_alone() -> No
     assert not same_bits(mixed[0], plain[0])
 
 
-def test_rows_that_are_not_sorted_have_the_products_of_sorted_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last of three blocks is not full; blocks have several adapters, and one that no row has."""
-    slots = jnp.asarray([2, 0, 0, -1, 2, 3, 0, 0, *[3] * 8, 0, -1, 2], jnp.int32)
-    x, a, b = (normal(*shape, dtype="bfloat16") for shape in ((len(slots), K), (4, 32, K), (4, N, 32)))
+SLOTS = np.array([2, 0, 0, -1, 2, 3, 0, 0, *[3] * 8, *[-1] * 8, 0, -1, 2], np.int32)
+"""Slots of rows in four blocks: with several adapters, one, and none. The last one is not full; no row has slot 1."""
 
-    def products(few_rows: int) -> np.ndarray:
-        monkeypatch.setattr(adapter_places, "_FEW_ROWS", few_rows)
 
-        def computed(x: Any, a: Any, b: Any) -> jax.Array:
-            places = places_of_rows(slots, 4)
-            assert isinstance(places, BlocksOfRows if few_rows else SortedRows)
-            return places.products(x, a, b)[places.place]
+def test_rows_that_are_not_sorted_have_the_products_of_sorted_rows() -> None:
+    x, a = normal(len(SLOTS), K, dtype="bfloat16"), normal(4, 32, K, dtype="bfloat16")
 
-        with detjax.use_backend("hopper"):
-            return interpreted(computed, x, a, b)[np.asarray(slots) >= 0]
+    def products(x: Any, a: Any) -> Any:
+        places, has_adapter = BlocksOfRows.for_rows(jnp.asarray(SLOTS), 8), SLOTS >= 0
+        u = places.first_products(x, a)[places.place[has_adapter]]
+        rows = expert_rows(jnp.asarray(SLOTS)[:, None], 4, jnp.asarray(has_adapter))
+        options: dict[str, Any] = {"layout": "nk", "epilogue": Epilogue(), "out_dtype": x.dtype}
+        expected = grouped_matmul.forward(
+            GroupedOperands(rows.gather(x), a, None, rows.group_sizes), unit=rows.unit, **options
+        )
+        return u, rows.results(expected)[has_adapter, 0]
 
-    assert_same_bits(products(64), products(0))
+    with detjax.use_backend("hopper"):
+        assert_same_bits(*interpreted(products, x, a))
+
+
+@pytest.mark.parametrize(("gated", "width"), [(True, 72), (False, 40)])
+def test_the_kernel_of_rows_with_adapters_has_the_bits_of_separate_products(
+    gated: bool, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts, ranks = (2, 48) if gated else (1, 16)
+    shape = (2, width) if gated else (width,)
+    u, b = normal(len(SLOTS) * 8, ranks, dtype="bfloat16"), normal(4, *shape, ranks, dtype="bfloat16")
+    sums = [normal(len(SLOTS), width, seed=seed) for seed in range(parts)]
+    sums[0][3, 0] = -0.0  # of a row without an adapter
+    residual, scales = normal(len(SLOTS), width, dtype="bfloat16"), normal(4, *shape, seed=7)
+    residual = residual if gated else None
+    epilogue = Epilogue("silu", gated=True) if gated else Epilogue()
+
+    def added(residual: Any, u: Any, b: Any, scales: Any, *sums: Any) -> jax.Array:
+        places = BlocksOfRows.for_rows(jnp.asarray(SLOTS), 8)
+        rows = hopper.RowsWithAdapters(u, b, scales, places.adapters, places.firsts, places.place)
+        return hopper.add_adapters_of_blocks(sums, rows, residual, epilogue=epilogue, out_dtype=jnp.float32)
+
+    def computed() -> np.ndarray:
+        return interpreted(lambda *operands: added(*operands), residual, u, b, scales, *sums)
+
+    fused = computed()
+    monkeypatch.setattr(adapters_of_rows, "serves", lambda *_: False)
+    separate = computed()
+    assert_same_bits(fused, separate)
+    assert gated or same_bits(fused[SLOTS < 0], sums[0][SLOTS < 0])
 
 
 @pytest.mark.parametrize("count", [1, 7, 8, 21, 64])
 def test_each_row_finds_its_adapter_in_a_block_of_its_neighbours(count: int) -> None:
     for seed in range(20):
         slot = np.random.default_rng([seed, count]).integers(-1, 4, count).astype(np.int32)
-        places = BlocksOfRows.of(jnp.asarray(slot), 8)
-        adapters, blocks, place = map(np.asarray, (places.adapters, places.blocks, places.place))
+        places = BlocksOfRows.for_rows(jnp.asarray(slot), 8)
+        slots, blocks, firsts, place = map(np.asarray, (places.adapters, places.blocks, places.firsts, places.place))
         rows, has_adapter = np.arange(count), slot >= 0
         assert (place[~has_adapter] == -1).all()
         block = place[has_adapter] // 8
-        np.testing.assert_array_equal(adapters[block], slot[has_adapter])
+        np.testing.assert_array_equal(slots[block], slot[has_adapter])
         np.testing.assert_array_equal(blocks[block], rows[has_adapter] // 8)
         np.testing.assert_array_equal(place[has_adapter] % 8, rows[has_adapter] % 8)
-        assert adapters[-1] == len({(s, r // 8) for s, r in zip(slot, rows, strict=True) if s >= 0})
+        pairs = {(r // 8, s) for s, r in zip(slot, rows, strict=True) if s >= 0}
+        assert slots[-1] == firsts[-1] == len(pairs)
+        counts = [sum(block == index for block, _ in pairs) for index in range(len(firsts) - 1)]
+        np.testing.assert_array_equal(np.diff(firsts), counts)
 
 
 def one_adapter(dtype: str = "bfloat16", *, gated: bool = False, ranks: int = 32) -> AdaptedWeight:
@@ -182,6 +221,23 @@ def test_gradients_of_an_adapter_of_all_rows_have_the_bits_of_the_contract(
         alone = interpreted(gradients, x, dy, *starts)
         monkeypatch.setattr(single_adapter, "is_served", lambda: False)
         assert_same_bits(alone, interpreted(lambda *arrays: gradients(*arrays), x, dy, *starts))
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_adapters_of_few_rows_add_two_kernels_to_the_one_of_a_weight(
+    gated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapters, "IS_ON", True)
+    weight, x = one_adapter(gated=gated), normal(64, K, dtype="bfloat16")
+    options: dict[str, Any] = {"activation": "silu", "gated": True} if gated else {}
+
+    def multiply(x: Any, rows: Any) -> jax.Array:
+        adapted = dataclasses.replace(weight, rows=rows, places=places_of_rows(rows, 1))
+        return ops.matmul(x, adapted, layout="nk", **options)
+
+    with detjax.use_backend("hopper"):
+        counts = kernel_counts(jax.make_jaxpr(multiply)(x, np.zeros(64, np.int32)).jaxpr)
+    assert counts == {"matmul": 2, "adapters_of_rows": 1}
 
 
 @pytest.mark.parametrize("is_on", [False, True])

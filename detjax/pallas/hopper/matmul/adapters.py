@@ -47,10 +47,11 @@ from detjax.pallas.hopper.mosaic.exact import fused_multiply_add
 from detjax.pallas.hopper.mosaic.layouts import MATRIX
 
 SWITCH: Final = "DETJAX_ADAPTER_KERNEL"
-"""The environment variable that makes products with one adapter call this kernel, if it is 1."""
+"""The environment variable that makes products call this kernel for one adapter, and the one of `adapters_of_rows` for
+few rows with different ones, if it is 1."""
 
 IS_ON: Final = os.environ.get(SWITCH) == "1"
-"""True if products call the kernel. It is off by default until a GPU has shown its bits."""
+"""True if products call the kernels. They are off by default until a GPU has shown their bits."""
 
 RANK_UNIT: Final = 64
 """Ranks that a stage's swizzled line has: factors with a multiple of them are loaded as they are."""

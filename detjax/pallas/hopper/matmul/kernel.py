@@ -700,7 +700,11 @@ class Output:
 
     def _residual_chunk(self, chunk: int) -> Array:
         """A chunk of the residual from shared memory, in the accumulator's layout."""
-        array = self._staged_as_rows(self.scratch.residual, chunk, chunk % self.plan.slots)[...]
+        return self._loaded_chunk(self.scratch.residual, chunk, chunk % self.plan.slots)
+
+    def _loaded_chunk(self, buffer: Any, chunk: int, slot: int) -> Array:
+        """A chunk of an array like the result from a slot of shared memory, in the accumulator's layout."""
+        array = self._staged_as_rows(buffer, chunk, slot)[...]
         if self.plan.weights_on_rows and array.dtype.itemsize == 4:
             array = plgpu.layout_cast(plgpu.layout_cast(array, plgpu.Layout.WGMMA_TRANSPOSED), plgpu.Layout.WGMMA)
         return array
