@@ -13,6 +13,9 @@ adapter that is in a slot takes the rest of the time, and is subtracted. Nothing
 Training compares a step of `detjax.rl.functional` on the shape of Qwen3-0.6B with one whose adapter alone is trained:
 seconds, and the peak of each process' memory, also with layers that the backward pass recomputes.
 
+`--part widths` launches the kernels that add adapters again and again at the widths of Qwen3-8B, and counts the numbers
+that differ from separate kernels' (see `benchmarks.repeated_products`). It has to be asked for, on Hopper.
+
 All programs are compiled before they are measured, in parallel. The exit code is 1 if bits differ, if an adapter does
 not change answers, or if loading compiles a program.
 
@@ -41,6 +44,7 @@ from typing import Annotated, Any, Final
 import jax
 import numpy as np
 
+from benchmarks import adapted_products, repeated_products
 from benchmarks import study as options
 from benchmarks.studies.mesh_speed import decode_seconds
 from benchmarks.studies.training import measures
@@ -59,7 +63,7 @@ from detjax.rl.trainer.microbatches import Rows
 from detjax.rl.trainer.optimizers import adamw
 from detjax.runtime import backends
 
-PARTS: Final = "training", "steps", "bits", "loading"
+PARTS: Final = "widths", "training", "steps", "bits", "loading"
 BASE: Final = "base"
 CONFIG: Final = AdapterConfig(rank=16, alpha=32.0, targets="all-linear")
 RECOMPUTED: Final = "adapter, layers recomputed"
@@ -119,7 +123,7 @@ def study(
     layers: options.Layers = None,
     part: Annotated[list[str], options.names(PARTS)],
 ) -> Result:
-    sizes, parts = Sizes(), part or list(PARTS)
+    sizes, parts = Sizes(), part or [name for name in PARTS if name != "widths"]
     if run.small:
         sizes, preset, layers = SMALL, "tiny", 1
     content: dict[str, Any] = {
@@ -135,10 +139,15 @@ def study(
         command_line.print_line(f"{name}: {value}")
         run.save(content)
 
+    if "widths" in parts:
+        widths = content["widths"] = {}
+        for line in repeated_products.noted(widths, repeated_products.compared(list(adapted_products.wide_groups()))):
+            command_line.print_line(line)
+            run.save(content)
     if "training" in parts:
         # Processes of their own, which begin before this one takes memory.
         add("training", training(sizes.training, in_processes=not run.small))
-    if set(parts) != {"training"}:
+    if {*parts} - {"training", "widths"}:
         decoder = presets.decoder(preset, layers)
         # Those after the last slot are loaded.
         adapters = list(itertools.islice(drawn_adapters(decoder), max(sizes.adapters) + sizes.loads))
@@ -153,6 +162,8 @@ def study(
 
 def problem(content: Mapping[str, Any]) -> str:
     """Returns what contradicts the promises in a result; empty: nothing does."""
+    if different := repeated_products.problems(content["widths"]) if "widths" in content else []:
+        return f"kernels of adapters: {'; '.join(different)}"
     wrong = [name for name, holds in content.get("bits", {}).items() if not holds]
     if wrong:
         return f"bits: {', '.join(wrong)}: no"

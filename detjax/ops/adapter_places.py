@@ -28,6 +28,12 @@ class SortedRows:
     rows: ExpertRows
     place: Int32[Array, "M"]
 
+    @classmethod
+    def for_rows(cls, slot: Int32[Array, "M"], slots: int) -> "SortedRows":
+        """Returns the places of rows with these slots."""
+        rows = expert_rows(slot[:, None], slots, slot >= 0)
+        return cls(rows, jnp.where(slot >= 0, rows.place[:, 0], -1))
+
     def products(self, x: Array, a: Array, b: Array) -> Float32[Array, "P N"]:
         """Returns `rnd(x A^T) B^T` for the sorted rows."""
         rows = self.rows
@@ -84,8 +90,7 @@ def places_of_rows(rows: Int[Array, "..."], slots: int) -> SortedRows | BlocksOf
     slot, kernels = rows.reshape(-1).astype(jnp.int32), GROUPED_MATMUL.kernels()
     if hasattr(kernels, "serves_blocks") and kernels.serves_blocks(len(slot)):
         return BlocksOfRows.for_rows(slot, kernels.BLOCK)
-    placed = expert_rows(slot[:, None], slots, slot >= 0)
-    return SortedRows(placed, jnp.where(slot >= 0, placed.place[:, 0], -1))
+    return SortedRows.for_rows(slot, slots)
 
 
 def low_rank_products(x: Array, a: Array, b: Array, sizes: Array, unit: int, tiles: Array | None = None) -> Array:

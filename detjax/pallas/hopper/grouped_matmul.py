@@ -103,13 +103,13 @@ _FIRST_FACTORS: Final = Schedule(BLOCK, 8, "weights", lines=4)
 received all of them would be the last to finish. With four lines of K in a stage it waits a quarter as often."""
 
 
-_MOST_ROWS_OF_BLOCKS: Final = 256
+MOST_ROWS_OF_BLOCKS: Final = 256
 """Most rows that `product_of_blocks` should have. With more, larger tiles of sorted rows take less time."""
 
 
 def serves_blocks(rows: int) -> bool:
     """Returns whether this many rows with adapters should be computed in blocks, and not sorted."""
-    return adapters.IS_ON and rows <= _MOST_ROWS_OF_BLOCKS
+    return adapters.IS_ON and rows <= MOST_ROWS_OF_BLOCKS
 
 
 def product_of_blocks(
