@@ -60,14 +60,15 @@ def _drawn(parts: tuple[int, ...], outputs: int, inputs: int, ranks: int, slots:
 
     @jax.jit
     def drawn() -> list[jax.Array]:
-        *keys, last = jax.random.split(jax.random.key(0), 1 + len(shapes))
+        keys = jax.random.split(jax.random.key(0), len(shapes))
         pairs = zip(keys, shapes, strict=True)
-        factors = [jax.random.normal(key, shape, jnp.bfloat16) * shape[-1] ** -0.5 for key, shape in pairs]
-        return [*factors, jax.random.normal(last, (slots, *parts, outputs))]
+        return [jax.random.normal(key, shape, jnp.bfloat16) * shape[-1] ** -0.5 for key, shape in pairs]
 
     random = np.random.default_rng(0)
     slot = np.repeat(random.integers(NO_ADAPTER if slots > 1 else 0, slots, rows), random.integers(1, 12, rows))[:rows]
-    return AdaptedWeight(*drawn(), jnp.asarray(slot, jnp.int32))
+    value, a, b = drawn()
+    scales = jax.random.normal(jax.random.key(1), (slots, *parts, outputs))
+    return AdaptedWeight(value, a, b, scales, jnp.asarray(slot, jnp.int32))
 
 
 def _with_rows(weight: AdaptedWeight, count: int, places: Callable[[jax.Array], Any]) -> AdaptedWeight:
@@ -83,7 +84,7 @@ def _multiply(x: jax.Array, weight: AdaptedWeight, epilogue: Epilogue) -> jax.Ar
 
 def _by_sorted_rows(x: jax.Array, weight: AdaptedWeight, epilogue: Epilogue) -> jax.Array:
     """Computes sorted rows."""
-    places = functools.partial(SortedRows.for_rows, slots=len(weight.a))
+    places = functools.partial(SortedRows.for_rows, slots=len(weight.scales))
     return _multiply(x, _with_rows(weight, len(x), places), epilogue)
 
 
