@@ -4,9 +4,11 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks import get_races  # JAX has no public name for it
 
 import detjax
 from detjax import ops
@@ -18,7 +20,7 @@ from detjax.ops.adapter_places import BlocksOfRows, places_of_rows
 from detjax.ops.adapters import adapted_product
 from detjax.ops.experts import expert_rows
 from detjax.ops.matmul import _PRODUCT
-from detjax.pallas.hopper import grouped_matmul
+from detjax.pallas.hopper import grouped_matmul, mosaic
 from detjax.pallas.hopper import matmul as hopper
 from detjax.pallas.hopper.matmul import adapters, adapters_of_rows
 from detjax.pallas.hopper.matmul.kernel import Operands, product
@@ -28,6 +30,8 @@ from tests.pallas.hopper.test_decoder import kernel_counts
 from tests.support.bits import assert_same_bits, same_bits
 
 K, N, ROWS = 64, 64, [1, -1, 0, 1]
+
+RACES = plgpu.InterpretGPUParams(detect_races=True, uninitialized_memory="nan")
 
 pytestmark = pytest.mark.usefixtures("matrix_unit")
 
@@ -110,6 +114,22 @@ def test_the_kernel_of_rows_with_adapters_has_the_bits_of_separate_products(
     separate = computed()
     assert_same_bits(fused, separate)
     assert gated or same_bits(fused[SLOTS < 0], sums[0][SLOTS < 0])
+
+
+def test_no_stage_is_read_before_it_arrives_or_overwritten_before_it_is_read() -> None:
+    """A block of rows with four adapters has more steps than stages."""
+    slots, u, b = np.array([2, 0, 0, -1, 2, 3, 0, 1], np.int32), normal(64, 16), normal(4, N, 16)
+    operands = normal(8, N), normal(8, N, seed=1), u.astype(jnp.bfloat16), b.astype(jnp.bfloat16), normal(4, N)
+
+    def added(sums: Any, residual: Any, u: Any, b: Any, scales: Any) -> jax.Array:
+        places = BlocksOfRows.for_rows(jnp.asarray(slots), 8)
+        rows = hopper.RowsWithAdapters(u, b, scales, places.adapters, places.firsts, places.place)
+        return hopper.add_adapters_of_blocks([sums], rows, residual, epilogue=Epilogue(), out_dtype=jnp.float32)
+
+    with plgpu.force_gpu_interpret_mode(RACES), mosaic.twins():
+        result = np.asarray(jax.jit(added)(*operands))
+    assert not get_races().races_found
+    assert not np.isnan(result).any()
 
 
 @pytest.mark.parametrize("count", [1, 7, 8, 21, 64])
