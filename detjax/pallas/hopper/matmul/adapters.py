@@ -19,7 +19,6 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -36,6 +35,7 @@ from detjax.pallas.hopper.matmul.kernel import (
     Operands,
     Output,
     Scratch,
+    launched,
     padded,
     padded_operands,
     problem_of,
@@ -181,18 +181,7 @@ def _kernel(plan: AdaptedPlan, epilogue: Epilogue) -> Callable[..., list[Array]]
     if plan.is_scaled:
         scratch["scales"] = plgpu.SMEM((schedule.warpgroups, problem.parts, plan.bias_size), ACCUMULATOR)
         scratch["scales_loaded"] = plgpu.Barrier(num_arrivals=problem.parts, num_barriers=schedule.warpgroups)
-    return plgpu.kernel(
-        body,
-        out_type=[jax.ShapeDtypeStruct((problem.m, problem.n), problem.out_dtype)] * (1 + problem.kept_sums),
-        grid=(plan.clusters,),
-        grid_names=("cluster",),
-        cluster=(schedule.cluster_m, schedule.cluster_n),
-        cluster_names=("cm", "cn"),
-        num_threads=schedule.warpgroups + 1,
-        thread_name="warpgroup",
-        scratch_types=scratch,
-        kernel_name="matmul_with_adapter",
-    )
+    return launched(plan, body, scratch, "matmul_with_adapter", results=1 + problem.kept_sums)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,6 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -29,7 +28,7 @@ from detjax.contract import ACCUMULATOR
 from detjax.operands.numerics import round_up
 from detjax.operands.options import Epilogue
 from detjax.pallas.hopper.device import SWIZZLE_BYTES
-from detjax.pallas.hopper.matmul.kernel import Cta, Operands, Output, Scratch, padded, scratch_types
+from detjax.pallas.hopper.matmul.kernel import Cta, Operands, Output, Scratch, launched, padded, scratch_types
 from detjax.pallas.hopper.matmul.plan import BLOCK, MATRIX_ROWS, Plan, Problem, Schedule, addressable_rows
 from detjax.pallas.hopper.mosaic.exact import fused_multiply_add
 from detjax.pallas.hopper.mosaic.layouts import MATRIX, PER_COLUMN, PER_ROW, swizzled_lines
@@ -63,6 +62,11 @@ class RowsPlan(Plan):
     def clusters(self) -> int:
         """CTAs that are launched."""
         return math.prod(self.grid)
+
+    @property
+    def all_warpgroups(self) -> int:
+        """Warpgroups of a CTA: none produces."""
+        return self.schedule.warpgroups
 
     @property
     def steps(self) -> int:
@@ -102,7 +106,7 @@ def add_adapters(
     arrays.append(padded(rows.scales.reshape(-1, n), (len(rows.b) * parts, width)))
     place = jnp.pad(rows.place, (0, round_up(m, BLOCK) - m), constant_values=-1)
     arrays += [rows.adapters, rows.firsts, place, *(padded(part, shape) for part in sums)]
-    return _kernel(plan, epilogue)(*arrays)[:m, :n]
+    return _kernel(plan, epilogue)(*arrays)[0][:m, :n]
 
 
 def _plan(problem: Problem) -> RowsPlan:
@@ -111,7 +115,7 @@ def _plan(problem: Problem) -> RowsPlan:
     return RowsPlan(problem, Schedule(BLOCK, min(MATRIX_ROWS, problem.n), "weights", lines=problem.k // line))
 
 
-def _kernel(plan: RowsPlan, epilogue: Epilogue) -> Callable[..., Array]:
+def _kernel(plan: RowsPlan, epilogue: Epilogue) -> Callable[..., list[Array]]:
     """Returns the kernel `u, b, residual?, scales, adapters, firsts, place, *sums -> y`."""
     problem = plan.problem
 
@@ -127,18 +131,7 @@ def _kernel(plan: RowsPlan, epilogue: Epilogue) -> Callable[..., Array]:
     transforms = swizzled_lines(plan.staged_line(jnp.dtype(ACCUMULATOR)), 4)
     scratch["sums"] = plgpu.SMEM((1, problem.parts, *plan.staged_shape), ACCUMULATOR, transforms=transforms)
     scratch["sums_loaded"] = plgpu.Barrier(num_arrivals=problem.parts)
-    return plgpu.kernel(
-        body,
-        out_type=jax.ShapeDtypeStruct((problem.m, problem.n), problem.out_dtype),
-        grid=(plan.clusters,),
-        grid_names=("cluster",),
-        cluster=(1, 1),
-        cluster_names=("cm", "cn"),
-        num_threads=1,
-        thread_name="warpgroup",
-        scratch_types=scratch,
-        kernel_name="adapters_of_rows",
-    )
+    return launched(plan, body, scratch, "adapters_of_rows")
 
 
 @dataclasses.dataclass(frozen=True)

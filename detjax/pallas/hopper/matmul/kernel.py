@@ -22,7 +22,7 @@ The copy engine itself arrives at `loaded`, once for each copy, so no thread wai
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -237,7 +237,7 @@ def _kernel(plan: Plan, epilogue: Epilogue, peers: Peers | None = None) -> Calla
     If the product continues running sums, it is `x, w, y`, and updates y in place. If devices share the result, the
     last operands are `addresses, number`, and residual and y have the columns of all devices.
     """
-    problem, schedule = plan.problem, plan.schedule
+    problem = plan.problem
     devices = 1 if peers is None else peers.devices
 
     def body(*refs: Any, **scratch: Any) -> None:
@@ -256,6 +256,23 @@ def _kernel(plan: Plan, epilogue: Epilogue, peers: Peers | None = None) -> Calla
         Cta(plan, epilogue, operands, (y, z), Scratch(**scratch)).run()
 
     results = 0 if problem.continues else 1 + problem.kept_sums
+    return launched(plan, body, scratch_types(plan), "matmul", results=results, devices=devices)
+
+
+def launched(
+    plan: Plan, body: Callable[..., None], scratch: Mapping[str, Any], name: str, *, results: int = 1, devices: int = 1
+) -> Callable[..., list[Array]]:
+    """Returns a kernel with the clusters and the warpgroups of a plan.
+
+    Args:
+        plan: the plan.
+        body: what each warpgroup runs. It takes references to operands and results, and to the scratch by name.
+        scratch: buffers and barriers of a CTA.
+        name: the kernel's name in profiles.
+        results: the number of results, arrays like the product.
+        devices: the number of devices whose columns the results have.
+    """
+    problem, schedule = plan.problem, plan.schedule
     return plgpu.kernel(
         body,
         out_type=[jax.ShapeDtypeStruct((problem.m, devices * problem.n), problem.out_dtype)] * results,
@@ -263,10 +280,10 @@ def _kernel(plan: Plan, epilogue: Epilogue, peers: Peers | None = None) -> Calla
         grid_names=("cluster",),
         cluster=(schedule.cluster_m, schedule.cluster_n),
         cluster_names=("cm", "cn"),
-        num_threads=schedule.warpgroups + 1,
+        num_threads=plan.all_warpgroups,
         thread_name="warpgroup",
-        scratch_types=scratch_types(plan),
-        kernel_name="matmul",
+        scratch_types=scratch,
+        kernel_name=name,
     )
 
 

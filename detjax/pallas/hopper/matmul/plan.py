@@ -346,6 +346,11 @@ class Plan:
         s = self.schedule
         return ceil_div(self.problem.m, s.tile_m * s.cluster_m), ceil_div(self.problem.n, s.tile_n * s.cluster_n)
 
+    @property
+    def all_warpgroups(self) -> int:
+        """Warpgroups of a CTA: the schedule's, which multiply, and one that produces."""
+        return self.schedule.warpgroups + 1
+
     @functools.cached_property
     def cluster_size(self) -> int:
         """CTAs of a cluster."""

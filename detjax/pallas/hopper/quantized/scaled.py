@@ -41,7 +41,7 @@ from detjax.operands.options import Epilogue
 from detjax.operands.products import MatmulOperands
 from detjax.operands.quantized_weight import QuantizedWeight, scales_of
 from detjax.pallas.hopper import device
-from detjax.pallas.hopper.matmul.kernel import Operands, padded
+from detjax.pallas.hopper.matmul.kernel import Operands, launched, padded
 from detjax.pallas.hopper.matmul.plan import MATRIX_ROWS, Problem, Schedule
 from detjax.pallas.hopper.mosaic.layouts import MATRIX, PER_COLUMN
 from detjax.pallas.hopper.mosaic.products import start_product_of_rows
@@ -51,7 +51,6 @@ from detjax.pallas.hopper.quantized.packed.kernel import (
     PackedArrays,
     PackedCta,
     PackedScratch,
-    kernel_of_plan,
     packed_scratch_types,
 )
 from detjax.pallas.hopper.quantized.packed.plan import REGISTERS, PackedPlan
@@ -304,7 +303,7 @@ def _kernel(plan: ScaledPlan, epilogue: Epilogue) -> Callable[..., list[Array]]:
         scratch_types["products"] = plgpu.SMEM(shape, ACCUMULATOR)
         if plan.exact_fill.is_spread:
             scratch_types["gathered"] = plgpu.SMEM((1, 2, FEW_ROWS, plan.columns), ACCUMULATOR)
-    return kernel_of_plan(plan, body, scratch_types, name="scaled_matmul")
+    return launched(plan, body, scratch_types, "scaled_matmul")
 
 
 class ScaledCta(PackedCta):

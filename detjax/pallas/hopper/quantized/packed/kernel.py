@@ -47,7 +47,6 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -58,7 +57,7 @@ from detjax.contract import ACCUMULATOR
 from detjax.operands.options import Epilogue
 from detjax.pallas.hopper import device
 from detjax.pallas.hopper.device import shared_registers
-from detjax.pallas.hopper.matmul.kernel import Cta, Operands, Output, Scratch, scratch_types
+from detjax.pallas.hopper.matmul.kernel import Cta, Operands, Output, Scratch, launched, scratch_types
 from detjax.pallas.hopper.mosaic.barriers import meet
 from detjax.pallas.hopper.mosaic.layouts import MATRIX
 from detjax.pallas.hopper.mosaic.tiles import by_thread
@@ -122,26 +121,7 @@ def packed_kernel(plan: PackedPlan, epilogue: Epilogue) -> Callable[..., list[Ar
         operands = Operands(x, PackedArrays(codes, scales, zeros), bias, residual)
         PackedCta(plan, epilogue, operands, (y, []), PackedScratch(**{"rows": None, **scratch})).run()
 
-    return kernel_of_plan(plan, body, packed_scratch_types(plan), name="packed_matmul")
-
-
-def kernel_of_plan(
-    plan: PackedPlan, body: Callable[..., None], scratch: dict[str, Any], *, name: str
-) -> Callable[..., list[Array]]:
-    """Returns the kernel of a plan, with the result `y`. `scratch` has the types of its buffers and barriers."""
-    problem = plan.problem
-    return plgpu.kernel(
-        body,
-        out_type=[jax.ShapeDtypeStruct((problem.m, problem.n), problem.out_dtype)],
-        grid=(plan.clusters,),
-        grid_names=("cluster",),
-        cluster=(1, 1),
-        cluster_names=("cm", "cn"),
-        num_threads=plan.schedule.warpgroups + plan.wideners + 1,
-        thread_name="warpgroup",
-        scratch_types=scratch,
-        kernel_name=name,
-    )
+    return launched(plan, body, packed_scratch_types(plan), "packed_matmul")
 
 
 def packed_scratch_types(plan: PackedPlan) -> dict[str, Any]:

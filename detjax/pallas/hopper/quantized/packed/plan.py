@@ -50,6 +50,11 @@ class PackedPlan(Plan):
     max_warpgroups: ClassVar[int] = max(REGISTERS_OF_WIDENING_CONSUMERS)
 
     @property
+    def all_warpgroups(self) -> int:
+        """Warpgroups of a CTA: some multiply, some widen, and one produces."""
+        return super().all_warpgroups + self.wideners
+
+    @property
     def row_shares(self) -> int:
         """Shares into which the multiplying warpgroups divide the rows of a tile."""
         return 1 if self.takes_turns else self.schedule.warpgroups
