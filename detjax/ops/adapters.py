@@ -259,9 +259,9 @@ def _with_rows_of_kernels(
     if isinstance(places, BlocksOfRows):
         rows = places.first_products(x, a), b, weight.scales, places.adapters, places.firsts, places.place
         return single_adapter.joined_blocks(sums, rows, residual, **options)
-    products = places.products(x, a, b.reshape(slots, -1, ranks)), places.place
-    factors = weight.scales.reshape(slots, -1), weight.rows.reshape(-1).astype(jnp.int32)
-    return single_adapter.joined_rows(sums, products, factors, residual, **options)
+    products, slot = places.products(x, a, b.reshape(slots, -1, ranks)), weight.rows.reshape(-1).astype(jnp.int32)
+    rows = products, places.place, weight.scales.reshape(slots, -1), slot
+    return single_adapter.joined_rows(sums, rows, residual, **options)
 
 
 def _refused_forward(*args: Any) -> tuple[Array, None]:

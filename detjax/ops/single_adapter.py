@@ -15,7 +15,6 @@ from jaxtyping import Array, DTypeLike
 from detjax.contract import ACCUMULATOR
 from detjax.operands.accumulated_weight import Weight, value_and_sum, weight_cotangent
 from detjax.operands.adapted_weight import AdaptedWeight, only_adapter
-from detjax.operands.indexed_rows import IndexedRows
 from detjax.operands.numerics import activated
 from detjax.operands.options import Epilogue
 from detjax.operands.products import AdapterOperands, MatmulOperands
@@ -146,36 +145,22 @@ def joined(
     return batched(residual, *sums, *products, *scales)
 
 
-def joined_rows(
-    sums: list[Array],
-    products: tuple[Array, Array],
-    scales: tuple[Array, Array],
-    residual: Array | None,
-    **options: Any,
-) -> Array:
-    """Returns the epilogue of the sums, each row with the product and the factors of its own adapter.
+def joined_rows(sums: list[Array], rows: tuple[Array, ...], residual: Array | None, **options: Any) -> Array:
+    """Returns the epilogue of the sums `[M, N]` of each part, each row with the product of its own adapter.
 
-    Args:
-        sums: the sums `[M, N]` of each part.
-        products: an array whose columns are the parts' in turn, and the row of each row; -1: it has no adapter.
-        scales: an array of factors with the same columns, `[slots, ...]`, and the slot of each row.
-        options: see `add_adapters_of_rows` of the backends.
+    `rows` are an array of products, the place of each row's, an array of factors, and the slot of each row; for these
+    and the options see `add_adapters_of_rows` of the backends.
     """
     kernels = _MATMUL.kernels()
 
-    def join(sums: list[Array], *operands: Any) -> Array:
-        products, scales, residual = operands
-        firsts = [index * sums[0].shape[1] for index in range(len(sums))]
-        # -0 added to any number gives this number.
-        terms = [IndexedRows(*products, missing=-0.0, first=first) for first in firsts]
-        factors = [IndexedRows(*scales, missing=1.0, first=first) for first in firsts]
-        return kernels.add_adapters_of_rows(sums, terms, factors, residual, **options)
+    def join(sums: list[Array], rows: tuple[Array, ...], residual: Array | None) -> Array:
+        return kernels.add_adapters_of_rows(sums, *rows, residual, **options)
 
-    return one_by_one(join, (sums, products, scales, residual))
+    return one_by_one(join, (sums, rows, residual))
 
 
 def joined_blocks(sums: list[Array], rows: tuple[Array, ...], residual: Array | None, **options: Any) -> Array:
-    """Returns the epilogue of the sums `[M, N]` of each part, each row with the product of its own adapter.
+    """Returns `joined_rows` of rows that are not sorted.
 
     For `rows` and the options see `add_adapters_of_blocks` of the backends.
     """

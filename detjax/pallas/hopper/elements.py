@@ -6,17 +6,16 @@ XLA would split such a function at each of its barriers, and write the intermedi
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import PyTree
+from jaxtyping import Float, Int32, PyTree
 
 from detjax.contract import ACCUMULATOR, LANE_GROUP, LANES
-from detjax.operands.indexed_rows import IndexedRows
 from detjax.operands.numerics import ceil_div
 from detjax.operands.rounding import rounding_by_conversion
 from detjax.pallas.hopper.device import WARP, WARPGROUP
@@ -31,6 +30,28 @@ PIECE_LAYOUT: Final = plgpu.Layout.WG_STRIDED(shape=(PIECE,), vec_size=LANE_GROU
 
 PIECES: Final = 4
 """Most pieces of a CTA."""
+
+
+class IndexedRows(NamedTuple):
+    """Rows of an array by their numbers, for a function of elements that reads them where they lie.
+
+    Attributes:
+        array: `[P, W]`.
+        number: the row of the array for each row of the function's other arrays; negative: a row of `missing`.
+        missing: the number in rows that the array does not have.
+        first: the first column. The function's rows may be shorter than W.
+    """
+
+    array: Float[Array, "P W"]
+    number: Int32[Array, "M"]
+    missing: float
+    first: int = 0
+
+    def gathered(self, shape: tuple[int, ...]) -> Array:
+        """Returns the rows as an array of this shape."""
+        number = self.number.reshape(-1, 1)
+        rows = self.array[jnp.maximum(number[:, 0], 0), self.first : self.first + shape[-1]]
+        return jnp.where(number >= 0, rows, jnp.asarray(self.missing, rows.dtype)).reshape(shape)
 
 
 def map_elements(

@@ -10,8 +10,7 @@ import pytest
 
 import detjax
 from detjax import ops
-from detjax.operands.indexed_rows import IndexedRows
-from detjax.pallas.hopper.elements import PIECE, map_elements
+from detjax.pallas.hopper.elements import PIECE, IndexedRows, map_elements
 from tests.pallas.hopper import interpreter
 from tests.support.bits import assert_same_bits
 

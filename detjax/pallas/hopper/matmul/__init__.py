@@ -9,15 +9,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, DTypeLike
+from jaxtyping import Array, DTypeLike, Float32, Int32
 
 from detjax.contract import ACCUMULATOR
-from detjax.operands.indexed_rows import IndexedRows
 from detjax.operands.numerics import activated, flat_rows, round_up
 from detjax.operands.options import AxisName, Epilogue, WeightLayout
 from detjax.operands.products import NO_SUMS, Gradients, MatmulOperands, WeightSums
 from detjax.operands.rounding import rounded
-from detjax.pallas.hopper.elements import PIECE_LAYOUT, map_elements
+from detjax.pallas.hopper.elements import PIECE_LAYOUT, IndexedRows, map_elements
 from detjax.pallas.hopper.exchange import Peers
 from detjax.pallas.hopper.matmul import adapters_of_rows
 from detjax.pallas.hopper.matmul.activations import ACTIVATIONS
@@ -156,24 +155,40 @@ def add_adapter(  # noqa: PLR0913
     return map_elements(apply, *sums, *products, *last, columns=scales)
 
 
-def add_adapters_of_rows(
-    sums: Sequence[Array],
-    products: Sequence[IndexedRows],
-    scales: Sequence[IndexedRows],
+def add_adapters_of_rows(  # noqa: PLR0913
+    sums: Sequence[Float32[Array, "M N"]],
+    products: Float32[Array, "P _"],
+    place: Int32[Array, "M"],
+    scales: Float32[Array, "S _"],
+    slot: Int32[Array, "M"],
     residual: Array | None,
     *,
     epilogue: Epilogue,
     out_dtype: DTypeLike,
 ) -> Array:
-    """Returns rows `[M, N]` from the sums of each part and from the product and the factors of each row's adapter."""
-    count = len(sums)
+    """Returns rows `[M, N]` from the sums of each part, with the product and the factors of each row's adapter.
+
+    Args:
+        sums: the sums of each part.
+        products: the adapters' products, whose columns are the parts' in turn.
+        place: the row of the products for each row; -1: it has no adapter.
+        scales: the factors of each adapter, with the same columns.
+        slot: the adapter of each row; -1: it has none.
+        residual: an array to add to the result.
+        epilogue: what is applied to the sums.
+        out_dtype: the dtype of the result.
+    """
+    count, columns = len(sums), [index * sums[0].shape[1] for index in range(len(sums))]
     last = [] if residual is None else [residual]
+    # -0 added to any number gives this number.
+    terms = [IndexedRows(products, place, -0.0, first) for first in columns]
+    factors = [IndexedRows(scales, slot, 1.0, first) for first in columns]
 
     def apply(*elements: Array) -> Array:
         z = _added(elements[-count:], elements[-2 * count :], elements[:count])
         return _rounded_result(z, elements[count : -2 * count], epilogue, out_dtype)
 
-    return map_elements(apply, *sums, *last, rows=(*products, *scales))
+    return map_elements(apply, *sums, *last, rows=(*terms, *factors))
 
 
 def add_adapters_of_blocks(
@@ -192,12 +207,8 @@ def add_adapters_of_blocks(
     b = rows.b.reshape(len(rows.b), -1, rows.b.shape[-1])
     schedule = Schedule(BLOCK, min(MATRIX_ROWS, round_up(b.shape[1], 8)))
     products = product(Operands(rows.u, b, experts=rows.adapters), schedule=schedule, **plain)
-    scales, slot = rows.scales.reshape(len(b), -1), rows.adapters[rows.place // BLOCK]
-    slot = jnp.where(rows.place < 0, -1, slot)
-    firsts = [index * sums[0].shape[1] for index in range(len(sums))]
-    terms = [IndexedRows(products, rows.place, -0.0, first) for first in firsts]
-    factors = [IndexedRows(scales, slot, 1.0, first) for first in firsts]
-    return add_adapters_of_rows(sums, terms, factors, residual, **options)
+    slot = jnp.where(rows.place < 0, -1, rows.adapters[rows.place // BLOCK])
+    return add_adapters_of_rows(sums, products, rows.place, rows.scales.reshape(len(b), -1), slot, residual, **options)
 
 
 def _added(scales: Iterable[Array], products: Iterable[Array], sums: Iterable[Array]) -> list[Array]:
