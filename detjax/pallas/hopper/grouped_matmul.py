@@ -15,7 +15,7 @@ from jax import lax
 from jaxtyping import Array, DTypeLike, Float, Int32, PyTree
 
 from detjax.contract import ACCUMULATOR
-from detjax.operands.numerics import parts, round_up
+from detjax.operands.numerics import ceil_div, parts, round_up
 from detjax.operands.options import Epilogue, WeightLayout
 from detjax.operands.products import NO_SUMS, Gradients, GroupedOperands, WeightSums
 from detjax.operands.rounding import rounded
@@ -25,10 +25,13 @@ from detjax.pallas.hopper.matmul import adapters, gradient_of_sums
 from detjax.pallas.hopper.matmul import apply_epilogue as apply_epilogue
 from detjax.pallas.hopper.matmul.kernel import Operands, product, product_keeping_sums
 from detjax.pallas.hopper.matmul.plan import BLOCK as BLOCK
-from detjax.pallas.hopper.matmul.plan import Schedule
+from detjax.pallas.hopper.matmul.plan import MATRIX_ROWS, Schedule
 
 TAKES_TILES: Final = True
 """Marks a module whose products take `ExpertRows.tiles`."""
+
+MOST_ROWS_OF_BLOCKS: Final = 256
+"""Most rows with adapters that are not sorted. Blocks of more rows read factors more often than larger tiles do."""
 
 
 def _schedule(tile: int, outputs: int, layout: WeightLayout) -> Schedule:
@@ -98,15 +101,6 @@ def forward(  # noqa: PLR0913
     return _in_tiles(multiply, x, group_sizes, unit, kernels.tiles, tiles)
 
 
-_FIRST_FACTORS: Final = Schedule(BLOCK, 8, "weights", lines=4)
-"""The schedule of the adapters' first factors: 8 ranks for a multiprocessor, because an adapter has few, and one that
-received all of them would be the last to finish. With four lines of K in a stage it waits a quarter as often."""
-
-
-MOST_ROWS_OF_BLOCKS: Final = 256
-"""Most rows that `product_of_blocks` should have. With more, larger tiles of sorted rows take less time."""
-
-
 def serves_blocks(rows: int) -> bool:
     """Returns whether this many rows with adapters should be computed in blocks, and not sorted."""
     return adapters.IS_ON and rows <= MOST_ROWS_OF_BLOCKS
@@ -123,8 +117,12 @@ def product_of_blocks(
         experts: the weight of each block, and at the end the number of blocks that have one.
         blocks: the number of each block in x. Several weights may have the same block.
     """
+    # A block gets up to four multiprocessors, as many as the tiles of large products often leave idle: a single one can
+    # receive some 40 KB in a microsecond, and an adapter's factor has up to ten times as much. With four lines of K in
+    # a stage, they wait a quarter as often.
+    schedule = Schedule(BLOCK, min(MATRIX_ROWS, round_up(ceil_div(w.shape[1], 4), 8)), lines=4)
     operands = Operands(x, w, experts=experts, blocks=blocks)
-    return product(operands, layout="nk", epilogue=Epilogue(), out_dtype=x.dtype, schedule=_FIRST_FACTORS)
+    return product(operands, layout="nk", epilogue=Epilogue(), out_dtype=x.dtype, schedule=schedule)
 
 
 def forward_keeping_sums(
