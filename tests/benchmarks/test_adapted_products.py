@@ -1,7 +1,6 @@
 """Products with adapters that a study launches: in the interpreter, all forms have the bits of sorted rows."""
 
 import numpy as np
-import pytest
 
 import detjax
 from benchmarks import adapted_products
@@ -9,7 +8,6 @@ from tests.pallas.hopper.interpreter import interpreted, normal
 from tests.support.bits import assert_same_bits, same_bits
 
 
-@pytest.mark.long
 def test_all_forms_have_the_bits_of_sorted_rows() -> None:
     groups = list(adapted_products.wide_groups({"gate and up": (2, 64, 64)}, rows=(9,), slots=3))
     assert [len(group.products) for group in groups] == [1, 1]

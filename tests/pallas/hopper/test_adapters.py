@@ -219,7 +219,7 @@ def test_the_kernel_of_an_adapter_adds_gradients_of_rows() -> None:
     assert_same_bits(interpreted(fused, g, v, w, a), interpreted(separate, g, v, w, a))
 
 
-@pytest.mark.parametrize("gated", [pytest.param(False, marks=pytest.mark.long), True])
+@pytest.mark.parametrize("gated", [False, True])
 def test_gradients_of_an_adapter_of_all_rows_have_the_bits_of_the_contract(
     gated: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
