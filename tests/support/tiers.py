@@ -239,6 +239,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
+    if {"fast", "long"} & {mark.name for mark in item.own_markers}:
+        # `make check` and `make test-long` collect the files of the lists alone, so no run would have this test.
+        raise pytest.UsageError(f"{item.nodeid} is marked fast or long; accepted: an entry of tiers.FAST or tiers.LONG")
     if (tier := tier_of(item.path)) is not None:
         item.add_marker(tier)
     if _is_in(item.path, FAST):
