@@ -18,15 +18,13 @@ from detjax.operands.adapted_weight import NO_ADAPTER, AdaptedWeight
 from detjax.operands.options import Epilogue
 from detjax.operands.products import AdapterOperands, MatmulOperands
 from detjax.ops.adapter_places import BlocksOfRows, SortedRows
+from detjax.ops.single_adapter import padded_factors
 from detjax.pallas.hopper import grouped_matmul, matmul
 
 RANKS: Final = {"queries, keys and values": 48, "output": 16, "gate and up": 32, "down": 16}
 """Ranks of weights if adapters have 16 on each tensor of a checkpoint."""
 SLOTS: Final = 8
 """Adapters."""
-
-type Adapted = Callable[[jax.Array, AdaptedWeight], jax.Array]
-"""A function of rows `[M, K]` and a weight with the slots of all rows that returns `[M, N]`."""
 
 
 def wide_groups(
@@ -41,13 +39,10 @@ def wide_groups(
         draw = functools.partial(_drawn, tuple(parts), outputs, inputs, RANKS[name], count, max(rows))
         epilogue = Epilogue("silu", gated=True) if parts else Epilogue()
         expected = functools.partial(_by_sorted_rows, epilogue=epilogue)
-        forms: dict[str, Adapted] = {"blocks": functools.partial(_by_blocks, epilogue=epilogue)}
-        if is_one:
-            forms = {"one kernel": functools.partial(_by_one_kernel, epilogue=epilogue)}
+        multiply = functools.partial(_by_one_kernel if is_one else _by_blocks, epilogue=epilogue)
         full_name = f"{name}, {'one adapter' if is_one else f'{count} adapters'}"
         products = [
-            Product(f"{full_name}, {form}, {number} rows", number, multiply)
-            for form, multiply in forms.items()
+            Product(f"{full_name}, {number} rows", number, multiply)
             for number in rows
             if is_one or number <= grouped_matmul.MOST_ROWS_OF_BLOCKS
         ]
@@ -96,10 +91,7 @@ def _by_blocks(x: jax.Array, weight: AdaptedWeight, epilogue: Epilogue) -> jax.A
 
 def _by_one_kernel(x: jax.Array, weight: AdaptedWeight, epilogue: Epilogue) -> jax.Array:
     """Adds the adapter in the kernel of the weight's sums."""
-    a, b = jnp.asarray(weight.a)[0], jnp.asarray(weight.b)[0]
-    missing = -len(a) % matmul.RANK_UNIT
-    a, b = jnp.pad(a, [(0, missing), (0, 0)]), jnp.pad(b, [*[(0, 0)] * (b.ndim - 1), (0, missing)])
-    operands = MatmulOperands(x, weight.value)
-    adapter = AdapterOperands(ops.matmul(x, a, layout="nk"), b, weight.scales[0])
+    a, b, scales = padded_factors(weight)
+    operands, adapter = MatmulOperands(x, weight.value), AdapterOperands(ops.matmul(x, a, layout="nk"), b, scales)
     options: dict[str, Any] = {"layout": "nk", "epilogue": epilogue, "out_dtype": x.dtype, "keeps": False}
     return matmul.forward_with_adapter(operands, adapter, **options)[0]

@@ -18,6 +18,7 @@ from detjax.operands.adapted_weight import NO_ADAPTER
 from detjax.operands.numerics import ceil_div, round_up
 
 _TURN = operator.attrgetter("turn")
+_ADAPTER_SLOT = operator.attrgetter("adapter_slot")
 
 
 @dataclasses.dataclass(slots=True)  # frozen ones would take three times as long to make
@@ -69,6 +70,12 @@ class ScheduledChunk:
     def end(self) -> int:
         """Position after the last token that the step or run computes."""
         return self.start + self.count + self.later
+
+    @property
+    def adapter_slot(self) -> int:
+        """The slot of the sequence's adapter, or `NO_ADAPTER`."""
+        slot = self.sequence.adapter_slot
+        return NO_ADAPTER if slot is None else slot
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,7 +216,7 @@ class Scheduler:
             self._admit(chunks)
         decodes = tuple(chunk for chunk in chunks.values() if chunk.is_decode)
         if self.adapters.count:  # blocks of rows have fewer adapters if rows with the same one are neighbours
-            decodes = tuple(sorted(decodes, key=_adapter_slot))
+            decodes = tuple(sorted(decodes, key=_ADAPTER_SLOT))
         prefills = tuple(chunk for chunk in chunks.values() if not chunk.is_decode)
         if prefills and not self.limits.mixes:
             decodes = ()
@@ -449,12 +456,6 @@ class _StepChunks(dict[Sequence, ScheduledChunk]):
         options = {"completes": True, "is_decode": are_decodes, "drafted": drafts}
         self[sequence] = ScheduledChunk(sequence, sequence.computed, 1 + drafts, **options)
         return True
-
-
-def _adapter_slot(chunk: ScheduledChunk) -> int:
-    """Returns the slot of a chunk's adapter, or `NO_ADAPTER`."""
-    slot = chunk.sequence.adapter_slot
-    return NO_ADAPTER if slot is None else slot
 
 
 def padded_rows(tokens: int) -> int:

@@ -335,8 +335,7 @@ def no_adapters(shape: BatchShape) -> Int32[np.ndarray, "requests"]:
 def _adapter_slots(step: ScheduledStep, requests: _Requests, shape: BatchShape) -> Int32[np.ndarray, "requests"]:
     """Returns the slot of each request's adapter."""
     slots = no_adapters(shape)
-    given = (chunk.sequence.adapter_slot for chunk in step.chunks)
-    by_chunk = np.array([NO_ADAPTER if slot is None else slot for slot in given], np.int32)
+    by_chunk = np.array([chunk.adapter_slot for chunk in step.chunks], np.int32)
     slots[requests.number] = by_chunk[requests.chunk]
     return slots
 

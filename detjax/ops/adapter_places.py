@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int, Int32
@@ -11,6 +12,7 @@ from detjax.operands.numerics import ceil_div
 from detjax.operands.options import Epilogue
 from detjax.operands.products import GroupedOperands
 from detjax.operands.pytrees import array_dataclass
+from detjax.ops.dispatch import one_by_one
 from detjax.ops.experts import ExpertRows, expert_rows
 from detjax.ops.grouped_kernels import GROUPED_MATMUL
 
@@ -83,6 +85,26 @@ class BlocksOfRows:
     def first_products(self, x: Array, a: Array) -> Float[Array, "P R"]:
         """Returns `rnd(x A^T)` for the rows of the blocks."""
         return GROUPED_MATMUL.kernels().product_of_blocks(x, a, self.adapters, self.blocks)
+
+    def joined(
+        self, sums: list[Array], u: Array, b: Array, scales: Array, residual: Array | None, **options: Any
+    ) -> Array:
+        """Returns the epilogue of the sums `[M, N]` of each part, each row with the product of its own adapter.
+
+        Args:
+            sums: the sums of each part.
+            u: `first_products`.
+            b: the second factors.
+            scales: the factors of the products.
+            residual: an array to add to the result.
+            options: see `add_adapters_of_blocks` of the backends.
+        """
+        kernels = GROUPED_MATMUL.kernels()
+
+        def join(sums: list[Array], rows: tuple[Array, ...], residual: Array | None) -> Array:
+            return kernels.add_adapters_of_blocks(sums, kernels.RowsWithAdapters(*rows), residual, **options)
+
+        return one_by_one(join, (sums, (u, b, scales, self.adapters, self.firsts, self.place), residual))
 
 
 def places_of_rows(rows: Int[Array, "..."], slots: int) -> SortedRows | BlocksOfRows:

@@ -257,8 +257,7 @@ def _with_rows_of_kernels(
     places = places_of_rows(weight.rows, slots) if weight.places is None else weight.places
     options: dict[str, Any] = {"epilogue": epilogue, "out_dtype": out_dtype}
     if isinstance(places, BlocksOfRows):
-        rows = places.first_products(x, a), b, weight.scales, places.adapters, places.firsts, places.place
-        return single_adapter.joined_blocks(sums, rows, residual, **options)
+        return places.joined(sums, places.first_products(x, a), b, weight.scales, residual, **options)
     products, slot = places.products(x, a, b.reshape(slots, -1, ranks)), weight.rows.reshape(-1).astype(jnp.int32)
     rows = products, places.place, weight.scales.reshape(slots, -1), slot
     return single_adapter.joined_rows(sums, rows, residual, **options)

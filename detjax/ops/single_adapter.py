@@ -44,7 +44,7 @@ def is_served() -> bool:
     return hasattr(_MATMUL.module(), "add_adapter")
 
 
-class _Factors(NamedTuple):
+class Factors(NamedTuple):
     """An adapter's factors, with ranks of zeros up to the width that kernels load.
 
     Attributes:
@@ -58,11 +58,12 @@ class _Factors(NamedTuple):
     scales: Array
 
 
-def _factors(weight: AdaptedWeight) -> _Factors:
+def padded_factors(weight: AdaptedWeight) -> Factors:
+    """Returns the factors of the only adapter of a weight."""
     a, b = (value_and_sum(only_adapter(factor, 0))[0] for factor in (weight.a, weight.b))
     missing = -len(a) % _MATMUL.kernels().RANK_UNIT
     a, b = jnp.pad(a, ((0, missing), (0, 0))), jnp.pad(b, (*((0, 0),) * (b.ndim - 1), (0, missing)))
-    return _Factors(a, b, weight.scales[0])
+    return Factors(a, b, weight.scales[0])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -91,7 +92,7 @@ def _computed(  # noqa: PLR0913
     keeps: bool,
 ) -> tuple[Array, tuple[Array, ...], Array]:
     """Returns the result, the sums rounded to x's dtype if they are kept, and the rows times the first factor."""
-    kernels, factors = _MATMUL.kernels(), _factors(weight)
+    kernels, factors = _MATMUL.kernels(), padded_factors(weight)
     u = product(x, factors.a, None, out_dtype=x.dtype)
     options: dict[str, Any] = {"epilogue": epilogue, "out_dtype": out_dtype, "keeps": keeps}
     fused = not fusions.is_unfused("matmul_epilogue") and (not keeps or out_dtype == x.dtype)
@@ -151,25 +152,8 @@ def joined_rows(sums: list[Array], rows: tuple[Array, ...], residual: Array | No
     `rows` are an array of products, the place of each row's, an array of factors, and the slot of each row; for these
     and the options see `add_adapters_of_rows` of the backends.
     """
-    kernels = _MATMUL.kernels()
-
-    def join(sums: list[Array], rows: tuple[Array, ...], residual: Array | None) -> Array:
-        return kernels.add_adapters_of_rows(sums, *rows, residual, **options)
-
-    return one_by_one(join, (sums, rows, residual))
-
-
-def joined_blocks(sums: list[Array], rows: tuple[Array, ...], residual: Array | None, **options: Any) -> Array:
-    """Returns `joined_rows` of rows that are not sorted.
-
-    For `rows` and the options see `add_adapters_of_blocks` of the backends.
-    """
-    kernels = _MATMUL.kernels()
-
-    def join(sums: list[Array], rows: tuple[Array, ...], residual: Array | None) -> Array:
-        return kernels.add_adapters_of_blocks(sums, kernels.RowsWithAdapters(*rows), residual, **options)
-
-    return one_by_one(join, (sums, rows, residual))
+    join = functools.partial(_MATMUL.kernels().add_adapters_of_rows, **options)
+    return one_by_one(join, (sums, *rows, residual))
 
 
 def _parts(x: Any, gated: bool) -> list[Any]:
@@ -198,7 +182,7 @@ def _backward(
     product: Product, epilogue: Epilogue, out_dtype: jnp.dtype, saved: tuple[Any, ...], dy: Array
 ) -> tuple[Any, ...]:
     x, u, weight, z, residual = saved
-    kernels, factors = _MATMUL.kernels(), _factors(weight)
+    kernels, factors = _MATMUL.kernels(), padded_factors(weight)
 
     def gradients(rows: tuple[Array, ...], scales: tuple[Array, ...]) -> tuple[list[Array], Array]:
         *z, dy = rows

@@ -6,7 +6,7 @@ bit. The gradients of weights and biases are sums over an expert's tokens; see `
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import jax
@@ -21,8 +21,9 @@ from detjax.operands.products import NO_SUMS, Gradients, GroupedOperands, Weight
 from detjax.operands.rounding import rounded
 from detjax.pallas.hopper.group_stages import StagedSteps
 from detjax.pallas.hopper.group_sums import product_sums, row_sums
-from detjax.pallas.hopper.matmul import adapters, gradient_of_sums
+from detjax.pallas.hopper.matmul import adapters, adapters_of_rows, add_adapters_of_rows, gradient_of_sums
 from detjax.pallas.hopper.matmul import apply_epilogue as apply_epilogue
+from detjax.pallas.hopper.matmul.adapters_of_rows import RowsWithAdapters as RowsWithAdapters
 from detjax.pallas.hopper.matmul.kernel import Operands, product, product_keeping_sums
 from detjax.pallas.hopper.matmul.plan import BLOCK as BLOCK
 from detjax.pallas.hopper.matmul.plan import MATRIX_ROWS, Schedule
@@ -123,6 +124,26 @@ def product_of_blocks(
     schedule = Schedule(BLOCK, min(MATRIX_ROWS, round_up(ceil_div(w.shape[1], 4), 8)), lines=4)
     operands = Operands(x, w, experts=experts, blocks=blocks)
     return product(operands, layout="nk", epilogue=Epilogue(), out_dtype=x.dtype, schedule=schedule)
+
+
+def add_adapters_of_blocks(
+    sums: Sequence[Array],
+    rows: RowsWithAdapters,
+    residual: Array | None,
+    *,
+    epilogue: Epilogue,
+    out_dtype: DTypeLike,
+) -> Array:
+    """Returns rows `[M, N]` from the sums of each part and the product of each row's adapter, for few rows."""
+    options: dict[str, Any] = {"epilogue": epilogue, "out_dtype": out_dtype}
+    if adapters_of_rows.serves(rows.u.shape[1], len(sums), rows.u.dtype):
+        return adapters_of_rows.add_adapters(sums, rows, residual, **options)
+    b = rows.b.reshape(len(rows.b), -1, rows.b.shape[-1])
+    plain: dict[str, Any] = {"layout": "nk", "epilogue": Epilogue(), "out_dtype": ACCUMULATOR}
+    plain["schedule"] = _schedule(BLOCK, b.shape[1], "nk")
+    products = product(Operands(rows.u, b, experts=rows.adapters), **plain)
+    slot = jnp.where(rows.place < 0, -1, rows.adapters[rows.place // BLOCK])
+    return add_adapters_of_rows(sums, products, rows.place, rows.scales.reshape(len(b), -1), slot, residual, **options)
 
 
 def forward_keeping_sums(

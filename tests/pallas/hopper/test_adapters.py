@@ -103,8 +103,8 @@ def test_the_kernel_of_rows_with_adapters_has_the_bits_of_separate_products(
 
     def added(residual: Any, u: Any, b: Any, scales: Any, *sums: Any) -> jax.Array:
         places = BlocksOfRows.for_rows(jnp.asarray(SLOTS), 8)
-        rows = hopper.RowsWithAdapters(u, b, scales, places.adapters, places.firsts, places.place)
-        return hopper.add_adapters_of_blocks(sums, rows, residual, epilogue=epilogue, out_dtype=jnp.float32)
+        with detjax.use_backend("hopper"):
+            return places.joined([*sums], u, b, scales, residual, epilogue=epilogue, out_dtype=jnp.float32)
 
     def computed() -> np.ndarray:
         return interpreted(lambda *operands: added(*operands), residual, u, b, scales, *sums)
@@ -123,8 +123,8 @@ def test_no_stage_is_read_before_it_arrives_or_overwritten_before_it_is_read() -
 
     def added(sums: Any, residual: Any, u: Any, b: Any, scales: Any) -> jax.Array:
         places = BlocksOfRows.for_rows(jnp.asarray(slots), 8)
-        rows = hopper.RowsWithAdapters(u, b, scales, places.adapters, places.firsts, places.place)
-        return hopper.add_adapters_of_blocks([sums], rows, residual, epilogue=Epilogue(), out_dtype=jnp.float32)
+        with detjax.use_backend("hopper"):
+            return places.joined([sums], u, b, scales, residual, epilogue=Epilogue(), out_dtype=jnp.float32)
 
     with plgpu.force_gpu_interpret_mode(RACES), mosaic.twins():
         result = np.asarray(jax.jit(added)(*operands))

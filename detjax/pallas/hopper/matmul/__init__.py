@@ -4,7 +4,6 @@ The kernel is in `kernel.py`, its schedules in `plan.py`, the choice of a schedu
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,25 +11,22 @@ from jax import lax
 from jaxtyping import Array, DTypeLike, Float32, Int32
 
 from detjax.contract import ACCUMULATOR
-from detjax.operands.numerics import activated, flat_rows, round_up
+from detjax.operands.numerics import activated, flat_rows
 from detjax.operands.options import AxisName, Epilogue, WeightLayout
 from detjax.operands.products import NO_SUMS, Gradients, MatmulOperands, WeightSums
 from detjax.operands.rounding import rounded
 from detjax.pallas.hopper.elements import PIECE_LAYOUT, IndexedRows, map_elements
 from detjax.pallas.hopper.exchange import Peers
-from detjax.pallas.hopper.matmul import adapters_of_rows
 from detjax.pallas.hopper.matmul.activations import ACTIVATIONS
 from detjax.pallas.hopper.matmul.adapters import RANK_UNIT as RANK_UNIT
 from detjax.pallas.hopper.matmul.adapters import forward_with_adapter as forward_with_adapter
 from detjax.pallas.hopper.matmul.adapters import multiplies_adapters as multiplies_adapters
-from detjax.pallas.hopper.matmul.adapters_of_rows import RowsWithAdapters as RowsWithAdapters
 from detjax.pallas.hopper.matmul.kernel import (
     Operands,
     product,
     product_keeping_sums,
     shared_product,
 )
-from detjax.pallas.hopper.matmul.plan import BLOCK, MATRIX_ROWS, Schedule
 from detjax.pallas.hopper.mosaic.exact import fused_multiply_add
 from detjax.pallas.hopper.token_sums import token_sums
 from detjax.portable.matmul import full_rows
@@ -189,26 +185,6 @@ def add_adapters_of_rows(  # noqa: PLR0913
         return _rounded_result(z, elements[count : -2 * count], epilogue, out_dtype)
 
     return map_elements(apply, *sums, *last, rows=(*terms, *factors))
-
-
-def add_adapters_of_blocks(
-    sums: Sequence[Array],
-    rows: RowsWithAdapters,
-    residual: Array | None,
-    *,
-    epilogue: Epilogue,
-    out_dtype: DTypeLike,
-) -> Array:
-    """Returns rows `[M, N]` from the sums of each part and the product of each row's adapter, for few rows."""
-    options: dict[str, Any] = {"epilogue": epilogue, "out_dtype": out_dtype}
-    if adapters_of_rows.serves(rows.u.shape[1], len(sums), rows.u.dtype):
-        return adapters_of_rows.add_adapters(sums, rows, residual, **options)
-    plain: dict[str, Any] = {"layout": "nk", "epilogue": Epilogue(), "out_dtype": ACCUMULATOR}
-    b = rows.b.reshape(len(rows.b), -1, rows.b.shape[-1])
-    schedule = Schedule(BLOCK, min(MATRIX_ROWS, round_up(b.shape[1], 8)))
-    products = product(Operands(rows.u, b, experts=rows.adapters), schedule=schedule, **plain)
-    slot = jnp.where(rows.place < 0, -1, rows.adapters[rows.place // BLOCK])
-    return add_adapters_of_rows(sums, products, rows.place, rows.scales.reshape(len(b), -1), slot, residual, **options)
 
 
 def _added(scales: Iterable[Array], products: Iterable[Array], sums: Iterable[Array]) -> list[Array]:

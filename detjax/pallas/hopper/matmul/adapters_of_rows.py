@@ -170,7 +170,7 @@ class RowsCta(Cta):
 
     def run(self) -> None:
         """Computes the tile."""
-        output = RowsOutput(self, self.m, self.n, ())
+        output = RowsOutput(self)
         output.prefetch()
         for stage in range(self.plan.stages):
             self.load(self.first + stage)
@@ -225,8 +225,8 @@ class RowsOutput(Output):
 
     scratch: RowsScratch  # pyright: ignore[reportIncompatibleVariableOverride]
 
-    def __init__(self, cta: RowsCta, m: Array, n: Array, arrays: tuple[Array, ...]) -> None:
-        super().__init__(cta, m, n, arrays)
+    def __init__(self, cta: RowsCta) -> None:
+        super().__init__(cta, cta.m, cta.n, ())
         self.sums_in_memory = cta.sums
 
     def prefetch(self) -> None:
