@@ -7,7 +7,7 @@ launch, most rows are replaced by larger ones, zeros and NaN, which must not cha
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import jax
@@ -16,6 +16,8 @@ import numpy as np
 from jax import Array, lax
 
 import detjax
+from benchmarks.study import Run
+from detjax.bench import command_line
 from detjax.bench.failures import reason
 from detjax.bench.timing import CACHE_BYTES
 from detjax.runtime import compilation
@@ -140,6 +142,13 @@ def _compiled(group: Group, product: Product | None, rows: int, dtype: str) -> C
         return compilation.compiled(detjax.jit(count), x, group.described, expected, kept)
     except Exception as failure:  # the other products still have to be compared
         return reason(failure)
+
+
+def compare(run: Run, content: Mapping[str, Any], widths: dict[str, Any], groups: Iterable[Group]) -> None:
+    """Compares products, notes them in `widths`, which is a part of a study's content, and prints and saves each."""
+    for line in noted(widths, compared(list(groups))):
+        command_line.print_line(line)
+        run.save(content)
 
 
 def noted(content: dict[str, Any], results: Iterator[tuple[str, Counts]]) -> Iterator[str]:

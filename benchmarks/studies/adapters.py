@@ -140,10 +140,8 @@ def study(
         run.save(content)
 
     if "widths" in parts:
-        widths = content["widths"] = {}
-        for line in repeated_products.noted(widths, repeated_products.compared(list(adapted_products.wide_groups()))):
-            command_line.print_line(line)
-            run.save(content)
+        content["widths"] = {}
+        repeated_products.compare(run, content, content["widths"], adapted_products.wide_groups())
     if "training" in parts:
         # Processes of their own, which begin before this one takes memory.
         add("training", training(sizes.training, in_processes=not run.small))

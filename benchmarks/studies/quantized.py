@@ -214,9 +214,7 @@ def study(
     if different := [product for product, is_same in products.items() if not is_same]:
         problems.append(f"bits of products differ: {'; '.join(different)}")
     if "widths" in parts and not run.small:
-        for line in repeated_products.noted(widths, repeated_products.compared(list(wide_groups()))):
-            command_line.print_line(line)
-            run.save(content)
+        repeated_products.compare(run, content, widths, wide_groups())
         problems += repeated_products.problems(widths)
     for name, fields in FORMATS.items() if "steps" in parts else ():
         kinds = {name: False} | ({} if "activations" in fields else {f"{name}, widened": True})

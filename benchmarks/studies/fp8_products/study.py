@@ -81,9 +81,7 @@ def study(run: Run, *, part: Annotated[list[str], options.names(PARTS)]) -> Resu
         note(compared_products(product_cases(few, form="sent", dtype="float16"), composed))
         note(compared_products(product_cases((300,), form="own", dtype="float16"), composed))
     if "widths" in parts:
-        for line in repeated_products.noted(widths, repeated_products.compared(list(wide_groups()))):
-            command_line.print_line(line)
-            run.save(content)
+        repeated_products.compare(run, content, widths, wide_groups())
     for name, by_rows in times() if "seconds" in parts else ():
         seconds[name] = by_rows
         command_line.print_line(f"{name}: {by_rows}")
