@@ -3,6 +3,7 @@
 What is expected has its rows sorted by adapter, and separate kernels for the weight, both factors, and their sum.
 """
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -70,7 +71,7 @@ def _with_rows(weight: AdaptedWeight, count: int, places: Callable[[jax.Array], 
     """Returns the weight for the first rows, in places."""
     assert weight.rows is not None
     rows = weight.rows[:count]
-    return AdaptedWeight(weight.value, weight.a, weight.b, weight.scales, rows, places=places(rows))
+    return dataclasses.replace(weight, rows=rows, places=places(rows))
 
 
 def _multiply(x: jax.Array, weight: AdaptedWeight, epilogue: Epilogue) -> jax.Array:

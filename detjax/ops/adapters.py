@@ -14,13 +14,12 @@ from jaxtyping import Array, DTypeLike, Float, Float32, Int
 
 from detjax.contract import ACCUMULATOR, RANK_STEP
 from detjax.operands.accumulated_weight import Weight, value_and_sum
-from detjax.operands.adapted_weight import AdaptedWeight, only_adapter
+from detjax.operands.adapted_weight import NO_ADAPTER, AdaptedWeight, only_adapter
 from detjax.operands.numerics import activated, flat_rows, parts
 from detjax.operands.options import Epilogue
 from detjax.operands.rounding import rounded
 from detjax.ops import single_adapter
-from detjax.ops.adapter_places import BlocksOfRows, low_rank_products, places_of_rows
-from detjax.ops.experts import expert_rows
+from detjax.ops.adapter_places import BlocksOfRows, SortedRows, low_rank_products, places_of_rows
 from detjax.portable import adapters as portable
 from detjax.portable.tiles import each_row
 from detjax.runtime import backends
@@ -161,16 +160,13 @@ def _adapter_products(
             return jnp.broadcast_to(scales, products.shape), products
         group = _expert_of_rows(groups.sizes, len(x))[0]
         return scales[group], low_rank_products(x, a, b, groups.sizes, product.unit)
-    slot = weight.rows.reshape(-1).astype(jnp.int32)
-    group, has_adapter = slot, slot >= 0
+    group = slot = weight.rows.reshape(-1).astype(jnp.int32)
     if groups is not None:
         expert, is_expert = _expert_of_rows(groups.sizes, len(x))
-        group, has_adapter = expert * slots + slot, has_adapter & is_expert
-    rows = expert_rows(group[:, None], slots * experts, has_adapter)
-    products = low_rank_products(rows.gather(x), a, b, rows.group_sizes, rows.unit, rows.tiles)
-    products = jnp.where(has_adapter[:, None], rows.results(products)[:, 0], -0.0)
-    factors = jnp.where(has_adapter[:, None], scales[jnp.where(has_adapter, group, 0)], 1.0)
-    return factors, products
+        group = jnp.where((slot >= 0) & is_expert, expert * slots + slot, NO_ADAPTER)
+    rows, has_adapter = SortedRows.for_rows(group, slots * experts), (group >= 0)[:, None]
+    products = jnp.where(has_adapter, rows.products(x, a, b)[rows.place], -0.0)
+    return jnp.where(has_adapter, scales[group], 1.0), products
 
 
 def _expert_of_rows(sizes: Int[Array, "E"], rows: int) -> tuple[Array, Array]:

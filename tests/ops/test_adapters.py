@@ -53,6 +53,14 @@ def test_rows_with_adapters_of_many_ranks_have_the_bits_that_they_have_alone() -
     assert not same_bits(mixed[rows == 0], plain(x, w, bias)[rows == 0])
 
 
+def test_a_row_without_an_adapter_keeps_a_sum_of_minus_zero() -> None:
+    x, w = jnp.zeros((2, 1)), -jnp.ones((N, 1))
+    base = np.asarray(plain(x, w, None))
+    assert (np.signbit(base) & (base == 0)).all()
+    a, *rest = adapters(8)
+    assert_same_bits(plain(x, AdaptedWeight(w, a[..., :1], *rest, rows=jnp.asarray([-1, 0])), None)[0], base[0])
+
+
 def test_the_sum_is_the_base_sum_and_the_scaled_product_with_one_rounding() -> None:
     x, w = drawn(5, K), drawn(N, K)
     a, b, scales = adapters(8, padded=16)

@@ -98,8 +98,8 @@ def map_elements(
                 for table, name, given in zip(named, names, rows, strict=True):
                     number = name[row]
                     start = jnp.maximum(number, 0) * given.array.shape[-1] + given.first + column
-                    missing = jnp.asarray(given.missing, given.array.dtype)
-                    elements.append(jnp.where(number >= 0, load(table, pl.ds(start, PIECE)), missing))
+                    other = jnp.asarray(given.missing, given.array.dtype)
+                    elements.append(jnp.where(number >= 0, load(table, pl.ds(start, PIECE)), other))
             # A thread reads its elements of all arrays before it writes any, so overwriting needs no barrier.
             with rounding_by_conversion():
                 results = fn(*elements, *shared)

@@ -18,6 +18,7 @@ from tests.support.integer_signs import signs_checked
 
 _WITH_BARRIERS = plgpu.InterpretGPUParams(inline_mgpu="_hack_model_inline_mgpu_tokamax")
 """Parameters of the interpreter, so that it knows named barriers; see `barriers`."""
+_RACES = plgpu.InterpretGPUParams(detect_races=True, uninitialized_memory="nan")
 
 
 def normal(*shape: int, dtype: str = "float32", seed: int = 0) -> np.ndarray:
@@ -41,6 +42,15 @@ def interpreted(fn: Callable[..., Any], *args: Any) -> Any:
     """The result of `fn`, its kernels interpreted, as NumPy arrays."""
     with kernels_interpreted():
         return jax.tree.map(np.asarray, jax.jit(fn)(*args))
+
+
+def interpreted_without_races(fn: Callable[..., Any], *args: Any) -> np.ndarray:
+    """The result of `fn`, whose kernels neither race in the interpreter nor read what was not written."""
+    with plgpu.force_gpu_interpret_mode(_RACES), mosaic.twins():
+        result = np.asarray(jax.jit(fn)(*args))
+    assert not gpu_callbacks.get_races().races_found
+    assert not np.isnan(result).any()
+    return result
 
 
 def lowered(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> str:

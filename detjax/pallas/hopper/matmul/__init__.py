@@ -144,7 +144,7 @@ def add_adapter(  # noqa: PLR0913
 
     def apply(*elements: Array) -> tuple[Array, tuple[Array, ...]]:
         rest, factors = elements[:-count], elements[-count:]
-        z = _added(factors, rest[count:], rest[:count])
+        z = _added(factors, rest[count : 2 * count], rest[:count])
         y = _rounded_result(z, rest[2 * count :], epilogue, out_dtype)
         return y, tuple(part.astype(dtype) for part in z) if keeps else ()
 
@@ -181,7 +181,7 @@ def add_adapters_of_rows(  # noqa: PLR0913
     factors = [IndexedRows(scales, slot, 1.0, first) for first in columns]
 
     def apply(*elements: Array) -> Array:
-        z = _added(elements[-count:], elements[-2 * count :], elements[:count])
+        z = _added(elements[-count:], elements[-2 * count : -count], elements[:count])
         return _rounded_result(z, elements[count : -2 * count], epilogue, out_dtype)
 
     return map_elements(apply, *sums, *last, rows=(*terms, *factors))
@@ -189,8 +189,7 @@ def add_adapters_of_rows(  # noqa: PLR0913
 
 def _added(scales: Iterable[Array], products: Iterable[Array], sums: Iterable[Array]) -> list[Array]:
     """Returns the sums plus the scaled products of adapters."""
-    terms = zip(scales, products, sums, strict=False)
-    return [fused_multiply_add(*one, layout=PIECE_LAYOUT) for one in terms]
+    return [fused_multiply_add(*one, layout=PIECE_LAYOUT) for one in zip(scales, products, sums, strict=True)]
 
 
 def _rounded_result(z: list[Array], residual: Sequence[Array], epilogue: Epilogue, out_dtype: DTypeLike) -> Array:
