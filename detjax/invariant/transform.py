@@ -24,14 +24,11 @@ from detjax.invariant.findings import Finding, Mixing
 from detjax.invariant.places import Place, Rows, Shared
 from detjax.invariant.refusals import TracedForBatchWarning, UnsafeFunction, UnsafeFunctionWarning
 from detjax.invariant.sizes import Sizes
-from detjax.runtime import backends, bound_methods, compilation, varying
+from detjax.runtime import backends, bound_methods, compilation, contexts, varying
 
 type OnUnsafe = Literal["refuse", "warn"]
 
 type TracedFor = Literal["row", "batch"]
-
-_tracing = jax.make_user_context(False)
-"""True while a function is traced for rows, so that layers within it need not keep rows separate themselves."""
 
 
 def batch_invariant(
@@ -121,7 +118,7 @@ def _invariant(fn: Callable[..., Any], *, batch_axes: Any, options: _Options, sh
     @compilation.chain
     @functools.wraps(fn, updated=())
     def call(*args: Any, **kwargs: Any) -> Any:
-        if _tracing.value:
+        if contexts.traced_for_rows.value:
             return fn(*args, **kwargs)
         signature, arrays = Leaves.from_call("batch_invariant", batch_axes, args, kwargs, shared)
         if signature not in programs:
@@ -196,7 +193,7 @@ def _traced(
     fn: Callable[..., Any], arrays: Sequence[Array], axes: Sequence[int | None], rows: int
 ) -> tuple[core.Jaxpr, Any]:
     """Returns the jaxpr of a function for a batch of `rows` rows, and the shapes of its results."""
-    with _tracing(True):
+    with contexts.traced_for_rows(True):
         jaxpr, shapes = jax.make_jaxpr(fn, return_shape=True)(*_shapes(arrays, axes, rows))
     return partial_eval.dce_jaxpr_consts(jaxpr, [True] * len(jaxpr.outvars), True)[0], shapes
 
@@ -325,7 +322,7 @@ def _one_row(
         warnings.warn(TracedForBatchWarning(message), stacklevel=2)
     leaves, tree = jax.tree.flatten(whole.shapes)
     cut = cutting.cut(whole.jaxpr, whole.batch, whole.argument_places)
-    with _tracing(True):
+    with contexts.traced_for_rows(True):
         jaxpr, shapes = jax.make_jaxpr(cut, return_shape=True)(*_shapes(arrays, axes, 1))
     assert len(shapes) == len(leaves)
     return partial_eval.dce_jaxpr_consts(jaxpr, [True] * len(jaxpr.outvars), True)[0], jax.tree.unflatten(tree, shapes)

@@ -5,6 +5,8 @@ from typing import Final
 
 import jax
 
+from detjax.runtime import contexts
+
 Architecture = tuple[int, int]
 """A compute capability: major and minor number."""
 
@@ -33,12 +35,10 @@ _SHARED_MEMORY: Final[dict[Architecture, int]] = {
 _WITHOUT_A_GPU: Final[Architecture] = (9, 0)
 """The compute capability where JAX has no GPU: Mosaic GPU's own choice."""
 
-_traced = jax.make_user_context(None)
-
 
 def architecture() -> Architecture:
     """Returns the compute capability that kernels are traced for: `tracing_for`'s, else the default device's."""
-    chosen = _traced.value
+    chosen = contexts.architecture.value
     if chosen is not None:
         return chosen
     capability = getattr(jax.devices()[0], "compute_capability", None)
@@ -59,7 +59,7 @@ def parsed(capability: str) -> Architecture:
 
 def tracing_for(architecture: Architecture) -> contextlib.AbstractContextManager[None]:
     """Returns a context in which kernels are traced for a compute capability whose device may be absent."""
-    return _traced(architecture)
+    return contexts.architecture(architecture)
 
 
 def shared_memory_of_cta() -> int:

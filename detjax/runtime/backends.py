@@ -10,6 +10,8 @@ from typing import Any, Final
 
 import jax
 
+from detjax.runtime import contexts
+
 BACKENDS: Final = ("hopper", "mma", "tpu", "portable")
 """The backends under contract, in order of preference: kernels for GPUs of compute capability 9.0, kernels for all
 NVIDIA GPUs since 8.0, kernels for TPUs, and plain JAX, which runs anywhere."""
@@ -35,9 +37,6 @@ _TRANSFER_GUARDS: Final = (
 )
 """JAX options that can forbid transfers of arrays."""
 
-chosen_backend = jax.make_user_context(None)
-_target = jax.make_user_context(None)
-
 
 def backend() -> str:
     """Returns the name of the current backend: from `use_backend`, else `DETJAX_BACKEND`, else the device's best one.
@@ -51,7 +50,7 @@ def backend() -> str:
         ...
         'portable'
     """
-    chosen = chosen_backend.value
+    chosen = contexts.chosen_backend.value
     if chosen is not None:
         return chosen
     forced = os.environ.get(BACKEND_VARIABLE)
@@ -119,7 +118,7 @@ def use_backend(name: str | None) -> Iterator[None]:
     if name is None:
         yield
         return
-    with chosen_backend(_check_name(name, "use_backend")):
+    with contexts.chosen_backend(_check_name(name, "use_backend")):
         yield
 
 
@@ -132,7 +131,7 @@ def _check_name(name: str, source: str) -> str:
 
 def target() -> str:
     """Returns the platform that programs are traced for: "cpu", "gpu" or "tpu"."""
-    return _target.value or jax.default_backend()
+    return contexts.target.value or jax.default_backend()
 
 
 def tracing_for(device_platform: str) -> contextlib.AbstractContextManager[None]:
@@ -140,7 +139,7 @@ def tracing_for(device_platform: str) -> contextlib.AbstractContextManager[None]
 
     Without devices, such programs can be lowered and, with the platform's compiler, compiled, but not run.
     """
-    return _target(device_platform)
+    return contexts.target(device_platform)
 
 
 def device_name() -> str:

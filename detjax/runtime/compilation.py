@@ -15,10 +15,8 @@ import jax.numpy as jnp
 from jax._src.core import trace_state_clean  # JAX has no public name for "nothing is being traced"
 from jax.experimental import serialize_executable
 
-from detjax.runtime import backends, bound_methods, environment, fusions, jax_options
+from detjax.runtime import backends, bound_methods, contexts, environment, fusions, jax_options
 from detjax.runtime.environment import EnvironmentContradiction as EnvironmentContradiction
-
-_pinned = jax.make_user_context(False)
 
 PINNED_OPTIONS: Final[Mapping[str, Mapping[str, bool | int]]] = {
     "cpu": {
@@ -115,12 +113,9 @@ _CHAIN: Final = "_detjax_chain"
 """The attribute of functions that `chain` marked."""
 
 
-_chained = jax.make_user_context(False)
-
-
 def is_chained() -> bool:
     """Returns whether programs traced here run their kernels sequentially; see `chained`."""
-    return _chained.value
+    return contexts.chained.value
 
 
 def chained(value: bool) -> contextlib.AbstractContextManager[None]:
@@ -128,7 +123,7 @@ def chained(value: bool) -> contextlib.AbstractContextManager[None]:
 
     Kernels that exchange data between devices require it: they must run in the same order on all devices.
     """
-    return _chained(value)
+    return contexts.chained(value)
 
 
 def chain[F: Callable[..., Any]](fn: F) -> F:
@@ -325,7 +320,11 @@ class ExecutionChoices:
     @contextlib.contextmanager
     def apply(self) -> Iterator[None]:
         """Applies these choices within the context."""
-        with backends.chosen_backend(self.backend), fusions.chosen_fusions(self.unfused), chained(self.is_chain):
+        with (
+            contexts.chosen_backend(self.backend),
+            contexts.chosen_fusions(self.unfused),
+            chained(self.is_chain),
+        ):
             yield
 
 
@@ -334,7 +333,7 @@ def under_contract() -> Iterator[None]:
     """Returns the context in which outermost programs are traced, compiled and called."""
     check_environment()
     # Reading the choices here makes environment variables part of the compilation cache's key.
-    with ExecutionChoices.here().apply(), _pinned(True), _explaining_missing_devices():
+    with ExecutionChoices.here().apply(), contexts.pinned(True), _explaining_missing_devices():
         yield
 
 
@@ -363,7 +362,7 @@ def require_pinned_program(operation: str) -> None:
     Raises:
         RuntimeError: `operation` is traced for a GPU outside `detjax.jit`.
     """
-    if backends.target() == "gpu" and not _pinned.value:
+    if backends.target() == "gpu" and not contexts.pinned.value:
         raise RuntimeError(
             f"{operation}: traced for the portable backend on {jax.devices()[0].device_kind} by a program without the "
             "pinned compiler options; accepted: programs compiled with detjax.jit. Use detjax.jit instead of jax.jit "

@@ -6,9 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-import jax
-
-from detjax.runtime import backends
+from detjax.runtime import backends, contexts
 
 FUSIONS_VARIABLE: Final = "DETJAX_WITHOUT_FUSIONS"
 """The environment variable that switches fusions of a process off: their names, separated by commas."""
@@ -131,8 +129,6 @@ FUSIONS: Final[Mapping[str, Fusion]] = {
 }
 """All fusions by name. A single step of a kernel, such as a norm, is not a fusion."""
 
-chosen_fusions = jax.make_user_context(None)
-
 _IN_PLAIN_JAX: Final = {
     operation: fusion.name for fusion in FUSIONS.values() if fusion.in_plain_jax for operation in fusion.operations
 }
@@ -144,7 +140,7 @@ def unfused() -> tuple[str, ...]:
     Raises:
         ValueError: `DETJAX_WITHOUT_FUSIONS` has an unknown name.
     """
-    chosen: tuple[str, ...] | None = chosen_fusions.value
+    chosen: tuple[str, ...] | None = contexts.chosen_fusions.value
     if chosen is not None:
         return chosen
     text = os.environ.get(FUSIONS_VARIABLE)
@@ -190,7 +186,7 @@ def without_fusions(*names: str) -> Iterator[None]:
         >>> bool(jnp.allclose(fused, separate))
         True
     """
-    with chosen_fusions(_sorted((*unfused(), *names), "without_fusions")):
+    with contexts.chosen_fusions(_sorted((*unfused(), *names), "without_fusions")):
         yield
 
 
