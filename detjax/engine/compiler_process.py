@@ -117,8 +117,9 @@ def _serve(connection: Connection) -> None:
             try:
                 if digest != task.fingerprint:
                     raise RuntimeError(f"its fingerprint is {digest}, and not {task.fingerprint}")
-                one, network, parameters = by_key[key], task.programs.network, task.programs.parameters
-                program = compilation.compiled(one.fn, network, parameters, *one.args, **one.static)
+                one = by_key[key]
+                leading = one.leading(task.programs.network, task.programs.parameters)
+                program = compilation.compiled(one.fn, *leading, *one.args, **one.static)
                 connection.send(compilation.serialized(program))
             except Exception:
                 connection.send(traceback.format_exc())

@@ -24,10 +24,11 @@ from detjax.engine.sampled_tokens import PackedTokens
 from detjax.engine.sampling_programs import ScoredRows, SlotState, none_seen, seen_entries
 from detjax.engine.sampling_variant import SamplingVariant, most_likeliest
 from detjax.engine.slot_table import no_adapters
-from detjax.engine.step_programs import StepPrograms, slot_rows, state_in_slots
+from detjax.engine.step_programs import BeforeBlock, StepPrograms, slot_rows, state_in_slots
 from detjax.engine.token_masks import all_allowed
 from detjax.models import Adapter, Decoder
 from detjax.models.adapters.pool import AdapterPool
+from detjax.models.blocks import Blocks, equal_blocks
 from detjax.models.cache import declarations
 from detjax.models.decoder import ImageRows
 from detjax.models.mesh import (
@@ -107,6 +108,7 @@ class ModelRunner:
         samples: bool = True,
         depths: tuple[int, ...] | None = None,
         adapters: AdapterPool | None = None,
+        layers_at_once: int | None = None,
     ) -> None:
         """A runner with an empty cache.
 
@@ -122,6 +124,8 @@ class ModelRunner:
             depths: layers whose incoming residual streams `computed` has, with the hidden states of all rows. None:
                 nobody reads these.
             adapters: the slots of adapters; None: no row has one.
+            layers_at_once: maximum number of layers that a program of a step without prefills computes; see
+                `blocks.equal_blocks`. None: all of them.
         """
         self._adapters = adapters
         self._network, weights = split(model)
@@ -137,6 +141,10 @@ class ModelRunner:
         self._variants, self._runs_of, self._run_steps = tuple(variants), runs_of, run_steps
         self._samples = samples
         self._depths = depths
+        # Streams within a block would make programs of their own.
+        self._blocks = None if layers_at_once is None or depths else equal_blocks(model, layers_at_once)
+        self._before_first: dict[int, BeforeBlock] = {}
+        """What the first block follows, by the number of decodes."""
         self._compiled: dict[Hashable, Callable[..., Any]] = {}
         self._compilation: Compilation | None = None
         self._free: dict[int, Array] = {}
@@ -192,7 +200,7 @@ class ModelRunner:
         del self._state, self._slots, self._carried, self._between_gaps
         if self._adapters is not None:
             self._adapters.drop()
-        for kept in (self._copies, self._free, self._without_images):
+        for kept in (self._copies, self._free, self._without_images, self._before_first):
             kept.clear()
 
     def update_weights(self, params: PyTree[Array]) -> None:
@@ -260,13 +268,43 @@ class ModelRunner:
         self._slots = self._slots._replace(last=jnp.copy(last))  # programs of both runners consume the array
 
     def _forward(self, batch: PackedBatch, *, is_linked: bool = True) -> tuple[Array, Array]:
+        if self._blocks is not None and step_programs.in_blocks(batch):
+            return self._forward_in_blocks(batch, self._blocks)
         batch = batch if batch.adapters is None else self._with_adapters(batch)
         program = step_programs.forward(batch, self._state, self._slots.last, self._depths)
         self._state, hidden, rows, *computed = self._run(program, is_linked=is_linked)
         self.computed = computed[0] if computed else None
         return hidden, rows
 
+    def _forward_in_blocks(self, batch: PackedBatch, blocks: Blocks) -> tuple[Array, Array]:
+        before, state, results = self._before(batch.shape.decodes), list[Any](), ()
+        for number in range(len(blocks.blocks)):
+            program = step_programs.forward_block(
+                batch, self._state, self._slots.last, before, blocks, number, self._depths
+            )
+            x, written, *results = self._run(program)
+            state += written
+            before = BeforeBlock(x, self._is_later)
+        self._state = tuple(state)
+        hidden, rows, *computed = results
+        self.computed = computed[0] if computed else None
+        return hidden, rows
+
+    def _before(self, decodes: int) -> BeforeBlock:
+        """Returns what the first block of a step follows: nothing."""
+        if decodes not in self._before_first:
+            nothing = jnp.zeros((decodes, *self._hidden.shape), self._hidden.dtype)
+            self._before_first[decodes] = committed(BeforeBlock(nothing, jnp.asarray(True)))
+        return self._before_first[decodes]
+
+    @functools.cached_property
+    def _is_later(self) -> Array:
+        """The flag of blocks that follow another one, on the device."""
+        return committed(jnp.asarray(False))
+
     def _forward_key(self, shape: BatchShape, has_adapters: bool) -> Hashable:
+        if self._blocks is not None and not shape.rows and not has_adapters:
+            return step_programs.forward_block_key(shape, depths=self._depths)
         return step_programs.forward_key(shape, has_adapters=has_adapters, depths=self._depths)
 
     def steps_of_run(self, shape: BatchShape, needed: SamplingVariant, *, has_adapters: bool = False) -> int:
@@ -509,6 +547,7 @@ class ModelRunner:
             depths=self._depths,
             run_steps=self._run_steps,
             samples=self._samples,
+            blocks=self._blocks,
         )
 
     def _shapes_of_batch(self, batch: StepBatch) -> PackedBatch:
@@ -610,8 +649,9 @@ class ModelRunner:
         if not is_linked:
             assert self._buffers is not None
             parameters = parameters._replace(links=self._buffers.nowhere)
+        network, parameters = program.leading(self._network, parameters)
         compiled = self._compiled.get(program.key)
         if compiled is not None:
             return compiled(parameters, *program.args)
         with compilation.chained(self._buffers is not None):
-            return program.fn(self._network, parameters, *program.args, **program.static)
+            return program.fn(network, parameters, *program.args, **program.static)

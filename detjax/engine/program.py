@@ -54,6 +54,18 @@ class Programs(Protocol):
         ...
 
 
+class ModelPart(NamedTuple):
+    """The part of a model that a program takes in place of the model.
+
+    Attributes:
+        network: the part without its weights.
+        weights: the numbers of its weights among the model's.
+    """
+
+    network: Network
+    weights: tuple[int, ...]
+
+
 class StepProgram(NamedTuple):
     """A program and the arguments of a call.
 
@@ -65,6 +77,7 @@ class StepProgram(NamedTuple):
         purpose: a description of the program.
         is_essential: whether some steps have no other essential program. The other programs only make smaller or
             simpler steps faster.
+        part: what it takes of the model; None: all of it.
     """
 
     fn: Callable[..., Any]
@@ -73,6 +86,14 @@ class StepProgram(NamedTuple):
     static: dict[str, Any]
     purpose: str
     is_essential: bool = True
+    part: ModelPart | None = None
+
+    def leading(self, network: Any, parameters: Any) -> tuple[Any, Any]:
+        """Returns the first two arguments of the program, given those of a program of the whole model."""
+        if self.part is None:
+            return network, parameters
+        weights = tuple(parameters.weights[number] for number in self.part.weights)
+        return self.part.network, parameters._replace(weights=weights)
 
     @property
     def key(self) -> Hashable:

@@ -60,6 +60,8 @@ class StepLoopConfig:
         max_loras: slots for adapters; 0: no row has an adapter.
         max_lora_rank: the largest rank of an adapter.
         adapters: adapters for whose modules there must be room, in addition to all linear layers without experts.
+        layers_at_once: maximum number of layers that a program computes in steps without prefills; see
+            `detjax.models.blocks`. None: all of them.
     """
 
     shapes: BatchShapes
@@ -75,6 +77,7 @@ class StepLoopConfig:
     max_loras: int = 0
     max_lora_rank: int = 16
     adapters: tuple[Adapter, ...] = ()
+    layers_at_once: int | None = None
 
     @property
     def most_drafted(self) -> int:
@@ -166,6 +169,7 @@ class StepLoop:
             runs_of=config.runs_of,
             adapters=adapters,
             depths=guesser.head.depths or () if isinstance(guesser, Draft) else None,
+            layers_at_once=config.layers_at_once,
         )
         # Pages do not hold the state that layers keep in slots, but snapshots may.
         snapshots = None

@@ -14,13 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, Int32, PyTree
+from jaxtyping import Array, Bool, Float, Int32, PyTree
 
 from detjax.engine.batch import BatchShape, StepBatch
 from detjax.engine.packed_batch import Batch, PackedBatch
 from detjax.engine.pooling import pooled_rows
 from detjax.engine.pooling_programs import carry, pool, pool_carried
-from detjax.engine.program import Parameters, StepProgram, model_of, shapes_of
+from detjax.engine.program import ModelPart, Parameters, StepProgram, model_of, shapes_of
 from detjax.engine.sampled_tokens import PackedTokens, SampledTokens
 from detjax.engine.sampling_programs import (
     SCORED_ROWS,
@@ -38,6 +38,7 @@ from detjax.engine.sampling_programs import (
 )
 from detjax.engine.sampling_variant import SamplingVariant, most_likeliest, run_variants
 from detjax.engine.token_masks import all_allowed
+from detjax.models.blocks import Blocks
 from detjax.models.cache import State
 from detjax.models.decoder import Decoder, ImageRows
 from detjax.models.network import Network
@@ -87,6 +88,46 @@ def forward(batch: Batch, state: State, last: Any, depths: tuple[int, ...] | Non
     return StepProgram(_forward, _size_of_layers(shape, has_adapters), args, static, purpose)
 
 
+def in_blocks(batch: Batch) -> bool:
+    """Returns whether a step computes the layers in blocks, if there are any: it has neither prefills nor adapters.
+
+    With prefills, devices take longer than the host.
+    """
+    return not batch.shape.rows and batch.adapters is None
+
+
+def forward_block_key(shape: BatchShape, *, depths: tuple[int, ...] | None = None) -> Hashable:
+    """Returns the key of the result of `forward_block` for a batch of a shape."""
+    return _forward_block.__name__, shape, depths
+
+
+def forward_block(
+    batch: Batch,
+    state: State,
+    last: Any,
+    before: Any,
+    blocks: Blocks,
+    number: int,
+    depths: tuple[int, ...] | None = None,
+) -> StepProgram:
+    """Returns the program that computes a block of the layers for a step that only decodes.
+
+    Args:
+        batch: the step's arrays, without adapters.
+        state: the state of all layers.
+        last: the last token of each slot.
+        before: what the block follows.
+        blocks: the blocks of the layers.
+        number: the number of the block.
+        depths: see `forward`; there must be none.
+    """
+    block = blocks.blocks[number]
+    args = block.of(state), last, batch.for_layers(), before
+    purpose = f"a block of layers: up to {batch.shape.decodes} decodes"
+    part = ModelPart(blocks.network, block.weights)
+    return StepProgram(_forward_block, batch.shape, args, {"depths": depths}, purpose, part=part)
+
+
 def has_runs(shape: BatchShape, most: int) -> bool:
     """Returns whether steps of a shape can form runs, which have `most` decodes at most."""
     return not shape.rows and shape.sampled == shape.decodes <= most
@@ -132,6 +173,18 @@ def put_slot(state: State, slot: int, rows: PyTree) -> StepProgram:
     return StepProgram(_put_slot, _SLOT, (state, np.int32(slot), rows), {}, "snapshots: a slot that gets its rows")
 
 
+class BeforeBlock(NamedTuple):
+    """What a block of layers follows.
+
+    Attributes:
+        x: the residual stream after the previous block; anything if there is none.
+        is_first: whether there is none.
+    """
+
+    x: Float[Array, "N D"]
+    is_first: Bool[Array, ""]
+
+
 class ComputedRows(NamedTuple):
     """The results of the layers for all rows of a step, for drafters that read them.
 
@@ -170,6 +223,7 @@ class StepPrograms:
         depths: see `forward`.
         run_steps: steps of a run.
         samples: whether steps sample tokens. A drafter's model samples in runs alone; it needs all of its programs.
+        blocks: the blocks of layers that steps compute one after another if they only decode; None: all layers at once.
     """
 
     network: Network
@@ -191,11 +245,12 @@ class StepPrograms:
     depths: tuple[int, ...] | None = None
     run_steps: int = RUN_STEPS
     samples: bool = True
+    blocks: Blocks | None = None
 
     @property
     def networks(self) -> tuple[Network, ...]:
         """The networks that the programs are traced for."""
-        return (self.network,)
+        return (self.network,) if self.blocks is None else (self.network, self.blocks.network)
 
     @property
     def mesh(self) -> Mesh | None:
@@ -243,7 +298,13 @@ class StepPrograms:
         alike = [other.shape for other in self.batches if other.shape.rows == shape.rows]
         # Most steps only decode. In steps that prefill, unused room for decodes costs little.
         is_essential = not shape.rows or shape == max(alike)
-        return forward(batch, self.state, self.slots.last, self.depths)._replace(is_essential=is_essential)
+        return self._forward(batch)._replace(is_essential=is_essential)
+
+    def _forward(self, batch: PackedBatch) -> StepProgram:
+        if self.blocks is None or not in_blocks(batch):
+            return forward(batch, self.state, self.slots.last, self.depths)
+        before = BeforeBlock(self._rows(batch.shape.decodes), jax.ShapeDtypeStruct((), bool))
+        return forward_block(batch, self.state, self.slots.last, before, self.blocks, 0, self.depths)
 
     def _sampling(self, batch: PackedBatch) -> Iterator[StepProgram]:
         count, essential = batch.shape.sampled, (self.variants[0], self.variants[-1])
@@ -310,13 +371,10 @@ def _forward(
 
     With `depths`, it also returns the `ComputedRows`.
     """
-    batch = batch.unpacked()
-    decodes = batch.held.shape[0]
-    is_held = batch.held < last.shape[0]
-    tokens = jnp.concatenate([jnp.where(is_held, last[batch.held], batch.token[:decodes]), batch.token[decodes:]])
-    images = batch.images
+    batch, images = batch.unpacked(), batch.images
+    tokens = _tokens(batch, last)
     if images is not None:  # decodes come first
-        padding = (decodes, 0)
+        padding = (batch.held.shape[0], 0)
         images = ImageRows(jnp.pad(images.present, padding), jnp.pad(images.rows, (padding, (0, 0))))
     with model_of(network, parameters) as model:
         model = _adapted(model, batch)
@@ -327,7 +385,43 @@ def _forward(
         else:
             hidden, state = model.hidden_states(tokens, batch.queries, state, images=images)
             streams = ()
-    result = state, hidden[batch.last_row], hidden[decodes:]
+    return state, *_results(batch, tokens, hidden, depths, streams)
+
+
+@functools.partial(compilation.jit, static_argnums=0, donate_argnums=2, static_argnames="depths")
+def _forward_block(
+    network: Network,
+    parameters: Parameters,
+    state: State,
+    last: Int32[Array, "slots"],
+    batch: Batch,
+    before: BeforeBlock,
+    *,
+    depths: tuple[int, ...] | None,
+) -> tuple[Any, ...]:
+    """Returns the residual stream after a block and, as of all layers, the results of `_forward` for it."""
+    batch = batch.unpacked()
+    tokens = _tokens(batch, last)
+    with model_of(network, parameters) as model:
+        hidden, x, state = model.block(tokens, batch.queries, state, *before)
+    return x, state, *_results(batch, tokens, hidden, depths)
+
+
+def _tokens(batch: StepBatch, last: Int32[Array, "slots"]) -> Int32[Array, "N"]:
+    """Returns the token of each row: decodes may have the last one of a slot."""
+    decodes, is_held = batch.held.shape[0], batch.held < last.shape[0]
+    return jnp.concatenate([jnp.where(is_held, last[batch.held], batch.token[:decodes]), batch.token[decodes:]])
+
+
+def _results(
+    batch: StepBatch,
+    tokens: Int32[Array, "N"],
+    hidden: Float[Array, "N D"],
+    depths: tuple[int, ...] | None,
+    streams: Sequence[Float[Array, "N D"]] = (),
+) -> tuple[Any, ...]:
+    """Returns the results of `_forward` after the state."""
+    result = hidden[batch.last_row], hidden[batch.held.shape[0] :]
     if depths is None:
         return result
     return *result, ComputedRows(tokens, hidden, jnp.concatenate(streams, axis=-1) if depths else None)

@@ -207,7 +207,30 @@ class Decoder(nnx.Module):
             inputs, options = (P(), P(), specs, P()), (("rematerialized", rematerialized),)
             return run(self, Call("hidden_states", inputs, (P(), specs), options), tokens, queries, state, images)
         x, _, state = self._run_layers(tokens, queries, state, images, (), rematerialized)
-        return x, state
+        return self.final_norm(x), state
+
+    def block(
+        self,
+        tokens: Int[Array, "*N"],
+        queries: Queries,
+        state: State,
+        x: Float[Array, "*N D"],
+        is_first: Bool[Array, ""],
+    ) -> tuple[Float[Array, "*N D"], Float[Array, "*N D"], State]:
+        """Returns what `hidden_states` does for a block of a decoder's layers, and between the two its residual stream.
+
+        The decoder has the layers of the block alone; see `blocks`.
+
+        Args:
+            tokens: see `hidden_states`, as for the next two.
+            queries: the requests that the tokens belong to.
+            state: the state of the block's layers.
+            x: the residual stream after the previous block.
+            is_first: whether there is none; then `x` is ignored.
+        """
+        before = x, is_first
+        x, _, state = self._run_layers(tokens, queries, state, None, (), rematerialized=False, before=before)
+        return self.final_norm(x), x, state
 
     def hidden_and_residual_states(
         self,
@@ -232,7 +255,8 @@ class Decoder(nnx.Module):
             inputs, outputs, options = (P(), P(), specs, P()), (P(), P(), specs), (("depths", depths),)
             call = Call("hidden_and_residual_states", inputs, outputs, options)
             return run(self, call, tokens, queries, state, images)
-        return self._run_layers(tokens, queries, state, images, depths, rematerialized=False)
+        x, streams, state = self._run_layers(tokens, queries, state, images, depths, rematerialized=False)
+        return self.final_norm(x), streams, state
 
     def _run_layers(
         self,
@@ -242,17 +266,21 @@ class Decoder(nnx.Module):
         images: ImageRows | None,
         depths: tuple[int, ...],
         rematerialized: bool,
+        before: tuple[Float[Array, "*N D"], Bool[Array, ""]] | None = None,
     ) -> tuple[Float[Array, "*N D"], tuple[Float[Array, "*N D"], ...], State]:
-        """Returns the normalized last hidden states, the residual stream at some depths, and the layers' state."""
+        """Returns the residual stream after the layers and at some depths, and the layers' state; see `block`."""
         run_layer = jax.checkpoint(_layer, static_argnums=0) if rematerialized else _layer
         x, present, added = self.embedding(tokens), None, []
+        if before is not None:
+            x = jnp.where(before[1], x, before[0])
         if images is not None:
             present, width = jnp.asarray(images.present), x.shape[-1]
             embedded, *added = jnp.split(jnp.asarray(images.rows), images.rows.shape[-1] // width, axis=-1)
             x = jnp.where(present[..., None], embedded, x)
         columns, written, entering = None, [], dict[int, Array]()
         inputs = None if self.per_layer is None else self.per_layer(tokens, x)
-        layers = zip(self.layers, declarations(self.config), state, strict=True)
+        # A block has fewer layers than the model. Where the model has blocks, the layers of all declare the same.
+        layers = zip(self.layers, declarations(self.config)[: len(self.layers)], state, strict=True)
         for index, (layer, declared, layer_state) in enumerate(layers):
             pages = written[declared.layer] if isinstance(declared, PagesOfLayer) else layer_state
             rows = (x,) if inputs is None else (x, inputs[..., index, :])
@@ -262,7 +290,7 @@ class Decoder(nnx.Module):
             written.append(layer_state if isinstance(declared, PagesOfLayer) else new_state)
             if index < len(added):
                 x, columns = ops.add(x, added[index], mask=present), None
-        return self.final_norm(x), tuple(entering[depth] for depth in depths), tuple(written)
+        return x, tuple(entering[depth] for depth in depths), tuple(written)
 
     @property
     def has_slots(self) -> bool:

@@ -120,6 +120,7 @@ def _loop(name: str, kind: str, guesser: Guesser, sizes: Sizes) -> StepLoop:
         variants=(SamplingVariant(True, 2, adjusted=True, constrained=True, distribution=True),),
         prefix_cache=True,
         speculative=speculative(kind, guesser) if kind else None,
+        layers_at_once=1 if kind else None,  # an engine with guesses has such blocks of larger models
     )
     return StepLoop.for_model(decoder, config, guesser=guesser)
 

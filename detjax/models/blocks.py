@@ -1,0 +1,81 @@
+"""A decoder's layers in equal blocks, which one program computes one after another.
+
+The host can launch the next block while a device computes the previous one. A program of all layers starts when all of
+its launches are known, which takes the host milliseconds.
+"""
+
+import itertools
+from typing import Final, NamedTuple
+
+from flax import nnx
+
+from detjax.models.cache import declarations
+from detjax.models.decoder import Decoder
+from detjax.models.network import Network, Path, split
+from detjax.models.parts.state import PagesOfLayer
+
+_LAYERS: Final = "layers"
+_FEWEST: Final = 4
+"""Blocks have at least this share of the layers that they may have, `1 / _FEWEST`: each one takes a launch."""
+
+
+class Block(NamedTuple):
+    """A block of a decoder's layers.
+
+    Attributes:
+        layers: the indices of its first layer, and of the layer after its last.
+        weights: the numbers of its weights among the decoder's, in the order of the block's network.
+    """
+
+    layers: tuple[int, int]
+    weights: tuple[int, ...]
+
+    def of[T](self, layers: tuple[T, ...]) -> tuple[T, ...]:
+        """Returns what belongs to its layers, given something for each layer of the decoder."""
+        return layers[slice(*self.layers)]
+
+
+class Blocks(NamedTuple):
+    """The blocks of a decoder's layers.
+
+    Attributes:
+        network: each of them: a decoder without the other layers; see `Decoder.block`.
+        blocks: the blocks, in order.
+    """
+
+    network: Network[Decoder]
+    blocks: tuple[Block, ...]
+
+
+def equal_blocks(model: Decoder, most: int) -> Blocks | None:
+    """Returns the fewest equal blocks of up to `most` layers; None if there are none, or the model has no more.
+
+    Layers are equal if they differ in nothing but their weights. The layers of a model on several devices have no
+    blocks, and neither have layers that need more than the residual stream of the layer before.
+    """
+    count = len(model.layers)
+    has_others = any(isinstance(one, PagesOfLayer) for one in declarations(model.config))
+    if count <= most or model.mesh is not None or model.per_layer is not None or has_others:
+        return None
+    network = split(model)[0]
+    for size in range(most, most // _FEWEST, -1):
+        if count % size:
+            continue
+        bounds = list(itertools.pairwise(range(0, count + 1, size)))
+        networks = [_network_of(model, *some) for some in bounds]
+        if all(one is networks[0] for one in networks):
+            return Blocks(networks[0], tuple(_block(network, networks[0], *some) for some in bounds))
+    return None
+
+
+def _network_of(model: Decoder, first: int, end: int) -> Network[Decoder]:
+    block = nnx.merge(*nnx.split(model))
+    block.layers = nnx.List(list(block.layers)[first:end])
+    return split(block)[0]
+
+
+def _block(network: Network[Decoder], of_block: Network[Decoder], first: int, end: int) -> Block:
+    def in_model(path: Path) -> Path:
+        return (_LAYERS, path[1] + first, *path[2:]) if path[0] == _LAYERS else path
+
+    return Block((first, end), tuple(network.paths.index(in_model(path)) for path in of_block.paths))

@@ -1,0 +1,135 @@
+"""Steps that compute the layers in blocks have the bits of steps that compute them at once."""
+
+import dataclasses
+import itertools
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from detjax.bench import presets
+from detjax.engine import (
+    BatchShapes,
+    EngineConfig,
+    Request,
+    SamplingParams,
+    SamplingVariant,
+    SpeculativeConfig,
+    StepLoop,
+    StepLoopConfig,
+)
+from detjax.engine import Sequence as Sample
+from detjax.engine.batch import BatchShape
+from detjax.engine.drafts.drafter import Drafter
+from detjax.engine.program_compiler import ProgramCompiler
+from detjax.engine.request_reader import RequestReader
+from detjax.models import AdapterConfig, Decoder, new_adapter
+from tests.support.compiled_programs import compiled_programs
+from tests.support.kept_programs import no_kept_programs
+
+_NUM_PAGES = itertools.count(5)
+MOST = 2
+
+
+@pytest.fixture(scope="module")
+def model() -> Decoder:
+    return presets.decoder("tiny", 4)
+
+
+class Constant(Drafter):
+    """A drafter whose guesses are seldom right."""
+
+    def propose(self, wanted: Mapping[Sample, int]) -> dict[Sample, Seq[int]]:
+        """Returns the same token for all."""
+        return {sample: [7] * most for sample, most in wanted.items()}
+
+
+def new_loop(model: Decoder, num_pages: int, layers_at_once: int | None, max_loras: int = 0) -> StepLoop:
+    """A loop of two slots that always guesses; programs of other numbers of pages are others."""
+    config = StepLoopConfig(
+        shapes=BatchShapes.for_chunks(2, 16, mixes=True, drafts=MOST, decodes_guesses=True),
+        num_pages=num_pages,
+        pages_per_sequence=1,
+        variants=(SamplingVariant(False, 0),),
+        speculative=SpeculativeConfig(method="ngram", num_speculative_tokens=MOST),
+        max_loras=max_loras,
+        max_lora_rank=2,
+        layers_at_once=layers_at_once,
+    )
+    loop = StepLoop.for_model(model, config)
+    assert loop.drafting is not None
+    loop.drafting.drafter, loop.drafting._lengths = Constant(), lambda sequences, acceptance: MOST
+    return loop
+
+
+def answers(loop: StepLoop, model: Decoder, adapter: Any = None) -> list[Any]:
+    reader = RequestReader(model, None, EngineConfig(max_length=64))
+    params = SamplingParams(max_tokens=12, temperature=0.7, seed=3, ignore_eos=True)
+    requests = [Request(prompt, params) for prompt in ([5], [*range(40, 60)])]
+    samples: list[Sample] = [one for request in requests for one in reader.samples_of("r", request, is_streamed=False)]
+    if adapter is not None:
+        for sample in samples:
+            sample.context = dataclasses.replace(sample.context, adapter=adapter)
+    for sample in samples:
+        loop.submit(sample)
+    while not loop.is_idle:
+        loop.step()
+    return [sample.completion() for sample in samples]
+
+
+def blocks_run(loop: StepLoop) -> list[int]:
+    """The numbers of decodes of steps in blocks, which the loop notes from now on."""
+    runner, sizes = loop._runner, list[int]()
+    forward = runner._forward_in_blocks
+
+    def noted(batch: Any, blocks: Any) -> Any:
+        sizes.append(batch.shape.decodes)
+        return forward(batch, blocks)
+
+    runner._forward_in_blocks = noted
+    return sizes
+
+
+def test_steps_in_blocks_have_the_same_bits_and_need_no_program_at_a_later_start(
+    model: Decoder, tmp_path: Path
+) -> None:
+    pages = next(_NUM_PAGES)
+    expected = answers(new_loop(model, pages, None), model)
+    with no_kept_programs():
+        jax.clear_caches()  # a program for a CPU that has run cannot be serialized
+        new_loop(model, pages, 2).warm_up(ProgramCompiler(tmp_path / "programs", processes=0))
+    jax.clear_caches()
+    loop = new_loop(model, pages, 2)
+    with compiled_programs() as compiled:
+        loop.warm_up(ProgramCompiler(tmp_path / "programs", processes=0))
+        assert loop._runner.has_layers(BatchShape(6, 0, 0, 6))
+        sizes = blocks_run(loop)
+        assert answers(loop, model) == expected
+    assert not [name for name in compiled if "_forward" in name or "_sample" in name], compiled
+    assert len(sizes) > 5 and {2, 6} >= {*sizes}
+    assert loop.drafting is not None and loop.drafting.proposed > 5
+
+
+def test_rows_with_adapters_are_computed_at_once_and_others_in_blocks(model: Decoder) -> None:
+    pages, adapter = next(_NUM_PAGES), new_adapter(model, AdapterConfig(rank=2, alpha=4.0, targets="all-linear"))
+    factors = {name: one._replace(b=np.ones_like(one.b)) for name, one in adapter.factors.items()}
+    adapter = dataclasses.replace(adapter, factors=factors)
+    at_once, in_blocks = (new_loop(model, pages, most, max_loras=1) for most in (None, 2))
+    sizes = blocks_run(in_blocks)
+    for one in (adapter, None):
+        assert answers(in_blocks, model, one) == answers(at_once, model, one)
+        assert bool(sizes) == (one is None)
+
+
+def test_a_loop_that_has_slept_computes_blocks_again(model: Decoder) -> None:
+    loop = new_loop(model, next(_NUM_PAGES), 2)
+    expected = answers(loop, model)
+    loop.sleep(keeps_weights=True)
+    assert not loop._runner._before_first
+    loop.wake_weights()
+    loop.wake_state()
+    assert answers(loop, model) == expected
