@@ -1,6 +1,7 @@
 """Step batches: the arrays of a step, in one of the few shapes that programs are compiled for."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -29,9 +30,12 @@ _DRAFTED_ROWS = 128, 512
 _DRAFTED_SAMPLES = 128
 """Rows to sample from in further steps of such an engine: 16 sequences with 7 guesses have as many. Each costs a row of
 logits."""
-_DRAFTED_DECODES = 32, 128
-"""Decodes of further steps of a serving engine whose guesses are decodes: 4 and 16 sequences verify 7 guesses in as
-many."""
+_DRAFTED_DECODES = (128,)
+"""Decodes of further steps of a serving engine whose guesses are decodes, for sequences with different numbers of
+guesses."""
+_DRAFTED_SEQUENCES = (1, 4, 8, 16), (32, 64)
+"""Sequences of further steps of such an engine, whose requests are sequences with their guesses: with as many as a
+sequence may have, and with half as many."""
 _MAX_ROWS = 8192
 """Maximum rows of a step with prefills if the caller fixes only the length of chunks."""
 _BIASED: Final = 512
@@ -48,19 +52,42 @@ class BatchShape:
         rows: capacity for rows of prefill chunks.
         prefills: capacity for prefill chunks.
         sampled: capacity for all chunks together; each may sample a token, and one more after each guessed token.
+        queries: decodes of each request. With more than one, a request is a sequence with its guesses: attention reads
+            the sequence's keys once for all of them.
     """
 
     decodes: int
     rows: int
     prefills: int
     sampled: int
+    queries: int = 1
+
+    @property
+    def decoding(self) -> int:
+        """Capacity for requests that decode."""
+        return self.decodes // self.queries
+
+    @property
+    def requests(self) -> int:
+        """Capacity for all requests of the queries."""
+        return self.decoding + self.prefills
 
     @classmethod
-    def needed_by(cls, step: ScheduledStep) -> "BatchShape":
-        """Returns the smallest capacities that a step needs."""
+    def needed_by(cls, step: ScheduledStep, queries: int = 1) -> "BatchShape | None":
+        """Returns the smallest capacities that a step needs; None if it has no guesses for requests of several decodes.
+
+        Args:
+            step: the step.
+            queries: decodes of each request.
+        """
         rows = sum(padded_rows(chunk.count) for chunk in step.prefills)
         decodes = sum(chunk.count for chunk in step.decodes)
-        return cls(decodes, rows, len(step.prefills), decodes + sum(chunk.sampled for chunk in step.prefills))
+        sampled = decodes + sum(chunk.sampled for chunk in step.prefills)
+        if queries > 1:
+            if not 1 < max((chunk.count for chunk in step.decodes), default=0) <= queries:
+                return None
+            decodes = len(step.decodes) * queries
+        return cls(decodes, rows, len(step.prefills), sampled, queries)
 
     def fits(self, needed: "BatchShape") -> bool:
         """Returns whether all capacities are at least as large as needed."""
@@ -79,7 +106,7 @@ class BatchShapes:
         """A set of shapes in which every step within the limits fits."""
         self.limits = limits
         # Prefill rows cost more than decodes, so the shape with the fewest rows is the cheapest.
-        self._shapes = sorted(shapes, key=lambda shape: (shape.rows, shape.decodes))
+        self._shapes = sorted(shapes, key=lambda shape: (shape.rows, shape.decodes, -shape.queries))
 
     @classmethod
     def for_serving(
@@ -120,6 +147,13 @@ class BatchShapes:
             return BatchShape(count, rows, prefills.get(rows, 0), next(size for size in sampled if size >= chunks))
 
         shapes = [shape(count, 0) for count in decodes]
+        if decodes_guesses and drafted:
+            shapes += [
+                BatchShape(queries * count, 0, 0, next(size for size in sampled if size >= queries * count), queries)
+                for queries, sequences in zip((1 + drafts, 1 + drafts // 2), _DRAFTED_SEQUENCES, strict=True)
+                for count in sorted({min(count, slots) for count in sequences})
+                if queries > 1 and (queries - 1) * count <= drafted
+            ]
         shapes += [shape(count, rows) for rows in prefills for count in decodes_with_prefills]
         rows = max(prefills)
         limits = StepLimits(
@@ -165,8 +199,12 @@ class BatchShapes:
 
     def smallest(self, step: ScheduledStep, is_ready: Callable[[BatchShape], bool] = lambda _: True) -> BatchShape:
         """Returns the cheapest ready shape that a step fits into."""
-        needed = BatchShape.needed_by(step)
-        return next(shape for shape in self._shapes if shape.fits(needed) and is_ready(shape))
+        needed = functools.cache(functools.partial(BatchShape.needed_by, step))
+        return next(
+            shape
+            for shape in self._shapes
+            if (least := needed(shape.queries)) is not None and shape.fits(least) and is_ready(shape)
+        )
 
 
 def _sizes(first: int, last: int) -> list[int]:
@@ -288,5 +326,7 @@ class StepBatch(NamedTuple):
     @property
     def shape(self) -> BatchShape:
         """The shape that the step's programs are compiled for."""
-        decodes, chunks = len(self.held), len(self.queries.start)
-        return BatchShape(decodes, len(self.token) - decodes, chunks - decodes, len(self.slot))
+        decodes, queries = len(self.held), self.queries
+        assert queries.first_row is not None
+        sizes = decodes, len(self.token) - decodes, len(queries.first_row), len(self.slot)
+        return BatchShape(*sizes, queries.decode_queries)

@@ -76,8 +76,9 @@ class PackedBatch:
     def shape(self) -> BatchShape:
         """The shape that the step's programs are compiled for."""
         layers: Any = self.layers.layout.tree
-        decodes, chunks = len(layers.held), len(layers.queries.start)
-        return BatchShape(decodes, len(layers.token) - decodes, chunks - decodes, len(layers.last_row))
+        decodes, queries = len(layers.held), layers.queries
+        sizes = decodes, len(layers.token) - decodes, len(queries.first_row), len(layers.last_row)
+        return BatchShape(*sizes, queries.decode_queries)
 
     def for_layers(self) -> "PackedBatch":
         """Returns the batch without what only sampling needs: one program of the layers serves all kinds of it."""

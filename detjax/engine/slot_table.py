@@ -104,7 +104,7 @@ class SlotTable:
 
         def by_request(values: np.ndarray) -> np.ndarray:
             """Scatters values per request of a chunk to the requests of the queries."""
-            result = np.zeros((shape.decodes + shape.prefills, *values.shape[1:]), values.dtype)
+            result = np.zeros((shape.requests, *values.shape[1:]), values.dtype)
             result[requests] = values
             return result
 
@@ -119,9 +119,10 @@ class SlotTable:
         queries = Queries.packed(
             by_request(self._page_table[slots[chunk]]),
             by_request(starts[chunk] + offset),
-            by_request(np.where(requests < shape.decodes, np.int32(1), counts[chunk])),
-            decodes=shape.decodes,
+            by_request(np.where((requests < shape.decodes) & (shape.queries == 1), np.int32(1), counts[chunk])),
+            decodes=shape.decoding,
             rows=shape.rows,
+            decode_queries=shape.queries,
         )
         if self._named_in_queries:
             queries = dataclasses.replace(queries, slots=by_request(slots[chunk]))
@@ -150,7 +151,7 @@ class SlotTable:
         queries, sampling = batch.queries, batch.sampling
         assert queries.rows is not None
         by_chunk = starts - arrangement.starts
-        moved = np.zeros(shape.decodes + shape.prefills, np.int32)
+        moved = np.zeros(shape.requests, np.int32)
         moved[requests] = by_chunk[chunk]
         page_table = np.zeros_like(queries.page_table)
         page_table[requests] = self._page_table[slots[chunk]]
@@ -187,7 +188,7 @@ class SlotTable:
     def _tokens(self, step: ScheduledStep, shape: BatchShape) -> np.ndarray:
         """Returns the token ids that the host knows."""
         token = np.zeros(shape.decodes + shape.rows, np.int32)
-        for row, chunk in _rows_of_decodes(step):
+        for row, chunk in _rows_of_decodes(step, shape):
             if not chunk.sequence.is_held:
                 token[row] = chunk.sequence.tokens[chunk.start]
             if chunk.drafted:
@@ -200,7 +201,10 @@ class SlotTable:
         """Returns the slots that hold the tokens of decodes."""
         held = np.zeros(shape.decodes, np.int32)
         is_held = np.array([chunk.sequence.is_held for chunk in step.decodes], bool)
-        chunk, offset = members(_tokens_of_decodes(step))
+        if shape.queries > 1:
+            chunk, offset = members(np.full(len(step.decodes), shape.queries, np.int32))
+        else:
+            chunk, offset = members(_tokens_of_decodes(step))
         # The host knows guesses.
         held[: len(chunk)] = np.where(is_held[chunk] & (offset == 0), slots[chunk], self.slots)
         return held
@@ -259,7 +263,9 @@ class _SampledRows(NamedTuple):
 
 
 class _Requests(NamedTuple):
-    """The requests of the queries of a step's chunks. A decode with guesses is as many requests of one query.
+    """The requests of the queries of a step's chunks.
+
+    A decode with guesses is as many requests of one query, unless the shape's requests have several decodes.
 
     Attributes:
         number: the number of each request. The requests of prefills begin after the capacity for decodes.
@@ -274,9 +280,10 @@ class _Requests(NamedTuple):
     @classmethod
     def for_chunks(cls, step: ScheduledStep, shape: BatchShape) -> "_Requests":
         """Returns the requests of a step's chunks, in their order."""
-        chunk, offset = members(np.concatenate([_tokens_of_decodes(step), np.ones(len(step.prefills), np.int32)]))
+        decodes = _tokens_of_decodes(step) if shape.queries == 1 else np.ones(len(step.decodes), np.int32)
+        chunk, offset = members(np.concatenate([decodes, np.ones(len(step.prefills), np.int32)]))
         number = np.arange(len(chunk), dtype=np.int32)
-        number[len(chunk) - len(step.prefills) :] = shape.decodes + np.arange(len(step.prefills))
+        number[len(chunk) - len(step.prefills) :] = shape.decoding + np.arange(len(step.prefills))
         return cls(number, chunk, offset)
 
 
@@ -300,7 +307,7 @@ class _Arrangement(NamedTuple):
 
 def _last_rows(step: ScheduledStep, shape: BatchShape) -> Int32[np.ndarray, "chunks"]:
     """Returns the row of each chunk's last token."""
-    rows = itertools.chain(_rows_of_decodes(step), _rows_of_prefills(step, shape))
+    rows = itertools.chain(_rows_of_decodes(step, shape), _rows_of_prefills(step, shape))
     return np.array([row + chunk.count - 1 for row, chunk in rows], np.int32)
 
 
@@ -314,7 +321,7 @@ def _steps(step: ScheduledStep, shape: BatchShape) -> Int32[np.ndarray, "decodes
 def _coordinates(step: ScheduledStep, shape: BatchShape, count: int) -> Int32[np.ndarray, "N A"]:
     """Returns the coordinates of each token: its position or, in prompts with images, its place in their layout."""
     result = np.zeros((shape.decodes + shape.rows, count), np.int32)
-    for row, chunk in _rows_of_decodes(step):
+    for row, chunk in _rows_of_decodes(step, shape):
         images = chunk.sequence.context.images
         first = chunk.start + (0 if images is None else images.excess)
         result[row : row + chunk.count] = np.arange(first, first + chunk.count)[:, None]
@@ -329,7 +336,7 @@ def _coordinates(step: ScheduledStep, shape: BatchShape, count: int) -> Int32[np
 
 def no_adapters(shape: BatchShape) -> Int32[np.ndarray, "requests"]:
     """Returns the slots of adapters of a batch whose requests have none."""
-    return np.full(shape.decodes + shape.prefills, NO_ADAPTER, np.int32)
+    return np.full(shape.requests, NO_ADAPTER, np.int32)
 
 
 def _adapter_slots(step: ScheduledStep, requests: _Requests, shape: BatchShape) -> Int32[np.ndarray, "requests"]:
@@ -357,12 +364,12 @@ def _image_rows(step: ScheduledStep, shape: BatchShape) -> ImageRows | None:
     return ImageRows(present, rows)
 
 
-def _rows_of_decodes(step: ScheduledStep) -> Iterator[tuple[int, ScheduledChunk]]:
+def _rows_of_decodes(step: ScheduledStep, shape: BatchShape) -> Iterator[tuple[int, ScheduledChunk]]:
     """Yields the first row of each decode chunk, and the chunk. Its guesses have the next rows."""
     row = 0
     for chunk in step.decodes:
         yield row, chunk
-        row += chunk.count
+        row += chunk.count if shape.queries == 1 else shape.queries
 
 
 def _tokens_of_decodes(step: ScheduledStep) -> Int32[np.ndarray, "_"]:

@@ -83,9 +83,13 @@ def forward(batch: Batch, state: State, last: Any, depths: tuple[int, ...] | Non
     # The layers do not depend on sampling: their program is the same with and without adjustments.
     args = state, last, batch.for_layers()
     adapters = ", with adapters" if has_adapters else ""
-    purpose = f"layers: up to {shape.decodes} decodes{prefills}{adapters}"
+    purpose = f"layers: up to {_decodes_of(shape)}{prefills}{adapters}"
     static = {} if depths is None else {"depths": depths}
     return StepProgram(_forward, _size_of_layers(shape, has_adapters), args, static, purpose)
+
+
+def _decodes_of(shape: BatchShape) -> str:
+    return f"{shape.decodes} decodes" + (f", {shape.queries} of each sequence" if shape.queries > 1 else "")
 
 
 def in_blocks(batch: Batch) -> bool:
@@ -123,14 +127,14 @@ def forward_block(
     """
     block = blocks.blocks[number]
     args = block.of(state), last, batch.for_layers(), before
-    purpose = f"a block of layers: up to {batch.shape.decodes} decodes"
+    purpose = f"a block of layers: up to {_decodes_of(batch.shape)}"
     part = ModelPart(blocks.network, block.weights)
     return StepProgram(_forward_block, batch.shape, args, {"depths": depths}, purpose, part=part)
 
 
 def has_runs(shape: BatchShape, most: int) -> bool:
     """Returns whether steps of a shape can form runs, which have `most` decodes at most."""
-    return not shape.rows and shape.sampled == shape.decodes <= most
+    return not shape.rows and shape.queries == 1 and shape.sampled == shape.decodes <= most
 
 
 def decode_run_key(

@@ -154,8 +154,8 @@ class PackedRows:
 class Queries:
     """The positions of a call's queries in their requests, and the pages of the requests.
 
-    Queries are *rectangular*, `[B, T, H, K]`, T per request, or *packed*, `[N, H, K]`: first one query of each decoding
-    request, then any number of queries of each prefilling request. `Queries.packed` makes packed queries.
+    Queries are *rectangular*, `[B, T, H, K]`, T per request, or *packed*, `[N, H, K]`: first `decode_queries` rows of
+    each decoding request, then any number of queries of each prefilling request. `Queries.packed` makes packed queries.
 
     Attributes:
         page_table: the page of each block of tokens of each request. Entries after a request's length are not read.
@@ -170,6 +170,8 @@ class Queries:
             `detjax.operands.linear_attention_state`.
         coordinates: the coordinates of each query for a rotary embedding with sections, `[B, T, A]` or packed
             `[N, A]`, as in prompts with images; None: its absolute position, in all sections.
+        decode_queries: for packed queries, the rows of each decoding request: its queries, then padding. Attention
+            reads the keys of a request once for all of them.
 
     Example:
         >>> queries = ops.Queries(ops.contiguous_page_table(1, 5), start=jnp.array([0]), length=jnp.array([5]))
@@ -185,6 +187,7 @@ class Queries:
     rows: PackedRows | None = None
     slots: Int[Arrays, "B"] | None = None
     coordinates: Int[Arrays, "*N A"] | None = None
+    decode_queries: int = dataclasses.field(default=1, metadata={"static": True})
 
     @staticmethod
     def packed(
@@ -194,15 +197,17 @@ class Queries:
         *,
         decodes: int,
         rows: int,
+        decode_queries: int = 1,
     ) -> "Queries":
         """Returns packed queries whose own keys come last in the cache, computed on the host.
 
         Args:
             page_table: page table of the decoding requests, then of the prefilling ones.
             start: absolute position of each request's first query.
-            count: queries of each request, which may be 0; at most 1 for decoding requests.
+            count: queries of each request, which may be 0; at most `decode_queries` for decoding requests.
             decodes: number of decoding requests.
             rows: number of rows of the queries' array after the decode rows.
+            decode_queries: number of rows of each decoding request.
 
         Raises:
             ValueError: the queries need more rows.
@@ -215,15 +220,21 @@ class Queries:
                 f"Queries.packed: {rows} rows for prefills of {count[decodes:].tolist()} queries; accepted: at least "
                 f"{first_row[-1] + count[-1]}, because each begins at a multiple of {QUERY_UNIT}"
             )
-        request, position, present = (np.zeros(decodes + rows, np.int32) for _ in range(3))
-        firsts = np.concatenate([np.arange(decodes), decodes + first_row])
+        decode_rows = decodes * decode_queries
+        request, position, present = (np.zeros(decode_rows + rows, np.int32) for _ in range(3))
+        firsts = np.concatenate([np.arange(0, decode_rows, decode_queries), decode_rows + first_row])
         # Vectorized, because a loop would take 2 ms of a step with a thousand requests.
         index, offset = members(count)
         row = firsts[index] + offset
         request[row], position[row], present[row] = index, start[index] + offset, 1
         requests: Any = {"page_table": page_table, "start": start, "length": start + count, "count": count}
         by_row: Any = {"request": request, "position": position, "present": present}
-        return Queries(**requests, first_row=first_row, rows=PackedRows(**by_row))  # pyright: ignore[reportArgumentType]
+        return Queries(
+            **requests,
+            first_row=first_row,  # pyright: ignore[reportArgumentType]
+            rows=PackedRows(**by_row),
+            decode_queries=decode_queries,
+        )
 
     @property
     def num_decodes(self) -> int:
@@ -233,7 +244,7 @@ class Queries:
 
     def later(self, tokens: Int[Array, ""], is_active: Bool[Array, "decodes"]) -> "Queries":
         """Advances packed queries that all decode by a number of tokens; inactive ones become padding."""
-        assert self.rows is not None and self.count is not None
+        assert self.rows is not None and self.count is not None and self.decode_queries == 1
 
         def moved(x: Arrays) -> Array:
             return jnp.where(is_active, jnp.asarray(x) + tokens, 0)
@@ -258,6 +269,7 @@ class Queries:
         slots = None if self.slots is None else self.slots[requests]
         table, start, length = (x[requests] for x in (self.page_table, self.start, self.length))
         changed: Any = {"count": count, "first_row": first_row, "rows": None, "slots": slots, "coordinates": None}
+        changed["decode_queries"] = 1
         return dataclasses.replace(self, page_table=table, start=start, length=length, **changed)
 
     def row_by_row(self) -> "Queries":
@@ -275,6 +287,7 @@ class Queries:
             rows=None,
             slots=None,
             coordinates=None if self.coordinates is None else self.coordinates[:, None],
+            decode_queries=1,
         )
 
 

@@ -172,7 +172,7 @@ class RequestRows(NamedTuple):
             decodes = queries.num_decodes
             prefills = decodes + jnp.asarray(queries.first_row, jnp.int32)
             first = jnp.concatenate([jnp.arange(decodes, dtype=jnp.int32), prefills])
-            assert queries.count is not None
+            assert queries.count is not None and queries.decode_queries == 1
             count, most = queries.count, TokenLimits(decodes, shape[0] - decodes)
         count = jnp.clip(length - start, 0, jnp.asarray(count, jnp.int32))
         slots = jnp.arange(requests, dtype=jnp.int32) if queries.slots is None else queries.slots

@@ -95,9 +95,10 @@ def attention(  # noqa: PLR0913
 
 
 def _packed(operands: AttentionOperands, sinks_sum: Array | None, masking: Masking) -> Array:
-    """Computes decode rows as rectangular queries of one token, and prefill rows as ragged queries."""
+    """Computes decode rows as rectangular queries, and prefill rows as ragged queries."""
     q, queries = operands.q, operands.queries
     decodes, outputs = queries.num_decodes, []
+    rows = decodes * queries.decode_queries
     if decodes and sinks_sum is not None:
         raise NotImplementedError(
             f"attention: sinks is an AccumulatedWeight with a sum, and queries.num_decodes is {decodes}; accepted: 0, "
@@ -108,10 +109,12 @@ def _packed(operands: AttentionOperands, sinks_sum: Array | None, masking: Maski
         return _attention(operands, sinks_sum, masking)
 
     if decodes:
-        decoding = operands._replace(q=q[:decodes, None], queries=queries.decoding())
-        outputs.append(_ATTENTION.call(under_contract, decoding, masking=masking)[:, 0])
+        by_request = q[:rows].reshape(decodes, queries.decode_queries, *q.shape[1:])
+        decoding = operands._replace(q=by_request, queries=queries.decoding())
+        output = _ATTENTION.call(under_contract, decoding, masking=masking)
+        outputs.append(output.reshape(rows, *output.shape[2:]))
     if decodes < queries.page_table.shape[0]:
-        prefilling = operands._replace(q=q[decodes:], queries=queries.prefilling())
+        prefilling = operands._replace(q=q[rows:], queries=queries.prefilling())
         outputs.append(_RAGGED_ATTENTION.call(under_contract, prefilling, masking=masking))
     return outputs[0] if len(outputs) == 1 else jnp.concatenate(outputs)
 

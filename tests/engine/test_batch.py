@@ -152,6 +152,34 @@ def test_guesses_of_a_decode_are_decodes_of_the_same_pages() -> None:
     assert batch.drafted.guesses[2].tolist()[:2] == [50, 60] and batch.drafted.guesses[5, 0] == 70
 
 
+def test_a_sequence_with_its_guesses_may_be_one_request() -> None:
+    first, second, _ = STEP.decodes
+    guessing = dataclasses.replace(first, count=3, drafted=2, drafts=(50, 60))
+    crossing = dataclasses.replace(
+        chunk(PROMPT, 3, 199, 1, is_held=True, is_decode=True), count=2, drafted=1, drafts=(70,)
+    )
+    step = ScheduledStep((guessing, second, crossing))
+    shape = BatchShape(decodes=16, rows=0, prefills=0, sampled=8, queries=4)
+    batch = batch_of(step, shape, table={"drafts": 3, "coordinates": 2})
+    assert batch.shape == PackedBatch.on_host(batch).shape == shape
+    assert BatchShape.needed_by(step, 4) == BatchShape(12, 0, 0, 6, 4)
+    assert BatchShape.needed_by(step, 2) is None and BatchShape.needed_by(ScheduledStep((second,)), 4) is None
+    assert batch.token.tolist() == [0, 50, 60, 0, 299, 0, 0, 0, 0, 70, 0, 0, 0, 0, 0, 0]
+    assert batch.held.tolist() == [4, 6, 6, 6, 6, 6, 6, 6, 3, 6, 6, 6, 0, 0, 0, 0]
+    assert batch.queries.start.tolist() == [3, 199, 199, 0]
+    assert batch.queries.length.tolist() == [6, 200, 201, 0]
+    assert batch.queries.count.tolist() == [3, 1, 2, 0]
+    assert batch.queries.rows.present.tolist() == [1, 1, 1, 0, 1, 0, 0, 0, 1, 1, *[0] * 6]
+    assert batch.queries.rows.position.tolist() == [3, 4, 5, 0, 199, 0, 0, 0, 199, 200, *[0] * 6]
+    assert [table[:2] for table in batch.queries.page_table.tolist()[:3]] == [[24, 0], [21, 31], [23, 33]]
+    assert batch.queries.coordinates[[0, 1, 2, 4, 8, 9], 1].tolist() == [3, 4, 5, 199, 199, 200]
+    # Rows to sample from are side by side.
+    assert batch.last_row.tolist() == [0, 1, 2, 4, 8, 9, 0, 0]
+    assert batch.slot.tolist() == [4, 4, 4, 1, 3, 3, 6, 6]
+    assert batch.sampling.position.tolist() == [4, 5, 6, 200, 200, 201, 0, 0]
+    assert batch.drafted.offset.tolist() == [0, 1, 2, 0, 0, 1, 0, 0]
+
+
 def test_each_row_is_sampled_for_its_position_with_the_parameters_of_its_sequence() -> None:
     batch = batch_of(STEP, SHAPE)
     assert batch.sampling.position.tolist() == [4, 200, 151, 131, 2, 0]

@@ -454,13 +454,13 @@ def test_chosen_chunks_have_two_shapes_that_share_their_sampling_program(slots: 
 
 def test_the_shapes_of_a_serving_engine_grow_by_four() -> None:
     # Capacities for decodes, rows of prefills, prefills, and samples.
-    assert [dataclasses.astuple(shape) for shape in BatchShapes.for_serving(5, 300)] == [
+    assert [dataclasses.astuple(shape)[:4] for shape in BatchShapes.for_serving(5, 300)] == [
         (1, 0, 0, 1),
         (4, 0, 0, 4),
         (5, 0, 0, 5),
         *[(decodes, rows, 5, 5) for rows in (64, 256, 304) for decodes in (0, 1, 5)],
     ]
-    assert [dataclasses.astuple(shape) for shape in BatchShapes.for_serving(2, 3)] == [
+    assert [dataclasses.astuple(shape)[:4] for shape in BatchShapes.for_serving(2, 3)] == [
         (1, 0, 0, 1),
         (2, 0, 0, 2),
         (0, 8, 1, 1),
@@ -507,13 +507,38 @@ def test_guesses_of_many_sequences_have_a_shape_without_many_empty_rows(count: i
     assert shapes.limits.drafts >= 5 * count
 
 
-@pytest.mark.parametrize(("count", "decodes"), [(1, 16), (5, 32), (8, 64), (16, 128), (32, 256), (64, 576)])
-def test_guesses_that_are_decodes_have_a_shape_without_many_empty_rows(count: int, decodes: int) -> None:
+@pytest.mark.parametrize(
+    ("count", "guesses", "expected"),
+    [
+        (1, 7, (8, 16, 8)),
+        (1, 1, (4, 4, 1)),
+        (4, 5, (32, 64, 8)),
+        (5, 5, (64, 64, 8)),
+        (16, 7, (128, 128, 8)),
+        (17, 5, (128, 128, 1)),  # sequences with as many guesses would take 32 x 8 rows
+        (32, 3, (128, 128, 4)),
+        (33, 3, (256, 256, 4)),
+        (64, 3, (256, 256, 4)),
+        (32, 5, (256, 256, 1)),
+        (64, 5, (576, 576, 1)),
+    ],
+)
+def test_guesses_that_are_decodes_have_a_shape_without_many_empty_rows(
+    count: int, guesses: int, expected: tuple[int, int, int]
+) -> None:
     shapes = BatchShapes.for_serving(256, 2048, 7, decodes_guesses=True)
-    assert len(list(shapes)) <= 30
-    drafted = [ScheduledChunk(sequence((1,)), 0, 6, True, True, drafted=5) for _ in range(count)]
-    assert shapes.smallest(ScheduledStep(tuple(drafted))) == BatchShape(decodes, 0, 0, decodes)
-    # Steps with all guesses and prefills that the limits allow have a shape, too.
+    assert len(list(shapes)) <= 35 and {shape.sampled for shape in shapes} == {1, 4, 16, 64, 128, 256, 576}
+    drafted = [ScheduledChunk(sequence((1,)), 0, 1 + guesses, True, True, drafted=guesses) for _ in range(count)]
+    decodes, sampled, queries = expected
+    assert shapes.smallest(ScheduledStep(tuple(drafted))) == BatchShape(decodes, 0, 0, sampled, queries)
+    # One sequence without guesses takes as many rows; without any guesses, each takes one.
+    one = ScheduledChunk(sequence((1,)), 0, 1, True, True)
+    assert shapes.smallest(ScheduledStep((*drafted[1:], one))).decodes <= decodes
+    assert shapes.smallest(ScheduledStep((one,) * count)).queries == 1
+
+
+def test_all_guesses_and_prefills_that_the_limits_allow_have_a_shape() -> None:
+    shapes = BatchShapes.for_serving(256, 2048, 7, decodes_guesses=True)
     limits, one = shapes.limits, ScheduledChunk(sequence((1,)), 0, 1, True, True)
     rest = [one] * (limits.slots - 46)
     full = [dataclasses.replace(one, count=8, drafted=7)] * 45 + [dataclasses.replace(one, count=6, drafted=5)]

@@ -1,6 +1,7 @@
 """Queries and pages: borders of packing, parts of packed queries, and the places of new tokens."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +42,23 @@ def test_parts_of_packed_queries_have_their_own_requests_and_slots() -> None:
     assert decoding.first_row is None and decoding.count is None
     np.testing.assert_array_equal(prefilling.first_row, [0, 16])
     np.testing.assert_array_equal(prefilling.count, [9, 3])
+
+
+def test_a_decoding_request_may_have_several_rows() -> None:
+    start, count = np.array([7, 0, 130], np.int32), np.array([3, 0, 4], np.int32)
+    queries = Queries.packed(TABLE[:3], start, count, decodes=3, rows=0, decode_queries=4)
+    rows: Any = queries.rows
+    assert queries.num_decodes == 3 and queries.decode_queries == 4
+    assert rows.present.tolist() == [1, 1, 1, 0, 0, 0, 0, 0, 1, 1, 1, 1]
+    present = rows.present > 0
+    assert rows.request[present].tolist() == [0] * 3 + [2] * 4
+    assert rows.position[present].tolist() == [7, 8, 9, 130, 131, 132, 133]
+    decoding = queries.decoding()
+    assert decoding.decode_queries == 1 and decoding.first_row is None
+    np.testing.assert_array_equal(decoding.length, start + count)
+    single = queries.row_by_row()
+    assert single.decode_queries == 1
+    np.testing.assert_array_equal(np.asarray(single.start)[present], rows.position[present])
 
 
 def test_each_packed_row_is_a_request_of_one_query() -> None:

@@ -112,7 +112,9 @@ def _loop(name: str, kind: str, guesser: Guesser, sizes: Sizes) -> StepLoop:
     )
     # Each shape has its own programs, which on a GPU take tens of seconds to compile.
     decodes = sampled if decodes_guesses else slots
-    shapes = BatchShape(slots, 0, 0, slots), BatchShape(decodes, sizes.rows, slots, sampled)
+    shapes = [BatchShape(slots, 0, 0, slots), BatchShape(decodes, sizes.rows, slots, sampled)]
+    if drafts and decodes_guesses:
+        shapes.append(BatchShape(sampled, 0, 0, sampled, queries=1 + drafts))
     config = StepLoopConfig(
         shapes=BatchShapes(shapes, limits),
         num_pages=slots * PAGES,

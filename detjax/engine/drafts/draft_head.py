@@ -118,7 +118,7 @@ class HeadDrafter(Drafter):
         self, step: ScheduledStep, steps: Int32[np.ndarray, "decodes"], *, is_filtered: bool
     ) -> Int32[Array, "decodes n"]:
         """Returns the guesses after each decode of a step, in as many columns as the highest number in `steps`."""
-        shape = next(shape for shape in self._shapes if shape.decodes == len(steps) and not shape.rows)
+        shape = next(one for one in self._shapes if one.decodes == len(steps) and has_guesses(one, self._table.slots))
         sequences = self._runner.replicate(chain(self._table.batch(step, shape), steps))
         before = Before(self._runner.last_tokens)
         for _ in range(int(steps.max(initial=1))):

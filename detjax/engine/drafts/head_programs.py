@@ -124,7 +124,7 @@ def guess(
 
 def has_guesses(shape: BatchShape, slots: int) -> bool:
     """Returns whether guesses can be made after steps of a shape, for each of up to `slots` sequences that decode."""
-    return not shape.rows and shape.decodes <= slots
+    return not shape.rows and shape.queries == 1 and shape.decodes <= slots
 
 
 def _page_queries(queries: Queries) -> Queries:
