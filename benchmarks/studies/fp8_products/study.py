@@ -12,9 +12,9 @@ the sum of magnitudes, and how many operations a second each dtype reaches. The 
 timed for 1 to 4096 rows, with quantized activations and plainly. `--small` compares the sums in Pallas' interpreter,
 without times and without the kernels.
 
-`--part widths` decides whether the kernels may be on by default: it launches the default plan, and the best plan of
-each form, 20 times for 1 to 4096 rows of the widths of models, with groups of 128 columns and with scales by rows,
-among rows that are larger, zero or NaN. The result has the counts of compared and different numbers.
+`--part widths` launches the default plan, and the best plan of each form, 20 times for 1 to 4096 rows of the widths of
+models, with groups of 128 columns and with scales by rows, among rows that are larger, zero or NaN. The result has the
+counts of compared and different numbers.
 """
 
 from collections.abc import Iterator

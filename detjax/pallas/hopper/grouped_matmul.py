@@ -21,7 +21,7 @@ from detjax.operands.products import NO_SUMS, Gradients, GroupedOperands, Weight
 from detjax.operands.rounding import rounded
 from detjax.pallas.hopper.group_stages import StagedSteps
 from detjax.pallas.hopper.group_sums import product_sums, row_sums
-from detjax.pallas.hopper.matmul import adapters, adapters_of_rows, add_adapters_of_rows, gradient_of_sums
+from detjax.pallas.hopper.matmul import adapters_of_rows, add_adapters_of_rows, gradient_of_sums
 from detjax.pallas.hopper.matmul import apply_epilogue as apply_epilogue
 from detjax.pallas.hopper.matmul.adapters_of_rows import RowsWithAdapters as RowsWithAdapters
 from detjax.pallas.hopper.matmul.kernel import Operands, product, product_keeping_sums
@@ -104,7 +104,7 @@ def forward(  # noqa: PLR0913
 
 def serves_blocks(rows: int) -> bool:
     """Returns whether this many rows with adapters should be computed in blocks, and not sorted."""
-    return adapters.IS_ON and rows <= MOST_ROWS_OF_BLOCKS
+    return rows <= MOST_ROWS_OF_BLOCKS
 
 
 def product_of_blocks(

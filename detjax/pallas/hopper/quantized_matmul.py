@@ -1,8 +1,8 @@
 """Products with quantized weights on Hopper GPUs.
 
 Plain activations: a kernel widens codes on the chip, with the bits of a product with the widened weight. Quantized
-activations and e4m3 weights: they are composed of a product of bfloat16 for each block of columns. If
-`quantized.scaled.SWITCH` is set, another kernel widens codes without scales, and scales the products of each block.
+activations and e4m3 weights: another one widens codes without scales, and scales the products of each block. Experts,
+and shapes that it does not take, are composed of a product of bfloat16 for each block of columns, with the same bits.
 bfloat16 holds e4m3 numbers exactly, so the kernel of `matmul` adds a block's products in a fresh accumulator, and its
 bits do not depend on the number of rows. Everything else is elementwise.
 """
@@ -24,7 +24,6 @@ from detjax.pallas.hopper import grouped_matmul as grouped
 from detjax.pallas.hopper import matmul as plain
 from detjax.pallas.hopper.quantized.packed import packed_plan, packed_product
 from detjax.pallas.hopper.quantized.scaled import (
-    IS_ON,
     ScaledPlan,
     has_one_quantization,
     scaled_plan,
@@ -48,13 +47,11 @@ def takes_codes(operands: MatmulOperands, out_dtype: DTypeLike) -> bool:
     return packed_plan(operands, out_dtype=out_dtype) is not None
 
 
-def forward(
-    operands: MatmulOperands, *, epilogue: Epilogue, out_dtype: DTypeLike, is_composed: bool = not IS_ON
-) -> Array:
+def forward(operands: MatmulOperands, *, epilogue: Epilogue, out_dtype: DTypeLike, is_composed: bool = False) -> Array:
     """Returns rows `[*B, N]` for rows `[*B, K]`; see `detjax.ops.matmul` for the operands and options.
 
-    With `is_composed`, quantized activations take a product for each block even if one kernel can compute all. The bits
-    are the same. It is the default until the kernel has run on a GPU; see `quantized.scaled.SWITCH`.
+    With `is_composed`, quantized activations take a product for each block even if one kernel can compute all: what its
+    bits are compared with.
     """
     x, w, bias, residual = operands
     if not w.is_computed:
@@ -99,7 +96,7 @@ def grouped_backward(
     return grouped_gradients(operands, _gradient_of_sums(biased, dy, epilogue), bias_sum)
 
 
-def _sums(operands: MatmulOperands, *, is_composed: bool = not IS_ON) -> list[Array]:
+def _sums(operands: MatmulOperands, *, is_composed: bool = False) -> list[Array]:
     """Returns the float32 sums `[M, N]` of each part, without biases."""
 
     def multiply(x: Array, w: Array) -> Array:

@@ -65,7 +65,6 @@ from detjax.pallas.hopper import (
 )
 from detjax.pallas.hopper import norm as hopper_norm
 from detjax.pallas.hopper import rope as hopper_rope
-from detjax.pallas.hopper.matmul import adapters
 from detjax.pallas.hopper.matmul.adapters import forward_with_adapter
 from detjax.pallas.hopper.matmul.kernel import Operands, product, shared_product
 from detjax.pallas.hopper.matmul.plan import Problem, Schedule
@@ -544,8 +543,7 @@ def rows_with_adapters(tokens: int, outputs: int, inputs: int, rank: int, slots:
     """A product in which each row has an adapter, for a residual."""
 
     def fn(x: Any, w: Any, a: Any, b: Any, scales: Any, rows: Any, residual: Any) -> jax.Array:
-        with backends.use_backend("hopper"), pytest.MonkeyPatch.context() as patch:
-            patch.setattr(adapters, "IS_ON", True)
+        with backends.use_backend("hopper"):
             return ops.matmul(x, AdaptedWeight(w, a, b, scales, rows), residual=residual, layout="nk")
 
     factors = [array(slots, rank, inputs), array(slots, outputs, rank), array(slots, outputs, dtype="float32")]

@@ -14,13 +14,13 @@ from detjax.operands.adapted_weight import AdaptedWeight
 from detjax.operands.options import Epilogue
 from detjax.operands.products import AdapterOperands, GroupedOperands, MatmulOperands
 from detjax.ops import single_adapter
-from detjax.ops.adapter_places import BlocksOfRows, places_of_rows
+from detjax.ops.adapter_places import BlocksOfRows, SortedRows, places_of_rows
 from detjax.ops.adapters import adapted_product
 from detjax.ops.experts import expert_rows
 from detjax.ops.matmul import _PRODUCT
 from detjax.pallas.hopper import grouped_matmul
 from detjax.pallas.hopper import matmul as hopper
-from detjax.pallas.hopper.matmul import adapters, adapters_of_rows
+from detjax.pallas.hopper.matmul import adapters_of_rows
 from detjax.pallas.hopper.matmul.kernel import Operands, product
 from detjax.pallas.hopper.matmul.plan import Schedule
 from tests.pallas.hopper.interpreter import interpreted, interpreted_without_races, normal
@@ -32,11 +32,9 @@ K, N, ROWS = 64, 64, [1, -1, 0, 1]
 pytestmark = pytest.mark.usefixtures("matrix_unit")
 
 
-@pytest.mark.parametrize("is_on", [False, True])
-def test_rows_with_different_adapters_have_the_bits_that_they_have_alone(
-    is_on: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(adapters, "IS_ON", is_on)
+@pytest.mark.parametrize("is_sorted", [False, True])
+def test_rows_with_different_adapters_have_the_bits_that_they_have_alone(is_sorted: bool) -> None:
+    """Alone, a row is a block. Among others, rows are in blocks if they are few."""
     x, w = (jnp.asarray(normal(*shape, dtype="bfloat16")) for shape in ((len(ROWS), K), (N, K)))
     a, b = np.zeros((2, 32, K), jnp.bfloat16), np.zeros((2, N, 32), jnp.bfloat16)
     for slot, rank in enumerate((3, 20)):
@@ -48,7 +46,9 @@ def test_rows_with_different_adapters_have_the_bits_that_they_have_alone(
         weight = AdaptedWeight(w, *factors, jnp.asarray(rows, jnp.int32))
 
         def shared(x: Any) -> jax.Array:
-            places = places_of_rows(weight.rows, 2) if len(rows) > 1 else None  # else the product computes them
+            places = None  # the product computes them
+            if len(rows) > 1:
+                places = SortedRows.for_rows(weight.rows, 2) if is_sorted else places_of_rows(weight.rows, 2)
             return ops.matmul(x, dataclasses.replace(weight, places=places), layout="nk")
 
         with detjax.use_backend("hopper"):
@@ -237,10 +237,7 @@ def test_gradients_of_an_adapter_of_all_rows_have_the_bits_of_the_contract(
 
 
 @pytest.mark.parametrize("gated", [False, True])
-def test_adapters_of_few_rows_add_two_kernels_to_the_one_of_a_weight(
-    gated: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(adapters, "IS_ON", True)
+def test_adapters_of_few_rows_add_two_kernels_to_the_one_of_a_weight(gated: bool) -> None:
     weight, x = one_adapter(gated=gated), normal(64, K, dtype="bfloat16")
     options: dict[str, Any] = {"activation": "silu", "gated": True} if gated else {}
 
@@ -253,13 +250,10 @@ def test_adapters_of_few_rows_add_two_kernels_to_the_one_of_a_weight(
     assert counts == {"matmul": 2, "adapters_of_rows": 1}
 
 
-@pytest.mark.parametrize("is_on", [False, True])
+@pytest.mark.parametrize("backend", ["hopper", "mma"])
 @pytest.mark.parametrize("gated", [False, True])
-def test_an_adapter_adds_few_kernels_to_those_of_its_weight(
-    gated: bool, is_on: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_adapter_adds_few_kernels_to_those_of_its_weight(gated: bool, backend: str) -> None:
     """A trained weight has 3 products. Without its gradient, an adapter adds 2 forward, and 4 backward."""
-    monkeypatch.setattr(adapters, "IS_ON", is_on)
     weight, x = one_adapter(gated=gated), normal(64, K, dtype="bfloat16")
     epilogue = Epilogue("silu", gated=True) if gated else Epilogue()
 
@@ -273,9 +267,9 @@ def test_an_adapter_adds_few_kernels_to_those_of_its_weight(
         return y, pull(y)
 
     sums = [jnp.zeros(factor.shape) for factor in (weight.a, weight.b)]
-    with detjax.use_backend("hopper"):
+    with detjax.use_backend(backend):
         counts = kernel_counts(jax.make_jaxpr(gradients)(x, *sums).jaxpr)
-    expected = {"matmul": 8 + 2 * gated, "map_elements": 1}
-    if is_on:
+    expected = {"mma_matmul": 8 + 2 * gated, "map_elements": 1}
+    if backend == "hopper":  # its kernel also adds the adapter's product
         expected = {"matmul": 4 + 3 * gated, "matmul_with_adapter": 2 - gated}
     assert counts == expected

@@ -20,6 +20,7 @@ from detjax.pallas.hopper.quantized.scaled import FORMS, ScaledPlan, scaled_plan
 from detjax.pallas.hopper.quantized.widening import Codes
 from detjax.portable.quantized_matmul import quantized_rows
 from tests.pallas.hopper.interpreter import interpreted, lowered
+from tests.pallas.hopper.test_decoder import kernel_counts
 from tests.support.bits import assert_same_bits
 from tests.support.quantized_weights import X, e4m3_weight
 
@@ -46,6 +47,24 @@ def test_products_are_the_contracts_and_rows_do_not_depend_on_each_other(kind: s
     assert_same_bits(on_hopper(x[:1], w), y[:1])
     changed = np.concatenate([x[:10], np.full_like(x[:1], np.nan), 1e4 * x[11:]])
     assert_same_bits(on_hopper(changed, w)[:10], y[:10])
+
+
+@pytest.mark.parametrize(
+    ("kind", "kernels"),
+    [
+        ("group", {"quantized_groups": 1, "scaled_matmul": 1}),
+        ("row", {"scaled_matmul": 1}),
+        ("static of two", {"scaled_matmul": 2, "map_elements": 1}),
+    ],
+)
+def test_a_kernel_widens_codes_and_scales_the_products(kind: str, kernels: dict[str, int]) -> None:
+    """Outputs with two static scales take a product for each."""
+
+    def product(x: Any, w: Any) -> jax.Array:
+        return ops.matmul(x, w, layout="nk")
+
+    with detjax.use_backend("hopper"):
+        assert kernel_counts(jax.make_jaxpr(product)(X, e4m3_weight(kind)).jaxpr) == kernels
 
 
 @pytest.mark.usefixtures("matrix_unit")

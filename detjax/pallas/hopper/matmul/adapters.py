@@ -15,7 +15,6 @@ import copy
 import dataclasses
 import functools
 import math
-import os
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -46,13 +45,6 @@ from detjax.pallas.hopper.matmul.tuning import candidates, default_schedule
 from detjax.pallas.hopper.mosaic.exact import fused_multiply_add
 from detjax.pallas.hopper.mosaic.layouts import MATRIX
 
-SWITCH: Final = "DETJAX_ADAPTER_KERNEL"
-"""The environment variable that makes products call this kernel for one adapter, and the one of `adapters_of_rows` for
-few rows with different ones, if it is 1."""
-
-IS_ON: Final = os.environ.get(SWITCH) == "1"
-"""True if products call the kernels. They are off by default until a GPU has shown their bits."""
-
 RANK_UNIT: Final = 64
 """Ranks that a stage's swizzled line has: factors with a multiple of them are loaded as they are."""
 
@@ -65,7 +57,7 @@ _MAX_ACCUMULATORS: Final = 128
 
 def multiplies_adapters(weight: Any, rank: int) -> bool:
     """Returns whether the kernel serves a weight with an adapter of `rank` ranks."""
-    return IS_ON and not isinstance(weight, QuantizedWeight) and rank <= _MAX_RANK
+    return not isinstance(weight, QuantizedWeight) and rank <= _MAX_RANK
 
 
 def forward_with_adapter(

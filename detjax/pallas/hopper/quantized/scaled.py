@@ -25,7 +25,6 @@ Scales are loaded before the stage is released, also those that are used later.
 import dataclasses
 import functools
 import math
-import os
 from collections.abc import Callable
 from typing import Any, Final, Literal
 
@@ -63,12 +62,6 @@ from detjax.portable.quantized_matmul import quantized_rows
 type Form = Literal["widened", "sent", "own"]
 
 FORMS: Final[tuple[Form, ...]] = "widened", "sent", "own"
-
-SWITCH: Final = "DETJAX_FP8_KERNELS"
-"""The environment variable that makes products with quantized activations call this kernel and `rows`', if it is 1."""
-
-IS_ON: Final = os.environ.get(SWITCH) == "1"
-"""True if products call the kernels. They are off by default until a GPU has shown the bits of all forms."""
 
 _LOOP_REGISTERS: Final = 56
 """Registers of a consumer in its loop that hold neither sums nor products."""
