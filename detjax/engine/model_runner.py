@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 from jaxtyping import Array, PyTree
 
 from detjax.engine import pooling_programs, sampling_programs, sampling_variant, step_programs
@@ -44,7 +45,7 @@ from detjax.models.parts.state import StateSize
 from detjax.models.parts.vision import Patches
 from detjax.models.vision.images import VisualInput, empty_pack, rows_by, window_counts
 from detjax.operands.options import KVQuantization
-from detjax.runtime import compilation
+from detjax.runtime import compilation, transfers
 from detjax.runtime.memory_gaps import leave_gaps
 
 
@@ -421,8 +422,10 @@ class ModelRunner:
         names = [name for name in ("adjustments", "adapters") if getattr(packed, name) is not None]
         new = [name for name in names if not self._is_copied(name, getattr(packed, name))]
         parts = [packed.layers, packed.rows, *(getattr(packed, name) for name in new)]
-        # Copying them together is five times as fast as passing host arrays to a program.
-        words = replicate([part.words for part in parts], self.everywhere)
+        # Copying them is five times as fast as passing host arrays to a program.
+        words, sharding = [part.words for part in parts], self._slots.last.sharding
+        is_alone = isinstance(sharding, SingleDeviceSharding)
+        words = transfers.copies(words, sharding) if is_alone else replicate(words, self.everywhere)
         layers, rows, *copies = (Packed(x, part.layout) for part, x in zip(parts, words, strict=True))
         self._copies |= dict(zip(new, zip(parts[2:], copies, strict=True), strict=True))
         settled = {name: self._copies[name][1] for name in names}

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from detjax import ops
-from detjax.engine import model_runner
 from detjax.engine.batch import (
     BatchShape,
     logit_adjustments,
@@ -22,6 +21,7 @@ from detjax.engine.sampling_params import SamplingParams
 from detjax.engine.scheduler import ScheduledChunk, ScheduledStep
 from detjax.engine.sequence import RequestContext, Sequence
 from detjax.engine.slot_table import SlotTable
+from detjax.runtime import transfers
 from tests.support.bits import assert_same_bits
 from tests.support.small_loops import VARIANTS, small_loop
 
@@ -297,13 +297,13 @@ def test_copies_on_the_device_are_what_is_copied() -> None:
 
 def test_a_step_is_copied_to_the_device_in_two_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = small_loop(VARIANTS[2:])
-    copied, replicated = [], model_runner.replicate
+    copied, copies = [], transfers.copies
 
-    def counted(tree: Any, sharding: Any) -> Any:
-        copied.append(len(jax.tree.leaves(tree)))
-        return replicated(tree, sharding)
+    def counted(arrays: Any, sharding: Any) -> Any:
+        copied.append(len(arrays))
+        return copies(arrays, sharding)
 
-    monkeypatch.setattr(model_runner, "replicate", counted)
+    monkeypatch.setattr(transfers, "copies", counted)
     loop.submit(Sequence((5, 6, 7), SamplingParams(max_tokens=5, repetition_penalty=1.2, top_logprobs=2)))
     while not loop.is_idle:
         loop.step()

@@ -6,16 +6,16 @@ from typing import Final
 
 import numpy as np
 
-MOST_SEQUENCES: Final = 32
-"""With more running sequences nothing is guessed: 64 sequences took four to six times as long with guesses."""
-_PLAIN: Final = {1: 1.0, 8: 1.09, 16: 1.11, MOST_SEQUENCES: 1.38}
+MOST_SEQUENCES: Final = 64
+"""With more running sequences nothing is guessed: the device is busy without guesses."""
+_PLAIN: Final = {1: 1.0, 8: 1.06, 16: 1.08, 32: 1.34, MOST_SEQUENCES: 1.44}
 """The time of a step without guesses for a number of sequences over one sequence's, with 36 layers of Qwen3-8B's shape
 on an H200: the seconds of `python -m benchmarks draft_speed --part lengths`."""
-_VERIFIED: Final = {16: 1.72, 64: 1.90, 128: 2.28, 256: 3.41}
-"""The time of a step with guesses for a number of rows, over the same. Each guess has a row, and each sequence one
-more. Much of the first one is the host's work, which such a step waits for: it needs the tokens of the step before.
-Measured while a sequence with guesses was a prefill (see `StepLimits.decodes_guesses`)."""
-_FEWEST_ROWS: Final = 16
+_VERIFIED: Final = {8: 1.50, 32: 1.56, 64: 1.62, 128: 1.80, 256: 2.55, 512: 4.60}
+"""The time of a step with guesses for a number of rows, over the same, without what more sequences add to a step that
+has none. Each guess has a row, and each sequence one more. Much of the first one is the host's work, which such a step
+waits for: it needs the tokens of the step before."""
+_FEWEST_ROWS: Final = 8
 """Rows of the smallest program that such a step has. Each program has about twice the rows of the next smaller one."""
 _FIRST_ACCEPTANCE: Final = 0.7
 """The share of right guesses that is assumed at first."""
@@ -73,7 +73,7 @@ def _cost(sequences: int, rows: int) -> float:
     size = max(1 << (rows - 1).bit_length(), _FEWEST_ROWS)
     times = (np.interp(x, list(table), list(table.values())) for x, table in ((size, _VERIFIED), (sequences, _PLAIN)))
     verified, plain = map(float, times)
-    return verified / plain
+    return (verified + plain - 1) / plain
 
 
 type DraftLengths = Callable[[int, Acceptance], int]
