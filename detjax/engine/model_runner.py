@@ -278,12 +278,11 @@ class ModelRunner:
         return hidden, rows
 
     def _forward_in_blocks(self, batch: PackedBatch, blocks: Blocks) -> tuple[Array, Array]:
-        before, state, results = self._before(batch.shape.decodes), list[Any](), ()
+        before, state = self._before(batch.shape.decodes), list[Any]()
+        results: Any = None  # those of the last block count
         for number in range(len(blocks.blocks)):
-            program = step_programs.forward_block(
-                batch, self._state, self._slots.last, before, blocks, number, self._depths
-            )
-            x, written, *results = self._run(program)
+            args = self._state, self._slots.last, before, blocks, number, self._depths
+            x, written, *results = self._run(step_programs.forward_block(batch, *args))
             state += written
             before = BeforeBlock(x, self._is_later)
         self._state = tuple(state)

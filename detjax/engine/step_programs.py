@@ -307,7 +307,8 @@ class StepPrograms:
     def _forward(self, batch: PackedBatch) -> StepProgram:
         if self.blocks is None or not in_blocks(batch):
             return forward(batch, self.state, self.slots.last, self.depths)
-        before = BeforeBlock(self._rows(batch.shape.decodes), jax.ShapeDtypeStruct((), bool))
+        types: Any = self._rows(batch.shape.decodes), jax.ShapeDtypeStruct((), bool)
+        before = BeforeBlock(*types)
         return forward_block(batch, self.state, self.slots.last, before, self.blocks, 0, self.depths)
 
     def _sampling(self, batch: PackedBatch) -> Iterator[StepProgram]:

@@ -164,6 +164,7 @@ def jit(fn: Callable[..., Any] | None = None, /, **jit_arguments: Any) -> Any:
 
     @functools.cache
     def program(device_platform: str, backend: str, is_chain: bool) -> Any:
+        contexts.complete(backend)
         options: dict[str, Any] = {**options_of(backend, device_platform)}
         if is_chain and backend != backends.STOCK:
             options |= CHAIN_OPTIONS[device_platform]

@@ -4,9 +4,9 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from jax._src.interpreters.pxla import batched_device_put  # what `jax.device_put` calls after 30 µs of Python
+from jax.core import ShapedArray
 from jax.sharding import SingleDeviceSharding
 from jaxtyping import Array
 
@@ -22,4 +22,4 @@ def copies(arrays: Sequence[np.ndarray], sharding: SingleDeviceSharding) -> list
 
 @functools.cache
 def _type(shape: tuple[int, ...], dtype: np.dtype) -> Any:
-    return jax.core.ShapedArray(shape, dtype)
+    return ShapedArray(shape, dtype)
