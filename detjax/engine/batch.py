@@ -33,7 +33,7 @@ logits."""
 _DRAFTED_DECODES = (128,)
 """Decodes of further steps of a serving engine whose guesses are decodes, for sequences with different numbers of
 guesses."""
-_DRAFTED_SEQUENCES = (1, 4, 8, 16), (32, 64)
+_DRAFTED_SEQUENCES = (1, 4, 8, 16, 32), (32, 64)
 """Sequences of further steps of such an engine, whose requests are sequences with their guesses: with as many as a
 sequence may have, and with half as many."""
 _MAX_ROWS = 8192

@@ -325,16 +325,17 @@ class StepLoop:
         drafting, running = self.drafting, self.scheduler.running
         if drafting is None:
             return [], self.scheduler.plan()
+        waiting = len(self.scheduler.waiting)
         is_verifying = any(step.planned.plan.verifies for step in self._in_flight)
         accepted: list[AcceptedTokens] = []
-        if is_verifying or drafting.wants(running):
+        if is_verifying or drafting.wants(running, waiting):
             while self._in_flight:
                 step = self._in_flight.popleft()
                 accepted += self._accept(step, self._results(step)[0])
         if self._in_flight:
             drafting.skip(running)
             return accepted, self.scheduler.plan()
-        return accepted, drafting.fill(self.scheduler.plan(drafting.wanted(running)))
+        return accepted, drafting.fill(self.scheduler.plan(drafting.wanted(running, waiting)))
 
     def _steps_to_leave_unread(self, plan: ScheduledStep) -> int:
         """Returns how many steps stay in flight after a step has been started."""
@@ -378,7 +379,11 @@ class StepLoop:
         drafting = self.drafting
         if drafting is None:
             return True
-        return not (plan.verifies or drafting.drafter.follows or drafting.wants(self.scheduler.running))
+        return not (
+            plan.verifies
+            or drafting.drafter.follows
+            or drafting.wants(self.scheduler.running, len(self.scheduler.waiting))
+        )
 
     def _start(self, planned: PlannedStep) -> None:
         """Launches a step, in the launcher's thread if it has to wait for masks."""

@@ -322,15 +322,40 @@ def test_as_many_tokens_as_possible_are_guessed_while_that_is_faster() -> None:
     assert _lengths(rule, [0.7] * MOST_SEQUENCES) == [3] * MOST_SEQUENCES
     assert not any(_lengths(rule, [1.0] * (MOST_SEQUENCES + 1)))
     assert _lengths(rule, [1.0], running=MOST_SEQUENCES + 1) == [0]
-    assert _lengths(rule, [0.4]) == [0]
+    assert _lengths(rule, [0.3]) == [0]
     # The step is slow for all sequences, and rows are free for all.
     assert _lengths(rule, [0.9, 0.1]) == [MOST, MOST]
     assert _lengths(rule, [0.9], running=30) == [0]
     assert _lengths(rule, [1.0], room=2) == [2]
-    # A step with a guess takes as long as 1.7 steps without any, and the expected tokens are 1.6.
-    assert not any(_lengths(TunedLengths(1), [0.6] * 16))
+    # A step with a guess takes as long as 1.6 steps without any, and the expected tokens are 1.5.
+    assert not any(_lengths(TunedLengths(1), [0.5] * 16))
     assert 0 < _lengths(TunedLengths(MOST, guess_cost=0.11), [0.7])[0] < MOST
     assert _lengths(TunedLengths(MOST, guess_cost=1.0), [0.7]) == [0]
+
+
+def test_nothing_is_guessed_while_sequences_wait_or_prompts_are_computed() -> None:
+    loop, samples = loop_of(NGRAM), samples_of([Request([5] * 20, SamplingParams(16, ignore_eos=True))] * 2)
+    for sample in samples:
+        loop.submit(sample)
+    while not all(sample.is_held for sample in samples):
+        loop.step()
+    loop.drain()
+    drafting, running = drafting_of(loop), loop.scheduler.running
+    most = MOST_SEQUENCES - len(running)
+    assert [drafting.wants(running, waiting) for waiting in (0, most, most + 1)] == [True, True, False]
+    assert [bool(drafting.wanted(running, waiting)) for waiting in (0, most, most + 1)] == [True, True, False]
+    (prompt,) = samples_of([Request([7] * 20, SamplingParams(16))])
+    assert not drafting.wants([*running, prompt]) and not drafting.wanted([*running, prompt])
+    # The loop counts the sequences that wait for a slot.
+    for sample in samples_of([Request([7], SamplingParams(1))] * (most + 1)):
+        loop.submit(sample)
+    proposed = drafting.proposed
+    for _ in range(3):
+        loop.step()
+    assert drafting.proposed == proposed
+    while not loop.is_idle:
+        loop.step()
+    assert drafting.proposed > proposed
 
 
 def test_guesses_that_are_often_wrong_are_tried_again_ever_more_rarely() -> None:
@@ -342,7 +367,7 @@ def test_guesses_that_are_often_wrong_are_tried_again_ever_more_rarely() -> None
         if chosen:
             trials.append(step)
             acceptance.note(chosen[0], 0)
-    assert 10 < len(trials) < 24
+    assert 10 < len(trials) < 36
     assert trials[-1] - trials[-2] > 250
     while not acceptance.share > 0.9:
         acceptance.note(5, 5)

@@ -519,7 +519,7 @@ def test_guesses_of_many_sequences_have_a_shape_without_many_empty_rows(count: i
         (32, 3, (128, 128, 4)),
         (33, 3, (256, 256, 4)),
         (64, 3, (256, 256, 4)),
-        (32, 5, (256, 256, 1)),
+        (32, 5, (256, 256, 8)),
         (64, 5, (576, 576, 1)),
     ],
 )

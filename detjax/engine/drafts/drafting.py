@@ -35,9 +35,14 @@ class Drafting:
         self._ahead: WeakKeyDictionary[Sequence, LookAhead] = WeakKeyDictionary()
         self._forced: dict[Sequence, Seq[int]] = {}
 
-    def wants(self, running: Seq[Sequence]) -> bool:
-        """Returns True if guesses are wanted for some sequence once all its tokens have been read."""
-        if self._lengths is None and self._chosen(running):
+    def wants(self, running: Seq[Sequence], waiting: int = 0) -> bool:
+        """Returns True if guesses are wanted for some sequence once all its tokens have been read.
+
+        Args:
+            running: the running sequences.
+            waiting: the number of sequences that wait for a slot.
+        """
+        if self._lengths is None and self._chosen(running, waiting):
             return True
         return any(
             sequence.is_held and (_is_forcible(sequence) or self._fixed_length(sequence, len(running)) > 0)
@@ -49,12 +54,12 @@ class Drafting:
         """Takes note of a step without guesses."""
         self._note_skipped(running, {})
 
-    def wanted(self, running: Seq[Sequence]) -> dict[Sequence, int]:
-        """Returns the number of guesses that the next step should verify for some sequences.
+    def wanted(self, running: Seq[Sequence], waiting: int = 0) -> dict[Sequence, int]:
+        """Returns the number of guesses that the next step should verify for some sequences; see `wants`.
 
         All tokens must have been read.
         """
-        self._forced, wanted = {}, self._chosen(running)
+        self._forced, wanted = {}, self._chosen(running, waiting)
         self._note_skipped(running, wanted)
         for sequence in running:
             if not sequence.context.drafts or not sequence.is_held or not _is_forcible(sequence):
@@ -94,6 +99,13 @@ class Drafting:
         """Returns True if nothing but forced tokens is guessed for this many running sequences."""
         return self._lengths is None and sequences > MOST_SEQUENCES
 
+    def _has_prompts(self, running: Seq[Sequence]) -> bool:
+        """Returns True if nothing but forced tokens is guessed because the next step computes prompts.
+
+        It takes long anyway, and its program for guesses has the most rows.
+        """
+        return self._lengths is None and not all(sequence.is_held for sequence in running)
+
     def _note_skipped(self, running: Seq[Sequence], wanted: Collection[Sequence]) -> None:
         """Takes note of the sequences that get no guesses in a step."""
         self._tuned.note(has_guesses=bool(wanted))
@@ -103,9 +115,9 @@ class Drafting:
             if sequence.context.drafts and sequence.is_held and sequence not in wanted:
                 self._acceptance_of(sequence).skip()
 
-    def _chosen(self, running: Seq[Sequence]) -> dict[Sequence, int]:
+    def _chosen(self, running: Seq[Sequence], waiting: int) -> dict[Sequence, int]:
         """Returns the numbers of guesses for sequences that should have any."""
-        if self._is_off(len(running)):
+        if self._is_off(len(running) + waiting) or self._has_prompts(running):
             return {}
         candidates = {
             sequence: (room, self._acceptance_of(sequence))
