@@ -27,10 +27,20 @@ from benchmarks.studies.experts import projections as experts_bench
 from detjax import ops
 from detjax.bench import presets
 from detjax.contract import KV_BLOCK
+from detjax.engine import step_programs
+from detjax.engine.batch import BatchShape
+from detjax.engine.packed_batch import PackedBatch
+from detjax.engine.program import Parameters
+from detjax.engine.scheduler import ScheduledStep
+from detjax.engine.slot_table import SlotTable
+from detjax.engine.step_programs import BeforeBlock
 from detjax.models import Decoder, KVCache
+from detjax.models.blocks import equal_blocks
+from detjax.models.cache import declarations
 from detjax.models.configuration.config import DecoderConfig
 from detjax.models.network import split
 from detjax.models.parts.experts import Experts
+from detjax.models.parts.state import StateSize
 from detjax.models.parts.vision import VisionOptions
 from detjax.models.vision.images import ImagePatches, packed
 from detjax.operands.adapted_weight import AdaptedWeight
@@ -85,6 +95,7 @@ WITHOUT_A_DEVICE = {**compilation.PINNED_OPTIONS["gpu"], "xla_gpu_enable_triton_
 DONATED = {
     "adamw": range(3),
     "decode step": range(2),
+    "block of layers": range(2),
     "delta rule decode": range(5),
     "delta rule prefill": range(5),
     "convolution decode": [0],
@@ -371,6 +382,29 @@ def decode_step(batch: int, config: DecoderConfig) -> Program:
     return fn, [array(*leaf.shape, dtype=str(leaf.dtype)) for leaf in leaves]
 
 
+def block_of_layers(sequences: int, queries: int, config: DecoderConfig) -> Program:
+    """A block of a layer, for sequences with guesses. Its first operands are the pools of pages."""
+    model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16))
+    blocks = equal_blocks(model, 1)
+    assert blocks is not None
+    rows = sequences * queries
+    table = SlotTable(sequences, 2, drafts=queries - 1)
+    batch = PackedBatch.on_host(table.batch(ScheduledStep(), BatchShape(rows, 0, 0, rows, queries))).for_layers()
+    state = jax.eval_shape(lambda: (declarations(config)[0].empty(StateSize(2 * sequences, jnp.bfloat16)),))
+    weights = tuple(split(model)[1][number] for number in blocks.blocks[0].weights)
+    before = BeforeBlock(array(rows, config.hidden_size), array(dtype="bool"))
+    leaves, tree = jax.tree.flatten((state, weights, array(sequences, dtype="int32"), batch, before))
+
+    def fn(*leaves: Any) -> Any:
+        state, weights, last, batch, before = jax.tree.unflatten(tree, leaves)
+        program = step_programs._forward_block.__wrapped__  # pyright: ignore[reportFunctionMemberAccess]
+        with backends.use_backend("hopper"):
+            x, state, *results = program(blocks.network, Parameters(weights), state, last, batch, before, depths=None)
+            return state, x, results
+
+    return fn, [array(*leaf.shape, dtype=str(leaf.dtype)) for leaf in leaves]
+
+
 def vision_tower(tower: VisionOptions, rows: int, columns: int) -> Program:
     """Two blocks of a tower and its mergers; with windows, only one block sees whole images."""
     full_blocks = (1,) if tower.window_size else (0, 1)
@@ -650,6 +684,7 @@ def programs() -> dict[str, Program]:
         "rows of chosen experts": rows_of_experts(64, 8, 256),
         "experts of 8 tokens": experts_of_tokens(8),
         "decode step": decode_step(4, _config(1)),
+        "block of layers": block_of_layers(4, 8, _config(2)),
         "vision tower": vision_tower(QWEN2_5_VL, 36, 52),
         "vision tower of clips": vision_tower(KIMI_K2_5, 36, 52),
         "vision tower with learned positions": vision_tower(
