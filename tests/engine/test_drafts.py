@@ -334,7 +334,8 @@ def test_as_many_tokens_as_possible_are_guessed_while_that_is_faster() -> None:
 
 
 def test_nothing_is_guessed_while_sequences_wait_or_prompts_are_computed() -> None:
-    loop, samples = loop_of(NGRAM), samples_of([Request([5] * 20, SamplingParams(16, ignore_eos=True))] * 2)
+    params = SamplingParams(16, ignore_eos=True, logit_bias=((5, 100.0),))  # lookup guesses 5 again
+    loop, samples = loop_of(NGRAM), samples_of([Request([5] * 20, params)] * SLOTS)
     for sample in samples:
         loop.submit(sample)
     while not all(sample.is_held for sample in samples):
@@ -347,13 +348,15 @@ def test_nothing_is_guessed_while_sequences_wait_or_prompts_are_computed() -> No
     (prompt,) = samples_of([Request([7] * 20, SamplingParams(16))])
     assert not drafting.wants([*running, prompt]) and not drafting.wanted([*running, prompt])
     # The loop counts the sequences that wait for a slot.
-    for sample in samples_of([Request([7], SamplingParams(1))] * (most + 1)):
+    late = samples_of([Request([7], SamplingParams(1))] * (most + 1))
+    for sample in late:
         loop.submit(sample)
     proposed = drafting.proposed
     for _ in range(3):
         loop.step()
-    assert drafting.proposed == proposed
-    while not loop.is_idle:
+    assert drafting.proposed == proposed and len(loop.scheduler.waiting) == len(late)
+    loop.scheduler.waiting.remove(late[0])
+    for _ in range(3):
         loop.step()
     assert drafting.proposed > proposed
 
