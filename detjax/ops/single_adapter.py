@@ -96,7 +96,7 @@ def _computed(  # noqa: PLR0913
     u = product(x, factors.a, None, out_dtype=x.dtype)
     options: dict[str, Any] = {"epilogue": epilogue, "out_dtype": out_dtype, "keeps": keeps}
     fused = not fusions.is_unfused("matmul_epilogue") and (not keeps or out_dtype == x.dtype)
-    if fused and kernels.multiplies_adapters(weight.value, len(factors.a)):
+    if fused and kernels.multiplies_adapters(weight.value, len(factors.a), layout="nk", keeps=keeps):
 
         def multiply(x: Array, u: Array, residual: Array | None, *shared: Any) -> Any:
             w, bias, b, scales = shared
@@ -221,7 +221,8 @@ def _backward(
 def _input_gradient(product: Product, weight: Any, g: list[Array], v: Array, a: Array) -> Array:
     """Returns the gradient of x: the weight's product, gate's before up's, and the adapter's, rounded once."""
     kernels, dtype = _MATMUL.kernels(), v.dtype
-    if len(g) == 1 and not fusions.is_unfused("matmul_epilogue") and kernels.multiplies_adapters(weight, len(a)):
+    fused = len(g) == 1 and not fusions.is_unfused("matmul_epilogue")
+    if fused and kernels.multiplies_adapters(weight, len(a), layout="kn", keeps=False):
 
         def multiply(g: Array, v: Array, w: Array, a: Array) -> Array:
             adapter = AdapterOperands(v, a, None)
