@@ -145,7 +145,7 @@ class ModelRunner:
         # Streams within a block would make programs of their own.
         self._blocks = None if layers_at_once is None or depths else equal_blocks(model, layers_at_once)
         self._before_first: dict[int, BeforeBlock] = {}
-        """What the first block follows, by the number of decodes."""
+        """The argument `before` of the first block, by the number of decodes."""
         self._compiled: dict[Hashable, Callable[..., Any]] = {}
         self._compilation: Compilation | None = None
         self._free: dict[int, Array] = {}
@@ -279,7 +279,7 @@ class ModelRunner:
 
     def _forward_in_blocks(self, batch: PackedBatch, blocks: Blocks) -> tuple[Array, Array]:
         before, state = self._before(batch.shape.decodes), list[Any]()
-        results: Any = None  # those of the last block count
+        results: Any = None  # of the last block
         for number in range(len(blocks.blocks)):
             args = self._state, self._slots.last, before, blocks, number, self._depths
             x, written, *results = self._run(step_programs.forward_block(batch, *args))
@@ -291,7 +291,7 @@ class ModelRunner:
         return hidden, rows
 
     def _before(self, decodes: int) -> BeforeBlock:
-        """Returns what the first block of a step follows: nothing."""
+        """Returns the argument `before` of the first block of a step."""
         if decodes not in self._before_first:
             nothing = jnp.zeros((decodes, *self._hidden.shape), self._hidden.dtype)
             self._before_first[decodes] = committed(BeforeBlock(nothing, jnp.asarray(True)))

@@ -89,7 +89,7 @@ class StepProgram(NamedTuple):
     part: ModelPart | None = None
 
     def leading(self, network: Any, parameters: Any) -> tuple[Any, Any]:
-        """Returns the first two arguments of the program, given those of a program of the whole model."""
+        """Returns the first two arguments of the program, given the ones of a program of the whole model."""
         if self.part is None:
             return network, parameters
         weights = tuple(parameters.weights[number] for number in self.part.weights)

@@ -120,13 +120,13 @@ def forward_block(
         batch: the step's arrays, without adapters.
         state: the state of all layers.
         last: the last token of each slot.
-        before: what the block follows.
+        before: the results before the block.
         blocks: the blocks of the layers.
         number: the number of the block.
-        depths: see `forward`; there must be none.
+        depths: see `forward`; an empty tuple or None.
     """
     block = blocks.blocks[number]
-    args = block.of(state), last, batch.for_layers(), before
+    args = block.part(state), last, batch.for_layers(), before
     purpose = f"a block of layers: up to {_decodes_of(batch.shape)}"
     part = ModelPart(blocks.network, block.weights)
     return StepProgram(_forward_block, batch.shape, args, {"depths": depths}, purpose, part=part)
@@ -178,11 +178,11 @@ def put_slot(state: State, slot: int, rows: PyTree) -> StepProgram:
 
 
 class BeforeBlock(NamedTuple):
-    """What a block of layers follows.
+    """The results before a block of layers.
 
     Attributes:
-        x: the residual stream after the previous block; anything if there is none.
-        is_first: whether there is none.
+        x: the residual stream after the previous block; anything for the first block.
+        is_first: whether the block is the first one.
     """
 
     x: Float[Array, "N D"]

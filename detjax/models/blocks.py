@@ -30,8 +30,8 @@ class Block(NamedTuple):
     layers: tuple[int, int]
     weights: tuple[int, ...]
 
-    def of[T](self, layers: tuple[T, ...]) -> tuple[T, ...]:
-        """Returns what belongs to its layers, given something for each layer of the decoder."""
+    def part[T](self, layers: tuple[T, ...]) -> tuple[T, ...]:
+        """Returns the items of its layers, given an item for each layer of the decoder."""
         return layers[slice(*self.layers)]
 
 
@@ -48,7 +48,7 @@ class Blocks(NamedTuple):
 
 
 def equal_blocks(model: Decoder, most: int) -> Blocks | None:
-    """Returns the fewest equal blocks of up to `most` layers; None if there are none, or the model has no more.
+    """Returns the fewest equal blocks of up to `most` layers; None if no blocks are equal, or one would be enough.
 
     Layers are equal if they differ in nothing but their weights. The layers of a model on several devices have no
     blocks, and neither have layers that need more than the residual stream of the layer before.
@@ -74,8 +74,8 @@ def _network_of(model: Decoder, first: int, end: int) -> Network[Decoder]:
     return split(block)[0]
 
 
-def _block(network: Network[Decoder], of_block: Network[Decoder], first: int, end: int) -> Block:
+def _block(network: Network[Decoder], part: Network[Decoder], first: int, end: int) -> Block:
     def in_model(path: Path) -> Path:
         return (_LAYERS, path[1] + first, *path[2:]) if path[0] == _LAYERS else path
 
-    return Block((first, end), tuple(network.paths.index(in_model(path)) for path in of_block.paths))
+    return Block((first, end), tuple(network.paths.index(in_model(path)) for path in part.paths))

@@ -226,7 +226,7 @@ class Decoder(nnx.Module):
             queries: the requests that the tokens belong to.
             state: the state of the block's layers.
             x: the residual stream after the previous block.
-            is_first: whether there is none; then `x` is ignored.
+            is_first: whether this is the first block; then `x` is ignored.
         """
         before = x, is_first
         x, _, state = self._run_layers(tokens, queries, state, None, (), rematerialized=False, before=before)

@@ -70,8 +70,8 @@ def test_blocks_compute_what_all_layers_do(preset: str, layers: int, most: int) 
     expected, expected_state = at_once(weights, tokens, cache.state)
     x, state = jnp.full_like(expected, jnp.nan), []
     for number, block in enumerate(blocks.blocks):
-        own = tuple(weights[index] for index in block.weights)
-        hidden, x, written = one(own, tokens, block.of(cache.state), x, jnp.asarray(number == 0))
+        part = tuple(weights[index] for index in block.weights)
+        hidden, x, written = one(part, tokens, block.part(cache.state), x, jnp.asarray(number == 0))
         state += written
     np.testing.assert_array_equal(hidden, expected)
     for result, wanted in zip(jax.tree.leaves(state), jax.tree.leaves(expected_state), strict=True):

@@ -303,3 +303,21 @@ def test_an_adapter_adds_few_kernels_to_those_of_its_weight(
     with detjax.use_backend(backend):
         counts = kernel_counts(jax.make_jaxpr(gradients)(x, *sums).jaxpr)
     assert counts == expected
+
+
+@pytest.mark.parametrize("is_on", [False, True])
+def test_an_adapter_of_a_weight_with_a_bias_or_a_residual_takes_the_kernel_on_demand(
+    is_on: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapters, "IS_ON", is_on)
+    weight, x = one_adapter(gated=False), normal(64, K, dtype="bfloat16")
+    outputs = weight.b.shape[-2]
+    bias, residual = normal(outputs, dtype="bfloat16"), normal(64, outputs, dtype="bfloat16")
+    for addends in ((bias, None), (None, residual)):
+
+        def multiply(x: Any, *addends: Any) -> jax.Array:
+            return adapted_product(_PRODUCT, x, weight, *addends, epilogue=Epilogue(), out_dtype="bfloat16")
+
+        with detjax.use_backend("hopper"):
+            counts = kernel_counts(jax.make_jaxpr(multiply)(x, *addends).jaxpr)
+        assert ("matmul_with_adapter" in counts) == is_on, counts

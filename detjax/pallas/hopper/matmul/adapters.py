@@ -48,7 +48,8 @@ from detjax.pallas.hopper.mosaic.layouts import MATRIX
 
 SWITCH: Final = "DETJAX_ADAPTER_KERNEL"
 """The environment variable that, if it is 1, makes products call the kernel also in forms that no GPU has launched:
-with the layout "kn", which gradients of rows have, with kept sums, and with more than `RANK_UNIT` ranks."""
+with the layout "kn", which gradients of rows have, with kept sums, with a bias or a residual, and with more than
+`RANK_UNIT` ranks."""
 
 IS_ON: Final = os.environ.get(SWITCH) == "1"
 """True if products call the kernel in all forms."""
@@ -63,12 +64,12 @@ _MAX_ACCUMULATORS: Final = 128
 """Registers of a thread that may hold accumulators. A chunk's products of the adapter take others."""
 
 
-def multiplies_adapters(weight: Any, rank: int, *, layout: WeightLayout, keeps: bool) -> bool:
+def multiplies_adapters(weight: Any, rank: int, *, layout: WeightLayout, keeps: bool, adds: bool) -> bool:
     """Returns whether products of a weight with an adapter of `rank` ranks should call `forward_with_adapter`.
 
-    A GPU has shown the bits of some forms only; `SWITCH` adds the others.
+    A GPU has shown the bits of some forms only; `SWITCH` adds the others. `adds` means a bias or a residual.
     """
-    has_run = layout == "nk" and not keeps and rank <= RANK_UNIT
+    has_run = layout == "nk" and not (keeps or adds) and rank <= RANK_UNIT
     return (has_run or IS_ON) and not isinstance(weight, QuantizedWeight) and rank <= _MAX_RANK
 
 
