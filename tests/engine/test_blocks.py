@@ -1,6 +1,7 @@
 """Steps that compute the layers in blocks have the bits of steps that compute them at once."""
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
@@ -24,10 +25,13 @@ from detjax.engine import (
 )
 from detjax.engine import Sequence as Sample
 from detjax.engine.batch import BatchShape
-from detjax.engine.drafts.drafter import Drafter
+from detjax.engine.drafts.drafter import Drafter, SampledStep
+from detjax.engine.model_runner import ModelRunner, StateSizes
 from detjax.engine.program_compiler import ProgramCompiler
 from detjax.engine.request_reader import RequestReader
+from detjax.engine.scheduler import ScheduledStep
 from detjax.models import AdapterConfig, Decoder, new_adapter
+from tests.support.bits import assert_same_bits
 from tests.support.compiled_programs import compiled_programs
 from tests.support.kept_programs import no_kept_programs
 
@@ -41,7 +45,17 @@ def model() -> Decoder:
 
 
 class Constant(Drafter):
-    """A drafter whose guesses are seldom right."""
+    """A drafter whose guesses are seldom right. It notes what it learns of the rows of a step."""
+
+    def __init__(self) -> None:
+        self.noted: list[tuple[np.ndarray, ...]] = []
+
+    def note_sampled(self, step: SampledStep) -> None:
+        """Notes the tokens and the hidden states of the rows of a step."""
+        rows = step.batch.read().queries.rows
+        assert rows is not None
+        present = np.asarray(rows.present) > 0
+        self.noted.append((np.asarray(step.computed.token)[present], np.asarray(step.computed.hidden)[present]))
 
     def propose(self, wanted: Mapping[Sample, int]) -> dict[Sample, Seq[int]]:
         """Returns the same token for all."""
@@ -133,3 +147,24 @@ def test_a_loop_that_has_slept_computes_blocks_again(model: Decoder) -> None:
     loop.wake_weights()
     loop.wake_state()
     assert answers(loop, model) == expected
+
+
+def test_a_drafter_learns_the_same_of_rows_in_blocks(model: Decoder) -> None:
+    noted = []
+    for layers_at_once in (None, 2):
+        loop = new_loop(model, next(_NUM_PAGES), layers_at_once)
+        assert loop.drafting is not None
+        sizes, empty = (
+            StateSizes(loop.scheduler.pool.num_pages, 2, None),
+            functools.partial(loop._slots.batch, ScheduledStep()),
+        )
+        options: dict[str, Any] = {"depths": (), "layers_at_once": layers_at_once}
+        loop._runner = ModelRunner(model, sizes, variants=(SamplingVariant(False, 0),), empty_batch=empty, **options)
+        answers(loop, model)
+        drafter = loop.drafting.drafter
+        assert isinstance(drafter, Constant) and (loop._runner._blocks is None) == (layers_at_once is None)
+        noted.append(drafter.noted)
+    at_once, in_blocks = noted
+    assert len(at_once) == len(in_blocks) > 5
+    for one, other in zip(at_once, in_blocks, strict=True):
+        assert_same_bits(one, other)

@@ -22,7 +22,7 @@ from detjax.engine import (
     StepLoop,
     StepLoopConfig,
 )
-from detjax.engine.batch import sampling_arrays
+from detjax.engine.batch import BatchShape, sampling_arrays
 from detjax.engine.drafts.draft_head import HeadDrafter
 from detjax.engine.drafts.drafter import Drafter
 from detjax.engine.request_reader import RequestReader
@@ -53,10 +53,15 @@ def draft(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def loop_of(model: Decoder, draft: Draft | None) -> StepLoop:
     method = None if draft is None else draft.head.METHOD
     speculative = None if method is None else SpeculativeConfig(method=method, model="x", num_speculative_tokens=MOST)
+    decodes_guesses = not model.has_slots
+    shapes = BatchShapes.for_chunks(
+        3, 48, mixes=True, drafts=0 if draft is None else MOST, decodes_guesses=decodes_guesses
+    )
+    if draft is not None and decodes_guesses:  # a sequence with its guesses is one request, as in an engine
+        rows = 3 * (1 + MOST)
+        shapes = BatchShapes([*shapes, BatchShape(rows, 0, 0, rows, queries=1 + MOST)], shapes.limits)
     config = StepLoopConfig(
-        shapes=BatchShapes.for_chunks(
-            3, 48, mixes=True, drafts=0 if draft is None else MOST, decodes_guesses=not model.has_slots
-        ),
+        shapes=shapes,
         num_pages=6,
         pages_per_sequence=2,
         variants=(SamplingVariant(True, 0),),
