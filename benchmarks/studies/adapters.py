@@ -146,7 +146,8 @@ def study(
         repeated_products.compare(run, content, content["widths"], groups)
     if "training" in parts:
         # Processes of their own, which begin before this one takes memory.
-        add("training", training(sizes.training, in_processes=not run.small))
+        for result in training(sizes.training, in_processes=not run.small):
+            add("training", result)
     if {*parts} - {"training", "widths"}:
         decoder = presets.decoder(preset, layers)
         # Those after the last slot are loaded.
@@ -300,22 +301,27 @@ def _compiled_programs() -> Iterator[list[str]]:
 # --- training --------------------------------------------------------------------------------------------------------
 
 
-def training(sizes: measures.Sizes, *, in_processes: bool) -> dict[str, Any]:
-    """Returns what `training_step` measures of each arm, and the ratios of the adapters' times and memory."""
+def training(sizes: measures.Sizes, *, in_processes: bool) -> Iterator[dict[str, Any]]:
+    """Yields the measurements of `training_step` of the arms so far, with `_ratios`."""
     arms: dict[str, dict[str, Any]] = {}
     for name in ARMS:
         if not in_processes:
             arms[name] = training_step(sizes, name)
-            continue
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-            try:
-                arms[name] = pool.submit(training_step, sizes, name).result()
-            except jax.errors.JaxRuntimeError as error:
-                arms[name] = {"missing": reason(error)}
-    result: dict[str, Any] = {"arms": arms}
+        else:
+            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+                try:
+                    arms[name] = pool.submit(training_step, sizes, name).result()
+                except jax.errors.JaxRuntimeError as error:
+                    arms[name] = {"missing": reason(error)}
+        yield {"arms": dict(arms), **_ratios(arms)}
+
+
+def _ratios(arms: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    """Returns the ratios of the adapters' times and memory to the ones of full training, as far as both are there."""
+    result, missing = dict[str, float](), {"missing": ""}
     full = arms["full"]
     for name, suffix in (("adapter", ""), (RECOMPUTED, "_recomputed")):
-        adapter = arms[name]
+        adapter = arms.get(name, missing)
         if "missing" in full or "missing" in adapter:
             continue
         medians = (statistics.median(arm["seconds"]) for arm in (adapter, full))

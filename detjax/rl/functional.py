@@ -165,7 +165,8 @@ class Training:
             microbatch, self._shards, 1 if mesh is None else tuple(mesh.devices.flat), rematerialized=rematerialized
         )
         weights = plan.placement.everywhere(self.network.weights(params))
-        result = batch_gradients(self.network, weights, batch, self._loss, plan, self._distribution)
+        # No call follows that is known here, but kernels are compiled side by side.
+        result = batch_gradients(self.network, weights, batch, self._loss, plan, self._distribution, then=tuple)
         check_certain(batch, self._loss, self._distribution, lambda: result.logprobs)
         leaves = _shaped(result.leaves, tuple(gradient_shapes(self._like)))
         loss = self._loss.value(batch, result.logprobs)

@@ -7,9 +7,11 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 import detjax
 from detjax.pallas.hopper import elements
+from detjax.rl.functional import Training
 from detjax.rl.runs.policy import small_policy
 from detjax.rl.trainer import step, train_state
 from detjax.rl.trainer.losses import ClippedRatio
@@ -87,6 +89,15 @@ def test_steps_of_known_shapes_compile_nothing_ahead(monkeypatch: pytest.MonkeyP
         trainer.step(samples())
     (names,) = prepared
     assert names[0] == "add" and {"reduced", "squares", "norm_and_scale", "step"} <= set(names)
+
+
+def test_gradients_as_functions_compile_ahead_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared: list[str] = []
+    monkeypatch.setattr(step, "compile_ahead", lambda calls: prepared.extend(call.fn.__name__ for call in calls))
+    model = policy()
+    training = Training(model, adamw(0.0127), ClippedRatio(0.126, 0.3), shards=1)
+    training.loss_and_gradients(nnx.state(model), samples(), microbatch=Rows(3, 16))
+    assert prepared == ["add", "reduced"]
 
 
 def test_a_kernel_that_fails_to_compile_alone_leaves_its_program_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
