@@ -317,7 +317,7 @@ def training(sizes: measures.Sizes, *, in_processes: bool) -> Iterator[dict[str,
 
 
 def _ratios(arms: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """Returns the ratios of the adapters' times and memory to the ones of full training, as far as both are there."""
+    """Returns the ratios of the adapters' times and memory to the ones of full training, if both are there."""
     result, missing = dict[str, float](), {"missing": ""}
     full = arms["full"]
     for name, suffix in (("adapter", ""), (RECOMPUTED, "_recomputed")):
