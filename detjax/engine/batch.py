@@ -62,6 +62,13 @@ class BatchShape:
     sampled: int
     queries: int = 1
 
+    @classmethod
+    def from_arrays(cls, arrays: Any) -> "BatchShape":
+        """Returns the shape of a `StepBatch`, or of anything with its fields for the layers."""
+        decodes, queries = len(arrays.held), arrays.queries
+        sizes = decodes, len(arrays.token) - decodes, len(queries.first_row), len(arrays.last_row)
+        return cls(*sizes, queries.decode_queries)
+
     @property
     def decoding(self) -> int:
         """Capacity for requests that decode."""
@@ -326,7 +333,4 @@ class StepBatch(NamedTuple):
     @property
     def shape(self) -> BatchShape:
         """The shape that the step's programs are compiled for."""
-        decodes, queries = len(self.held), self.queries
-        assert queries.first_row is not None
-        sizes = decodes, len(self.token) - decodes, len(queries.first_row), len(self.slot)
-        return BatchShape(*sizes, queries.decode_queries)
+        return BatchShape.from_arrays(self)

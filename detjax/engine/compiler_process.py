@@ -117,9 +117,7 @@ def _serve(connection: Connection) -> None:
             try:
                 if digest != task.fingerprint:
                     raise RuntimeError(f"its fingerprint is {digest}, and not {task.fingerprint}")
-                one = by_key[key]
-                leading = one.leading(task.programs.network, task.programs.parameters)
-                program = compilation.compiled(one.fn, *leading, *one.args, **one.static)
+                program = by_key[key].compiled(task.programs.network, task.programs.parameters)
                 connection.send(compilation.serialized(program))
             except Exception:
                 connection.send(traceback.format_exc())

@@ -269,9 +269,10 @@ class ModelRunner:
         self._slots = self._slots._replace(last=jnp.copy(last))  # programs of both runners consume the array
 
     def _forward(self, batch: PackedBatch, *, is_linked: bool = True) -> tuple[Array, Array]:
-        if self._blocks is not None and step_programs.in_blocks(batch):
+        has_adapters = batch.adapters is not None
+        if self._blocks is not None and step_programs.in_blocks(batch.shape, has_adapters=has_adapters):
             return self._forward_in_blocks(batch, self._blocks)
-        batch = batch if batch.adapters is None else self._with_adapters(batch)
+        batch = self._with_adapters(batch) if has_adapters else batch
         program = step_programs.forward(batch, self._state, self._slots.last, self._depths)
         self._state, hidden, rows, *computed = self._run(program, is_linked=is_linked)
         self.computed = computed[0] if computed else None
@@ -303,7 +304,7 @@ class ModelRunner:
         return committed(jnp.asarray(False))
 
     def _forward_key(self, shape: BatchShape, has_adapters: bool) -> Hashable:
-        if self._blocks is not None and not shape.rows and not has_adapters:
+        if self._blocks is not None and step_programs.in_blocks(shape, has_adapters=has_adapters):
             return step_programs.forward_block_key(shape, depths=self._depths)
         return step_programs.forward_key(shape, has_adapters=has_adapters, depths=self._depths)
 

@@ -75,10 +75,7 @@ class PackedBatch:
     @property
     def shape(self) -> BatchShape:
         """The shape that the step's programs are compiled for."""
-        layers: Any = self.layers.layout.tree
-        decodes, queries = len(layers.held), layers.queries
-        sizes = decodes, len(layers.token) - decodes, len(queries.first_row), len(layers.last_row)
-        return BatchShape(*sizes, queries.decode_queries)
+        return BatchShape.from_arrays(self.layers.layout.tree)
 
     def for_layers(self) -> "PackedBatch":
         """Returns the batch without what only sampling needs: one program of the layers serves all kinds of it."""

@@ -10,6 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 from detjax.models.decoder import Decoder
 from detjax.models.network import Network, Weights
 from detjax.models.parts.sharding import linked
+from detjax.runtime import compilation
 from detjax.runtime.device_links import DeviceLinks
 
 
@@ -94,6 +95,10 @@ class StepProgram(NamedTuple):
             return network, parameters
         weights = tuple(parameters.weights[number] for number in self.part.weights)
         return self.part.network, parameters._replace(weights=weights)
+
+    def compiled(self, network: Any, parameters: Any) -> Callable[..., Any]:
+        """Compiles the program; see `leading`."""
+        return compilation.compiled(self.fn, *self.leading(network, parameters), *self.args, **self.static)
 
     @property
     def key(self) -> Hashable:

@@ -188,9 +188,8 @@ class Compilation:
         elif key in self._deferred:
             return
         else:
-            leading = program.leading(self._programs.network, self._programs.parameters)
             with self._choices.apply():  # choices are per thread
-                compiled = compilation.compiled(program.fn, *leading, *program.args, **program.static)
+                compiled = program.compiled(self._programs.network, self._programs.parameters)
         self._keep(key, compiled, content)
         self._finish(key, compiled)
 

@@ -119,7 +119,7 @@ class SlotTable:
         queries = Queries.packed(
             by_request(self._page_table[slots[chunk]]),
             by_request(starts[chunk] + offset),
-            by_request(np.where((requests < shape.decodes) & (shape.queries == 1), np.int32(1), counts[chunk])),
+            by_request(np.where(requests < shape.decoding, np.minimum(counts[chunk], shape.queries), counts[chunk])),
             decodes=shape.decoding,
             rows=shape.rows,
             decode_queries=shape.queries,
@@ -201,10 +201,7 @@ class SlotTable:
         """Returns the slots that hold the tokens of decodes."""
         held = np.zeros(shape.decodes, np.int32)
         is_held = np.array([chunk.sequence.is_held for chunk in step.decodes], bool)
-        if shape.queries > 1:
-            chunk, offset = members(np.full(len(step.decodes), shape.queries, np.int32))
-        else:
-            chunk, offset = members(_tokens_of_decodes(step))
+        chunk, offset = members(_rows_by_decode(step, shape))
         # The host knows guesses.
         held[: len(chunk)] = np.where(is_held[chunk] & (offset == 0), slots[chunk], self.slots)
         return held
@@ -280,7 +277,7 @@ class _Requests(NamedTuple):
     @classmethod
     def for_chunks(cls, step: ScheduledStep, shape: BatchShape) -> "_Requests":
         """Returns the requests of a step's chunks, in their order."""
-        decodes = _tokens_of_decodes(step) if shape.queries == 1 else np.ones(len(step.decodes), np.int32)
+        decodes = _rows_by_decode(step, shape) // shape.queries
         chunk, offset = members(np.concatenate([decodes, np.ones(len(step.prefills), np.int32)]))
         number = np.arange(len(chunk), dtype=np.int32)
         number[len(chunk) - len(step.prefills) :] = shape.decoding + np.arange(len(step.prefills))
@@ -367,14 +364,14 @@ def _image_rows(step: ScheduledStep, shape: BatchShape) -> ImageRows | None:
 def _rows_of_decodes(step: ScheduledStep, shape: BatchShape) -> Iterator[tuple[int, ScheduledChunk]]:
     """Yields the first row of each decode chunk, and the chunk. Its guesses have the next rows."""
     row = 0
-    for chunk in step.decodes:
+    for chunk, rows in zip(step.decodes, _rows_by_decode(step, shape).tolist(), strict=True):
         yield row, chunk
-        row += chunk.count if shape.queries == 1 else shape.queries
+        row += rows
 
 
-def _tokens_of_decodes(step: ScheduledStep) -> Int32[np.ndarray, "_"]:
-    """Returns the number of tokens of each decode chunk: one, and its guesses."""
-    return np.array([chunk.count for chunk in step.decodes], np.int32)
+def _rows_by_decode(step: ScheduledStep, shape: BatchShape) -> Int32[np.ndarray, "_"]:
+    """Returns the rows of each decode chunk: as many as it has tokens, or all of its request's."""
+    return np.array([max(chunk.count, shape.queries) for chunk in step.decodes], np.int32)
 
 
 def _rows_of_prefills(step: ScheduledStep, shape: BatchShape) -> Iterator[tuple[int, ScheduledChunk]]:

@@ -92,12 +92,12 @@ def _decodes_of(shape: BatchShape) -> str:
     return f"{shape.decodes} decodes" + (f", {shape.queries} of each sequence" if shape.queries > 1 else "")
 
 
-def in_blocks(batch: Batch) -> bool:
+def in_blocks(shape: BatchShape, *, has_adapters: bool) -> bool:
     """Returns whether a step computes the layers in blocks, if there are any: it has neither prefills nor adapters.
 
     With prefills, devices take longer than the host.
     """
-    return not batch.shape.rows and batch.adapters is None
+    return not shape.rows and not has_adapters
 
 
 def forward_block_key(shape: BatchShape, *, depths: tuple[int, ...] | None = None) -> Hashable:
@@ -305,7 +305,7 @@ class StepPrograms:
         return self._forward(batch)._replace(is_essential=is_essential)
 
     def _forward(self, batch: PackedBatch) -> StepProgram:
-        if self.blocks is None or not in_blocks(batch):
+        if self.blocks is None or not in_blocks(batch.shape, has_adapters=batch.adapters is not None):
             return forward(batch, self.state, self.slots.last, self.depths)
         types: Any = self._rows(batch.shape.decodes), jax.ShapeDtypeStruct((), bool)
         before = BeforeBlock(*types)

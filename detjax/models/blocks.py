@@ -78,4 +78,5 @@ def _block(network: Network[Decoder], part: Network[Decoder], first: int, end: i
     def in_model(path: Path) -> Path:
         return (_LAYERS, path[1] + first, *path[2:]) if path[0] == _LAYERS else path
 
-    return Block((first, end), tuple(network.paths.index(in_model(path)) for path in part.paths))
+    numbers = {path: number for number, path in enumerate(network.paths)}
+    return Block((first, end), tuple(numbers[in_model(path)] for path in part.paths))

@@ -15,9 +15,6 @@ import pytest
 from detjax.bench import presets
 from detjax.engine import (
     BatchShapes,
-    EngineConfig,
-    Request,
-    SamplingParams,
     SamplingVariant,
     SpeculativeConfig,
     StepLoop,
@@ -28,9 +25,9 @@ from detjax.engine.batch import BatchShape
 from detjax.engine.drafts.drafter import Drafter, SampledStep
 from detjax.engine.model_runner import ModelRunner, StateSizes
 from detjax.engine.program_compiler import ProgramCompiler
-from detjax.engine.request_reader import RequestReader
 from detjax.engine.scheduler import ScheduledStep
 from detjax.models import AdapterConfig, Decoder, new_adapter
+from tests.engine.test_draft_programs import answers
 from tests.support.bits import assert_same_bits
 from tests.support.compiled_programs import compiled_programs
 from tests.support.kept_programs import no_kept_programs
@@ -78,21 +75,6 @@ def new_loop(model: Decoder, num_pages: int, layers_at_once: int | None, max_lor
     assert loop.drafting is not None
     loop.drafting.drafter, loop.drafting._lengths = Constant(), lambda sequences, acceptance: MOST
     return loop
-
-
-def answers(loop: StepLoop, model: Decoder, adapter: Any = None) -> list[Any]:
-    reader = RequestReader(model, None, EngineConfig(max_length=64))
-    params = SamplingParams(max_tokens=12, temperature=0.7, seed=3, ignore_eos=True)
-    requests = [Request(prompt, params) for prompt in ([5], [*range(40, 60)])]
-    samples: list[Sample] = [one for request in requests for one in reader.samples_of("r", request, is_streamed=False)]
-    if adapter is not None:
-        for sample in samples:
-            sample.context = dataclasses.replace(sample.context, adapter=adapter)
-    for sample in samples:
-        loop.submit(sample)
-    while not loop.is_idle:
-        loop.step()
-    return [sample.completion() for sample in samples]
 
 
 def blocks_run(loop: StepLoop) -> list[int]:

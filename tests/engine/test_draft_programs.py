@@ -1,5 +1,6 @@
 """Programs of drafters: they are compiled before the first request, kept on disk, and not compiled at a later start."""
 
+import dataclasses
 import itertools
 import sys
 import tempfile
@@ -24,7 +25,7 @@ from detjax.engine import Sequence as Sample
 from detjax.engine.drafts.loading import Guesser
 from detjax.engine.program_compiler import ProgramCompiler
 from detjax.engine.request_reader import RequestReader
-from detjax.models import Decoder, load_draft, mesh_of, sharded
+from detjax.models import Adapter, Decoder, load_draft, mesh_of, sharded
 from tests.models.draft_files import eagle3_config, eagle3_tensors, write
 from tests.support.compiled_programs import compiled_programs
 from tests.support.kept_programs import no_kept_programs
@@ -69,12 +70,15 @@ def new_loop(model: Decoder, kind: str | None, num_pages: int, guesser: Guesser 
     return loop
 
 
-def answers(loop: StepLoop, model: Decoder) -> list[Any]:
+def answers(loop: StepLoop, model: Decoder, adapter: Adapter | None = None) -> list[Any]:
+    """The completions of a short and a longer prompt, with an adapter if one is given."""
     reader = RequestReader(model, None, EngineConfig(max_length=64))
     params = SamplingParams(max_tokens=12, temperature=0.7, seed=3, ignore_eos=True)
     requests = [Request(prompt, params) for prompt in ([5], [*range(40, 60)])]
     samples: list[Sample] = [one for request in requests for one in reader.samples_of("r", request, is_streamed=False)]
     for sample in samples:
+        if adapter is not None:
+            sample.context = dataclasses.replace(sample.context, adapter=adapter)
         loop.submit(sample)
     while not loop.is_idle:
         loop.step()
