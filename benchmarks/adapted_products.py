@@ -1,8 +1,7 @@
 """Products with adapters at the widths of Qwen3-8B, for `repeated_products`: each kernel against sorted rows.
 
 What is expected of `wide_groups` has its rows sorted by adapter, and separate kernels for the weight, both factors, and
-their sum. `groups_of_forms` has the other forms of the kernel that adds one adapter, against separate kernels. It calls
-the kernel itself, also in forms that products do not take by default.
+their sum. `groups_of_forms` has the other forms of the kernel that adds one adapter, against separate kernels.
 """
 
 import dataclasses

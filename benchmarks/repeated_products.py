@@ -132,12 +132,12 @@ def _compiled(group: Group, product: Product | None, rows: int, dtype: str) -> C
 
         def count(x: Array, w: Any, expected: Array, kept: Array) -> Array:
             y, expected = product.multiply(x[: product.rows], w), expected[: product.rows]
-            bits = [lax.bitcast_convert_type(array, jnp.uint16) for array in (y, expected)]
+            bits = [lax.bitcast_convert_type(array, f"uint{8 * array.itemsize}") for array in (y, expected)]
             # The bits of NaN do not matter.
             differs = (bits[0] != bits[1]) & ~(jnp.isnan(y) & jnp.isnan(expected))
             return jnp.sum(differs & kept[: product.rows, None], dtype=jnp.int32)
 
-        expected = jax.ShapeDtypeStruct((rows, group.outputs), jnp.dtype(dtype))
+        expected = jax.eval_shape(group.expected, x, group.described)
         kept = jax.ShapeDtypeStruct((rows,), jnp.bool_)
         return compilation.compiled(detjax.jit(count), x, group.described, expected, kept)
     except Exception as failure:  # the other products still have to be compared

@@ -14,8 +14,8 @@ Training compares a step of `detjax.rl.functional` on the shape of Qwen3-0.6B wi
 seconds, and the peak of each process' memory, also with layers that the backward pass recomputes.
 
 `--part widths` launches the kernels that add adapters again and again at the widths of Qwen3-8B, and counts the numbers
-that differ from separate kernels' (see `benchmarks.repeated_products`). It includes the forms of these kernels that
-products do not take by default: gradients of rows, kept sums, and many ranks. It has to be asked for, on Hopper.
+that differ from separate kernels' (see `benchmarks.repeated_products`), also for gradients of rows, kept sums, biases,
+residuals, and many ranks. It has to be asked for, on Hopper.
 
 All programs are compiled before they are measured, in parallel. The exit code is 1 if bits differ, if an adapter does
 not change answers, or if loading compiles a program.

@@ -41,7 +41,9 @@ class SampledTokens(NamedTuple):
         and the likeliest tokens under the sampling distribution.
         """
         top, likeliest, sampling_logprob, sampling_top = params.top_logprobs, (), None, ()
-        if top:  # few requests ask for them, and all requests wait here
+        if not top and not params.sampling_logprobs:  # few requests ask for them, and all requests wait here
+            return self.token[row], self.logprob[row], (), None, ()
+        if top:
             likeliest = zip(self.top_tokens[row, :top].tolist(), self.top_logprobs[row, :top].tolist(), strict=True)
         if params.sampling_logprobs and self.sampling_logprob is not None:
             sampling_logprob = self.sampling_logprob[row]

@@ -480,23 +480,25 @@ class StepLoop:
         if sampled is None:
             return
         plan, failures = step.planned.plan, step.launched.result().failures
+        size, note_accepted = len(plan.chunks), self.scheduler.accept_tokens
         for tokens in sampled.by_step() if plan.is_run else [sampled]:
+            token, logprob = tokens.token, tokens.logprob
             for sample in step.planned.samples:
-                chunk, sequence = sample.chunk, sample.chunk.sequence
-                rows = self._rows_that_count(sample, tokens) if chunk.drafted else range(sample.row, sample.row + 1)
+                row, chunk = sample
+                sequence = chunk.sequence
+                rows = self._rows_that_count(sample, tokens) if chunk.drafted else (row,)
                 # The sequence ended after the step was started, or other sequences have more tokens left in the run.
                 if sequence.finish_reason is not None:
                     continue
-                part = slice(rows.start, rows.stop)
-                pairs = zip(tokens.token[part], tokens.logprob[part], strict=True)
+                pairs = [(token[row], logprob[row]) for row in rows]
                 if failures:
                     pairs = _with_failures(sequence, pairs, rows, failures)
-                rows = rows[: sequence.accept(pairs)]
-                self.scheduler.accept_tokens(sequence, len(rows))
+                count = sequence.accept(pairs)
+                note_accepted(sequence, count)
                 is_ended = sequence.finish_reason is not None
                 if is_ended and sequence.matcher is not None:
                     sequence.matcher.end()
-                yield AcceptedTokens(sequence, tokens, rows, len(plan.chunks), is_ended)
+                yield AcceptedTokens(sequence, tokens, rows[:count], size, is_ended)
 
     def _report(self, accepted: Iterable[AcceptedTokens]) -> Iterator[tuple[Sequence, Token]]:
         """Yields accepted tokens with their logprobs and texts."""

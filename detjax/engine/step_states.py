@@ -110,6 +110,6 @@ class AcceptedTokens(NamedTuple):
 
     sequence: Sequence
     tokens: SampledTokens
-    rows: range
+    rows: Seq[int]
     batch: int
     is_ended: bool

@@ -96,8 +96,7 @@ def _computed(  # noqa: PLR0913
     u = product(x, factors.a, None, out_dtype=x.dtype)
     options: dict[str, Any] = {"epilogue": epilogue, "out_dtype": out_dtype, "keeps": keeps}
     fused = not fusions.is_unfused("matmul_epilogue") and (not keeps or out_dtype == x.dtype)
-    form: dict[str, Any] = {"layout": "nk", "keeps": keeps, "adds": bias is not None or residual is not None}
-    if fused and kernels.multiplies_adapters(weight.value, len(factors.a), **form):
+    if fused and kernels.multiplies_adapters(weight.value, len(factors.a)):
 
         def multiply(x: Array, u: Array, residual: Array | None, *shared: Any) -> Any:
             w, bias, b, scales = shared
@@ -223,7 +222,7 @@ def _input_gradient(product: Product, weight: Any, g: list[Array], v: Array, a: 
     """Returns the gradient of x: the weight's product, gate's before up's, and the adapter's, rounded once."""
     kernels, dtype = _MATMUL.kernels(), v.dtype
     fused = len(g) == 1 and not fusions.is_unfused("matmul_epilogue")
-    if fused and kernels.multiplies_adapters(weight, len(a), layout="kn", keeps=False, adds=False):
+    if fused and kernels.multiplies_adapters(weight, len(a)):
 
         def multiply(g: Array, v: Array, w: Array, a: Array) -> Array:
             adapter = AdapterOperands(v, a, None)

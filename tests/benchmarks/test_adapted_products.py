@@ -46,7 +46,7 @@ def test_a_form_of_one_adapter_has_the_bits_of_separate_kernels(form: Form) -> N
     check_bits(group)
 
 
-def test_forms_that_products_do_not_take_by_default_are_launched() -> None:
+def test_gradients_of_rows_kept_sums_and_many_ranks_are_launched() -> None:
     assert {form.layout for form in FORMS} == {"nk", "kn"}
     assert {form.ranks for form in FORMS if form.layout == "kn"} == {48, 128, 256}
     assert {form.ranks for form in FORMS if form.keeps and form.width == "gate and up"} == {32, 128, 256}

@@ -9,6 +9,7 @@ from typing import Any, Final
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from benchmarks.repeated_products import ROWS, WIDTHS, Group, Product
 from benchmarks.studies.fp8_products.products import epilogue_of, shapes
@@ -23,30 +24,43 @@ BETWEEN: Final = (8, 24, 32, 40, 48, 96, 128, 512, 2048)
 
 
 def wide_groups(widths: Mapping[str, tuple[int, ...]] = WIDTHS, rows: Sequence[int] = ROWS) -> Iterator[Group]:
-    """Yields the products at the widths of models, with scales of activations by group and by row."""
-    by_width = itertools.product(widths.items(), ("group", "row"))
-    for (name, shape), activations in by_width:
+    """Yields the products at the widths of models, with scales of activations by group and by row.
+
+    Results are bfloat16, and also float32 where the weight is a single matrix: gradients and scales of several sources
+    need sums of single matrices.
+    """
+    kinds = itertools.product(widths.items(), ("group", "row"), (jnp.bfloat16, jnp.float32))
+    for (name, shape), activations, out_dtype in kinds:
+        if out_dtype == jnp.float32 and len(shape) > 2:
+            continue
         described, epilogue = shapes(1, *shape, activations=activations).w, epilogue_of(shape)
 
-        def expected(x: jax.Array, w: QuantizedWeight, epilogue: Epilogue = epilogue) -> jax.Array:
+        def expected(
+            x: jax.Array, w: QuantizedWeight, epilogue: Epilogue = epilogue, out_dtype: Any = out_dtype
+        ) -> jax.Array:
             operands = MatmulOperands(x, w)
-            return quantized_matmul.forward(operands, epilogue=epilogue, out_dtype=x.dtype, is_composed=True)
+            return quantized_matmul.forward(operands, epilogue=epilogue, out_dtype=out_dtype, is_composed=True)
 
-        products = list(wide_products(f"{name}, {activations}", shape, activations, rows))
+        name = f"{name}, {activations}" + (", float32" if out_dtype == jnp.float32 else "")
+        products = list(wide_products(name, shape, activations, rows, out_dtype))
         draw = functools.partial(_drawn, shape, described)
-        yield Group(f"{name}, {activations}", shape[-1], shape[-2], described, draw, expected, products)
+        yield Group(name, shape[-1], shape[-2], described, draw, expected, products)
 
 
 def wide_products(
-    name: str, shape: tuple[int, ...], activations: QuantizedActivations, numbers_of_rows: Sequence[int]
+    name: str,
+    shape: tuple[int, ...],
+    activations: QuantizedActivations,
+    numbers_of_rows: Sequence[int],
+    out_dtype: DTypeLike,
 ) -> Iterator[Product]:
     """Yields the products with the default plans of numbers of rows; with groups, also the other forms' best plans."""
     seen: set[tuple[Any, ...]] = set()
     for rows in sorted({*numbers_of_rows, *BETWEEN}):
         operands = shapes(rows, *shape, activations=activations)
-        has_all_forms = rows in numbers_of_rows and activations == "group"
+        has_all_forms = rows in numbers_of_rows and activations == "group" and out_dtype != jnp.float32
         forms: tuple[Form | None, ...] = (None, *FORMS) if has_all_forms else (None,)
-        plans = [scaled_plan(operands, out_dtype=operands.x.dtype, form=form) for form in forms]
+        plans = [scaled_plan(operands, out_dtype=out_dtype, form=form) for form in forms]
         for plan in dict.fromkeys(plan for plan in plans if plan is not None):
             schedule = plan.schedule, plan.wideners, plan.sends_products
             if rows not in numbers_of_rows and schedule in seen:

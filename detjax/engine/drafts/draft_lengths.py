@@ -8,13 +8,13 @@ import numpy as np
 
 MOST_SEQUENCES: Final = 64
 """With more sequences that run or wait, nothing is guessed: the device is busy without guesses."""
-_PLAIN: Final = {1: 1.0, 8: 1.06, 16: 1.08, 32: 1.34, MOST_SEQUENCES: 1.44}
+_PLAIN: Final = {1: 1.0, 8: 1.08, 16: 1.1, 32: 1.36, MOST_SEQUENCES: 1.44}
 """The time of a step without guesses for a number of sequences over one sequence's, with 36 layers of Qwen3-8B's shape
 on an H200: the seconds of `python -m benchmarks draft_speed --part lengths`."""
-_VERIFIED: Final = {8: 1.59, 64: 1.74, 256: 2.46, 512: 4.60}
+_VERIFIED: Final = {8: 1.54, 64: 1.72, 128: 1.94, 256: 2.41, 512: 6.7}
 """The time of a step with guesses for a number of rows, over the same, without what more sequences add to a step that
-has none: the parts `tokens` and `lengths` of that study. Each guess has a row, and each sequence one more. Much of the
-first one is the host's work, which such a step waits for: it needs the tokens of the step before."""
+has none, from the same part of that study. Each guess has a row, and each sequence one more. Much of the first one is
+the host's work, which such a step waits for: it needs the tokens of the step before."""
 _FEWEST_ROWS: Final = 8
 """Rows of the smallest program that such a step has. Each program has about twice the rows of the next smaller one."""
 _FIRST_ACCEPTANCE: Final = 0.7

@@ -20,7 +20,7 @@ from detjax.ops.experts import expert_rows
 from detjax.ops.matmul import _PRODUCT
 from detjax.pallas.hopper import grouped_matmul
 from detjax.pallas.hopper import matmul as hopper
-from detjax.pallas.hopper.matmul import adapters, adapters_of_rows
+from detjax.pallas.hopper.matmul import adapters_of_rows
 from detjax.pallas.hopper.matmul.kernel import Operands, product
 from detjax.pallas.hopper.matmul.plan import Schedule
 from tests.pallas.hopper.interpreter import interpreted, interpreted_without_races, normal
@@ -212,13 +212,13 @@ def test_the_kernel_of_an_adapter_adds_gradients_of_rows() -> None:
     assert_same_bits(interpreted(fused, g, v, w, a), interpreted(separate, g, v, w, a))
 
 
-@pytest.mark.parametrize("is_on", [False, True])
+@pytest.mark.parametrize("has_kernel", [False, True])
 @pytest.mark.parametrize("gated", [False, True])
 def test_gradients_of_an_adapter_of_all_rows_have_the_bits_of_the_contract(
-    gated: bool, is_on: bool, monkeypatch: pytest.MonkeyPatch
+    gated: bool, has_kernel: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The functions of rows with different adapters compute the reference."""
-    monkeypatch.setattr(adapters, "IS_ON", is_on)
+    monkeypatch.setattr(hopper, "multiplies_adapters", lambda *_: has_kernel)
     weight, x, dy = one_adapter(gated=gated, ranks=16), normal(48, K, dtype="bfloat16"), normal(48, N, dtype="bfloat16")
     epilogue = Epilogue("silu", gated=True) if gated else Epilogue()
     starts = [normal(*factor.shape, seed=5) for factor in (weight.a, weight.b)]
@@ -252,12 +252,8 @@ def test_adapters_of_few_rows_add_two_kernels_to_the_one_of_a_weight(gated: bool
     assert counts == {"matmul": 2, "adapters_of_rows": 1}
 
 
-@pytest.mark.parametrize("is_on", [False, True])
-@pytest.mark.parametrize(("ranks", "by_default", "if_on"), [(64, True, True), (80, False, True), (272, False, False)])
-def test_more_ranks_than_a_gpu_has_multiplied_take_separate_kernels_without_the_switch(
-    ranks: int, by_default: bool, if_on: bool, is_on: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(adapters, "IS_ON", is_on)
+@pytest.mark.parametrize(("ranks", "has_kernel"), [(64, True), (80, True), (256, True), (272, False)])
+def test_more_ranks_than_stay_in_shared_memory_take_separate_kernels(ranks: int, has_kernel: bool) -> None:
     weight, x = one_adapter(ranks=ranks), normal(64, K, dtype="bfloat16")
 
     def multiply(x: Any) -> jax.Array:
@@ -266,27 +262,23 @@ def test_more_ranks_than_a_gpu_has_multiplied_take_separate_kernels_without_the_
     with detjax.use_backend("hopper"):
         counts = kernel_counts(jax.make_jaxpr(multiply)(x).jaxpr)
     separate, one = {"matmul": 3, "map_elements": 1}, {"matmul": 1, "matmul_with_adapter": 1}
-    assert counts == (one if (if_on if is_on else by_default) else separate)
+    assert counts == (one if has_kernel else separate)
 
 
 @pytest.mark.parametrize(
-    ("backend", "is_on", "gated", "expected"),
+    ("backend", "gated", "expected"),
     [
-        ("mma", False, False, {"mma_matmul": 8, "map_elements": 1}),
-        ("mma", False, True, {"mma_matmul": 10, "map_elements": 1}),
-        # Without an activation, no sums are kept: the forward pass has one kernel for two products and their sum.
-        ("hopper", False, False, {"matmul": 6, "matmul_with_adapter": 1}),
-        ("hopper", False, True, {"matmul": 10, "map_elements": 1}),
-        # With the switch, also products with kept sums, and gradients of rows of one weight.
-        ("hopper", True, False, {"matmul": 4, "matmul_with_adapter": 2}),
-        ("hopper", True, True, {"matmul": 7, "matmul_with_adapter": 1}),
+        ("mma", False, {"mma_matmul": 8, "map_elements": 1}),
+        ("mma", True, {"mma_matmul": 10, "map_elements": 1}),
+        # One kernel computes two products and their sum: forward, and for one weight also its gradient of rows.
+        ("hopper", False, {"matmul": 4, "matmul_with_adapter": 2}),
+        ("hopper", True, {"matmul": 7, "matmul_with_adapter": 1}),
     ],
 )
 def test_an_adapter_adds_few_kernels_to_those_of_its_weight(
-    backend: str, is_on: bool, gated: bool, expected: dict[str, int], monkeypatch: pytest.MonkeyPatch
+    backend: str, gated: bool, expected: dict[str, int]
 ) -> None:
     """A trained weight has 3 products. Without its gradient, an adapter adds 2 forward, and 4 backward."""
-    monkeypatch.setattr(adapters, "IS_ON", is_on)
     weight, x = one_adapter(gated=gated), normal(64, K, dtype="bfloat16")
     epilogue = Epilogue("silu", gated=True) if gated else Epilogue()
 
@@ -305,11 +297,7 @@ def test_an_adapter_adds_few_kernels_to_those_of_its_weight(
     assert counts == expected
 
 
-@pytest.mark.parametrize("is_on", [False, True])
-def test_an_adapter_of_a_weight_with_a_bias_or_a_residual_takes_the_kernel_on_demand(
-    is_on: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(adapters, "IS_ON", is_on)
+def test_the_kernel_of_an_adapter_adds_a_bias_or_a_residual() -> None:
     weight, x = one_adapter(gated=False), normal(64, K, dtype="bfloat16")
     outputs = weight.b.shape[-2]
     bias, residual = normal(outputs, dtype="bfloat16"), normal(64, outputs, dtype="bfloat16")
@@ -320,4 +308,4 @@ def test_an_adapter_of_a_weight_with_a_bias_or_a_residual_takes_the_kernel_on_de
 
         with detjax.use_backend("hopper"):
             counts = kernel_counts(jax.make_jaxpr(multiply)(x, *addends).jaxpr)
-        assert ("matmul_with_adapter" in counts) == is_on, counts
+        assert counts == {"matmul": 1, "matmul_with_adapter": 1}

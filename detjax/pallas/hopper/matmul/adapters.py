@@ -15,7 +15,6 @@ import copy
 import dataclasses
 import functools
 import math
-import os
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -46,14 +45,6 @@ from detjax.pallas.hopper.matmul.tuning import candidates, default_schedule
 from detjax.pallas.hopper.mosaic.exact import fused_multiply_add
 from detjax.pallas.hopper.mosaic.layouts import MATRIX
 
-SWITCH: Final = "DETJAX_ADAPTER_KERNEL"
-"""The environment variable that, if it is 1, makes products call the kernel also in forms that no GPU has launched:
-with the layout "kn", which gradients of rows have, with kept sums, with a bias or a residual, and with more than
-`RANK_UNIT` ranks."""
-
-IS_ON: Final = os.environ.get(SWITCH) == "1"
-"""True if products call the kernel in all forms."""
-
 RANK_UNIT: Final = 64
 """Ranks that a stage's swizzled line has: factors with a multiple of them are loaded as they are."""
 
@@ -64,13 +55,9 @@ _MAX_ACCUMULATORS: Final = 128
 """Registers of a thread that may hold accumulators. A chunk's products of the adapter take others."""
 
 
-def multiplies_adapters(weight: Any, rank: int, *, layout: WeightLayout, keeps: bool, adds: bool) -> bool:
-    """Returns whether products of a weight with an adapter of `rank` ranks should call `forward_with_adapter`.
-
-    A GPU has shown the bits of some forms only; `SWITCH` adds the others. `adds` means a bias or a residual.
-    """
-    has_run = layout == "nk" and not (keeps or adds) and rank <= RANK_UNIT
-    return (has_run or IS_ON) and not isinstance(weight, QuantizedWeight) and rank <= _MAX_RANK
+def multiplies_adapters(weight: Any, rank: int) -> bool:
+    """Returns whether products of a weight with an adapter of `rank` ranks should call `forward_with_adapter`."""
+    return not isinstance(weight, QuantizedWeight) and rank <= _MAX_RANK
 
 
 def forward_with_adapter(

@@ -20,7 +20,7 @@ weight_gradient = functools.partial(hopper.weight_gradient, multiply=product)
 biased_sums = functools.partial(hopper.biased_sums, multiply=product_keeping_sums)
 
 
-def multiplies_adapters(*_: Any, **__: Any) -> bool:
+def multiplies_adapters(*_: Any) -> bool:
     """Returns False: no kernel adds the product of an adapter."""
     return False
 
