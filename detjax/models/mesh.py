@@ -241,6 +241,8 @@ def put(x: Any, sharding: NamedSharding) -> Array:
     or the array lies on devices of several processes. `jax.device_put` would first compare the copies of all processes,
     which takes a separate program each time.
     """
+    if isinstance(x, Array) and x.committed and x.sharding == sharding:
+        return x  # `jax.device_put` would take longer: an update of a model's weights asks for hundreds of arrays
     if sharding.is_fully_addressable or (isinstance(x, Array) and not x.is_fully_addressable):
         return jax.device_put(x, sharding)
     local = x if isinstance(x, Array) else np.asarray(x)

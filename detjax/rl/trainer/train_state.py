@@ -16,21 +16,24 @@ from jaxtyping import Array, Float32
 
 from detjax.contract import ACCUMULATOR
 from detjax.models.network import Weights
-from detjax.operands.adapted_weight import AdaptedWeight
 from detjax.operands.rounding import rounded
 from detjax.ops.elements import map_elements, row_squares, sums_in_order
 from detjax.rl.trainer.optimizers import OnePassOptimizer, norm_of_slices
 from detjax.rl.trainer.placement import Flat, Placement
 from detjax.rl.trainer.trained_weights import (
     UNTRAINED,
+    split,
+    trained_arrays,
     trained_numbers,
-    trained_shape,
-    with_numbers,
+    with_arrays,
     without_masters,
 )
 from detjax.rl.trainer.update_groups import update_groups
 from detjax.runtime import compilation
 from detjax.runtime.ahead import Call
+
+type _Shapes = tuple[jax.ShapeDtypeStruct, ...]
+"""The shapes and the dtype of the arrays of a weight that are trained; see `trained_arrays`."""
 
 
 class TrainState(NamedTuple):
@@ -98,13 +101,13 @@ def update(
     program = _update_program(optimizer, placement, donated)
     masters, optimizer_states = list(state.masters), list(state.optimizer)
     del state
-    numbers: dict[int, Array] = {}
+    arrays: dict[int, tuple[Array, ...]] = {}
     for indices in groups:
         leaves = [tuple(values[i] for i in indices) for values in (masters, optimizer_states, gradients)]
-        results = program(*leaves, scale, shapes=tuple(_numbers_of(weights[i]) for i in indices))
+        results = program(*leaves, scale, shapes=tuple(_shapes_of(weights[i]) for i in indices))
         for index, master, one, rounded_ones in zip(indices, *results, strict=True):
-            masters[index], optimizer_states[index], numbers[index] = master, one, rounded_ones
-    return TrainState(tuple(masters), tuple(optimizer_states)), _with_numbers(weights, numbers, placement), norm
+            masters[index], optimizer_states[index], arrays[index] = master, one, rounded_ones
+    return TrainState(tuple(masters), tuple(optimizer_states)), _with_arrays(weights, arrays, placement), norm
 
 
 def update_calls(
@@ -130,7 +133,7 @@ def update_calls(
     _, scale = placement.like(compilation.lowered(norm.fn, *norm.args).out_info, P())
     for indices in groups:
         leaves = [tuple(values[i] for i in indices) for values in (masters, state.optimizer, masters)]
-        shapes = tuple(_numbers_of(weights[i]) for i in indices)
+        shapes = tuple(_shapes_of(weights[i]) for i in indices)
         yield Call(_update_program(optimizer, placement, donated), (*leaves, scale), {"shapes": shapes})
 
 
@@ -168,11 +171,11 @@ def _norm_program(
 @functools.lru_cache(maxsize=32)
 def _update_program(
     optimizer: optax.GradientTransformation, placement: Placement, donated: bool
-) -> Callable[..., tuple[tuple[Flat, ...], tuple[Any, ...], tuple[Array, ...]]]:
+) -> Callable[..., tuple[tuple[Flat, ...], tuple[Any, ...], tuple[tuple[Array, ...], ...]]]:
     def step(masters: Any, states: Any, gradients: Any, scale: Array | None, shapes: Any) -> Any:
         def on_device(masters: Any, states: Any, gradients: Any, scale: Array | None) -> Any:
             leaves = zip(masters, states, gradients, shapes, strict=True)
-            results = [next_leaf(optimizer, *leaf[:3], scale, leaf[3].dtype) for leaf in leaves]
+            results = [next_leaf(optimizer, *leaf[:3], scale, leaf[3][0].dtype) for leaf in leaves]
             masters, states, weights = zip(*results, strict=True)
             return masters, states, tuple(map(functools.partial(_shaped, placement), weights, shapes))
 
@@ -201,44 +204,40 @@ def weights_of(state: TrainState, like: Weights, placement: Placement) -> Weight
     Of an adapted weight, the factors come from the master.
     """
     indices = [index for index, is_fixed in enumerate(without_masters(like)) if not is_fixed]
-    shapes = {index: _numbers_of(like[index]) for index in indices}
-    numbers: dict[int, Array] = {}
+    shapes = {index: _shapes_of(like[index]) for index in indices}
+    arrays: dict[int, tuple[Array, ...]] = {}
     for places in update_groups(tuple(shapes.values())):
         group = [indices[place] for place in places]
         program = _weights_program(placement, tuple(shapes[index] for index in group))
-        numbers |= zip(group, program(tuple(state.masters[index] for index in group)), strict=True)
-    return _with_numbers(like, numbers, placement)
+        arrays |= zip(group, program(tuple(state.masters[index] for index in group)), strict=True)
+    return _with_arrays(like, arrays, placement)
 
 
 @functools.lru_cache(maxsize=32)
 def _weights_program(
-    placement: Placement, shapes: tuple[jax.ShapeDtypeStruct, ...]
-) -> Callable[[tuple[Flat, ...]], tuple[Array, ...]]:
-    def weights(masters: tuple[Flat, ...]) -> tuple[Array, ...]:
+    placement: Placement, shapes: tuple[_Shapes, ...]
+) -> Callable[[tuple[Flat, ...]], tuple[tuple[Array, ...], ...]]:
+    def weights(masters: tuple[Flat, ...]) -> tuple[tuple[Array, ...], ...]:
         pairs = zip(masters, shapes, strict=True)
-        return tuple(_shaped(placement, rounded(master, like.dtype), like) for master, like in pairs)
+        return tuple(_shaped(placement, rounded(master, like[0].dtype), like) for master, like in pairs)
 
     return compilation.jit(placement.on_devices(weights, (placement.spec,), P()))
 
 
-def _numbers_of(weight: Any) -> jax.ShapeDtypeStruct:
-    """The shape and dtype of a weight's trained numbers."""
-    return jax.ShapeDtypeStruct(trained_shape(weight), weight.dtype)
+def _shapes_of(weight: Any) -> _Shapes:
+    """Returns the shapes and the dtype of the arrays of a weight that are trained."""
+    return tuple(jax.ShapeDtypeStruct(array.shape, weight.dtype) for array in trained_arrays(weight))
 
 
-def _shaped(placement: Placement, numbers: Array, like: jax.ShapeDtypeStruct) -> Array:
-    """Gathers a weight's numbers from the devices of a placement, within `on_devices`."""
-    return placement.gathered(numbers)[: like.size].reshape(like.shape)
+def _shaped(placement: Placement, numbers: Array, like: _Shapes) -> tuple[Array, ...]:
+    """Gathers a weight's numbers from the devices of a placement, within `on_devices`, as the arrays that have them."""
+    return split(placement.gathered(numbers), [one.shape for one in like])
 
 
-def _with_numbers(weights: Weights, numbers: Mapping[int, Array], placement: Placement) -> Weights:
-    """Returns weights with other numbers at some indices, and the other weights on every device of a placement."""
+def _with_arrays(weights: Weights, arrays: Mapping[int, tuple[Array, ...]], placement: Placement) -> Weights:
+    """Returns weights with other trained arrays at some indices. All other weights are on every device."""
 
     def weight(index: int, present: Any) -> Any:
-        if index not in numbers:
-            return placement.everywhere(present)
-        if isinstance(present, AdaptedWeight):
-            return with_numbers(placement.everywhere(present), numbers[index])
-        return numbers[index]
+        return with_arrays(present, arrays[index]) if index in arrays else placement.everywhere(present)
 
     return tuple(weight(index, present) for index, present in enumerate(weights))

@@ -5,7 +5,9 @@ and optimizer states: the numbers of `A`, then the numbers of `B`. A weight that
 """
 
 import dataclasses
+import itertools
 import math
+from collections.abc import Sequence
 from typing import Any, Final
 
 import jax.numpy as jnp
@@ -48,19 +50,34 @@ def trained_shape(weight: Any) -> tuple[int, ...]:
     """Returns the shape of a weight's trained numbers."""
     if not isinstance(weight, AdaptedWeight):
         return weight.shape
-    return (math.prod(weight.a.shape) + math.prod(weight.b.shape),)
+    return (sum(math.prod(factor.shape) for factor in trained_arrays(weight)),)
+
+
+def trained_arrays(weight: Any) -> tuple[Any, ...]:
+    """Returns the arrays of a weight that are trained, in the order of its trained numbers."""
+    return (weight.a, weight.b) if isinstance(weight, AdaptedWeight) else (weight,)
 
 
 def trained_numbers(weight: Any) -> Array:
     """Returns the trained numbers of a weight."""
     if not isinstance(weight, AdaptedWeight):
         return weight
-    return jnp.concatenate([jnp.asarray(factor).reshape(-1) for factor in (weight.a, weight.b)])
+    return jnp.concatenate([jnp.asarray(factor).reshape(-1) for factor in trained_arrays(weight)])
 
 
-def with_numbers(weight: AdaptedWeight, numbers: Float[Array, "n"]) -> AdaptedWeight:
-    """Returns an adapted weight with other trained numbers."""
-    a, b = _split(weight, numbers)
+def split(numbers: Float[Array, "_"], shapes: Sequence[tuple[int, ...]]) -> tuple[Array, ...]:
+    """Returns trained numbers as the arrays that have them, given the arrays' shapes. Padding at the end is dropped."""
+    ends = itertools.accumulate(map(math.prod, shapes), initial=0)
+    return tuple(
+        numbers[begin:end].reshape(shape) for (begin, end), shape in zip(itertools.pairwise(ends), shapes, strict=True)
+    )
+
+
+def with_arrays(weight: Any, arrays: tuple[Any, ...]) -> Any:
+    """Returns a weight with other trained arrays."""
+    if not isinstance(weight, AdaptedWeight):
+        return arrays[0]
+    a, b = arrays
     return dataclasses.replace(weight, a=a, b=b)
 
 
@@ -68,11 +85,6 @@ def with_sums(weight: Any, products: Any, lookups: Any) -> Any:
     """Returns a weight whose gradient is added to sums in the shape of its trained numbers."""
     if not isinstance(weight, AdaptedWeight):
         return AccumulatedWeight(weight, products, lookups)
-    pairs: Any = zip((weight.a, weight.b), _split(weight, products), strict=True)
-    a, b = (AccumulatedWeight(*pair) for pair in pairs)
-    return dataclasses.replace(weight, a=a, b=b)
-
-
-def _split(weight: AdaptedWeight, numbers: Array) -> tuple[Array, Array]:
-    first = math.prod(weight.a.shape)
-    return numbers[:first].reshape(weight.a.shape), numbers[first:].reshape(weight.b.shape)
+    factors = trained_arrays(weight)
+    sums = split(products, [factor.shape for factor in factors])
+    return with_arrays(weight, tuple(map(AccumulatedWeight, factors, sums)))
