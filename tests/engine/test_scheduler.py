@@ -507,6 +507,18 @@ def test_guesses_of_many_sequences_have_a_shape_without_many_empty_rows(count: i
     assert shapes.limits.drafts >= 5 * count
 
 
+@pytest.mark.parametrize(("drafted", "sampled"), [(0, 256), (6, 256), (7, 576)])
+def test_steps_with_prompts_have_more_rows_of_logits_than_slots_only_if_guesses_need_them(
+    drafted: int, sampled: int
+) -> None:
+    shapes = BatchShapes.for_serving(256, 2048, 7, decodes_guesses=True)
+    decodes = [ScheduledChunk(sequence((1,)), 0, 1, True, True) for _ in range(220)]
+    decodes += [ScheduledChunk(sequence((1,)), 0, 6, True, True, drafted=5) for _ in range(drafted - 1)]
+    prefills = [ScheduledChunk(sequence((1,)), 0, 9, True, False) for _ in range(6)]
+    shape = shapes.smallest(ScheduledStep(tuple(decodes), tuple(prefills)))
+    assert (shape.sampled, shape.rows) == (sampled, 256)
+
+
 @pytest.mark.parametrize(
     ("count", "guesses", "expected"),
     [

@@ -14,6 +14,7 @@ import pytest
 from detjax import SamplingParams
 from detjax.engine import sampling_programs, sampling_variant, step_programs
 from detjax.engine.batch import BatchShape
+from detjax.engine.drafts.draft_lengths import MOST_SEQUENCES
 from detjax.engine.sampled_tokens import SampledTokens
 from detjax.engine.sampling_programs import SeenEntries, seen_entries
 from detjax.engine.sampling_variant import SamplingVariant
@@ -31,6 +32,23 @@ def entries_of(prompt: list[int], generated: list[int], vocabulary: int) -> list
         rows = zip(*(values.tolist() for values in entries), strict=True)
         batches.append({token: (count, is_there) for token, count, is_there in rows if token < vocabulary})
     return batches
+
+
+@pytest.mark.parametrize(
+    ("shape", "has_adapters", "expected"),
+    [
+        (BatchShape(64, 0, 0, 64), False, True),
+        (BatchShape(256, 0, 0, 256), False, False),
+        (BatchShape(256, 0, 0, 256, queries=4), False, True),
+        (BatchShape(64, 0, 0, 64), True, False),
+        (BatchShape(4, 64, 8, 64), False, False),
+    ],
+)
+def test_layers_of_steps_that_may_wait_for_the_host_are_computed_in_blocks(
+    shape: BatchShape, has_adapters: bool, expected: bool
+) -> None:
+    assert step_programs.in_blocks(shape, has_adapters=has_adapters) == expected
+    assert step_programs._MOST_DECODES_IN_BLOCKS == MOST_SEQUENCES
 
 
 def test_each_token_of_a_sequence_is_noted_once_with_its_count_and_whether_the_prompt_has_it() -> None:

@@ -12,13 +12,13 @@ import pytest
 from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import detjax
 import detjax.demo
 from detjax import models, ops
-from detjax.models.mesh import checked, shardings_of
+from detjax.models.mesh import checked, put, shardings_of
 from detjax.models.network import parameters
 from detjax.models.parts.sharding import OutputSharding, ShardGroup, head_shards, outputs
 from tests.models.shallow_models import shallow
@@ -244,6 +244,17 @@ def requests_of(vocabulary: int, *, is_whole: bool) -> list[detjax.Request]:
 
 
 # What is refused.
+
+
+def test_an_array_is_put_only_where_it_is_not_yet() -> None:
+    mesh = Mesh(np.array(jax.devices()[:1]), ("tensor",))
+    replicated, split = (NamedSharding(mesh, spec) for spec in (P(), P("tensor")))
+    uncommitted = jnp.arange(4.0)
+    x = put(uncommitted, replicated)
+    assert x.committed and x.sharding == replicated
+    assert put(x, NamedSharding(mesh, P())) is x
+    assert put(x, split).sharding == split
+    assert put(np.arange(4.0), replicated).sharding == replicated
 
 
 def test_a_mesh_of_other_axes_is_refused() -> None:

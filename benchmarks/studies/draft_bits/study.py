@@ -153,13 +153,18 @@ def _with_programs(
     if programs is None:
         yield from range(len(workers))
         return
+    started = time.monotonic()
     compiling = {
         workers[share].submit(_compile, names[(first + share) % len(names)], sizes, programs): share
         for share in range(min(len(names), len(workers)))
     }
     for future in as_completed(compiling):
         future.result()
-        yield from range(compiling[future], len(workers), len(names))
+        share = compiling[future]
+        seconds = time.monotonic() - started
+        name = names[(first + share) % len(names)]
+        print(f"programs of {name} compiled after {seconds:.0f} s", file=sys.stderr, flush=True)
+        yield from range(share, len(workers), len(names))
 
 
 def _compile(name: str, sizes: Sizes, programs: Path) -> None:

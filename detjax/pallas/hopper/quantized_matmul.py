@@ -22,7 +22,6 @@ from detjax.operands.quantized_weight import QuantizedWeight, scales_of, widened
 from detjax.operands.rounding import rounded
 from detjax.pallas.hopper import grouped_matmul as grouped
 from detjax.pallas.hopper import matmul as plain
-from detjax.pallas.hopper.quantized import scaled
 from detjax.pallas.hopper.quantized.packed import packed_plan, packed_product
 from detjax.pallas.hopper.quantized.scaled import (
     ScaledPlan,
@@ -62,7 +61,7 @@ def forward(operands: MatmulOperands, *, epilogue: Epilogue, out_dtype: DTypeLik
         return packed_product(operands, plan, epilogue=epilogue, out_dtype=out_dtype)
     flat_residual = None if residual is None else flat_rows(residual)
     flat = MatmulOperands(flat_rows(x), w, bias, flat_residual)
-    if not is_composed and has_one_quantization(w) and (plan := _scaled_plan(flat, out_dtype)) is not None:
+    if not is_composed and has_one_quantization(w) and (plan := scaled_plan(flat, out_dtype=out_dtype)) is not None:
         y = scaled_product(flat, plan, epilogue=epilogue)
     else:
         sums = _sums(flat, is_composed=is_composed)
@@ -97,12 +96,6 @@ def grouped_backward(
     return grouped_gradients(operands, _gradient_of_sums(biased, dy, epilogue), bias_sum)
 
 
-def _scaled_plan(operands: MatmulOperands, out_dtype: DTypeLike) -> ScaledPlan | None:
-    """Returns the plan of a product with quantized activations; None if the kernel cannot compute it, or is off."""
-    is_off = jnp.dtype(out_dtype) == ACCUMULATOR and not scaled.IS_ON
-    return None if is_off else scaled_plan(operands, out_dtype=out_dtype)
-
-
 def _sums(operands: MatmulOperands, *, is_composed: bool = False) -> list[Array]:
     """Returns the float32 sums `[M, N]` of each part, without biases."""
 
@@ -111,7 +104,7 @@ def _sums(operands: MatmulOperands, *, is_composed: bool = False) -> list[Array]
 
     w, x = operands.w, flat_rows(operands.x)
     matrices = [w] if w.ndim == 2 else [w.matrix(0), w.matrix(1)]
-    plan = None if is_composed else _scaled_plan(MatmulOperands(x, matrices[0]), ACCUMULATOR)
+    plan = None if is_composed else scaled_plan(MatmulOperands(x, matrices[0]), out_dtype=ACCUMULATOR)
     if plan is None:
         return [_sum(x, matrix, multiply, lambda numbers: numbers[None]) for matrix in matrices]
     return [_scaled_sum(MatmulOperands(x, matrix), plan) for matrix in matrices]

@@ -16,7 +16,6 @@ from detjax.operands.products import MatmulOperands
 from detjax.operands.quantized_weight import QuantizedFormat, QuantizedWeight, numbers_of
 from detjax.pallas.hopper import quantized_matmul
 from detjax.pallas.hopper.matmul.plan import Problem, Schedule
-from detjax.pallas.hopper.quantized import scaled
 from detjax.pallas.hopper.quantized.scaled import FORMS, ScaledPlan, scaled_plan, scaled_product
 from detjax.pallas.hopper.quantized.widening import Codes
 from detjax.portable.quantized_matmul import quantized_rows
@@ -38,13 +37,7 @@ def on_hopper(x: np.ndarray, w: QuantizedWeight, **options: Any) -> np.ndarray:
     return interpreted(product, jnp.asarray(x), w)
 
 
-@pytest.fixture
-def float32_sums(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel also computes float32 results."""
-    monkeypatch.setattr(scaled, "IS_ON", True)
-
-
-@pytest.mark.usefixtures("matrix_unit", "float32_sums")
+@pytest.mark.usefixtures("matrix_unit")
 @pytest.mark.parametrize("kind", ["group", "static of two"])
 def test_products_are_the_contracts_and_rows_do_not_depend_on_each_other(kind: str) -> None:
     w, x = e4m3_weight(kind), X[:20]
@@ -57,35 +50,27 @@ def test_products_are_the_contracts_and_rows_do_not_depend_on_each_other(kind: s
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype", "is_on", "kernels"),
+    ("kind", "dtype", "kernels"),
     [
-        ("group", "bfloat16", False, {"quantized_groups": 1, "scaled_matmul": 1}),
-        ("row", "bfloat16", False, {"scaled_matmul": 1}),
-        ("row", "float32", True, {"scaled_matmul": 1}),
-        ("static of two", "bfloat16", True, {"scaled_matmul": 2, "map_elements": 1}),
+        ("group", "bfloat16", {"quantized_groups": 1, "scaled_matmul": 1}),
+        ("row", "bfloat16", {"scaled_matmul": 1}),
+        ("row", "float32", {"scaled_matmul": 1}),
+        ("static of two", "bfloat16", {"scaled_matmul": 2, "map_elements": 1}),
     ],
 )
-def test_a_kernel_widens_codes_and_scales_the_products(
-    kind: str, dtype: str, is_on: bool, kernels: dict[str, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Outputs with two static scales take a product for each, in float32; the kernel computes these on demand."""
+def test_a_kernel_widens_codes_and_scales_the_products(kind: str, dtype: str, kernels: dict[str, int]) -> None:
+    """Outputs with two static scales take a product for each, in float32."""
     w, x = e4m3_weight(kind), jnp.asarray(X, dtype)
 
-    def counts(is_on: bool) -> dict[str, int]:
-        monkeypatch.setattr(scaled, "IS_ON", is_on)
+    def product(x: Any, w: Any) -> jax.Array:
+        options: dict[str, Any] = {"epilogue": Epilogue(), "out_dtype": x.dtype}
+        return quantized_matmul.forward(MatmulOperands(x, w), **options)
 
-        def product(x: Any, w: Any) -> jax.Array:
-            options: dict[str, Any] = {"epilogue": Epilogue(), "out_dtype": x.dtype}
-            return quantized_matmul.forward(MatmulOperands(x, w), **options)
-
-        with detjax.use_backend("hopper"):
-            return kernel_counts(jax.make_jaxpr(product)(x, w).jaxpr)
-
-    assert counts(is_on) == kernels
-    assert ("scaled_matmul" in counts(False)) != is_on
+    with detjax.use_backend("hopper"):
+        assert kernel_counts(jax.make_jaxpr(product)(x, w).jaxpr) == kernels
 
 
-@pytest.mark.usefixtures("matrix_unit", "float32_sums")
+@pytest.mark.usefixtures("matrix_unit")
 def test_a_row_of_an_expert_has_the_bits_of_its_own_product() -> None:
     w, x, sizes = e4m3_weight("group", 2, 2), X[:16], jnp.int32([8, 8])
 
@@ -170,7 +155,7 @@ def test_blocks_are_scaled_and_added_in_the_contracts_order(name: str) -> None:
     assert_same_bits(y, added_in_blocks(X[:m], w) + np.asarray(bias) + np.asarray(residual))
 
 
-@pytest.mark.usefixtures("matrix_unit", "float32_sums")
+@pytest.mark.usefixtures("matrix_unit")
 @pytest.mark.parametrize("kind", ["row", pytest.param("static of two", marks=pytest.mark.nightly)])
 def test_one_kernel_has_the_bits_of_a_product_for_each_block(kind: str) -> None:
     w, x = e4m3_weight(kind, 2), jnp.asarray(X[:9])

@@ -25,7 +25,6 @@ Scales are loaded before the stage is released, also those that are used later.
 import dataclasses
 import functools
 import math
-import os
 from collections.abc import Callable
 from typing import Any, Final, Literal
 
@@ -61,13 +60,6 @@ from detjax.pallas.hopper.quantized.widening import LINE, SCALE_BYTES, Codes, wi
 from detjax.portable.quantized_matmul import quantized_rows
 
 type Form = Literal["widened", "sent", "own"]
-
-SWITCH: Final = "DETJAX_FP8_SUMS"
-"""The environment variable that, if it is 1, makes products call the kernel also for float32 results, which no GPU has
-launched: the sums of products whose scales have several sources, and of gradients."""
-
-IS_ON: Final = os.environ.get(SWITCH) == "1"
-"""True if products call the kernel for float32 results, too."""
 
 FORMS: Final[tuple[Form, ...]] = "widened", "sent", "own"
 
