@@ -24,6 +24,7 @@ from detjax.rl.trainer.step import Plan
 from detjax.rl.trainer.trainer import Trainer
 from tests.support.adapters import FIXTURE, LINEAR
 from tests.support.bits import assert_same_bits, same_bits
+from tests.support.simulated_devices import ALL_HOLD, run_on_devices
 
 CONFIG = AdapterConfig(rank=3, alpha=5.0, targets=tuple(LINEAR), rank_pattern={"v_proj": 8})
 SAMPLES = supervised_samples([([1, 2, 3], [4, 5, 6, 7]), ([6], [7, 8, 9]), ([5, 5], [1, 2])])
@@ -34,9 +35,9 @@ def base(request: pytest.FixtureRequest) -> Decoder:
     return detjax.models.load(FIXTURE, dtype=request.param, progress=False)[0]
 
 
-def trainer(base: Decoder, layout: Any = None, optimizer: Any = None) -> Trainer:
-    policy = with_adapter(base, new_adapter(base, CONFIG))
-    return Trainer(policy, optimizer or adamw(1e-2), LogLikelihood(), Plan(layout or Packed(tokens=32), shards=2))
+def trainer(base: Decoder, layout: Any = None, optimizer: Any = None, devices: int = 1) -> Trainer:
+    policy, plan = with_adapter(base, new_adapter(base, CONFIG)), Plan(layout or Packed(tokens=32), 2, devices)
+    return Trainer(policy, optimizer or adamw(1e-2), LogLikelihood(), plan)
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +47,23 @@ def trained(base: Decoder) -> Trainer:
     for _ in range(2):
         one.step(SAMPLES)
     return one
+
+
+def test_devices_that_share_the_batch_train_an_adapter_with_the_bits_of_one() -> None:
+    run_on_devices(__name__, devices=2)
+
+
+def main() -> None:
+    """Trains an adapter on one and on two devices."""
+    model = detjax.models.load(FIXTURE, dtype="float32", progress=False)[0]
+    one, two = (trainer(model, devices=devices) for devices in (1, 2))
+    for _ in range(2):
+        for some in (one, two):
+            some.step(SAMPLES)
+    assert_same_bits(*(jax.tree.map(np.asarray, some.weights) for some in (one, two)))
+    # A device that has no part of a weight would be sent it at every step.
+    assert {len(x.devices()) for x in jax.tree.leaves(two.weights)} == {2}
+    print(ALL_HOLD)
 
 
 def test_a_new_adapter_has_the_bits_of_the_base_model_and_training_changes_it_alone(
@@ -154,3 +172,7 @@ def test_a_stopped_training_of_an_adapter_continues_with_the_same_bits(
     assert not (tmp_path / "cut" / "adapter").exists()
     assert train(TrainingOptions(directory=tmp_path / "cut", steps=3, **options)) == whole
     assert trained == [0, 1, 1, 2]
+
+
+if __name__ == "__main__":
+    main()

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float32
 
 from detjax.contract import ACCUMULATOR
 from detjax.models.network import Weights
+from detjax.operands.adapted_weight import AdaptedWeight
 from detjax.operands.rounding import rounded
 from detjax.ops.elements import map_elements, row_squares, sums_in_order
 from detjax.rl.trainer.optimizers import OnePassOptimizer, norm_of_slices
@@ -238,6 +239,9 @@ def _with_arrays(weights: Weights, arrays: Mapping[int, tuple[Array, ...]], plac
     """Returns weights with other trained arrays at some indices. All other weights are on every device."""
 
     def weight(index: int, present: Any) -> Any:
-        return with_arrays(present, arrays[index]) if index in arrays else placement.everywhere(present)
+        if index in arrays and not isinstance(present, AdaptedWeight):
+            return arrays[index][0]
+        weight = placement.everywhere(present)  # an adapter's scales, too
+        return with_arrays(weight, arrays[index]) if index in arrays else weight
 
     return tuple(weight(index, present) for index, present in enumerate(weights))

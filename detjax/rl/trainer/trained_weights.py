@@ -73,10 +73,8 @@ def split(numbers: Float[Array, "_"], shapes: Sequence[tuple[int, ...]]) -> tupl
     )
 
 
-def with_arrays(weight: Any, arrays: tuple[Any, ...]) -> Any:
-    """Returns a weight with other trained arrays."""
-    if not isinstance(weight, AdaptedWeight):
-        return arrays[0]
+def with_arrays(weight: AdaptedWeight, arrays: tuple[Any, ...]) -> AdaptedWeight:
+    """Returns an adapted weight with other trained arrays."""
     a, b = arrays
     return dataclasses.replace(weight, a=a, b=b)
 
