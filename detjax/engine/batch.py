@@ -149,11 +149,9 @@ class BatchShapes:
             # A step has at most one chunk per slot. The number of rows to sample from is one of the decode sizes, so
             # all shapes share the sampling programs of these sizes. If guesses are decodes, steps with both guesses and
             # more chunks than slots have the largest shape: few steps verify guesses while they compute prompts.
-            chunks = min(slots, count + prefills.get(rows, 0))
+            chunks = max(count, min(slots, count + prefills.get(rows, 0)))
             if not decodes_guesses:
                 chunks += min(drafted, prefills.get(rows, 0) * drafts)
-            elif count > slots:
-                chunks = count
             return BatchShape(count, rows, prefills.get(rows, 0), next(size for size in sampled if size >= chunks))
 
         shapes = [shape(count, 0) for count in decodes]

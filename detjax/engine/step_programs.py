@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int32, PyTree
 
 from detjax.engine.batch import BatchShape, StepBatch
+from detjax.engine.drafts.draft_lengths import MOST_SEQUENCES
 from detjax.engine.packed_batch import Batch, PackedBatch
 from detjax.engine.pooling import pooled_rows
 from detjax.engine.pooling_programs import carry, pool, pool_carried
@@ -52,9 +53,6 @@ from detjax.runtime import compilation
 
 RUN_STEPS: Final = 4
 """Steps of a run of decodes. The host prepares the next run while the device computes them."""
-_MOST_DECODES_IN_BLOCKS: Final = 64
-"""Decodes of the largest step whose layers are computed in blocks, if its requests have one query each. With more
-sequences the engine does not guess; see `draft_lengths.MOST_SEQUENCES`."""
 _ADAPTERS: Final = "adapters"
 """Part of the size of programs for rows with adapters."""
 _SLOT: Final = "slot"
@@ -98,10 +96,10 @@ def _decodes_of(shape: BatchShape) -> str:
 def in_blocks(shape: BatchShape, *, has_adapters: bool) -> bool:
     """Returns whether a step computes the layers in blocks, if there are any: one that may have to wait for the host.
 
-    These are steps with guesses, and steps of few decodes after one that had guesses. All others are launched while the
-    device computes the step before, and launching one program takes the host less time than launching several.
+    These are steps with guesses, and steps of as few decodes as the engine makes guesses for. All others are launched
+    while the device computes the step before, and one program takes the host less time to launch than several.
     """
-    return not shape.rows and not has_adapters and (shape.queries > 1 or shape.decodes <= _MOST_DECODES_IN_BLOCKS)
+    return not shape.rows and not has_adapters and (shape.queries > 1 or shape.decodes <= MOST_SEQUENCES)
 
 
 def forward_block_key(shape: BatchShape, *, depths: tuple[int, ...] | None = None) -> Hashable:

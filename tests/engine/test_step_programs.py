@@ -38,6 +38,8 @@ def entries_of(prompt: list[int], generated: list[int], vocabulary: int) -> list
     ("shape", "has_adapters", "expected"),
     [
         (BatchShape(64, 0, 0, 64), False, True),
+        (BatchShape(MOST_SEQUENCES, 0, 0, MOST_SEQUENCES), False, True),
+        (BatchShape(MOST_SEQUENCES + 1, 0, 0, MOST_SEQUENCES + 1), False, False),
         (BatchShape(256, 0, 0, 256), False, False),
         (BatchShape(256, 0, 0, 256, queries=4), False, True),
         (BatchShape(64, 0, 0, 64), True, False),
@@ -48,7 +50,6 @@ def test_layers_of_steps_that_may_wait_for_the_host_are_computed_in_blocks(
     shape: BatchShape, has_adapters: bool, expected: bool
 ) -> None:
     assert step_programs.in_blocks(shape, has_adapters=has_adapters) == expected
-    assert step_programs._MOST_DECODES_IN_BLOCKS == MOST_SEQUENCES
 
 
 def test_each_token_of_a_sequence_is_noted_once_with_its_count_and_whether_the_prompt_has_it() -> None:

@@ -44,10 +44,8 @@ class Drafting:
         """
         if self._lengths is None and self._chosen(running, waiting):
             return True
-        has_rule = self._lengths is not None
         return any(
-            sequence.is_held
-            and (_is_forcible(sequence) or (has_rule and self._fixed_length(sequence, len(running)) > 0))
+            sequence.is_held and (_is_forcible(sequence) or self._fixed_length(sequence, len(running)) > 0)
             for sequence in running
             if sequence.context.drafts
         )
