@@ -56,6 +56,7 @@ from detjax.engine import EngineConfig, Request, Sequence, StepLoop
 from detjax.engine.drafts.drafting import Drafting
 from detjax.engine.page_pool import PagePool
 from detjax.engine.request_reader import RequestReader
+from detjax.server.replicas.processes import device_shares
 
 _PREEMPTED: Final = 0.02
 """Probability of a step after which all samples are preempted."""
@@ -124,7 +125,11 @@ def _rounds(
         return
     with contextlib.ExitStack() as stack:
         context = multiprocessing.get_context("spawn")
-        workers = [stack.enter_context(ProcessPoolExecutor(1, context, _take_device, (device,))) for device in shares]
+        environments = device_shares(1 + max(shares), 1)
+        workers = [
+            stack.enter_context(ProcessPoolExecutor(1, context, _take_device, (environments[device],)))
+            for device in shares
+        ]
         running: dict[Future[Counts], int] = {}
         for share in _with_programs(workers, names, first, options):
             running[workers[share].submit(_round, *begun(share))] = share
@@ -137,9 +142,9 @@ def _rounds(
                 yield future.result()
 
 
-def _take_device(index: int) -> None:
-    """Lets this process see one GPU only."""
-    jax.config.update("jax_cuda_visible_devices", str(index))
+def _take_device(environment: dict[str, str]) -> None:
+    """Sets the variables that let this process and those it starts see one GPU only."""
+    os.environ.update(environment)
 
 
 def _with_programs(
