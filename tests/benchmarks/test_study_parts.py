@@ -26,6 +26,7 @@ from jax.sharding import PartitionSpec as P
 import benchmarks.study as study_module
 import benchmarks.timing as study_timing
 import detjax
+from benchmarks import devices
 from benchmarks.bits import anchor_positions
 from benchmarks.studies import (
     aggregation,
@@ -334,10 +335,10 @@ def test_the_first_number_that_kernels_of_experts_change_is_named() -> None:
 def test_processes_have_a_device_each_and_no_simulated_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=4 --xla_other=1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,7")
-    environment = processes.environment(1)
+    environment = devices.environment(1)
     assert (environment["CUDA_VISIBLE_DEVICES"], environment["XLA_FLAGS"]) == ("7", "--xla_other=1")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    assert processes.environment(1)["CUDA_VISIBLE_DEVICES"] == "1"
+    assert devices.environment(1)["CUDA_VISIBLE_DEVICES"] == "1"
 
 
 def test_processes_that_outlive_a_lost_one_or_have_other_bits_fail_the_study() -> None:

@@ -47,6 +47,7 @@ from typing import Annotated, Any, Final
 
 import jax
 
+from benchmarks.devices import environment
 from benchmarks.studies.draft_bits.loops import NARROW, PAGES, PLAIN, WIDE, Sizes, loops
 from benchmarks.studies.draft_bits.models import ADVERSARIES, MOST, NAMES, Adversary, kinds, model
 from benchmarks.studies.draft_bits.requests import LONGEST, covered, everything, requests
@@ -56,7 +57,6 @@ from detjax.engine import EngineConfig, Request, Sequence, StepLoop
 from detjax.engine.drafts.drafting import Drafting
 from detjax.engine.page_pool import PagePool
 from detjax.engine.request_reader import RequestReader
-from detjax.server.replicas.processes import device_shares
 
 _PREEMPTED: Final = 0.02
 """Probability of a step after which all samples are preempted."""
@@ -125,11 +125,7 @@ def _rounds(
         return
     with contextlib.ExitStack() as stack:
         context = multiprocessing.get_context("spawn")
-        environments = device_shares(1 + max(shares), 1)
-        workers = [
-            stack.enter_context(ProcessPoolExecutor(1, context, _take_device, (environments[device],)))
-            for device in shares
-        ]
+        workers = [stack.enter_context(ProcessPoolExecutor(1, context, _take_device, (device,))) for device in shares]
         running: dict[Future[Counts], int] = {}
         for share in _with_programs(workers, names, first, options):
             running[workers[share].submit(_round, *begun(share))] = share
@@ -142,9 +138,9 @@ def _rounds(
                 yield future.result()
 
 
-def _take_device(environment: dict[str, str]) -> None:
-    """Sets the variables that let this process and those it starts see one GPU only."""
-    os.environ.update(environment)
+def _take_device(number: int) -> None:
+    """Lets this process, and those that it starts to compile programs, see one GPU only."""
+    os.environ.update(environment(number))
 
 
 def _with_programs(

@@ -14,18 +14,16 @@ minute on a CPU.
 
 import contextlib
 import json
-import os
-import re
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final
 
 from benchmarks import study as options
+from benchmarks.devices import environment
 from benchmarks.studies.processes.worker import FAILURE, PARTS, SMALL, Sizes
 from benchmarks.study import Result, Run
 from detjax.bench import command_line
@@ -131,14 +129,6 @@ def _started(part: str, processes: int, *, small: bool) -> Any:
             running.append(stack.enter_context(process))
             stack.callback(process.kill)
         yield running, folder
-
-
-def environment(number: int) -> Mapping[str, str]:
-    """Returns the environment of a process that sees one device: of the GPUs that this process sees, its own."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    device = visible.split(",")[number] if visible else str(number)
-    flags = re.sub(r"--xla_force_host_platform_device_count=\d+", "", os.environ.get("XLA_FLAGS", "")).strip()
-    return {**os.environ, "CUDA_VISIBLE_DEVICES": device, "XLA_FLAGS": flags}
 
 
 def _log(folder: Path, number: int) -> str:
