@@ -69,9 +69,10 @@ def test_one_process_compiles_the_programs_of_each_model_before_others_answer(
     compiled: list[str] = []
     monkeypatch.setattr(draft_bits, "_compile", lambda name, *_: compiled.append(name))
     first, workers = 4, [ThreadPoolExecutor(1) for _ in range(7)]
-    assert [*draft_bits._with_programs(workers, NAMES, first, (loops.WIDE, None))] == [*range(7)] and not compiled
+    sizes = dict.fromkeys(NAMES, loops.WIDE)
+    assert [*draft_bits._with_programs(workers, sizes, first, None)] == [*range(7)] and not compiled
     beginning = set[int]()
-    for share in draft_bits._with_programs(workers, NAMES, first, (loops.WIDE, tmp_path)):
+    for share in draft_bits._with_programs(workers, sizes, first, tmp_path):
         assert NAMES[(first + share) % len(NAMES)] in compiled
         beginning.add(share)
     assert beginning == {*range(7)} and sorted(compiled) == sorted(NAMES)

@@ -39,7 +39,7 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, as_completed, wait
 from pathlib import Path
@@ -79,8 +79,8 @@ def study(
     content: Counts = {"rounds": 0, "begun": 0, "tokens_compared": 0, "tokens_with": {}, "preemptions": 0, "drafts": {}}
     if run.out is not None and run.out.exists():
         content = _earlier(run)
-    started, (sizes, names) = time.monotonic(), _sizes(run.small)
-    content["sizes"] = dataclasses.asdict(sizes)
+    started, sizes = time.monotonic(), _sizes(run.small)
+    content["sizes"] = {name: dataclasses.asdict(size) for name, size in sizes.items()}
     shares = [share % devices for share in range(processes * devices)]
     last = content["begun"] + len(shares) if run.small else sys.maxsize
 
@@ -89,7 +89,7 @@ def study(
         return is_late or content["tokens_compared"] >= tokens or content["begun"] >= last
 
     with _programs() as programs:
-        for counts in _rounds(content, names, (sizes, programs), shares, is_over):
+        for counts in _rounds(content, sizes, programs, shares, is_over):
             _add(content, counts)
             run.save(content)
             progress = f"{content['rounds']} rounds, {content['tokens_compared']} tokens"
@@ -100,8 +100,8 @@ def study(
 
 def _rounds(
     content: Counts,
-    names: tuple[str, ...],
-    options: tuple[Sizes, Path | None],
+    sizes: Mapping[str, Sizes],
+    programs: Path | None,
     shares: list[int],
     is_over: Callable[[], bool],
 ) -> Iterator[Counts]:
@@ -109,13 +109,14 @@ def _rounds(
 
     Rounds are answered in one process for each of `shares`, which is the number of its device.
     """
+    names = list(sizes)
 
     def begun(share: int) -> tuple[str, str, Sizes, Path | None]:
         """Returns the arguments of the next round of a process."""
         number = next(numbers[share])
         content["begun"] = max(content["begun"], number + 1)
         name = names[number % len(names)]
-        return name, f"{name} {number}", *options
+        return name, f"{name} {number}", sizes[name], programs
 
     first = content["begun"]
     numbers = [itertools.count(first + share, len(shares)) for share in range(len(shares))]
@@ -127,7 +128,7 @@ def _rounds(
         context = multiprocessing.get_context("spawn")
         workers = [stack.enter_context(ProcessPoolExecutor(1, context, _take_device, (device,))) for device in shares]
         running: dict[Future[Counts], int] = {}
-        for share in _with_programs(workers, names, first, options):
+        for share in _with_programs(workers, sizes, first, programs):
             running[workers[share].submit(_round, *begun(share))] = share
         while running:
             done, _ = wait(running, return_when=FIRST_COMPLETED)
@@ -144,19 +145,19 @@ def _take_device(number: int) -> None:
 
 
 def _with_programs(
-    workers: Seq[Executor], names: tuple[str, ...], first: int, options: tuple[Sizes, Path | None]
+    workers: Seq[Executor], sizes: Mapping[str, Sizes], first: int, programs: Path | None
 ) -> Iterator[int]:
     """Yields the numbers of processes as soon as the programs of their first models are compiled.
 
     One process compiles the programs of a model, and the others of that model load them.
     """
-    sizes, programs = options
+    names = list(sizes)
     if programs is None:
         yield from range(len(workers))
         return
     started = time.monotonic()
     compiling = {
-        workers[share].submit(_compile, names[(first + share) % len(names)], sizes, programs): share
+        workers[share].submit(_compile, name := names[(first + share) % len(names)], sizes[name], programs): share
         for share in range(min(len(names), len(workers)))
     }
     for future in as_completed(compiling):
@@ -188,10 +189,14 @@ def _programs() -> Iterator[Path | None]:
             yield Path(folder)
 
 
-def _sizes(is_small: bool) -> tuple[Sizes, tuple[str, ...]]:
-    """Returns the sizes and the models."""
+def _sizes(is_small: bool) -> dict[str, Sizes]:
+    """Returns the models and the sizes of their rounds."""
     sizes = NARROW if jax.default_backend() == "cpu" else WIDE
-    return (dataclasses.replace(sizes, requests=5, tokens=9), NAMES[:1]) if is_small else (sizes, NAMES)
+    if is_small:
+        return {NAMES[0]: dataclasses.replace(sizes, requests=5, tokens=9)}
+    # Steps with linear layers verify guesses among the rows of prefills, which takes an accelerator longest.
+    fewer = dataclasses.replace(sizes, requests=sizes.requests // 4) if sizes is WIDE else sizes
+    return {name: fewer if name == "linear" else sizes for name in NAMES}
 
 
 def _earlier(run: Run) -> Counts:
