@@ -2,19 +2,23 @@
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 import detjax
+from benchmarks.studies.fp8_products.sums import BLOCK, COLUMNS, TILE, block_sums
 from detjax.bench.failures import reason
 from detjax.contract import FP8_LARGEST
+from detjax.operands.numerics import round_up
 from detjax.operands.options import Activation, Epilogue
 from detjax.operands.products import MatmulOperands
 from detjax.operands.quantized_weight import QuantizedActivations, QuantizedFormat, QuantizedWeight
-from detjax.pallas.hopper import quantized_matmul
+from detjax.pallas.hopper import matmul, quantized_matmul
+from detjax.pallas.hopper.quantized.codes import codes_plan, codes_product
 from detjax.pallas.hopper.quantized.rows import quantized_groups
 from detjax.pallas.hopper.quantized.scaled import Form, scaled_plan, scaled_product
 from detjax.portable.quantized_matmul import quantized_rows
@@ -32,8 +36,10 @@ PRODUCTS: Final[tuple[tuple[Any, str, Activation | None, bool], ...]] = (
 )
 """Compared products: scales of activations, dtype of the weight's scales, activation of a gated product, and whether
 there are a bias and a residual."""
-BLOCK: Final = 128
-"""Columns of a group."""
+
+
+type Kernel = Form | Literal["codes"]
+"""A form of the kernel that scales, or the kernel that multiplies codes."""
 
 
 class Case(NamedTuple):
@@ -42,7 +48,7 @@ class Case(NamedTuple):
     name: str
     operands: MatmulOperands
     epilogue: Epilogue
-    form: Form
+    form: Kernel
     dtype: str = "bfloat16"
 
 
@@ -141,7 +147,7 @@ def compared_products(cases: Iterable[Case], composed: dict[str, np.ndarray]) ->
         yield name, faults
 
 
-def product_cases(numbers_of_rows: Sequence[int] = ROWS, *, form: Form, dtype: str = "bfloat16") -> Iterator[Case]:
+def product_cases(numbers_of_rows: Sequence[int] = ROWS, *, form: Kernel, dtype: str = "bfloat16") -> Iterator[Case]:
     """Yields the compared products. The last block of K is not whole."""
     n, k = 1544, 1104
     for (activations, scale_dtype, activation, has_both), rows in itertools.product(PRODUCTS, numbers_of_rows):
@@ -165,15 +171,36 @@ def compiled_product(case: Case, *, is_composed: bool) -> Callable[[MatmulOperan
     """Returns the program of a product, by the kernel or composed of a product for each block."""
 
     def forward(operands: MatmulOperands) -> jax.Array:
-        if is_composed:
-            options: dict[str, Any] = {"epilogue": case.epilogue, "out_dtype": operands.x.dtype}
+        options: dict[str, Any] = {"epilogue": case.epilogue, "out_dtype": operands.x.dtype}
+        if case.form == "codes":
+            if is_composed:
+                return composed_of_codes(operands, **options)
+            if (codes := codes_plan(operands, out_dtype=operands.x.dtype)) is not None:
+                return codes_product(operands, codes, epilogue=case.epilogue)
+        elif is_composed:
             return quantized_matmul.forward(operands, is_composed=True, **options)
-        plan = scaled_plan(operands, out_dtype=operands.x.dtype, form=case.form, dtype=case.dtype)
-        if plan is None:
-            raise ValueError(f"fp8_products: no plan serves {case.name}; accepted: products that the kernel takes")
-        return scaled_product(operands, plan, epilogue=case.epilogue)
+        elif plan := scaled_plan(operands, out_dtype=operands.x.dtype, form=case.form, dtype=case.dtype):
+            return scaled_product(operands, plan, epilogue=case.epilogue)
+        raise ValueError(f"fp8_products: no plan serves {case.name}; accepted: products that the kernel takes")
 
     return compilation.compiled(detjax.jit(forward), case.operands)
+
+
+def composed_of_codes(operands: MatmulOperands, *, epilogue: Epilogue, out_dtype: DTypeLike) -> jax.Array:
+    """Returns a product whose blocks `block_sums` multiplies in codes, with tokens on the matrix unit's rows."""
+    x, w, bias, residual = operands
+
+    def multiply(x: jax.Array, w: jax.Array) -> jax.Array:
+        rows, outputs = round_up(len(x), TILE), round_up(len(w), COLUMNS)
+        tokens = jnp.pad(x, ((0, rows - len(x)), (0, 0))).astype(jnp.float8_e4m3fn)
+        weights = jnp.pad(w, ((0, outputs - len(w)), (0, 0))).astype(jnp.float8_e4m3fn)
+        parts = [block_sums(tokens, weights[first : first + COLUMNS]) for first in range(0, outputs, COLUMNS)]
+        return jnp.concatenate(parts, axis=1)[: len(x), : len(w)]
+
+    matrices = [w] if w.ndim == 2 else [w.matrix(0), w.matrix(1)]
+    sums = [quantized_matmul.sum_of_blocks(x, matrix, multiply, lambda numbers: numbers[None]) for matrix in matrices]
+    biases = None if bias is None else list(bias.reshape(len(sums), -1))
+    return matmul.apply_epilogue(sums, biases, residual, epilogue=epilogue, out_dtype=out_dtype)
 
 
 def shapes(rows: int, *shape: int, activations: QuantizedActivations = "group") -> MatmulOperands:

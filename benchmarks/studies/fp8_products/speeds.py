@@ -11,14 +11,13 @@ import jax.numpy as jnp
 from jax import lax
 
 import detjax
-from benchmarks.studies.fp8_products.products import Case, compiled_product, epilogue_of, shapes
+from benchmarks.studies.fp8_products.products import Case, Kernel, compiled_product, epilogue_of, shapes
 from detjax.bench import command_line
 from detjax.bench.failures import reason
 from detjax.bench.timing import device_time, rotations
 from detjax.operands.products import MatmulOperands
 from detjax.operands.quantized_weight import QuantizedWeight
 from detjax.pallas.hopper import matmul
-from detjax.pallas.hopper.quantized.scaled import Form
 from detjax.runtime import compilation
 from detjax.runtime.threads import in_threads
 
@@ -31,16 +30,17 @@ QWEN3_8B: Final = {
 """Shapes of the weights whose products are timed."""
 TIMED: Final = (1, 16, 64, 256, 4096)
 """Numbers of rows of the timed products."""
-ARMS: Final[dict[str, tuple[Form, str]]] = {
+ARMS: Final[dict[str, tuple[Kernel, str]]] = {
     "plain": ("widened", "bfloat16"),
     "widened": ("widened", "bfloat16"),
     "own": ("own", "bfloat16"),
     "own in float16": ("own", "float16"),
     "sent": ("sent", "bfloat16"),
     "sent in float16": ("sent", "float16"),
+    "codes": ("codes", "float8_e4m3fn"),
 }
-"""The timed products: the form of the kernel's plan, and the dtype that the matrix unit multiplies. Form "sent" is for
-few rows."""
+"""The timed products: the kernel or the form of its plan, and the dtype that the matrix unit multiplies. Form "sent" is
+for few rows."""
 FEW: Final = 32
 """Most rows of a plan that sends products."""
 

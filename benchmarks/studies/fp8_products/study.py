@@ -9,8 +9,13 @@ Whether numbers in float16 give these bits, too, is only noted.
 The matrix unit adds the products of 128 columns of e4m3 numbers, given to it as bfloat16, as float16 and as e4m3 codes.
 The result says what share of the sums differs from bfloat16's, how large the errors are against float64, relative to
 the sum of magnitudes, and how many operations a second each dtype reaches. The products of a layer of Qwen3-8B are
-timed for 1 to 4096 rows, with quantized activations and plainly. `--small` compares the sums in Pallas' interpreter,
-without times and without the kernels.
+timed for 1 to 4096 rows, with quantized activations and plainly.
+
+The kernel of codes multiplies e4m3 numbers as they are. It must have the bits of such a product for each block, whose
+operands are exchanged. The result also says what share of these sums differs with exchanged operands, and with fewer
+columns of an instruction.
+
+`--small` compares the sums in Pallas' interpreter, without times and without the kernels.
 
 `--part widths` launches the default plan, and the best plan of each form, 20 times for 1 to 4096 rows of the widths of
 models, with groups of 128 columns and with scales by rows, among rows that are larger, zero or NaN. The result has the
@@ -26,7 +31,7 @@ from benchmarks import repeated_products
 from benchmarks import study as options
 from benchmarks.studies.fp8_products.products import ROWS, compared_products, compared_rows, product_cases
 from benchmarks.studies.fp8_products.speeds import FEW, times
-from benchmarks.studies.fp8_products.sums import compared, drawn_numbers, speed
+from benchmarks.studies.fp8_products.sums import compared, different_with_codes, drawn_numbers, speed
 from benchmarks.studies.fp8_products.widths import wide_groups
 from benchmarks.study import Result, Run
 from detjax.bench import command_line
@@ -68,6 +73,8 @@ def study(run: Run, *, part: Annotated[list[str], options.names(PARTS)]) -> Resu
         note(compared_products(product_cases(form="widened"), composed))
     for name, numbers in (drawn_numbers(2 if run.small else 132) if "sums" in parts else {}).items():
         sums[name] = compared(*numbers, small=run.small)
+        if not run.small:
+            sums[name]["codes, different"] = different_with_codes(*numbers)
         command_line.print_line(f"{name}: {sums[name]}")
         run.save(content)
     for dtype in ("bfloat16", "float16", "float8_e4m3fn") if "sums" in parts and not run.small else ():
@@ -80,6 +87,7 @@ def study(run: Run, *, part: Annotated[list[str], options.names(PARTS)]) -> Resu
         note(compared_products(product_cases((17, 300, 2500), form="own"), composed))
         note(compared_products(product_cases(few, form="sent", dtype="float16"), composed))
         note(compared_products(product_cases((300,), form="own", dtype="float16"), composed))
+        note(compared_products(product_cases(form="codes", dtype="float8_e4m3fn"), {}))
     if "widths" in parts:
         repeated_products.compare(run, content, widths, wide_groups())
     for name, by_rows in times() if "seconds" in parts else ():

@@ -106,7 +106,7 @@ def _sums(operands: MatmulOperands, *, is_composed: bool = False) -> list[Array]
     matrices = [w] if w.ndim == 2 else [w.matrix(0), w.matrix(1)]
     plan = None if is_composed else scaled_plan(MatmulOperands(x, matrices[0]), out_dtype=ACCUMULATOR)
     if plan is None:
-        return [_sum(x, matrix, multiply, lambda numbers: numbers[None]) for matrix in matrices]
+        return [sum_of_blocks(x, matrix, multiply, lambda numbers: numbers[None]) for matrix in matrices]
     return [_scaled_sum(MatmulOperands(x, matrix), plan) for matrix in matrices]
 
 
@@ -130,7 +130,7 @@ def _grouped_sums(operands: GroupedOperands, unit: int) -> tuple[list[Array], li
         return grouped.forward(GroupedOperands(x, w, None, group_sizes), **options)
 
     matrices = [w] if w.ndim == 3 else [w.matrix(slice(None), 0), w.matrix(slice(None), 1)]
-    sums = [_sum(x, matrix, multiply, lambda numbers: numbers[expert]) for matrix in matrices]
+    sums = [sum_of_blocks(x, matrix, multiply, lambda numbers: numbers[expert]) for matrix in matrices]
     if bias is None:
         return sums, None
     rows = bias[expert]
@@ -154,8 +154,11 @@ def _gradient_of_sums(z: tuple[Array, ...], dy: Array, epilogue: Epilogue) -> Ar
     return dz.reshape(len(dz), len(z), -1)
 
 
-def _sum(x: Array, w: QuantizedWeight, multiply: _Multiply, by_row: _ByRow) -> Array:
-    """Returns the float32 sums `[M, N]` of rows with a matrix, or with the matrix of each row's expert."""
+def sum_of_blocks(x: Array, w: QuantizedWeight, multiply: _Multiply, by_row: _ByRow) -> Array:
+    """Returns the float32 sums `[M, N]` of rows with a matrix, or with the matrix of each row's expert.
+
+    `multiply` multiplies the numbers of a block of columns, which bfloat16 holds exactly.
+    """
     if w.format.activations == "group":
         numbers, scales = quantized_rows(x, w.format.group)
         weight_scales = scales_of(w)

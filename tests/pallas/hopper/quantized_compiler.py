@@ -6,7 +6,7 @@ PYTHONPATH=<folder of the compiler>:<repository> python tests/pallas/hopper/quan
 import functools
 import itertools
 import sys
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from jax.experimental.mosaic.gpu import utils as mgpu
@@ -22,6 +22,7 @@ from detjax.pallas.hopper.device import WARPGROUP
 from detjax.pallas.hopper.mosaic import no_twin, primitive
 from detjax.pallas.hopper.mosaic.layouts import MATRIX, NUMBER
 from detjax.pallas.hopper.mosaic.registers import as_index, i32, int32, thread_of_warpgroup
+from detjax.pallas.hopper.quantized.codes import codes_plan, codes_product
 from detjax.pallas.hopper.quantized.exact_rows import ExactFill, exact_rows
 from detjax.pallas.hopper.quantized.packed import packed_plan, packed_product
 from detjax.pallas.hopper.quantized.packed.tuning import further_candidates
@@ -84,7 +85,7 @@ def scaled(
     scales: str = "float32",
     *,
     gated: bool = False,
-    form: Form | None = None,
+    form: Form | Literal["codes"] | None = None,
     **options: bool,
 ) -> Program:
     """A product of quantized rows; the options say whether it has a bias and a residual."""
@@ -99,9 +100,14 @@ def scaled(
         weight = QuantizedWeight(codes, factors, format=described)
         bias, residual = rest[0] if options.get("bias") else None, rest[-1] if options.get("residual") else None
         operands = MatmulOperands(x, weight, bias, residual)
+        epilogue = Epilogue("silu", True) if gated else Epilogue()
+        if form == "codes":
+            codes_plan_ = codes_plan(operands, out_dtype=x.dtype)
+            assert codes_plan_ is not None
+            return codes_product(operands, codes_plan_, epilogue=epilogue)
         plan = scaled_plan(operands, out_dtype=x.dtype, form=form)
         assert plan is not None
-        return scaled_product(operands, plan, epilogue=Epilogue("silu", True) if gated else Epilogue())
+        return scaled_product(operands, plan, epilogue=epilogue)
 
     return fn, shapes
 
@@ -123,6 +129,13 @@ def programs() -> dict[str, Program]:
         "scaled, gated, 1024 tokens": scaled(1024, 12288, 4096, gated=True, bias=True),
         "scaled, 1024 tokens": scaled(1024, 4096, 12288, residual=True),
         "scaled, widened in shared memory, K of 1104": scaled(300, 1544, 1104, form="widened", bias=True),
+        "codes, 1 token": scaled(1, 6144, 4096, form="codes", bias=True),
+        "codes, gated, 1 token": scaled(1, 12288, 4096, gated=True, form="codes"),
+        "codes, 1 token of a long K": scaled(1, 4096, 12288, form="codes", residual=True),
+        "codes, 64 tokens": scaled(64, 4096, 12288, scales="bfloat16", form="codes", residual=True),
+        "codes, gated, 1024 tokens": scaled(1024, 12288, 4096, gated=True, form="codes", bias=True),
+        "codes, 1024 tokens": scaled(1024, 4096, 12288, form="codes", residual=True),
+        "codes by rows, 300 tokens, K of 1104": scaled(300, 1544, 1104, "row", form="codes", bias=True),
         "scaled by rows, 1024 tokens": scaled(1024, 4096, 12288, "row", bias=True, residual=True),
     }
 
@@ -138,6 +151,12 @@ def row_programs() -> dict[str, Program]:
     kernels = {
         f"{dtype} in groups of {group}": (functools.partial(quantized_groups, group=group), [array(*ROWS, dtype=dtype)])
         for group, dtype in itertools.product((64, 128), ("bfloat16", "float16", "float32"))
+    } | {
+        f"codes of {dtype}": (
+            functools.partial(quantized_groups, group=128, dtype="float8_e4m3fn"),
+            [array(*ROWS, dtype=dtype)],
+        )
+        for dtype in ("bfloat16", "float32")
     }
     exact = {name: exact_operand(*options) for name, options in EXACT_ROWS.items()}
     sums = {name: promoted_products(*options) for name, options in PROMOTED.items()}

@@ -59,6 +59,20 @@ def test_the_emitted_code_and_plain_jax_have_the_bits_of_numpy(dtype: str, group
     assert not difference_of_rows(wide, group, {"NumPy": expected, "plain JAX": plain})
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_emitted_code_of_codes_has_the_bits_of_numpy(dtype: str, texts: dict[str, str]) -> None:
+    x = rows_to_quantize(ROWS, COLUMNS, 128).astype(jnp.dtype(dtype))
+    wide = x.astype(np.float32)
+    (kernel,), groups = kernels(texts[f"codes of {dtype}"]), -(-COLUMNS // 128)
+    words = np.full((ROWS, groups * 128 // 4), UNWRITTEN, np.uint32)
+    scales = np.full((groups, -(-ROWS // 8) * 8), UNWRITTEN, np.uint32)
+    for row in range(ROWS):
+        for part in range(-(-groups // WARPS)):
+            kernel.run([x.view(np.uint32), words, scales], cta=(row, part))
+    actual = words.view(jnp.float8_e4m3fn).astype(np.float32), scales.view(np.float32).T[:ROWS].copy()
+    assert not difference_of_rows(wide, 128, {"NumPy": restated_rows(wide, 128), "the kernel": actual})
+
+
 def test_a_difference_is_named() -> None:
     x = rows_to_quantize(ROWS, COLUMNS, 64).astype(np.float32)
     numbers, scales = restated_rows(x, 64)

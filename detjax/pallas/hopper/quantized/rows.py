@@ -17,12 +17,13 @@ from detjax.operands.numerics import ceil_div, round_up
 from detjax.pallas.hopper.device import WARP, WARPGROUP
 from detjax.pallas.hopper.mosaic import no_twin, primitive, with_twin
 from detjax.pallas.hopper.mosaic.layouts import NUMBER
-from detjax.pallas.hopper.mosaic.registers import as_index, element, int32, packed, warp_and_lane
+from detjax.pallas.hopper.mosaic.registers import as_index, element, i32, int32, packed, warp_and_lane
 from detjax.pallas.hopper.quantized.exact_rows import numbers_of_pair
 from detjax.pallas.hopper.rows import NO_AUTO_BARRIERS
 from detjax.portable.quantized_matmul import quantized_rows
 
 _WARPS = WARPGROUP // WARP
+_E4M3 = jnp.dtype("float8_e4m3fn")
 _TOKEN_UNIT = 8
 """Scales of a group are padded to a multiple of this number, so that the copy engine can address them."""
 
@@ -40,22 +41,22 @@ def quantized_groups(x: Array, group: int, dtype: DTypeLike = "bfloat16") -> tup
     Args:
         x: `[M, K]`, K in sixteens.
         group: columns of a group, 64 or 128.
-        dtype: dtype of the numbers, bfloat16 or float16. Both are exact.
+        dtype: dtype of the numbers, bfloat16, float16 or float8_e4m3fn. All are exact.
 
     Returns:
         Numbers, `[M, K]` with K padded to whole groups, and float32 scales, `[groups, M]` with M padded to
         eights, whose last columns are undefined.
     """
     m, k = x.shape
-    groups = ceil_div(k, group)
+    groups, is_codes = ceil_div(k, group), jnp.dtype(dtype) == _E4M3
 
     def body(x: Any, numbers: Any, scales: Any) -> None:
         _quantize(x, numbers, scales, lax.axis_index("row"), lax.axis_index("part") * _WARPS, group=group)
 
-    return plgpu.kernel(
+    numbers, scales = plgpu.kernel(
         body,
         out_type=(
-            jax.ShapeDtypeStruct((m, groups * group), dtype),
+            jax.ShapeDtypeStruct((m, groups * group), jnp.uint8 if is_codes else dtype),
             jax.ShapeDtypeStruct((groups, round_up(m, _TOKEN_UNIT)), ACCUMULATOR),
         ),
         grid=(ceil_div(groups, _WARPS), m),
@@ -63,6 +64,7 @@ def quantized_groups(x: Array, group: int, dtype: DTypeLike = "bfloat16") -> tup
         kernel_name="quantized_groups",
         compiler_params=NO_AUTO_BARRIERS,
     )(x)
+    return lax.bitcast_convert_type(numbers, _E4M3) if is_codes else numbers, scales
 
 
 @primitive(twin=no_twin("_quantize"), args=(plgpu.RefType(), plgpu.RefType(), plgpu.RefType(), NUMBER, NUMBER))
@@ -91,6 +93,9 @@ def _quantize(x: Any, numbers: Any, scales: Any, row: Any, first: Any, *, group:
     quotients = [arith.select(_is_zero(value), value, _quotient(value, scale)) for value in values]
     dtype = numbers.type.element_type
     pairs = [_e4m3_pair(quotients[i], quotients[i + 1], dtype) for i in range(0, width, 2)]
+    if width == 4 and pairs[0].type != i32():  # codes, which one store writes as a word
+        low, high = (arith.extui(i32(), pair) for pair in pairs)
+        pairs = [arith.ori(low, arith.shli(high, int32(16)))]
     stored = mgpu.bitcast(packed(pairs), ir.VectorType.get((width,), dtype))
     with mgpu.when(arith.cmpi(arith.CmpIPredicate.slt, this_group, int32(scales.type.shape[0]))):
         vector.store(stored, numbers, [as_index(this_row), as_index(column)])
@@ -112,7 +117,8 @@ def _quotient(x: Any, y: Any) -> Any:
 
 
 def _e4m3_pair(low: Any, high: Any, dtype: Any) -> Any:
-    """Returns a word of two numbers of a dtype: the nearest e4m3 numbers, ties to even, held at the largest."""
+    """Returns a word of two numbers of a dtype, or two codes: the nearest e4m3 numbers, ties to even, held at the
+    largest."""
     i16 = ir.IntegerType.get_signless(16)
     codes = mgpu.inline_ptx("cvt.rn.satfinite.e4m3x2.f32 $0, $1, $2;", high, low, result_types=i16)
-    return numbers_of_pair(codes, dtype)
+    return codes if dtype == ir.IntegerType.get_signless(8) else numbers_of_pair(codes, dtype)

@@ -221,7 +221,7 @@ def scaled_plan(
     by_rows = w.format.activations != "group"
     block = FP8_BLOCK if by_rows else w.format.group
     group, dtype = round_up(k, block) if by_rows else block, jnp.dtype(dtype)
-    codes = Codes("e4m3", group, _scales(w).dtype, has_zeros=False, dtype=dtype.name)
+    codes = Codes("e4m3", group, stored_scales(w).dtype, has_zeros=False, dtype=dtype.name)
     problem = Problem(
         len(x),
         n,
@@ -238,7 +238,7 @@ def scaled_plan(
     return default_plan(problem, codes, by_rows, form)
 
 
-def _scales(w: QuantizedWeight) -> Array:
+def stored_scales(w: QuantizedWeight) -> Array:
     """Returns the scales as they are stored, if they are numbers."""
     return w.scales if w.tables is None and w.scales.dtype.itemsize in (2, 4) else scales_of(w)
 
@@ -253,7 +253,7 @@ def scaled_product(operands: MatmulOperands, plan: ScaledPlan, *, epilogue: Epil
     """
     plan.check()
     problem, weights, (x, w, bias, residual) = plan.problem, plan.problem.parts, operands
-    scales = _scales(w).reshape(weights, problem.n, -1)
+    scales = stored_scales(w).reshape(weights, problem.n, -1)
     groups = round_up(scales.shape[-1], SCALE_BYTES // scales.dtype.itemsize)
     if plan.by_rows:
         static = None if w.input_scales is None else w.input_scales[source]
