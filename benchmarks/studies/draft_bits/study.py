@@ -12,9 +12,10 @@ The result counts tokens that were compared. A later call with the same `--out` 
 exit code is 1 if any bit differs.
 
 Small models leave most of a machine idle, so `--processes` answers several rounds of requests at a time. On a CPU, a
-process for each processor is sensible; on GPUs, about half as many, such as nine for each of `--devices` with 16
-processors, because a process has several threads. If there are a multiple of three in all, each process needs the
-programs of only one of the three models.
+process for each processor is sensible; on GPUs fewer, such as twelve for each of `--devices` with 16 processors,
+because a process has several threads. If there are a multiple of three in all, each process needs the programs of only
+one of the three models. Start CUDA's multi-process service first, by `nvidia-cuda-mps-control -d`: without it, twelve
+processes had a GPU in turns, and a round took an H200 475 s rather than 65.
 
 A step of small models takes an accelerator less time than the host, so there rounds have hundreds of requests and steps
 hundreds of tokens. The first process of each model compiles its programs before the first round, many at a time, and
