@@ -38,9 +38,10 @@ from detjax import ops
 from detjax.bench import command_line, presets, timing
 from detjax.models import Decoder
 from detjax.models.network import parameters, part_with
+from detjax.operands.products import GroupedOperands
 from detjax.operands.quantized_weight import CodeNumbers, QuantizedFormat, QuantizedWeight, widened
 from detjax.pallas.hopper import quantized_matmul
-from detjax.pallas.hopper.quantized.codes import codes_plan, codes_product
+from detjax.pallas.hopper.quantized.codes import codes_plan, codes_product, grouped_codes_product
 from detjax.runtime import backends, compilation
 from detjax.runtime.threads import in_threads
 
@@ -204,9 +205,16 @@ def measured(model: Decoder, sizes: Sizes) -> tuple[dict[str, Any], dict[int, np
 @contextlib.contextmanager
 def products_of_codes() -> Iterator[None]:
     """A context where Hopper multiplies e4m3 codes instead of their numbers."""
+    forward = quantized_matmul.grouped_forward
+
+    def grouped_forward(operands: GroupedOperands, **options: Any) -> jax.Array:
+        y = grouped_codes_product(operands, **options)
+        return forward(operands, **options) if y is None else y
+
+    changes: dict[str, Any] = {"scaled_plan": codes_plan, "scaled_product": codes_product}
     # Traces of operations would keep the kernel that they were made with.
     jax.clear_caches()
-    with mock.patch.multiple(quantized_matmul, scaled_plan=codes_plan, scaled_product=codes_product):
+    with mock.patch.multiple(quantized_matmul, grouped_forward=grouped_forward, **changes):
         yield
     jax.clear_caches()
 

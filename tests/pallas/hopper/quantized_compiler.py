@@ -14,15 +14,17 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref
 
+from detjax.operands.numerics import round_up
 from detjax.operands.options import Epilogue
-from detjax.operands.products import MatmulOperands
+from detjax.operands.products import GroupedOperands, MatmulOperands
 from detjax.operands.quantized_weight import QuantizedFormat, QuantizedWeight
 from detjax.pallas.hopper import quantized_matmul
 from detjax.pallas.hopper.device import WARPGROUP
+from detjax.pallas.hopper.grouped_matmul import group_unit
 from detjax.pallas.hopper.mosaic import no_twin, primitive
 from detjax.pallas.hopper.mosaic.layouts import MATRIX, NUMBER
 from detjax.pallas.hopper.mosaic.registers import as_index, i32, int32, thread_of_warpgroup
-from detjax.pallas.hopper.quantized.codes import codes_plan, codes_product
+from detjax.pallas.hopper.quantized.codes import codes_plan, codes_product, grouped_codes_product
 from detjax.pallas.hopper.quantized.exact_rows import ExactFill, exact_rows
 from detjax.pallas.hopper.quantized.packed import packed_plan, packed_product
 from detjax.pallas.hopper.quantized.packed.tuning import further_candidates
@@ -112,8 +114,27 @@ def scaled(
     return fn, shapes
 
 
+def codes_of_experts(m: int, n: int, k: int, *, gated: bool = False) -> Program:
+    """A product of quantized rows with 128 experts, of 8 rows for each token."""
+    parts, rows = (2,) if gated else (), 8 * m
+    unit = group_unit(rows, 128)
+    rows = round_up(rows + 128 * (unit - 1), unit)
+    described = QuantizedFormat("e4m3", k, 128, "bfloat16", "group")
+    shapes = [array(rows, k), array(128, *parts, n, k, dtype="uint8"), array(128, *parts, n, k // 128, dtype="float32")]
+    shapes.append(array(128, dtype="int32"))
+
+    def fn(x: Any, codes: Any, scales: Any, sizes: Any) -> jax.Array:
+        operands = GroupedOperands(x, QuantizedWeight(codes, scales, format=described), None, sizes)
+        epilogue = Epilogue("silu", True) if gated else Epilogue()
+        y = grouped_codes_product(operands, epilogue=epilogue, out_dtype=x.dtype, unit=unit)
+        assert y is not None
+        return y
+
+    return fn, shapes
+
+
 def programs() -> dict[str, Program]:
-    """The programs, by name; shapes of Qwen3-8B."""
+    """The programs, by name; shapes of Qwen3-8B and Qwen3-30B-A3B."""
     return {
         "packed, 1 token": packed(1, 6144, 4096),
         "packed, gated, 1 token": packed(1, 12288, 4096, gated=True, zeros=True),
@@ -136,6 +157,8 @@ def programs() -> dict[str, Program]:
         "codes, gated, 1024 tokens": scaled(1024, 12288, 4096, gated=True, form="codes", bias=True),
         "codes, 1024 tokens": scaled(1024, 4096, 12288, form="codes", residual=True),
         "codes by rows, 300 tokens, K of 1104": scaled(300, 1544, 1104, "row", form="codes", bias=True),
+        "codes of experts, gated, 1 token": codes_of_experts(1, 768, 2048, gated=True),
+        "codes of experts, 1024 tokens": codes_of_experts(1024, 2048, 768),
         "scaled by rows, 1024 tokens": scaled(1024, 4096, 12288, "row", bias=True, residual=True),
     }
 

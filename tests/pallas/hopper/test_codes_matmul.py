@@ -11,7 +11,7 @@ import pytest
 from benchmarks.studies.fp8_products.products import composed_of_codes, product_cases
 from benchmarks.studies.quantized import products_of_codes
 from detjax.operands.options import Epilogue
-from detjax.operands.products import MatmulOperands
+from detjax.operands.products import GroupedOperands, MatmulOperands
 from detjax.operands.quantized_weight import QuantizedFormat, QuantizedWeight
 from detjax.pallas.hopper import quantized_matmul
 from detjax.pallas.hopper.matmul.plan import Schedule
@@ -73,6 +73,35 @@ def test_gate_and_up_take_the_same_codes_of_a_row() -> None:
     y = interpreted(lambda x, w: product(x, w, None, Epilogue("relu", True)), jnp.asarray(x), w)
     gate, up = (added_in_blocks(x, jax.tree.map(lambda leaf, part=part: leaf[part], w)) for part in range(2))
     assert_same_bits(y, np.maximum(gate, 0) * up)
+
+
+@pytest.mark.usefixtures("two_multiprocessors")
+@pytest.mark.parametrize(("kind", "unit"), [("group", 8), ("row", 1)])
+def test_a_row_of_an_expert_has_the_bits_of_its_own_product(kind: str, unit: int) -> None:
+    """Groups of a unit that no tile size divides are padded. The second expert has no rows."""
+    sizes = [16, 0, 8] if unit == 8 else [11, 0, 5]
+    rows = sum(sizes) + unit
+    x, w = exact_operands(rows, 72, 384, kind, "float32", parts=2)
+    draw = np.random.default_rng(5)
+    codes_of = [w.codes, w.codes[..., ::-1], w.codes[:, ::-1]]
+    scales = jnp.asarray(draw.uniform(0.5, 2, (3, *w.scales.shape)), "float32")
+    weights = dataclasses.replace(w, codes=jnp.stack(codes_of), scales=scales)
+    bias = jnp.asarray(draw.standard_normal((3, 2, 72)), "float32")
+
+    def grouped(x: Any, w: Any, bias: Any) -> jax.Array:
+        operands = GroupedOperands(x, w, bias, jnp.int32(sizes))
+        options: dict[str, Any] = {"epilogue": Epilogue("relu", True), "out_dtype": "float32", "unit": unit}
+        y = codes.grouped_codes_product(operands, **options)
+        assert y is not None
+        return y
+
+    y = interpreted(grouped, jnp.asarray(x), weights, bias)
+    for expert, first in ((0, 0), (2, sizes[0])):
+        own = slice(first, first + sizes[expert])
+        one = jax.tree.map(lambda leaf, expert=expert: leaf[expert], weights)
+        gate, up = (added_in_blocks(x[own], jax.tree.map(lambda leaf, part=part: leaf[part], one)) for part in range(2))
+        gate, up = gate + np.asarray(bias[expert, 0]), up + np.asarray(bias[expert, 1])
+        assert_same_bits(y[own], np.maximum(gate, 0) * up)
 
 
 def test_products_that_the_kernel_does_not_take_have_no_plan() -> None:

@@ -25,8 +25,10 @@ from jaxtyping import Array, DTypeLike
 from detjax.contract import ACCUMULATOR, FP8_BLOCK
 from detjax.operands.numerics import ceil_div, round_up
 from detjax.operands.options import Epilogue
-from detjax.operands.products import MatmulOperands
+from detjax.operands.products import GroupedOperands, MatmulOperands
+from detjax.operands.quantized_weight import QuantizedWeight
 from detjax.pallas.hopper import device
+from detjax.pallas.hopper import grouped_matmul as grouped
 from detjax.pallas.hopper.matmul.kernel import Cta, Operands, Scratch, launched, padded, scratch_types
 from detjax.pallas.hopper.matmul.plan import MATRIX_ROWS, Plan, Problem, Schedule
 from detjax.pallas.hopper.mosaic import with_twin
@@ -45,6 +47,9 @@ _SCALE_UNIT: Final = 32
 
 _LOOP_REGISTERS: Final = 168
 """Registers of a consumer for sums, products and scales of tokens; the rest are for addresses and temporaries."""
+
+_EXPERT_TILES: Final = (64, 32, 16, 8)
+"""Sizes of tiles of an expert's rows."""
 
 _LINES: Final = (1, 2, 4, 8)
 """Numbers of blocks in a stage."""
@@ -136,34 +141,55 @@ def codes_plan(operands: MatmulOperands, *, out_dtype: DTypeLike) -> CodesPlan |
     Scales belong to groups of 128 columns, or to rows.
     """
     x, w, bias, residual = operands
+    problem = _problem(len(x), w, bias, residual, out_dtype=out_dtype)
+    return None if problem is None else _default_plan(problem, stored_scales(w).dtype, _is_by_rows(w))
+
+
+def _is_by_rows(w: QuantizedWeight) -> bool:
+    return w.format.activations != "group"
+
+
+def _problem(
+    rows: int,
+    w: QuantizedWeight,
+    bias: Array | None,
+    residual: Array | None,
+    *,
+    out_dtype: DTypeLike,
+    experts: int = 0,
+) -> Problem | None:
+    """Returns the problem of a product of codes, or None if the kernel does not take it."""
     n, k = w.shape[-2:]
-    by_rows = w.format.activations != "group"
     problem = Problem(
-        len(x),
+        rows,
         n,
         round_up(k, FP8_BLOCK),
-        math.prod(w.shape[:-2]),
+        math.prod(w.shape[:-2]) // max(1, experts),
         E4M3,
         jnp.dtype(out_dtype),
         None if residual is None else jnp.dtype(residual.dtype),
         None if bias is None else jnp.dtype(bias.dtype),
+        experts=experts,
     ).addressable
     # The copy engine addresses rows of whole units of 16 bytes.
-    if not len(x) or w.groups is not None or problem.n != n or k % 16 or not (by_rows or w.format.group == FP8_BLOCK):
-        return None
-    return _default_plan(problem, stored_scales(w).dtype, by_rows)
+    is_addressable = problem.n == n and k % 16 == 0
+    has_blocks = _is_by_rows(w) or w.format.group == FP8_BLOCK
+    return problem if rows and w.groups is None and is_addressable and has_blocks else None
 
 
 @functools.cache
-def _default_plan(problem: Problem, scale_dtype: jnp.dtype, by_rows: bool) -> CodesPlan | None:
+def _default_plan(
+    problem: Problem, scale_dtype: jnp.dtype, by_rows: bool, tile_m: int | None = None
+) -> CodesPlan | None:
     """Returns the plan of the lowest estimated time, or None if none fits."""
-    return min(candidates(problem, scale_dtype, by_rows), key=estimated_seconds, default=None)
+    return min(candidates(problem, scale_dtype, by_rows, tile_m), key=estimated_seconds, default=None)
 
 
-def candidates(problem: Problem, scale_dtype: jnp.dtype, by_rows: bool) -> list[CodesPlan]:
-    """Returns the plans worth trying, which can all be built."""
+def candidates(problem: Problem, scale_dtype: jnp.dtype, by_rows: bool, tile_m: int | None = None) -> list[CodesPlan]:
+    """Returns the plans worth trying, which can all be built; `tile_m` asks for tiles of this many tokens."""
     tokens = round_up(min(problem.m, 128), 8)
     tiles_m = {8} if tokens == 8 else {tokens, *(size for size in (16, 32, 48, 64, 96, 128) if size < tokens)}
+    tiles_m = tiles_m if tile_m is None else {tile_m}
     blocks, panel = problem.k // FP8_BLOCK, 1 if problem.m <= 512 else 8
     plans = [
         CodesPlan(problem, Schedule(tile_m, rows * warpgroups, warpgroups=warpgroups, lines=lines, panel=panel), *kind)
@@ -202,7 +228,39 @@ def codes_product(operands: MatmulOperands, plan: CodesPlan, *, epilogue: Epilog
     """
     if unmet := plan.unmet_requirements():
         raise ValueError(f"quantized_matmul: {plan}; accepted: {'; '.join(unmet)}")
-    problem, weights, (x, w, bias, residual) = plan.problem, plan.problem.parts, operands
+    x, w, bias, residual = operands
+    return _product(Operands(x, w, bias, residual), plan, epilogue)
+
+
+def grouped_codes_product(
+    operands: GroupedOperands, *, epilogue: Epilogue, out_dtype: DTypeLike, unit: int
+) -> Array | None:
+    """Returns rows `[M, N]` for rows `[M, K]` that are sorted by expert, or None if the kernel does not take them.
+
+    See `detjax.ops.grouped_matmul` for the operands.
+    """
+    w = operands.w
+
+    def plan(rows: int, tile: int) -> CodesPlan | None:
+        problem = _problem(rows, w, operands.bias, None, out_dtype=out_dtype, experts=len(w))
+        return None if problem is None else _default_plan(problem, stored_scales(w).dtype, _is_by_rows(w), tile)
+
+    def multiply(tiles: Operands, *, schedule: int, **_: Any) -> Array:
+        chosen = plan(len(tiles.x), schedule)
+        assert chosen is not None
+        return _product(tiles, chosen, epilogue)
+
+    if w.format.activations == "static" or not all(plan(len(operands.x), tile) for tile in _EXPERT_TILES):
+        return None
+    kernels = grouped.Kernels(product=multiply, schedule=lambda tile, *_: tile, tiles=_EXPERT_TILES)
+    options: dict[str, Any] = {"epilogue": epilogue, "out_dtype": out_dtype, "unit": unit}
+    return grouped.forward(operands, layout="nk", kernels=kernels, **options)
+
+
+def _product(operands: Operands, plan: CodesPlan, epilogue: Epilogue) -> Array:
+    """Returns the product of rows, which are quantized first, with a weight or with the experts' weights."""
+    x, w, bias, residual = operands[:4]
+    problem, weights = plan.problem, plan.problem.parts * max(1, plan.problem.experts)
     scales = stored_scales(w).reshape(weights, problem.n, -1)
     groups = round_up(scales.shape[-1], plan.scale_unit)
     if plan.by_rows:
@@ -221,20 +279,22 @@ def codes_product(operands: MatmulOperands, plan: CodesPlan, *, epilogue: Epilog
     ]
     arrays += [] if bias is None else [bias.reshape(weights, problem.n)]
     arrays += [] if residual is None else [padded(residual, (problem.m, problem.n))]
+    arrays += [] if operands.experts is None else [operands.experts]
     (y,) = _kernel(plan, epilogue)(*arrays)
     return y[: len(x)]
 
 
 def _kernel(plan: CodesPlan, epilogue: Epilogue) -> Callable[..., list[Array]]:
-    """Returns the kernel `x, scales of x, codes, scales, bias?, residual? -> y`."""
+    """Returns the kernel `x, scales of x, codes, scales, bias?, residual?, experts? -> y`."""
     problem = plan.problem
 
     def body(*refs: Any, **scratch: Any) -> None:
         x, token_scales, codes, scales, *rest = refs
         y = rest.pop()
+        experts = rest.pop() if problem.experts else None
         bias = rest.pop(0) if problem.bias_dtype is not None else None
         residual = rest.pop(0) if problem.residual_dtype is not None else None
-        operands = Operands(x, codes, bias, residual)
+        operands = Operands(x, codes, bias, residual, experts=experts)
         CodesCta(plan, epilogue, operands, (y, []), CodesScratch(**scratch), (token_scales, scales)).run()
 
     scratch = scratch_types(plan)
@@ -274,7 +334,7 @@ class CodesCta(Cta):
         unit = jnp.int32(plan.scale_unit)
         groups = pl.ds(lax.div(self.group(k_step, 0), unit) * unit, plan.scale_unit)
         for part in range(plan.problem.parts):
-            source = self.scales.at[part, pl.ds(n, plan.row_tile), groups]
+            source = self.scales.at[self.weight(m, part), pl.ds(n, plan.row_tile), groups]
             plgpu.copy_gmem_to_smem(source, scratch.scales.at[slot, part], loaded)
         for block in range(plan.scaled_blocks):
             source = self.token_scales.at[self.group(k_step, block), pl.ds(m, plan.columns)]
