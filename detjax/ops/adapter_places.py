@@ -10,11 +10,12 @@ from jaxtyping import Array, Float, Float32, Int, Int32
 from detjax.contract import ACCUMULATOR
 from detjax.operands.numerics import ceil_div
 from detjax.operands.options import Epilogue
-from detjax.operands.products import GroupedOperands
+from detjax.operands.products import GroupedOperands, MatmulOperands
 from detjax.operands.pytrees import array_dataclass
 from detjax.ops.dispatch import one_by_one
 from detjax.ops.experts import ExpertRows, expert_rows
 from detjax.ops.grouped_kernels import GROUPED_MATMUL
+from detjax.runtime import fusions
 
 
 @array_dataclass
@@ -85,6 +86,23 @@ class BlocksOfRows:
     def first_products(self, x: Array, a: Array) -> Float[Array, "P R"]:
         """Returns `rnd(x A^T)` for the rows of the blocks."""
         return GROUPED_MATMUL.kernels().product_of_blocks(x, a, self.adapters, self.blocks)
+
+    def sums_and_first_products(
+        self, x: Array, w: Any, bias: Array | None, a: Array
+    ) -> tuple[list[Array], Array] | None:
+        """Returns the biased sums `[M, N]` of each part of a weight, float32, and `first_products`.
+
+        They come from one kernel; None if no kernel computes both.
+        """
+        kernels = GROUPED_MATMUL.kernels()
+        is_fused = not fusions.is_unfused("matmul_epilogue")
+        if not (is_fused and kernels.multiplies_first_factors(MatmulOperands(x, w, bias), a)):
+            return None
+
+        def multiply(x: Array, w: Array, bias: Array | None, factors: tuple[Array, ...]) -> tuple[list[Array], Array]:
+            return kernels.sums_and_first_products(x, w, bias, kernels.FirstFactors(*factors))
+
+        return one_by_one(multiply, (x, w, bias, (a, self.adapters, self.blocks)))
 
     def joined(
         self, sums: list[Array], u: Array, b: Array, scales: Array, residual: Array | None, **options: Any

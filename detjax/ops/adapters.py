@@ -246,14 +246,16 @@ def _with_rows_of_kernels(
     residual: Array | None,
 ) -> Array:
     """Returns the epilogue of the sums and of the product of each row's adapter."""
-    sums = single_adapter.biased_sums(product, x, weight.value, bias, epilogue.gated)
     (a, _), (b, _) = value_and_sum(weight.a), value_and_sum(weight.b)
     slots, ranks = a.shape[:2]
     assert weight.rows is not None
     places = places_of_rows(weight.rows, slots) if weight.places is None else weight.places
     options: dict[str, Any] = {"epilogue": epilogue, "out_dtype": out_dtype}
+    separate = functools.partial(single_adapter.biased_sums, product, x, weight.value, bias, epilogue.gated)
     if isinstance(places, BlocksOfRows):
-        return places.joined(sums, places.first_products(x, a), b, weight.scales, residual, **options)
+        both = places.sums_and_first_products(x, weight.value, bias, a) or (separate(), places.first_products(x, a))
+        return places.joined(*both, b, weight.scales, residual, **options)
+    sums = separate()
     products, slot = places.products(x, a, b.reshape(slots, -1, ranks)), weight.rows.reshape(-1).astype(jnp.int32)
     rows = products, places.place, weight.scales.reshape(slots, -1), slot
     return single_adapter.joined_rows(sums, rows, residual, **options)

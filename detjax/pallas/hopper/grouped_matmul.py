@@ -24,6 +24,9 @@ from detjax.pallas.hopper.group_sums import product_sums, row_sums
 from detjax.pallas.hopper.matmul import adapters_of_rows, add_adapters_of_rows, gradient_of_sums
 from detjax.pallas.hopper.matmul import apply_epilogue as apply_epilogue
 from detjax.pallas.hopper.matmul.adapters_of_rows import RowsWithAdapters as RowsWithAdapters
+from detjax.pallas.hopper.matmul.first_products import FirstFactors as FirstFactors
+from detjax.pallas.hopper.matmul.first_products import multiplies_first_factors as multiplies_first_factors
+from detjax.pallas.hopper.matmul.first_products import sums_and_first_products as sums_and_first_products
 from detjax.pallas.hopper.matmul.kernel import Operands, product, product_keeping_sums
 from detjax.pallas.hopper.matmul.plan import BLOCK as BLOCK
 from detjax.pallas.hopper.matmul.plan import MATRIX_ROWS, Schedule

@@ -35,6 +35,8 @@ from detjax.engine.scheduler import ScheduledStep
 from detjax.engine.slot_table import SlotTable
 from detjax.engine.step_programs import BeforeBlock
 from detjax.models import Decoder, KVCache
+from detjax.models.adapters.pool import SlotArrays
+from detjax.models.adapters.targets import HEAD_PATH, Targets
 from detjax.models.blocks import equal_blocks
 from detjax.models.cache import declarations
 from detjax.models.configuration.config import DecoderConfig
@@ -96,6 +98,8 @@ DONATED = {
     "adamw": range(3),
     "decode step": range(2),
     "block of layers": range(2),
+    "a layer with adapters": range(2),
+    "two layers with adapters": range(4),
     "delta rule decode": range(5),
     "delta rule prefill": range(5),
     "convolution decode": [0],
@@ -405,6 +409,32 @@ def block_of_layers(sequences: int, queries: int, config: DecoderConfig) -> Prog
     return fn, [array(*leaf.shape, dtype=str(leaf.dtype)) for leaf in leaves]
 
 
+def layers_with_adapters(decodes: int, slots: int, layers: int) -> Program:
+    """A decode step of layers of Qwen3-8B whose rows have adapters. Its first operands are the pools of pages."""
+    config = presets.config("Qwen3-8B", layers)
+    network, weights = split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)))
+    targets = Targets(config, np.dtype(jnp.bfloat16))
+    numbers = [number for number in targets.adaptable if targets.paths[number] != HEAD_PATH]
+    shapes = [targets.adaptable[number].shapes(slots, 16) for number in numbers]
+    pool = SlotArrays(
+        tuple((array(*a), array(*b), array(*scales, dtype="float32")) for a, b, scales in shapes), tuple(numbers)
+    )
+    batch = SlotTable(decodes, 2).batch(ScheduledStep(), BatchShape(decodes, 0, 0, decodes))
+    batch = batch._replace(adapters=np.zeros(decodes, np.int32), pool=pool)
+    size = StateSize(2 * decodes, jnp.bfloat16)
+    state = jax.eval_shape(lambda: tuple(layer.empty(size) for layer in declarations(config)))
+    last = array(decodes, dtype="int32")
+    leaves, tree = jax.tree.flatten((state, weights, last, PackedBatch.on_host(batch).for_layers()))
+
+    def fn(*leaves: Any) -> Any:
+        state, weights, *rest = jax.tree.unflatten(tree, leaves)
+        program = step_programs._forward.__wrapped__  # pyright: ignore[reportFunctionMemberAccess]
+        with backends.use_backend("hopper"):
+            return program(network, Parameters(weights), state, *rest)
+
+    return fn, [array(*leaf.shape, dtype=str(leaf.dtype)) for leaf in leaves]
+
+
 def vision_tower(tower: VisionOptions, rows: int, columns: int) -> Program:
     """Two blocks of a tower and its mergers; with windows, only one block sees whole images."""
     full_blocks = (1,) if tower.window_size else (0, 1)
@@ -685,6 +715,8 @@ def programs() -> dict[str, Program]:
         "experts of 8 tokens": experts_of_tokens(8),
         "decode step": decode_step(4, _config(1)),
         "block of layers": block_of_layers(4, 8, _config(2)),
+        "a layer with adapters": layers_with_adapters(64, 8, 1),
+        "two layers with adapters": layers_with_adapters(64, 8, 2),
         "vision tower": vision_tower(QWEN2_5_VL, 36, 52),
         "vision tower of clips": vision_tower(KIMI_K2_5, 36, 52),
         "vision tower with learned positions": vision_tower(

@@ -20,9 +20,10 @@ from detjax.ops.experts import expert_rows
 from detjax.ops.matmul import _PRODUCT
 from detjax.pallas.hopper import grouped_matmul
 from detjax.pallas.hopper import matmul as hopper
-from detjax.pallas.hopper.matmul import adapters_of_rows
+from detjax.pallas.hopper.matmul import adapters_of_rows, first_products
 from detjax.pallas.hopper.matmul.kernel import Operands, product
 from detjax.pallas.hopper.matmul.plan import Schedule
+from detjax.runtime.fusions import FIRST_PRODUCTS_VARIABLE
 from tests.pallas.hopper.interpreter import interpreted, interpreted_without_races, normal
 from tests.pallas.hopper.test_decoder import kernel_counts
 from tests.support.bits import assert_same_bits, same_bits
@@ -110,6 +111,82 @@ def test_the_kernel_of_rows_with_adapters_has_the_bits_of_separate_products(
     separate = computed()
     assert_same_bits(fused, separate)
     assert gated or same_bits(fused[SLOTS < 0], sums[0][SLOTS < 0])
+
+
+FORMS_OF_SUMS = {
+    "one request": (1, 80, False, None),
+    "gate and up": (8, 16, True, None),
+    "shared tokens": (len(SLOTS), 16, False, Schedule(32, 24, lines=2, cluster_n=2)),
+    "shared weights": (len(SLOTS), 80, False, Schedule(16, 64, cluster_m=2)),
+    "tokens of gate and up on rows": (len(SLOTS), 16, True, Schedule(64, 72, "tokens", cluster_n=2)),
+    "two warpgroups": (len(SLOTS), 32, False, Schedule(128, 72, "tokens", warpgroups=2)),
+}
+"""By name, forms of the kernel of sums and first products: rows, ranks, whether there are gate and up, a schedule."""
+
+
+def arrays_of_sums(rows: int, ranks: int, gated: bool, inner: int = 160) -> tuple[BlocksOfRows, list[np.ndarray]]:
+    """Places of the first rows of `SLOTS`, and the rows, a weight, its bias and first factors."""
+    outputs = (2, 144) if gated else (144,)
+    shapes = (rows, inner), (*outputs, inner), outputs, (4, ranks, inner)
+    arrays = [normal(*shape, dtype="bfloat16", seed=seed) for seed, shape in enumerate(shapes)]
+    return BlocksOfRows.for_rows(jnp.asarray(SLOTS[:rows]), 8), arrays
+
+
+@pytest.mark.parametrize(("rows", "ranks", "gated", "schedule"), FORMS_OF_SUMS.values(), ids=FORMS_OF_SUMS)
+def test_the_kernel_of_sums_and_first_products_has_the_bits_of_separate_kernels(
+    rows: int, ranks: int, gated: bool, schedule: Schedule | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places, arrays = arrays_of_sums(rows, ranks, gated)
+    place = places.place[SLOTS[:rows] >= 0]
+    if schedule is not None:
+        monkeypatch.setattr(first_products, "default_schedule", lambda _: schedule)
+
+    def separate(x: Any, w: Any, bias: Any, a: Any) -> Any:
+        sums = single_adapter.biased_sums(_PRODUCT, x, w, bias, gated)
+        return sums, places.first_products(x, a)[place]
+
+    def together(x: Any, w: Any, bias: Any, a: Any) -> Any:
+        sums, u = places.sums_and_first_products(x, w, bias, a) or pytest.fail("no kernel computes both")
+        return sums, u[place]
+
+    with detjax.use_backend("hopper"):
+        expected = interpreted(separate, *arrays)
+        monkeypatch.setenv(FIRST_PRODUCTS_VARIABLE, "1")
+        assert_same_bits(interpreted(together, *arrays), expected)
+
+
+def test_sums_and_first_products_share_stages_without_races(monkeypatch: pytest.MonkeyPatch) -> None:
+    places, arrays = arrays_of_sums(8, 32, gated=False, inner=1088)
+    schedule, rows = Schedule(8, 24, lines=4), 8 * int(places.firsts[-1])
+    monkeypatch.setattr(first_products, "default_schedule", lambda _: schedule)
+    monkeypatch.setenv(FIRST_PRODUCTS_VARIABLE, "1")
+
+    def together(*arrays: Any) -> jax.Array:
+        with detjax.use_backend("hopper"):
+            (sums,), u = places.sums_and_first_products(*arrays) or pytest.fail("no kernel computes both")
+        return jnp.concatenate([sums.reshape(-1), u[:rows].reshape(-1).astype(jnp.float32)])
+
+    interpreted_without_races(together, *arrays)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(
+    ("switch", "expected"),
+    [("", {"matmul": 2, "adapters_of_rows": 1}), ("1", {"matmul_and_first_products": 1, "adapters_of_rows": 1})],
+)
+def test_a_switch_has_one_kernel_compute_sums_and_first_products(
+    switch: str, expected: dict[str, int], gated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(FIRST_PRODUCTS_VARIABLE, switch)
+    weight, x = one_adapter(gated=gated), normal(64, K, dtype="bfloat16")
+    epilogue = Epilogue("silu", gated=True) if gated else Epilogue()
+
+    def multiply(x: Any, rows: Any) -> jax.Array:
+        adapted = dataclasses.replace(weight, rows=rows, places=places_of_rows(rows, 1))
+        return adapted_product(_PRODUCT, x, adapted, None, None, epilogue=epilogue, out_dtype="bfloat16")
+
+    with detjax.use_backend("hopper"):
+        assert kernel_counts(jax.make_jaxpr(multiply)(x, np.zeros(64, np.int32)).jaxpr) == expected
 
 
 def test_no_stage_is_read_before_it_arrives_or_overwritten_before_it_is_read() -> None:

@@ -259,8 +259,16 @@ def _kernel(plan: Plan, epilogue: Epilogue, peers: Peers | None = None) -> Calla
     return launched(plan, body, scratch_types(plan), "matmul", results=results, devices=devices)
 
 
-def launched(
-    plan: Plan, body: Callable[..., None], scratch: Mapping[str, Any], name: str, *, results: int = 1, devices: int = 1
+def launched(  # noqa: PLR0913
+    plan: Plan,
+    body: Callable[..., None],
+    scratch: Mapping[str, Any],
+    name: str,
+    *,
+    results: int = 1,
+    devices: int = 1,
+    further_results: Sequence[jax.ShapeDtypeStruct] = (),
+    further_clusters: int = 0,
 ) -> Callable[..., list[Array]]:
     """Returns a kernel with the clusters and the warpgroups of a plan.
 
@@ -271,12 +279,15 @@ def launched(
         name: the kernel's name in profiles.
         results: the number of results, arrays like the product.
         devices: the number of devices whose columns the results have.
+        further_results: shapes and dtypes of results after these.
+        further_clusters: clusters after the plan's, which `body` gives other work.
     """
     problem, schedule = plan.problem, plan.schedule
+    out_type = [jax.ShapeDtypeStruct((problem.m, devices * problem.n), problem.out_dtype)] * results
     return plgpu.kernel(
         body,
-        out_type=[jax.ShapeDtypeStruct((problem.m, devices * problem.n), problem.out_dtype)] * results,
-        grid=(plan.clusters,),
+        out_type=[*out_type, *further_results],
+        grid=(plan.clusters + further_clusters,),
         grid_names=("cluster",),
         cluster=(schedule.cluster_m, schedule.cluster_n),
         cluster_names=("cm", "cn"),
@@ -363,7 +374,7 @@ class Cta:
         self.operands = operands
         self.y, self.z = results
         self.scratch = scratch
-        self.cluster = lax.axis_index("cluster")
+        self.cluster = self.cluster_index()
         self.warpgroup = lax.axis_index("warpgroup")
         # With experts, only the device knows how many tiles have rows: the grid is sized for the worst case, and the
         # CTAs leave out the rest.
@@ -373,6 +384,10 @@ class Cta:
             self.tiles = jnp.maximum(lax.div(work - self.cluster + (clusters - 1), jnp.int32(clusters)), 0)
         else:
             self.tiles = 1 if work == clusters else lax.div(work - self.cluster + (clusters - 1), jnp.int32(clusters))
+
+    def cluster_index(self) -> Array:
+        """Returns the number of this cluster in the plan."""
+        return lax.axis_index("cluster")
 
     def run(self) -> None:
         """Runs the warpgroup's role: the last warpgroup produces, the others consume."""
