@@ -171,14 +171,18 @@ def test_sums_and_first_products_share_stages_without_races(monkeypatch: pytest.
 
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize(
-    ("switch", "expected"),
-    [("", {"matmul": 2, "adapters_of_rows": 1}), ("1", {"matmul_and_first_products": 1, "adapters_of_rows": 1})],
+    ("switch", "rows", "expected"),
+    [
+        ("", 64, {"matmul": 2, "adapters_of_rows": 1}),
+        ("1", 64, {"matmul_and_first_products": 1, "adapters_of_rows": 1}),
+        ("1", 65, {"matmul": 2, "adapters_of_rows": 1}),
+    ],
 )
-def test_a_switch_has_one_kernel_compute_sums_and_first_products(
-    switch: str, expected: dict[str, int], gated: bool, monkeypatch: pytest.MonkeyPatch
+def test_a_switch_has_one_kernel_compute_sums_and_first_products_of_few_rows(
+    switch: str, rows: int, expected: dict[str, int], gated: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(FIRST_PRODUCTS_VARIABLE, switch)
-    weight, x = one_adapter(gated=gated), normal(64, K, dtype="bfloat16")
+    weight, x = one_adapter(gated=gated), normal(rows, K, dtype="bfloat16")
     epilogue = Epilogue("silu", gated=True) if gated else Epilogue()
 
     def multiply(x: Any, rows: Any) -> jax.Array:
@@ -186,7 +190,7 @@ def test_a_switch_has_one_kernel_compute_sums_and_first_products(
         return adapted_product(_PRODUCT, x, adapted, None, None, epilogue=epilogue, out_dtype="bfloat16")
 
     with detjax.use_backend("hopper"):
-        assert kernel_counts(jax.make_jaxpr(multiply)(x, np.zeros(64, np.int32)).jaxpr) == expected
+        assert kernel_counts(jax.make_jaxpr(multiply)(x, np.zeros(rows, np.int32)).jaxpr) == expected
 
 
 def test_no_stage_is_read_before_it_arrives_or_overwritten_before_it_is_read() -> None:

@@ -17,7 +17,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +44,12 @@ from detjax.pallas.hopper.matmul.kernel import (
 from detjax.pallas.hopper.matmul.plan import BLOCK, MATRIX_ROWS, Plan, Problem, Schedule
 from detjax.pallas.hopper.matmul.tuning import default_schedule
 from detjax.runtime import fusions
+
+_MOST_ROWS: Final = 64
+"""Most rows for which idle multiprocessors can compute eight-row tiles of one adapter while the others read the weight.
+
+An estimate: a tile takes 4 to 11 microseconds, a weight of 4096 x 4096 takes 8, and other weights take longer.
+"""
 
 
 class FirstFactors(NamedTuple):
@@ -95,7 +101,9 @@ class FirstPlan(Plan):
 def multiplies_first_factors(operands: MatmulOperands, a: Array) -> bool:
     """Returns whether products of a weight and of adapters should call `sums_and_first_products`."""
     x, w, bias, _ = operands
-    if not fusions.has_first_products_with_sums() or not isinstance(w, jax.Array) or str(x.dtype) not in DTYPES:
+    if not fusions.has_first_products_with_sums() or len(x) > _MOST_ROWS:
+        return False
+    if not isinstance(w, jax.Array) or str(x.dtype) not in DTYPES:
         return False
     if w.dtype != x.dtype or a.dtype != x.dtype or (bias is not None and bias.shape != w.shape[:-1]):
         return False
