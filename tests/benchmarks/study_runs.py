@@ -1,6 +1,7 @@
 """Runs of studies with `--small` on a CPU, and what their results must say."""
 
 import dataclasses
+import itertools
 import json
 import os
 import subprocess
@@ -22,6 +23,7 @@ from benchmarks.studies.training import measures as training
 from benchmarks.studies.true_on_policy import experiment as true_on_policy
 from detjax.bench import presets
 from detjax.operands.quantized_weight import widened
+from detjax.pallas.hopper.quantized import codes
 from tests.support import commands, towers
 
 
@@ -179,6 +181,17 @@ def runs_quantized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         patch.setattr(quantized, "widened", lambda weight: 2 * widened(weight))
         output = run("quantized", "--small", exit_code=1)
     assert "int4: bits differ" in output and "bits of products differ" in output
+
+
+def runs_quantized_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = run_small("quantized_plans", tmp_path)
+    seconds = content["seconds"]["fp8"]["a tiny product"]["3"]
+    assert content["different"] == [] and len(seconds) == 2 and {*seconds.values()} == {None}
+    product, calls = codes.codes_product, itertools.count()
+    with monkeypatch.context() as patch:
+        patch.setattr(codes, "codes_product", lambda *given, **options: product(*given, **options) + next(calls))
+        output = run("quantized_plans", "--small", exit_code=1)
+    assert f"without the first one's bits: fp8, a tiny product, 3 rows: {[*seconds][1]}" in " ".join(output.split())
 
 
 def runs_fp8_products(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -471,6 +484,7 @@ RUNS: Final[dict[str, Callable[[Path, pytest.MonkeyPatch], None]]] = {
     "expert_launches": runs_expert_launches,
     "experts": runs_experts,
     "fp8_products": runs_fp8_products,
+    "quantized_plans": runs_quantized_plans,
     "invariant": runs_invariant,
     "loading": runs_loading,
     "matmul": runs_matmul,

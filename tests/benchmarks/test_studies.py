@@ -54,6 +54,7 @@ STUDIES = (
     "portable",
     "processes",
     "quantized",
+    "quantized_plans",
     "random_programs",
     "ready",
     "sleep",
