@@ -217,7 +217,7 @@ def test_adapters_that_cannot_share_steps_are_refused(engine: detjax.Engine, tmp
         engine.load_adapter("saved", read_adapter(saved))
     with pytest.raises(CheckpointError, match="has rank 65; accepted: up to 64"):
         engine.load_adapter("wide", read_adapter(make_adapter(tmp_path / "wide", ["q_proj"], 65)))
-    with pytest.raises(ValueError, match="adapter is 'nobody'; accepted: None, .*'middle'"):
+    with pytest.raises(ValueError, match=r"adapter is 'nobody'; accepted: None, .*'middle'"):
         engine.generate([request("nobody")])
 
 
