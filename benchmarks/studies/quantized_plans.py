@@ -94,7 +94,7 @@ def arms(format_name: str, rows: int, w: QuantizedWeight, most: int = MOST) -> I
 
 
 def described(plan: Plan) -> str:
-    """Returns a name for a plan, different from those of the other plans of its product."""
+    """Returns a name for a plan, different from the names of its product's other plans."""
     s = plan.schedule
     words = [f"tiles of {s.tile_m} x {s.tile_n}", f"{s.warpgroups} warpgroups", f"{s.lines} lines"]
     flags = ("takes_turns", "holds_scales", "meets")

@@ -97,11 +97,13 @@ def test_a_row_of_an_expert_has_the_bits_of_its_own_product(kind: str, unit: int
 
     y = interpreted(grouped, jnp.asarray(x), weights, bias)
     for expert, first in ((0, 0), (2, sizes[0])):
-        own = slice(first, first + sizes[expert])
+        some = slice(first, first + sizes[expert])
         one = jax.tree.map(lambda leaf, expert=expert: leaf[expert], weights)
-        gate, up = (added_in_blocks(x[own], jax.tree.map(lambda leaf, part=part: leaf[part], one)) for part in range(2))
+        gate, up = (
+            added_in_blocks(x[some], jax.tree.map(lambda leaf, part=part: leaf[part], one)) for part in range(2)
+        )
         gate, up = gate + np.asarray(bias[expert, 0]), up + np.asarray(bias[expert, 1])
-        assert_same_bits(y[own], np.maximum(gate, 0) * up)
+        assert_same_bits(y[some], np.maximum(gate, 0) * up)
 
 
 def test_products_that_the_kernel_does_not_take_have_no_plan() -> None:

@@ -108,8 +108,8 @@ class CodesPlan(Plan):
     def at_once(self) -> int:
         """Products of blocks and parts that a warpgroup starts before it adds any to its sums."""
         free = _LOOP_REGISTERS - self.problem.parts * self.registers_of_a_product
-        each = self.registers_of_a_product + self.columns // 4
-        return max(1, min(free // each, self.schedule.lines * self.problem.parts))
+        with_scales = self.registers_of_a_product + self.columns // 4
+        return max(1, min(free // with_scales, self.schedule.lines * self.problem.parts))
 
     def unmet_requirements(self) -> list[str]:
         """Returns the requirements that this plan does not meet; an empty list if the kernel can be built."""
