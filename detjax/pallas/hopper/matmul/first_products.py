@@ -117,13 +117,18 @@ def sums_and_first_products(
 
     These rows are `grouped_matmul.product_of_blocks`. `multiplies_first_factors` has to be true.
     """
-    plan, blocks = _sums_plan(Operands(x, w, bias)), Operands(x, factors.a, None, None, None, None, *factors[1:])
+    operands = Operands(x, w, bias)
+    blocks = Operands(x, factors.a, experts=factors.adapters, blocks=factors.blocks)
+    plan = _sums_plan(operands)
     first = _first_plan(problem_of(blocks, "mk", "nk", x.dtype).addressable, plan)
-    arrays = []
-    for operands, problem in ((Operands(x, w, bias), plan.problem), (blocks, first.problem)):
-        arrays += padded_operands(operands, problem, (problem.m, problem.n, problem.k))[len(arrays) > 0 :]
-    *sums, u = _kernel(plan, first)(*arrays)
+    arrays = _arrays(operands, plan.problem)
+    _, *arrays_of_factors = _arrays(blocks, first.problem)  # the rows are the same
+    *sums, u = _kernel(plan, first)(*arrays, *arrays_of_factors)
     return [part[: len(x), : w.shape[-2]] for part in sums], u[:, : factors.a.shape[1]]
+
+
+def _arrays(operands: Operands, problem: Problem) -> list[Array]:
+    return padded_operands(operands, problem, (problem.m, problem.n, problem.k))
 
 
 def _sums_plan(operands: Operands) -> SumsPlan:
