@@ -214,9 +214,11 @@ def products_of_codes() -> Iterator[None]:
     changes: dict[str, Any] = {"scaled_plan": codes_plan, "scaled_product": codes_product}
     # Traces of operations would keep the kernel that they were made with.
     jax.clear_caches()
-    with mock.patch.multiple(quantized_matmul, grouped_forward=grouped_forward, **changes):
-        yield
-    jax.clear_caches()
+    try:
+        with mock.patch.multiple(quantized_matmul, grouped_forward=grouped_forward, **changes):
+            yield
+    finally:
+        jax.clear_caches()
 
 
 def study(

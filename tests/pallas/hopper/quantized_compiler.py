@@ -104,9 +104,9 @@ def scaled(
         operands = MatmulOperands(x, weight, bias, residual)
         epilogue = Epilogue("silu", True) if gated else Epilogue()
         if form == "codes":
-            codes_plan_ = codes_plan(operands, out_dtype=x.dtype)
-            assert codes_plan_ is not None
-            return codes_product(operands, codes_plan_, epilogue=epilogue)
+            chosen = codes_plan(operands, out_dtype=x.dtype)
+            assert chosen is not None
+            return codes_product(operands, chosen, epilogue=epilogue)
         plan = scaled_plan(operands, out_dtype=x.dtype, form=form)
         assert plan is not None
         return scaled_product(operands, plan, epilogue=epilogue)

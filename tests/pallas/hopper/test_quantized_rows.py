@@ -33,16 +33,16 @@ def texts(folder: Path) -> dict[str, str]:
         return compiler.compiled(Path(quantized_compiler.__file__), names, dump="MOSAIC_GPU_DUMP_PTX")
 
 
-def by_emitted_code(text: str, x: Any, group: int) -> tuple[np.ndarray, np.ndarray]:
-    """The numbers and scales that all CTAs of a kernel write."""
+def by_emitted_code(text: str, x: Any, group: int, dtype: Any = jnp.bfloat16) -> tuple[np.ndarray, np.ndarray]:
+    """The numbers, in a dtype, and scales that all CTAs of a kernel write."""
     (kernel,) = kernels(text)
     groups = -(-COLUMNS // group)
-    words = np.full((ROWS, groups * group // 2), UNWRITTEN, np.uint32)
+    words = np.full((ROWS, groups * group * jnp.dtype(dtype).itemsize // 4), UNWRITTEN, np.uint32)
     scales = np.full((groups, -(-ROWS // 8) * 8), UNWRITTEN, np.uint32)
     for row in range(ROWS):
         for part in range(-(-groups // WARPS)):
             kernel.run([x.view(np.uint32), words, scales], cta=(row, part))
-    return words.view(jnp.bfloat16).astype(np.float32), scales.view(np.float32).T[:ROWS].copy()
+    return words.view(dtype).astype(np.float32), scales.view(np.float32).T[:ROWS].copy()
 
 
 @pytest.mark.parametrize("group", [64, 128])
@@ -63,13 +63,7 @@ def test_the_emitted_code_and_plain_jax_have_the_bits_of_numpy(dtype: str, group
 def test_the_emitted_code_of_codes_has_the_bits_of_numpy(dtype: str, texts: dict[str, str]) -> None:
     x = rows_to_quantize(ROWS, COLUMNS, 128).astype(jnp.dtype(dtype))
     wide = x.astype(np.float32)
-    (kernel,), groups = kernels(texts[f"codes of {dtype}"]), -(-COLUMNS // 128)
-    words = np.full((ROWS, groups * 128 // 4), UNWRITTEN, np.uint32)
-    scales = np.full((groups, -(-ROWS // 8) * 8), UNWRITTEN, np.uint32)
-    for row in range(ROWS):
-        for part in range(-(-groups // WARPS)):
-            kernel.run([x.view(np.uint32), words, scales], cta=(row, part))
-    actual = words.view(jnp.float8_e4m3fn).astype(np.float32), scales.view(np.float32).T[:ROWS].copy()
+    actual = by_emitted_code(texts[f"codes of {dtype}"], x, 128, jnp.float8_e4m3fn)
     assert not difference_of_rows(wide, 128, {"NumPy": restated_rows(wide, 128), "the kernel": actual})
 
 

@@ -35,12 +35,9 @@ from detjax.pallas.hopper.mosaic import with_twin
 from detjax.pallas.hopper.mosaic.barriers import meet
 from detjax.pallas.hopper.mosaic.layouts import MATRIX, PER_COLUMN
 from detjax.pallas.hopper.quantized.promotion import promoted_by, row_scales, scaled
-from detjax.pallas.hopper.quantized.rows import quantized_groups
-from detjax.pallas.hopper.quantized.scaled import stored_scales
+from detjax.pallas.hopper.quantized.rows import E4M3, quantized_tokens
+from detjax.pallas.hopper.quantized.scaled import block_size, problem_of_blocks, stored_scales
 from detjax.pallas.hopper.quantized.widening import SCALE_BYTES
-from detjax.portable.quantized_matmul import quantized_rows
-
-E4M3: Final = jnp.dtype("float8_e4m3fn")
 
 _SCALE_UNIT: Final = 32
 """Scales of tokens in shared memory are a multiple: the copy engine writes to multiples of 128 bytes."""
@@ -141,40 +138,23 @@ def codes_plan(operands: MatmulOperands, *, out_dtype: DTypeLike) -> CodesPlan |
     Scales belong to groups of 128 columns, or to rows.
     """
     x, w, bias, residual = operands
-    problem = _problem(len(x), w, bias, residual, out_dtype=out_dtype)
-    return None if problem is None else _default_plan(problem, stored_scales(w).dtype, _is_by_rows(w))
+    return _plan_of_rows(len(x), w, bias, residual, out_dtype=out_dtype)
 
 
-def _is_by_rows(w: QuantizedWeight) -> bool:
-    return w.format.activations != "group"
-
-
-def _problem(
+def _plan_of_rows(
     rows: int,
     w: QuantizedWeight,
     bias: Array | None,
-    residual: Array | None,
+    residual: Array | None = None,
     *,
-    out_dtype: DTypeLike,
-    experts: int = 0,
-) -> Problem | None:
-    """Returns the problem of a product of codes, or None if the kernel does not take it."""
-    n, k = w.shape[-2:]
-    problem = Problem(
-        rows,
-        n,
-        round_up(k, FP8_BLOCK),
-        math.prod(w.shape[:-2]) // max(1, experts),
-        E4M3,
-        jnp.dtype(out_dtype),
-        None if residual is None else jnp.dtype(residual.dtype),
-        None if bias is None else jnp.dtype(bias.dtype),
-        experts=experts,
-    ).addressable
-    # The copy engine addresses rows of whole units of 16 bytes.
-    is_addressable = problem.n == n and k % 16 == 0
-    has_blocks = _is_by_rows(w) or w.format.group == FP8_BLOCK
-    return problem if rows and w.groups is None and is_addressable and has_blocks else None
+    tile: int | None = None,
+    **options: Any,
+) -> CodesPlan | None:
+    """Returns the plan of a number of rows, with options of `problem_of_blocks`."""
+    problem = problem_of_blocks(rows, w, bias, residual, dtype=E4M3, **options)
+    if problem is None or block_size(w) != FP8_BLOCK:
+        return None
+    return _default_plan(problem, stored_scales(w).dtype, w.format.activations != "group", tile)
 
 
 @functools.cache
@@ -191,15 +171,15 @@ def candidates(problem: Problem, scale_dtype: jnp.dtype, by_rows: bool, tile_m: 
     tiles_m = {8} if tokens == 8 else {tokens, *(size for size in (16, 32, 48, 64, 96, 128) if size < tokens)}
     tiles_m = tiles_m if tile_m is None else {tile_m}
     blocks, panel = problem.k // FP8_BLOCK, 1 if problem.m <= 512 else 8
-    plans = [
-        CodesPlan(problem, Schedule(tile_m, rows * warpgroups, warpgroups=warpgroups, lines=lines, panel=panel), *kind)
-        for kind in ((scale_dtype, by_rows),)
+    schedules = (
+        Schedule(tile_m, rows * warpgroups, warpgroups=warpgroups, lines=lines, panel=panel)
         for warpgroups in (1, 2)
         for rows in range(8, MATRIX_ROWS + 8, 8)
         for tile_m in sorted(tiles_m)
         for lines in _LINES
         if blocks % lines == 0
-    ]
+    )
+    plans = (CodesPlan(problem, schedule, scale_dtype, by_rows) for schedule in schedules)
     return [plan for plan in plans if not plan.unmet_requirements()]
 
 
@@ -242,8 +222,7 @@ def grouped_codes_product(
     w = operands.w
 
     def plan(rows: int, tile: int) -> CodesPlan | None:
-        problem = _problem(rows, w, operands.bias, None, out_dtype=out_dtype, experts=len(w))
-        return None if problem is None else _default_plan(problem, stored_scales(w).dtype, _is_by_rows(w), tile)
+        return _plan_of_rows(rows, w, operands.bias, tile=tile, out_dtype=out_dtype, experts=len(w))
 
     def multiply(tiles: Operands, *, schedule: int, **_: Any) -> Array:
         chosen = plan(len(tiles.x), schedule)
@@ -263,13 +242,7 @@ def _product(operands: Operands, plan: CodesPlan, epilogue: Epilogue) -> Array:
     problem, weights = plan.problem, plan.problem.parts * max(1, plan.problem.experts)
     scales = stored_scales(w).reshape(weights, problem.n, -1)
     groups = round_up(scales.shape[-1], plan.scale_unit)
-    if plan.by_rows:
-        static = None if w.input_scales is None else w.input_scales[0]
-        numbers, token_scales = quantized_rows(x, x.shape[1], static)
-        codes = numbers.reshape(x.shape).astype(E4M3)
-        token_scales = padded(token_scales.T, (1, round_up(len(x), 8)))
-    else:
-        codes, token_scales = quantized_groups(x, FP8_BLOCK, E4M3)
+    codes, token_scales = quantized_tokens(x, w, FP8_BLOCK, E4M3)
     weight_codes = lax.bitcast_convert_type(w.codes, E4M3).reshape(weights, problem.n, -1)
     arrays = [
         padded(codes, (problem.m, problem.k)),

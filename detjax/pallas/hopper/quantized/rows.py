@@ -1,6 +1,6 @@
 """Quantization of rows in groups of columns on Hopper, in one kernel. XLA takes four for the same bits."""
 
-from typing import Any
+from typing import Any, Final
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -14,6 +14,7 @@ from jaxtyping import DTypeLike
 
 from detjax.contract import ACCUMULATOR, FP8_LARGEST
 from detjax.operands.numerics import ceil_div, round_up
+from detjax.operands.quantized_weight import QuantizedWeight
 from detjax.pallas.hopper.device import WARP, WARPGROUP
 from detjax.pallas.hopper.mosaic import no_twin, primitive, with_twin
 from detjax.pallas.hopper.mosaic.layouts import NUMBER
@@ -22,8 +23,10 @@ from detjax.pallas.hopper.quantized.exact_rows import numbers_of_pair
 from detjax.pallas.hopper.rows import NO_AUTO_BARRIERS
 from detjax.portable.quantized_matmul import quantized_rows
 
+E4M3: Final = jnp.dtype("float8_e4m3fn")
+"""The dtype of codes of rows."""
+
 _WARPS = WARPGROUP // WARP
-_E4M3 = jnp.dtype("float8_e4m3fn")
 _TOKEN_UNIT = 8
 """Scales of a group are padded to a multiple of this number, so that the copy engine can address them."""
 
@@ -48,7 +51,7 @@ def quantized_groups(x: Array, group: int, dtype: DTypeLike = "bfloat16") -> tup
         eights, whose last columns are undefined.
     """
     m, k = x.shape
-    groups, is_codes = ceil_div(k, group), jnp.dtype(dtype) == _E4M3
+    groups, is_codes = ceil_div(k, group), jnp.dtype(dtype) == E4M3
 
     def body(x: Any, numbers: Any, scales: Any) -> None:
         _quantize(x, numbers, scales, lax.axis_index("row"), lax.axis_index("part") * _WARPS, group=group)
@@ -64,7 +67,30 @@ def quantized_groups(x: Array, group: int, dtype: DTypeLike = "bfloat16") -> tup
         kernel_name="quantized_groups",
         compiler_params=NO_AUTO_BARRIERS,
     )(x)
-    return lax.bitcast_convert_type(numbers, _E4M3) if is_codes else numbers, scales
+    return lax.bitcast_convert_type(numbers, E4M3) if is_codes else numbers, scales
+
+
+def quantized_tokens(
+    x: Array, w: QuantizedWeight, block: int, dtype: DTypeLike, *, source: int = 0
+) -> tuple[Array, Array]:
+    """Returns the numbers of the codes of rows `[M, K]`, and their scales as the kernels of products load them.
+
+    Args:
+        x: the rows.
+        w: the weight. Its format says whether groups of columns have scales, or rows.
+        block: columns of a group.
+        dtype: dtype of the numbers; see `quantized_groups`.
+        source: which static scale, if the weight has any.
+
+    Returns:
+        Numbers `[M, K]`, with K padded to whole groups if these have scales, and float32 scales `[groups, M]` or
+        `[1, M]`, with M padded to eights.
+    """
+    if w.format.activations == "group":
+        return quantized_groups(x, block, dtype)
+    static = None if w.input_scales is None else w.input_scales[source]
+    numbers, scales = quantized_rows(x, x.shape[1], static)
+    return numbers.reshape(x.shape).astype(dtype), jnp.pad(scales.T, ((0, 0), (0, -len(x) % _TOKEN_UNIT)))
 
 
 @primitive(twin=no_twin("_quantize"), args=(plgpu.RefType(), plgpu.RefType(), plgpu.RefType(), NUMBER, NUMBER))

@@ -55,9 +55,8 @@ from detjax.pallas.hopper.quantized.packed.kernel import (
 from detjax.pallas.hopper.quantized.packed.plan import REGISTERS, PackedPlan
 from detjax.pallas.hopper.quantized.packed.tuning import estimated_seconds
 from detjax.pallas.hopper.quantized.promotion import promoted, promoted_by, row_scales, scaled
-from detjax.pallas.hopper.quantized.rows import quantized_groups
+from detjax.pallas.hopper.quantized.rows import quantized_tokens
 from detjax.pallas.hopper.quantized.widening import LINE, SCALE_BYTES, Codes, widen_exactly
-from detjax.portable.quantized_matmul import quantized_rows
 
 type Form = Literal["widened", "sent", "own"]
 
@@ -217,25 +216,48 @@ def scaled_plan(
     instructions.
     """
     x, w, bias, residual = operands
-    n, k = w.shape[-2:]
-    by_rows = w.format.activations != "group"
-    block = FP8_BLOCK if by_rows else w.format.group
-    group, dtype = round_up(k, block) if by_rows else block, jnp.dtype(dtype)
+    by_rows, block, dtype = w.format.activations != "group", block_size(w), jnp.dtype(dtype)
+    problem = problem_of_blocks(len(x), w, bias, residual, dtype=dtype, out_dtype=out_dtype)
+    if problem is None or block not in (LINE, 2 * LINE):
+        return None
+    group = problem.k if by_rows else block
     codes = Codes("e4m3", group, stored_scales(w).dtype, has_zeros=False, dtype=dtype.name)
+    return default_plan(problem, codes, by_rows, form)
+
+
+def block_size(w: QuantizedWeight) -> int:
+    """Returns the columns whose products are added before they are scaled: a group, or `FP8_BLOCK` of a row."""
+    return w.format.group if w.format.activations == "group" else FP8_BLOCK
+
+
+def problem_of_blocks(
+    rows: int,
+    w: QuantizedWeight,
+    bias: Array | None,
+    residual: Array | None,
+    *,
+    dtype: DTypeLike,
+    out_dtype: DTypeLike,
+    experts: int = 0,
+) -> Problem | None:
+    """Returns the problem of a product of whole blocks of K, or None if the copy engine cannot address its arrays.
+
+    `dtype` is the dtype of the numbers that the matrix unit multiplies.
+    """
+    n, k = w.shape[-2:]
     problem = Problem(
-        len(x),
+        rows,
         n,
-        round_up(k, block),
-        math.prod(w.shape[:-2]),
-        dtype,
+        round_up(k, block_size(w)),
+        math.prod(w.shape[:-2]) // max(1, experts),
+        jnp.dtype(dtype),
         jnp.dtype(out_dtype),
         None if residual is None else jnp.dtype(residual.dtype),
         None if bias is None else jnp.dtype(bias.dtype),
+        experts=experts,
     ).addressable
     # The copy engine addresses rows of whole units of 16 bytes.
-    if not len(x) or w.groups is not None or problem.n != n or k % 16 or block not in (LINE, 2 * LINE):
-        return None
-    return default_plan(problem, codes, by_rows, form)
+    return problem if rows and w.groups is None and problem.n == n and k % 16 == 0 else None
 
 
 def stored_scales(w: QuantizedWeight) -> Array:
@@ -255,13 +277,7 @@ def scaled_product(operands: MatmulOperands, plan: ScaledPlan, *, epilogue: Epil
     problem, weights, (x, w, bias, residual) = plan.problem, plan.problem.parts, operands
     scales = stored_scales(w).reshape(weights, problem.n, -1)
     groups = round_up(scales.shape[-1], SCALE_BYTES // scales.dtype.itemsize)
-    if plan.by_rows:
-        static = None if w.input_scales is None else w.input_scales[source]
-        numbers, token_scales = quantized_rows(x, x.shape[1], static)
-        numbers = numbers.reshape(x.shape).astype(problem.dtype)
-        token_scales = padded(token_scales.T, (1, round_up(len(x), 8)))
-    else:
-        numbers, token_scales = quantized_groups(x, plan.codes.group, problem.dtype)
+    numbers, token_scales = quantized_tokens(x, w, plan.codes.group, problem.dtype, source=source)
     arrays = [
         padded(numbers, (problem.m, problem.k)),
         token_scales,
