@@ -2,10 +2,10 @@
 
     python -m benchmarks quantized_plans --out benchmarks/results/quantized-plans-h200.json
 
-The products of a layer of Qwen3-8B run with int4 weights by the plans of the packed kernel, also by those that it does
-not choose yet, and with e4m3 weights by the plans of the kernel that multiplies codes. The plans with the lowest
-estimated times are tried, and the result has the time of each, in the order of the estimates, next to the plain
-product's. All plans of a product must have the same bits; exit code 1 if one has not, or cannot be compiled.
+The products of a layer of Qwen3-8B run with int4 weights by the plans of the packed kernel, and with e4m3 weights by
+the plans of the kernel that multiplies codes. The plans with the lowest estimated times are tried, and the result has
+the time of each, in the order of the estimates, next to the plain product's. All plans of a product must have the same
+bits; exit code 1 if one has not, or cannot be compiled.
 
 `--small` compares a few plans of a tiny product of e4m3 codes in Pallas' interpreter, and measures no time.
 """
@@ -67,7 +67,7 @@ def arms(format_name: str, rows: int, w: QuantizedWeight, most: int = MOST) -> I
         format_name: "int4" or "fp8".
         rows: the number of rows.
         w: the weight, or its shapes.
-        most: number of plans with the lowest estimated times, before those that no rule chooses.
+        most: number of plans with the lowest estimated times.
     """
     x: Any = jax.ShapeDtypeStruct((rows, w.shape[-1]), jnp.bfloat16)
     operands, epilogue = MatmulOperands(x, w), epilogue_of(w.shape)
@@ -76,14 +76,12 @@ def arms(format_name: str, rows: int, w: QuantizedWeight, most: int = MOST) -> I
         default = codes.codes_plan(operands, out_dtype=jnp.bfloat16)
         assert default is not None
         given = codes.candidates(default.problem, default.scale_dtype, default.by_rows)
-        plans = sorted(given, key=codes.estimated_seconds)[:most]
+        plans = sorted(given, key=codes.estimated_seconds)
     else:
         chosen = packed.packed_plan(operands, out_dtype=jnp.bfloat16)
         assert chosen is not None
-        given = tuning.candidates(chosen.problem, chosen.codes)
-        further = tuning.further_candidates(chosen.problem, chosen.codes) if rows <= 16 else []
-        plans = [*sorted(given, key=tuning.estimated_seconds)[:most], *further]
-    for plan in plans:
+        plans = sorted(tuning.candidates(chosen.problem, chosen.codes), key=tuning.estimated_seconds)
+    for plan in plans[:most]:
 
         def multiply(x: jax.Array, w: QuantizedWeight, plan: Any = plan) -> jax.Array:
             if format_name == "fp8":
@@ -97,8 +95,7 @@ def described(plan: Plan) -> str:
     """Returns a name for a plan, different from the names of its product's other plans."""
     s = plan.schedule
     words = [f"tiles of {s.tile_m} x {s.tile_n}", f"{s.warpgroups} warpgroups", f"{s.lines} lines"]
-    flags = ("takes_turns", "holds_scales", "meets")
-    words += [flag.replace("_", " ") for flag in flags if getattr(plan, flag, False)]
+    words += ["takes turns"] if getattr(plan, "takes_turns", False) else []
     return ", ".join(words)
 
 

@@ -37,7 +37,7 @@ FILLS = {
     "int4 of zeros": (Fill(codes("int4", 32, "float16", zeros=True), 128, 64, 64, 48, False), 1),
     "e2m1 of gate and up": (Fill(codes("e2m1", 16, "float32"), 128, 128, 128, 32, True), 2),
     "e2m1": (Fill(codes("e2m1", 32, "float16", dtype="float16"), 128, 128, 64, 64, False), 1),
-    "e4m3 of gate and up": (Fill(codes("e4m3", 64, "float32"), 128, 128, 64, 16, True, has_whole_rows=True), 2),
+    "e4m3 of gate and up": (Fill(codes("e4m3", 64, "float32"), 128, 128, 64, 16, True), 2),
 }
 """Row operands, with their number of parts: in CI one of each kind of instructions and of each way to fill rows."""
 
@@ -45,8 +45,7 @@ FILLS = {
 def sizes(fill: Fill) -> tuple[int, int, int]:
     """The bytes of a row's codes, scales and zero points in a stage."""
     scales = fill.packing.scale_dtype.itemsize
-    columns = 2 * GROUP * fill.packing.group if fill.has_whole_rows else fill.columns
-    return fill.packing.row_bytes(fill.columns), fill.packing.box(columns, scales) * scales, 16
+    return fill.packing.row_bytes(fill.columns), fill.packing.box(fill.columns, scales) * scales, 16
 
 
 def stored_operand(fill: Fill, parts: int) -> Program:

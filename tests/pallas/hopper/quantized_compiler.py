@@ -26,8 +26,7 @@ from detjax.pallas.hopper.mosaic.layouts import MATRIX, NUMBER
 from detjax.pallas.hopper.mosaic.registers import as_index, i32, int32, thread_of_warpgroup
 from detjax.pallas.hopper.quantized.codes import codes_plan, codes_product, grouped_codes_product
 from detjax.pallas.hopper.quantized.exact_rows import ExactFill, exact_rows
-from detjax.pallas.hopper.quantized.packed import packed_plan, packed_product
-from detjax.pallas.hopper.quantized.packed.tuning import further_candidates
+from detjax.pallas.hopper.quantized.packed import packed_plan
 from detjax.pallas.hopper.quantized.promotion import promoted
 from detjax.pallas.hopper.quantized.rows import quantized_groups
 from detjax.pallas.hopper.quantized.scaled import Form, scaled_plan, scaled_product
@@ -51,7 +50,7 @@ def packed(
     residual: bool = False,
     turns: int = 0,
 ) -> Program:
-    """A product of plain rows with packed weights, by the default plan, or by as many warpgroups that take turns."""
+    """A product of plain rows with packed weights; `turns`: the warpgroups of the default plan that take turns."""
     parts = (2,) if gated else ()
     described = QuantizedFormat(numbers, k, group, "bfloat16")
     codes = array(*parts, n, k if numbers == "e4m3" else k // 2, dtype="uint8")
@@ -64,16 +63,8 @@ def packed(
         weight = QuantizedWeight(codes, scales, rest[0] if zeros else None, format=described)
         operands = MatmulOperands(x, weight, None, rest[-1] if residual else None)
         plan = packed_plan(operands, out_dtype=x.dtype)
-        assert plan is not None
+        assert plan is not None and turns == (plan.schedule.warpgroups if plan.takes_turns else 0)
         epilogue = Epilogue("silu", True) if gated else Epilogue()
-        if turns:
-            further = further_candidates(plan.problem, plan.codes)
-            (plan,) = [
-                one
-                for one in further
-                if one.takes_turns and one.meets and (one.schedule.warpgroups, one.schedule.lines) == (turns, 4)
-            ]
-            return packed_product(operands, plan, epilogue=epilogue, out_dtype=x.dtype)
         return quantized_matmul.forward(operands, epilogue=epilogue, out_dtype=x.dtype)
 
     return fn, shapes
@@ -136,11 +127,13 @@ def codes_of_experts(m: int, n: int, k: int, *, gated: bool = False) -> Program:
 def programs() -> dict[str, Program]:
     """The programs, by name; shapes of Qwen3-8B and Qwen3-30B-A3B."""
     return {
-        "packed, 1 token": packed(1, 6144, 4096),
+        "packed, 1 token": packed(1, 6144, 4096, zeros=True, turns=2),
         "packed, gated, 1 token": packed(1, 12288, 4096, gated=True, zeros=True),
-        "packed, 1 token of a long K": packed(1, 4096, 12288, scales="float16", residual=True),
-        "packed, 1 token, two in turns": packed(1, 6144, 4096, turns=2, zeros=True),
-        "packed, 1 token of a long K, three in turns": packed(1, 4096, 12288, turns=3, residual=True),
+        "packed, 1 token of a long K": packed(1, 4096, 12288, scales="float16", residual=True, turns=2),
+        "packed, 16 tokens, three in turns": packed(16, 4096, 2304, residual=True, turns=3),
+        "packed, 16 tokens, e2m1": packed(16, 6144, 4096, "e2m1", "float32", group=16, turns=2),
+        "packed, 16 tokens, e4m3": packed(16, 6144, 4096, "e4m3", "float32", turns=2),
+        "packed, 17 tokens": packed(17, 6144, 4096),
         "packed, 64 tokens": packed(64, 4096, 4096, "e2m1", "float32", group=16),
         "packed, gated, 1024 tokens": packed(1024, 12288, 4096, gated=True, scales="float16", zeros=True),
         "packed, 1024 tokens": packed(1024, 4096, 12288, "e4m3", "float32", residual=True),

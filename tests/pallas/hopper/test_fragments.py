@@ -68,7 +68,7 @@ def test_emitted_code_widens_every_code_at_its_place(name: str, texts: dict[str,
 
     def numbers(part: int) -> np.ndarray:
         points = jnp.asarray(zeros[part]) if fill.packing.has_zeros else None
-        options = {"packing": fill.packing, "columns": fill.columns, "has_whole_rows": fill.has_whole_rows}
+        options = {"packing": fill.packing, "columns": fill.columns}
         products = plain_numbers(
             jnp.asarray(codes[part]), jnp.asarray(scales[part]), jnp.int32(GROUP), points, **options
         )

@@ -21,7 +21,7 @@ from detjax.pallas.hopper.matmul.plan import Problem, Schedule
 from detjax.pallas.hopper.quantized import widening
 from detjax.pallas.hopper.quantized.packed import codes_of, packed_plan, packed_product
 from detjax.pallas.hopper.quantized.packed.plan import PackedPlan
-from detjax.pallas.hopper.quantized.packed.tuning import candidates, further_candidates
+from detjax.pallas.hopper.quantized.packed.tuning import candidates, default_plan
 from detjax.pallas.hopper.quantized.widening import Codes
 from tests.pallas.hopper import compiler, quantized_compiler
 from tests.pallas.hopper.interpreter import interpreted, normal
@@ -52,14 +52,20 @@ def packed_weight(
 
 
 def products(
-    x: Any, w: QuantizedWeight, schedule: Schedule | None, wideners: int, out_dtype: str = "float32", **changes: bool
+    x: Any,
+    w: QuantizedWeight,
+    schedule: Schedule | None,
+    wideners: int,
+    out_dtype: str = "float32",
+    *,
+    takes_turns: bool = False,
 ) -> tuple[np.ndarray, np.ndarray]:
     """The product with the codes, and the plain product with the widened weight."""
     codes, x = codes_of(w), jnp.asarray(x)
     assert codes is not None
     *stack, n, k = w.shape
     problem = Problem(len(x), n, k, 2 if stack else 1, x.dtype, jnp.dtype(out_dtype)).addressable
-    plan = PackedPlan(problem, schedule or Schedule(8, 24), codes, wideners, **changes)
+    plan = PackedPlan(problem, schedule or Schedule(8, 24), codes, wideners, takes_turns)
 
     def both(x: Any, w: QuantizedWeight) -> Any:
         epilogue = Epilogue("silu", True) if stack else Epilogue()
@@ -111,21 +117,15 @@ def test_codes_give_the_bits_of_widened_weights(name: str) -> None:
     assert_same_bits(*products(x, w, schedule, wideners))
 
 
-TURNS: dict[str, tuple[int, QuantizedWeight, Schedule, dict[str, bool]]] = {
+TURNS: dict[str, tuple[int, QuantizedWeight, Schedule]] = {
     # Three tiles for two CTAs, the last one not whole.
-    "two warpgroups": (3, packed_weight(56, 256, "int4", 64, "bfloat16"), Schedule(8, 24, warpgroups=2), {}),
-    "three warpgroups of gate and up, with scales at once": (
+    "two warpgroups": (3, packed_weight(56, 256, "int4", 64, "bfloat16"), Schedule(8, 24, warpgroups=2)),
+    "three warpgroups of gate and up": (
         3,
         packed_weight(24, 384, "int4", 64, "float16", 2, zeros=True),
         Schedule(8, 24, warpgroups=3),
-        {"holds_scales": True, "meets": True},
     ),
-    "full rows": (
-        2,
-        packed_weight(40, 512, "e2m1", 32, "float32"),
-        Schedule(8, 40, warpgroups=2, lines=2),
-        {"holds_scales": True},
-    ),
+    "full rows": (2, packed_weight(40, 512, "e2m1", 32, "float32"), Schedule(8, 40, warpgroups=2, lines=2)),
 }
 
 
@@ -134,29 +134,24 @@ TURNS: dict[str, tuple[int, QuantizedWeight, Schedule, dict[str, bool]]] = {
     "name", [pytest.param(name, marks=pytest.mark.nightly if "full" in name else ()) for name in TURNS]
 )
 def test_warpgroups_that_take_turns_add_in_the_same_order(name: str) -> None:
-    m, w, schedule, changes = TURNS[name]
+    m, w, schedule = TURNS[name]
     x = normal(m, w.shape[-1], dtype=w.format.dtype)
-    assert_same_bits(*products(x, w, schedule, 0, takes_turns=True, **changes))
+    assert_same_bits(*products(x, w, schedule, 0, takes_turns=True))
 
 
-@pytest.mark.usefixtures("matrix_unit")
-@pytest.mark.parametrize("scales", ["bfloat16", pytest.param("float32", marks=pytest.mark.nightly)])
-def test_scales_that_are_loaded_once_give_the_same_bits(scales: str) -> None:
-    w, schedule = packed_weight(24, 256, "int4", 64, scales, zeros=True), Schedule(8, 24, lines=2)
-    assert_same_bits(*products(normal(3, 256, dtype="bfloat16"), w, schedule, 0, holds_scales=True, meets=True))
-
-
-def test_plans_that_no_gpu_has_measured_are_not_chosen() -> None:
-    codes = Codes("int4", 64, jnp.dtype("bfloat16"), False)
-    for n, k, parts in ((6144, 4096, 1), (4096, 4096, 1), (12288, 4096, 2), (4096, 12288, 1)):
-        problem = Problem(1, n, k, parts)
-        further = further_candidates(problem, codes)
-        assert not any(plan.takes_turns or plan.holds_scales or plan.meets for plan in candidates(problem, codes))
-        assert any(plan.holds_scales and not plan.takes_turns for plan in further)
-        # Gate and up have rows for several warpgroups anyway.
-        assert any(plan.takes_turns for plan in further) == (parts == 1)
-        # One wave of CTAs, on nearly all of the chip.
-        assert all(120 <= plan.clusters == math.prod(plan.grid) for plan in further)
+def test_warpgroups_take_turns_where_a_gpu_has_measured_them() -> None:
+    """For few tokens of a weight whose rows fill one wave of CTAs; gate and up have rows for several warpgroups."""
+    codes = Codes("int4", 128, jnp.dtype("bfloat16"), False)
+    for n, k, parts in ((6144, 4096, 1), (4096, 4096, 1), (12288, 4096, 2), (4096, 12288, 1), (151936, 4096, 1)):
+        for m in (1, 16, 17, 64):
+            plans = candidates(Problem(m, n, k, parts), codes)
+            turns = [plan for plan in plans if plan.takes_turns]
+            assert any(turns) == (m <= 16 and n <= 6144), (m, n)
+            # One wave, on nearly all of the chip.
+            assert all(120 <= plan.clusters == math.prod(plan.grid) for plan in turns)
+            chosen = default_plan(Problem(m, n, k, parts), codes)
+            assert chosen is not None
+            assert chosen.takes_turns == any(turns), (m, n)
 
 
 @pytest.mark.usefixtures("matrix_unit")
@@ -229,7 +224,6 @@ def test_bits_of_a_byte_become_its_two_numbers(dtype: str) -> None:
         ({"schedule": Schedule(8, 24, cluster_n=2)}, "clusters of one CTA"),
         ({"wideners": 4}, "0 to 3 widening warpgroups"),
         ({"takes_turns": True}, "to take turns"),
-        ({"holds_scales": True}, "to hold them"),
         ({"schedule": Schedule(8, 24, lines=3)}, "1, 2 or 4 lines"),
         ({"codes": Codes("int4", 96, jnp.dtype("float32"), False)}, "groups and stages that divide each other"),
     ],

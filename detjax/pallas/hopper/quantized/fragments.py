@@ -64,7 +64,6 @@ class Fill:
         rows: rows of each part, in eights. Places that they leave are filled with the last eight; nobody reads these.
         is_spread: whether the blocks of each part take one place in every warp, gate's the first and up's the second,
             rather than both places of one warp after the other.
-        has_whole_rows: whether scales and zero points are a whole row's, rather than a stage's.
         is_early: whether numbers are ready long before they are multiplied, so that empty places must be, too.
     """
 
@@ -74,7 +73,6 @@ class Fill:
     width: int
     rows: int
     is_spread: bool
-    has_whole_rows: bool = False
     is_early: bool = False
 
     @property
@@ -177,11 +175,9 @@ def _by_group(numbers: Any, row: Any, group: Any, fill: Fill, first: int) -> lis
     """Loads the numbers of a row's groups in a batch from an array `[rows, groups]`."""
     packing, dtype, (_, width) = fill.packing, numbers.type.element_type, numbers.type.shape
     size, before = mgpu.bytewidth(dtype), 0 if packing.group >= fill.columns else first // packing.group
-    start = group.registers.item()
-    if not fill.has_whole_rows:
-        # Whole units of the copy engine begin with the stage.
-        is_within = packing.groups(fill.columns) < width
-        start = arith.remui(start, int32(packing.unit(size))) if is_within else int32(0)
+    # Whole units of the copy engine begin with the stage.
+    is_within = packing.groups(fill.columns) < width
+    start = arith.remui(group.registers.item(), int32(packing.unit(size))) if is_within else int32(0)
     base = plus(shared_address(numbers), times(plus(times(row, width), start), size))
     count = min(fill.groups, _LOAD_BYTES // size)
     places = range(before, before + fill.groups, count)
@@ -196,8 +192,7 @@ def _plain_widened_rows(words: Array, first_row: Any, group: Any, *refs: Any, fi
         rows = first_row + block * BLOCK + row % BLOCK
         if source:
             zeros = source[2] if fill.packing.has_zeros else None
-            options: dict[str, Any] = {"columns": fill.columns, "has_whole_rows": fill.has_whole_rows}
-            numbers = plain_numbers(source[0], source[1], group, zeros, packing=fill.packing, **options)
+            numbers = plain_numbers(source[0], source[1], group, zeros, packing=fill.packing, columns=fill.columns)
             blocks.append(numbers[rows, first : first + fill.width].reshape(WARPS, 1, BLOCK, -1))
         else:
             blocks.append(jnp.zeros((WARPS, 1, BLOCK, fill.width), ACCUMULATOR))

@@ -101,27 +101,13 @@ E4M3: Final = Codes("e4m3", group=1, scale_dtype=jnp.dtype("float32"), has_zeros
 """Codes of one byte; the products of their numbers are scaled, not the numbers."""
 
 
-def plain_numbers(
-    codes: Any,
-    scales: Any,
-    group: Array,
-    zeros: Any = None,
-    *,
-    packing: Codes,
-    columns: int,
-    has_whole_rows: bool = False,
-) -> Array:
-    """Returns the float32 products `[rows, columns]` that are rounded to widened numbers; see `widen`'s operands.
-
-    `has_whole_rows`: scales and zero points are a whole row's, rather than a stage's.
-    """
+def plain_numbers(codes: Any, scales: Any, group: Array, zeros: Any = None, *, packing: Codes, columns: int) -> Array:
+    """Returns the float32 products `[rows, columns]` that are rounded to widened numbers; see `widen`'s operands."""
 
     def by_column(values: Any) -> Array:
         groups = packing.groups(columns)
-        first = group
-        if not has_whole_rows:
-            first = lax.rem(group, jnp.int32(packing.unit(values.dtype.itemsize)))
-            first = first if groups < values.shape[1] else 0  # whole units begin with the tile
+        first = lax.rem(group, jnp.int32(packing.unit(values.dtype.itemsize)))
+        first = first if groups < values.shape[1] else 0  # whole units begin with the tile
         values = lax.dynamic_slice_in_dim(values[...], first, groups, axis=1)
         return jnp.repeat(values, columns // values.shape[1], axis=1)
 

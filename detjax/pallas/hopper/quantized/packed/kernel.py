@@ -31,15 +31,14 @@ Who writes a buffer, who reads it, and what keeps the next write from overtaking
     zeros [slot]                           numbers in registers      numbers, at which every thread arrives
     columns [slot]     copy engine         matrix unit               `loaded`; `consumed` after `wgmma_wait`
     rows [place]       widening threads    matrix unit               fence and `widened`; `emptied` after `wgmma_wait`
-    scales of a tile   copy engine         threads                   `held`; a CTA has one tile
     sums [warpgroup]   a thread            the same thread of the    named barriers; it is overwritten a round later,
                                            next warpgroup            after the sums have been all around
     gathered           threads             threads of a warpgroup    two barriers of the warpgroup in `gathered`
     row operand        a thread            matrix unit               `wgmma_wait`: see `PackedPlan.operands_in_flight`
 
-A barrier of a CTA counts 128 arrivals of each warpgroup, so each thread answers for its loads. At a barrier of a
-cluster one thread arrives for all: see `PackedCta.release`. Phases are counted by each warpgroup for itself, so a slot
-always belongs to the same warpgroup where these take turns: stages are a multiple of them.
+A barrier of a CTA counts 128 arrivals of each warpgroup, so each thread answers for its loads. Phases are counted by
+each warpgroup for itself, so a slot always belongs to the same warpgroup where these take turns: stages are a multiple
+of them.
 """
 
 import dataclasses
@@ -58,7 +57,6 @@ from detjax.operands.options import Epilogue
 from detjax.pallas.hopper import device
 from detjax.pallas.hopper.device import shared_registers
 from detjax.pallas.hopper.matmul.kernel import Cta, Operands, Output, Scratch, launched, scratch_types
-from detjax.pallas.hopper.mosaic.barriers import meet
 from detjax.pallas.hopper.mosaic.layouts import MATRIX
 from detjax.pallas.hopper.mosaic.tiles import by_thread
 from detjax.pallas.hopper.quantized.fragments import FEW_ROWS, gathered, loaded_words, widened_rows
@@ -93,7 +91,7 @@ class PackedScratch(Scratch):
     codes: Any = None
     """Stages of codes, `[stages, parts, rows, bytes]`."""
     scales: Any = None
-    """Stages of scales, `[stages, parts, rows, groups]`, or `[parts, rows, groups]` of a tile."""
+    """Stages of scales, `[stages, parts, rows, groups]`."""
     zeros: Any = None
     """Zero points, in the same shape."""
     widened: Any = None
@@ -102,8 +100,6 @@ class PackedScratch(Scratch):
     """A barrier for each place: it may be overwritten."""
     gathered: Any = None
     """Sums of spread rows, `[warpgroups, 2, rows, columns]`."""
-    held: Any = None
-    """The barrier of the scales and zero points that are loaded once for a tile."""
     sums: Any = None
     """The sums that each warpgroup takes over, `[warpgroups, ...]`, in the shape of `store_by_thread`."""
 
@@ -134,18 +130,12 @@ def packed_scratch_types(plan: PackedPlan) -> dict[str, Any]:
     shape = plan.stages, problem.parts, plan.row_tile
     transforms = codes.transforms(plan.tile_k)
     scratch["codes"] = plgpu.SMEM((*shape, codes.row_bytes(plan.tile_k)), jnp.uint8, transforms=transforms)
-    if plan.holds_scales:
-        shape = shape[1:]
-        scratch["held"] = plgpu.Barrier(num_arrivals=problem.parts * (2 if codes.has_zeros else 1))
-    size = codes.box(plan.scale_columns, codes.scale_dtype.itemsize)
+    size = codes.box(plan.tile_k, codes.scale_dtype.itemsize)
     scratch["scales"] = plgpu.SMEM((*shape, size), codes.scale_dtype)
     if codes.has_zeros:
-        scratch["zeros"] = plgpu.SMEM((*shape, codes.box(plan.scale_columns, 1)), jnp.uint8)
+        scratch["zeros"] = plgpu.SMEM((*shape, codes.box(plan.tile_k, 1)), jnp.uint8)
     if widened is None:
-        # At a barrier of a CTA each thread of a warpgroup arrives; at one of a cluster, also of a single CTA, one does.
-        one_thread = functools.partial(plgpu.ClusterBarrier, collective_axes=("cm",))
-        consumed = one_thread if plan.meets else plgpu.Barrier
-        scratch["consumed"] = consumed(num_arrivals=plan.row_shares, num_barriers=plan.stages)
+        scratch["consumed"] = plgpu.Barrier(num_arrivals=plan.row_shares, num_barriers=plan.stages)
         if plan.takes_turns:
             scratch["sums"] = plgpu.SMEM((warpgroups, *by_thread(plan.columns)), ACCUMULATOR)
         if plan.spread_bytes:
@@ -207,9 +197,8 @@ class PackedCta(Cta):
 
     def arrays(self, slot: Array, part: int) -> list[Any]:
         """Returns a part's codes of a stage, with their scales and zero points."""
-        scratch, at = self.scratch, (part,) if self.plan.holds_scales else (slot, part)
-        held = [array.at[at] for array in (scratch.scales, scratch.zeros) if array is not None]
-        return [scratch.codes.at[slot, part], *held]
+        arrays = self.scratch.codes, self.scratch.scales, self.scratch.zeros
+        return [array.at[slot, part] for array in arrays if array is not None]
 
     # --- the producer ---------------------------------------------------------------------------------------------
 
@@ -220,29 +209,17 @@ class PackedCta(Cta):
         row_bytes = codes.row_bytes(plan.tile_k)
         codes_of_k = pl.ds(k_step * row_bytes, row_bytes)
         group = self.first_group(k_step)
-        if plan.holds_scales:
-            pl.when(k_step == 0)(lambda: self.load_scales(m, n))
         for part in range(plan.problem.parts):
             index = self.weight(m, part)
             copies = [(w.codes, codes_of_k, self.scratch.codes)]
             for source, target in ((w.scales, self.scratch.scales), (w.zeros, self.scratch.zeros)):
-                if source is not None and not plan.holds_scales:
+                if source is not None:
                     unit = codes.unit(source.dtype.itemsize)
                     copies.append((source, pl.ds(group - lax.rem(group, jnp.int32(unit)), target.shape[-1]), target))
             for source, columns, target in copies:
                 plgpu.copy_gmem_to_smem(source.at[index, outputs, columns], target.at[slot, part], loaded)
         tokens = self.operands.x.at[pl.ds(m, plan.columns), pl.ds(k_step * plan.tile_k, plan.tile_k)]
         plgpu.copy_gmem_to_smem(tokens, self.scratch.columns.at[slot, 0], loaded)
-
-    def load_scales(self, m: Array, n: Array) -> None:
-        """Starts the copies of a tile's scales and zero points."""
-        w, scratch, outputs = self.operands.w, self.scratch, pl.ds(n, self.plan.row_tile)
-        for part in range(self.plan.problem.parts):
-            for source, target in ((w.scales, scratch.scales), (w.zeros, scratch.zeros)):
-                if source is not None:
-                    columns = pl.ds(0, target.shape[-1])
-                    copy = source.at[self.weight(m, part), outputs, columns]
-                    plgpu.copy_gmem_to_smem(copy, target.at[part], scratch.held)
 
     # --- a widening warpgroup -------------------------------------------------------------------------------------
 
@@ -334,8 +311,6 @@ class PackedCta(Cta):
         """Returns the accumulators of `accumulate`, for rows that this warpgroup widens itself."""
         plan, scratch, parts, fill = self.plan, self.scratch, self.plan.problem.parts, self.plan.fill
         first_row = lax.axis_index("warpgroup") * plan.rows
-        if plan.holds_scales:
-            plgpu.barrier_wait(scratch.held)
 
         def add_all(*sums: Any) -> tuple[Array, ...]:
             @pl.loop(0, plan.k_steps)
@@ -377,8 +352,6 @@ class PackedCta(Cta):
         warpgroups, first_row = plan.schedule.warpgroups, jnp.int32(0)
         following = lax.rem(self.warpgroup + 1, jnp.int32(warpgroups))
         last_step = self.tiles * plan.k_steps - 1
-        if plan.holds_scales:
-            plgpu.barrier_wait(scratch.held)
 
         def add_stage(number: Array, _: Array) -> Array:
             k_step = number * warpgroups + self.warpgroup
@@ -415,8 +388,6 @@ class PackedCta(Cta):
         """Lets the copy engine overwrite a stage that this warpgroup has read.
 
         All threads have waited for their products. Their own loads are complete, too, since the products took the
-        numbers. But one thread knows this of itself alone: if only one arrives, the others have to meet it before.
+        numbers. But a thread knows this of itself alone, so each of them arrives.
         """
-        if self.plan.meets:
-            meet()
         plgpu.barrier_arrive(self.scratch.consumed.at[slot])

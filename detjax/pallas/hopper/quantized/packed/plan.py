@@ -4,7 +4,6 @@ import dataclasses
 import math
 from typing import ClassVar, Final
 
-from detjax.operands.numerics import round_up
 from detjax.pallas.hopper import device
 from detjax.pallas.hopper.device import SWIZZLE_BYTES
 from detjax.pallas.hopper.matmul.plan import MATRIX_ROWS, Plan
@@ -29,8 +28,6 @@ _SUMS_AND_WORDS: Final = {1: 152, 2: 152, 3: 80, 4: 40}
 """Registers for accumulators and words of a consumer that widens its own rows."""
 _MAX_SPREAD_COLUMNS: Final = 64
 """Most columns of sums whose rows are brought in order through shared memory."""
-_MAX_BOX: Final = 256
-"""Most elements of an axis that the copy engine loads at once."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,10 +39,6 @@ class PackedPlan(Plan):
     """Warpgroups that widen; 0: those that multiply do."""
     takes_turns: bool = False
     """True if the warpgroups have the same rows, take the stages of a tile in turn, and hand the sums on."""
-    holds_scales: bool = False
-    """True if scales and zero points are loaded once for a tile, rather than with each stage."""
-    meets: bool = False
-    """True if the threads of a warpgroup meet before one of them releases a stage; otherwise each of them does."""
 
     max_warpgroups: ClassVar[int] = max(REGISTERS_OF_WIDENING_CONSUMERS)
 
@@ -70,13 +63,13 @@ class PackedPlan(Plan):
         is_spread = self.rows <= FEW_ROWS and self.columns <= _MAX_SPREAD_COLUMNS
         if self.takes_turns:  # a whole stage is widened before the sums arrive
             k = self.tile_k
-            return Fill(self.codes, k, k, k, self.rows, is_spread, self.holds_scales, is_early=True)
+            return Fill(self.codes, k, k, k, self.rows, is_spread, is_early=True)
         accumulators = 1 if is_spread else self.problem.parts
         # Two operands in a stage, or one of a single line. With four, the compiler waits for each product before it
         # writes the next operand.
         width = max(1, accumulators * self.schedule.lines // 2)
         batch = max(width, min(self.schedule.lines, _BATCH_LINES[self.schedule.warpgroups]))
-        fill = Fill(self.codes, self.tile_k, batch * LINE, width * LINE, self.rows, is_spread, self.holds_scales)
+        fill = Fill(self.codes, self.tile_k, batch * LINE, width * LINE, self.rows, is_spread)
         # Sums come first: what they leave is for words.
         for_words = _SUMS_AND_WORDS[self.schedule.warpgroups] - accumulators * self.columns // 2
         while fill.batch > fill.width and fill.words(self.problem.parts) > for_words:
@@ -105,33 +98,21 @@ class PackedPlan(Plan):
         return REGISTERS.get((self.schedule.warpgroups, self.wideners), (None,))[0]
 
     @property
-    def scale_columns(self) -> int:
-        """Columns of K whose scales are loaded together."""
-        return round_up(self.problem.k, self.codes.group) if self.holds_scales else self.tile_k
-
-    @property
-    def scale_bytes(self) -> int:
-        """Bytes of the scales and zero points of a row that are loaded together."""
-        size = self.codes.scale_dtype.itemsize
-        zeros = self.codes.box(self.scale_columns, 1) if self.codes.has_zeros else 0
-        return self.codes.box(self.scale_columns, size) * size + zeros
-
-    @property
     def extra_bytes(self) -> int:
         """Bytes of a stage's scales and zero points for each row."""
-        return 0 if self.holds_scales else self.scale_bytes
+        size = self.codes.scale_dtype.itemsize
+        zeros = self.codes.box(self.tile_k, 1) if self.codes.has_zeros else 0
+        return self.codes.box(self.tile_k, size) * size + zeros
 
     @property
-    def held_bytes(self) -> int:
-        """Bytes of the scales and zero points that are loaded once for a tile, and of the sums that are handed on."""
-        held = self.problem.parts * self.row_tile * self.scale_bytes if self.holds_scales else 0
-        return held + (self.schedule.warpgroups * self.padded_rows * self.columns * 4 if self.takes_turns else 0)
+    def handed_bytes(self) -> int:
+        """Bytes of the sums that are handed on."""
+        return self.schedule.warpgroups * self.padded_rows * self.columns * 4 if self.takes_turns else 0
 
     @property
     def loads_per_stage(self) -> int:
         """Copies that fill a stage: codes, scales and zero points of each part, and tokens."""
-        scales = 0 if self.holds_scales else 2 if self.codes.has_zeros else 1
-        return self.problem.parts * (1 + scales) + 1
+        return self.problem.parts * (3 if self.codes.has_zeros else 2) + 1
 
     @property
     def bytes_per_stage(self) -> int:
@@ -161,7 +142,7 @@ class PackedPlan(Plan):
         if self.problem.bias_dtype is not None:
             free -= 4 * self.schedule.warpgroups * self.problem.parts * self.bias_size
         rows = self.problem.parts * self.schedule.warpgroups * self.padded_rows
-        free -= self.places * rows * self.tile_k * self.problem.dtype.itemsize + self.spread_bytes + self.held_bytes
+        free -= self.places * rows * self.tile_k * self.problem.dtype.itemsize + self.spread_bytes + self.handed_bytes
         turns = self.schedule.warpgroups if self.takes_turns else max(1, self.wideners)
         # A power of two takes fewer instructions where sums wait for them.
         most = 16 if self.takes_turns and 16 % turns == 0 else 24
@@ -197,13 +178,6 @@ class PackedPlan(Plan):
             "warpgroups that widen and share one accumulator, in rounds of whole stages, to take turns": (
                 not self.takes_turns
                 or (self.wideners == 0 and self.accumulators == 1 and self.k_steps % s.warpgroups == 0)
-            ),
-            "one tile for each CTA, of whole stages and up to 256 scales a row, to hold them": not self.holds_scales
-            or (
-                self.wideners == 0
-                and math.prod(self.grid) <= self.clusters
-                and k % self.tile_k == 0
-                and codes.box(self.scale_columns, codes.scale_dtype.itemsize) <= _MAX_BOX
             ),
             # The compiler allots the registers of one instruction from those with which a thread starts.
             "columns of one `wgmma` that leave registers": self.columns // 2 + 32
