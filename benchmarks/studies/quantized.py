@@ -7,8 +7,6 @@ activations. Logits of four bits must equal, in every bit, the logits of the wid
 model whose time is compared. Before that, products with weights of every packed format are compared in the same way.
 Exit code 1 if a bit differs.
 
-On Hopper, steps in fp8 are also measured with the kernel that multiplies codes, whose products have other bits.
-
 `--part widths` launches products with the default plans 20 times for 1 to 1024 rows of the widths of models, among rows
 that are larger, zero or NaN, and counts the numbers that differ from products with widened weights.
 """
@@ -17,13 +15,11 @@ import os
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
-import contextlib
 import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Final
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -38,11 +34,8 @@ from detjax import ops
 from detjax.bench import command_line, presets, timing
 from detjax.models import Decoder
 from detjax.models.network import parameters, part_with
-from detjax.operands.products import GroupedOperands
 from detjax.operands.quantized_weight import CodeNumbers, QuantizedFormat, QuantizedWeight, widened
-from detjax.pallas.hopper import quantized_matmul
-from detjax.pallas.hopper.quantized.codes import codes_plan, codes_product, grouped_codes_product
-from detjax.runtime import backends, compilation
+from detjax.runtime import compilation
 from detjax.runtime.threads import in_threads
 
 FORMATS: Final[Mapping[str, dict[str, Any]]] = {
@@ -202,25 +195,6 @@ def measured(model: Decoder, sizes: Sizes) -> tuple[dict[str, Any], dict[int, np
     return {"seconds": seconds, "weight_bytes": size}, logits
 
 
-@contextlib.contextmanager
-def products_of_codes() -> Iterator[None]:
-    """A context where Hopper multiplies e4m3 codes instead of their numbers."""
-    forward = quantized_matmul.grouped_forward
-
-    def grouped_forward(operands: GroupedOperands, **options: Any) -> jax.Array:
-        y = grouped_codes_product(operands, **options)
-        return forward(operands, **options) if y is None else y
-
-    changes: dict[str, Any] = {"scaled_plan": codes_plan, "scaled_product": codes_product}
-    # Traces of operations would keep the kernel that they were made with.
-    jax.clear_caches()
-    try:
-        with mock.patch.multiple(quantized_matmul, grouped_forward=grouped_forward, **changes):
-            yield
-    finally:
-        jax.clear_caches()
-
-
 def study(
     run: Run,
     *,
@@ -250,11 +224,6 @@ def study(
             results[kind], logits[kind] = measured(model, sizes)
             command_line.print_line(f"{kind}: {results[kind]}")
             run.save(content)
-            if "activations" in fields and backends.backend() == "hopper":
-                with products_of_codes():
-                    results[f"{kind}, codes"], _ = measured(model, sizes)
-                command_line.print_line(f"{kind}, codes: {results[f'{kind}, codes']}")
-                run.save(content)
             del model
         first, *others = logits.values()
         for other in others:

@@ -1,27 +1,34 @@
-"""The bits of the kernels that quantize rows, and that scale the products of blocks."""
+"""The bits and numbers of the kernels that quantize rows and multiply codes."""
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.typing import DTypeLike
 
 import detjax
 from benchmarks.studies.fp8_products.sums import BLOCK, COLUMNS, TILE, block_sums
 from detjax.bench.failures import reason
-from detjax.contract import FP8_LARGEST
+from detjax.contract import ACCUMULATOR, FP8_LARGEST
 from detjax.operands.numerics import round_up
 from detjax.operands.options import Activation, Epilogue
-from detjax.operands.products import MatmulOperands
-from detjax.operands.quantized_weight import QuantizedActivations, QuantizedFormat, QuantizedWeight
+from detjax.operands.products import GroupedOperands, MatmulOperands
+from detjax.operands.quantized_weight import QuantizedActivations, QuantizedFormat, QuantizedWeight, scales_of
 from detjax.pallas.hopper import matmul, quantized_matmul
-from detjax.pallas.hopper.quantized.codes import codes_plan, codes_product
+from detjax.pallas.hopper.quantized.codes import (
+    CodesPlan,
+    candidates,
+    codes_plan,
+    codes_product,
+    estimated_seconds,
+)
 from detjax.pallas.hopper.quantized.rows import quantized_groups
-from detjax.pallas.hopper.quantized.scaled import Form, scaled_plan, scaled_product
 from detjax.portable.quantized_matmul import quantized_rows
+from detjax.portable.tiles import fused_multiply_add, sealed
 from detjax.runtime import compilation
 from detjax.runtime.threads import in_threads
 
@@ -37,54 +44,64 @@ PRODUCTS: Final[tuple[tuple[Any, str, Activation | None, bool], ...]] = (
 """Compared products: scales of activations, dtype of the weight's scales, activation of a gated product, and whether
 there are a bias and a residual."""
 
+OTHER_PLANS: Final = 3
+"""Plans that a product's own is compared with."""
 
-type Kernel = Form | Literal["codes"]
-"""A form of the kernel that scales, or the kernel that multiplies codes."""
+BOUND: Final = 2.0**-9
+"""Largest error of float32 sums against float64, relative to the sum of magnitudes. The matrix unit's sums of 128
+products of e4m3 numbers had errors up to half of it."""
+
+SIZES: Final = (40, 0, 9, 1, 130)
+"""Rows of the compared experts."""
 
 
 class Case(NamedTuple):
-    """A product: its name, operands or their shapes, epilogue, and its plan's form and dtype; see `scaled_plan`."""
+    """A product: its name, operands or their shapes, and epilogue."""
 
     name: str
     operands: MatmulOperands
     epilogue: Epilogue
-    form: Kernel
-    dtype: str = "bfloat16"
+
+
+class Variant(NamedTuple):
+    """Another way to compute some rows of a case."""
+
+    name: str
+    multiply: Callable[[MatmulOperands], jax.Array]
+    rows: slice = slice(None)
 
 
 def compared_rows() -> Iterator[tuple[str, list[str]]]:
-    """Yields, by group and dtype, how NumPy, the kernel that quantizes rows and plain JAX differ."""
-    for group, dtype in itertools.product((64, 128), ("bfloat16", "float16", "float32")):
-        x = jnp.asarray(rows_to_quantize(257, 1104, group), dtype)
-        numbers, scales = (np.asarray(a) for a in detjax.jit(lambda x, group=group: quantized_groups(x, group))(x))
-        composed = [np.asarray(a) for a in detjax.jit(lambda x, group=group: quantized_rows(x, group))(x)]
+    """Yields, by dtype, how NumPy, the kernel that quantizes rows and plain JAX differ."""
+    for dtype in ("bfloat16", "float16", "float32"):
+        x = jnp.asarray(rows_to_quantize(257, 1104), dtype)
+        codes, scales = (np.asarray(a) for a in detjax.jit(quantized_groups)(x))
+        composed = [np.asarray(a) for a in detjax.jit(lambda x: quantized_rows(x, BLOCK))(x)]
         results = {
-            "NumPy": restated_rows(np.asarray(x, np.float32), group),
-            "the kernel": (numbers.astype(np.float32), scales.T[: len(x)]),
-            "plain JAX": (composed[0].reshape(numbers.shape), composed[1]),
+            "NumPy": restated_rows(np.asarray(x, np.float32)),
+            "the kernel": (codes.astype(np.float32), scales.T[: len(x)]),
+            "plain JAX": (composed[0].reshape(codes.shape), composed[1]),
         }
         faults = []
         for one, other in itertools.combinations(results, 2):
-            faults += difference_of_rows(
-                np.asarray(x, np.float32), group, {name: results[name] for name in (one, other)}
-            )
-        yield f"rows of {dtype} in groups of {group}", faults
+            faults += difference_of_rows(np.asarray(x, np.float32), {name: results[name] for name in (one, other)})
+        yield f"rows of {dtype}", faults
 
 
-def rows_to_quantize(rows: int, columns: int, group: int) -> np.ndarray:
+def rows_to_quantize(rows: int, columns: int) -> np.ndarray:
     """Returns numbers of many magnitudes, and rows with zeros, an infinity, a NaN and ties, if there are as many."""
     draw = np.random.default_rng(0)
     x = draw.standard_normal((rows, columns)) * np.exp2(draw.integers(-12, 12, (rows, columns)))
-    x[0], x[1, :group], x[2, 1], x[3, 2] = 0, -0.0, np.inf, np.nan
+    x[0], x[1, :BLOCK], x[2, 1], x[3, 2] = 0, -0.0, np.inf, np.nan
     ties = x[5:69]
     ties[:, 0], ties[:, 1:64] = 448, draw.integers(-900, 900, (len(ties), 63)) / 2
-    ties[:, 64:group] /= 2**7  # so that 448 is the largest number of its group
+    ties[:, 64:BLOCK] /= 2**7  # so that 448 is the largest number of its group
     return x
 
 
-def restated_rows(x: np.ndarray, group: int) -> tuple[np.ndarray, np.ndarray]:
+def restated_rows(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns the numbers of codes, `[rows, columns in whole groups]`, and scales, `[rows, groups]`, in NumPy."""
-    blocks = np.pad(x, [(0, 0), (0, -x.shape[1] % group)]).reshape(len(x), -1, group)
+    blocks = np.pad(x, [(0, 0), (0, -x.shape[1] % BLOCK)]).reshape(len(x), -1, BLOCK)
     with np.errstate(invalid="ignore"):
         scales = np.abs(blocks).max(axis=2) / np.float32(FP8_LARGEST)
         scales[scales == 0] = 1
@@ -93,7 +110,7 @@ def restated_rows(x: np.ndarray, group: int) -> tuple[np.ndarray, np.ndarray]:
     return codes.astype(np.float32).reshape(len(x), -1), scales
 
 
-def difference_of_rows(x: np.ndarray, group: int, results: dict[str, tuple[np.ndarray, np.ndarray]]) -> list[str]:
+def difference_of_rows(x: np.ndarray, results: dict[str, tuple[np.ndarray, np.ndarray]]) -> list[str]:
     """Returns the counts of different numbers and scales of two results, and the first of each."""
     faults = []
     (one, (numbers, scales)), (other, (numbers_2, scales_2)) = results.items()
@@ -102,9 +119,9 @@ def difference_of_rows(x: np.ndarray, group: int, results: dict[str, tuple[np.nd
         differs = (a.view(np.uint32) != b.view(np.uint32)) & ~(np.isnan(a) & np.isnan(b))
         if differs.any():
             row, column = np.argwhere(differs)[0]
-            at = row, column * group if name == "scales" else column
+            at = row, column * BLOCK if name == "scales" else column
             value = x[at] if at[1] < x.shape[1] else np.float32(0)
-            pair, block = (row, column), (row, at[1] // group)
+            pair, block = (row, column), (row, at[1] // BLOCK)
             faults.append(
                 f"{differs.sum()} of {a.size} {name} differ, first in row {row}, column {at[1]}, "
                 f"which is {float(value).hex()}: "
@@ -114,93 +131,178 @@ def difference_of_rows(x: np.ndarray, group: int, results: dict[str, tuple[np.nd
     return faults
 
 
-def compared_products(cases: Iterable[Case], composed: dict[str, np.ndarray]) -> Iterator[tuple[str, list[str]]]:
-    """Yields, by form, format and rows, how the kernel differs from a product for each block.
-
-    `composed` are the products for each block by name. They are computed unless they are there.
-    """
+def compared_products(cases: Iterable[Case]) -> Iterator[tuple[str, list[str]]]:
+    """Yields, by format and rows, how a product's own plan, its other variants and float64 differ."""
     cases = list(cases)
 
-    def programs(case: Case) -> list[Callable[[MatmulOperands], jax.Array]] | Exception:
-        forms = (False,) if case.name in composed else (False, True)
+    def programs(case: Case) -> list[tuple[Variant, MatmulOperands, Callable[..., jax.Array]]] | str:
         try:
-            return [compiled_product(case, is_composed=is_composed) for is_composed in forms]
+            jobs = [(variant, some_rows(case.operands, variant.rows)) for variant in variants(case)]
+            return [(*job, compilation.compiled(detjax.jit(job[0].multiply), job[1])) for job in jobs]
         except Exception as failure:  # the other products still have to be compared
-            return failure
+            return reason(failure)
 
     for case, compiled in zip(cases, in_threads(programs, cases), strict=True):
-        name = f"{case.form} product in {case.dtype} of {case.name}"
-        if isinstance(compiled, Exception):
-            yield name, [reason(compiled)]
+        if isinstance(compiled, str):
+            yield case.name, [compiled]
             continue
-        actual, *others = (np.asarray(program(case.operands)) for program in compiled)
-        expected = composed.setdefault(case.name, *others) if others else composed[case.name]
-        differs = actual.view(np.uint16) != expected.view(np.uint16)
-        faults = []
-        if differs.any():
-            place = tuple(np.argwhere(differs)[0].tolist())
-            sizes = [len(np.unique(axis)) for axis in np.nonzero(differs)]
-            faults.append(
-                f"{differs.sum()} of {differs.size} numbers differ, in {sizes[0]} rows and {sizes[1]} columns, "
-                f"first at {place}: {actual[place]} by the kernel, {expected[place]} composed"
-            )
-        yield name, faults
+        results = [(variant, np.asarray(program(operands))) for variant, operands, program in compiled]
+        (_, own), (_, sums), *others = results
+        faults = [] if case.operands.w.ndim > 2 else too_inexact(sums, case.operands)
+        for variant, y in others:
+            faults += difference(own[variant.rows], y, variant.name)
+        yield f"product of {case.name}", faults
 
 
-def product_cases(numbers_of_rows: Sequence[int] = ROWS, *, form: Kernel, dtype: str = "bfloat16") -> Iterator[Case]:
-    """Yields the compared products. The last block of K is not whole."""
-    n, k = 1544, 1104
+def difference(own: np.ndarray, other: np.ndarray, name: str) -> list[str]:
+    """Returns the count of different numbers of two results, and the first of them."""
+    differs = own.view(np.uint16) != other.view(np.uint16)
+    if not differs.any():
+        return []
+    place = tuple(np.argwhere(differs)[0].tolist())
+    sizes = [len(np.unique(axis)) for axis in np.nonzero(differs)]
+    return [
+        f"{differs.sum()} of {differs.size} numbers differ, in {sizes[0]} rows and {sizes[1]} columns, "
+        f"first at {place}: {own[place]} by the product's own plan, {other[place]} {name}"
+    ]
+
+
+def too_inexact(sums: np.ndarray, operands: MatmulOperands) -> list[str]:
+    """Returns whether float32 sums differ from float64's by more than `BOUND`."""
+    x, w = np.asarray(operands.x, np.float32), operands.w
+    group = w.format.group if w.format.activations == "group" else x.shape[1]
+    static = None if w.input_scales is None else w.input_scales[0]
+    numbers, scales = (np.asarray(a, np.float64) for a in quantized_rows(jnp.asarray(x), group, static))
+    rows = (numbers * scales[..., None]).reshape(len(x), -1)[:, : x.shape[1]]
+    codes, by_group = np.asarray(w.codes).view(jnp.float8_e4m3fn), np.asarray(scales_of(w), np.float64)
+    weights = codes.astype(np.float64) * by_group.repeat(w.format.group, axis=1)[:, : x.shape[1]]
+    errors = np.abs(sums - rows @ weights.T) / (np.abs(rows) @ np.abs(weights).T)
+    largest = float(errors.max())
+    return [] if largest <= BOUND else [f"the largest error is {largest:.3g} of the sum of magnitudes"]
+
+
+def variants(case: Case) -> Iterator[Variant]:
+    """Yields the product by its own plan, the sums in float32 of the first matrix, and ways to compute the same bits:
+    a product for each block, a row alone, and other plans."""
+    x, epilogue = case.operands.x, case.epilogue
+    options: dict[str, Any] = {"epilogue": epilogue, "out_dtype": x.dtype}
+
+    def own(operands: MatmulOperands) -> jax.Array:
+        return quantized_matmul.forward(operands, **options)
+
+    def sums(operands: MatmulOperands) -> jax.Array:
+        matrix = operands.w if operands.w.ndim == 2 else operands.w.matrix(0)
+        alone = MatmulOperands(operands.x, matrix)
+        return quantized_matmul.forward(alone, epilogue=Epilogue(), out_dtype=ACCUMULATOR)
+
+    yield Variant("by its own plan", own)
+    yield Variant("in float32", sums)
+    yield Variant("by a product for each block", lambda operands: composed(operands, **options))
+    yield Variant("by a row alone", own, slice(len(x) // 2, len(x) // 2 + 1))
+    for plan in other_plans(codes_plan(case.operands, out_dtype=x.dtype)):
+
+        def by_plan(operands: MatmulOperands, plan: CodesPlan = plan) -> jax.Array:
+            return codes_product(operands, plan, epilogue=epilogue)
+
+        s = plan.schedule
+        yield Variant(f"in tiles of {s.tile_m} x {s.tile_n} by {s.warpgroups} warpgroups, {s.lines} lines", by_plan)
+
+
+def other_plans(own: CodesPlan) -> list[CodesPlan]:
+    """Returns plans of the same product from the fastest to the slowest, by their estimated times."""
+    plans = sorted(candidates(own.problem, own.scale_dtype, own.by_rows), key=estimated_seconds)
+    plans = [plan for plan in plans if plan != own]
+    return plans[:: max(1, -(-len(plans) // OTHER_PLANS))]
+
+
+def some_rows(operands: MatmulOperands, rows: slice) -> MatmulOperands:
+    """Returns the operands of a product of some rows."""
+    x, w, bias, residual = operands
+    return MatmulOperands(x[rows], w, bias, None if residual is None else residual[rows])
+
+
+def compared_experts() -> Iterator[tuple[str, list[str]]]:
+    """Yields, by format, how the rows of experts differ from products with the weights of single ones."""
+    ends = np.cumsum(SIZES)
+    for activations, scale_dtype, activation, has_bias in PRODUCTS:
+        weights = [drawn_weight(seed, activations, scale_dtype, activation) for seed in range(len(SIZES))]
+        draw = np.random.default_rng(0)
+        x = jnp.asarray(draw.standard_normal((ends[-1], weights[0].shape[-1])), "bfloat16")
+        biases = jnp.asarray(draw.standard_normal((len(SIZES), *weights[0].shape[:-1])), "bfloat16")
+        epilogue = Epilogue(activation, gated=activation is not None)
+        options: dict[str, Any] = {"epilogue": epilogue, "out_dtype": x.dtype}
+        w, bias = jax.tree.map(lambda *leaves: jnp.stack(leaves), *weights), biases if has_bias else None
+
+        def grouped(x: jax.Array, w: Any, bias: Any, options: dict[str, Any] = options) -> jax.Array:
+            operands = GroupedOperands(x, w, bias, jnp.int32(SIZES))
+            return quantized_matmul.grouped_forward(operands, **options, unit=1)
+
+        y, faults = np.asarray(detjax.jit(grouped)(x, w, bias)), list[str]()
+        single = detjax.jit(lambda operands, options=options: quantized_matmul.forward(operands, **options))
+        for expert, (size, end) in enumerate(zip(SIZES, ends, strict=True)):
+            if size:
+                rows = slice(end - size, end)
+                operands = MatmulOperands(x[rows], weights[expert], biases[expert] if has_bias else None)
+                faults += difference(np.asarray(single(operands)), y[rows], f"as rows of expert {expert}")
+        yield f"experts of {activations}, {scale_dtype} scales, {activation}", faults
+
+
+def drawn_weight(seed: int, activations: Any, scale_dtype: str, activation: Activation | None) -> QuantizedWeight:
+    """Returns a weight of random codes, or gate and up if there is an activation; the last block of K is not whole."""
+    (n, k), draw, parts = (1544, 1104), np.random.default_rng(seed), (2,) if activation else ()
+    group = BLOCK if activations == "group" else k
+    codes = draw.standard_normal((*parts, n, k)).astype(jnp.float8_e4m3fn).view(np.uint8)
+    scales = draw.uniform(0.5, 2, (*parts, n, -(-k // group))).astype(jnp.dtype(scale_dtype))
+    static = np.array([0.01 * (1 + seed)], np.float32) if activations == "static" else None
+    described = QuantizedFormat("e4m3", k, group, "bfloat16", activations)
+    return jax.tree.map(jnp.asarray, QuantizedWeight(codes, scales, input_scales=static, format=described))
+
+
+def product_cases(numbers_of_rows: Sequence[int] = ROWS) -> Iterator[Case]:
+    """Yields the compared products."""
     for (activations, scale_dtype, activation, has_both), rows in itertools.product(PRODUCTS, numbers_of_rows):
-        draw = np.random.default_rng(rows)
-        parts = (2,) if activation else ()
-        group = BLOCK if activations == "group" else k
-        described = QuantizedFormat("e4m3", k, group, "bfloat16", activations)
-        codes = draw.standard_normal((*parts, n, k)).astype(jnp.float8_e4m3fn).view(np.uint8)
-        scales = draw.uniform(0.5, 2, (*parts, n, -(-k // group))).astype(jnp.dtype(scale_dtype))
-        static = np.array([0.01], np.float32) if activations == "static" else None
-        w = QuantizedWeight(codes, scales, input_scales=static, format=described)
-        x = jnp.asarray(draw.standard_normal((rows, k)), "bfloat16")
-        bias = jnp.asarray(draw.standard_normal((*parts, n)), "bfloat16") if has_both else None
-        residual = jnp.asarray(draw.standard_normal((rows, n)), "bfloat16") if has_both else None
+        w, draw = drawn_weight(rows, activations, scale_dtype, activation), np.random.default_rng(rows)
+        x = jnp.asarray(draw.standard_normal((rows, w.shape[-1])), "bfloat16")
+        bias = jnp.asarray(draw.standard_normal(w.shape[:-1]), "bfloat16") if has_both else None
+        residual = jnp.asarray(draw.standard_normal((rows, w.shape[-2])), "bfloat16") if has_both else None
         name = f"{activations}, {scale_dtype} scales, {activation}, {'bias, residual, ' * has_both}{rows} rows"
-        operands = MatmulOperands(x, jax.tree.map(jnp.asarray, w), bias, residual)
-        yield Case(name, operands, Epilogue(activation, gated=bool(parts)), form, dtype)
+        yield Case(name, MatmulOperands(x, w, bias, residual), Epilogue(activation, gated=activation is not None))
 
 
-def compiled_product(case: Case, *, is_composed: bool) -> Callable[[MatmulOperands], jax.Array]:
-    """Returns the program of a product, by the kernel or composed of a product for each block."""
-
-    def forward(operands: MatmulOperands) -> jax.Array:
-        options: dict[str, Any] = {"epilogue": case.epilogue, "out_dtype": operands.x.dtype}
-        if case.form == "codes":
-            if is_composed:
-                return composed_of_codes(operands, **options)
-            if (codes := codes_plan(operands, out_dtype=operands.x.dtype)) is not None:
-                return codes_product(operands, codes, epilogue=case.epilogue)
-        elif is_composed:
-            return quantized_matmul.forward(operands, is_composed=True, **options)
-        elif plan := scaled_plan(operands, out_dtype=operands.x.dtype, form=case.form, dtype=case.dtype):
-            return scaled_product(operands, plan, epilogue=case.epilogue)
-        raise ValueError(f"fp8_products: no plan serves {case.name}; accepted: products that the kernel takes")
-
-    return compilation.compiled(detjax.jit(forward), case.operands)
-
-
-def composed_of_codes(operands: MatmulOperands, *, epilogue: Epilogue, out_dtype: DTypeLike) -> jax.Array:
+def composed(operands: MatmulOperands, *, epilogue: Epilogue, out_dtype: DTypeLike) -> jax.Array:
     """Returns a product whose blocks `block_sums` multiplies in codes, with tokens on the matrix unit's rows."""
     x, w, bias, residual = operands
-
-    def multiply(x: jax.Array, w: jax.Array) -> jax.Array:
-        rows, outputs = round_up(len(x), TILE), round_up(len(w), COLUMNS)
-        tokens = jnp.pad(x, ((0, rows - len(x)), (0, 0))).astype(jnp.float8_e4m3fn)
-        weights = jnp.pad(w, ((0, outputs - len(w)), (0, 0))).astype(jnp.float8_e4m3fn)
-        parts = [block_sums(tokens, weights[first : first + COLUMNS]) for first in range(0, outputs, COLUMNS)]
-        return jnp.concatenate(parts, axis=1)[: len(x), : len(w)]
-
     matrices = [w] if w.ndim == 2 else [w.matrix(0), w.matrix(1)]
-    sums = [quantized_matmul.sum_of_blocks(x, matrix, multiply, lambda numbers: numbers[None]) for matrix in matrices]
+    sums = [_sum_of_blocks(x, matrix) for matrix in matrices]
     biases = None if bias is None else list(bias.reshape(len(sums), -1))
     return matmul.apply_epilogue(sums, biases, residual, epilogue=epilogue, out_dtype=out_dtype)
+
+
+def _sum_of_blocks(x: jax.Array, w: QuantizedWeight) -> jax.Array:
+    """Returns the float32 sums of a product for each block, added and scaled by the contract."""
+    in_groups, static = w.format.activations == "group", None if w.input_scales is None else w.input_scales[0]
+    numbers, scales = quantized_rows(x, BLOCK if in_groups else x.shape[1], static)
+    weight_scales = scales_of(w).T[:, None]
+    shape = round_up(len(x), TILE), round_up(len(w), COLUMNS)
+
+    def in_blocks(codes: jax.Array, rows: int) -> jax.Array:
+        codes = jnp.pad(codes, ((0, rows - len(codes)), (0, -codes.shape[1] % BLOCK))).astype(jnp.float8_e4m3fn)
+        return codes.reshape(rows, -1, BLOCK).swapaxes(0, 1)
+
+    tokens = in_blocks(numbers.reshape(len(x), -1), shape[0])
+    weights = in_blocks(lax.bitcast_convert_type(w.codes, jnp.float8_e4m3fn).astype(ACCUMULATOR), shape[1])
+
+    def add(block: jax.Array, acc: jax.Array) -> jax.Array:
+        columns = range(0, shape[1], COLUMNS)
+        parts = [block_sums(tokens[block], weights[block, first : first + COLUMNS]) for first in columns]
+        product = jnp.concatenate(parts, axis=1)[: len(x), : len(w)]
+        if not in_groups:
+            return acc + product
+        scale = lax.dynamic_slice_in_dim(scales, block, 1, axis=1) * weight_scales[block]
+        return fused_multiply_add(product, sealed(scale), acc)
+
+    acc = lax.fori_loop(0, len(tokens), add, jnp.zeros((len(x), len(w)), ACCUMULATOR))
+    return acc if in_groups else sealed(scales * sealed(weight_scales[0] * acc))
 
 
 def shapes(rows: int, *shape: int, activations: QuantizedActivations = "group") -> MatmulOperands:

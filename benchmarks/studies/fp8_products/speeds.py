@@ -11,13 +11,13 @@ import jax.numpy as jnp
 from jax import lax
 
 import detjax
-from benchmarks.studies.fp8_products.products import Case, Kernel, compiled_product, epilogue_of, shapes
+from benchmarks.studies.fp8_products.products import Case, epilogue_of, shapes
 from detjax.bench import command_line
 from detjax.bench.failures import reason
 from detjax.bench.timing import device_time, rotations
 from detjax.operands.products import MatmulOperands
 from detjax.operands.quantized_weight import QuantizedWeight
-from detjax.pallas.hopper import matmul
+from detjax.pallas.hopper import matmul, quantized_matmul
 from detjax.runtime import compilation
 from detjax.runtime.threads import in_threads
 
@@ -30,32 +30,20 @@ QWEN3_8B: Final = {
 """Shapes of the weights whose products are timed."""
 TIMED: Final = (1, 16, 64, 256, 4096)
 """Numbers of rows of the timed products."""
-ARMS: Final[dict[str, tuple[Kernel, str]]] = {
-    "plain": ("widened", "bfloat16"),
-    "widened": ("widened", "bfloat16"),
-    "own": ("own", "bfloat16"),
-    "own in float16": ("own", "float16"),
-    "sent": ("sent", "bfloat16"),
-    "sent in float16": ("sent", "float16"),
-    "codes": ("codes", "float8_e4m3fn"),
-}
-"""The timed products: the kernel or the form of its plan, and the dtype that the matrix unit multiplies. Form "sent" is
-for few rows."""
-FEW: Final = 32
-"""Most rows of a plan that sends products."""
+ARMS: Final = ("plain", "codes")
+"""The timed products."""
 
 
 def times() -> Iterator[tuple[str, dict[str, dict[str, float]]]]:
-    """Yields, by product and number of rows, the seconds of the kernel's forms and of the plain product of bfloat16.
+    """Yields, by product and number of rows, the seconds of the product of codes and of the plain one of bfloat16.
 
     Rows are quantized by the kernel that does only this; its time counts. Weights come from memory.
     """
     jobs = [
-        (arm, Case(name, shapes(rows, *shape), epilogue_of(shape), *ARMS[arm]))
+        (arm, Case(name, shapes(rows, *shape), epilogue_of(shape)))
         for name, shape in QWEN3_8B.items()
         for rows in TIMED
         for arm in ARMS
-        if rows <= FEW or ARMS[arm][0] != "sent"
     ]
     compiled = zip(jobs, in_threads(_timed, jobs), strict=True)
     for name, group in itertools.groupby(compiled, lambda job: job[0][1].name):
@@ -77,17 +65,17 @@ def times() -> Iterator[tuple[str, dict[str, dict[str, float]]]]:
 
 def _timed(job: tuple[str, Case]) -> Callable[[MatmulOperands], jax.Array] | str:
     """Returns the program of a timed product, or why it cannot be compiled."""
-    arm, case = job
+    (arm, case), options = job, {"epilogue": job[1].epilogue, "out_dtype": jnp.bfloat16}
+    dense: Any = jax.ShapeDtypeStruct(case.operands.w.shape, jnp.bfloat16)
 
     def multiply(operands: MatmulOperands) -> jax.Array:
-        options: dict[str, Any] = {"epilogue": case.epilogue, "out_dtype": jnp.bfloat16}
+        if arm == "codes":
+            return quantized_matmul.forward(operands, **options)
         return matmul.forward(operands, layout="nk", **options)
 
     try:
-        if arm != "plain":
-            return compiled_product(case, is_composed=False)
-        dense: Any = jax.ShapeDtypeStruct(case.operands.w.shape, jnp.bfloat16)
-        return compilation.compiled(detjax.jit(multiply), case.operands._replace(w=dense))
+        operands = case.operands if arm == "codes" else case.operands._replace(w=dense)
+        return compilation.compiled(detjax.jit(multiply), operands)
     except Exception as failure:
         command_line.print_line(f"{case.name}, {arm}: {reason(failure)}")
         return reason(failure)

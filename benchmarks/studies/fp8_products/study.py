@@ -1,36 +1,32 @@
-"""Products with quantized activations on Hopper: the bits of their kernels, and what e4m3 instructions would change.
+"""Products with quantized activations on Hopper: the bits of their kernels, and what e4m3 instructions change.
 
     python -m benchmarks fp8_products --out benchmarks/results/fp8-products-h200.json
 
-The kernel that quantizes rows must have the bits of plain JAX and of NumPy, and the kernel that scales each block's
-products the bits of a product of bfloat16 for each block, in each form of its plans; exit code 1 if one differs.
-Whether numbers in float16 give these bits, too, is only noted.
+The kernel that quantizes rows must have the bits of plain JAX and of NumPy. The kernel of codes must have the same bits
+by several plans, for a row alone and among others, for an expert and a single weight, and as a product for each block,
+whose operands are exchanged. The error of its sums against float64 must lie within what the matrix unit's sums allow.
+Exit code 1 otherwise.
 
 The matrix unit adds the products of 128 columns of e4m3 numbers, given to it as bfloat16, as float16 and as e4m3 codes.
 The result says what share of the sums differs from bfloat16's, how large the errors are against float64, relative to
-the sum of magnitudes, and how many operations a second each dtype reaches. The products of a layer of Qwen3-8B are
+the sum of magnitudes, and how many operations a second each dtype reaches. It also says what share of the sums of
+codes differs with exchanged operands, and with fewer columns of an instruction. The products of a layer of Qwen3-8B are
 timed for 1 to 4096 rows, with quantized activations and plainly.
-
-The kernel of codes multiplies e4m3 numbers as they are. It must have the bits of such a product for each block, whose
-operands are exchanged. The result also says what share of these sums differs with exchanged operands, and with fewer
-columns of an instruction.
 
 `--small` compares the sums in Pallas' interpreter, without times and without the kernels.
 
-`--part widths` launches the default plan, and the best plan of each form, 20 times for 1 to 4096 rows of the widths of
-models, with groups of 128 columns and with scales by rows, among rows that are larger, zero or NaN. The result has the
-counts of compared and different numbers.
+`--part widths` launches the chosen plan, and the best plan of each size of tiles, 20 times for 1 to 4096 rows of the
+widths of models, with groups of 128 columns and with scales by rows, among rows that are larger, zero or NaN. The
+result has the counts of compared numbers, and of those that differ from the product of a few rows at a time.
 """
 
 from collections.abc import Iterator
 from typing import Annotated, Any, Final
 
-import numpy as np
-
 from benchmarks import repeated_products
 from benchmarks import study as options
-from benchmarks.studies.fp8_products.products import ROWS, compared_products, compared_rows, product_cases
-from benchmarks.studies.fp8_products.speeds import FEW, times
+from benchmarks.studies.fp8_products.products import compared_experts, compared_products, compared_rows, product_cases
+from benchmarks.studies.fp8_products.speeds import times
 from benchmarks.studies.fp8_products.sums import compared, different_with_codes, drawn_numbers, speed
 from benchmarks.studies.fp8_products.widths import wide_groups
 from benchmarks.study import Result, Run
@@ -49,7 +45,6 @@ def study(run: Run, *, part: Annotated[list[str], options.names(PARTS)]) -> Resu
     sums: dict[str, Any] = {}
     speeds: dict[str, float] = {}
     seconds: dict[str, Any] = {}
-    composed: dict[str, np.ndarray] = {}
     widths: dict[str, Any] = {}
     content = {
         "same_bits": same,
@@ -70,7 +65,8 @@ def study(run: Run, *, part: Annotated[list[str], options.names(PARTS)]) -> Resu
 
     if "bits" in parts:
         note(compared_rows())
-        note(compared_products(product_cases(form="widened"), composed))
+        note(compared_products(product_cases()))
+        note(compared_experts())
     for name, numbers in (drawn_numbers(2 if run.small else 132) if "sums" in parts else {}).items():
         sums[name] = compared(*numbers, small=run.small)
         if not run.small:
@@ -81,19 +77,12 @@ def study(run: Run, *, part: Annotated[list[str], options.names(PARTS)]) -> Resu
         speeds[dtype] = speed(dtype)
         command_line.print_line(f"{dtype}: {speeds[dtype]:.3g} operations a second")
         run.save(content)
-    if "bits" in parts:
-        few = [rows for rows in ROWS if rows <= FEW]
-        note(compared_products(product_cases(few, form="sent"), composed))
-        note(compared_products(product_cases((17, 300, 2500), form="own"), composed))
-        note(compared_products(product_cases(few, form="sent", dtype="float16"), composed))
-        note(compared_products(product_cases((300,), form="own", dtype="float16"), composed))
-        note(compared_products(product_cases(form="codes", dtype="float8_e4m3fn"), {}))
     if "widths" in parts:
         repeated_products.compare(run, content, widths, wide_groups())
     for name, by_rows in times() if "seconds" in parts else ():
         seconds[name] = by_rows
         command_line.print_line(f"{name}: {by_rows}")
         run.save(content)
-    different = [name for name, is_same in same.items() if not is_same and "product in float16" not in name]
+    different = [name for name, is_same in same.items() if not is_same]
     different += repeated_products.problems(widths) if widths else []
     return Result(content, f"bits of products differ: {'; '.join(different)}" if different else "")

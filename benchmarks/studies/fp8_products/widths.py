@@ -1,4 +1,7 @@
-"""Launches of the kernel's plans at the widths of models, again and again."""
+"""Launches of the kernel's plans at the widths of models, again and again.
+
+What is expected comes from the same kernel for `CHUNK` rows at a time: only this kernel has these bits.
+"""
 
 import dataclasses
 import functools
@@ -17,8 +20,17 @@ from detjax.operands.options import Epilogue
 from detjax.operands.products import MatmulOperands
 from detjax.operands.quantized_weight import QuantizedActivations, QuantizedWeight
 from detjax.pallas.hopper import quantized_matmul
-from detjax.pallas.hopper.quantized.scaled import FORMS, Form, ScaledPlan, scaled_plan, scaled_product
+from detjax.pallas.hopper.matmul.plan import Schedule
+from detjax.pallas.hopper.quantized.codes import (
+    CodesPlan,
+    candidates,
+    codes_plan,
+    codes_product,
+    estimated_seconds,
+)
 
+CHUNK: Final = 64
+"""Rows of a product whose results are expected of others."""
 BETWEEN: Final = (8, 24, 32, 40, 48, 96, 128, 512, 2048)
 """Further numbers of rows whose default plans are launched, if no other number has that schedule."""
 
@@ -38,8 +50,10 @@ def wide_groups(widths: Mapping[str, tuple[int, ...]] = WIDTHS, rows: Sequence[i
         def expected(
             x: jax.Array, w: QuantizedWeight, epilogue: Epilogue = epilogue, out_dtype: Any = out_dtype
         ) -> jax.Array:
-            operands = MatmulOperands(x, w)
-            return quantized_matmul.forward(operands, epilogue=epilogue, out_dtype=out_dtype, is_composed=True)
+            options: dict[str, Any] = {"epilogue": epilogue, "out_dtype": out_dtype}
+            chunks = x.reshape(-1, min(len(x), CHUNK), x.shape[1])
+            y = lax.map(lambda rows: quantized_matmul.forward(MatmulOperands(rows, w), **options), chunks)
+            return y.reshape(len(x), -1)
 
         name = f"{name}, {activations}" + (", float32" if out_dtype == jnp.float32 else "")
         products = list(wide_products(name, shape, activations, rows, out_dtype))
@@ -54,26 +68,31 @@ def wide_products(
     numbers_of_rows: Sequence[int],
     out_dtype: DTypeLike,
 ) -> Iterator[Product]:
-    """Yields the products with the default plans of numbers of rows; with groups, also the other forms' best plans."""
-    seen: set[tuple[Any, ...]] = set()
+    """Yields the products with the plans of numbers of rows; with groups, also the best ones of other tiles."""
+    seen: set[Schedule] = set()
     for rows in sorted({*numbers_of_rows, *BETWEEN}):
         operands = shapes(rows, *shape, activations=activations)
-        has_all_forms = rows in numbers_of_rows and activations == "group" and out_dtype != jnp.float32
-        forms: tuple[Form | None, ...] = (None, *FORMS) if has_all_forms else (None,)
-        plans = [scaled_plan(operands, out_dtype=out_dtype, form=form) for form in forms]
-        for plan in dict.fromkeys(plan for plan in plans if plan is not None):
-            schedule = plan.schedule, plan.wideners, plan.sends_products
-            if rows not in numbers_of_rows and schedule in seen:
+        plans = [codes_plan(operands, out_dtype=out_dtype)]
+        if rows in numbers_of_rows and activations == "group" and out_dtype != jnp.float32:
+            plans += best_by_tile(plans[0])
+        for plan in dict.fromkeys(plans):
+            s = plan.schedule
+            if rows not in numbers_of_rows and s in seen:
                 continue
-            seen.add(schedule)
+            seen.add(s)
             epilogue = epilogue_of(shape)
 
-            def multiply(x: jax.Array, w: QuantizedWeight, plan: ScaledPlan = plan, epilogue: Any = epilogue) -> Any:
-                return scaled_product(MatmulOperands(x, w), plan, epilogue=epilogue)
+            def multiply(x: jax.Array, w: QuantizedWeight, plan: CodesPlan = plan, epilogue: Any = epilogue) -> Any:
+                return codes_product(MatmulOperands(x, w), plan, epilogue=epilogue)
 
-            tile = f"{plan.schedule.tile_m} x {plan.schedule.tile_n}"
-            threads = f"{plan.schedule.warpgroups} and {plan.wideners} warpgroups"
-            yield Product(f"{name}, {rows} rows, {plan.form}, tiles of {tile}, {threads}", rows, multiply)
+            tile = f"{s.tile_m} x {s.tile_n}, {s.lines} lines, {s.warpgroups} warpgroups"
+            yield Product(f"{name}, {rows} rows, tiles of {tile}", rows, multiply)
+
+
+def best_by_tile(own: CodesPlan) -> list[CodesPlan]:
+    """Returns the plan of the lowest estimated time for each number of tokens in a tile."""
+    plans = sorted(candidates(own.problem, own.scale_dtype, own.by_rows), key=estimated_seconds, reverse=True)
+    return [*{plan.schedule.tile_m: plan for plan in plans}.values()]
 
 
 def _drawn(shape: tuple[int, ...], described: QuantizedWeight) -> QuantizedWeight:

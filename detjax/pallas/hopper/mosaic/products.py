@@ -54,21 +54,6 @@ def start_product(p: Any, v: Any) -> Any:
     )
 
 
-def _plain_start_product_of_rows(p: Array, rows: Any) -> Array:
-    return _plain_start_product(p, rows.T)
-
-
-@primitive(
-    twin=_plain_start_product_of_rows,
-    args=(MATRIX, plgpu.RefType(swizzled(64))),
-    out=lambda p, rows: plgpu.ShapeDtypeStruct((p.shape[0], rows.shape[0]), ACCUMULATOR, layout=MATRIX),
-)
-def start_product_of_rows(p: Any, rows: Any) -> Any:
-    """Starts `p @ rows.T`, for rows `[N, K]` in shared memory; see `start_product`."""
-    first, offsets, width = descriptor_of_rows(rows, p.shape[1])
-    return started(p, first, offsets, width=width, is_transposed=False)
-
-
 def descriptor_of_rows(rows: Any, inner: int) -> tuple[Any, list[int], int]:
     """Returns the matrix unit's descriptor of rows `[N, K]` in shared memory, the offset of each 16 of K, and N."""
     width = rows.type.shape[0] * rows.type.shape[2]

@@ -1,10 +1,10 @@
 """Matmul of e4m3 codes on Hopper: the matrix unit multiplies the codes as they are, and warpgroups scale each block.
 
 This is the plain matmul's pipeline with half of its bytes: nothing is widened. After each block of 128 columns a
-warpgroup adds the block's products to its sums, in the order and with the roundings of `scaled`. Only the products
-differ: for e4m3 operands the matrix unit keeps fewer bits of the sums within a block than for 16-bit ones, as in the
-kernels of other libraries. So results have other bits than `scaled`, and `detjax.pallas.hopper.quantized_matmul` does
-not call this kernel.
+warpgroup adds the block's products to its sums, in the order and with the roundings of `detjax.contract`. For e4m3
+operands the matrix unit keeps fewer bits of the sums within a block than for 16-bit ones, as in the kernels of other
+libraries. No other kernel has these bits. So whether this one multiplies depends on the format of the weight alone: see
+`serves`.
 
 Weights are on the matrix unit's rows. A stage has several blocks, with the scales of its tokens and weights. Threads
 load these before the products are there, and then multiply only.
@@ -26,7 +26,7 @@ from detjax.contract import ACCUMULATOR, FP8_BLOCK
 from detjax.operands.numerics import ceil_div, round_up
 from detjax.operands.options import Epilogue
 from detjax.operands.products import GroupedOperands, MatmulOperands
-from detjax.operands.quantized_weight import QuantizedWeight
+from detjax.operands.quantized_weight import QuantizedWeight, scales_of
 from detjax.pallas.hopper import device
 from detjax.pallas.hopper import grouped_matmul as grouped
 from detjax.pallas.hopper.matmul.kernel import Cta, Operands, Scratch, launched, padded, scratch_types
@@ -36,7 +36,6 @@ from detjax.pallas.hopper.mosaic.barriers import meet
 from detjax.pallas.hopper.mosaic.layouts import MATRIX, PER_COLUMN
 from detjax.pallas.hopper.quantized.promotion import promoted_by, row_scales, scaled
 from detjax.pallas.hopper.quantized.rows import E4M3, quantized_tokens
-from detjax.pallas.hopper.quantized.scaled import block_size, problem_of_blocks, stored_scales
 from detjax.pallas.hopper.quantized.widening import SCALE_BYTES
 
 _SCALE_UNIT: Final = 32
@@ -132,11 +131,17 @@ class CodesScratch(Scratch):
     """Stages of the weights' scales, `[stages, parts, rows, groups]`."""
 
 
-def codes_plan(operands: MatmulOperands, *, out_dtype: DTypeLike) -> CodesPlan | None:
-    """Returns the plan of a product `[M, K] x [..., N, K]` of codes, or None if the kernel does not take it.
+def serves(w: QuantizedWeight) -> bool:
+    """Returns whether this kernel computes all products of a weight with quantized activations.
 
-    Scales belong to groups of 128 columns, or to rows.
+    Scales belong to groups of 128 columns, or to rows. No number of rows, epilogue or dtype of a result may matter:
+    products of other kernels have other bits.
     """
+    return w.format.activations != "group" or w.format.group == FP8_BLOCK
+
+
+def codes_plan(operands: MatmulOperands, *, out_dtype: DTypeLike) -> CodesPlan:
+    """Returns the plan of a product `[M, K] x [..., N, K]` with a weight that the kernel `serves`."""
     x, w, bias, residual = operands
     return _plan_of_rows(len(x), w, bias, residual, out_dtype=out_dtype)
 
@@ -147,14 +152,38 @@ def _plan_of_rows(
     bias: Array | None,
     residual: Array | None = None,
     *,
+    out_dtype: DTypeLike,
+    experts: int = 0,
     tile: int | None = None,
-    **options: Any,
-) -> CodesPlan | None:
-    """Returns the plan of a number of rows, with options of `problem_of_blocks`."""
-    problem = problem_of_blocks(rows, w, bias, residual, dtype=E4M3, **options)
-    if problem is None or block_size(w) != FP8_BLOCK:
-        return None
-    return _default_plan(problem, stored_scales(w).dtype, w.format.activations != "group", tile)
+) -> CodesPlan:
+    """Returns the plan of a number of rows.
+
+    Raises:
+        RuntimeError: none fits, which is an error in `candidates`.
+    """
+    assert serves(w)
+    n, k = w.shape[-2:]
+    problem = Problem(
+        rows,
+        n,
+        round_up(k, FP8_BLOCK),
+        math.prod(w.shape[:-2]) // max(1, experts),
+        E4M3,
+        jnp.dtype(out_dtype),
+        None if residual is None else jnp.dtype(residual.dtype),
+        None if bias is None else jnp.dtype(bias.dtype),
+        experts=experts,
+    ).addressable
+    plan = _default_plan(problem, stored_scales(w).dtype, w.format.activations != "group", tile)
+    if plan is None:
+        tiles = "" if tile is None else f" in tiles of {tile} tokens"
+        raise RuntimeError(f"quantized_matmul: no plan multiplies the codes of {problem}{tiles}, which is an error")
+    return plan
+
+
+def stored_scales(w: QuantizedWeight) -> Array:
+    """Returns the scales as they are stored, if they are numbers."""
+    return w.scales if w.tables is None and w.scales.dtype.itemsize in (2, 4) else scales_of(w)
 
 
 @functools.cache
@@ -200,8 +229,10 @@ def estimated_seconds(plan: CodesPlan) -> float:
     return max(on_chip, memory) + 0.15 * min(on_chip, memory)
 
 
-def codes_product(operands: MatmulOperands, plan: CodesPlan, *, epilogue: Epilogue) -> Array:
+def codes_product(operands: MatmulOperands, plan: CodesPlan, *, epilogue: Epilogue, source: int = 0) -> Array:
     """Returns `[M, N]` for rows `[M, K]`, computed by a plan of `codes_plan`.
+
+    `source` chooses the static scale, if the checkpoint has any.
 
     Raises:
         ValueError: the plan cannot be built.
@@ -209,52 +240,48 @@ def codes_product(operands: MatmulOperands, plan: CodesPlan, *, epilogue: Epilog
     if unmet := plan.unmet_requirements():
         raise ValueError(f"quantized_matmul: {plan}; accepted: {'; '.join(unmet)}")
     x, w, bias, residual = operands
-    return _product(Operands(x, w, bias, residual), plan, epilogue)
+    return _product(Operands(x, w, bias, residual), plan, epilogue, source)
 
 
 def grouped_codes_product(
-    operands: GroupedOperands, *, epilogue: Epilogue, out_dtype: DTypeLike, unit: int
-) -> Array | None:
-    """Returns rows `[M, N]` for rows `[M, K]` that are sorted by expert, or None if the kernel does not take them.
+    operands: GroupedOperands, *, epilogue: Epilogue, out_dtype: DTypeLike, unit: int, source: int = 0
+) -> Array:
+    """Returns rows `[M, N]` for rows `[M, K]` that are sorted by expert, of a weight that the kernel `serves`.
 
-    See `detjax.ops.grouped_matmul` for the operands.
+    See `detjax.ops.grouped_matmul` for the operands, and `codes_product` for `source`.
     """
-    w = operands.w
-
-    def plan(rows: int, tile: int) -> CodesPlan | None:
-        return _plan_of_rows(rows, w, operands.bias, tile=tile, out_dtype=out_dtype, experts=len(w))
 
     def multiply(tiles: Operands, *, schedule: int, **_: Any) -> Array:
-        chosen = plan(len(tiles.x), schedule)
-        assert chosen is not None
-        return _product(tiles, chosen, epilogue)
+        options: dict[str, Any] = {"tile": schedule, "out_dtype": out_dtype, "experts": len(tiles.w)}
+        return _product(tiles, _plan_of_rows(len(tiles.x), tiles.w, tiles.bias, **options), epilogue, source)
 
-    if w.format.activations == "static" or not all(plan(len(operands.x), tile) for tile in _EXPERT_TILES):
-        return None
     kernels = grouped.Kernels(product=multiply, schedule=lambda tile, *_: tile, tiles=_EXPERT_TILES)
     options: dict[str, Any] = {"epilogue": epilogue, "out_dtype": out_dtype, "unit": unit}
     return grouped.forward(operands, layout="nk", kernels=kernels, **options)
 
 
-def _product(operands: Operands, plan: CodesPlan, epilogue: Epilogue) -> Array:
+def _product(operands: Operands, plan: CodesPlan, epilogue: Epilogue, source: int) -> Array:
     """Returns the product of rows, which are quantized first, with a weight or with the experts' weights."""
     x, w, bias, residual = operands[:4]
-    problem, weights = plan.problem, plan.problem.parts * max(1, plan.problem.experts)
-    scales = stored_scales(w).reshape(weights, problem.n, -1)
+    problem, weights, n = plan.problem, plan.problem.parts * max(1, plan.problem.experts), w.shape[-2]
+    static = None if w.input_scales is None else w.input_scales[..., source]
+    if static is not None and operands.experts is not None:
+        static = jnp.repeat(static[operands.experts[:-1]], plan.schedule.tile_m)[:, None]
+    codes, token_scales = quantized_tokens(x, w, static)
+    scales = stored_scales(w).reshape(weights, n, -1)
     groups = round_up(scales.shape[-1], plan.scale_unit)
-    codes, token_scales = quantized_tokens(x, w, FP8_BLOCK, E4M3)
-    weight_codes = lax.bitcast_convert_type(w.codes, E4M3).reshape(weights, problem.n, -1)
+    weight_codes = lax.bitcast_convert_type(w.codes, E4M3).reshape(weights, n, -1)
     arrays = [
         padded(codes, (problem.m, problem.k)),
         token_scales,
         padded(weight_codes, (weights, problem.n, problem.k)),
         padded(scales, (weights, problem.n, groups)),
     ]
-    arrays += [] if bias is None else [bias.reshape(weights, problem.n)]
+    arrays += [] if bias is None else [padded(bias.reshape(weights, n), (weights, problem.n))]
     arrays += [] if residual is None else [padded(residual, (problem.m, problem.n))]
     arrays += [] if operands.experts is None else [operands.experts]
     (y,) = _kernel(plan, epilogue)(*arrays)
-    return y[: len(x)]
+    return y[: len(x), :n]
 
 
 def _kernel(plan: CodesPlan, epilogue: Epilogue) -> Callable[..., list[Array]]:

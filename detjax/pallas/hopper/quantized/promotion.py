@@ -23,72 +23,7 @@ from detjax.pallas.hopper.mosaic.registers import (
     int32,
     packed,
     plus,
-    warp_and_lane,
 )
-
-
-def _plain_scales(
-    token_scales: Any, group: Array, first: Array, weight_scales: Any, columns: int, is_spread: bool
-) -> tuple[Any, Any]:
-    """Returns the scales of a tile's columns, `[1, columns]`, and rows, `[ROWS, 1]`."""
-    place = jnp.arange(ROWS)
-    by_part = [
-        lax.dynamic_slice_in_dim(part[...], group, 1, axis=1).astype(ACCUMULATOR)[
-            jnp.minimum(first + (place // 16 * 8 + place % 8 if is_spread else place), part.shape[0] - 1)
-        ]
-        for part in weight_scales
-    ]
-    is_second = (place % 16 >= 8)[:, None]
-    return token_scales[...][None, :columns], jnp.where(is_second, by_part[-1], by_part[0])
-
-
-def _plain_promoted(
-    product: Array,
-    total: Array,
-    token_scales: Any,
-    group: Array,
-    first: Array,
-    *weight_scales: Any,
-    is_spread: bool = False,
-) -> Array:
-    tokens, weights = _plain_scales(token_scales, group, first, weight_scales, product.shape[1], is_spread)
-    # Rounds twice, like `fma`'s twin.
-    scaled, total = lax.optimization_barrier((product * lax.optimization_barrier(tokens * weights), total))
-    return scaled + total
-
-
-@primitive(
-    twin=_plain_promoted,
-    args=lambda product, total, token_scales, group, first, *weight_scales, is_spread=False: [
-        *(MATRIX, MATRIX, plgpu.RefType(), NUMBER, NUMBER),
-        *[plgpu.RefType()] * len(weight_scales),
-    ],
-    out=like(MATRIX),
-)
-def promoted(
-    product: Any, total: Any, token_scales: Any, group: Any, first: Any, *weight_scales: Any, is_spread: bool = False
-) -> Any:
-    """Returns `fma(product, rn(s_x * s_w), total)`, `[ROWS, columns]` float32, for weights on the rows.
-
-    Args:
-        product: the products of a block.
-        total: the sums before it.
-        token_scales: float32 `[columns or more]` in shared memory.
-        group: the group of the block in `weight_scales`.
-        first: the row of `weight_scales` that is the tile's first.
-        weight_scales: `[rows, groups]` in shared memory, of each part if rows are spread, otherwise of one. Rows of the
-            tile beyond its end take the last one's.
-        is_spread: whether the rows are spread; see `fragments.Fill`.
-    """
-    # A factor of an fma cannot be fused with anything, so both roundings are the contract's.
-    return _map_scaled(
-        product,
-        token_scales,
-        (group, first, weight_scales, is_spread),
-        lambda place, s_x, s_w: math_dialect.fma(
-            product.registers[place], arith.mulf(s_x, s_w), total.registers[place]
-        ),
-    )
 
 
 def _plain_row_scales(group: Array, first: Array, scales: Any) -> Array:
@@ -102,7 +37,13 @@ def _plain_row_scales(group: Array, first: Array, scales: Any) -> Array:
     out=plgpu.ShapeDtypeStruct((ROWS,), ACCUMULATOR, layout=PER_ROW),
 )
 def row_scales(group: Any, first: Any, scales: Any) -> Any:
-    """Returns the scales of a tile's rows in a group, `[ROWS]` float32; see `promoted` for the operands."""
+    """Returns the scales of a tile's rows in a group, `[ROWS]` float32.
+
+    Args:
+        group: the group in `scales`.
+        first: the row of `scales` that is the tile's first.
+        scales: `[rows, groups]` in shared memory. Rows of the tile beyond its end take the last one's.
+    """
     registers = empty_registers(PER_ROW, (ROWS,))
     row, _ = first_row_and_lane()
     for half, place in enumerate(np.ndindex(registers.shape)):
@@ -125,7 +66,15 @@ def _plain_promoted_by(product: Array, total: Array, tokens: Array, rows: Array)
 
 @primitive(twin=_plain_promoted_by, args=(MATRIX, MATRIX, PER_COLUMN, PER_ROW), out=like(MATRIX))
 def promoted_by(product: Any, total: Any, tokens: Any, rows: Any) -> Any:
-    """Returns `promoted`, for scales of columns and rows that are in registers already."""
+    """Returns `fma(product, rn(s_x * s_w), total)`, `[ROWS, columns]` float32, for weights on the rows.
+
+    Args:
+        product: the products of a block.
+        total: the sums before it.
+        tokens: the scales of the columns.
+        rows: the scales of the rows, in the order of `row_scales`.
+    """
+    # A factor of an fma cannot be fused with anything, so both roundings are the contract's.
     by_column, by_row = tokens.registers.flatten(), [element(x) for x in rows.registers.flatten()]
     registers = empty_registers(MATRIX, product.shape)
     for number, place in enumerate(np.ndindex(registers.shape)):
@@ -135,53 +84,39 @@ def promoted_by(product: Any, total: Any, tokens: Any, rows: Any) -> Any:
     return array(registers, MATRIX)
 
 
-def _plain_scaled(
-    total: Array, token_scales: Any, group: Array, first: Array, *weight_scales: Any, is_spread: bool = False
-) -> Array:
-    tokens, weights = _plain_scales(token_scales, group, first, weight_scales, total.shape[1], is_spread)
+def _plain_scaled(total: Array, token_scales: Any, group: Array, first: Array, weight_scales: Any) -> Array:
+    weights = _plain_row_scales(group, first, weight_scales)[:, None]
+    tokens = token_scales[...][None, : total.shape[1]]
     return lax.optimization_barrier(tokens * lax.optimization_barrier(weights * total))
 
 
 @primitive(
     twin=_plain_scaled,
-    args=lambda total, token_scales, group, first, *weight_scales, is_spread=False: [
-        *(MATRIX, plgpu.RefType(), NUMBER, NUMBER),
-        *[plgpu.RefType()] * len(weight_scales),
-    ],
+    args=(MATRIX, plgpu.RefType(), NUMBER, NUMBER, plgpu.RefType()),
     out=like(MATRIX),
 )
-def scaled(total: Any, token_scales: Any, group: Any, first: Any, *weight_scales: Any, is_spread: bool = False) -> Any:
-    """Returns `rn(s_x * rn(s_w * total))`, `[ROWS, columns]` float32; see `promoted` for the operands."""
-    return _map_scaled(
-        total,
-        token_scales,
-        (group, first, weight_scales, is_spread),
-        lambda place, s_x, s_w: _product(s_x, _product(s_w, total.registers[place])),
-    )
+def scaled(total: Any, token_scales: Any, group: Any, first: Any, weight_scales: Any) -> Any:
+    """Returns `rn(s_x * rn(s_w * total))`, `[ROWS, columns]` float32.
 
-
-def _map_scaled(like_this: Any, token_scales: Any, weights: tuple[Any, Any, Any, bool], fn: Any) -> Any:
-    """Returns the array of `fn(place, token scales, weight scales)` for each register, which has two columns."""
-    group, first, weight_scales, is_spread = weights
+    Args:
+        total: the sums.
+        token_scales: float32 `[columns or more]` in shared memory.
+        group: the group in `weight_scales`.
+        first: as in `row_scales`, like `weight_scales`.
+        weight_scales: `[rows, groups]` in shared memory.
+    """
     row, lane = first_row_and_lane()
-    if is_spread:
-        warp, in_warp = warp_and_lane()
-        row = arith.addi(arith.muli(warp, int32(UNIT)), arith.divui(in_warp, int32(4)))
     pair = ir.VectorType.get((2,), ir.F32Type.get())
-    scales_of_rows = []
-    for half in range(2):
-        source = weight_scales[min(half, len(weight_scales) - 1)]
-        this_row = arith.addi(row, first.registers.item())
-        this_row = this_row if is_spread else arith.addi(this_row, int32(8 * half))
-        scales_of_rows.append(packed([_row_scale(source, group, this_row)] * 2))
-    registers = empty_registers(MATRIX, like_this.shape)
+    rows = [plus(row, first.registers.item(), int32(8 * half)) for half in range(2)]
+    scales_of_rows = [packed([_row_scale(weight_scales, group, this_row)] * 2) for this_row in rows]
+    registers = empty_registers(MATRIX, total.shape)
     column_scales: Any = None
     for number, place in enumerate(np.ndindex(registers.shape)):
         column, half = divmod(number, 2)
         if half == 0:
             offset = as_index(arith.addi(arith.muli(lane, int32(2)), int32(UNIT * column)))
             column_scales = vector.load(pair, token_scales, [offset])
-        registers[place] = fn(place, column_scales, scales_of_rows[half])
+        registers[place] = _product(column_scales, _product(scales_of_rows[half], total.registers[place]))
     return array(registers, MATRIX)
 
 

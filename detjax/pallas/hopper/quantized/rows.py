@@ -1,4 +1,4 @@
-"""Quantization of rows in groups of columns on Hopper, in one kernel. XLA takes four for the same bits."""
+"""Quantization of rows on Hopper: in groups of columns by one kernel, where XLA takes four for the same bits."""
 
 from typing import Any, Final
 
@@ -10,16 +10,14 @@ from jax.experimental.mosaic.gpu import utils as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, memref, vector
 from jaxlib.mlir.dialects import math as math_dialect
-from jaxtyping import DTypeLike
 
-from detjax.contract import ACCUMULATOR, FP8_LARGEST
+from detjax.contract import ACCUMULATOR, FP8_BLOCK, FP8_LARGEST
 from detjax.operands.numerics import ceil_div, round_up
 from detjax.operands.quantized_weight import QuantizedWeight
 from detjax.pallas.hopper.device import WARP, WARPGROUP
 from detjax.pallas.hopper.mosaic import no_twin, primitive, with_twin
 from detjax.pallas.hopper.mosaic.layouts import NUMBER
 from detjax.pallas.hopper.mosaic.registers import as_index, element, i32, int32, packed, warp_and_lane
-from detjax.pallas.hopper.quantized.exact_rows import numbers_of_pair
 from detjax.pallas.hopper.rows import NO_AUTO_BARRIERS
 from detjax.portable.quantized_matmul import quantized_rows
 
@@ -27,39 +25,38 @@ E4M3: Final = jnp.dtype("float8_e4m3fn")
 """The dtype of codes of rows."""
 
 _WARPS = WARPGROUP // WARP
+_COLUMN_UNIT = 16
+"""Columns of rows that are quantized in groups are padded to a multiple of this number."""
 _TOKEN_UNIT = 8
 """Scales of a group are padded to a multiple of this number, so that the copy engine can address them."""
 
 
-def _plain_quantized_groups(x: Array, group: int, dtype: DTypeLike = "bfloat16") -> tuple[Array, Array]:
-    numbers, scales = quantized_rows(x, group)
-    missing = -len(x) % _TOKEN_UNIT
-    return numbers.reshape(len(x), -1).astype(dtype), jnp.pad(scales.T, ((0, 0), (0, missing)))
+def _plain_quantized_groups(x: Array) -> tuple[Array, Array]:
+    numbers, scales = quantized_rows(x, FP8_BLOCK)
+    return numbers.reshape(len(x), -1).astype(E4M3), _in_units(scales)
 
 
 @with_twin(_plain_quantized_groups)
-def quantized_groups(x: Array, group: int, dtype: DTypeLike = "bfloat16") -> tuple[Array, Array]:
-    """Returns the numbers of the codes of rows, and the scales of their groups, with the bits of `quantized_rows`.
+def quantized_groups(x: Array) -> tuple[Array, Array]:
+    """Returns the codes of rows, and the scales of their groups of `FP8_BLOCK` columns: the bits of `quantized_rows`.
 
     Args:
         x: `[M, K]`, K in sixteens.
-        group: columns of a group, 64 or 128.
-        dtype: dtype of the numbers, bfloat16, float16 or float8_e4m3fn. All are exact.
 
     Returns:
-        Numbers, `[M, K]` with K padded to whole groups, and float32 scales, `[groups, M]` with M padded to
-        eights, whose last columns are undefined.
+        Codes, e4m3 `[M, K]` with K padded to whole groups, and float32 scales, `[groups, M]` with M padded to eights,
+        whose last columns are undefined.
     """
     m, k = x.shape
-    groups, is_codes = ceil_div(k, group), jnp.dtype(dtype) == E4M3
+    groups = ceil_div(k, FP8_BLOCK)
 
-    def body(x: Any, numbers: Any, scales: Any) -> None:
-        _quantize(x, numbers, scales, lax.axis_index("row"), lax.axis_index("part") * _WARPS, group=group)
+    def body(x: Any, codes: Any, scales: Any) -> None:
+        _quantize(x, codes, scales, lax.axis_index("row"), lax.axis_index("part") * _WARPS)
 
-    numbers, scales = plgpu.kernel(
+    codes, scales = plgpu.kernel(
         body,
         out_type=(
-            jax.ShapeDtypeStruct((m, groups * group), jnp.uint8 if is_codes else dtype),
+            jax.ShapeDtypeStruct((m, groups * FP8_BLOCK), jnp.uint8),
             jax.ShapeDtypeStruct((groups, round_up(m, _TOKEN_UNIT)), ACCUMULATOR),
         ),
         grid=(ceil_div(groups, _WARPS), m),
@@ -67,39 +64,39 @@ def quantized_groups(x: Array, group: int, dtype: DTypeLike = "bfloat16") -> tup
         kernel_name="quantized_groups",
         compiler_params=NO_AUTO_BARRIERS,
     )(x)
-    return lax.bitcast_convert_type(numbers, E4M3) if is_codes else numbers, scales
+    return lax.bitcast_convert_type(codes, E4M3), scales
 
 
-def quantized_tokens(
-    x: Array, w: QuantizedWeight, block: int, dtype: DTypeLike, *, source: int = 0
-) -> tuple[Array, Array]:
-    """Returns the numbers of the codes of rows `[M, K]`, and their scales as the kernels of products load them.
+def quantized_tokens(x: Array, w: QuantizedWeight, static: Array | None) -> tuple[Array, Array]:
+    """Returns the codes of rows `[M, K]`, and their scales as the kernel of products loads them.
 
     Args:
         x: the rows.
         w: the weight. Its format says whether groups of columns have scales, or rows.
-        block: columns of a group.
-        dtype: dtype of the numbers; see `quantized_groups`.
-        source: which static scale, if the weight has any.
+        static: the checkpoint's scale, or one for each row, `[M, 1]`, if scales are static.
 
     Returns:
-        Numbers `[M, K]`, with K padded to whole groups if these have scales, and float32 scales `[groups, M]` or
+        Codes `[M, K]`, with K padded to whole groups if these have scales, and float32 scales `[groups, M]` or
         `[1, M]`, with M padded to eights.
     """
     if w.format.activations == "group":
-        return quantized_groups(x, block, dtype)
-    static = None if w.input_scales is None else w.input_scales[source]
+        # Threads load several columns at once. Further zeros change neither scales nor codes.
+        return quantized_groups(jnp.pad(x, ((0, 0), (0, -x.shape[1] % _COLUMN_UNIT))))
     numbers, scales = quantized_rows(x, x.shape[1], static)
-    return numbers.reshape(x.shape).astype(dtype), jnp.pad(scales.T, ((0, 0), (0, -len(x) % _TOKEN_UNIT)))
+    return numbers.reshape(x.shape).astype(E4M3), _in_units(scales)
+
+
+def _in_units(scales: Array) -> Array:
+    return jnp.pad(scales.T, ((0, 0), (0, -len(scales) % _TOKEN_UNIT)))
 
 
 @primitive(twin=no_twin("_quantize"), args=(plgpu.RefType(), plgpu.RefType(), plgpu.RefType(), NUMBER, NUMBER))
-def _quantize(x: Any, numbers: Any, scales: Any, row: Any, first: Any, *, group: int) -> None:
+def _quantize(x: Any, codes: Any, scales: Any, row: Any, first: Any) -> None:
     """Quantizes a group of a row with each warp: the groups from `first` on."""
-    f32, width, columns = ir.F32Type.get(), group // WARP, x.type.shape[1]
+    f32, width, columns = ir.F32Type.get(), FP8_BLOCK // WARP, x.type.shape[1]
     warp, lane = warp_and_lane()
     this_row, this_group = row.registers.item(), arith.addi(first.registers.item(), warp)
-    column = arith.addi(arith.muli(this_group, int32(group)), arith.muli(lane, int32(width)))
+    column = arith.addi(arith.muli(this_group, int32(FP8_BLOCK)), arith.muli(lane, int32(width)))
     is_present = arith.cmpi(arith.CmpIPredicate.slt, column, int32(columns))
     # Columns after the last one are zeros.
     place = as_index(arith.select(is_present, column, int32(0)))
@@ -117,14 +114,11 @@ def _quantize(x: Any, numbers: Any, scales: Any, row: Any, first: Any, *, group:
     scale = arith.select(_is_zero(scale), one, scale)
     # A zero stays one even if the group has a NaN.
     quotients = [arith.select(_is_zero(value), value, _quotient(value, scale)) for value in values]
-    dtype = numbers.type.element_type
-    pairs = [_e4m3_pair(quotients[i], quotients[i + 1], dtype) for i in range(0, width, 2)]
-    if width == 4 and pairs[0].type != i32():  # codes, which one store writes as a word
-        low, high = (arith.extui(i32(), pair) for pair in pairs)
-        pairs = [arith.ori(low, arith.shli(high, int32(16)))]
-    stored = mgpu.bitcast(packed(pairs), ir.VectorType.get((width,), dtype))
+    low, high = (arith.extui(i32(), _e4m3_pair(*quotients[i : i + 2])) for i in range(0, width, 2))
+    word = arith.ori(low, arith.shli(high, int32(16)))
+    stored = mgpu.bitcast(packed([word]), ir.VectorType.get((width,), codes.type.element_type))
     with mgpu.when(arith.cmpi(arith.CmpIPredicate.slt, this_group, int32(scales.type.shape[0]))):
-        vector.store(stored, numbers, [as_index(this_row), as_index(column)])
+        vector.store(stored, codes, [as_index(this_row), as_index(column)])
         with mgpu.when(arith.cmpi(arith.CmpIPredicate.eq, lane, int32(0))):
             memref.store(scale, scales, [as_index(this_group), as_index(this_row)])
 
@@ -142,9 +136,7 @@ def _quotient(x: Any, y: Any) -> Any:
     return mgpu.inline_ptx("div.rn.f32 $0, $1, $2;", x, y, result_types=ir.F32Type.get())
 
 
-def _e4m3_pair(low: Any, high: Any, dtype: Any) -> Any:
-    """Returns a word of two numbers of a dtype, or two codes: the nearest e4m3 numbers, ties to even, held at the
-    largest."""
-    i16 = ir.IntegerType.get_signless(16)
-    codes = mgpu.inline_ptx("cvt.rn.satfinite.e4m3x2.f32 $0, $1, $2;", high, low, result_types=i16)
-    return codes if dtype == ir.IntegerType.get_signless(8) else numbers_of_pair(codes, dtype)
+def _e4m3_pair(low: Any, high: Any) -> Any:
+    """Returns two codes: the nearest e4m3 numbers, ties to even, held at the largest."""
+    result = ir.IntegerType.get_signless(16)
+    return mgpu.inline_ptx("cvt.rn.satfinite.e4m3x2.f32 $0, $1, $2;", high, low, result_types=result)

@@ -97,10 +97,6 @@ class Codes:
         return swizzled_lines(row, 1) if row == SWIZZLE_BYTES else ()
 
 
-E4M3: Final = Codes("e4m3", group=1, scale_dtype=jnp.dtype("float32"), has_zeros=False)
-"""Codes of one byte; the products of their numbers are scaled, not the numbers."""
-
-
 def plain_numbers(codes: Any, scales: Any, group: Array, zeros: Any = None, *, packing: Codes, columns: int) -> Array:
     """Returns the float32 products `[rows, columns]` that are rounded to widened numbers; see `widen`'s operands."""
 
@@ -169,21 +165,6 @@ def widen(codes: Any, scales: Any, target: Any, group: Any, zeros: Any = None, *
         return arithmetic.products(words, scale, zero)
 
     _store_vectors(codes, target, packing, products)
-
-
-def _plain_widen_exactly(codes: Any, target: Any) -> None:
-    numbers = lax.bitcast_convert_type(codes[...], jnp.float8_e4m3fn)
-    target[pl.ds(0, codes.shape[0])] = numbers.astype(target.dtype)
-
-
-@primitive(
-    twin=_plain_widen_exactly,
-    args=lambda codes, target: (plgpu.RefType(E4M3.transforms(target.shape[1])), plgpu.RefType(swizzled(LINE))),
-)
-def widen_exactly(codes: Any, target: Any) -> None:
-    """Stores the numbers of e4m3 codes, without scales; every one is exact. See `widen` for the operands."""
-    arithmetic = arithmetic_of(E4M3, target.type.element_type)
-    _store_vectors(codes, target, E4M3, lambda words, *_: arithmetic.numbers(words))
 
 
 def _store_vectors(codes: Any, target: Any, packing: Codes, pairs: Callable[[list[Any], Any, Any], list[Any]]) -> None:
@@ -289,10 +270,6 @@ class Arithmetic:
             twice = self.scale_word(scale)
             return [_ptx(f"mul.rn.{name}x2 $0, $1, $2;", pair, twice) for pair in pairs]
         return self._rounded([self._in_float32(pair) for pair in pairs], scale)
-
-    def numbers(self, words: list[Any]) -> list[Any]:
-        """Returns four words with the numbers of eight e4m3 codes."""
-        return [self._pair(*pair) for pair in _e4m3_numbers(words)]
 
     def scale_word(self, scale: Any) -> Any:
         """Returns a scale as a word: twice, if it is of the result's dtype, or in float32."""

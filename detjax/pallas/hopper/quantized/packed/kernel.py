@@ -238,8 +238,11 @@ class PackedCta(Cta):
             def _() -> None:
                 plgpu.barrier_wait(scratch.emptied.at[place])
 
+            group = self.first_group(lax.rem(step, jnp.int32(plan.k_steps)))
             for part in range(plan.problem.parts):
-                self.widen_part(part, slot, place, step)
+                zeros = None if scratch.zeros is None else scratch.zeros.at[slot, part]
+                codes, scales = scratch.codes.at[slot, part], scratch.scales.at[slot, part]
+                widen(codes, scales, scratch.rows.at[place, part], group, zeros, packing=plan.codes)
             # The matrix unit reads through another proxy: the fence makes the stores of all threads visible to it.
             plgpu.commit_smem()
             plgpu.barrier_arrive(scratch.widened.at[place])
@@ -251,13 +254,6 @@ class PackedCta(Cta):
             @pl.when(lax.rem(step, jnp.int32(plan.wideners)) == number)
             def _() -> None:
                 plgpu.barrier_wait(scratch.emptied.at[self.place(step)])
-
-    def widen_part(self, part: int, slot: Array, place: Array, step: Array) -> None:
-        """Widens a step's weights of one part."""
-        scratch, group = self.scratch, self.first_group(lax.rem(step, jnp.int32(self.plan.k_steps)))
-        zeros = None if scratch.zeros is None else scratch.zeros.at[slot, part]
-        codes, scales = scratch.codes.at[slot, part], scratch.scales.at[slot, part]
-        widen(codes, scales, scratch.rows.at[place, part], group, zeros, packing=self.plan.codes)
 
     # --- a consumer -----------------------------------------------------------------------------------------------
 
