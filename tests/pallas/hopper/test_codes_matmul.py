@@ -56,6 +56,56 @@ def test_blocks_are_scaled_and_added_in_the_contracts_order(name: str) -> None:
     assert_same_bits(y, added_in_blocks(x, w) + bias + residual)
 
 
+def with_shared_scales(w: QuantizedWeight, sharing: str) -> QuantizedWeight:
+    """The weight with scales that blocks of 128 rows share: all of them, all but a block's last group, or none."""
+    if sharing == "none":
+        return w
+    shared = jnp.repeat(w.scales[..., ::128, :], 128, axis=-2)[..., : w.shape[-2], :]
+    if sharing == "but one group":
+        shared = shared.at[..., 135, -1].multiply(2)
+    return dataclasses.replace(w, scales=shared)
+
+
+TOKENS_ON_ROWS = {
+    "two warpgroups": ((130, 168, 512), Schedule(128, 96, "tokens", warpgroups=2, lines=2, panel=2)),
+    "a product at a time": ((130, 168, 384), Schedule(128, 32, "tokens", warpgroups=2)),
+    "one warpgroup, the last block of 64 columns": ((66, 168, 448), Schedule(64, 48, "tokens", lines=2)),
+    "the default plan": ((70, 136, 384), None),
+}
+
+
+@pytest.mark.usefixtures("two_multiprocessors")
+@pytest.mark.parametrize("sharing", ["all", "but one group", "none"])
+@pytest.mark.parametrize("name", TOKENS_ON_ROWS)
+def test_tokens_on_the_rows_take_the_scales_of_each_weight(name: str, sharing: str) -> None:
+    (m, n, k), schedule = TOKENS_ON_ROWS[name]
+    x, w = exact_operands(m, n, k, "group", "float32" if sharing == "all" else "bfloat16")
+    w = with_shared_scales(w, sharing)
+    y = interpreted(lambda x, w: product(x, w, schedule, Epilogue()), jnp.asarray(x), w)
+    assert_same_bits(y, added_in_blocks(x, w))
+
+
+@pytest.mark.usefixtures("two_multiprocessors")
+@pytest.mark.parametrize("kind", ["row", "static"])
+def test_tokens_on_the_rows_with_scales_by_rows(kind: str) -> None:
+    x, w = exact_operands(130, 72, 256, kind)
+    y = interpreted(lambda x, w: product(x, w, None, Epilogue()), jnp.asarray(x), w)
+    assert_same_bits(y, added_in_blocks(x, w))
+
+
+@pytest.mark.usefixtures("two_multiprocessors")
+@pytest.mark.parametrize("sharing", ["all", "but one group"])
+def test_two_tiles_of_tokens_load_gate_and_up_together(sharing: str) -> None:
+    """Up alone has a group that is not shared."""
+    x, w = exact_operands(200, 160, 384, "group", "float32", 2)
+    mixed = with_shared_scales(w, sharing).scales[1]
+    w = dataclasses.replace(w, scales=with_shared_scales(w, "all").scales.at[1].set(mixed))
+    schedule = Schedule(128, 96, "tokens", warpgroups=2, cluster_m=2)
+    y = interpreted(lambda x, w: product(x, w, schedule, Epilogue("relu", True)), jnp.asarray(x), w)
+    gate, up = (added_in_blocks(x, jax.tree.map(lambda leaf, part=part: leaf[part], w)) for part in range(2))
+    assert_same_bits(y, np.maximum(gate, 0) * up)
+
+
 @pytest.mark.usefixtures("two_multiprocessors")
 def test_gate_and_up_take_the_same_codes_of_a_row() -> None:
     x, w = exact_operands(9, 72, 384, "group", "float32", 2)
@@ -107,7 +157,7 @@ def problems() -> list[tuple[int, QuantizedWeight, dict[str, Any], Any, Any]]:
         codes: Any = jax.ShapeDtypeStruct((*stack, n, k), jnp.uint8)
         options: dict[str, Any] = {"out_dtype": draw.choice(dtypes)}
         if experts:
-            tile = int(draw.choice([64, 32, 16, 8]))
+            tile = int(draw.choice([128, 64, 32, 16, 8]))
             m, options = m * tile, options | {"experts": experts, "tile": tile}
         bias = jax.ShapeDtypeStruct((*stack, n), jnp.dtype(draw.choice(dtypes)))
         residual = jax.ShapeDtypeStruct((m, n), jnp.dtype(draw.choice(dtypes)))

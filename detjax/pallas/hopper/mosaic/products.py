@@ -4,6 +4,7 @@ from typing import Any, Final
 
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.experimental.mosaic.gpu import mma_utils
@@ -12,14 +13,19 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm, vector
 
 from detjax.contract import ACCUMULATOR
+from detjax.pallas.hopper.device import SWIZZLE_BYTES
 from detjax.pallas.hopper.mosaic import primitive
-from detjax.pallas.hopper.mosaic.layouts import MATRIX, swizzled
+from detjax.pallas.hopper.mosaic.layouts import MATRIX, ROWS, swizzled, swizzled_lines
 from detjax.pallas.hopper.mosaic.registers import array, element, empty_registers, i32, packed
 
 _K_STEP: Final = 16
 """Elements of K that one instruction multiplies."""
 _LINE: Final = 64
 """2-byte elements of a swizzled line."""
+_CODES: Final = SWIZZLE_BYTES
+"""Codes of a swizzled line."""
+_CODES_STEP: Final = 32
+"""Codes of K that one instruction multiplies."""
 
 
 def _plain_start_product(p: Array, v: Any) -> Array:
@@ -54,6 +60,43 @@ def start_product(p: Any, v: Any) -> Any:
     )
 
 
+def _plain_start_product_of_codes(rows: Any, columns: Any) -> Array:
+    # The interpreter multiplies no e4m3 numbers. These sums round otherwise than the matrix unit's.
+    return jnp.dot(rows[...].astype(ACCUMULATOR), columns[...].astype(ACCUMULATOR).T, precision="highest")
+
+
+@primitive(
+    twin=_plain_start_product_of_codes,
+    args=(plgpu.RefType(swizzled_lines(_CODES, 1)), plgpu.RefType(swizzled_lines(_CODES, 1))),
+    out=lambda rows, columns: plgpu.ShapeDtypeStruct((ROWS, columns.shape[0]), ACCUMULATOR, layout=MATRIX),
+)
+def start_product_of_codes(rows: Any, columns: Any) -> Any:
+    """Starts `rows @ columns.T` of e4m3 codes in shared memory; see `start_product`.
+
+    Args:
+        rows: `[ROWS, 128]`, swizzled in lines of 128 bytes.
+        columns: `[columns, 128]`, swizzled in the same way.
+    """
+    width = columns.type.shape[0] * columns.type.shape[2]
+    options = {"swizzle": _CODES, "large_tile": (ROWS, _CODES), "group_size": (ROWS, _CODES)}
+    (first, (_, steps)), _, _ = mma_utils.create_descriptor(rows, **options, logical_k_major=False)
+    options = {"swizzle": _CODES, "large_tile": (_CODES, _CODES), "group_size": (_CODES, width)}
+    columns = mgpu.memref_transpose(columns, (1, 0, 3, 2))
+    (second, (_, column_steps)), _, _ = mma_utils.create_descriptor(columns, **options, logical_k_major=True)
+    count = width // 2
+    sums = ", ".join(f"${i}" for i in range(count))
+    # `more` is false for the first instruction, which overwrites the sums.
+    text = "{ .reg .b64 u, v; .reg .pred more; setp.ne.b32 more, 0, 0; wgmma.fence.sync.aligned; "
+    for i in range(_CODES // _CODES_STEP):
+        text += (
+            f"add.s64 u, ${count}, {i * (steps[0] >> 4)}; add.s64 v, ${count + 1}, {i * (column_steps[0] >> 4)}; "
+            f"wgmma.mma_async.sync.aligned.m64n{width}k{_CODES_STEP}.f32.e4m3.e4m3 {{{sums}}}, u, v, more, 1, 1; "
+        )
+        text += "setp.ne.b32 more, 1, 0; " if i == 0 else ""
+    text += "wgmma.commit_group.sync.aligned; }"
+    return _sums_of(text, [first, second], ",".join(["=&f"] * count + ["l", "l"]), (ROWS, width))
+
+
 def descriptor_of_rows(rows: Any, inner: int) -> tuple[Any, list[int], int]:
     """Returns the matrix unit's descriptor of rows `[N, K]` in shared memory, the offset of each 16 of K, and N."""
     width = rows.type.shape[0] * rows.type.shape[2]
@@ -80,7 +123,6 @@ def started(p: Any, descriptor: Any, offsets: list[int], *, width: int, is_trans
         before: the sums to which the product is added; None: a fresh accumulator.
     """
     rows, inner = p.shape
-    float32 = ir.F32Type.get()
     one = ir.VectorType.get((1,), i32())
     steps = [p[:, i : i + _K_STEP].registers.flat for i in range(0, inner, _K_STEP)]
     registers = [element(vector.bitcast(one, x)) for step in steps for x in step]
@@ -90,11 +132,15 @@ def started(p: Any, descriptor: Any, offsets: list[int], *, width: int, is_trans
     # `&`: the first of the text's products writes sums before the last one reads p, so they must not share registers.
     tied = [str(i) for i in range(len(sums))]
     constraints = ",".join(["=&f"] * count + tied + ["r"] * len(registers) + ["l"])
-    struct = llvm.StructType.get_literal([float32] * count)
-    result = llvm.inline_asm(
-        struct, [*sums, *registers, descriptor], text, constraints, asm_dialect=0, has_side_effects=True
-    )
-    pairs = empty_registers(MATRIX, (rows, width))
+    return _sums_of(text, [*sums, *registers, descriptor], constraints, (rows, width))
+
+
+def _sums_of(text: str, operands: list[Any], constraints: str, shape: tuple[int, int]) -> Any:
+    """Emits the PTX of a product, and returns its sums."""
+    float32 = ir.F32Type.get()
+    struct = llvm.StructType.get_literal([float32] * (shape[1] // 2))
+    result = llvm.inline_asm(struct, operands, text, constraints, asm_dialect=0, has_side_effects=True)
+    pairs = empty_registers(MATRIX, shape)
     for i, place in enumerate(np.ndindex(pairs.shape)):
         pairs[place] = packed([llvm.extractvalue(float32, result, [2 * i + j]) for j in range(2)])
     return array(pairs, MATRIX)

@@ -6,14 +6,22 @@ operands the matrix unit keeps fewer bits of the sums within a block than for 16
 libraries. No other kernel has these bits. So whether this one multiplies depends on the format of the weight alone: see
 `serves`.
 
-Weights are on the matrix unit's rows. A stage has several blocks, with the scales of its tokens and weights. Threads
-load these before the products are there, and then multiply only.
+A stage has one or more blocks, with the scales of its tokens and weights. A warpgroup has up to `at_once` products in
+flight. While the matrix unit multiplies one of them, or for the other warpgroup, it adds an earlier one to its sums.
+
+- For few tokens, weights are on the matrix unit's rows. Threads load scales before the products are there, and then
+  multiply only.
+- For more than `_FEW_TOKENS`, tokens are on the rows, since in a checkpoint with blocks of 128 x 128 numbers many
+  neighbouring weights share their scales. Then a thread loads few scales and multiplies few factors, and gate and up of
+  Qwen3-8B take half of the time. Whether neighbours share scales is read from the scales themselves, for each tile: a
+  warpgroup compares them while its first stages arrive. Both cases have the same bits.
 """
 
 import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import jax.numpy as jnp
@@ -31,10 +39,16 @@ from detjax.pallas.hopper import device
 from detjax.pallas.hopper import grouped_matmul as grouped
 from detjax.pallas.hopper.matmul.kernel import Cta, Operands, Scratch, launched, padded, scratch_types
 from detjax.pallas.hopper.matmul.plan import MATRIX_ROWS, Plan, Problem, Schedule
-from detjax.pallas.hopper.mosaic import with_twin
 from detjax.pallas.hopper.mosaic.barriers import meet
-from detjax.pallas.hopper.mosaic.layouts import MATRIX, PER_COLUMN
-from detjax.pallas.hopper.quantized.promotion import promoted_by, row_scales, scaled
+from detjax.pallas.hopper.mosaic.layouts import MATRIX, PER_COLUMN, PER_ROW
+from detjax.pallas.hopper.mosaic.products import start_product_of_codes
+from detjax.pallas.hopper.quantized.promotion import (
+    column_scales,
+    promoted_by,
+    row_scales,
+    rows_share_scales,
+    scaled_by,
+)
 from detjax.pallas.hopper.quantized.rows import E4M3, quantized_tokens
 from detjax.pallas.hopper.quantized.widening import SCALE_BYTES
 
@@ -43,8 +57,13 @@ _SCALE_UNIT: Final = 32
 
 _LOOP_REGISTERS: Final = 168
 """Registers of a consumer for sums, products and scales of tokens; the rest are for addresses and temporaries."""
+_LOOP_REGISTERS_WITH_LATE_SCALES: Final = 192
+"""The same for sums and products alone, where scales are loaded when products are there."""
 
-_EXPERT_TILES: Final = (64, 32, 16, 8)
+_FEW_TOKENS: Final = 64
+"""Up to this many tokens are on the matrix unit's columns."""
+
+_EXPERT_TILES: Final = (128, 64, 32, 16, 8)
 """Sizes of tiles of an expert's rows."""
 
 _LINES: Final = (1, 2, 4, 8)
@@ -55,6 +74,10 @@ _MIN_PRODUCT_CYCLES: Final = 20.0
 _CYCLES_OF_A_STAGE: Final = 120.0
 """Estimated cycles in which a warpgroup waits for a stage and for its last product."""
 _CYCLES_PER_TILE: Final = 3000.0
+_CYCLES_OF_A_BLOCK: Final = {1: 250.0, 2: 200.0}
+"""Cycles of a block with tokens on the rows, by the number of warpgroups; fitted to an H200's times."""
+_CYCLES_PER_COLUMN: Final = 2.1
+"""Cycles of such a block in addition, for each warpgroup and column; fitted to the same times."""
 _BYTES_RECEIVED_PER_CYCLE: Final = 58.0
 _MEMORY_BANDWIDTH: Final = 4.6e12
 _CLOCK: Final = 1.7e9
@@ -77,7 +100,12 @@ class CodesPlan(Plan):
     @property
     def token_scales(self) -> int:
         """Scales of tokens in a block's buffer."""
-        return round_up(self.columns, _SCALE_UNIT)
+        return round_up(self.schedule.tile_m, _SCALE_UNIT)
+
+    @property
+    def sharing_weights(self) -> int:
+        """Neighbouring weights of a tile that share scales if those of a block of the checkpoint do."""
+        return math.gcd(self.schedule.tile_n, FP8_BLOCK)
 
     @property
     def scaled_blocks(self) -> int:
@@ -92,31 +120,41 @@ class CodesPlan(Plan):
     @property
     def bytes_per_stage(self) -> int:
         """Bytes of a stage in shared memory."""
-        scales = self.problem.parts * self.row_tile * self.scale_unit * self.scale_dtype.itemsize
+        scales = self.problem.parts * self.schedule.tile_n * self.scale_unit * self.scale_dtype.itemsize
         return super().bytes_per_stage + scales + self.scaled_blocks * self.token_scales * 4
 
     @property
     def registers_of_a_product(self) -> int:
-        """Registers of a thread for the products of a block and part, and for its sums."""
+        """Registers of a thread for the products of a block and part, and as many for their sums."""
         return self.padded_rows * self.columns // device.WARPGROUP
 
     @property
     def at_once(self) -> int:
-        """Products of blocks and parts that a warpgroup starts before it adds any to its sums."""
-        free = _LOOP_REGISTERS - self.problem.parts * self.registers_of_a_product
-        with_scales = self.registers_of_a_product + self.columns // 4
-        return max(1, min(free // with_scales, self.schedule.lines * self.problem.parts))
+        """Products of blocks and parts that a warpgroup has in flight."""
+        sums = self.registers_of_sums
+        jobs, product = self.schedule.lines * self.problem.parts, self.registers_of_a_product
+        if not self.weights_on_rows:
+            return min(2, jobs, (_LOOP_REGISTERS_WITH_LATE_SCALES - sums) // product)
+        return max(1, min(jobs, (_LOOP_REGISTERS - sums) // (product + self.columns // 4)))
+
+    @property
+    def registers_of_sums(self) -> int:
+        """Registers of a thread for the sums of all parts."""
+        return self.problem.parts * self.registers_of_a_product
 
     def unmet_requirements(self) -> list[str]:
         """Returns the requirements that this plan does not meet; an empty list if the kernel can be built."""
-        held = (self.problem.parts + 1) * self.registers_of_a_product + self.columns // 4
+        held = self.registers_of_sums + self.registers_of_a_product + self.columns // 4
         requirements = {
-            "weights on the rows": self.weights_on_rows,
+            "whole tiles of the matrix unit's rows, if these are tokens": self.weights_on_rows
+            or self.rows == MATRIX_ROWS,
             "e4m3 codes": self.problem.dtype == E4M3,
             "K in whole stages": self.problem.k % self.tile_k == 0 and self.line == FP8_BLOCK,
             "64 rows or fewer for each warpgroup": self.rows <= MATRIX_ROWS,
             "stages that divide a unit of scales": self.scale_unit % self.scaled_blocks == 0,
-            "sums, products and scales that leave registers": held <= _LOOP_REGISTERS,
+            "sums, products and scales that leave registers": (
+                held <= _LOOP_REGISTERS if self.weights_on_rows else self.at_once >= self.problem.parts
+            ),
         }
         return [text for text, holds in requirements.items() if not holds] or super().unmet_requirements()
 
@@ -126,9 +164,9 @@ class CodesScratch(Scratch):
     """Buffers of a CTA."""
 
     token_scales: Any = None
-    """Stages of the scales of tokens, `[stages, blocks, columns]`."""
+    """Stages of the scales of tokens, `[stages, blocks, tokens]`."""
     scales: Any = None
-    """Stages of the weights' scales, `[stages, parts, rows, groups]`."""
+    """Stages of the weights' scales, `[stages, parts, weights, groups]`."""
 
 
 def serves(w: QuantizedWeight) -> bool:
@@ -196,35 +234,60 @@ def _default_plan(
 
 def candidates(problem: Problem, scale_dtype: jnp.dtype, by_rows: bool, tile_m: int | None = None) -> list[CodesPlan]:
     """Returns the plans worth trying, which can all be built; `tile_m` asks for tiles of this many tokens."""
-    tokens = round_up(min(problem.m, 128), 8)
-    tiles_m = {8} if tokens == 8 else {tokens, *(size for size in (16, 32, 48, 64, 96, 128) if size < tokens)}
-    tiles_m = tiles_m if tile_m is None else {tile_m}
-    blocks, panel = problem.k // FP8_BLOCK, 1 if problem.m <= 512 else 8
-    schedules = (
-        Schedule(tile_m, rows * warpgroups, warpgroups=warpgroups, lines=lines, panel=panel)
-        for warpgroups in (1, 2)
-        for rows in range(8, MATRIX_ROWS + 8, 8)
-        for tile_m in sorted(tiles_m)
-        for lines in _LINES
-        if blocks % lines == 0
-    )
-    plans = (CodesPlan(problem, schedule, scale_dtype, by_rows) for schedule in schedules)
+    is_few = problem.m <= _FEW_TOKENS if tile_m is None else tile_m < MATRIX_ROWS
+    schedules = _of_few_tokens(problem, tile_m) if is_few else _of_many_tokens(problem, tile_m)
+    blocks = problem.k // FP8_BLOCK
+    plans = (CodesPlan(problem, one, scale_dtype, by_rows) for one in schedules if blocks % one.lines == 0)
     return [plan for plan in plans if not plan.unmet_requirements()]
 
 
+def _of_few_tokens(problem: Problem, tile_m: int | None) -> Iterator[Schedule]:
+    """Yields schedules with weights on the rows."""
+    tokens = round_up(problem.m, 8)
+    tiles_m = {8} if tokens == 8 else {tokens, *(size for size in (16, 32, 48) if size < tokens)}
+    for warpgroups, tile in itertools.product((1, 2), sorted(tiles_m) if tile_m is None else [tile_m]):
+        for rows, lines in itertools.product(range(8, MATRIX_ROWS + 8, 8), _LINES):
+            yield Schedule(tile, rows * warpgroups, warpgroups=warpgroups, lines=lines)
+
+
+def _of_many_tokens(problem: Problem, tile_m: int | None) -> Iterator[Schedule]:
+    """Yields schedules with tokens on the rows. Tiles of tokens that run at the same time share weights in L2."""
+    tiles_n = [size for size in (32, 48, 64, 96, 112, 128, 192) if size <= problem.n] or [problem.n]
+    for warpgroups, tile_n, lines in itertools.product((1, 2), tiles_n, (1, 2)):
+        tile = warpgroups * MATRIX_ROWS
+        if tile_m in (None, tile):
+            tiles = ceil_div(problem.m, tile)
+            # Gate and up of 256 tokens do not fit in L2: two CTAs that load them together take 44 us, alone 60 (H200).
+            is_shared = problem.parts == 2 and not problem.experts and tiles % 2 == 0 and tile_n % 16 == 0
+            yield Schedule(
+                tile,
+                tile_n,
+                "tokens",
+                warpgroups=warpgroups,
+                cluster_m=2 if is_shared else 1,
+                lines=lines,
+                panel=min(8, tiles // 2 if is_shared else tiles),
+            )
+
+
 def estimated_seconds(plan: CodesPlan) -> float:
-    """Returns the estimated seconds of a plan on an H200; only for ranking, and not fitted to measured times."""
+    """Returns the estimated seconds of a plan on an H200, only for ranking."""
     p, s = plan.problem, plan.schedule
-    jobs = s.lines * p.parts
+    jobs, waves = s.lines * p.parts, ceil_div(math.prod(plan.grid), plan.clusters)
+    memory = (p.parts * p.n * p.k + 2 * p.m * p.k + p.m * p.n * p.out_dtype.itemsize) / _MEMORY_BANDWIDTH
+    if not plan.weights_on_rows:
+        step = jobs * (_CYCLES_OF_A_BLOCK[s.warpgroups] + _CYCLES_PER_COLUMN * s.warpgroups * plan.columns)
+        # Without a second product in flight, the matrix unit waits for additions.
+        step *= 1.0 if plan.at_once > 1 else 1.1
+        on_chip = waves * (plan.k_steps * step + _CYCLES_PER_TILE) / _CLOCK
+        return max(on_chip, memory) + 0.15 * min(on_chip, memory)
     products = jobs * FP8_BLOCK // 32 * max(plan.columns / 2, _MIN_PRODUCT_CYCLES)
     additions = jobs * 2.5 * plan.registers_of_a_product
     alone = products + additions + _CYCLES_OF_A_STAGE * ceil_div(jobs, plan.at_once)
     # A tile with few weights leaves the rest of the matrix unit's 64 rows empty.
     missing = p.parts * s.warpgroups * (plan.padded_rows - plan.rows) * plan.tile_k
     arrival = (plan.bytes_per_stage - missing) / _BYTES_RECEIVED_PER_CYCLE
-    waves = ceil_div(math.prod(plan.grid), plan.clusters)
     step = max(s.warpgroups * products, alone, arrival)
-    memory = (p.parts * p.n * p.k + 2 * p.m * p.k + p.m * p.n * p.out_dtype.itemsize) / _MEMORY_BANDWIDTH
     on_chip = waves * (plan.k_steps * step + _CYCLES_PER_TILE) / _CLOCK
     return max(on_chip, memory) + 0.15 * min(on_chip, memory)
 
@@ -300,7 +363,7 @@ def _kernel(plan: CodesPlan, epilogue: Epilogue) -> Callable[..., list[Array]]:
     scratch = scratch_types(plan)
     shape = plan.stages, plan.scaled_blocks, plan.token_scales
     scratch["token_scales"] = plgpu.SMEM(shape, ACCUMULATOR)
-    shape = plan.stages, problem.parts, plan.row_tile, plan.scale_unit
+    shape = plan.stages, problem.parts, plan.schedule.tile_n, plan.scale_unit
     scratch["scales"] = plgpu.SMEM(shape, plan.scale_dtype)
     return launched(plan, body, scratch, "codes_matmul")
 
@@ -334,46 +397,61 @@ class CodesCta(Cta):
         unit = jnp.int32(plan.scale_unit)
         groups = pl.ds(lax.div(self.group(k_step, 0), unit) * unit, plan.scale_unit)
         for part in range(plan.problem.parts):
-            source = self.scales.at[self.weight(m, part), pl.ds(n, plan.row_tile), groups]
+            source = self.scales.at[self.weight(m, part), pl.ds(n, plan.schedule.tile_n), groups]
             plgpu.copy_gmem_to_smem(source, scratch.scales.at[slot, part], loaded)
         for block in range(plan.scaled_blocks):
-            source = self.token_scales.at[self.group(k_step, block), pl.ds(m, plan.columns)]
-            target = scratch.token_scales.at[slot, block, pl.ds(0, plan.columns)]
+            source = self.token_scales.at[self.group(k_step, block), pl.ds(m, plan.schedule.tile_m)]
+            target = scratch.token_scales.at[slot, block, pl.ds(0, plan.schedule.tile_m)]
             plgpu.copy_gmem_to_smem(source, target, loaded)
 
     def accumulate(self, tile: Array, start: Array | None) -> list[Array]:
         """Returns this warpgroup's sums, `[rows, columns]` float32 for each part."""
         assert start is None
+        plan = self.plan
+        if plan.weights_on_rows or plan.by_rows:
+            return list(self.sums(tile, 1))
+        unit = plan.sharing_weights
+        m, n = self.origin(tile)
+        shared = [
+            rows_share_scales(n, self.scales.at[self.weight(m, part)], rows=plan.schedule.tile_n, unit=unit)
+            for part in range(plan.problem.parts)
+        ]
+        is_shared = functools.reduce(lambda x, y: x * y, shared) > 0
+        return list(lax.cond(is_shared, lambda: self.sums(tile, unit), lambda: self.sums(tile, 1)))
+
+    def sums(self, tile: Array, unit: int) -> tuple[Array, ...]:
+        """Returns the sums of each part; `unit` neighbouring weights share their scales."""
         plan, scratch, parts = self.plan, self.scratch, self.plan.problem.parts
-        warpgroup = lax.axis_index("warpgroup")
-        first_row = warpgroup * plan.rows
-        rows = pl.ds(warpgroup * plan.padded_rows, plan.padded_rows)
         jobs = [(block, part) for block in range(plan.schedule.lines) for part in range(parts)]
-
-        def operands(slot: Array, block: int, part: int) -> tuple[Any, Any]:
-            columns_of_k = pl.ds(block * FP8_BLOCK, FP8_BLOCK)
-            weights = scratch.rows.at[slot, part, rows, columns_of_k]
-            return weights, scratch.columns.at[slot, 0, :, columns_of_k]
-
-        def scales(k_step: Array, slot: Array, block: int, part: int) -> tuple[Array, Array]:
-            columns = scratch.token_scales.at[slot, block, pl.ds(0, plan.columns)]
-            tokens = plgpu.load(columns, layout=PER_COLUMN, optimized=False)
-            group = lax.rem(self.group(k_step, block), jnp.int32(plan.scale_unit))
-            return tokens, row_scales(group, first_row, scratch.scales.at[slot, part])
 
         def add_stage(k_step: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
             slot, totals = self.slot(tile * plan.steps + k_step), list(sums)
             plgpu.barrier_wait(scratch.loaded.at[slot])
-            for first in range(0, len(jobs), plan.at_once):
-                some = jobs[first : first + plan.at_once]
-                factors: list[Any] = [()] * len(some)
-                if not plan.by_rows:
-                    # In registers before the products are started: the compiler would load them after.
-                    factors = lax.optimization_barrier([scales(k_step, slot, *job) for job in some])
-                products = products_of_codes([operands(slot, *job) for job in some])
-                for (_, part), product, factor in zip(some, products, factors, strict=True):
-                    total = totals[part]
-                    totals[part] = promoted_by(product, total, *factor) if factor else total + product
+            in_flight: list[tuple[int, int, Array, Any]] = []
+
+            def scales(block: int, part: int) -> tuple[Array, Array]:
+                group = lax.rem(self.group(k_step, block), jnp.int32(plan.scale_unit))
+                return self.scales_of(slot, block, part, group, unit)
+
+            def add_first() -> None:
+                block, part, product, factors = in_flight.pop(0)
+                plgpu.wgmma_wait(len(in_flight))
+                # To the compiler a product is final once it is started. The barriers keep its use after the wait.
+                product, total = lax.optimization_barrier(product), totals[part]
+                factors = scales(block, part) if factors is None else factors
+                total = total + product if plan.by_rows else promoted_by(product, total, *factors)
+                totals[part] = lax.optimization_barrier(total)
+
+            for block, part in jobs:
+                factors: Any = () if plan.by_rows else None
+                if plan.weights_on_rows and not plan.by_rows:
+                    # In registers before the product is started: the compiler would load them after.
+                    factors = lax.optimization_barrier(scales(block, part))
+                in_flight.append((block, part, self.started(slot, block, part), factors))
+                if len(in_flight) == plan.at_once:
+                    add_first()
+            while in_flight:
+                add_first()
             # With scales by rows, the last stage also has the scales of the whole rows.
             pl.when(not plan.by_rows or k_step < plan.k_steps - 1)(lambda: self.release(slot))
             return tuple(totals)
@@ -382,39 +460,37 @@ class CodesCta(Cta):
         sums = lax.fori_loop(0, plan.k_steps, add_stage, (zeros,) * parts)
         if plan.by_rows:
             slot = self.slot((tile + 1) * plan.steps - 1)
-            places = scratch.token_scales.at[slot, 0], jnp.int32(0), first_row
-            sums = [scaled(total, *places, scratch.scales.at[slot, part]) for part, total in enumerate(sums)]
+            scales = [self.scales_of(slot, 0, part, jnp.int32(0), 1) for part in range(parts)]
+            by_columns_first = not plan.weights_on_rows
+            sums = [
+                scaled_by(total, *factors, by_columns_first=by_columns_first)
+                for total, factors in zip(sums, scales, strict=True)
+            ]
             self.release(slot)
-        return list(sums)
+        return tuple(sums)
+
+    def started(self, slot: Array, block: int, part: int) -> Array:
+        """Starts the products of this warpgroup's rows with a block of a part."""
+        plan, scratch = self.plan, self.scratch
+        rows = pl.ds(lax.axis_index("warpgroup") * plan.padded_rows, plan.padded_rows)
+        row_part, column_part = (part, 0) if plan.weights_on_rows else (0, part)
+        inner = pl.ds(block * FP8_BLOCK, FP8_BLOCK)
+        return start_product_of_codes(
+            scratch.rows.at[slot, row_part, rows, inner], scratch.columns.at[slot, column_part, :, inner]
+        )
+
+    def scales_of(self, slot: Array, block: int, part: int, group: Array, unit: int) -> tuple[Array, Array]:
+        """Returns the scales of a tile's columns and of this warpgroup's rows, for a block of a stage."""
+        plan, tokens, weights = self.plan, self.scratch.token_scales.at[slot, block], self.scratch.scales.at[slot, part]
+        first_row = lax.axis_index("warpgroup") * plan.rows
+        if plan.weights_on_rows:
+            by_column = plgpu.load(tokens.at[pl.ds(0, plan.columns)], layout=PER_COLUMN, optimized=False)
+            return by_column, row_scales(group, first_row, weights)
+        by_row = plgpu.load(tokens.at[pl.ds(first_row, MATRIX_ROWS)], layout=PER_ROW, optimized=False)
+        return column_scales(group, weights, unit=unit), by_row
 
     def release(self, slot: Array) -> None:
         """Lets the copy engine overwrite a stage, whose scales the threads of the warpgroup have read themselves."""
         if self.plan.cluster_size > 1:
             meet()  # one thread arrives for all
         plgpu.barrier_arrive(self.scratch.consumed.at[slot])
-
-
-def _plain_products_of_codes(operands: Sequence[tuple[Any, Any]]) -> tuple[Array, ...]:
-    # The interpreter multiplies no e4m3 numbers. These sums round otherwise than the matrix unit's.
-    return tuple(
-        jnp.dot(rows[...].astype(ACCUMULATOR), columns[...].astype(ACCUMULATOR).T, precision="highest")
-        for rows, columns in operands
-    )
-
-
-@with_twin(_plain_products_of_codes)
-def products_of_codes(operands: Sequence[tuple[Any, Any]]) -> tuple[Array, ...]:
-    """Returns the products `rows @ columns.T` of a block, float32, of pairs of e4m3 codes in shared memory.
-
-    Args:
-        operands: references to `[64, 128]` and `[columns, 128]`, swizzled in lines of 128 bytes.
-    """
-
-    def multiply(*products: Any) -> tuple[Array, ...]:
-        for product, (rows, columns) in zip(products, operands, strict=True):
-            plgpu.wgmma(product, rows, columns.T)
-        plgpu.wgmma_wait(0)
-        return tuple(product[...] for product in products)
-
-    shapes = [(rows.shape[0], columns.shape[0]) for rows, columns in operands]
-    return pl.run_scoped(multiply, *[plgpu.ACC(shape, ACCUMULATOR) for shape in shapes])  # pyright: ignore
