@@ -33,16 +33,19 @@ from detjax.runtime import compilation
 from detjax.runtime.threads import in_threads
 
 ROWS: Final = (1, 17, 64, 300, 1000, 2500)
-PRODUCTS: Final[tuple[tuple[Any, str, Activation | None, bool], ...]] = (
-    ("group", "float32", None, False),
-    ("group", "bfloat16", None, True),
-    ("group", "float32", "silu", True),
-    ("row", "float32", None, True),
-    ("row", "bfloat16", "gelu_tanh", False),
-    ("static", "float32", None, True),
+PRODUCTS: Final[tuple[tuple[Any, str, Activation | None, bool, int], ...]] = (
+    ("group", "float32", None, False, 1),
+    ("group", "bfloat16", None, True, BLOCK),
+    ("group", "float32", None, False, BLOCK - 1),
+    ("group", "float32", "silu", True, BLOCK),
+    ("group", "bfloat16", "silu", False, 1),
+    ("row", "float32", None, True, 1),
+    ("row", "bfloat16", "gelu_tanh", False, 1),
+    ("static", "float32", None, True, 1),
 )
-"""Compared products: scales of activations, dtype of the weight's scales, activation of a gated product, and whether
-there are a bias and a residual."""
+"""Compared products: scales of activations, dtype of the weight's scales, activation of a gated product, whether there
+are a bias and a residual, and how many neighbouring rows of the weight share their scales. `BLOCK - 1` rows end within
+blocks of `BLOCK`, so that tiles have both."""
 
 OTHER_PLANS: Final = 3
 """Plans that a product's own is compared with."""
@@ -224,8 +227,8 @@ def some_rows(operands: MatmulOperands, rows: slice) -> MatmulOperands:
 def compared_experts() -> Iterator[tuple[str, list[str]]]:
     """Yields, by format, how the rows of experts differ from products with the weights of single ones."""
     ends = np.cumsum(SIZES)
-    for activations, scale_dtype, activation, has_bias in PRODUCTS:
-        weights = [drawn_weight(seed, activations, scale_dtype, activation) for seed in range(len(SIZES))]
+    for activations, scale_dtype, activation, has_bias, sharing in PRODUCTS:
+        weights = [drawn_weight(seed, activations, scale_dtype, activation, sharing) for seed in range(len(SIZES))]
         draw = np.random.default_rng(0)
         x = jnp.asarray(draw.standard_normal((ends[-1], weights[0].shape[-1])), "bfloat16")
         biases = jnp.asarray(draw.standard_normal((len(SIZES), *weights[0].shape[:-1])), "bfloat16")
@@ -244,15 +247,21 @@ def compared_experts() -> Iterator[tuple[str, list[str]]]:
                 rows = slice(end - size, end)
                 operands = MatmulOperands(x[rows], weights[expert], biases[expert] if has_bias else None)
                 faults += difference(np.asarray(single(operands)), y[rows], f"as rows of expert {expert}")
-        yield f"experts of {activations}, {scale_dtype} scales, {activation}", faults
+        yield f"experts of {activations}, {scale_dtype} scales of {sharing} rows, {activation}", faults
 
 
-def drawn_weight(seed: int, activations: Any, scale_dtype: str, activation: Activation | None) -> QuantizedWeight:
-    """Returns a weight of random codes, or gate and up if there is an activation; the last block of K is not whole."""
+def drawn_weight(
+    seed: int, activations: Any, scale_dtype: str, activation: Activation | None, sharing: int
+) -> QuantizedWeight:
+    """Returns a weight of random codes, or gate and up if there is an activation; the last block of K is not whole.
+
+    `sharing` neighbouring rows have the same scales.
+    """
     (n, k), draw, parts = (1544, 1104), np.random.default_rng(seed), (2,) if activation else ()
     group = BLOCK if activations == "group" else k
     codes = draw.standard_normal((*parts, n, k)).astype(jnp.float8_e4m3fn).view(np.uint8)
-    scales = draw.uniform(0.5, 2, (*parts, n, -(-k // group))).astype(jnp.dtype(scale_dtype))
+    scales = draw.uniform(0.5, 2, (*parts, -(-n // sharing), -(-k // group))).astype(jnp.dtype(scale_dtype))
+    scales = scales.repeat(sharing, axis=-2)[..., :n, :]
     static = np.array([0.01 * (1 + seed)], np.float32) if activations == "static" else None
     described = QuantizedFormat("e4m3", k, group, "bfloat16", activations)
     return jax.tree.map(jnp.asarray, QuantizedWeight(codes, scales, input_scales=static, format=described))
@@ -260,12 +269,13 @@ def drawn_weight(seed: int, activations: Any, scale_dtype: str, activation: Acti
 
 def product_cases(numbers_of_rows: Sequence[int] = ROWS) -> Iterator[Case]:
     """Yields the compared products."""
-    for (activations, scale_dtype, activation, has_both), rows in itertools.product(PRODUCTS, numbers_of_rows):
-        w, draw = drawn_weight(rows, activations, scale_dtype, activation), np.random.default_rng(rows)
+    for (activations, scale_dtype, activation, has_both, sharing), rows in itertools.product(PRODUCTS, numbers_of_rows):
+        w, draw = drawn_weight(rows, activations, scale_dtype, activation, sharing), np.random.default_rng(rows)
         x = jnp.asarray(draw.standard_normal((rows, w.shape[-1])), "bfloat16")
         bias = jnp.asarray(draw.standard_normal(w.shape[:-1]), "bfloat16") if has_both else None
         residual = jnp.asarray(draw.standard_normal((rows, w.shape[-2])), "bfloat16") if has_both else None
-        name = f"{activations}, {scale_dtype} scales, {activation}, {'bias, residual, ' * has_both}{rows} rows"
+        described = f"{activations}, {scale_dtype} scales of {sharing} rows, {activation}"
+        name = f"{described}, {'bias, residual, ' * has_both}{rows} rows"
         yield Case(name, MatmulOperands(x, w, bias, residual), Epilogue(activation, gated=activation is not None))
 
 

@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 
 from benchmarks.repeated_products import ROWS, WIDTHS, Group, Product
 from benchmarks.studies.fp8_products.products import epilogue_of, shapes
+from benchmarks.studies.fp8_products.sums import BLOCK
 from detjax.operands.options import Epilogue
 from detjax.operands.products import MatmulOperands
 from detjax.operands.quantized_weight import QuantizedActivations, QuantizedWeight
@@ -96,11 +97,16 @@ def best_by_tile(own: CodesPlan) -> list[CodesPlan]:
 
 
 def _drawn(shape: tuple[int, ...], described: QuantizedWeight) -> QuantizedWeight:
+    """Returns a random weight. With scales of groups, `BLOCK` rows share theirs, except in every fifth such block."""
+
     @jax.jit
     def drawn() -> tuple[jax.Array, jax.Array]:
         keys = jax.random.split(jax.random.key(0))
         numbers = jax.random.normal(keys[0], shape).astype(jnp.float8_e4m3fn)
         scales = jax.random.uniform(keys[1], described.scales.shape, jnp.float32, 0.5e-2, 2e-2)
+        if described.format.activations == "group":
+            row = jnp.arange(shape[-2])
+            scales = scales[..., jnp.where(row // BLOCK % 5 == 4, row, row // BLOCK * BLOCK), :]
         return lax.bitcast_convert_type(numbers, jnp.uint8), scales
 
     codes, scales = drawn()
