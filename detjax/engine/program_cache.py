@@ -150,8 +150,7 @@ def _names(programs: Programs) -> dict[Hashable, str]:
         return {}
     networks = [(one.graph, one.tree, one.paths, one.order) for one in programs.networks]
     # The fingerprint leaves out fusions that change no bit.
-    choices = fusions.unfused(), fusions.has_first_products_with_sums()
-    common = repr((_sources(), choices, networks, jax.tree.leaves(programs.parameters)))
+    common = repr((_sources(), fusions.unfused(), networks, jax.tree.leaves(programs.parameters)))
     names = {}
     for key, program in programs.by_key().items():
         leaves, tree = jax.tree.flatten(program.args)

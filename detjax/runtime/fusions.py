@@ -12,13 +12,6 @@ FUSIONS_VARIABLE: Final = "DETJAX_WITHOUT_FUSIONS"
 """The environment variable that switches fusions of a process off: their names, separated by commas."""
 
 
-FIRST_PRODUCTS_VARIABLE: Final = "DETJAX_FIRST_PRODUCTS_WITH_SUMS"
-"""The environment variable that has one kernel compute a weight's sums and the first products of adapters, if it is 1.
-
-No GPU has run this kernel yet, so it is off by default. Its bits should not differ.
-"""
-
-
 @dataclasses.dataclass(frozen=True)
 class Fusion:
     """Several steps that one kernel computes.
@@ -160,11 +153,6 @@ def unfused() -> tuple[str, ...]:
 def is_unfused(name: str) -> bool:
     """Returns whether a fusion is switched off. This is False on the stock backend, where XLA decides about fusions."""
     return name in unfused() and backends.backend() != backends.STOCK
-
-
-def has_first_products_with_sums() -> bool:
-    """Returns whether `FIRST_PRODUCTS_VARIABLE` is on."""
-    return os.environ.get(FIRST_PRODUCTS_VARIABLE) == "1"
 
 
 def serving_backend(operation: str) -> str:

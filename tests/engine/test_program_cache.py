@@ -18,7 +18,6 @@ from detjax.engine.program import Parameters
 from detjax.engine.program_cache import ProgramCache
 from detjax.engine.step_programs import StepPrograms
 from detjax.models.network import split
-from detjax.runtime.fusions import FIRST_PRODUCTS_VARIABLE
 from tests.support.small_loops import VARIANTS, small_loop, small_model
 
 KEY = ("_note_seen", 1024)
@@ -126,13 +125,6 @@ def test_a_name_depends_on_the_fusions_that_are_switched_off() -> None:
         assert others.keys() == plain.keys() and not every & {*others.values()}
         every |= {*others.values()}
     assert program_cache._names(programs()) == plain
-
-
-def test_a_name_depends_on_the_kernel_of_first_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, digest = program_cache._names(programs()), detjax.fingerprint().digest
-    monkeypatch.setenv(FIRST_PRODUCTS_VARIABLE, "1")
-    assert detjax.fingerprint().digest == digest
-    assert not {*plain.values()} & {*program_cache._names(programs()).values()}
 
 
 def test_a_name_depends_on_this_packages_files_and_on_the_libraries_that_trace(

@@ -23,7 +23,6 @@ from detjax.pallas.hopper import matmul as hopper
 from detjax.pallas.hopper.matmul import adapters_of_rows, first_products
 from detjax.pallas.hopper.matmul.kernel import Operands, product
 from detjax.pallas.hopper.matmul.plan import Schedule
-from detjax.runtime.fusions import FIRST_PRODUCTS_VARIABLE
 from tests.pallas.hopper.interpreter import interpreted, interpreted_without_races, normal
 from tests.pallas.hopper.test_decoder import kernel_counts
 from tests.support.bits import assert_same_bits, same_bits
@@ -151,7 +150,6 @@ def test_the_kernel_of_sums_and_first_products_has_the_bits_of_separate_kernels(
 
     with detjax.use_backend("hopper"):
         expected = interpreted(separate, *arrays)
-        monkeypatch.setenv(FIRST_PRODUCTS_VARIABLE, "1")
         assert_same_bits(interpreted(together, *arrays), expected)
 
 
@@ -159,7 +157,6 @@ def test_sums_and_first_products_share_stages_without_races(monkeypatch: pytest.
     places, arrays = arrays_of_sums(8, 32, gated=False, inner=1088)
     schedule, rows = Schedule(8, 24, lines=4), 8 * int(places.firsts[-1])
     monkeypatch.setattr(first_products, "default_schedule", lambda _: schedule)
-    monkeypatch.setenv(FIRST_PRODUCTS_VARIABLE, "1")
 
     def together(*arrays: Any) -> jax.Array:
         with detjax.use_backend("hopper"):
@@ -171,23 +168,21 @@ def test_sums_and_first_products_share_stages_without_races(monkeypatch: pytest.
 
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize(
-    ("switch", "rows", "expected"),
+    ("rows", "expected"),
     [
-        ("", 64, {"matmul": 2, "adapters_of_rows": 1}),
-        ("1", 64, {"matmul_and_first_products": 1, "adapters_of_rows": 1}),
-        ("1", 65, {"matmul": 2, "adapters_of_rows": 1}),
+        (64, {"matmul_and_first_products": 1, "adapters_of_rows": 1}),
+        (65, {"matmul": 2, "adapters_of_rows": 1}),
     ],
 )
-def test_a_switch_has_one_kernel_compute_sums_and_first_products_of_few_rows(
-    switch: str, rows: int, expected: dict[str, int], gated: bool, monkeypatch: pytest.MonkeyPatch
+def test_adapters_of_few_rows_add_one_kernel_to_the_one_of_a_weight(
+    rows: int, expected: dict[str, int], gated: bool
 ) -> None:
-    monkeypatch.setenv(FIRST_PRODUCTS_VARIABLE, switch)
     weight, x = one_adapter(gated=gated), normal(rows, K, dtype="bfloat16")
-    epilogue = Epilogue("silu", gated=True) if gated else Epilogue()
+    options: dict[str, Any] = {"activation": "silu", "gated": True} if gated else {}
 
     def multiply(x: Any, rows: Any) -> jax.Array:
         adapted = dataclasses.replace(weight, rows=rows, places=places_of_rows(rows, 1))
-        return adapted_product(_PRODUCT, x, adapted, None, None, epilogue=epilogue, out_dtype="bfloat16")
+        return ops.matmul(x, adapted, layout="nk", **options)
 
     with detjax.use_backend("hopper"):
         assert kernel_counts(jax.make_jaxpr(multiply)(x, np.zeros(rows, np.int32)).jaxpr) == expected
@@ -317,20 +312,6 @@ def test_gradients_of_an_adapter_of_all_rows_have_the_bits_of_the_contract(
         alone = interpreted(gradients, x, dy, *starts)
         monkeypatch.setattr(single_adapter, "is_served", lambda: False)
         assert_same_bits(alone, interpreted(lambda *arrays: gradients(*arrays), x, dy, *starts))
-
-
-@pytest.mark.parametrize("gated", [False, True])
-def test_adapters_of_few_rows_add_two_kernels_to_the_one_of_a_weight(gated: bool) -> None:
-    weight, x = one_adapter(gated=gated), normal(64, K, dtype="bfloat16")
-    options: dict[str, Any] = {"activation": "silu", "gated": True} if gated else {}
-
-    def multiply(x: Any, rows: Any) -> jax.Array:
-        adapted = dataclasses.replace(weight, rows=rows, places=places_of_rows(rows, 1))
-        return ops.matmul(x, adapted, layout="nk", **options)
-
-    with detjax.use_backend("hopper"):
-        counts = kernel_counts(jax.make_jaxpr(multiply)(x, np.zeros(64, np.int32)).jaxpr)
-    assert counts == {"matmul": 2, "adapters_of_rows": 1}
 
 
 @pytest.mark.parametrize(("ranks", "has_kernel"), [(64, True), (80, True), (256, True), (272, False)])

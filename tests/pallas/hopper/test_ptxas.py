@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from detjax.runtime.fusions import FIRST_PRODUCTS_VARIABLE
 from tests.pallas.hopper import compiler
 from tests.pallas.hopper.compiler import Kernel, compiled, copied, programs, reported_kernels, seals
 
@@ -156,18 +155,14 @@ def test_experts_of_few_tokens_take_six_kernels(reports: dict[str, str]) -> None
     assert names == ["matmul", "expert_choice", "matmul", "matmul"]
 
 
-@pytest.mark.parametrize(("switch", "kernels_of_a_product"), [("", 3), ("1", 2)])
-def test_a_product_with_adapters_adds_few_kernels_to_each_layer(
-    switch: str, kernels_of_a_product: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_product_with_adapters_adds_one_kernel_to_its_weights() -> None:
     """Four products, two norms, keys and values, and attention in two kernels. Nothing is padded, cast or copied."""
-    monkeypatch.setenv(FIRST_PRODUCTS_VARIABLE, switch)
     names = "a layer with adapters", "two layers with adapters"
     reports = compiled(Path(compiler.__file__), names, dump="MOSAIC_GPU_DUMP_PTXAS")
     one, two = (int(re.findall(r"^kernels: (.*)$", reports[name], re.MULTILINE)[0]) for name in names)
-    assert two - one == 4 * kernels_of_a_product + 2 + 1 + 2
+    assert two - one == 4 * 2 + 2 + 1 + 2
     kernels = [kernel for name in names for kernel in reported_kernels(reports[name])]
-    assert any(kernel.name.startswith("matmul_and_first_products") for kernel in kernels) == bool(switch)
+    assert any(kernel.name.startswith("matmul_and_first_products") for kernel in kernels)
     assert [kernel for kernel in kernels if kernel.spilled_bytes] == []
 
 

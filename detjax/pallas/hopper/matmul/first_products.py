@@ -9,8 +9,6 @@ has 128 tiles of a weight for 132 multiprocessors, and the CTAs after these comp
 Both take the instructions of `kernel`, so bits do not differ from separate kernels'. A CTA of u fills 8 tokens and at
 most 64 weights of the plan's stages. It has barriers of its own: where the CTAs of a cluster share operands, the ones
 of the sums count arrivals of the whole cluster.
-
-No GPU has run this kernel yet, so it needs the switch `fusions.FIRST_PRODUCTS_VARIABLE`.
 """
 
 import dataclasses
@@ -43,7 +41,6 @@ from detjax.pallas.hopper.matmul.kernel import (
 )
 from detjax.pallas.hopper.matmul.plan import BLOCK, MATRIX_ROWS, Plan, Problem, Schedule
 from detjax.pallas.hopper.matmul.tuning import default_schedule
-from detjax.runtime import fusions
 
 _MOST_ROWS: Final = 64
 """Most rows for which idle multiprocessors can compute eight-row tiles of one adapter while the others read the weight.
@@ -101,9 +98,7 @@ class FirstPlan(Plan):
 def multiplies_first_factors(operands: MatmulOperands, a: Array) -> bool:
     """Returns whether products of a weight and of adapters should call `sums_and_first_products`."""
     x, w, bias, _ = operands
-    if not fusions.has_first_products_with_sums() or len(x) > _MOST_ROWS:
-        return False
-    if not isinstance(w, jax.Array) or str(x.dtype) not in DTYPES:
+    if len(x) > _MOST_ROWS or not isinstance(w, jax.Array) or str(x.dtype) not in DTYPES:
         return False
     if w.dtype != x.dtype or a.dtype != x.dtype or (bias is not None and bias.shape != w.shape[:-1]):
         return False
