@@ -19,7 +19,7 @@ from detjax.pallas.hopper.grouped_matmul import group_unit
 from detjax.pallas.hopper.mosaic.layouts import MATRIX, PER_COLUMN
 from detjax.pallas.hopper.quantized.codes import codes_plan, codes_product, grouped_codes_product
 from detjax.pallas.hopper.quantized.packed import packed_plan
-from detjax.pallas.hopper.quantized.promotion import promoted_by, row_scales, scaled
+from detjax.pallas.hopper.quantized.promotion import promoted_by, row_scales, scaled_by
 from detjax.pallas.hopper.quantized.rows import quantized_groups
 from detjax.pallas.hopper.rows import NO_AUTO_BARRIERS
 from detjax.portable.quantized_matmul import quantized_rows
@@ -156,11 +156,12 @@ def scaled_products(*, is_promoted: bool) -> Program:
     def body(*refs: Any) -> None:
         *arrays, tokens, weights, out = refs
         sums = [plgpu.load(array, layout=MATRIX, optimized=False) for array in arrays]
+        columns = plgpu.load(tokens, layout=PER_COLUMN, optimized=False)
+        rows = row_scales(SCALED_GROUP, 0, weights)
         if is_promoted:
-            columns = plgpu.load(tokens.at[:COLUMNS], layout=PER_COLUMN, optimized=False)
-            out[...] = promoted_by(*sums, columns, row_scales(SCALED_GROUP, 0, weights))
+            out[...] = promoted_by(*sums, columns, rows)
         else:
-            out[...] = scaled(*sums, tokens, SCALED_GROUP, 0, weights)
+            out[...] = scaled_by(*sums, columns, rows, by_columns_first=False)
 
     kernel = plgpu.kernel(
         body,
@@ -168,7 +169,7 @@ def scaled_products(*, is_promoted: bool) -> Program:
         compiler_params=NO_AUTO_BARRIERS,
         kernel_name="scaled_products",
     )
-    shapes = *[(64, COLUMNS)] * (2 if is_promoted else 1), (32,), (SCALED_ROWS, 4)
+    shapes = *[(64, COLUMNS)] * (2 if is_promoted else 1), (COLUMNS,), (SCALED_ROWS, 4)
     return kernel, [array(*shape, dtype="float32") for shape in shapes]
 
 

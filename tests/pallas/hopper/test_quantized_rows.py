@@ -80,11 +80,10 @@ def test_xla_divides_exactly_when_it_quantizes_rows(texts: dict[str, str], folde
 def test_the_emitted_code_scales_each_product_with_the_scales_of_its_row(name: str, texts: dict[str, str]) -> None:
     draw, columns, rows = np.random.default_rng(0), quantized_compiler.COLUMNS, quantized_compiler.SCALED_ROWS
     sums = draw.integers(-99, 99, (2 if name == "promoted products" else 1, 64, columns)).astype(np.float32)
-    tokens, weights = (draw.integers(1, 99, shape).astype(np.float32) for shape in ((32,), (rows, 4)))
+    tokens, weights = (draw.integers(1, 99, shape).astype(np.float32) for shape in ((columns,), (rows, 4)))
     out = np.full((64, columns), UNWRITTEN, np.uint32)
     (kernel,) = kernels(texts[name])
-    scales = [tokens, weights] if len(sums) == 2 else [weights, tokens]
-    kernel.run([*sums, *scales, out])  # in the order of their first use
+    kernel.run([*sums, tokens, weights, out])  # in the order of their first use
     of_rows = weights[np.minimum(np.arange(64), rows - 1), quantized_compiler.SCALED_GROUP]
     total = sums[1] if len(sums) == 2 else 0
-    np.testing.assert_array_equal(out.view(np.float32), sums[0] * (tokens[:columns] * of_rows[:, None]) + total)
+    np.testing.assert_array_equal(out.view(np.float32), sums[0] * (tokens * of_rows[:, None]) + total)
