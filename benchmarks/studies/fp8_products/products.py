@@ -48,7 +48,7 @@ are a bias and a residual, and how many neighbouring rows of the weight share th
 blocks of `BLOCK`, so that tiles have both."""
 
 OTHER_PLANS: Final = 3
-"""Plans that a product's own is compared with."""
+"""Plans that a product's default plan is compared with."""
 
 BOUND: Final = 2.0**-9
 """Largest error of float32 sums against float64, relative to the sum of magnitudes. The matrix unit's sums of 128
@@ -135,7 +135,7 @@ def difference_of_rows(x: np.ndarray, results: dict[str, tuple[np.ndarray, np.nd
 
 
 def compared_products(cases: Iterable[Case]) -> Iterator[tuple[str, list[str]]]:
-    """Yields, by format and rows, how a product's own plan, its other variants and float64 differ."""
+    """Yields, by format and rows, how a product's default plan, its other variants and float64 differ."""
     cases = list(cases)
 
     def programs(case: Case) -> list[tuple[Variant, MatmulOperands, Callable[..., jax.Array]]] | str:
@@ -150,23 +150,23 @@ def compared_products(cases: Iterable[Case]) -> Iterator[tuple[str, list[str]]]:
             yield case.name, [compiled]
             continue
         results = [(variant, np.asarray(program(operands))) for variant, operands, program in compiled]
-        (_, own), (_, sums), *others = results
+        (_, default), (_, sums), *others = results
         faults = [] if case.operands.w.ndim > 2 else too_inexact(sums, case.operands)
         for variant, y in others:
-            faults += difference(own[variant.rows], y, variant.name)
+            faults += difference(default[variant.rows], y, variant.name)
         yield f"product of {case.name}", faults
 
 
-def difference(own: np.ndarray, other: np.ndarray, name: str) -> list[str]:
+def difference(default: np.ndarray, other: np.ndarray, name: str) -> list[str]:
     """Returns the count of different numbers of two results, and the first of them."""
-    differs = own.view(np.uint16) != other.view(np.uint16)
+    differs = default.view(np.uint16) != other.view(np.uint16)
     if not differs.any():
         return []
     place = tuple(np.argwhere(differs)[0].tolist())
     sizes = [len(np.unique(axis)) for axis in np.nonzero(differs)]
     return [
         f"{differs.sum()} of {differs.size} numbers differ, in {sizes[0]} rows and {sizes[1]} columns, "
-        f"first at {place}: {own[place]} by the product's own plan, {other[place]} {name}"
+        f"first at {place}: {default[place]} by the default plan, {other[place]} {name}"
     ]
 
 
@@ -185,12 +185,14 @@ def too_inexact(sums: np.ndarray, operands: MatmulOperands) -> list[str]:
 
 
 def variants(case: Case) -> Iterator[Variant]:
-    """Yields the product by its own plan, the sums in float32 of the first matrix, and ways to compute the same bits:
-    a product for each block, a row alone, and other plans."""
+    """Yields the product by its default plan, the float32 sums of the first matrix, and ways to compute the first's bits.
+
+    These are a product for each block, a row alone, and other plans.
+    """
     x, epilogue = case.operands.x, case.epilogue
     options: dict[str, Any] = {"epilogue": epilogue, "out_dtype": x.dtype}
 
-    def own(operands: MatmulOperands) -> jax.Array:
+    def multiply(operands: MatmulOperands) -> jax.Array:
         return quantized_matmul.forward(operands, **options)
 
     def sums(operands: MatmulOperands) -> jax.Array:
@@ -198,10 +200,10 @@ def variants(case: Case) -> Iterator[Variant]:
         alone = MatmulOperands(operands.x, matrix)
         return quantized_matmul.forward(alone, epilogue=Epilogue(), out_dtype=ACCUMULATOR)
 
-    yield Variant("by its own plan", own)
+    yield Variant("by its default plan", multiply)
     yield Variant("in float32", sums)
     yield Variant("by a product for each block", lambda operands: composed(operands, **options))
-    yield Variant("by a row alone", own, slice(len(x) // 2, len(x) // 2 + 1))
+    yield Variant("by a row alone", multiply, slice(len(x) // 2, len(x) // 2 + 1))
     for plan in other_plans(codes_plan(case.operands, out_dtype=x.dtype)):
 
         def by_plan(operands: MatmulOperands, plan: CodesPlan = plan) -> jax.Array:
@@ -211,10 +213,10 @@ def variants(case: Case) -> Iterator[Variant]:
         yield Variant(f"in tiles of {s.tile_m} x {s.tile_n} by {s.warpgroups} warpgroups, {s.lines} lines", by_plan)
 
 
-def other_plans(own: CodesPlan) -> list[CodesPlan]:
+def other_plans(default: CodesPlan) -> list[CodesPlan]:
     """Returns plans of the same product from the fastest to the slowest, by their estimated times."""
-    plans = sorted(candidates(own.problem, own.scale_dtype, own.by_rows), key=estimated_seconds)
-    plans = [plan for plan in plans if plan != own]
+    plans = sorted(candidates(default.problem, default.scale_dtype, default.by_rows), key=estimated_seconds)
+    plans = [plan for plan in plans if plan != default]
     return plans[:: max(1, -(-len(plans) // OTHER_PLANS))]
 
 

@@ -90,10 +90,10 @@ def wide_products(
             yield Product(f"{name}, {rows} rows, tiles of {tile}", rows, multiply)
 
 
-def best_by_tile(own: CodesPlan) -> list[CodesPlan]:
+def best_by_tile(default: CodesPlan) -> list[CodesPlan]:
     """Returns the plan of the lowest estimated time for each number of tokens in a tile."""
-    plans = sorted(candidates(own.problem, own.scale_dtype, own.by_rows), key=estimated_seconds, reverse=True)
-    return [*{plan.schedule.tile_m: plan for plan in plans}.values()]
+    plans = sorted(candidates(default.problem, default.scale_dtype, default.by_rows), key=estimated_seconds)
+    return [*{plan.schedule.tile_m: plan for plan in reversed(plans)}.values()]
 
 
 def _drawn(shape: tuple[int, ...], described: QuantizedWeight) -> QuantizedWeight:

@@ -110,7 +110,7 @@ def _sums(operands: MatmulOperands) -> list[Array]:
         operands = MatmulOperands(x, matrix)
         plan = codes_plan(operands, out_dtype=ACCUMULATOR)
         product = functools.partial(codes_product, operands, plan, epilogue=Epilogue())
-        return _of_sources(matrix, lambda source: product(source=source), lambda numbers: numbers[None])
+        return _chosen_by_source(matrix, lambda source: product(source=source), lambda numbers: numbers[None])
 
     return [sums(matrix) for matrix in ([w] if w.ndim == 2 else [w.matrix(0), w.matrix(1)])]
 
@@ -130,7 +130,7 @@ def _grouped_sums(operands: GroupedOperands, unit: int) -> tuple[list[Array], li
         if not serves(matrix):
             return _sum_of_blocks(x, matrix, multiply, lambda numbers: numbers[expert])
         product = functools.partial(grouped_codes_product, GroupedOperands(x, matrix, None, group_sizes), **options)
-        return _of_sources(matrix, lambda source: product(source=source), lambda numbers: numbers[expert])
+        return _chosen_by_source(matrix, lambda source: product(source=source), lambda numbers: numbers[expert])
 
     z = [sums(matrix) for matrix in ([w] if w.ndim == 3 else [w.matrix(slice(None), 0), w.matrix(slice(None), 1)])]
     if bias is None:
@@ -156,7 +156,7 @@ def _gradient_of_sums(z: tuple[Array, ...], dy: Array, epilogue: Epilogue) -> Ar
     return dz.reshape(len(dz), len(z), -1)
 
 
-def _of_sources(w: QuantizedWeight, product: Callable[[int], Array], by_row: _ByRow) -> Array:
+def _chosen_by_source(w: QuantizedWeight, product: Callable[[int], Array], by_row: _ByRow) -> Array:
     """Returns the sums of a product, whose codes of rows differ between sources if scales are static."""
     y, *others = [product(source) for source in range(1 if w.input_scales is None else w.input_scales.shape[-1])]
     if others:

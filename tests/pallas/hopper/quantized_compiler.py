@@ -159,9 +159,9 @@ def scaled_products(*, is_promoted: bool) -> Program:
         columns = plgpu.load(tokens, layout=PER_COLUMN, optimized=False)
         rows = row_scales(SCALED_GROUP, 0, weights)
         if is_promoted:
-            out[...] = promoted_by(*sums, columns, rows)
+            out[...] = promoted_by(sums[0], sums[1], columns, rows)
         else:
-            out[...] = scaled_by(*sums, columns, rows, by_columns_first=False)
+            out[...] = scaled_by(sums[0], columns, rows, by_columns_first=False)
 
     kernel = plgpu.kernel(
         body,

@@ -84,6 +84,6 @@ def test_the_emitted_code_scales_each_product_with_the_scales_of_its_row(name: s
     out = np.full((64, columns), UNWRITTEN, np.uint32)
     (kernel,) = kernels(texts[name])
     kernel.run([*sums, tokens, weights, out])  # in the order of their first use
-    of_rows = weights[np.minimum(np.arange(64), rows - 1), quantized_compiler.SCALED_GROUP]
+    row_scales = weights[np.minimum(np.arange(64), rows - 1), quantized_compiler.SCALED_GROUP]
     total = sums[1] if len(sums) == 2 else 0
-    np.testing.assert_array_equal(out.view(np.float32), sums[0] * (tokens * of_rows[:, None]) + total)
+    np.testing.assert_array_equal(out.view(np.float32), sums[0] * (tokens * row_scales[:, None]) + total)
