@@ -185,9 +185,9 @@ def too_inexact(sums: np.ndarray, operands: MatmulOperands) -> list[str]:
 
 
 def variants(case: Case) -> Iterator[Variant]:
-    """Yields the product by its default plan, the float32 sums of the first matrix, and ways to compute the first's bits.
+    """Yields the product by its default plan, the float32 sums of the first matrix, and other ways to the same bits.
 
-    These are a product for each block, a row alone, and other plans.
+    Such ways are a product for each block, a row alone, and other plans.
     """
     x, epilogue = case.operands.x, case.epilogue
     options: dict[str, Any] = {"epilogue": epilogue, "out_dtype": x.dtype}
