@@ -32,8 +32,10 @@ from benchmarks.studies.decode import DecodeStep
 from benchmarks.study import Result, Run
 from detjax import ops
 from detjax.bench import command_line, presets, timing
+from detjax.contract import FP8_BLOCK
 from detjax.models import Decoder
 from detjax.models.network import parameters, part_with
+from detjax.operands.numerics import ceil_div
 from detjax.operands.quantized_weight import CodeNumbers, QuantizedFormat, QuantizedWeight, widened
 from detjax.runtime import compilation
 from detjax.runtime.threads import in_threads
@@ -97,7 +99,10 @@ def drawn_weight(shape: tuple[int, ...], name: str, dtype: str, seed: int) -> Qu
         # Signs, and magnitudes below the code of NaN.
         signs = draw.integers(0, 2, (*rows, columns), np.uint8)
         codes = draw.integers(0, 127, (*rows, columns), np.uint8) | (signs << 7)
-        scales = draw.uniform(0.5, 1.5, (*rows, groups)).astype(np.float32) / np.float32(120 * columns**0.5)
+        # As in a checkpoint of blocks, whose rows share their scales.
+        blocks = *rows[:-1], ceil_div(rows[-1], FP8_BLOCK), groups
+        scales = draw.uniform(0.5, 1.5, blocks).astype(np.float32) / np.float32(120 * columns**0.5)
+        scales = scales.repeat(FP8_BLOCK, axis=-2)[..., : rows[-1], :]
     else:
         codes = draw.integers(0, 256, (*rows, columns // 2), np.uint8)
         scales = (draw.uniform(0.5, 1.5, (*rows, groups)) / (4.6 * columns**0.5)).astype(jnp.bfloat16)
