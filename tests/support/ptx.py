@@ -71,7 +71,7 @@ def _parsed(text: str) -> Kernel:
     code: list[Instruction] = []
     labels: dict[str, int] = {}
     for line in re.split(r"[;\n]", re.sub(r"//.*", "", body)):
-        statement = line.strip()
+        statement = line.strip().strip("{} ") if line.strip()[:1] in ("{", "}") else line.strip()  # a scope's ends
         if label := re.fullmatch(r"(\S+):", statement):
             labels[label[1]] = len(code)
         elif statement and not statement.startswith("."):
@@ -147,6 +147,8 @@ class _Cta:
         """The next instruction of each thread."""
         self.barrier = np.full(kernel.threads, -1)
         """The barrier at which a thread waits, or -1."""
+        self.vote = np.zeros(kernel.threads, bool)
+        """The predicate that a thread brought to its last barrier that combines them."""
         self.period = np.ones(kernel.threads, np.int64)
         """A number for each thread, which rises at barriers."""
         self.seen = np.zeros((kernel.threads, kernel.threads), np.int64)
@@ -364,16 +366,28 @@ class _Cta:
     def _fence(self, taken: Threads, options: list[str]) -> None:
         """Does nothing: all writes are seen at once."""
 
-    def _bar(self, taken: Threads, options: list[str], barrier: str, threads: str = "") -> None:
-        (number,) = {*self.get(barrier, np.uint32)[taken].tolist()}
-        self.barrier[taken] = number
-        is_waiting, expected = self.barrier == number, int(threads or self.kernel.threads)
-        assert is_waiting.sum() <= expected, f"{self.kernel.name}: {is_waiting.sum()} threads are at barrier {number}"
-        if is_waiting.sum() == expected:
-            self.barrier[is_waiting] = -1
-            seen = self.seen[is_waiting].max(axis=0)
-            self.seen[is_waiting] = np.where(is_waiting, self.period, seen)
-            self.period[is_waiting] += 1
+    def _bar(self, taken: Threads, options: list[str], *operands: str) -> None:
+        """Waits. With `red.or.pred` all threads of the barrier learn whether any of them brought a true predicate."""
+        assert options in (["sync"], ["red", "or", "pred"])
+        target, *rest = operands if "red" in options else ("", *operands)
+        barrier, threads, vote = (*rest, "", "")[:3]
+        numbers = self.get(barrier, np.uint32)
+        self.barrier[taken] = numbers[taken]
+        if vote:
+            self.vote[taken] = self.registers[vote][taken]
+        for number in np.unique(numbers[taken]):
+            is_waiting, expected = self.barrier == number, int(threads or self.kernel.threads)
+            assert is_waiting.sum() <= expected, (
+                f"{self.kernel.name}: {is_waiting.sum()} threads are at barrier {number}"
+            )
+            if is_waiting.sum() == expected:
+                if vote:
+                    assert np.ptp(self.next[is_waiting]) == 0, f"{self.kernel.name}: threads vote on different things"
+                    self.set(target, is_waiting, np.full_like(self.vote, self.vote[is_waiting].any()))
+                self.barrier[is_waiting] = -1
+                seen = self.seen[is_waiting].max(axis=0)
+                self.seen[is_waiting] = np.where(is_waiting, self.period, seen)
+                self.period[is_waiting] += 1
 
     def _warps(self, values: Threads, taken: Threads) -> np.ndarray:
         """Returns the values by warp. All threads of a warp must be here."""

@@ -7,6 +7,8 @@ import sys
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from detjax.contract import FP8_BLOCK
@@ -15,11 +17,18 @@ from detjax.operands.options import Epilogue
 from detjax.operands.products import GroupedOperands, MatmulOperands
 from detjax.operands.quantized_weight import QuantizedFormat, QuantizedWeight
 from detjax.pallas.hopper import quantized_matmul
+from detjax.pallas.hopper.device import WARPGROUP
 from detjax.pallas.hopper.grouped_matmul import group_unit
-from detjax.pallas.hopper.mosaic.layouts import MATRIX, PER_COLUMN
+from detjax.pallas.hopper.mosaic.layouts import MATRIX, PER_COLUMN, PER_THREAD
 from detjax.pallas.hopper.quantized.codes import codes_plan, codes_product, grouped_codes_product
 from detjax.pallas.hopper.quantized.packed import packed_plan
-from detjax.pallas.hopper.quantized.promotion import promoted_by, row_scales, scaled_by
+from detjax.pallas.hopper.quantized.promotion import (
+    column_scales,
+    promoted_by,
+    row_scales,
+    rows_share_scales,
+    scaled_by,
+)
 from detjax.pallas.hopper.quantized.rows import quantized_groups
 from detjax.pallas.hopper.rows import NO_AUTO_BARRIERS
 from detjax.portable.quantized_matmul import quantized_rows
@@ -137,13 +146,19 @@ def composed_rows(x: Any) -> Any:
 
 
 def row_programs() -> dict[str, Program]:
-    """The programs that quantize rows, the kernel's by dtype and XLA's, and those that scale products."""
+    """The programs that quantize rows, the kernel's by dtype and XLA's, that read scales, and that scale products."""
     kernels = {
         f"codes of {dtype}": (quantized_groups, [array(*ROWS, dtype=dtype)])
         for dtype in ("bfloat16", "float16", "float32")
     }
     return {
         **kernels,
+        **{f"column scales of {dtype}": loaded_column_scales(dtype) for dtype in ("bfloat16", "float16", "float32")},
+        **{
+            f"{rows} rows with scales of {dtype}": compared_scales(rows, dtype)
+            for rows in SHARING_UNITS
+            for dtype in ("bfloat16", "float32")
+        },
         "promoted products": scaled_products(is_promoted=True),
         "scaled sums": scaled_products(is_promoted=False),
         "composed rows": (composed_rows, [array(*ROWS, dtype="float32")]),
@@ -173,12 +188,64 @@ def scaled_products(*, is_promoted: bool) -> Program:
     return kernel, [array(*shape, dtype="float32") for shape in shapes]
 
 
+def loaded_column_scales(dtype: str) -> Program:
+    """A kernel that loads the scales of columns, for each of `COLUMN_UNITS`."""
+
+    def body(scales: Any, *outs: Any) -> None:
+        for unit, out in zip(COLUMN_UNITS, outs, strict=True):
+            out[...] = column_scales(SCALED_GROUP, scales, unit=unit)
+
+    columns, groups = COLUMN_SCALES
+    kernel = plgpu.kernel(
+        body,
+        out_type=[jax.ShapeDtypeStruct((columns,), "float32")] * len(COLUMN_UNITS),
+        compiler_params=NO_AUTO_BARRIERS,
+        kernel_name="column_scales",
+    )
+    return kernel, [array(columns, groups, dtype=dtype)]
+
+
+def compared_scales(rows: int, dtype: str) -> Program:
+    """A kernel of two warpgroups, each of which compares the scales of a tile for each of its `SHARING_UNITS`.
+
+    The result `[units, warpgroups, threads]` is what each thread holds. The second tile ends beyond the scales.
+    """
+
+    def body(scales: Any, out: Any) -> None:
+        warpgroup = lax.axis_index("warpgroup")
+        for i, unit in enumerate(SHARING_UNITS[rows]):
+            shared = rows_share_scales(warpgroup * rows, scales, rows=rows, unit=unit)
+            out[i, warpgroup] = plgpu.layout_cast(jnp.broadcast_to(shared, (WARPGROUP,)), PER_THREAD)
+
+    kernel = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((len(SHARING_UNITS[rows]), 2, WARPGROUP), "int32"),
+        num_threads=2,
+        thread_name="warpgroup",
+        compiler_params=NO_AUTO_BARRIERS,
+        kernel_name="rows_share_scales",
+    )
+    return kernel, [array(2 * rows - MISSING_ROWS, GROUPS[dtype], dtype=dtype)]
+
+
 COLUMNS = 16
 """Columns of scaled products."""
 SCALED_ROWS = 48
 """Rows of weights with scales; products have 64."""
 SCALED_GROUP = 2
-"""The group of their scales."""
+"""The group of their scales, and of the scales of columns."""
+
+COLUMN_SCALES = 256, 4
+"""The shape of the scales of columns."""
+COLUMN_UNITS = 1, 32, 128
+"""Numbers of columns that share scales."""
+
+SHARING_UNITS = {96: (16, 32), 128: (64, 128), 192: (16, 64)}
+"""Numbers of rows that may share scales, by the rows of a tile."""
+MISSING_ROWS = 24
+"""Rows of the second tile that are beyond the end of the scales."""
+GROUPS = {"bfloat16": 24, "float32": 12}
+"""Groups of these scales: a thread loads a row's by three instructions."""
 
 ROWS = 7, 656
 """The shape of quantized rows: the last group has 16 columns, and a row takes two CTAs."""

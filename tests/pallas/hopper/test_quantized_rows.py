@@ -1,4 +1,4 @@
-"""The quantization of rows on Hopper: the bits of the emitted code, and how XLA's code divides."""
+"""The quantization of rows on Hopper, and scales of rows: the bits of the emitted code, and how XLA's code divides."""
 
 import re
 from pathlib import Path
@@ -10,8 +10,11 @@ import pytest
 
 from benchmarks.studies.fp8_products.products import difference_of_rows, restated_rows, rows_to_quantize
 from detjax.contract import FP8_BLOCK
+from detjax.pallas.hopper import mosaic
+from detjax.pallas.hopper.quantized.promotion import column_scales, rows_share_scales
 from detjax.portable.quantized_matmul import quantized_rows
 from tests.pallas.hopper import compiler, quantized_compiler
+from tests.support.bits import assert_same_bits
 from tests.support.ptx import kernels
 
 ROWS, COLUMNS = quantized_compiler.ROWS
@@ -87,3 +90,63 @@ def test_the_emitted_code_scales_each_product_with_the_scales_of_its_row(name: s
     row_scales = weights[np.minimum(np.arange(64), rows - 1), quantized_compiler.SCALED_GROUP]
     total = sums[1] if len(sums) == 2 else 0
     np.testing.assert_array_equal(out.view(np.float32), sums[0] * (tokens * row_scales[:, None]) + total)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_the_emitted_code_loads_the_scales_of_columns(dtype: str, texts: dict[str, str]) -> None:
+    """Of columns that share scales, the first one's, though here the others have other scales."""
+    columns, groups = quantized_compiler.COLUMN_SCALES
+    scales = np.random.default_rng(0).uniform(0.1, 9, (columns, groups)).astype(jnp.dtype(dtype))
+    outs = [np.full(columns, UNWRITTEN, np.uint32) for _ in quantized_compiler.COLUMN_UNITS]
+    (kernel,) = kernels(texts[f"column scales of {dtype}"])
+    kernel.run([scales.view(np.uint32), *outs])
+    for unit, out in zip(quantized_compiler.COLUMN_UNITS, outs, strict=True):
+        group = quantized_compiler.SCALED_GROUP
+        np.testing.assert_array_equal(
+            out.view(np.float32), scales[np.arange(columns) // unit * unit, group].astype(np.float32)
+        )
+        with mosaic.twins():
+            assert_same_bits(out.view(np.float32), column_scales(group, jnp.asarray(scales), unit=unit))
+
+
+def scales_of_units(rows: int, unit: int, dtype: str) -> np.ndarray:
+    """Scales of which each `unit` rows have the same bits; those of one group are zeros, of another NaN."""
+    count, groups = 2 * rows - quantized_compiler.MISSING_ROWS, quantized_compiler.GROUPS[dtype]
+    scales = np.random.default_rng(0).uniform(0.1, 9, (-(-count // unit), groups)).astype(jnp.dtype(dtype))
+    scales[:, 1], scales[:, 2] = 0, np.nan
+    return np.repeat(scales, unit, axis=0)[:count]
+
+
+def by_emitted_comparison(text: str, rows: int, scales: np.ndarray) -> list[list[int]]:
+    """Whether rows share their scales in both tiles, for each unit. All threads of a tile must have the same answer."""
+    units = quantized_compiler.SHARING_UNITS[rows]
+    out = np.full((len(units), 2, 128), UNWRITTEN, np.uint32)
+    (kernel,) = kernels(text)
+    kernel.run([scales.view(np.uint32), out])
+    assert (out == out[..., :1]).all()
+    answers = out[..., 0].tolist()
+    with mosaic.twins():
+        for unit, tiles in zip(units, answers, strict=True):
+            places = [np.int32(tile * rows) for tile in range(2)]
+            assert tiles == [rows_share_scales(at, jnp.asarray(scales), rows=rows, unit=unit) for at in places]
+    return answers
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("rows", quantized_compiler.SHARING_UNITS)
+def test_the_emitted_code_sees_one_bit_by_which_a_row_has_another_scale(
+    rows: int, dtype: str, texts: dict[str, str]
+) -> None:
+    """In each vector of groups, the bits of zeros and NaN among them. The second tile ends beyond the scales."""
+    text, (few, many) = texts[f"{rows} rows with scales of {dtype}"], quantized_compiler.SHARING_UNITS[rows]
+    assert by_emitted_comparison(text, rows, scales_of_units(rows, few, dtype)) == [[1, 1], [0, 0]]
+    equal = scales_of_units(rows, many, dtype)
+    assert by_emitted_comparison(text, rows, equal) == [[1, 1], [1, 1]]
+    groups, sign = equal.shape[1], 8 * equal.itemsize - 1
+    # The sign of a zero, and the last bits of a NaN and of numbers.
+    bits = [(0, 0), (1, sign), (2, 0), (groups // 2, 0), (groups - 1, 0)]
+    for (group, bit), row in zip(bits, (0, rows - 1, rows // 2 + 5, rows - 1, 0), strict=True):
+        for first, expected in ((0, [0, 1]), (rows, [1, 0])):
+            scales = equal.copy()
+            scales.view(f"u{scales.itemsize}")[min(first + row, len(scales) - 1), group] ^= 1 << bit
+            assert by_emitted_comparison(text, rows, scales) == [expected] * 2, (group, first + row)

@@ -103,9 +103,9 @@ def _scale(scales: Any, row: Any, group: Any) -> Any:
 
 def _plain_rows_share_scales(first: Array, scales: Any, *, rows: int, unit: int) -> Array:
     place = jnp.arange(rows)
-    row, of_unit = (jnp.minimum(first + at, scales.shape[0] - 1) for at in (place, place - place % unit))
-    numbers = scales[...]
-    return jnp.all(numbers[row] == numbers[of_unit]).astype(jnp.int32)
+    row, first_row = (jnp.minimum(first + at, scales.shape[0] - 1) for at in (place, place - place % unit))
+    bits = lax.bitcast_convert_type(scales[...], jnp.dtype(f"uint{8 * scales.dtype.itemsize}"))
+    return jnp.all(bits[row] == bits[first_row]).astype(jnp.int32)
 
 
 @primitive(
@@ -134,9 +134,10 @@ def rows_share_scales(first: Any, scales: Any, *, rows: int, unit: int) -> Any:
     differences = []
     for begin in range(0, rows, WARPGROUP):
         place = arith.minui(plus(thread_of_warpgroup(), int32(begin)), int32(rows - 1))
-        of_unit = arith.subi(place, arith.remui(place, int32(unit)))
+        first_of_unit = arith.subi(place, arith.remui(place, int32(unit)))
         differences += [
-            arith.xori(bits(place, group), bits(of_unit, group)) for group in range(0, scales.type.shape[1], count)
+            arith.xori(bits(place, group), bits(first_of_unit, group))
+            for group in range(0, scales.type.shape[1], count)
         ]
     differs = functools.reduce(arith.ori, differences)
     differs = functools.reduce(arith.ori, [element(differs, i) for i in range(_VECTOR_BYTES // 4)])
