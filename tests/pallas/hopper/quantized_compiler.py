@@ -206,9 +206,9 @@ def loaded_column_scales(dtype: str) -> Program:
 
 
 def compared_scales(rows: int, dtype: str) -> Program:
-    """A kernel of two warpgroups, each of which compares the scales of a tile for each of its `SHARING_UNITS`.
+    """A kernel whose two warpgroups compare the scales of a tile each, for each of its `SHARING_UNITS`.
 
-    The result `[units, warpgroups, threads]` is what each thread holds. The second tile ends beyond the scales.
+    The result `[units, warpgroups, threads]` has the answer in each thread. The second tile ends beyond the scales.
     """
 
     def body(scales: Any, out: Any) -> None:

@@ -94,7 +94,7 @@ def test_the_emitted_code_scales_each_product_with_the_scales_of_its_row(name: s
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_the_emitted_code_loads_the_scales_of_columns(dtype: str, texts: dict[str, str]) -> None:
-    """Of columns that share scales, the first one's, though here the others have other scales."""
+    """Columns that share scales take the first one's, though here the others have other scales."""
     columns, groups = quantized_compiler.COLUMN_SCALES
     scales = np.random.default_rng(0).uniform(0.1, 9, (columns, groups)).astype(jnp.dtype(dtype))
     outs = [np.full(columns, UNWRITTEN, np.uint32) for _ in quantized_compiler.COLUMN_UNITS]
@@ -110,7 +110,7 @@ def test_the_emitted_code_loads_the_scales_of_columns(dtype: str, texts: dict[st
 
 
 def scales_of_units(rows: int, unit: int, dtype: str) -> np.ndarray:
-    """Scales of which each `unit` rows have the same bits; those of one group are zeros, of another NaN."""
+    """Scales that are equal in each `unit` rows: zeros in one group, NaN in another."""
     count, groups = 2 * rows - quantized_compiler.MISSING_ROWS, quantized_compiler.GROUPS[dtype]
     scales = np.random.default_rng(0).uniform(0.1, 9, (-(-count // unit), groups)).astype(jnp.dtype(dtype))
     scales[:, 1], scales[:, 2] = 0, np.nan
@@ -118,7 +118,7 @@ def scales_of_units(rows: int, unit: int, dtype: str) -> np.ndarray:
 
 
 def by_emitted_comparison(text: str, rows: int, scales: np.ndarray) -> list[list[int]]:
-    """Whether rows share their scales in both tiles, for each unit. All threads of a tile must have the same answer."""
+    """The answers for both tiles, for each unit; all threads of a tile have the same, and so has the twin."""
     units = quantized_compiler.SHARING_UNITS[rows]
     out = np.full((len(units), 2, 128), UNWRITTEN, np.uint32)
     (kernel,) = kernels(text)

@@ -104,7 +104,7 @@ class CodesPlan(Plan):
 
     @property
     def sharing_weights(self) -> int:
-        """Neighbouring weights of a tile that share scales if those of a block of the checkpoint do."""
+        """Neighbouring weights of a tile that share scales if all weights in a block of the checkpoint do."""
         return math.gcd(self.schedule.tile_n, FP8_BLOCK)
 
     @property
@@ -235,13 +235,13 @@ def _default_plan(
 def candidates(problem: Problem, scale_dtype: jnp.dtype, by_rows: bool, tile_m: int | None = None) -> list[CodesPlan]:
     """Returns the plans worth trying, which can all be built; `tile_m` asks for tiles of this many tokens."""
     is_few = problem.m <= _FEW_TOKENS if tile_m is None else tile_m < MATRIX_ROWS
-    schedules = _of_few_tokens(problem, tile_m) if is_few else _of_many_tokens(problem, tile_m)
+    schedules = _schedules_for_few_tokens(problem, tile_m) if is_few else _schedules_for_many_tokens(problem, tile_m)
     blocks = problem.k // FP8_BLOCK
     plans = (CodesPlan(problem, one, scale_dtype, by_rows) for one in schedules if blocks % one.lines == 0)
     return [plan for plan in plans if not plan.unmet_requirements()]
 
 
-def _of_few_tokens(problem: Problem, tile_m: int | None) -> Iterator[Schedule]:
+def _schedules_for_few_tokens(problem: Problem, tile_m: int | None) -> Iterator[Schedule]:
     """Yields schedules with weights on the rows."""
     tokens = round_up(problem.m, 8)
     tiles_m = {8} if tokens == 8 else {tokens, *(size for size in (16, 32, 48) if size < tokens)}
@@ -250,7 +250,7 @@ def _of_few_tokens(problem: Problem, tile_m: int | None) -> Iterator[Schedule]:
             yield Schedule(tile, rows * warpgroups, warpgroups=warpgroups, lines=lines)
 
 
-def _of_many_tokens(problem: Problem, tile_m: int | None) -> Iterator[Schedule]:
+def _schedules_for_many_tokens(problem: Problem, tile_m: int | None) -> Iterator[Schedule]:
     """Yields schedules with tokens on the rows. Tiles of tokens that run at the same time share weights in L2."""
     tiles_n = [size for size in (32, 48, 64, 96, 112, 128, 192) if size <= problem.n] or [problem.n]
     for warpgroups, tile_n, lines in itertools.product((1, 2), tiles_n, (1, 2)):
