@@ -67,21 +67,21 @@ def arms(format_name: str, rows: int, w: QuantizedWeight, most: int = MOST) -> I
         format_name: "int4" or "fp8".
         rows: the number of rows.
         w: the weight, or its shapes.
-        most: number of plans with the lowest estimated times.
+        most: number of plans with the lowest estimated times. Some that no rule chooses follow them.
     """
     x: Any = jax.ShapeDtypeStruct((rows, w.shape[-1]), jnp.bfloat16)
     operands, epilogue = MatmulOperands(x, w), epilogue_of(w.shape)
     plans: list[Any]
     if format_name == "fp8":
         default = codes.codes_plan(operands, out_dtype=jnp.bfloat16)
-        assert default is not None
         given = codes.candidates(default.problem, default.scale_dtype, default.by_rows)
-        plans = sorted(given, key=codes.estimated_seconds)
+        plans = sorted(given, key=codes.estimated_seconds)[:most]
+        plans += [other for plan in plans[:2] for other in codes.quantizing(plan)]
     else:
         chosen = packed.packed_plan(operands, out_dtype=jnp.bfloat16)
         assert chosen is not None
-        plans = sorted(tuning.candidates(chosen.problem, chosen.codes), key=tuning.estimated_seconds)
-    for plan in plans[:most]:
+        plans = sorted(tuning.candidates(chosen.problem, chosen.codes), key=tuning.estimated_seconds)[:most]
+    for plan in plans:
 
         def multiply(x: jax.Array, w: QuantizedWeight, plan: Any = plan) -> jax.Array:
             if format_name == "fp8":
@@ -95,8 +95,8 @@ def described(plan: Plan) -> str:
     """Returns a name for a plan, different from the names of its product's other plans."""
     s = plan.schedule
     words = [f"tiles of {s.tile_m} x {s.tile_n}", f"{s.warpgroups} warpgroups", f"{s.lines} lines"]
-    words += ["takes turns"] if getattr(plan, "takes_turns", False) else []
-    return ", ".join(words)
+    flags = [flag for flag in ("takes_turns", "quantizes") if getattr(plan, flag, False)]
+    return ", ".join([*words, *[flag.replace("_", " ") for flag in flags]])
 
 
 def study(run: Run) -> Result:

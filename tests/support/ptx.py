@@ -196,7 +196,7 @@ class _Cta:
         assert name != "div" or "rn" in options, f"{self.kernel.name}: a division is not correctly rounded: {options}"
         values = [self.get(operand, dtype) for operand in operands]
         if "wide" in options:
-            values = [value.astype(f"{dtype.kind}8") for value in values]
+            values = [value.astype(f"{dtype.kind}{2 * dtype.itemsize}") for value in values]
         return np.asarray(_ARITHMETIC[name](*values)).astype(values[0].dtype)
 
     # --- registers ------------------------------------------------------------------------------------------------
@@ -208,7 +208,7 @@ class _Cta:
             return self.registers[operand].view(dtype)
         if operand.startswith("0f"):
             return np.full(self.kernel.threads, int(operand[2:], 16), np.uint32).view(dtype)
-        value = 0 if "shmem" in operand else int(operand)
+        value = 0 if "shmem" in operand else int(operand, 0)
         kind = np.dtype(f"u{dtype.itemsize}") if dtype.kind == "f" else dtype
         return np.full(self.kernel.threads, value % 2 ** (8 * kind.itemsize), np.uint64).astype(kind).view(dtype)
 

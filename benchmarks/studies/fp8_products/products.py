@@ -25,6 +25,7 @@ from detjax.pallas.hopper.quantized.codes import (
     codes_plan,
     codes_product,
     estimated_seconds,
+    quantizing,
 )
 from detjax.pallas.hopper.quantized.rows import quantized_groups
 from detjax.portable.quantized_matmul import quantized_rows
@@ -209,15 +210,21 @@ def variants(case: Case) -> Iterator[Variant]:
         def by_plan(operands: MatmulOperands, plan: CodesPlan = plan) -> jax.Array:
             return codes_product(operands, plan, epilogue=epilogue)
 
-        s = plan.schedule
-        yield Variant(f"in tiles of {s.tile_m} x {s.tile_n} by {s.warpgroups} warpgroups, {s.lines} lines", by_plan)
+        yield Variant(f"by a plan of {described(plan)}", by_plan)
+
+
+def described(plan: CodesPlan) -> str:
+    """Returns a name for a plan, different from the names of its product's other plans."""
+    s = plan.schedule
+    words = [f"tiles of {s.tile_m} x {s.tile_n}", f"{s.warpgroups} warpgroups", f"{s.lines} lines"]
+    return ", ".join(words + ["tokens quantized by the same kernel"] * plan.quantizes)
 
 
 def other_plans(default: CodesPlan) -> list[CodesPlan]:
     """Returns plans of the same product from the fastest to the slowest, by their estimated times."""
     plans = sorted(candidates(default.problem, default.scale_dtype, default.by_rows), key=estimated_seconds)
     plans = [plan for plan in plans if plan != default]
-    return plans[:: max(1, -(-len(plans) // OTHER_PLANS))]
+    return [*plans[:: max(1, -(-len(plans) // OTHER_PLANS))], *quantizing(default)]
 
 
 def some_rows(operands: MatmulOperands, rows: slice) -> MatmulOperands:

@@ -15,7 +15,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from benchmarks.repeated_products import ROWS, WIDTHS, Group, Product
-from benchmarks.studies.fp8_products.products import epilogue_of, shapes
+from benchmarks.studies.fp8_products.products import described, epilogue_of, shapes
 from benchmarks.studies.fp8_products.sums import BLOCK
 from detjax.operands.options import Epilogue
 from detjax.operands.products import MatmulOperands
@@ -28,6 +28,7 @@ from detjax.pallas.hopper.quantized.codes import (
     codes_plan,
     codes_product,
     estimated_seconds,
+    quantizing,
 )
 
 CHUNK: Final = 64
@@ -75,7 +76,7 @@ def wide_products(
         operands = shapes(rows, *shape, activations=activations)
         plans = [codes_plan(operands, out_dtype=out_dtype)]
         if rows in numbers_of_rows and activations == "group" and out_dtype != jnp.float32:
-            plans += best_by_tile(plans[0])
+            plans += [*quantizing(plans[0]), *best_by_tile(plans[0])]
         for plan in dict.fromkeys(plans):
             s = plan.schedule
             if rows not in numbers_of_rows and s in seen:
@@ -86,8 +87,7 @@ def wide_products(
             def multiply(x: jax.Array, w: QuantizedWeight, plan: CodesPlan = plan, epilogue: Any = epilogue) -> Any:
                 return codes_product(MatmulOperands(x, w), plan, epilogue=epilogue)
 
-            tile = f"{s.tile_m} x {s.tile_n}, {s.lines} lines, {s.warpgroups} warpgroups"
-            yield Product(f"{name}, {rows} rows, tiles of {tile}", rows, multiply)
+            yield Product(f"{name}, {rows} rows, {described(plan)}", rows, multiply)
 
 
 def best_by_tile(default: CodesPlan) -> list[CodesPlan]:

@@ -3,6 +3,7 @@
 PYTHONPATH=<folder of the compiler>:<repository> python tests/pallas/hopper/quantized_compiler.py [NAME ...]
 """
 
+import math
 import sys
 from typing import Any
 
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir.dialects import llvm, memref
 
 from detjax.contract import FP8_BLOCK
 from detjax.operands.numerics import round_up
@@ -19,7 +21,18 @@ from detjax.operands.quantized_weight import QuantizedFormat, QuantizedWeight
 from detjax.pallas.hopper import quantized_matmul
 from detjax.pallas.hopper.device import WARPGROUP
 from detjax.pallas.hopper.grouped_matmul import group_unit
-from detjax.pallas.hopper.mosaic.layouts import MATRIX, PER_COLUMN, PER_THREAD
+from detjax.pallas.hopper.mosaic import no_twin, primitive
+from detjax.pallas.hopper.mosaic.layouts import MATRIX, PER_COLUMN, PER_THREAD, swizzled_lines
+from detjax.pallas.hopper.mosaic.registers import (
+    as_index,
+    i32,
+    int32,
+    plus,
+    shared_address,
+    shared_pointer,
+    thread_of_warpgroup,
+    times,
+)
 from detjax.pallas.hopper.quantized.codes import codes_plan, codes_product, grouped_codes_product
 from detjax.pallas.hopper.quantized.packed import packed_plan
 from detjax.pallas.hopper.quantized.promotion import (
@@ -29,7 +42,7 @@ from detjax.pallas.hopper.quantized.promotion import (
     rows_share_scales,
     scaled_by,
 )
-from detjax.pallas.hopper.quantized.rows import quantized_groups
+from detjax.pallas.hopper.quantized.rows import quantize_stage, quantized_groups
 from detjax.pallas.hopper.rows import NO_AUTO_BARRIERS
 from detjax.portable.quantized_matmul import quantized_rows
 from detjax.runtime import backends
@@ -153,6 +166,7 @@ def row_programs() -> dict[str, Program]:
     }
     return {
         **kernels,
+        **{f"a stage of {dtype}": quantized_stage(dtype) for dtype in ("bfloat16", "float32")},
         **{f"column scales of {dtype}": loaded_column_scales(dtype) for dtype in ("bfloat16", "float16", "float32")},
         **{
             f"{rows} rows with scales of {dtype}": compared_scales(rows, dtype)
@@ -163,6 +177,42 @@ def row_programs() -> dict[str, Program]:
         "scaled sums": scaled_products(is_promoted=False),
         "composed rows": (composed_rows, [array(*ROWS, dtype="float32")]),
     }
+
+
+def quantized_stage(dtype: str) -> Program:
+    """A kernel that quantizes a stage of tokens in shared memory, and writes its words as they lie there."""
+
+    def body(x: Any, codes_out: Any, scales_out: Any, codes: Any, scales: Any) -> None:
+        quantize_stage(x, codes, scales, STAGE_ROW, STAGE_GROUP, tokens=STAGE_TOKENS)
+        plgpu.commit_smem()
+        copy_words(codes, codes_out, transforms=swizzled_lines(FP8_BLOCK, 1))
+        copy_words(scales, scales_out, transforms=())
+
+    shapes = (8, STAGE_GROUPS * FP8_BLOCK), (STAGE_GROUPS, WARPGROUP)
+    kernel = plgpu.kernel(
+        body,
+        out_type=[
+            jax.ShapeDtypeStruct((math.prod(shape) // size,), "int32")
+            for shape, size in zip(shapes, (4, 1), strict=True)
+        ],
+        scratch_types=[
+            plgpu.SMEM(shapes[0], "float8_e4m3fn", transforms=swizzled_lines(FP8_BLOCK, 1)),
+            plgpu.SMEM(shapes[1], "float32"),
+        ],
+        compiler_params=NO_AUTO_BARRIERS,
+        kernel_name="quantized_stage",
+    )
+    return kernel, [array(*ROWS, dtype=dtype)]
+
+
+@primitive(twin=no_twin("copy_words"), args=lambda ref, out, transforms: (plgpu.RefType(transforms), plgpu.RefType()))
+def copy_words(ref: Any, out: Any, *, transforms: Any) -> None:
+    """Copies an array in shared memory word by word."""
+    del transforms
+    for begin in range(0, out.type.shape[0], WARPGROUP):
+        place = plus(thread_of_warpgroup(), int32(begin))
+        word = llvm.load(i32(), shared_pointer(plus(shared_address(ref), times(place, 4))))
+        memref.store(word, out, [as_index(place)])
 
 
 def scaled_products(*, is_promoted: bool) -> Program:
@@ -246,6 +296,11 @@ MISSING_ROWS = 24
 """Rows of the second tile that are beyond the end of the scales."""
 GROUPS = {"bfloat16": 24, "float32": 12}
 """Groups of these scales: a thread loads a row's by three instructions."""
+
+STAGE_ROW, STAGE_GROUP = 3, 2
+"""The first row and group of a quantized stage: a row after the last one, and groups with few columns or none."""
+STAGE_TOKENS, STAGE_GROUPS = 5, 5
+"""Its rows and groups."""
 
 ROWS = 7, 656
 """The shape of quantized rows: the last group has 16 columns, and a row takes two CTAs."""

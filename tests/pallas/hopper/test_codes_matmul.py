@@ -56,6 +56,35 @@ def test_blocks_are_scaled_and_added_in_the_contracts_order(name: str) -> None:
     assert_same_bits(y, added_in_blocks(x, w) + bias + residual)
 
 
+QUANTIZED_HERE = {
+    "one token, the last block of 64 columns": ((1, 72, 448), (), Schedule(8, 32, lines=2)),
+    "three tokens": ((3, 136, 768), (), Schedule(8, 64, lines=2)),
+    "eight tokens, K not in sixteens": ((8, 72, 1030), (), Schedule(8, 24, lines=1)),
+    "gate and up by two warpgroups": ((5, 80, 512), (2,), Schedule(8, 48, warpgroups=2, lines=4)),
+}
+
+
+@pytest.mark.usefixtures("two_multiprocessors")
+@pytest.mark.parametrize("name", QUANTIZED_HERE)
+def test_tokens_may_be_quantized_while_their_weights_arrive(name: str) -> None:
+    (m, n, k), parts, schedule = QUANTIZED_HERE[name]
+    x, w = exact_operands(m, n, k, "group", "float32", *parts)
+    epilogue = Epilogue("relu", True) if parts else Epilogue()
+
+    def fn(x: Any, w: Any) -> jax.Array:
+        operands = MatmulOperands(x, w)
+        plan = codes.codes_plan(operands, out_dtype="float32")
+        plan = dataclasses.replace(plan, schedule=schedule, quantizes=True)
+        return codes.codes_product(operands, plan, epilogue=epilogue)
+
+    y = interpreted(fn, jnp.asarray(x), w)
+    if parts:
+        gate, up = (added_in_blocks(x, jax.tree.map(lambda leaf, part=part: leaf[part], w)) for part in range(2))
+        assert_same_bits(y, np.maximum(gate, 0) * up)
+    else:
+        assert_same_bits(y, added_in_blocks(x, w))
+
+
 def with_shared_scales(w: QuantizedWeight, sharing: str) -> QuantizedWeight:
     """The weight with scales that blocks of 128 rows share: all of them, all but a block's last group, or none."""
     if sharing == "none":

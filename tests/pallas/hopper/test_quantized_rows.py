@@ -62,6 +62,25 @@ def test_the_emitted_code_and_plain_jax_have_the_bits_of_numpy(dtype: str, texts
     assert not difference_of_rows(wide, {"NumPy": expected, "plain JAX": plain})
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_emitted_code_quantizes_a_stage_where_the_matrix_unit_reads_it(dtype: str, texts: dict[str, str]) -> None:
+    """Chunk c of 16 bytes of a row r is at chunk c ^ r of its line. The lines of a group's rows are neighbours."""
+    row, group = quantized_compiler.STAGE_ROW, quantized_compiler.STAGE_GROUP
+    tokens, groups = quantized_compiler.STAGE_TOKENS, quantized_compiler.STAGE_GROUPS
+    x = rows_to_quantize(ROWS, COLUMNS).astype(jnp.dtype(dtype))
+    words, scales = np.full(groups * 8 * 32, UNWRITTEN, np.uint32), np.full(groups * 128, UNWRITTEN, np.uint32)
+    (kernel,) = kernels(texts[f"a stage of {dtype}"])
+    kernel.run([x.view(np.uint32), words, scales])
+    chunks = words.view(np.uint8).reshape(groups, 8, 8, 16)
+    place = np.arange(8)
+    numbers = chunks[:, place[:, None], place[None] ^ place[:, None]].reshape(groups, 8, FP8_BLOCK)[:, :tokens]
+    some = x.astype(np.float32)[np.minimum(row + np.arange(tokens), ROWS - 1), group * FP8_BLOCK :]
+    some = np.pad(some, ((0, 0), (0, groups * FP8_BLOCK - some.shape[1])))
+    actual = numbers.swapaxes(0, 1).reshape(tokens, -1).view(jnp.float8_e4m3fn).astype(np.float32)
+    by_group = scales.view(np.float32).reshape(groups, 128)[:, :tokens].T
+    assert not difference_of_rows(some, {"NumPy": restated_rows(some), "the kernel": (actual, by_group.copy())})
+
+
 def test_a_difference_is_named() -> None:
     x = rows_to_quantize(ROWS, COLUMNS).astype(np.float32)
     numbers, scales = restated_rows(x)

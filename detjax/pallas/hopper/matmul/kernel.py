@@ -465,34 +465,43 @@ class Cta:
 
     def load_stage(self, m: Array, n: Array, k_step: Array, slot: Array) -> None:
         """Starts the copies of one step of K: one for each part of both operands, or one per warpgroup."""
-        plan, loaded = self.plan, self.scratch.loaded.at[slot]
-        k_slice = pl.ds(k_step * plan.tile_k, plan.tile_k)
+        self.load_rows(m, n, k_step, slot)
+        self.load_columns(m, n, k_step, slot)
 
-        def weights(part: int, first: Array, size: int) -> Any:
-            w, outputs, index = self.operands.w, pl.ds(first, size), self.weight(m, part)
-            return w.at[index, outputs, k_slice] if plan.problem.layout == "nk" else w.at[index, k_slice, outputs]
-
-        def tokens(_: int, first: Array, size: int) -> Any:
-            x, blocks = self.operands.x, self.operands.blocks
-            tokens = pl.ds(first if blocks is None else blocks[lax.div(first, jnp.int32(BLOCK))] * BLOCK, size)
-            return x.at[tokens, k_slice] if plan.problem.token_layout == "mk" else x.at[k_slice, tokens]
-
-        row_source, row_axis, first_row = (weights, "cm", n) if plan.weights_on_rows else (tokens, "cn", m)
-        column_source, column_axis, first_column = (tokens, "cn", m) if plan.weights_on_rows else (weights, "cm", n)
-        row_axis = row_axis if plan.rows_shared_by > 1 else None
-        column_axis = column_axis if plan.columns_shared_by > 1 else None
+    def load_rows(self, m: Array, n: Array, k_step: Array, slot: Array) -> None:
+        """Starts the copies of the row operand."""
+        plan = self.plan
+        axis, first = ("cm", n) if plan.weights_on_rows else ("cn", m)
+        axis = axis if plan.rows_shared_by > 1 else None
         for part in range(plan.row_parts):
             # With padded rows, the rows of two warpgroups are not adjacent in shared memory, so each takes a copy.
             for piece in range(plan.row_pieces):
-                source = row_source(part, first_row + piece * plan.rows, plan.row_tile // plan.row_pieces)
+                place, size = first + piece * plan.rows, plan.row_tile // plan.row_pieces
+                source = self.source(m, k_step, part, place, size, weights=plan.weights_on_rows)
                 target = self.scratch.rows.at[slot, part]
                 if plan.rows != plan.padded_rows:
                     target = self.scratch.rows.at[slot, part, pl.ds(piece * plan.padded_rows, plan.rows)]
-                plgpu.copy_gmem_to_smem(source, target, loaded, collective_axes=row_axis)
+                plgpu.copy_gmem_to_smem(source, target, self.scratch.loaded.at[slot], collective_axes=axis)
+
+    def load_columns(self, m: Array, n: Array, k_step: Array, slot: Array) -> None:
+        """Starts the copies of the column operand."""
+        plan = self.plan
+        axis, first = ("cn", m) if plan.weights_on_rows else ("cm", n)
+        axis = axis if plan.columns_shared_by > 1 else None
         for part in range(plan.column_parts):
-            source = column_source(part, first_column, plan.columns)
+            source = self.source(m, k_step, part, first, plan.columns, weights=not plan.weights_on_rows)
             target = self.scratch.columns.at[slot, part]
-            plgpu.copy_gmem_to_smem(source, target, loaded, collective_axes=column_axis)
+            plgpu.copy_gmem_to_smem(source, target, self.scratch.loaded.at[slot], collective_axes=axis)
+
+    def source(self, m: Array, k_step: Array, part: int, first: Array, size: int, *, weights: bool) -> Any:
+        """Returns `size` weights or tokens from `first` on, in a step of K, for the tile of tokens that starts at m."""
+        problem, x, w, blocks = self.plan.problem, self.operands.x, self.operands.w, self.operands.blocks
+        k_slice = pl.ds(k_step * self.plan.tile_k, self.plan.tile_k)
+        if weights:
+            outputs, index = pl.ds(first, size), self.weight(m, part)
+            return w.at[index, outputs, k_slice] if problem.layout == "nk" else w.at[index, k_slice, outputs]
+        tokens = pl.ds(first if blocks is None else blocks[lax.div(first, jnp.int32(BLOCK))] * BLOCK, size)
+        return x.at[tokens, k_slice] if problem.token_layout == "mk" else x.at[k_slice, tokens]
 
     # --- a consumer -----------------------------------------------------------------------------------------------
 

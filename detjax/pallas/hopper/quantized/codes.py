@@ -10,7 +10,9 @@ A stage has one or more blocks, with the scales of its tokens and weights. A war
 flight. While the matrix unit multiplies one of them, or for the other warpgroup, it adds an earlier one to its sums.
 
 - For few tokens, weights are on the matrix unit's rows. Threads load scales before the products are there, and then
-  multiply only.
+  multiply only. A plan for up to `_QUANTIZED_TOKENS` may have one more warpgroup, which quantizes the tokens of each
+  stage while its weights arrive: it stores codes and scales, and `quantized` orders them as `loaded` orders copies. No
+  GPU has run such a plan yet, so none is chosen.
 - For more than `_FEW_TOKENS`, tokens are on the rows, since in a checkpoint with blocks of 128 x 128 numbers many
   neighbouring weights share their scales. Then a thread loads few scales and multiplies few factors, and gate and up of
   Qwen3-8B take half of the time. Whether neighbours share scales is read from the scales themselves, for each tile: a
@@ -49,7 +51,7 @@ from detjax.pallas.hopper.quantized.promotion import (
     rows_share_scales,
     scaled_by,
 )
-from detjax.pallas.hopper.quantized.rows import E4M3, quantized_tokens
+from detjax.pallas.hopper.quantized.rows import E4M3, in_column_units, quantize_stage, quantized_tokens
 from detjax.pallas.hopper.quantized.widening import SCALE_BYTES
 
 _SCALE_UNIT: Final = 32
@@ -59,6 +61,11 @@ _LOOP_REGISTERS: Final = 168
 """Registers of a consumer for sums, products and scales of tokens; the rest are for addresses and temporaries."""
 _LOOP_REGISTERS_WITH_LATE_SCALES: Final = 192
 """The same for sums and products alone, where scales are loaded when products are there."""
+
+_QUANTIZED_TOKENS: Final = 8
+"""Tokens of a tile that the kernel itself may quantize. More take a warpgroup longer than their weights to arrive."""
+_REGISTERS_WITH_QUANTIZER: Final = {1: (232, 176, 40), 2: (160, 152, 40)}
+"""Registers per thread of a consumer, a warpgroup that quantizes and the producer, by the number of consumers."""
 
 _FEW_TOKENS: Final = 64
 """Up to this many tokens are on the matrix unit's columns."""
@@ -91,6 +98,8 @@ class CodesPlan(Plan):
     """Dtype of the weight's scales."""
     by_rows: bool = False
     """True if rows and weights have one scale each, not one for each block."""
+    quantizes: bool = False
+    """True if a warpgroup quantizes the tokens of each stage, rather than a kernel before this one."""
 
     @property
     def scale_unit(self) -> int:
@@ -115,7 +124,13 @@ class CodesPlan(Plan):
     @property
     def loads_per_stage(self) -> int:
         """Copies that fill a stage: codes of both operands, the scales of each part, and the tokens' of each block."""
-        return super().loads_per_stage + self.problem.parts + self.scaled_blocks
+        copies = super().loads_per_stage + self.problem.parts + self.scaled_blocks
+        return copies - (self.column_parts + self.scaled_blocks if self.quantizes else 0)
+
+    @property
+    def all_warpgroups(self) -> int:
+        """Warpgroups of a CTA: some multiply, one produces, and one may quantize."""
+        return super().all_warpgroups + self.quantizes
 
     @property
     def bytes_per_stage(self) -> int:
@@ -151,6 +166,9 @@ class CodesPlan(Plan):
             "e4m3 codes": self.problem.dtype == E4M3,
             "K in whole stages": self.problem.k % self.tile_k == 0 and self.line == FP8_BLOCK,
             "64 rows or fewer for each warpgroup": self.rows <= MATRIX_ROWS,
+            f"scales by group and tiles of {_QUANTIZED_TOKENS} tokens on the columns, if these are quantized here": (
+                not self.quantizes or (not self.by_rows and self.weights_on_rows and self.columns == _QUANTIZED_TOKENS)
+            ),
             "stages that divide a unit of scales": self.scale_unit % self.scaled_blocks == 0,
             "sums, products and scales that leave registers": (
                 held <= _LOOP_REGISTERS if self.weights_on_rows else self.at_once >= self.problem.parts
@@ -167,6 +185,8 @@ class CodesScratch(Scratch):
     """Stages of the scales of tokens, `[stages, blocks, tokens]`."""
     scales: Any = None
     """Stages of the weights' scales, `[stages, parts, weights, groups]`."""
+    quantized: Any = None
+    """Barriers: the tokens of a stage are quantized."""
 
 
 def serves(w: QuantizedWeight) -> bool:
@@ -270,6 +290,12 @@ def _schedules_for_many_tokens(problem: Problem, tile_m: int | None) -> Iterator
             )
 
 
+def quantizing(plan: CodesPlan) -> list[CodesPlan]:
+    """Returns the plan with one more warpgroup, which quantizes the tokens; an empty list if it cannot have one."""
+    other = dataclasses.replace(plan, quantizes=True)
+    return [] if other.unmet_requirements() else [other]
+
+
 def estimated_seconds(plan: CodesPlan) -> float:
     """Returns the estimated seconds of a plan on an H200, only for ranking."""
     p, s = plan.problem, plan.schedule
@@ -327,19 +353,21 @@ def _product(operands: Operands, plan: CodesPlan, epilogue: Epilogue, source: in
     """Returns the product of rows, which are quantized first, with a weight or with the experts' weights."""
     x, w, bias, residual = operands[:4]
     problem, weights, n = plan.problem, plan.problem.parts * max(1, plan.problem.experts), w.shape[-2]
-    static = None if w.input_scales is None else w.input_scales[..., source]
-    if static is not None and operands.experts is not None:
-        static = jnp.repeat(static[operands.experts[:-1]], plan.schedule.tile_m)[:, None]
-    codes, token_scales = quantized_tokens(x, w, static)
+    weight_codes = lax.bitcast_convert_type(w.codes, E4M3).reshape(weights, n, -1)
     scales = stored_scales(w).reshape(weights, n, -1)
     groups = round_up(scales.shape[-1], plan.scale_unit)
-    weight_codes = lax.bitcast_convert_type(w.codes, E4M3).reshape(weights, n, -1)
     arrays = [
-        padded(codes, (problem.m, problem.k)),
-        token_scales,
         padded(weight_codes, (weights, problem.n, problem.k)),
         padded(scales, (weights, problem.n, groups)),
     ]
+    static = None if w.input_scales is None else w.input_scales[..., source]
+    if static is not None and operands.experts is not None:
+        static = jnp.repeat(static[operands.experts[:-1]], plan.schedule.tile_m)[:, None]
+    if plan.quantizes:
+        arrays = [in_column_units(x), *arrays]
+    else:
+        codes, token_scales = quantized_tokens(x, w, static)
+        arrays = [padded(codes, (problem.m, problem.k)), token_scales, *arrays]
     arrays += [] if bias is None else [padded(bias.reshape(weights, n), (weights, problem.n))]
     arrays += [] if residual is None else [padded(residual, (problem.m, problem.n))]
     arrays += [] if operands.experts is None else [operands.experts]
@@ -348,11 +376,13 @@ def _product(operands: Operands, plan: CodesPlan, epilogue: Epilogue, source: in
 
 
 def _kernel(plan: CodesPlan, epilogue: Epilogue) -> Callable[..., list[Array]]:
-    """Returns the kernel `x, scales of x, codes, scales, bias?, residual?, experts? -> y`."""
+    """Returns the kernel `x, scales of x?, codes, scales, bias?, residual?, experts? -> y`."""
     problem = plan.problem
 
     def body(*refs: Any, **scratch: Any) -> None:
-        x, token_scales, codes, scales, *rest = refs
+        x, *rest = refs
+        token_scales = None if plan.quantizes else rest.pop(0)
+        codes, scales, *rest = rest
         y = rest.pop()
         experts = rest.pop() if problem.experts else None
         bias = rest.pop(0) if problem.bias_dtype is not None else None
@@ -365,6 +395,8 @@ def _kernel(plan: CodesPlan, epilogue: Epilogue) -> Callable[..., list[Array]]:
     scratch["token_scales"] = plgpu.SMEM(shape, ACCUMULATOR)
     shape = plan.stages, problem.parts, plan.schedule.tile_n, plan.scale_unit
     scratch["scales"] = plgpu.SMEM(shape, plan.scale_dtype)
+    if plan.quantizes:
+        scratch["quantized"] = plgpu.Barrier(num_barriers=plan.stages)
     return launched(plan, body, scratch, "codes_matmul")
 
 
@@ -386,19 +418,76 @@ class CodesCta(Cta):
         super().__init__(plan, epilogue, operands, results, scratch)
         self.token_scales, self.scales = scales
 
+    def run(self) -> None:
+        """Runs the warpgroup's role: consumers come first, then the producer, then the one that quantizes."""
+        if not self.plan.quantizes:
+            super().run()
+            return
+        warpgroups = self.plan.schedule.warpgroups
+        consumer, quantizer, producer = _REGISTERS_WITH_QUANTIZER[warpgroups]
+        device.shared_registers(*(consumer,) * warpgroups, quantizer, producer)
+
+        @pl.when(self.warpgroup == warpgroups)
+        def _producer() -> None:
+            plgpu.set_max_registers(producer, action="decrease")
+
+            @plgpu.warp_map
+            def _(warp: Array) -> None:
+                pl.when(warp == 0)(self.produce)
+
+        @pl.when(self.warpgroup == warpgroups + 1)
+        def _quantizer() -> None:
+            plgpu.set_max_registers(quantizer, action="increase")
+            self.quantize()
+
+        @pl.when(self.warpgroup < warpgroups)
+        def _consumer() -> None:
+            plgpu.set_max_registers(consumer, action="increase")
+            self.consume()
+
+    def quantize(self) -> None:
+        """Quantizes the tokens of all stages in order, ahead of the consumers."""
+        plan, scratch, x = self.plan, self.scratch, self.operands.x
+        tokens = min(plan.columns, x.shape[0])
+
+        @pl.loop(0, self.tiles)
+        def _(tile: Array) -> None:
+            m, _ = self.origin(tile)
+
+            @pl.loop(0, plan.steps)
+            def _(k_step: Array) -> None:
+                step = tile * plan.steps + k_step
+                slot = self.slot(step)
+                pl.when(step >= plan.stages)(lambda: plgpu.barrier_wait(scratch.consumed.at[slot]))
+                codes, scales = scratch.columns.at[slot, 0], scratch.token_scales.at[slot]
+                quantize_stage(x, codes, scales, m, self.group(k_step, 0), tokens=tokens)
+                # The matrix unit reads through another proxy: the fence makes the stores of all threads visible to it.
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(scratch.quantized.at[slot])
+
+        steps = self.tiles * plan.steps
+
+        # No barrier is left with an arrival that this warpgroup has not seen.
+        @pl.loop(jnp.maximum(steps - plan.stages, 0), steps)
+        def _(step: Array) -> None:
+            plgpu.barrier_wait(scratch.consumed.at[self.slot(step)])
+
     def group(self, k_step: Array, block: int) -> Array:
         """Returns the group of a stage's block: its number among the scales of a row."""
         return jnp.int32(0) if self.plan.by_rows else k_step * self.plan.schedule.lines + block
 
     def load_stage(self, m: Array, n: Array, k_step: Array, slot: Array) -> None:
         """Starts the copies of a stage: codes of both operands, and their scales."""
-        super().load_stage(m, n, k_step, slot)
         plan, scratch, loaded = self.plan, self.scratch, self.scratch.loaded.at[slot]
+        self.load_rows(m, n, k_step, slot)
         unit = jnp.int32(plan.scale_unit)
         groups = pl.ds(lax.div(self.group(k_step, 0), unit) * unit, plan.scale_unit)
         for part in range(plan.problem.parts):
             source = self.scales.at[self.weight(m, part), pl.ds(n, plan.schedule.tile_n), groups]
             plgpu.copy_gmem_to_smem(source, scratch.scales.at[slot, part], loaded)
+        if plan.quantizes:
+            return
+        self.load_columns(m, n, k_step, slot)
         for block in range(plan.scaled_blocks):
             source = self.token_scales.at[self.group(k_step, block), pl.ds(m, plan.schedule.tile_m)]
             target = scratch.token_scales.at[slot, block, pl.ds(0, plan.schedule.tile_m)]
@@ -427,6 +516,8 @@ class CodesCta(Cta):
         def add_stage(k_step: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
             slot, totals = self.slot(tile * plan.steps + k_step), list(sums)
             plgpu.barrier_wait(scratch.loaded.at[slot])
+            if plan.quantizes:
+                plgpu.barrier_wait(scratch.quantized.at[slot])
             in_flight: list[tuple[int, int, Array, Any]] = []
 
             def scales(block: int, part: int) -> tuple[Array, Array]:
