@@ -54,9 +54,7 @@ def packed_weight(
 def products(
     x: Any,
     w: QuantizedWeight,
-    schedule: Schedule | None,
-    wideners: int,
-    out_dtype: str = "float32",
+    schedule: Schedule,
     *,
     takes_turns: bool = False,
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -64,44 +62,45 @@ def products(
     codes, x = codes_of(w), jnp.asarray(x)
     assert codes is not None
     *stack, n, k = w.shape
-    problem = Problem(len(x), n, k, 2 if stack else 1, x.dtype, jnp.dtype(out_dtype)).addressable
-    plan = PackedPlan(problem, schedule or Schedule(8, 24), codes, wideners, takes_turns)
+    problem = Problem(len(x), n, k, 2 if stack else 1, x.dtype, jnp.dtype("float32")).addressable
+    plan = PackedPlan(problem, schedule, codes, takes_turns)
 
     def both(x: Any, w: QuantizedWeight) -> Any:
         epilogue = Epilogue("silu", True) if stack else Epilogue()
-        options: dict[str, Any] = {"epilogue": epilogue, "out_dtype": out_dtype}
+        options: dict[str, Any] = {"epilogue": epilogue, "out_dtype": "float32"}
         packed = packed_product(MatmulOperands(x, w), plan, **options)
         return packed, product(Operands(x, widened(w)), layout="nk", schedule=Schedule(8, 16), **options)
 
     return interpreted(both, x, w)
 
 
-CASES: dict[str, tuple[int, QuantizedWeight, Schedule, int]] = {
-    # Rows that end within a tile, K that ends within a stage, groups that are shorter or longer than a stage.
-    "int4 in turns of two": (3, packed_weight(40, 320, "int4", 64, "bfloat16"), Schedule(8, 24, lines=2), 2),
-    "int4 of zeros": (9, packed_weight(24, 256, "int4", 128, "float16", zeros=True), Schedule(16, 24, lines=4), 1),
+CASES: dict[str, tuple[int, QuantizedWeight, Schedule]] = {
+    # Rows that end within a tile, K that ends within a stage, groups that are shorter or longer than a stage. Rows are
+    # in both places of a warp, or spread over one; gate and up are in one operand or two.
+    "int4 of spread rows, K within a stage": (
+        3,
+        packed_weight(40, 320, "int4", 64, "bfloat16"),
+        Schedule(8, 24, lines=2),
+    ),
+    "int4 of zeros": (9, packed_weight(56, 256, "int4", 128, "float16", zeros=True), Schedule(16, 40, lines=4)),
     "e2m1 for two warpgroups": (
         17,
         packed_weight(136, 192, "e2m1", 16, "float32", dtype="float16"),
         Schedule(24, 128, warpgroups=2),
-        1,
     ),
-    "e4m3": (2, packed_weight(16, 256, "e4m3", 128, "float32"), Schedule(8, 16, lines=2), 3),
-    # Warpgroups that widen their own rows: rows in both places of a warp, or in one; gate and up in one operand or two.
-    "int4 of whole rows": (9, packed_weight(136, 192, "int4", 64, "bfloat16"), Schedule(16, 128, warpgroups=2), 0),
+    "e4m3 of spread rows": (2, packed_weight(16, 256, "e4m3", 128, "float32"), Schedule(8, 16, lines=2)),
+    "int4 of whole rows": (9, packed_weight(136, 192, "int4", 64, "bfloat16"), Schedule(16, 128, warpgroups=2)),
     "int4 of spread rows": (
         3,
         packed_weight(72, 512, "int4", 64, "float16", zeros=True),
         Schedule(8, 72, warpgroups=3, lines=4),
-        0,
     ),
     "e2m1 of gate and up, spread": (
         17,
         packed_weight(40, 192, "e2m1", 16, "float32", 2, dtype="float16"),
         Schedule(16, 32, lines=2),
-        0,
     ),
-    "e4m3 of gate and up": (2, packed_weight(56, 256, "e4m3", 128, "float32", 2), Schedule(8, 40, lines=2), 0),
+    "e4m3 of gate and up": (2, packed_weight(56, 256, "e4m3", 128, "float32", 2), Schedule(8, 40, lines=2)),
 }
 
 FEW_CASES = "int4 of zeros", "e2m1 for two warpgroups", "int4 of spread rows", "e2m1 of gate and up, spread"
@@ -112,9 +111,9 @@ FEW_CASES = "int4 of zeros", "e2m1 for two warpgroups", "int4 of spread rows", "
     "name", [pytest.param(name, marks=() if name in FEW_CASES else pytest.mark.nightly) for name in CASES]
 )
 def test_codes_give_the_bits_of_widened_weights(name: str) -> None:
-    m, w, schedule, wideners = CASES[name]
+    m, w, schedule = CASES[name]
     x = normal(m, w.shape[-1], dtype=w.format.dtype)
-    assert_same_bits(*products(x, w, schedule, wideners))
+    assert_same_bits(*products(x, w, schedule))
 
 
 TURNS: dict[str, tuple[int, QuantizedWeight, Schedule]] = {
@@ -136,7 +135,7 @@ TURNS: dict[str, tuple[int, QuantizedWeight, Schedule]] = {
 def test_warpgroups_that_take_turns_add_in_the_same_order(name: str) -> None:
     m, w, schedule = TURNS[name]
     x = normal(m, w.shape[-1], dtype=w.format.dtype)
-    assert_same_bits(*products(x, w, schedule, 0, takes_turns=True))
+    assert_same_bits(*products(x, w, schedule, takes_turns=True))
 
 
 def test_warpgroups_take_turns_where_a_gpu_has_measured_them() -> None:
@@ -222,14 +221,14 @@ def test_bits_of_a_byte_become_its_two_numbers(dtype: str) -> None:
     [
         ({"schedule": Schedule(8, 24, "tokens")}, "weights on the rows"),
         ({"schedule": Schedule(8, 24, cluster_n=2)}, "clusters of one CTA"),
-        ({"wideners": 4}, "0 to 3 widening warpgroups"),
+        ({"schedule": Schedule(8, 72)}, "64 rows or fewer for each warpgroup"),
         ({"takes_turns": True}, "to take turns"),
         ({"schedule": Schedule(8, 24, lines=3)}, "1, 2 or 4 lines"),
         ({"codes": Codes("int4", 96, jnp.dtype("float32"), False)}, "groups and stages that divide each other"),
     ],
 )
 def test_plans_that_cannot_be_built_are_refused(change: dict[str, Any], accepted: str) -> None:
-    plan = PackedPlan(Problem(8, 64, 256), Schedule(8, 24), Codes("int4", 64, jnp.dtype("bfloat16"), False), 2)
+    plan = PackedPlan(Problem(8, 64, 256), Schedule(8, 24), Codes("int4", 64, jnp.dtype("bfloat16"), False))
     assert not plan.unmet_requirements()
     with pytest.raises(ValueError, match=f"quantized_matmul: .*accepted: .*{accepted}"):
         dataclasses.replace(plan, **change).check()
@@ -239,7 +238,7 @@ def test_plans_that_cannot_be_built_are_refused(change: dict[str, Any], accepted
 def test_registers_are_not_written_while_the_matrix_unit_reads_them(lines: int, gated: bool, in_flight: int) -> None:
     """A stage of one operand writes the registers of the last stage's."""
     problem = Problem(8, 64, 256, 2 if gated else 1)
-    plan = PackedPlan(problem, Schedule(8, 64, lines=lines), Codes("int4", 64, jnp.dtype("bfloat16"), False), 0)
+    plan = PackedPlan(problem, Schedule(8, 64, lines=lines), Codes("int4", 64, jnp.dtype("bfloat16"), False))
     assert not plan.unmet_requirements()
     assert plan.operands_in_flight == in_flight
 

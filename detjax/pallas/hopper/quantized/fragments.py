@@ -1,6 +1,6 @@
-"""Primitives that widen codes to the matrix unit's row operand in registers, which a warpgroup then multiplies itself.
+"""Primitives that widen codes to the matrix unit's row operand, in the registers of the warpgroup that multiplies it.
 
-Widened numbers so never pass shared memory, and no warpgroup waits for another. A thread of the matrix unit's row
+Widened numbers never pass shared memory, and no warpgroup waits for another one's. A thread of the matrix unit's row
 operand has two neighbouring columns of every eight, in two rows, the second eight below the first. So it needs a byte
 of each word of eight codes. Four threads share a row and read the same words, which shared memory sends to all of them
 at once.
@@ -38,7 +38,7 @@ from detjax.pallas.hopper.mosaic.registers import (
     times,
     warp_and_lane,
 )
-from detjax.pallas.hopper.quantized.widening import Codes, arithmetic_of, plain_numbers
+from detjax.pallas.hopper.quantized.widening import Arithmetic, Codes, plain_numbers
 
 BLOCK: Final = 8
 """Rows of a block."""
@@ -131,13 +131,14 @@ def loaded_words(first_row: Any, group: Any, *refs: Any, fill: Fill, first: int)
     Args:
         first_row: the warpgroup's first row in the arrays.
         group: the number of the stage's first group in the whole row.
-        refs: codes, scales and zero points, if the codes have any, of each part; see `widening.widen`.
+        refs: of each part the codes `[rows, bytes]`, with the transforms of `Codes`, and the scales `[rows, groups]`
+            and zero points, if the codes have any, in whole units of the copy engine; see `plain_numbers`.
         fill: the rows that fill the operand.
         first: the batch's first column in the stage.
     """
     warp, lane = warp_and_lane()
     row_of_block, thread = arith.divui(lane, int32(4)), arith.remui(lane, int32(4))
-    words = []
+    words, arithmetic = [], Arithmetic(fill.packing)
     for place, source in enumerate(fill.sources(refs)):
         if source:
             block = warp if fill.is_spread else plus(times(warp, PLACES), int32(place))
@@ -145,7 +146,6 @@ def loaded_words(first_row: Any, group: Any, *refs: Any, fill: Fill, first: int)
             row = plus(first_row.registers.item(), times(block, BLOCK), row_of_block)
             words += _code_words(source[0], row, (row_of_block, thread), fill, first)
             scales = _by_group(source[1], row, group, fill, first)
-            arithmetic = arithmetic_of(fill.packing, fill.packing.dtype)
             words += [arithmetic.scale_word(scale) for scale in scales]
             if fill.packing.has_zeros:
                 words += [arithmetic.negative_powers(zero) for zero in _by_group(source[2], row, group, fill, first)]
@@ -219,7 +219,7 @@ def widened_rows(words: Any, first_row: Any, group: Any, *refs: Any, fill: Fill,
         first: the first column in the stage.
     """
     del first_row, group
-    packing, arithmetic = fill.packing, arithmetic_of(fill.packing, fill.packing.dtype)
+    packing, arithmetic = fill.packing, Arithmetic(fill.packing)
     _, lane = warp_and_lane()
     selector = arithmetic.selector(arith.remui(lane, int32(4)))
     flat = [element(register) for register in words.registers.flat]

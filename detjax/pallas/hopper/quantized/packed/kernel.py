@@ -1,8 +1,7 @@
 """The matmul kernel with weights that it widens on the chip.
 
-Without widening warpgroups, the warpgroups that multiply widen their own rows, in registers: see `fragments.py`. While
-the matrix unit multiplies half of a stage, they widen the other half. Stages and barriers are as in the plain
-kernel.
+The warpgroups that multiply widen their own rows, in registers: see `fragments.py`. While the matrix unit multiplies
+half of a stage, they widen the other half. Stages and barriers are as in the plain kernel.
 
 If a tile has few rows, one warpgroup has too little to do at a time: it waits for its loads, its numbers and its
 products one after the other. Warpgroups then take the stages of a tile in turn (`takes_turns`). Each widens a whole
@@ -13,24 +12,12 @@ ascending, and only products and two copies of a few numbers follow one another.
     warpgroup w     --arrives-->  named barrier    --> warpgroup w + 1 reads the sums, and the first one after the last
     warpgroup w     --arrives-->  consumed[slot]   --> producer warp waits
 
-With widening warpgroups, widened weights pass shared memory. Two rings of buffers lie between memory and matrix unit:
-
-    producer warp   --copies-->   loaded[slot]     --> widening warpgroups and consumers wait
-    widening group  --arrives-->  widened[place]   --> consumers wait, then issue `wgmma`
-    consumer        --arrives-->  emptied[place]   --> the widening warpgroup of the place waits
-    both            --arrive-->   consumed[slot]   --> producer warp waits
-
-The ring of codes and tokens is deep, to hide the latency of memory. Widened weights take four times the space of codes,
-and need two places or three. Widening warpgroups take steps in turn, so each of them meets the same slots and places
-in every round, and has a whole step's time for the latency of its loads and stores.
-
 Who writes a buffer, who reads it, and what keeps the next write from overtaking a read:
 
     buffer             written by          read by                   ordered by
     codes, scales,     copy engine         threads, which keep the   `loaded`; `consumed` after the products of the
     zeros [slot]                           numbers in registers      numbers, at which every thread arrives
     columns [slot]     copy engine         matrix unit               `loaded`; `consumed` after `wgmma_wait`
-    rows [place]       widening threads    matrix unit               fence and `widened`; `emptied` after `wgmma_wait`
     sums [warpgroup]   a thread            the same thread of the    named barriers; it is overwritten a round later,
                                            next warpgroup            after the sums have been all around
     gathered           threads             threads of a warpgroup    two barriers of the warpgroup in `gathered`
@@ -62,7 +49,6 @@ from detjax.pallas.hopper.mosaic.tiles import by_thread
 from detjax.pallas.hopper.quantized.fragments import FEW_ROWS, gathered, loaded_words, widened_rows
 from detjax.pallas.hopper.quantized.packed.plan import REGISTERS, PackedPlan
 from detjax.pallas.hopper.quantized.turns import take_turn
-from detjax.pallas.hopper.quantized.widening import widen
 
 _PRODUCER_REGISTERS: Final = 40
 
@@ -86,7 +72,7 @@ class PackedArrays(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class PackedScratch(Scratch):
-    """Buffers of a CTA; `rows` are the places of widened weights, and `columns` the stages of tokens."""
+    """Buffers of a CTA; `columns` are the stages of tokens. Rows are in registers."""
 
     codes: Any = None
     """Stages of codes, `[stages, parts, rows, bytes]`."""
@@ -94,10 +80,6 @@ class PackedScratch(Scratch):
     """Stages of scales, `[stages, parts, rows, groups]`."""
     zeros: Any = None
     """Zero points, in the same shape."""
-    widened: Any = None
-    """A barrier for each place: its weights are widened."""
-    emptied: Any = None
-    """A barrier for each place: it may be overwritten."""
     gathered: Any = None
     """Sums of spread rows, `[warpgroups, 2, rows, columns]`."""
     sums: Any = None
@@ -115,81 +97,56 @@ def packed_kernel(plan: PackedPlan, epilogue: Epilogue) -> Callable[..., list[Ar
         bias = rest.pop(0) if problem.bias_dtype is not None else None
         residual = rest.pop(0) if problem.residual_dtype is not None else None
         operands = Operands(x, PackedArrays(codes, scales, zeros), bias, residual)
-        PackedCta(plan, epilogue, operands, (y, []), PackedScratch(**{"rows": None, **scratch})).run()
+        PackedCta(plan, epilogue, operands, (y, []), PackedScratch(rows=None, **scratch)).run()
 
     return launched(plan, body, packed_scratch_types(plan), "packed_matmul")
 
 
 def packed_scratch_types(plan: PackedPlan) -> dict[str, Any]:
     """Returns the types of buffers and barriers, by their names in `PackedScratch`."""
-    problem, warpgroups, codes = plan.problem, plan.schedule.warpgroups, plan.codes
+    warpgroups, codes = plan.schedule.warpgroups, plan.codes
     scratch = scratch_types(plan)
-    rows = warpgroups * plan.padded_rows
-    shape, transforms = (plan.places, problem.parts, rows, plan.tile_k), scratch.pop("rows").transforms
-    widened = plgpu.SMEM(shape, problem.dtype, transforms=transforms) if plan.wideners else None
-    shape = plan.stages, problem.parts, plan.row_tile
+    del scratch["rows"]
+    shape = plan.stages, plan.problem.parts, plan.row_tile
     transforms = codes.transforms(plan.tile_k)
     scratch["codes"] = plgpu.SMEM((*shape, codes.row_bytes(plan.tile_k)), jnp.uint8, transforms=transforms)
     size = codes.box(plan.tile_k, codes.scale_dtype.itemsize)
     scratch["scales"] = plgpu.SMEM((*shape, size), codes.scale_dtype)
     if codes.has_zeros:
         scratch["zeros"] = plgpu.SMEM((*shape, codes.box(plan.tile_k, 1)), jnp.uint8)
-    if widened is None:
-        scratch["consumed"] = plgpu.Barrier(num_arrivals=plan.row_shares, num_barriers=plan.stages)
-        if plan.takes_turns:
-            scratch["sums"] = plgpu.SMEM((warpgroups, *by_thread(plan.columns)), ACCUMULATOR)
-        if plan.spread_bytes:
-            scratch["gathered"] = plgpu.SMEM((warpgroups, 2, FEW_ROWS, plan.columns), ACCUMULATOR)
-        return scratch
-    scratch["rows"] = widened
-    # A stage is read by the consumers and by one widening warpgroup.
-    scratch["consumed"] = plgpu.Barrier(num_arrivals=warpgroups + 1, num_barriers=plan.stages)
-    scratch["widened"] = plgpu.Barrier(num_barriers=plan.places)
-    scratch["emptied"] = plgpu.Barrier(num_arrivals=warpgroups, num_barriers=plan.places)
+    scratch["consumed"] = plgpu.Barrier(num_arrivals=plan.row_shares, num_barriers=plan.stages)
+    if plan.takes_turns:
+        scratch["sums"] = plgpu.SMEM((warpgroups, *by_thread(plan.columns)), ACCUMULATOR)
+    if plan.fill.is_spread:
+        scratch["gathered"] = plgpu.SMEM((warpgroups, 2, FEW_ROWS, plan.columns), ACCUMULATOR)
     return scratch
 
 
 class PackedCta(Cta):
-    """One CTA: a producer warp, warpgroups that widen, and warpgroups that multiply and store."""
+    """One CTA: a producer warp, and warpgroups that widen, multiply and store."""
 
     plan: PackedPlan
     scratch: PackedScratch
 
     def run(self) -> None:
-        """Runs the warpgroup's role: consumers come first, then wideners, then the producer."""
-        consumers, wideners = self.plan.schedule.warpgroups, self.plan.wideners
-        consumer, widener = REGISTERS[consumers, wideners] if wideners else (self.plan.registers, 0)
-        assert consumer is not None
-        shared_registers(*(consumer,) * consumers, *(widener,) * wideners, _PRODUCER_REGISTERS)
-        initial = device.registers_at_start(consumers + wideners + 1)
+        """Runs the warpgroup's role: the last warpgroup produces, the others consume."""
+        consumers = self.plan.schedule.warpgroups
+        registers = REGISTERS[consumers]
+        shared_registers(*(registers,) * consumers, _PRODUCER_REGISTERS)
+        initial = device.registers_at_start(consumers + 1)
 
-        def set_registers(count: int) -> None:
-            if count != initial:
-                plgpu.set_max_registers(count, action="increase" if count > initial else "decrease")
-
-        @pl.when(self.warpgroup == consumers + wideners)
+        @pl.when(self.warpgroup == consumers)
         def _producer() -> None:
-            set_registers(_PRODUCER_REGISTERS)
+            plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
 
             @plgpu.warp_map
             def _(warp: Array) -> None:
                 pl.when(warp == 0)(self.produce)
 
-        if wideners:
-
-            @pl.when((self.warpgroup >= consumers) & (self.warpgroup < consumers + wideners))
-            def _widener() -> None:
-                set_registers(widener)
-                self.widen_stages(self.warpgroup - consumers)
-
         @pl.when(self.warpgroup < consumers)
         def _consumer() -> None:
-            set_registers(consumer)
+            plgpu.set_max_registers(registers, action="increase" if registers > initial else "decrease")
             self.consume()
-
-    def place(self, step: Array) -> Array:
-        """Returns the place of the widened weights of a step."""
-        return lax.rem(step, jnp.int32(self.plan.places))
 
     def first_group(self, k_step: Array) -> Array:
         """Returns the group of the first column of a step of K."""
@@ -221,40 +178,6 @@ class PackedCta(Cta):
         tokens = self.operands.x.at[pl.ds(m, plan.columns), pl.ds(k_step * plan.tile_k, plan.tile_k)]
         plgpu.copy_gmem_to_smem(tokens, self.scratch.columns.at[slot, 0], loaded)
 
-    # --- a widening warpgroup -------------------------------------------------------------------------------------
-
-    def widen_stages(self, number: Array) -> None:
-        """Widens the steps that leave the remainder `number`, when divided by the wideners."""
-        plan, scratch = self.plan, self.scratch
-        steps = self.tiles * plan.k_steps
-
-        @pl.loop(0, lax.div(steps - number + (plan.wideners - 1), jnp.int32(plan.wideners)))
-        def _(turn: Array) -> None:
-            step = turn * plan.wideners + number
-            slot, place = self.slot(step), self.place(step)
-            plgpu.barrier_wait(scratch.loaded.at[slot])
-
-            @pl.when(step >= plan.places)
-            def _() -> None:
-                plgpu.barrier_wait(scratch.emptied.at[place])
-
-            group = self.first_group(lax.rem(step, jnp.int32(plan.k_steps)))
-            for part in range(plan.problem.parts):
-                zeros = None if scratch.zeros is None else scratch.zeros.at[slot, part]
-                codes, scales = scratch.codes.at[slot, part], scratch.scales.at[slot, part]
-                widen(codes, scales, scratch.rows.at[place, part], group, zeros, packing=plan.codes)
-            # The matrix unit reads through another proxy: the fence makes the stores of all threads visible to it.
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(scratch.widened.at[place])
-            plgpu.barrier_arrive(scratch.consumed.at[slot])
-
-        # No barrier is left with an arrival that nobody has waited for.
-        @pl.loop(jnp.maximum(steps - plan.places, 0), steps)
-        def _(step: Array) -> None:
-            @pl.when(lax.rem(step, jnp.int32(plan.wideners)) == number)
-            def _() -> None:
-                plgpu.barrier_wait(scratch.emptied.at[self.place(step)])
-
     # --- a consumer -----------------------------------------------------------------------------------------------
 
     def first_row(self) -> Array | int:
@@ -274,37 +197,6 @@ class PackedCta(Cta):
     def accumulate(self, tile: Array, start: Array | None) -> list[Array]:
         """Returns this warpgroup's accumulators, `[rows, columns]` float32 for each part."""
         assert start is None
-        if not self.plan.wideners:
-            return self.accumulate_own_rows(tile)
-        plan, scratch, parts = self.plan, self.scratch, self.plan.problem.parts
-        rows = pl.ds(lax.axis_index("warpgroup") * plan.padded_rows, plan.padded_rows)
-
-        def release(step: Array) -> None:
-            plgpu.barrier_arrive(scratch.consumed.at[self.slot(step)])
-            plgpu.barrier_arrive(scratch.emptied.at[self.place(step)])
-
-        def add_all(*sums: Any) -> tuple[Array, ...]:
-            @pl.loop(0, plan.k_steps)
-            def _(k_step: Array) -> None:
-                step = tile * plan.k_steps + k_step
-                slot, place = self.slot(step), self.place(step)
-                plgpu.barrier_wait(scratch.loaded.at[slot])
-                plgpu.barrier_wait(scratch.widened.at[place])
-                for part in range(parts):
-                    plgpu.wgmma(sums[part], scratch.rows.at[place, part, rows], scratch.columns.at[slot, 0].T)
-                # See `Cta.accumulate`: this step's products stay in flight.
-                plgpu.wgmma_wait(parts)
-                pl.when(k_step >= 1)(lambda: release(step - 1))
-
-            plgpu.wgmma_wait(0)
-            release((tile + 1) * plan.k_steps - 1)
-            return tuple(total[...] for total in sums)
-
-        accumulator = plgpu.ACC((plan.padded_rows, plan.columns), ACCUMULATOR)  # pyright: ignore
-        return list(pl.run_scoped(add_all, *[accumulator] * parts))
-
-    def accumulate_own_rows(self, tile: Array) -> list[Array]:
-        """Returns the accumulators of `accumulate`, for rows that this warpgroup widens itself."""
         plan, scratch, parts, fill = self.plan, self.scratch, self.plan.problem.parts, self.plan.fill
         first_row = lax.axis_index("warpgroup") * plan.rows
 

@@ -1,4 +1,4 @@
-"""Plans of the matmul with packed weights: a schedule, the meaning of the codes, and the warpgroups that widen them."""
+"""Plans of the matmul with packed weights: a schedule, the meaning of the codes, and whether warpgroups take turns."""
 
 import dataclasses
 import math
@@ -10,22 +10,16 @@ from detjax.pallas.hopper.matmul.plan import MATRIX_ROWS, Plan
 from detjax.pallas.hopper.quantized.fragments import FEW_ROWS, Fill
 from detjax.pallas.hopper.quantized.widening import LINE, Codes
 
-# Registers per thread of a consumer and a widening thread, by the numbers of their warpgroups. A consumer keeps 56
-# in addition to its accumulators, as in `matmul.kernel`; a widening thread has addresses and a few vectors of codes.
-REGISTERS: Final = {(1, 1): (232, 232), (1, 2): (208, 128), (1, 3): (168, 88), (2, 1): (184, 104)}
-REGISTERS_OF_WIDENING_CONSUMERS: Final = {1: 240, 2: 232, 3: 152, 4: 104}
-"""Registers per thread of a consumer that widens its own rows, by the number of consumers."""
-_OTHER_REGISTERS: Final = 56
-"""Registers of a consumer that do not hold accumulators."""
+REGISTERS: Final = {1: 240, 2: 232, 3: 152, 4: 104}
+"""Registers per thread of a consumer, by the number of consumers."""
+_OTHER_REGISTERS: Final = 38
+"""Registers of a consumer that hold neither accumulators, words nor operands."""
 _OPERAND_REGISTERS: Final = 32
-"""Registers of two lines of the row operand: one in flight, and one that is being widened.
-
-A thread that widens also needs two thirds of `_OTHER_REGISTERS`.
-"""
+"""Registers of two lines of the row operand: one in flight, and one that is being widened."""
 _BATCH_LINES: Final = {1: 4, 2: 4, 3: 2, 4: 1}
 """Most lines whose words a consumer loads at once, by the number of consumers."""
 _SUMS_AND_WORDS: Final = {1: 152, 2: 152, 3: 80, 4: 40}
-"""Registers for accumulators and words of a consumer that widens its own rows."""
+"""Registers of a consumer for accumulators and words, by the number of consumers."""
 _MAX_SPREAD_COLUMNS: Final = 64
 """Most columns of sums whose rows are brought in order through shared memory."""
 
@@ -35,21 +29,14 @@ class PackedPlan(Plan):
     """A plan whose row operand is packed weights."""
 
     codes: Codes
-    wideners: int
-    """Warpgroups that widen; 0: those that multiply do."""
     takes_turns: bool = False
     """True if the warpgroups have the same rows, take the stages of a tile in turn, and hand the sums on."""
 
-    max_warpgroups: ClassVar[int] = max(REGISTERS_OF_WIDENING_CONSUMERS)
-
-    @property
-    def all_warpgroups(self) -> int:
-        """Warpgroups of a CTA: some multiply, some widen, and one produces."""
-        return super().all_warpgroups + self.wideners
+    max_warpgroups: ClassVar[int] = max(REGISTERS)
 
     @property
     def row_shares(self) -> int:
-        """Shares into which the multiplying warpgroups divide the rows of a tile."""
+        """Shares into which the consumers divide the rows of a tile."""
         return 1 if self.takes_turns else self.schedule.warpgroups
 
     @property
@@ -59,7 +46,7 @@ class PackedPlan(Plan):
 
     @property
     def fill(self) -> Fill:
-        """The rows of codes that fill the row operand of a warpgroup that widens its own rows."""
+        """The rows of codes that fill a warpgroup's row operand."""
         is_spread = self.rows <= FEW_ROWS and self.columns <= _MAX_SPREAD_COLUMNS
         if self.takes_turns:  # a whole stage is widened before the sums arrive
             k = self.tile_k
@@ -88,14 +75,7 @@ class PackedPlan(Plan):
     @property
     def accumulators(self) -> int:
         """Accumulators of a warpgroup: one for each part, or one for the spread rows of all parts."""
-        return 1 if not self.wideners and self.fill.is_spread else self.problem.parts
-
-    @property
-    def registers(self) -> int | None:
-        """Registers per thread of a consumer; None for numbers of warpgroups that no kernel has."""
-        if not self.wideners:
-            return REGISTERS_OF_WIDENING_CONSUMERS.get(self.schedule.warpgroups)
-        return REGISTERS.get((self.schedule.warpgroups, self.wideners), (None,))[0]
+        return 1 if self.fill.is_spread else self.problem.parts
 
     @property
     def extra_bytes(self) -> int:
@@ -121,15 +101,9 @@ class PackedPlan(Plan):
         return self.problem.parts * self.row_tile * row + self.columns * self.tile_k * self.problem.dtype.itemsize
 
     @property
-    def places(self) -> int:
-        """Places of widened weights: a multiple of the warpgroups that fill them in turn, at least two, if any."""
-        return max(2, self.wideners) if self.wideners else 0
-
-    @property
     def spread_bytes(self) -> int:
         """Bytes of the buffers by which warpgroups bring the sums of spread rows in order."""
-        is_spread = not self.wideners and self.fill.is_spread
-        return self.schedule.warpgroups * 2 * FEW_ROWS * self.columns * 4 if is_spread else 0
+        return self.schedule.warpgroups * 2 * FEW_ROWS * self.columns * 4 if self.fill.is_spread else 0
 
     @property
     def stages(self) -> int:
@@ -141,26 +115,21 @@ class PackedPlan(Plan):
         free -= 0 if self.problem.residual_dtype is None else chunk * self.problem.residual_dtype.itemsize
         if self.problem.bias_dtype is not None:
             free -= 4 * self.schedule.warpgroups * self.problem.parts * self.bias_size
-        rows = self.problem.parts * self.schedule.warpgroups * self.padded_rows
-        free -= self.places * rows * self.tile_k * self.problem.dtype.itemsize + self.spread_bytes + self.handed_bytes
-        turns = self.schedule.warpgroups if self.takes_turns else max(1, self.wideners)
+        free -= self.spread_bytes + self.handed_bytes
+        turns = self.schedule.warpgroups if self.takes_turns else 1
         # A power of two takes fewer instructions where sums wait for them.
         most = 16 if self.takes_turns and 16 % turns == 0 else 24
         return min(most, free // self.bytes_per_stage) // turns * turns
 
     def unmet_requirements(self) -> list[str]:
         """Returns the requirements that this plan does not meet; an empty list if the kernel can be built."""
-        s, codes, k, registers = self.schedule, self.codes, self.problem.k, self.registers
-        held = self.accumulators * self.padded_rows * self.columns // device.WARPGROUP + _OTHER_REGISTERS
-        if not self.wideners and s.lines in (1, 2, 4):
-            words = self.fill.words(self.problem.parts)
-            lines = self.fill.width // LINE
-            held += words + (_OPERAND_REGISTERS // 2 if self.takes_turns else _OPERAND_REGISTERS) * lines
-            held -= _OTHER_REGISTERS // 3
+        s, codes, k, fill = self.schedule, self.codes, self.problem.k, self.fill
+        operands = (_OPERAND_REGISTERS // 2 if self.takes_turns else _OPERAND_REGISTERS) * fill.width // LINE
+        held = self.accumulators * self.padded_rows * self.columns // device.WARPGROUP
+        held += fill.words(self.problem.parts) + operands + _OTHER_REGISTERS
         requirements = {
             "weights on the rows": self.weights_on_rows,
             "clusters of one CTA": self.cluster_size == 1,
-            "0 to 3 widening warpgroups, 0 or 1 for two that multiply, 0 for more": registers is not None,
             "numbers of the codes' dtype": codes.dtype == self.problem.dtype.name,
             "1, 2 or 4 lines": s.lines in (1, 2, 4),
             f"rows of codes of up to {SWIZZLE_BYTES} bytes in a stage": codes.row_bytes(self.tile_k) <= SWIZZLE_BYTES,
@@ -172,23 +141,22 @@ class PackedPlan(Plan):
             # A stage begins with a group or lies within one.
             "groups and stages that divide each other": codes.group >= k
             or (codes.group % 8 == 0 and max(codes.group, self.tile_k) % min(codes.group, self.tile_k) == 0),
-            "full rows for two warpgroups": s.warpgroups == 1 or self.rows == self.padded_rows or not self.wideners,
-            "64 rows or fewer of a warpgroup that widens": self.wideners > 0 or self.rows <= MATRIX_ROWS,
-            "one accumulator for operands in 256s": self.wideners > 0 or s.lines * self.accumulators <= 4,
-            "warpgroups that widen and share one accumulator, in rounds of whole stages, to take turns": (
+            "64 rows or fewer for each warpgroup": self.rows <= MATRIX_ROWS,
+            "one accumulator for operands in 256s": s.lines * self.accumulators <= 4,
+            "several warpgroups that share one accumulator, in rounds of whole stages, to take turns": (
                 not self.takes_turns
-                or (self.wideners == 0 and self.accumulators == 1 and self.k_steps % s.warpgroups == 0)
+                or (s.warpgroups > 1 and self.accumulators == 1 and self.k_steps % s.warpgroups == 0)
             ),
             # The compiler allots the registers of one instruction from those with which a thread starts.
             "columns of one `wgmma` that leave registers": self.columns // 2 + 32
-            <= device.registers_at_start(s.warpgroups + self.wideners + 1),
-            "accumulators that leave registers": registers is not None and held <= registers,
+            <= device.registers_at_start(self.all_warpgroups),
+            "accumulators that leave registers": held <= REGISTERS[s.warpgroups],
         }
         # Those that take turns each compute the whole tile, as one alone would.
         alone = dataclasses.replace(s, warpgroups=1) if self.takes_turns else s
         unmet = [text for text, holds in requirements.items() if not holds]
         unmet = unmet or Plan.unmet_requirements(dataclasses.replace(self, schedule=alone, takes_turns=False))
-        if not unmet and self.stages < max(2, self.wideners, s.warpgroups if self.takes_turns else 0):
+        if not unmet and self.stages < 2:
             unmet.append("2 stages of codes in shared memory")
         return unmet
 

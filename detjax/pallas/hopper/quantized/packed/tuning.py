@@ -9,14 +9,12 @@ from jax.experimental import pallas as pl
 from detjax.operands.numerics import round_up
 from detjax.pallas.hopper import device
 from detjax.pallas.hopper.matmul.plan import MATRIX_ROWS, Problem, Schedule
-from detjax.pallas.hopper.quantized.packed.plan import REGISTERS_OF_WIDENING_CONSUMERS, PackedPlan
+from detjax.pallas.hopper.quantized.packed.plan import REGISTERS, PackedPlan
 from detjax.pallas.hopper.quantized.widening import LINE, Codes
 
 _CLOCK: Final = 1.7e9
 _MEMORY_BANDWIDTH: Final = 4.6e12
 _BYTES_RECEIVED_PER_CYCLE: Final = 58.0
-_WIDENED_PER_CYCLE: Final = {1: 14.0, 2: 24.0, 3: 30.0}
-"""Estimated numbers that one, two or three warpgroups widen per cycle."""
 _CYCLES_OF_A_LINE: Final = {"int4": 46.0, "e2m1": 54.0, "e4m3": 61.0}
 """Cycles in which a consumer widens a line of the rows that fill one place of every warp.
 
@@ -36,9 +34,7 @@ _CYCLES_OF_A_GATHERED_COLUMN: Final = 24.0
 _FEW_STAGES: Final = 3
 _FACTOR_OF_FEW_STAGES: Final = 1.2
 """The factor of a step's cycles with fewer stages than that, which hide less of the latency of memory; a guess."""
-_SHARED_BYTES_PER_CYCLE: Final = 110.0
 _MIN_WGMMA_CYCLES: Final = 26.0
-_CYCLES_PER_STEP: Final = 12.0
 _CYCLES_PER_TILE: Final = 4200.0
 _MOST_TOKENS_IN_TURNS: Final = 16
 """Most tokens for which warpgroups take turns: as many as a GPU has measured, with int4 weights in one wave of CTAs."""
@@ -51,7 +47,7 @@ def default_plan(problem: Problem, codes: Codes) -> PackedPlan | None:
 
 
 def candidates(problem: Problem, codes: Codes) -> list[PackedPlan]:
-    """Returns the plans worth trying, of warpgroups that widen their own rows.
+    """Returns the plans worth trying.
 
     Of plans with the same estimate the first is chosen. So a tile with more rows comes before one with fewer, which
     was never faster: more CTAs then read the same tokens.
@@ -59,10 +55,8 @@ def candidates(problem: Problem, codes: Codes) -> list[PackedPlan]:
     tokens = round_up(min(problem.m, 256), 8)
     tiles_m = {8} if tokens == 8 else {tokens, *(size for size in (16, 32, 64, 96, 128, 192) if size < tokens)}
     plans = [
-        PackedPlan(
-            problem, Schedule(tile_m, rows * warpgroups, warpgroups=warpgroups, lines=lines, panel=panel), codes, 0
-        )
-        for warpgroups in REGISTERS_OF_WIDENING_CONSUMERS
+        PackedPlan(problem, Schedule(tile_m, rows * warpgroups, warpgroups=warpgroups, lines=lines, panel=panel), codes)
+        for warpgroups in REGISTERS
         for rows in range(MATRIX_ROWS, 0, -8)
         for tile_m in sorted(tiles_m)
         for lines in (1, 2, 4)
@@ -72,7 +66,7 @@ def candidates(problem: Problem, codes: Codes) -> list[PackedPlan]:
     rows = round_up(pl.cdiv(problem.n, device.multiprocessors()), 8)
     if problem.parts == 1 and problem.m <= _MOST_TOKENS_IN_TURNS and rows <= MATRIX_ROWS:
         plans += [
-            PackedPlan(problem, Schedule(tokens, rows, warpgroups=warpgroups, lines=lines), codes, 0, takes_turns=True)
+            PackedPlan(problem, Schedule(tokens, rows, warpgroups=warpgroups, lines=lines), codes, takes_turns=True)
             for warpgroups in (2, 3)
             for lines in (2, 4)
         ]
@@ -82,31 +76,21 @@ def candidates(problem: Problem, codes: Codes) -> list[PackedPlan]:
 def estimated_seconds(plan: PackedPlan) -> float:
     """Returns the estimated seconds of a plan on an H200, only for ranking.
 
-    Constants of plans without wideners were fitted to the times of int4 weights for up to 64 tokens in
+    Its constants were fitted to the times of int4 weights for up to 64 tokens in
     benchmarks/results/quantized-plans-h200.json. Most estimates agree with these within 10 %.
     """
     p, s = plan.problem, plan.schedule
-    weights = p.parts * plan.row_tile * plan.tile_k
-    received = plan.bytes_per_stage / _BYTES_RECEIVED_PER_CYCLE
+    # A warp of each of the four schedulers has the same work, also for rows beyond the tile.
+    places = 1 if plan.fill.is_spread and p.parts == 1 else 2
+    line = places * _CYCLES_OF_A_LINE[plan.codes.numbers] + LINE / 16 * max(plan.columns / 2, _MIN_WGMMA_CYCLES)
+    work = plan.row_shares * plan.accumulators * s.lines * line
+    stage = _CYCLES_OF_A_HANDED_COLUMN * plan.columns if plan.takes_turns else _CYCLES_OF_A_STAGE[s.warpgroups]
+    step = max(plan.bytes_per_stage / _BYTES_RECEIVED_PER_CYCLE, work * _OWN_SHARE[plan.row_shares] + stage)
+    if plan.stages < _FEW_STAGES:
+        step *= _FACTOR_OF_FEW_STAGES
     tile = _CYCLES_PER_TILE
-    if plan.wideners:
-        matrix_rows = p.parts * s.warpgroups * plan.padded_rows
-        wgmma = matrix_rows / MATRIX_ROWS * plan.tile_k / 16 * max(plan.columns / 2, _MIN_WGMMA_CYCLES)
-        # Copied, read and stored by the wideners, and read by the matrix unit with padded rows.
-        shared = 2 * plan.bytes_per_stage + 2 * weights + 2 * matrix_rows * plan.tile_k
-        widened = weights / _WIDENED_PER_CYCLE[plan.wideners]
-        step = max(wgmma, received, widened, shared / _SHARED_BYTES_PER_CYCLE) + _CYCLES_PER_STEP
-    else:
-        # A warp of each of the four schedulers has the same work, also for rows beyond the tile.
-        places = 1 if plan.fill.is_spread and p.parts == 1 else 2
-        line = places * _CYCLES_OF_A_LINE[plan.codes.numbers] + LINE / 16 * max(plan.columns / 2, _MIN_WGMMA_CYCLES)
-        work = plan.row_shares * plan.accumulators * s.lines * line
-        stage = _CYCLES_OF_A_HANDED_COLUMN * plan.columns if plan.takes_turns else _CYCLES_OF_A_STAGE[s.warpgroups]
-        step = max(received, work * _OWN_SHARE[plan.row_shares] + stage)
-        if plan.stages < _FEW_STAGES:
-            step *= _FACTOR_OF_FEW_STAGES
-        if plan.fill.is_spread:
-            tile += p.parts * plan.columns * _CYCLES_OF_A_GATHERED_COLUMN
+    if plan.fill.is_spread:
+        tile += p.parts * plan.columns * _CYCLES_OF_A_GATHERED_COLUMN
     waves = pl.cdiv(math.prod(plan.grid), plan.clusters)
     on_chip = waves * (plan.k_steps * step + tile) / _CLOCK
     row = plan.codes.row_bytes(p.k) + plan.extra_bytes * plan.k_steps
