@@ -33,7 +33,7 @@ from detjax.pallas.hopper.mosaic.registers import (
     thread_of_warpgroup,
     times,
 )
-from detjax.pallas.hopper.quantized.codes import codes_plan, codes_product, grouped_codes_product
+from detjax.pallas.hopper.quantized.codes import codes_plan, codes_product, grouped_codes_product, quantizing
 from detjax.pallas.hopper.quantized.packed import packed_plan
 from detjax.pallas.hopper.quantized.promotion import (
     column_scales,
@@ -90,9 +90,10 @@ def codes_of_rows(
     scales: str = "float32",
     *,
     gated: bool = False,
+    quantizes: bool = False,
     **options: bool,
 ) -> Program:
-    """A product of quantized rows; the options say whether it has a bias and a residual."""
+    """A product of quantized rows, which the kernel itself may quantize; with a bias and a residual, if asked for."""
     parts, group = (2,) if gated else (), 128 if activations == "group" else k
     described = QuantizedFormat("e4m3", k, group, "bfloat16", activations)
     codes, factors = array(*parts, n, k, dtype="uint8"), array(*parts, n, -(-k // group), dtype=scales)
@@ -105,7 +106,10 @@ def codes_of_rows(
         bias, residual = rest[0] if options.get("bias") else None, rest[-1] if options.get("residual") else None
         operands = MatmulOperands(x, weight, bias, residual)
         epilogue = Epilogue("silu", True) if gated else Epilogue()
-        return codes_product(operands, codes_plan(operands, out_dtype=x.dtype), epilogue=epilogue)
+        plan = codes_plan(operands, out_dtype=x.dtype)
+        if quantizes:
+            (plan,) = quantizing(plan)
+        return codes_product(operands, plan, epilogue=epilogue)
 
     return fn, shapes
 
@@ -141,7 +145,9 @@ def programs() -> dict[str, Program]:
         "packed, gated, 1024 tokens": packed(1024, 12288, 4096, gated=True, scales="float16", zeros=True),
         "packed, 1024 tokens": packed(1024, 4096, 12288, "e4m3", "float32", residual=True),
         "codes, 1 token": codes_of_rows(1, 6144, 4096, bias=True),
+        "codes, 1 token, quantizing": codes_of_rows(1, 6144, 4096, quantizes=True),
         "codes, gated, 1 token": codes_of_rows(1, 12288, 4096, gated=True),
+        "codes, gated, 5 tokens, quantizing": codes_of_rows(5, 12288, 4096, gated=True, bias=True, quantizes=True),
         "codes, 1 token of a long K": codes_of_rows(1, 4096, 12288, residual=True),
         "codes, 64 tokens": codes_of_rows(64, 4096, 12288, scales="bfloat16", residual=True),
         "codes, gated, 1024 tokens": codes_of_rows(1024, 12288, 4096, gated=True, bias=True),
