@@ -41,7 +41,8 @@ from detjax.operands.quantized_weight import QuantizedWeight, widened
 from detjax.pallas.hopper import matmul, mosaic
 from detjax.pallas.hopper.matmul.plan import Plan
 from detjax.pallas.hopper.quantized import codes, packed
-from detjax.pallas.hopper.quantized.packed import tuning
+from detjax.pallas.hopper.quantized.codes import tuning as codes_tuning
+from detjax.pallas.hopper.quantized.packed import tuning as packed_tuning
 from detjax.runtime import backends, compilation
 from detjax.runtime.threads import in_threads
 
@@ -74,13 +75,14 @@ def arms(format_name: str, rows: int, w: QuantizedWeight, most: int = MOST) -> I
     plans: list[Any]
     if format_name == "fp8":
         default = codes.codes_plan(operands, out_dtype=jnp.bfloat16)
-        given = codes.candidates(default.problem, default.scale_dtype, default.by_rows)
-        plans = sorted(given, key=codes.estimated_seconds)[:most]
-        plans += [other for plan in plans[:2] for other in codes.quantizing(plan)]
+        given = codes_tuning.candidates(default.problem, default.scale_dtype, default.by_rows)
+        plans = sorted(given, key=codes_tuning.estimated_seconds)[:most]
+        plans += [other for plan in plans[:2] for other in codes_tuning.quantizing(plan)]
     else:
         chosen = packed.packed_plan(operands, out_dtype=jnp.bfloat16)
         assert chosen is not None
-        plans = sorted(tuning.candidates(chosen.problem, chosen.codes), key=tuning.estimated_seconds)[:most]
+        given = packed_tuning.candidates(chosen.problem, chosen.codes)
+        plans = sorted(given, key=packed_tuning.estimated_seconds)[:most]
     for plan in plans:
 
         def multiply(x: jax.Array, w: QuantizedWeight, plan: Any = plan) -> jax.Array:

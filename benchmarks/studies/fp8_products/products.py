@@ -19,14 +19,9 @@ from detjax.operands.options import Activation, Epilogue
 from detjax.operands.products import GroupedOperands, MatmulOperands
 from detjax.operands.quantized_weight import QuantizedActivations, QuantizedFormat, QuantizedWeight, scales_of
 from detjax.pallas.hopper import matmul, quantized_matmul
-from detjax.pallas.hopper.quantized.codes import (
-    CodesPlan,
-    candidates,
-    codes_plan,
-    codes_product,
-    estimated_seconds,
-    quantizing,
-)
+from detjax.pallas.hopper.quantized.codes import codes_plan, codes_product
+from detjax.pallas.hopper.quantized.codes.plan import CodesPlan
+from detjax.pallas.hopper.quantized.codes.tuning import candidates, estimated_seconds, quantizing
 from detjax.pallas.hopper.quantized.rows import quantized_groups
 from detjax.portable.quantized_matmul import quantized_rows
 from detjax.portable.tiles import fused_multiply_add, sealed

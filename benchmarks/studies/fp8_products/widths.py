@@ -22,14 +22,9 @@ from detjax.operands.products import MatmulOperands
 from detjax.operands.quantized_weight import QuantizedActivations, QuantizedWeight
 from detjax.pallas.hopper import quantized_matmul
 from detjax.pallas.hopper.matmul.plan import Schedule
-from detjax.pallas.hopper.quantized.codes import (
-    CodesPlan,
-    candidates,
-    codes_plan,
-    codes_product,
-    estimated_seconds,
-    quantizing,
-)
+from detjax.pallas.hopper.quantized.codes import codes_plan, codes_product
+from detjax.pallas.hopper.quantized.codes.plan import CodesPlan
+from detjax.pallas.hopper.quantized.codes.tuning import candidates, estimated_seconds, quantizing
 
 CHUNK: Final = 64
 """Rows of a product whose results are expected of others."""

@@ -37,6 +37,12 @@ _REGISTER_UNIT: Final = 8
 """A thread's registers are a multiple of this number."""
 
 
+CLOCK: Final = 1.7e9
+"""Cycles a second of an H200 under load, for estimates."""
+MEMORY_BANDWIDTH: Final = 4.6e12
+"""Bytes a second that an H200 reads, for estimates."""
+
+
 def shared_registers(*counts: int) -> tuple[int, ...]:
     """Returns `counts`, the registers per thread of each warpgroup of a CTA, after checking that the CTA has them.
 

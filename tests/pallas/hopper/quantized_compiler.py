@@ -33,7 +33,8 @@ from detjax.pallas.hopper.mosaic.registers import (
     thread_of_warpgroup,
     times,
 )
-from detjax.pallas.hopper.quantized.codes import codes_plan, codes_product, grouped_codes_product, quantizing
+from detjax.pallas.hopper.quantized.codes import codes_plan, codes_product, grouped_codes_product
+from detjax.pallas.hopper.quantized.codes.tuning import quantizing
 from detjax.pallas.hopper.quantized.packed import packed_plan
 from detjax.pallas.hopper.quantized.promotion import (
     column_scales,

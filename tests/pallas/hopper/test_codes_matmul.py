@@ -204,7 +204,7 @@ def test_every_product_of_a_served_weight_has_a_plan() -> None:
 
 
 def test_a_product_without_a_plan_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(codes, "_default_plan", lambda *_: None)
+    monkeypatch.setattr(codes, "default_plan", lambda *_: None)
     x, w = exact_operands(9, 72, 384, "group")
     with pytest.raises(RuntimeError, match=r"no plan multiplies the codes of Problem\(m=16, n=72, k=384"):
         codes.codes_plan(MatmulOperands(jnp.asarray(x), w), out_dtype="float32")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from detjax.operands.numerics import ceil_div, round_up
-from detjax.pallas.hopper.device import SWIZZLE_BYTES
+from detjax.pallas.hopper.device import CLOCK, MEMORY_BANDWIDTH, SWIZZLE_BYTES
 from detjax.pallas.hopper.matmul.plan import MATRIX_ROWS, MAX_COLUMNS, Plan, Problem, Schedule
 from detjax.runtime import backends
 
@@ -165,10 +165,6 @@ def _schedules(problem: Problem) -> Iterator[Schedule]:
 
 # --- the cost model, fitted to schedules of this kernel as measured on an H200 ----------------------------------------
 
-_CLOCK: Final = 1.7e9
-"""Cycles per second."""
-_MEMORY_BANDWIDTH: Final = 4.6e12
-"""Bytes per second."""
 _BYTES_RECEIVED_PER_CYCLE: Final = 62.0
 """Bytes that a multiprocessor receives per cycle."""
 _BYTES_SENT_BY_L2_PER_CYCLE: Final = 58.0
@@ -195,11 +191,11 @@ def estimated_seconds(plan: Plan) -> float:
     sent_by_l2 = (weights / s.cluster_m + tokens / s.cluster_n) / _BYTES_SENT_BY_L2_PER_CYCLE
     step = max(matrix_unit, received, sent_by_l2) + _CYCLES_PER_STEP
     written = s.tile_m * s.tile_n * p.out_dtype.itemsize / _BYTES_RECEIVED_PER_CYCLE
-    on_chip = waves * (plan.k_steps * step + written + _CYCLES_PER_TILE) / _CLOCK
+    on_chip = waves * (plan.k_steps * step + written + _CYCLES_PER_TILE) / CLOCK
     # Weights that several clusters request at the same time are partly fetched more than once.
     weight_reads = 1 + 0.3 * (min(plan.grid[0], 4) - 1)
     elements_read = weight_reads * p.parts * p.n * p.k + p.m * p.k
     bytes_moved = elements_read * p.dtype.itemsize + p.m * p.n * p.out_dtype.itemsize
-    memory = bytes_moved / _MEMORY_BANDWIDTH
+    memory = bytes_moved / MEMORY_BANDWIDTH
     # The longer of the two hides the shorter one only in part.
     return max(on_chip, memory) + 0.15 * min(on_chip, memory) + _LAUNCH

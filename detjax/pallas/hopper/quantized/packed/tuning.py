@@ -12,8 +12,6 @@ from detjax.pallas.hopper.matmul.plan import MATRIX_ROWS, Problem, Schedule
 from detjax.pallas.hopper.quantized.packed.plan import REGISTERS, PackedPlan
 from detjax.pallas.hopper.quantized.widening import LINE, Codes
 
-_CLOCK: Final = 1.7e9
-_MEMORY_BANDWIDTH: Final = 4.6e12
 _BYTES_RECEIVED_PER_CYCLE: Final = 58.0
 _CYCLES_OF_A_LINE: Final = {"int4": 46.0, "e2m1": 54.0, "e4m3": 61.0}
 """Cycles in which a consumer widens a line of the rows that fill one place of every warp.
@@ -92,7 +90,7 @@ def estimated_seconds(plan: PackedPlan) -> float:
     if plan.fill.is_spread:
         tile += p.parts * plan.columns * _CYCLES_OF_A_GATHERED_COLUMN
     waves = pl.cdiv(math.prod(plan.grid), plan.clusters)
-    on_chip = waves * (plan.k_steps * step + tile) / _CLOCK
+    on_chip = waves * (plan.k_steps * step + tile) / device.CLOCK
     row = plan.codes.row_bytes(p.k) + plan.extra_bytes * plan.k_steps
-    memory = (p.parts * p.n * row + 2 * p.m * p.k + p.m * p.n * p.out_dtype.itemsize) / _MEMORY_BANDWIDTH
+    memory = (p.parts * p.n * row + 2 * p.m * p.k + p.m * p.n * p.out_dtype.itemsize) / device.MEMORY_BANDWIDTH
     return max(on_chip, memory) + 0.15 * min(on_chip, memory)

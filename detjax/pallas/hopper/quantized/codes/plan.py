@@ -1,0 +1,113 @@
+"""Plans of products of codes: which tokens and weights a CTA has, its stages, and the registers of its threads."""
+
+import dataclasses
+import math
+from typing import Final
+
+import jax.numpy as jnp
+
+from detjax.contract import FP8_BLOCK
+from detjax.operands.numerics import round_up
+from detjax.pallas.hopper import device
+from detjax.pallas.hopper.matmul.plan import MATRIX_ROWS, Plan
+from detjax.pallas.hopper.quantized.rows import E4M3
+from detjax.pallas.hopper.quantized.widening import SCALE_BYTES
+
+_SCALE_UNIT: Final = 32
+"""Scales of tokens in shared memory are a multiple: the copy engine writes to multiples of 128 bytes."""
+
+_LOOP_REGISTERS: Final = 168
+"""Registers of a consumer for sums, products and scales of tokens; the rest are for addresses and temporaries."""
+
+_LOOP_REGISTERS_WITH_LATE_SCALES: Final = 192
+"""The same for sums and products alone, where scales are loaded when products are there."""
+
+_QUANTIZED_TOKENS: Final = 8
+"""Tokens of a tile that the kernel itself may quantize. More take a warpgroup longer than their weights to arrive."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CodesPlan(Plan):
+    """A plan of a product of codes, whose stages have whole blocks and their scales."""
+
+    scale_dtype: jnp.dtype
+    """Dtype of the weight's scales."""
+    by_rows: bool = False
+    """True if rows and weights have one scale each, not one for each block."""
+    quantizes: bool = False
+    """True if a warpgroup quantizes the tokens of each stage, rather than a kernel before this one."""
+
+    @property
+    def scale_unit(self) -> int:
+        """Scales of a row of weights that are loaded together: a stage's, and as many as the copy engine addresses."""
+        return max(SCALE_BYTES // self.scale_dtype.itemsize, self.scaled_blocks)
+
+    @property
+    def token_scales(self) -> int:
+        """Scales of tokens in a block's buffer."""
+        return round_up(self.schedule.tile_m, _SCALE_UNIT)
+
+    @property
+    def sharing_weights(self) -> int:
+        """Neighbouring weights of a tile that share scales if all weights in a block of the checkpoint do."""
+        return math.gcd(self.schedule.tile_n, FP8_BLOCK)
+
+    @property
+    def scaled_blocks(self) -> int:
+        """Blocks of a stage that have scales of their own."""
+        return 1 if self.by_rows else self.schedule.lines
+
+    @property
+    def loads_per_stage(self) -> int:
+        """Copies that fill a stage: codes of both operands, the scales of each part, and the tokens' of each block."""
+        copies = super().loads_per_stage + self.problem.parts + self.scaled_blocks
+        return copies - (self.column_parts + self.scaled_blocks if self.quantizes else 0)
+
+    @property
+    def all_warpgroups(self) -> int:
+        """Warpgroups of a CTA: some multiply, one produces, and one may quantize."""
+        return super().all_warpgroups + self.quantizes
+
+    @property
+    def bytes_per_stage(self) -> int:
+        """Bytes of a stage in shared memory."""
+        scales = self.problem.parts * self.schedule.tile_n * self.scale_unit * self.scale_dtype.itemsize
+        return super().bytes_per_stage + scales + self.scaled_blocks * self.token_scales * 4
+
+    @property
+    def registers_of_a_product(self) -> int:
+        """Registers of a thread for the products of a block and part, and as many for their sums."""
+        return self.padded_rows * self.columns // device.WARPGROUP
+
+    @property
+    def at_once(self) -> int:
+        """Products of blocks and parts that a warpgroup has in flight."""
+        sums = self.registers_of_sums
+        jobs, product = self.schedule.lines * self.problem.parts, self.registers_of_a_product
+        if not self.weights_on_rows:
+            return min(2, jobs, (_LOOP_REGISTERS_WITH_LATE_SCALES - sums) // product)
+        return max(1, min(jobs, (_LOOP_REGISTERS - sums) // (product + self.columns // 4)))
+
+    @property
+    def registers_of_sums(self) -> int:
+        """Registers of a thread for the sums of all parts."""
+        return self.problem.parts * self.registers_of_a_product
+
+    def unmet_requirements(self) -> list[str]:
+        """Returns the requirements that this plan does not meet; an empty list if the kernel can be built."""
+        held = self.registers_of_sums + self.registers_of_a_product + self.columns // 4
+        requirements = {
+            "whole tiles of the matrix unit's rows, if these are tokens": self.weights_on_rows
+            or self.rows == MATRIX_ROWS,
+            "e4m3 codes": self.problem.dtype == E4M3,
+            "K in whole stages": self.problem.k % self.tile_k == 0 and self.line == FP8_BLOCK,
+            "64 rows or fewer for each warpgroup": self.rows <= MATRIX_ROWS,
+            f"scales by group and tiles of {_QUANTIZED_TOKENS} tokens on the columns, if these are quantized here": (
+                not self.quantizes or (not self.by_rows and self.weights_on_rows and self.columns == _QUANTIZED_TOKENS)
+            ),
+            "stages that divide a unit of scales": self.scale_unit % self.scaled_blocks == 0,
+            "sums, products and scales that leave registers": (
+                held <= _LOOP_REGISTERS if self.weights_on_rows else self.at_once >= self.problem.parts
+            ),
+        }
+        return [text for text, holds in requirements.items() if not holds] or super().unmet_requirements()
