@@ -126,7 +126,7 @@ class CodesCta(Cta):
 
         @pl.loop(0, self.tiles)
         def _(tile: Array) -> None:
-            m, _ = self.origin(tile)
+            m = self.origin(tile)[0]
 
             @pl.loop(0, plan.steps)
             def _(k_step: Array) -> None:
