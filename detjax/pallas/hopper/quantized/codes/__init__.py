@@ -14,9 +14,9 @@ flight. While the matrix unit multiplies one of them, or for the other warpgroup
   stage while its weights arrive: it stores codes and scales, and `quantized` orders them as `loaded` orders copies. No
   GPU has run such a plan yet, so none is chosen.
 - For more than `_FEW_TOKENS`, tokens are on the rows, since in a checkpoint with blocks of 128 x 128 numbers many
-  neighbouring weights share their scales. Then a thread loads few scales and multiplies few factors, and gate and up of
-  Qwen3-8B take half of the time. Whether neighbours share scales is read from the scales themselves, for each tile: a
-  warpgroup compares them while its first stages arrive. Both cases have the same bits.
+  neighbouring weights share their scales. Then a thread loads few scales and multiplies few factors. Whether neighbours
+  share scales is read from the scales themselves, for each tile: a warpgroup compares them while its first stages
+  arrive. Both cases have the same bits.
 
 The kernel is in `kernel.py`, its plans in `plan.py`, the choice of a plan in `tuning.py`.
 """
