@@ -27,7 +27,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import detjax
 from benchmarks import study as options
-from benchmarks.studies.fp8_products.products import epilogue_of
+from benchmarks.studies.fp8_products.products import described, epilogue_of, plans_by_time
 from benchmarks.studies.fp8_products.speeds import QWEN3_8B
 from benchmarks.studies.quantized import drawn_weight
 from benchmarks.study import Result, Run
@@ -39,10 +39,9 @@ from detjax.cli.options import UsageError
 from detjax.operands.products import MatmulOperands
 from detjax.operands.quantized_weight import QuantizedWeight, widened
 from detjax.pallas.hopper import matmul, mosaic
-from detjax.pallas.hopper.matmul.plan import Plan
 from detjax.pallas.hopper.quantized import codes, packed
-from detjax.pallas.hopper.quantized.codes import tuning as codes_tuning
-from detjax.pallas.hopper.quantized.packed import tuning as packed_tuning
+from detjax.pallas.hopper.quantized.codes.tuning import quantizing
+from detjax.pallas.hopper.quantized.packed import tuning
 from detjax.runtime import backends, compilation
 from detjax.runtime.threads import in_threads
 
@@ -74,15 +73,12 @@ def arms(format_name: str, rows: int, w: QuantizedWeight, most: int = MOST) -> I
     operands, epilogue = MatmulOperands(x, w), epilogue_of(w.shape)
     plans: list[Any]
     if format_name == "fp8":
-        default = codes.codes_plan(operands, out_dtype=jnp.bfloat16)
-        given = codes_tuning.candidates(default.problem, default.scale_dtype, default.by_rows)
-        plans = sorted(given, key=codes_tuning.estimated_seconds)[:most]
-        plans += [other for plan in plans[:2] for other in codes_tuning.quantizing(plan)]
+        plans = plans_by_time(codes.codes_plan(operands, out_dtype=jnp.bfloat16))[:most]
+        plans += [other for plan in plans[:2] for other in quantizing(plan)]
     else:
         chosen = packed.packed_plan(operands, out_dtype=jnp.bfloat16)
         assert chosen is not None
-        given = packed_tuning.candidates(chosen.problem, chosen.codes)
-        plans = sorted(given, key=packed_tuning.estimated_seconds)[:most]
+        plans = sorted(tuning.candidates(chosen.problem, chosen.codes), key=tuning.estimated_seconds)[:most]
     for plan in plans:
 
         def multiply(x: jax.Array, w: QuantizedWeight, plan: Any = plan) -> jax.Array:
@@ -91,14 +87,6 @@ def arms(format_name: str, rows: int, w: QuantizedWeight, most: int = MOST) -> I
             return packed.packed_product(MatmulOperands(x, w), plan, epilogue=epilogue, out_dtype=x.dtype)
 
         yield Arm(described(plan), multiply)
-
-
-def described(plan: Plan) -> str:
-    """Returns a name for a plan, different from the names of its product's other plans."""
-    s = plan.schedule
-    words = [f"tiles of {s.tile_m} x {s.tile_n}", f"{s.warpgroups} warpgroups", f"{s.lines} lines"]
-    flags = [flag for flag in ("takes_turns", "quantizes") if getattr(plan, flag, False)]
-    return ", ".join([*words, *[flag.replace("_", " ") for flag in flags]])
 
 
 def study(run: Run) -> Result:

@@ -19,6 +19,7 @@ from detjax.operands.options import Activation, Epilogue
 from detjax.operands.products import GroupedOperands, MatmulOperands
 from detjax.operands.quantized_weight import QuantizedActivations, QuantizedFormat, QuantizedWeight, scales_of
 from detjax.pallas.hopper import matmul, quantized_matmul
+from detjax.pallas.hopper.matmul.plan import Plan
 from detjax.pallas.hopper.quantized.codes import codes_plan, codes_product
 from detjax.pallas.hopper.quantized.codes.plan import CodesPlan
 from detjax.pallas.hopper.quantized.codes.tuning import candidates, estimated_seconds, quantizing
@@ -208,17 +209,22 @@ def variants(case: Case) -> Iterator[Variant]:
         yield Variant(f"by a plan of {described(plan)}", by_plan)
 
 
-def described(plan: CodesPlan) -> str:
+def described(plan: Plan) -> str:
     """Returns a name for a plan, different from the names of its product's other plans."""
     s = plan.schedule
     words = [f"tiles of {s.tile_m} x {s.tile_n}", f"{s.warpgroups} warpgroups", f"{s.lines} lines"]
-    return ", ".join(words + ["tokens quantized by the same kernel"] * plan.quantizes)
+    flags = [flag for flag in ("takes_turns", "quantizes") if getattr(plan, flag, False)]
+    return ", ".join([*words, *[flag.replace("_", " ") for flag in flags]])
+
+
+def plans_by_time(default: CodesPlan) -> list[CodesPlan]:
+    """Returns the plans of a product from the fastest to the slowest, by their estimated times."""
+    return sorted(candidates(default.problem, default.scale_dtype, default.by_rows), key=estimated_seconds)
 
 
 def other_plans(default: CodesPlan) -> list[CodesPlan]:
-    """Returns plans of the same product from the fastest to the slowest, by their estimated times."""
-    plans = sorted(candidates(default.problem, default.scale_dtype, default.by_rows), key=estimated_seconds)
-    plans = [plan for plan in plans if plan != default]
+    """Returns some plans of the same product, fast and slow ones, and one that quantizes tokens if there is one."""
+    plans = [plan for plan in plans_by_time(default) if plan != default]
     return [*plans[:: max(1, -(-len(plans) // OTHER_PLANS))], *quantizing(default)]
 
 

@@ -15,7 +15,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from benchmarks.repeated_products import ROWS, WIDTHS, Group, Product
-from benchmarks.studies.fp8_products.products import described, epilogue_of, shapes
+from benchmarks.studies.fp8_products.products import described, epilogue_of, plans_by_time, shapes
 from benchmarks.studies.fp8_products.sums import BLOCK
 from detjax.operands.options import Epilogue
 from detjax.operands.products import MatmulOperands
@@ -24,7 +24,7 @@ from detjax.pallas.hopper import quantized_matmul
 from detjax.pallas.hopper.matmul.plan import Schedule
 from detjax.pallas.hopper.quantized.codes import codes_plan, codes_product
 from detjax.pallas.hopper.quantized.codes.plan import CodesPlan
-from detjax.pallas.hopper.quantized.codes.tuning import candidates, estimated_seconds, quantizing
+from detjax.pallas.hopper.quantized.codes.tuning import quantizing
 
 CHUNK: Final = 64
 """Rows of a product whose results are expected of others."""
@@ -87,8 +87,7 @@ def wide_products(
 
 def best_by_tile(default: CodesPlan) -> list[CodesPlan]:
     """Returns the plan of the lowest estimated time for each number of tokens in a tile."""
-    plans = sorted(candidates(default.problem, default.scale_dtype, default.by_rows), key=estimated_seconds)
-    return [*{plan.schedule.tile_m: plan for plan in reversed(plans)}.values()]
+    return [*{plan.schedule.tile_m: plan for plan in reversed(plans_by_time(default))}.values()]
 
 
 def _drawn(shape: tuple[int, ...], described: QuantizedWeight) -> QuantizedWeight:

@@ -20,11 +20,24 @@ from tests.support.bits import assert_same_bits
 from tests.support.quantized_weights import added_in_blocks, exact_operands
 
 
-def product(x: Any, w: QuantizedWeight, schedule: Schedule | None, epilogue: Epilogue, *addends: Any) -> jax.Array:
+def product(
+    x: Any,
+    w: QuantizedWeight,
+    schedule: Schedule | None,
+    epilogue: Epilogue,
+    *addends: Any,
+    quantizes: bool = False,
+) -> jax.Array:
     operands = MatmulOperands(x, w, *(addends or (None, None)))
     plan = codes.codes_plan(operands, out_dtype="float32")
-    plan = plan if schedule is None else dataclasses.replace(plan, schedule=schedule)
+    plan = dataclasses.replace(plan, schedule=schedule or plan.schedule, quantizes=quantizes)
     return codes.codes_product(operands, plan, epilogue=epilogue)
+
+
+def gated(x: np.ndarray, w: QuantizedWeight) -> np.ndarray:
+    """The contract's product with gate and up, the gate's activation being relu."""
+    gate, up = (added_in_blocks(x, w.matrix(part)) for part in range(2))
+    return np.maximum(gate, 0) * up
 
 
 CASES: dict[str, tuple[tuple[int, int, int], str, str, Schedule | None]] = {
@@ -70,19 +83,8 @@ def test_tokens_may_be_quantized_while_their_weights_arrive(name: str) -> None:
     (m, n, k), parts, schedule = QUANTIZED_HERE[name]
     x, w = exact_operands(m, n, k, "group", "float32", *parts)
     epilogue = Epilogue("relu", True) if parts else Epilogue()
-
-    def fn(x: Any, w: Any) -> jax.Array:
-        operands = MatmulOperands(x, w)
-        plan = codes.codes_plan(operands, out_dtype="float32")
-        plan = dataclasses.replace(plan, schedule=schedule, quantizes=True)
-        return codes.codes_product(operands, plan, epilogue=epilogue)
-
-    y = interpreted(fn, jnp.asarray(x), w)
-    if parts:
-        gate, up = (added_in_blocks(x, jax.tree.map(lambda leaf, part=part: leaf[part], w)) for part in range(2))
-        assert_same_bits(y, np.maximum(gate, 0) * up)
-    else:
-        assert_same_bits(y, added_in_blocks(x, w))
+    y = interpreted(lambda x, w: product(x, w, schedule, epilogue, quantizes=True), jnp.asarray(x), w)
+    assert_same_bits(y, gated(x, w) if parts else added_in_blocks(x, w))
 
 
 def with_shared_scales(w: QuantizedWeight, sharing: str) -> QuantizedWeight:
@@ -131,16 +133,14 @@ def test_two_tiles_of_tokens_load_gate_and_up_together(sharing: str) -> None:
     w = dataclasses.replace(w, scales=with_shared_scales(w, "all").scales.at[1].set(mixed))
     schedule = Schedule(128, 96, "tokens", warpgroups=2, cluster_m=2)
     y = interpreted(lambda x, w: product(x, w, schedule, Epilogue("relu", True)), jnp.asarray(x), w)
-    gate, up = (added_in_blocks(x, jax.tree.map(lambda leaf, part=part: leaf[part], w)) for part in range(2))
-    assert_same_bits(y, np.maximum(gate, 0) * up)
+    assert_same_bits(y, gated(x, w))
 
 
 @pytest.mark.usefixtures("two_multiprocessors")
 def test_gate_and_up_take_the_same_codes_of_a_row() -> None:
     x, w = exact_operands(9, 72, 384, "group", "float32", 2)
     y = interpreted(lambda x, w: product(x, w, None, Epilogue("relu", True)), jnp.asarray(x), w)
-    gate, up = (added_in_blocks(x, jax.tree.map(lambda leaf, part=part: leaf[part], w)) for part in range(2))
-    assert_same_bits(y, np.maximum(gate, 0) * up)
+    assert_same_bits(y, gated(x, w))
 
 
 @pytest.mark.usefixtures("two_multiprocessors")

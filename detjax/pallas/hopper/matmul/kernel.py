@@ -395,17 +395,21 @@ class Cta:
 
         @pl.when(self.warpgroup == warpgroups)
         def _producer() -> None:
-            plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
-
-            # One warp issues all copies. Synchronizing the whole warpgroup at each copy takes as long as a small tile.
-            @plgpu.warp_map
-            def _(warp: Array) -> None:
-                pl.when(warp == 0)(self.produce)
+            self.run_producer(_PRODUCER_REGISTERS)
 
         @pl.when(self.warpgroup < warpgroups)
         def _consumer() -> None:
             plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
             self.consume()
+
+    def run_producer(self, registers: int) -> None:
+        """Runs the producer, whose threads keep a number of registers."""
+        plgpu.set_max_registers(registers, action="decrease")
+
+        # One warp issues all copies. Synchronizing the whole warpgroup at each copy takes as long as a small tile.
+        @plgpu.warp_map
+        def _(warp: Array) -> None:
+            pl.when(warp == 0)(self.produce)
 
     def origin(self, tile: Array | int) -> tuple[Array, Array]:
         """Returns the first token and the first output of a tile of this CTA."""
@@ -430,7 +434,11 @@ class Cta:
     # --- the producer ---------------------------------------------------------------------------------------------
 
     def produce(self) -> None:
-        """Fills the stages in order."""
+        """Loads the stages in order."""
+        self.fill_stages(self.load_stage)
+
+    def fill_stages(self, fill: Callable[[Array, Array, Array, Array], None]) -> None:
+        """Calls `fill(m, n, k_step, slot)` for each stage in order, as soon as it is empty; see `load_stage`."""
         plan, consumed = self.plan, self.scratch.consumed
 
         @pl.loop(0, self.tiles)
@@ -447,7 +455,7 @@ class Cta:
                 def _() -> None:
                     plgpu.barrier_wait(consumed.at[slot])
 
-                self.load_stage(m, n, k_step, slot)
+                fill(m, n, k_step, slot)
 
         steps = self.tiles * plan.steps
 

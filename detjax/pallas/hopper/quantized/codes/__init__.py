@@ -138,18 +138,15 @@ def _product(operands: Operands, plan: CodesPlan, epilogue: Epilogue, source: in
     weight_codes = lax.bitcast_convert_type(w.codes, E4M3).reshape(weights, n, -1)
     scales = stored_scales(w).reshape(weights, n, -1)
     groups = round_up(scales.shape[-1], plan.scale_unit)
-    arrays = [
-        padded(weight_codes, (weights, problem.n, problem.k)),
-        padded(scales, (weights, problem.n, groups)),
-    ]
-    static = None if w.input_scales is None else w.input_scales[..., source]
-    if static is not None and operands.experts is not None:
-        static = jnp.repeat(static[operands.experts[:-1]], plan.schedule.tile_m)[:, None]
     if plan.quantizes:
-        arrays = [in_column_units(x), *arrays]
+        arrays = [in_column_units(x)]
     else:
+        static = None if w.input_scales is None else w.input_scales[..., source]
+        if static is not None and operands.experts is not None:
+            static = jnp.repeat(static[operands.experts[:-1]], plan.schedule.tile_m)[:, None]
         codes, token_scales = quantized_tokens(x, w, static)
-        arrays = [padded(codes, (problem.m, problem.k)), token_scales, *arrays]
+        arrays = [padded(codes, (problem.m, problem.k)), token_scales]
+    arrays += [padded(weight_codes, (weights, problem.n, problem.k)), padded(scales, (weights, problem.n, groups))]
     arrays += [] if bias is None else [padded(bias.reshape(weights, n), (weights, problem.n))]
     arrays += [] if residual is None else [padded(residual, (problem.m, problem.n))]
     arrays += [] if operands.experts is None else [operands.experts]

@@ -103,48 +103,28 @@ class CodesCta(Cta):
 
         @pl.when(self.warpgroup == warpgroups)
         def _producer() -> None:
-            plgpu.set_max_registers(producer, action="decrease")
-
-            @plgpu.warp_map
-            def _(warp: Array) -> None:
-                pl.when(warp == 0)(self.produce)
+            self.run_producer(producer)
 
         @pl.when(self.warpgroup == warpgroups + 1)
         def _quantizer() -> None:
             plgpu.set_max_registers(quantizer, action="increase")
-            self.quantize()
+            self.fill_stages(self.quantize_stage)
 
         @pl.when(self.warpgroup < warpgroups)
         def _consumer() -> None:
             plgpu.set_max_registers(consumer, action="increase")
             self.consume()
 
-    def quantize(self) -> None:
-        """Quantizes the tokens of all stages in order, ahead of the consumers."""
-        plan, scratch, x = self.plan, self.scratch, self.operands.x
-        tokens = min(plan.columns, x.shape[0])
-
-        @pl.loop(0, self.tiles)
-        def _(tile: Array) -> None:
-            m = self.origin(tile)[0]
-
-            @pl.loop(0, plan.steps)
-            def _(k_step: Array) -> None:
-                step = tile * plan.steps + k_step
-                slot = self.slot(step)
-                pl.when(step >= plan.stages)(lambda: plgpu.barrier_wait(scratch.consumed.at[slot]))
-                codes, scales = scratch.columns.at[slot, 0], scratch.token_scales.at[slot]
-                quantize_stage(x, codes, scales, m, self.group(k_step, 0), tokens=tokens)
-                # The matrix unit reads through another proxy: the fence makes the stores of all threads visible to it.
-                plgpu.commit_smem()
-                plgpu.barrier_arrive(scratch.quantized.at[slot])
-
-        steps = self.tiles * plan.steps
-
-        # No barrier is left with an arrival that this warpgroup has not seen.
-        @pl.loop(jnp.maximum(steps - plan.stages, 0), steps)
-        def _(step: Array) -> None:
-            plgpu.barrier_wait(scratch.consumed.at[self.slot(step)])
+    def quantize_stage(self, m: Array, n: Array, k_step: Array, slot: Array) -> None:
+        """Quantizes the tokens of a stage."""
+        del n
+        scratch, x = self.scratch, self.operands.x
+        codes, scales = scratch.columns.at[slot, 0], scratch.token_scales.at[slot]
+        tokens = min(self.plan.columns, x.shape[0])
+        quantize_stage(x, codes, scales, m, self.group(k_step, 0), tokens=tokens)
+        # The matrix unit reads through another proxy: the fence makes the stores of all threads visible to it.
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(scratch.quantized.at[slot])
 
     def group(self, k_step: Array, block: int) -> Array:
         """Returns the group of a stage's block: its number among the scales of a row."""

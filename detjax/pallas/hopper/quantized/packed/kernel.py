@@ -137,11 +137,7 @@ class PackedCta(Cta):
 
         @pl.when(self.warpgroup == consumers)
         def _producer() -> None:
-            plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
-
-            @plgpu.warp_map
-            def _(warp: Array) -> None:
-                pl.when(warp == 0)(self.produce)
+            self.run_producer(_PRODUCER_REGISTERS)
 
         @pl.when(self.warpgroup < consumers)
         def _consumer() -> None:
