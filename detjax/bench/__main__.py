@@ -32,7 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     run(app, arguments, (UsageError,))
 
 
-_SEARCH = Fields(Search, options={name: Option(minimum=1) for name in ("tries", "processes", "seconds")})
+_LIMITS = {name: Option(minimum=1) for name in ("tries", "processes", "seconds")}
+_SEARCH = Fields(Search, without=("shared",), options=_LIMITS)
 
 
 @app.command(name="tune")
@@ -45,6 +46,7 @@ def tune_command(
     out: Path | None = None,
     log: Path | None = None,
     training: bool = False,
+    devices: Annotated[int, Option(minimum=1)] = 1,
 ) -> None:
     """Searches for the fastest matmul schedules among those with the reference's bits, and writes the table.
 
@@ -52,6 +54,7 @@ def tune_command(
         out: the table to write; other products keep their schedules. Default: the package's table.
         log: write a line of JSON for each schedule tried.
         training: also tune the products of the backward pass.
+        devices: tune what one of N devices computes that share the model; one device runs it.
     """
     if backends.backend() != "hopper":
         raise UsageError(f"tune: {backends.device_name()} is not a Hopper GPU; accepted: an H100 or H200.")
@@ -59,7 +62,7 @@ def tune_command(
     problems: dict[str, Problem] = {}
     for m, name in itertools.product(tokens or shapes.TOKENS, models):
         config = presets.config(name)
-        products = [*shapes.products(config, m), *(shapes.gradient_products(config, m) if training else ())]
+        products = [*shapes.products(config, m, devices), *(shapes.gradient_products(config, m) if training else ())]
         problems |= {schedules.key(problem): problem for problem in products}
     done: set[str] = set()
     lines = []
@@ -72,7 +75,7 @@ def tune_command(
                 done.add(name)
                 progress.advance(task)
 
-        best = tune(list(problems.values()), search, report)
+        best = tune(list(problems.values()), dataclasses.replace(search, shared=devices > 1), report)
     kind = backends.device_kind()
     file = schedules.table_file(kind) if out is None else out
     heading = provenance.heading("python -m detjax.bench tune")

@@ -6,7 +6,9 @@ from typing import Final
 import jax.numpy as jnp
 
 from detjax.bench import presets
+from detjax.contract import SOFTMAX_BLOCK
 from detjax.models import DecoderConfig
+from detjax.operands.numerics import ceil_div
 from detjax.ops.token_logprobs import HOPPER_CHUNK
 from detjax.pallas.hopper.matmul.plan import Problem
 
@@ -28,10 +30,15 @@ def linears(config: DecoderConfig) -> dict[str, tuple[int, int]]:
     }
 
 
-def products(config: DecoderConfig, m: int) -> Iterator[Problem]:
-    """Yields the products of m tokens with the linear layers, plain and with a decoder's epilogues."""
+def products(config: DecoderConfig, m: int, devices: int = 1) -> Iterator[Problem]:
+    """Yields what each of the devices that share a model computes of the products of m tokens with the linear layers.
+
+    The products are plain and with a decoder's epilogues: a residual is added to the results of attention and MLP.
+    """
     for name, (n, k) in linears(config).items():
-        yield Problem(m, n, k)
+        # The head's shares end with whole blocks of the softmax.
+        n = ceil_div(n, devices * SOFTMAX_BLOCK) * SOFTMAX_BLOCK if name == "lm_head" and devices > 1 else n // devices
+        yield Problem(m, n, k, residual_dtype=Problem.dtype if name in ("o", "down") else None)
         if name == "gate+up":
             yield Problem(m, n // 2, k, parts=2)
         if name == "lm_head":

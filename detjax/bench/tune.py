@@ -17,7 +17,7 @@ from detjax.bench import timing
 from detjax.bench.bits import same_bits
 from detjax.operands.options import Epilogue
 from detjax.pallas.hopper.matmul.kernel import Operands, product
-from detjax.pallas.hopper.matmul.plan import Problem, Schedule
+from detjax.pallas.hopper.matmul.plan import Plan, Problem, Schedule
 from detjax.pallas.hopper.matmul.tuning import BUCKETS, bucket, candidates, key, table
 from detjax.runtime import backends, compilation
 
@@ -52,11 +52,13 @@ class Search:
         tries: schedules to build and time per product, by least estimated time.
         processes: processes that build schedules in parallel; timing is exclusive.
         seconds: time limit of the search, in seconds.
+        shared: try only schedules whose results several devices can write.
     """
 
     tries: int = 12
     processes: int = 8
     seconds: float = 3600
+    shared: bool = False
 
 
 def tune(
@@ -71,9 +73,7 @@ def tune(
     work, trials, device = context.Queue(), context.Queue(), context.Lock()
     for problem in problems:
         work.put(problem)
-    workers = [
-        context.Process(target=_search, args=(work, trials, device, search.tries)) for _ in range(search.processes)
-    ]
+    workers = [context.Process(target=_search, args=(work, trials, device, search)) for _ in range(search.processes)]
     for worker in workers:
         worker.start()
     best: dict[str, tuple[float, Schedule]] = {}
@@ -107,25 +107,27 @@ def _until_done(trials: Any, workers: Sequence[Any]) -> Iterator[Trial]:
             yield from item
 
 
-def _search(work: Any, trials: Any, device: Any, tries: int) -> None:
+def _search(work: Any, trials: Any, device: Any, limits: Search) -> None:
     while True:
         try:
             problem = work.get(timeout=1)
         except queue.Empty:
             break
         # Report all trials together, so that an aborted search of a problem yields no schedule.
-        trials.put(list(search(problem, tries, device)))
+        trials.put(list(search(problem, limits, device)))
     trials.put(None)
 
 
-def search(problem: Problem, tries: int, device: Any) -> Iterator[Trial]:
+def search(problem: Problem, limits: Search, device: Any) -> Iterator[Trial]:
     """Builds and times schedules of one problem. Holds the lock `device` while it uses the device."""
     with device:
         argument_sets = _operands(problem)
-        reference = next(schedule for schedule in REFERENCES if schedule.fits(problem))
-        want = jax.block_until_ready(_program(problem, reference)(*argument_sets[0]))
+    reference = next(schedule for schedule in REFERENCES if schedule.fits(problem))
+    program = _program(problem, reference).lower(*argument_sets[0]).compile()
+    with device:
+        want = jax.block_until_ready(program(*argument_sets[0]))
     built: list[tuple[float, Schedule, Any]] = []
-    for schedule in _pool(problem, tries):
+    for schedule in _pool(problem, limits):
         try:
             program = _program(problem, schedule).lower(*argument_sets[0]).compile()
         except ValueError as error:
@@ -150,15 +152,19 @@ def search(problem: Problem, tries: int, device: Any) -> Iterator[Trial]:
         yield Trial(problem, schedule, statistics.median(times))
 
 
-def _pool(problem: Problem, tries: int) -> list[Schedule]:
+def _pool(problem: Problem, limits: Search) -> list[Schedule]:
     """The table's schedules for similar numbers of tokens, and the best candidates."""
+
+    def is_allowed(schedule: Schedule) -> bool:
+        return schedule.fits(problem) and (Plan(problem, schedule).can_be_shared or not limits.shared)
+
     named = table(backends.device_kind())
     index = BUCKETS.index(bucket(problem.tokens))
     near = [problem.with_tokens(size) for size in BUCKETS[max(0, index - 2) : index + 3]]
     known = [named[key(p)] for p in near if key(p) in named]
     variants = [dataclasses.replace(s, lines=lines) for s in known for lines in (1, 2)]
-    pool = dict.fromkeys([*variants, *_varied(candidates(problem), tries)])
-    return [schedule for schedule in pool if schedule.fits(problem)]
+    pool = dict.fromkeys([*variants, *_varied(filter(is_allowed, candidates(problem)), limits.tries)])
+    return [*filter(is_allowed, pool)]
 
 
 def _varied(schedules: Iterable[Schedule], count: int) -> list[Schedule]:
@@ -186,24 +192,25 @@ def _program(problem: Problem, schedule: Schedule) -> Any:
         schedule=schedule,
     )
 
-    def program(x: jax.Array, w: jax.Array) -> jax.Array:
+    def program(x: jax.Array, w: jax.Array, residual: jax.Array | None = None) -> jax.Array:
         # Continuing a sum of zeros costs the same as any other, and needs no donation.
         start = jnp.zeros((problem.m, problem.n), problem.out_dtype) if problem.continues else None
-        return multiply(Operands(x, w, start=start))
+        return multiply(Operands(x, w, residual=residual, start=start))
 
     return jax.jit(program, compiler_options=compilation.compiler_options("gpu"))
 
 
-def _operands(problem: Problem) -> list[tuple[jax.Array, jax.Array]]:
-    """Enough pairs of tokens and weights that none is in the L2 cache when it is used again."""
+def _operands(problem: Problem) -> list[tuple[jax.Array, ...]]:
+    """Enough tokens and weights, with a residual if it is added, that none is in L2 when it is used again."""
     weights = problem.parts * problem.n * problem.k * problem.dtype.itemsize
     sets = []
     for index in range(timing.rotations(weights)):
-        keys = jax.random.split(jax.random.key(index), 2)
+        keys = jax.random.split(jax.random.key(index), 3)
         tokens = (problem.m, problem.k) if problem.token_layout == "mk" else (problem.k, problem.m)
         outputs = (problem.n, problem.k) if problem.layout == "nk" else (problem.k, problem.n)
         shape = (2, *outputs) if problem.parts == 2 else outputs
         x = jax.random.normal(keys[0], tokens, problem.dtype)
         w = jax.random.normal(keys[1], shape, problem.dtype) * jnp.asarray(problem.k**-0.5, problem.dtype)
-        sets.append((x, w))
+        added = [] if problem.residual_dtype is None else [(problem.m, problem.n)]
+        sets.append((x, w, *(jax.random.normal(keys[2], size, problem.residual_dtype) for size in added)))
     return jax.block_until_ready(sets)

@@ -26,8 +26,8 @@ PAIRED_UNIT: Final = 2 * UNIT
 CTA_BYTES: Final = 4096
 """Bytes that a CTA sends to each other device."""
 
-MAX_CTAS: Final = 4096
-"""CTAs that have counters and buffers. XLA exchanges larger arrays."""
+MAX_CTAS: Final = 1024
+"""CTAs that have counters and buffers."""
 
 TURNS: Final = 2
 """Alternating buffers of a CTA."""

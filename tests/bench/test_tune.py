@@ -9,7 +9,7 @@ import pytest
 
 from detjax.bench import timing, tune
 from detjax.bench.__main__ import main
-from detjax.pallas.hopper.matmul.plan import Problem, Schedule
+from detjax.pallas.hopper.matmul.plan import Plan, Problem, Schedule
 from detjax.pallas.hopper.matmul.tuning import candidates, key
 from detjax.runtime import backends
 from tests.support import commands
@@ -21,10 +21,17 @@ def test_the_pool_fits_is_varied_and_holds_what_the_table_names(monkeypatch: pyt
     near = dataclasses.replace(PROBLEM, m=24)
     named = Schedule(24, 24)
     monkeypatch.setattr(tune, "table", lambda kind: {key(near): named})
-    pool = tune._pool(PROBLEM, tries=5)
+    pool = tune._pool(PROBLEM, tune.Search(tries=5))
     assert named in pool and candidates(PROBLEM)[0] in pool
     assert len(pool) == len(set(pool)) and len(pool) >= 5
     assert all(schedule.fits(PROBLEM) for schedule in pool)
+
+
+def test_the_pool_of_products_that_devices_share_has_tiles_that_end_where_columns_do() -> None:
+    problem = Problem(8448, 6144, 4096, parts=2)
+    shared = tune._pool(problem, tune.Search(tries=5, shared=True))
+    assert len(shared) >= 5 and all(Plan(problem, schedule).can_be_shared for schedule in shared)
+    assert not all(Plan(problem, schedule).can_be_shared for schedule in tune._pool(problem, tune.Search(tries=40)))
 
 
 def test_only_the_bits_of_the_reference_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,9 +56,9 @@ def test_only_the_bits_of_the_reference_are_accepted(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(tune, "_program", Program)
     monkeypatch.setattr(tune, "_operands", lambda problem: [(0, 0)])
-    monkeypatch.setattr(tune, "_pool", lambda problem, tries: [wrong, refused, slow, fast])
+    monkeypatch.setattr(tune, "_pool", lambda problem, limits: [wrong, refused, slow, fast])
     monkeypatch.setattr(timing, "device_time", lambda program, sets, calls: float(program.schedule.tile_n))
-    trials = {trial.schedule: trial for trial in tune.search(PROBLEM, 4, contextlib.nullcontext())}
+    trials = {trial.schedule: trial for trial in tune.search(PROBLEM, tune.Search(), contextlib.nullcontext())}
     assert "differ from the reference" in (trials[wrong].refused or "") and trials[wrong].seconds is None
     assert trials[refused].refused == "no room"
     assert (trials[slow].seconds, trials[fast].seconds) == (64.0, 32.0)

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import detjax
@@ -20,7 +20,17 @@ import detjax.demo
 from detjax import models, ops
 from detjax.models.mesh import checked, put, shardings_of
 from detjax.models.network import parameters
-from detjax.models.parts.sharding import OutputSharding, ShardGroup, head_shards, outputs
+from detjax.models.parts.sharding import (
+    AXES,
+    TENSOR,
+    OutputSharding,
+    ShardGroup,
+    gathered,
+    head_shards,
+    linked,
+    local_columns,
+    outputs,
+)
 from tests.models.shallow_models import shallow
 from tests.support.bits import assert_same_bits
 from tests.support.one_layer import one_layer
@@ -255,6 +265,30 @@ def test_an_array_is_put_only_where_it_is_not_yet() -> None:
     assert put(x, NamedSharding(mesh, P())) is x
     assert put(x, split).sharding == split
     assert put(np.arange(4.0), replicated).sharding == replicated
+
+
+@pytest.mark.parametrize(
+    ("mesh", "other", "is_found"),
+    [
+        # A mesh without devices along "expert" has the same columns along both axes as along "tensor".
+        ((2, 1), outputs(16, 2), True),
+        ((2, 2), outputs(16, 2), False),
+        ((2, 1), OutputSharding((ShardGroup(8, 2), ShardGroup(8, 2))), False),
+    ],
+)
+def test_a_device_finds_its_columns_of_a_gathered_array(
+    mesh: tuple[int, int], other: OutputSharding, is_found: bool
+) -> None:
+    def columns(part: jax.Array) -> jax.Array:
+        whole = gathered(part, dataclasses.replace(outputs(16, 2), over=(TENSOR,)))
+        # The array itself, reshaped to its shape, is found as well: packed tokens are flattened so.
+        own = [local_columns(x, other) for x in (whole, whole.reshape(-1, 16))]
+        assert [x is part for x in own] == [is_found] * 2
+        return whole
+
+    with linked(None):
+        on_each = jax.shard_map(columns, mesh=AbstractMesh(mesh, AXES), in_specs=P(), out_specs=P(), check_vma=False)
+        jax.eval_shape(on_each, jnp.zeros((3, 8)))
 
 
 def test_a_mesh_of_other_axes_is_refused() -> None:

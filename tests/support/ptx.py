@@ -195,8 +195,10 @@ class _Cta:
         assert name not in ("min", "max") or dtype.kind != "f" or "NaN" in options
         assert name != "div" or "rn" in options, f"{self.kernel.name}: a division is not correctly rounded: {options}"
         values = [self.get(operand, dtype) for operand in operands]
-        if "wide" in options:
+        if "wide" in options or "hi" in options:
             values = [value.astype(f"{dtype.kind}{2 * dtype.itemsize}") for value in values]
+        if "hi" in options:
+            return (np.asarray(_ARITHMETIC[name](*values)) >> (8 * dtype.itemsize)).astype(dtype)
         return np.asarray(_ARITHMETIC[name](*values)).astype(values[0].dtype)
 
     # --- registers ------------------------------------------------------------------------------------------------

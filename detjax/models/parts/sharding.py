@@ -31,7 +31,7 @@ from detjax.operands.quantized_weight import QuantizedWeight, widened
 from detjax.ops.collectives import gather_columns
 from detjax.ops.matmul import shared_matmul
 from detjax.runtime import backends
-from detjax.runtime.device_links import DeviceLinks
+from detjax.runtime.device_links import DeviceLinks, used_axes
 
 TENSOR: Final = "tensor"
 """The mesh axis whose devices share every expert; each has some of its outputs."""
@@ -375,7 +375,7 @@ def local_columns(x: Shaped[Array, "*N D"], sharding: OutputSharding) -> Shaped[
     exchanges = _exchanges.get()
     for whole, part, whole_sharding in [] if exchanges is None else exchanges.gathered:
         # These columns were gathered from this device: taking the original avoids a slicing kernel.
-        if whole is x and (whole_sharding.over, whole_sharding.groups) == (sharding.over, sharding.groups):
+        if whole is x and whole_sharding.groups == sharding.groups and _axes(whole_sharding) == _axes(sharding):
             return part
     count, device = devices(sharding.over), lax.axis_index(sharding.over)
     parts = []
@@ -385,6 +385,11 @@ def local_columns(x: Shaped[Array, "*N D"], sharding: OutputSharding) -> Shaped[
         first = group.shard_of(device, count) * group.length
         parts.append(lax.dynamic_slice_in_dim(some, first, group.length, x.ndim - 1))
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)
+
+
+def _axes(sharding: OutputSharding) -> Sequence[str]:
+    """Returns the mesh axes along which shards differ."""
+    return used_axes(jax.sharding.get_abstract_mesh().shape, sharding.over)
 
 
 def gathered(x: Shaped[Array, "*N n"], sharding: OutputSharding) -> Shaped[Array, "*N D"]:

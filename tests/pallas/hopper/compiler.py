@@ -56,7 +56,7 @@ from detjax.operands.linear_attention_state import (
     TokenLimits,
     empty_inputs,
 )
-from detjax.operands.numerics import round_up
+from detjax.operands.numerics import ceil_div, round_up
 from detjax.operands.options import Clamp, Epilogue, KVQuantization, Masking, WeightLayout
 from detjax.operands.products import AdapterOperands, GroupedOperands, MatmulOperands
 from detjax.operands.quantized_pages import quantized_layout
@@ -81,6 +81,7 @@ from detjax.pallas.hopper.matmul.adapters import forward_with_adapter
 from detjax.pallas.hopper.matmul.kernel import Operands, product, shared_product
 from detjax.pallas.hopper.matmul.plan import Problem, Schedule
 from detjax.pallas.hopper.matmul.tuning import default_schedule
+from detjax.pallas.hopper.mosaic import peers
 from detjax.rl.runs.policy import small_policy
 from detjax.rl.trainer.gradients import empty_sums, next_sums
 from detjax.rl.trainer.losses import LogLikelihood
@@ -754,11 +755,12 @@ def programs() -> dict[str, Program]:
         "gradients of few experts": experts_gradients(experts_bench.MODELS["gpt-oss-20b"], 8192, bias=True),
         **{
             f"columns of {rows} rows of two GPUs": (
-                partial(exchange._gathered, devices=2, first=0),
+                partial(gather, devices=2, first=0),
                 [array(rows, 2048), array(2, 2, dtype="int32"), array(1, dtype="int32")],
             )
-            for rows in (64, 8192)
+            for rows, gather in ((64, exchange._sent_in_pairs), (8192, exchange._copied))
         },
+        "pieces of a device's columns": (pieces, [array(500, 24), array(1, dtype="int32")]),
         **{
             f"matmul {name} of two GPUs": shared_matmul(tokens, outputs, inputs, **options)
             for name, tokens, outputs, inputs, options in (
@@ -773,6 +775,16 @@ def programs() -> dict[str, Program]:
             [array(8, 6144, dtype="float32"), array(1, 100, dtype="float32")],
         ),
     }
+
+
+def pieces(x: jax.Array, device: jax.Array) -> jax.Array:
+    """The columns of two GPUs. This one copies its own, in pieces."""
+
+    def body(x: jax.Array, device: jax.Array, y: jax.Array) -> None:
+        nowhere = [jnp.int32(0)] * 4
+        peers.copy_piece(x, y, device, jax.lax.axis_index("cta"), *nowhere, devices=2)
+
+    return exchange._kernel(body, x, ceil_div(x.nbytes, peers.PIECE_BYTES), 2)(x, device)
 
 
 def compile_programs(programs: Mapping[str, Program]) -> None:

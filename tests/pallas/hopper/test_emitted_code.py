@@ -27,6 +27,7 @@ CHOICES = {
 }
 """Programs that choose experts, with their problems and the first expert of the device."""
 PLACES = "rows of chosen experts"
+PIECES = "pieces of a device's columns"
 RESULTS = "ids", "weights", "group_sizes", "token", "place", "tiles"
 
 
@@ -51,7 +52,7 @@ def test_an_integer_that_loses_its_sign_is_seen(number_first: bool) -> None:
 @pytest.fixture(scope="module")
 def texts() -> dict[str, str]:
     """The PTX of each program."""
-    return compiler.compiled(Path(compiler.__file__), [*CHOICES, PLACES], dump="MOSAIC_GPU_DUMP_PTX")
+    return compiler.compiled(Path(compiler.__file__), [*CHOICES, PLACES, PIECES], dump="MOSAIC_GPU_DUMP_PTX")
 
 
 def emulated(text: str, names: Sequence[str], arrays: dict[str, np.ndarray]) -> None:
@@ -90,6 +91,17 @@ def test_emitted_code_places_rows_as_the_separate_operations(texts: dict[str, st
     actual = {key: np.full_like(value, -7) for key, value in expected.items()}
     emulated(texts[PLACES], ("token", "tiles", "ids", "present", "group_sizes", "place"), arrays | actual)
     assert_same_bits(actual, expected)
+
+
+def test_emitted_code_copies_a_devices_columns_in_pieces(texts: dict[str, str]) -> None:
+    """The second piece ends within the units of its threads."""
+    x = np.random.default_rng(0).integers(0, 2**32, (500, 12), np.uint32)
+    y = np.full((500, 24), 7, np.uint32)
+    (kernel,) = kernels(texts[PIECES])
+    for cta in range(2):
+        kernel.run([np.array([1], np.int32), x, y], (cta, 0))
+    assert_same_bits(y[:, 12:], x)
+    assert (y[:, :12] == 7).all()  # the other device's
 
 
 def test_emitted_code_needs_its_barriers(texts: dict[str, str]) -> None:

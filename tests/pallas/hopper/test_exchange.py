@@ -2,6 +2,7 @@
 
 import functools
 import math
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -136,9 +137,17 @@ def test_devices_share_results_of_many_tokens_in_the_default_schedule() -> None:
     assert shared_schedule(many, H100) == default_schedule(many, H100)
     assert Plan(few, default_schedule(few, H100)).can_be_shared
     assert shared_schedule(few, H100) is None
-    odd = Problem(8448, 6144, 4096, 2)
-    assert not Plan(odd, default_schedule(odd, H100)).can_be_shared
-    assert shared_schedule(odd, H100) is None
+
+
+def test_tiles_of_shared_results_end_with_a_devices_columns_unless_an_exchange_is_faster() -> None:
+    default = Schedule(128, 176, "tokens", 2)
+    with mock.patch.object(tuning, "default_schedule", lambda problem, device_kind: default):
+        even = Problem(8448, 6144, 4096, 2)
+        assert not Plan(even, default).can_be_shared
+        schedule = shared_schedule(even, H100)
+        assert schedule is not None and Plan(even, schedule).can_be_shared
+        # No tile of more than 8 outputs divides these.
+        assert shared_schedule(Problem(8448, 6152, 4096, 2), H100) is None
 
 
 def test_backends_without_such_kernels_share_no_results() -> None:

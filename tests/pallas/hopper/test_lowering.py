@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -154,11 +155,26 @@ def test_no_chunk_of_a_result_is_staged_over_one_that_is_still_copied() -> None:
     assert not overwritten(uneven_plan, emitted_waits(uneven_plan.problem, uneven_plan.schedule))
 
 
+@pytest.mark.parametrize(("outputs", "inputs"), [(2048, 4096), (2048, 12288), (5120, 25600), (8192, 28672)])
+def test_a_residual_leaves_no_default_schedule_so_few_stages_that_copies_and_products_take_turns(
+    outputs: int, inputs: int
+) -> None:
+    plain = Problem(8192, outputs, inputs)
+    added = dataclasses.replace(plain, residual_dtype=plain.dtype)
+    two_stages = Schedule(128, 256, warpgroups=2, panel=8)
+    assert (Plan(plain, two_stages).stages, Plan(added, two_stages).stages) == (3, 2)
+    assert estimated_seconds(Plan(added, two_stages)) > 1.5 * estimated_seconds(Plan(plain, two_stages))
+    for device_kind in (H200, "a device without a table"):
+        assert Plan(added, default_schedule(added, device_kind)).stages > 2
+    # The table has a schedule that a residual leaves two stages.
+    with mock.patch.object(tuning, "table", lambda device_kind: {key(plain): two_stages}):
+        assert default_schedule(plain, H200) == two_stages != default_schedule(added, H200)
+
+
 def test_the_h200s_table_has_the_linear_layers_of_the_tuned_models() -> None:
-    tuned = {problem_named(name) for name in tuning.table(H200)}
     for widths, m in itertools.product(shapes.MODELS.values(), shapes.TOKENS):
         if m <= 4096:
-            assert {dataclasses.replace(problem, m=bucket(m)) for problem in shapes.products(widths, m)} <= tuned
+            assert {key(problem) for problem in shapes.products(widths, m)} <= tuning.table(H200).keys()
 
 
 @pytest.mark.sampled(3)

@@ -26,6 +26,9 @@ _MAX_SLOWDOWN: Final = 1.1
 _MIN_SHARED_TOKENS: Final = 128
 """Fewest tokens for which devices write results into each other's arrays as they compute them."""
 
+_BYTES_EXCHANGED_PER_SECOND: Final = 3e11
+"""Bytes that two H200s send each other in a separate exchange of many."""
+
 
 def default_schedule(problem: Problem, device_kind: str | None = None) -> Schedule:
     """Returns the schedule for a problem.
@@ -44,7 +47,7 @@ def default_schedule(problem: Problem, device_kind: str | None = None) -> Schedu
     near = [index, *(i for step in (1, 2) for i in (index - step, index + step) if 0 <= i < len(BUCKETS))]
     for i in near:
         schedule = tuned.get(key(problem.with_tokens(BUCKETS[i])))
-        if schedule is not None and schedule.fits(problem) and (i == index or _competes(schedule, problem)):
+        if schedule is not None and _serves(schedule, problem) and (i == index or _competes(schedule, problem)):
             return schedule
     return _best_candidate(_padded(problem))
 
@@ -53,8 +56,7 @@ def shared_schedule(problem: Problem, device_kind: str | None = None) -> Schedul
     """Returns the schedule of a product whose columns devices share, or None if a separate exchange is faster.
 
     Measured on two H100s for an MLP of 4096 and 12288 columns, kernels that write to both devices take 1.27 times as
-    long as a separate exchange with 16 tokens, 0.93 with 257, and 0.81 with 1024. With 8448 tokens the schedule whose
-    tiles end where a device's columns do costs more than the exchange.
+    long as a separate exchange with 16 tokens, 0.93 with 257, and 0.81 with 1024.
 
     Args:
         problem: one device's part of the product.
@@ -62,8 +64,14 @@ def shared_schedule(problem: Problem, device_kind: str | None = None) -> Schedul
     """
     if problem.m < _MIN_SHARED_TOKENS:
         return None
-    schedule = default_schedule(problem, device_kind)
-    return schedule if Plan(problem, schedule).can_be_shared else None
+    default = default_schedule(problem, device_kind)
+    if Plan(problem, default).can_be_shared:
+        return default
+    # Tiles have to end where a device's columns do. That may cost more than the exchange.
+    exchanged = problem.m * problem.n * problem.out_dtype.itemsize / _BYTES_EXCHANGED_PER_SECOND
+    limit = estimated_seconds(Plan(problem, default)) + exchanged
+    best = _best_shared_candidate(_padded(problem))
+    return best if best is not None and estimated_seconds(Plan(problem, best)) < limit else None
 
 
 def _padded(problem: Problem) -> Problem:
@@ -71,6 +79,11 @@ def _padded(problem: Problem) -> Problem:
     if problem.token_layout == "km":
         return problem
     return problem.with_tokens(min(bucket(problem.m), round_up(problem.m, 8)))
+
+
+def _serves(schedule: Schedule, problem: Problem) -> bool:
+    """Returns whether a schedule fits, with enough stages. A residual takes shared memory that tuning did not count."""
+    return schedule.fits(problem) and Plan(problem, schedule).stages > _STAGES_IN_TURNS
 
 
 def _competes(schedule: Schedule, problem: Problem) -> bool:
@@ -83,6 +96,11 @@ def _competes(schedule: Schedule, problem: Problem) -> bool:
 @functools.cache
 def _best_candidate(problem: Problem) -> Schedule:
     return candidates(problem)[0]
+
+
+@functools.cache
+def _best_shared_candidate(problem: Problem) -> Schedule | None:
+    return next((schedule for schedule in candidates(problem) if Plan(problem, schedule).can_be_shared), None)
 
 
 # --- the tables -------------------------------------------------------------------------------------------------------
@@ -171,6 +189,10 @@ _BYTES_SENT_BY_L2_PER_CYCLE: Final = 58.0
 """Bytes that L2 sends to a multiprocessor per cycle."""
 _MIN_WGMMA_CYCLES: Final = 26.0
 """Fewest cycles of a `wgmma`, whatever its number of columns."""
+_CYCLES_OF_A_COPY: Final = 500.0
+"""Cycles until a copy begins to arrive."""
+_STAGES_IN_TURNS: Final = 2
+"""Stages with which copies and products take turns: the products of the previous step still read the other stage."""
 _CYCLES_PER_STEP: Final = 6.0
 """Cycles of a step of K in addition to its copies and products."""
 _CYCLES_PER_TILE: Final = 4500.0
@@ -189,7 +211,10 @@ def estimated_seconds(plan: Plan) -> float:
     weights, tokens = p.parts * s.tile_n * line, s.tile_m * line
     received = (weights + tokens) / _BYTES_RECEIVED_PER_CYCLE
     sent_by_l2 = (weights / s.cluster_m + tokens / s.cluster_n) / _BYTES_SENT_BY_L2_PER_CYCLE
-    step = max(matrix_unit, received, sent_by_l2) + _CYCLES_PER_STEP
+    copied = max(received, sent_by_l2)
+    # A stage is empty again after its copies, its products, and the start of the next step's.
+    in_turns = (_CYCLES_OF_A_COPY + copied + matrix_unit) / max(1, plan.stages - 1)
+    step = max(matrix_unit, copied, in_turns) + _CYCLES_PER_STEP
     written = s.tile_m * s.tile_n * p.out_dtype.itemsize / _BYTES_RECEIVED_PER_CYCLE
     on_chip = waves * (plan.k_steps * step + written + _CYCLES_PER_TILE) / CLOCK
     # Weights that several clusters request at the same time are partly fetched more than once.

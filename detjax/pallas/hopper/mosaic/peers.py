@@ -4,10 +4,11 @@ A word is sent as a pair of 32 bits of data and 32 bits of a flag. A pair arrive
 fence nor a second message: it reads the pair until it has the expected flag.
 
 Small arrays are sent entirely in pairs (`exchange`). Kernels with many results send pairs only at their beginning and
-end, and write results directly into the other devices' arrays (`open_results`, `send_chunk`, `close_results`).
+end (`open_results`, `close_results`), and write results directly into the other devices' arrays: chunks of a product
+(`send_chunk`), or an array that is there already (`copy_piece`).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -48,7 +49,7 @@ bra AGAIN;
 DONE:
 }}"""
 
-_COPIED: Final = 16
+COPIED: Final = 16
 """Bytes of a result that a thread sends at a time."""
 
 
@@ -140,10 +141,6 @@ class _Channel:
         )
         return first, second
 
-    def begin_next(self) -> None:
-        """Begins another exchange without reading the counter again."""
-        self.flag = arith.addi(self.flag, int32(1))
-
     def count(self, thread: Any) -> None:
         """Stores the number of exchanges, once all threads have read the previous one."""
         mgpu.warpgroup_barrier()
@@ -153,7 +150,7 @@ class _Channel:
 
 @primitive(twin=no_twin("exchange"), args=(*(plgpu.RefType(),) * 4, NUMBER))
 def exchange(  # noqa: PLR0913
-    x: Any, y: Any, addresses: Any, device: Any, cta: Any, *, devices: int, line: int, ctas: int, first: int
+    x: Any, y: Any, addresses: Any, device: Any, cta: Any, *, devices: int, line: int, first: int
 ) -> None:
     """Sends this CTA's units of `x` to the other devices, and stores the units of all devices in `y`.
 
@@ -166,7 +163,6 @@ def exchange(  # noqa: PLR0913
         cta: the number of the CTA.
         devices: number of devices.
         line: units of a line of `x`.
-        ctas: number of CTAs. Each takes every `ctas`-th piece, an exchange each.
         first: offset of the counters in a device's buffers, in bytes; see `detjax.pallas.hopper.exchange`.
     """
     total = int(np.prod(x.type.shape)) * mgpu.bitwidth(x.type.element_type) // (8 * UNIT)
@@ -201,20 +197,12 @@ def exchange(  # noqa: PLR0913
 
     # A thread receives what the same thread of another device has sent, so threads need not wait for one another. It
     # sends all its units before it receives any, so that all are under way during the first wait.
-    for first_piece in range(0, -(-total // units), ctas):
-        if first_piece:
-            channel.begin_next()
-        begin = arith.muli(arith.addi(cta, int32(first_piece)), int32(units))
-
-        def each_unit(step: Any, begin: Any = begin) -> None:
-            for number in range(units // WARPGROUP):
-                unit = arith.addi(int32(number * WARPGROUP), thread)
-                index = arith.addi(begin, unit)
-                with mgpu.when(arith.cmpi(arith.CmpIPredicate.ult, index, int32(total))):
-                    step(index, unit)
-
-        each_unit(send)
-        each_unit(receive)
+    for step in (send, receive):
+        for begin in range(0, units, WARPGROUP):
+            unit = arith.addi(int32(begin), thread)
+            index = arith.addi(arith.muli(cta, int32(units)), unit)
+            with mgpu.when(arith.cmpi(arith.CmpIPredicate.ult, index, int32(total))):
+                step(index, unit)
     channel.count(thread)
 
 
@@ -290,27 +278,23 @@ def send_chunk(
     (down, across, _, _), _ = chunk.type.get_strides_and_offset()
     place = llvm.ptrtoint(i32(), mgpu.memref_ptr(chunk))
     line_bytes = line * itemsize
-    per_row = shape[1] * itemsize // _COPIED
+    per_row = shape[1] * itemsize // COPIED
     row, column = row.registers.item(), column.registers.item()
-    halves = [x.registers.item() for x in arrays]
-    bases = [
-        arith.addi(_long(low), arith.shli(_long(high), _long(32)))
-        for low, high in zip(halves[::2], halves[1::2], strict=True)
-    ]
+    bases = _bases(arrays)
     # Neighbouring threads have neighbouring 16 bytes of a line, in shared memory as in the arrays.
     thread, vector = thread_of_warpgroup(), ir.VectorType.get((4,), i32())
     for begin in range(0, shape[0] * per_row, WARPGROUP):
         unit = arith.addi(thread, int32(begin))
         line_of_chunk, byte = (
             arith.divui(unit, int32(per_row)),
-            arith.muli(arith.remui(unit, int32(per_row)), int32(_COPIED)),
+            arith.muli(arith.remui(unit, int32(per_row)), int32(COPIED)),
         )
         in_tile = arith.addi(
             arith.muli(arith.remui(line_of_chunk, int32(8)), int32(line_bytes)), arith.remui(byte, int32(line_bytes))
         )
         # The number of the 128-byte block is XORed into the number of the 16-byte unit within its line.
-        mask = line_bytes // _COPIED - 1
-        swizzle = arith.muli(arith.andi(arith.shrui(in_tile, int32(7)), int32(mask)), int32(_COPIED))
+        mask = line_bytes // COPIED - 1
+        swizzle = arith.muli(arith.andi(arith.shrui(in_tile, int32(7)), int32(mask)), int32(COPIED))
         source = arith.addi(place, arith.xori(in_tile, swizzle))
         source = arith.addi(source, arith.muli(arith.divui(line_of_chunk, int32(8)), int32(down * itemsize)))
         source = arith.addi(source, arith.muli(arith.divui(byte, int32(line_bytes)), int32(across * itemsize)))
@@ -327,6 +311,53 @@ def send_chunk(
             for base in bases:
                 with mgpu.when(_differ(base, _long(0))):
                     llvm.store(words, llvm.inttoptr(ir.Type.parse("!llvm.ptr<1>"), arith.addi(base, offset)))
+
+
+PIECE_BYTES: Final = WARPGROUP * 8 * COPIED
+"""Bytes that `copy_piece` copies."""
+
+
+@primitive(
+    twin=no_twin("copy_piece"),
+    args=lambda *_, devices, **__: (*(plgpu.RefType(),) * 3, *(NUMBER,) * (1 + 2 * devices)),
+)
+def copy_piece(x: Any, y: Any, device: Any, piece: Any, *arrays: Any, devices: int) -> None:
+    """Copies a piece of this device's columns into its own array and the arrays of the other devices.
+
+    Args:
+        x: this device's columns, in rows of whole `COPIED` bytes.
+        y: this device's array of all columns.
+        device: the number of this device, `[1]` int32.
+        piece: the number of the piece, of `PIECE_BYTES` each.
+        arrays: addresses of the other devices' arrays; see `open_results`.
+        devices: number of devices.
+    """
+    rows, columns = x.type.shape
+    line = columns * mgpu.bitwidth(x.type.element_type) // (8 * COPIED)
+    rank = _load(_address(device), i32(), "ld.global.u32 $0, [$1];")
+    copied, begin = [], arith.muli(piece.registers.item(), int32(PIECE_BYTES // COPIED))
+    # All loads are under way before the first store. Beyond the end, threads copy the last unit once more.
+    for number in range(0, PIECE_BYTES // COPIED, WARPGROUP):
+        unit = arith.addi(begin, arith.addi(thread_of_warpgroup(), int32(number)))
+        unit = arith.minui(unit, int32(rows * line - 1))
+        row, column = arith.divui(unit, int32(line)), arith.remui(unit, int32(line))
+        place = arith.addi(arith.muli(row, int32(line * devices)), arith.addi(arith.muli(rank, int32(line)), column))
+        words = mgpu.inline_ptx(
+            "ld.global.v4.u32 {$0, $1, $2, $3}, [$4];",
+            _plus(_address(x), unit, COPIED),
+            result_types=(i32(),) * 4,
+            has_side_effects=True,
+        )
+        copied.append((place, words))
+
+    def store(base: Any) -> None:
+        for place, words in copied:
+            _store("st.global.v4.u32 [$0], {$1, $2, $3, $4};", _plus(base, place, COPIED), *words)
+
+    store(_address(y))
+    for base in _bases(arrays):
+        with mgpu.when(_differ(base, _long(0))):
+            store(base)
 
 
 @primitive(twin=no_twin("close_results"), args=(*(plgpu.RefType(),) * 2, NUMBER))
@@ -351,6 +382,15 @@ def close_results(addresses: Any, device: Any, number: Any, *, devices: int, fir
         channel.receive(other, int32(_DONE), is_other)
     # The counterpart of the other devices' fences: their results are visible to whatever reads them after this.
     _store("fence.acq_rel.sys;")
+
+
+def _bases(arrays: Sequence[Any]) -> list[Any]:
+    """Returns the addresses of arrays, which are given in halves, the lower ones first."""
+    halves = [x.registers.item() for x in arrays]
+    return [
+        arith.addi(_long(low), arith.shli(_long(high), _long(32)))
+        for low, high in zip(halves[::2], halves[1::2], strict=True)
+    ]
 
 
 def _address(ref: Any) -> Any:
