@@ -282,8 +282,8 @@ def test_a_device_finds_its_columns_of_a_gathered_array(
     def columns(part: jax.Array) -> jax.Array:
         whole = gathered(part, dataclasses.replace(outputs(16, 2), over=(TENSOR,)))
         # The array itself, reshaped to its shape, is found as well: packed tokens are flattened so.
-        own = [local_columns(x, other) for x in (whole, whole.reshape(-1, 16))]
-        assert [x is part for x in own] == [is_found] * 2
+        slices = [local_columns(x, other) for x in (whole, whole.reshape(-1, 16))]
+        assert [x is part for x in slices] == [is_found] * 2
         return whole
 
     with linked(None):
