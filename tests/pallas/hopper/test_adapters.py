@@ -1,6 +1,7 @@
 """Adapters by Hopper's kernels: a row has the bits that it has alone, and the plain weight's without an adapter."""
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import pytest
 import detjax
 from detjax import ops
 from detjax.operands.adapted_weight import AdaptedWeight
+from detjax.operands.numerics import round_up
 from detjax.operands.options import Epilogue
 from detjax.operands.products import AdapterOperands, GroupedOperands, MatmulOperands
 from detjax.ops import single_adapter
@@ -22,7 +24,8 @@ from detjax.pallas.hopper import grouped_matmul
 from detjax.pallas.hopper import matmul as hopper
 from detjax.pallas.hopper.matmul import adapters_of_rows, first_products
 from detjax.pallas.hopper.matmul.kernel import Operands, product
-from detjax.pallas.hopper.matmul.plan import Schedule
+from detjax.pallas.hopper.matmul.plan import Plan, Problem, Schedule
+from detjax.pallas.hopper.matmul.tuning import default_schedule
 from tests.pallas.hopper.interpreter import interpreted, interpreted_without_races, normal
 from tests.pallas.hopper.test_decoder import kernel_counts
 from tests.support.bits import assert_same_bits, same_bits
@@ -112,15 +115,25 @@ def test_the_kernel_of_rows_with_adapters_has_the_bits_of_separate_products(
     assert gated or same_bits(fused[SLOTS < 0], sums[0][SLOTS < 0])
 
 
+MANY = 132
 FORMS_OF_SUMS = {
-    "one request": (1, 80, False, None),
-    "gate and up": (8, 16, True, None),
-    "shared tokens": (len(SLOTS), 16, False, Schedule(32, 24, lines=2, cluster_n=2)),
-    "shared weights": (len(SLOTS), 80, False, Schedule(16, 64, cluster_m=2)),
-    "tokens of gate and up on rows": (len(SLOTS), 16, True, Schedule(64, 72, "tokens", cluster_n=2)),
-    "two warpgroups": (len(SLOTS), 32, False, Schedule(128, 72, "tokens", warpgroups=2)),
+    "one request": (1, 80, False, None, MANY),
+    "gate and up": (8, 16, True, None, MANY),
+    "shared tokens": (len(SLOTS), 16, False, Schedule(32, 24, lines=2, cluster_n=2), MANY),
+    "shared weights": (len(SLOTS), 80, False, Schedule(16, 64, cluster_m=2), MANY),
+    "tokens of gate and up on rows": (len(SLOTS), 16, True, Schedule(64, 72, "tokens", cluster_n=2), MANY),
+    "two warpgroups": (len(SLOTS), 32, False, Schedule(128, 72, "tokens", warpgroups=2), MANY),
+    # With 26 rows, there are 5 blocks.
+    "tiles of 3 and 2 blocks": (26, 16, False, Schedule(32, 24, lines=2), 6 + 2),
+    "tiles of 3 and 2 blocks in a cluster": (26, 3, True, Schedule(32, 24, cluster_n=2), 6 + 2),
+    "one tile of all blocks": (26, 8, False, Schedule(64, 48, lines=4), 3 + 1),
+    "tiles of 2 blocks": (15, 32, True, Schedule(64, 72, "tokens", cluster_n=2), 2 + 2),
+    "tiles after the sums": (26, 48, False, Schedule(32, 80, lines=2, warpgroups=2), 2 + 1),
+    "tiles after the sums of clusters": (26, 80, False, Schedule(16, 48, cluster_m=2, lines=2), 6 + 2),
+    "no idle multiprocessor": (26, 64, True, Schedule(32, 72, cluster_n=2), 2),
 }
-"""By name, forms of the kernel of sums and first products: rows, ranks, whether there are gate and up, a schedule."""
+"""By name, forms of the kernel of sums and first products: rows, ranks, whether there are gate and up, a schedule, and
+multiprocessors; the ones that are more than the schedule's CTAs are idle."""
 
 
 def arrays_of_sums(rows: int, ranks: int, gated: bool, inner: int = 160) -> tuple[BlocksOfRows, list[np.ndarray]]:
@@ -131,14 +144,22 @@ def arrays_of_sums(rows: int, ranks: int, gated: bool, inner: int = 160) -> tupl
     return BlocksOfRows.for_rows(jnp.asarray(SLOTS[:rows]), 8), arrays
 
 
-@pytest.mark.parametrize(("rows", "ranks", "gated", "schedule"), FORMS_OF_SUMS.values(), ids=FORMS_OF_SUMS)
+@pytest.mark.parametrize(
+    ("rows", "ranks", "gated", "schedule", "multiprocessors"), FORMS_OF_SUMS.values(), ids=FORMS_OF_SUMS
+)
 def test_the_kernel_of_sums_and_first_products_has_the_bits_of_separate_kernels(
-    rows: int, ranks: int, gated: bool, schedule: Schedule | None, monkeypatch: pytest.MonkeyPatch
+    rows: int,
+    ranks: int,
+    gated: bool,
+    schedule: Schedule | None,
+    multiprocessors: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     places, arrays = arrays_of_sums(rows, ranks, gated)
     place = places.place[SLOTS[:rows] >= 0]
     if schedule is not None:
         monkeypatch.setattr(first_products, "default_schedule", lambda _: schedule)
+    monkeypatch.setattr(first_products, "resident_clusters", lambda size: multiprocessors // size)
 
     def separate(x: Any, w: Any, bias: Any, a: Any) -> Any:
         sums = single_adapter.biased_sums(_PRODUCT, x, w, bias, gated)
@@ -153,17 +174,82 @@ def test_the_kernel_of_sums_and_first_products_has_the_bits_of_separate_kernels(
         assert_same_bits(interpreted(together, *arrays), expected)
 
 
-def test_sums_and_first_products_share_stages_without_races(monkeypatch: pytest.MonkeyPatch) -> None:
-    places, arrays = arrays_of_sums(8, 32, gated=False, inner=1088)
-    schedule, rows = Schedule(8, 24, lines=4), 8 * int(places.firsts[-1])
+@pytest.mark.parametrize(
+    ("rows", "schedule", "multiprocessors"),
+    [
+        (8, Schedule(8, 24, lines=4), MANY),
+        (26, Schedule(32, 72, lines=4), 2 + 3),
+        (15, Schedule(16, 72, lines=4, cluster_n=2), 2),
+    ],
+    ids=["a block in a tile", "two blocks in a tile, and one in the last", "tiles after the sums"],
+)
+def test_sums_and_first_products_share_stages_without_races(
+    rows: int, schedule: Schedule, multiprocessors: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places, arrays = arrays_of_sums(rows, 32, gated=False, inner=1088)
+    rows_of_blocks = 8 * int(places.firsts[-1])
     monkeypatch.setattr(first_products, "default_schedule", lambda _: schedule)
+    monkeypatch.setattr(first_products, "resident_clusters", lambda size: multiprocessors // size)
 
     def together(*arrays: Any) -> jax.Array:
         with detjax.use_backend("hopper"):
             (sums,), u = places.sums_and_first_products(*arrays) or pytest.fail("no kernel computes both")
-        return jnp.concatenate([sums.reshape(-1), u[:rows].reshape(-1).astype(jnp.float32)])
+        return jnp.concatenate([sums.reshape(-1), u[:rows_of_blocks].reshape(-1).astype(jnp.float32)])
 
     interpreted_without_races(together, *arrays)
+
+
+def test_rows_without_adapters_have_sums_and_no_first_products() -> None:
+    _, arrays = arrays_of_sums(15, 16, gated=False)
+    places = BlocksOfRows.for_rows(jnp.full(15, -1, jnp.int32), 8)
+
+    def separate(x: Any, w: Any, bias: Any, _: Any) -> Any:
+        return single_adapter.biased_sums(_PRODUCT, x, w, bias, False)
+
+    def together(*arrays: Any) -> Any:
+        sums, _ = places.sums_and_first_products(*arrays) or pytest.fail("no kernel computes both")
+        return sums
+
+    with detjax.use_backend("hopper"):
+        assert_same_bits(interpreted(together, *arrays), interpreted(separate, *arrays))
+
+
+@pytest.mark.parametrize(
+    ("rows", "ranks", "most_blocks", "tiles"),
+    [
+        (1, 16, 1, (1, 2)),
+        (3, 16, 1, (3, 1)),
+        (8, 16, 2, (8, 1)),
+        (64, 3, 4, (64, 1)),
+        (64, 16, 4, (64, 1)),
+        (64, 32, 2, (64, 1)),
+        (64, 48, 1, (64, 1)),
+        (64, 72, 1, (64, 2)),
+    ],
+)
+def test_blocks_share_a_tile_if_they_are_more_than_the_idle_multiprocessors(
+    rows: int, ranks: int, most_blocks: int, tiles: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    schedule = Schedule(32, 64, cluster_m=2, lines=2)
+    monkeypatch.setattr(first_products, "resident_clusters", lambda size: MANY // size)
+    problem = Problem(64, 4096, 4096, out_dtype=jnp.dtype("float32"))
+    sums = first_products.SumsPlan(problem, schedule)
+    plan = first_products._first_plan(Problem(8 * rows, ranks, 4096, experts=8, in_blocks=True).addressable, sums)
+    assert sums.ctas == 128
+    assert (plan.most_blocks, plan.grid) == (most_blocks, tiles)
+    assert plan.further_ctas == min(4, round_up(math.prod(tiles), 2))
+    assert plan.tiles_follow_sums == (math.prod(tiles) > 4 * most_blocks)
+
+
+@pytest.mark.parametrize("tokens", [8, 64])
+def test_sums_are_staged_beside_the_stages_of_a_layers_product(tokens: int) -> None:
+    """Their dtype takes no stage from gate and up of Qwen3-8B, and no other schedule than the tuned one."""
+    shape: dict[str, Any] = {"m": tokens, "n": 12288, "k": 4096, "parts": 2}
+    problem = Problem(**shape)
+    product = Plan(problem, default_schedule(problem, "NVIDIA H200"))
+    sums = first_products.SumsPlan(Problem(**shape, out_dtype=jnp.dtype("float32")), product.schedule)
+    assert not sums.unmet_requirements()
+    assert sums.stages == product.stages
 
 
 @pytest.mark.parametrize("gated", [False, True])
