@@ -40,7 +40,6 @@ from detjax.operands.products import MatmulOperands
 from detjax.operands.quantized_weight import QuantizedWeight, widened
 from detjax.pallas.hopper import matmul, mosaic
 from detjax.pallas.hopper.quantized import codes, packed
-from detjax.pallas.hopper.quantized.codes.tuning import quantizing
 from detjax.pallas.hopper.quantized.packed import tuning
 from detjax.runtime import backends, compilation
 from detjax.runtime.threads import in_threads
@@ -67,14 +66,13 @@ def arms(format_name: str, rows: int, w: QuantizedWeight, most: int = MOST) -> I
         format_name: "int4" or "fp8".
         rows: the number of rows.
         w: the weight, or its shapes.
-        most: number of plans with the lowest estimated times. Some that no rule chooses follow them.
+        most: number of plans, which have the lowest estimated times.
     """
     x: Any = jax.ShapeDtypeStruct((rows, w.shape[-1]), jnp.bfloat16)
     operands, epilogue = MatmulOperands(x, w), epilogue_of(w.shape)
     plans: list[Any]
     if format_name == "fp8":
         plans = plans_by_time(codes.codes_plan(operands, out_dtype=jnp.bfloat16))[:most]
-        plans += [other for plan in plans[:2] for other in quantizing(plan)]
     else:
         chosen = packed.packed_plan(operands, out_dtype=jnp.bfloat16)
         assert chosen is not None

@@ -1,8 +1,46 @@
 """The arrays of matrix products, as passed to the backends."""
 
+import dataclasses
 from typing import Any, NamedTuple
 
 from jaxtyping import Array
+
+from detjax.operands.pytrees import array_dataclass
+
+
+class RowCodes(NamedTuple):
+    """The codes of M rows `[*B, K]`, as products with quantized activations take them.
+
+    Attributes:
+        codes: e4m3 `[M, K]`.
+        scales: one for each group of columns, float32 `[groups, M]`, with M padded to eights.
+    """
+
+    codes: Array
+    scales: Array
+
+
+@array_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class NormalizedRows:
+    """The RMS norm of rows, which a product computes itself, together with the codes that it multiplies.
+
+    Attributes:
+        rows: `[*B, K]`, before the norm.
+        weight: the norm's weight, `[K]`.
+        eps: the number added to the mean square.
+        weight_offset: the number added to the weight.
+    """
+
+    rows: Any
+    weight: Any
+    eps: float = dataclasses.field(default=0.0, metadata={"static": True})
+    weight_offset: float = dataclasses.field(default=0.0, metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the rows."""
+        return self.rows.shape
 
 
 class MatmulOperands(NamedTuple):

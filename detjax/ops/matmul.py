@@ -13,12 +13,13 @@ from detjax.contract import ACCUMULATOR
 from detjax.operands.accumulated_weight import Weight, fresh_and_carried, value_and_sum
 from detjax.operands.adapted_weight import AdaptedWeight
 from detjax.operands.options import Activation, AxisName, Clamp, Epilogue, WeightLayout
-from detjax.operands.products import GroupedOperands, MatmulOperands, WeightSums
+from detjax.operands.products import GroupedOperands, MatmulOperands, NormalizedRows, WeightSums
 from detjax.operands.quantized_weight import QuantizedWeight, widened
 from detjax.ops.adapters import Groups, adapted_product
 from detjax.ops.checks import check_dtype, check_product, check_quantized, check_shape, check_weights
 from detjax.ops.dispatch import Operation, backend_modules, one_by_one, with_vmap_rule
 from detjax.ops.grouped_kernels import GROUPED_MATMUL, group_unit
+from detjax.ops.norm import normalized
 from detjax.ops.quantized_matmul import multiplies_codes, quantized_matmul
 from detjax.runtime import compilation, fusions
 from detjax.runtime.device_links import DeviceLinks
@@ -28,7 +29,7 @@ _MATMUL = Operation("matmul", backend_modules("matmul", mma="mma"))
 
 @compilation.jit(static_argnames=("layout", "activation", "gated", "clamp", "soft_cap", "out_dtype"))
 def matmul(  # noqa: PLR0913
-    x: Float[Array, "*B K"],
+    x: Float[Array, "*B K"] | NormalizedRows,
     w: Weight | AdaptedWeight,
     *,
     layout: WeightLayout = "kn",
@@ -43,7 +44,7 @@ def matmul(  # noqa: PLR0913
     """Returns `act(x @ w + bias) + residual`, summed in float32 with K ascending and rounded once.
 
     Args:
-        x: rows; bfloat16, float16 or float32.
+        x: rows; bfloat16, float16 or float32. Models also pass `NormalizedRows`.
         w: weights of x's dtype, `[K, N]` if `layout` is "kn", and `[N, K]`, the layout of checkpoints, if it is "nk".
             If `gated`, the stacked weights of gate and up projection: `[2, K, N]` or `[2, N, K]`. With an
             `AccumulatedWeight`, here or as bias, the gradient continues a sum. An `AdaptedWeight` has the layout "nk".
@@ -67,6 +68,7 @@ def matmul(  # noqa: PLR0913
         >>> ops.matmul(x, w, bias=jnp.ones(4), activation="relu")[0]
         Array([4., 4., 4., 4.], dtype=float32)
     """
+    x, codes = normalized(x, w) if isinstance(x, NormalizedRows) else (x, None)
     if isinstance(w, AdaptedWeight):
         dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
         check_product("matmul", layout, dtype, activation=activation, gated=gated, clamp=clamp, soft_cap=soft_cap)
@@ -87,7 +89,7 @@ def matmul(  # noqa: PLR0913
     if isinstance(w, QuantizedWeight):
         # The format of a weight with plain activations is a schedule: widening ahead gives the same bits.
         if multiplies_codes(operands, out_dtype):
-            return quantized_matmul(operands, bias_sum, epilogue=epilogue, out_dtype=out_dtype)
+            return quantized_matmul(operands, bias_sum, epilogue=epilogue, out_dtype=out_dtype, codes=codes)
         operands = operands._replace(w=widened(w))
     options = {"layout": layout, "epilogue": epilogue, "out_dtype": out_dtype}
     sums = w_sum, bias_sum

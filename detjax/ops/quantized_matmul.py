@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from detjax.operands.options import Epilogue
-from detjax.operands.products import GroupedOperands, MatmulOperands
+from detjax.operands.products import GroupedOperands, MatmulOperands, RowCodes
+from detjax.operands.quantized_weight import QuantizedWeight
 from detjax.ops.dispatch import Operation, backend_modules, one_by_one, with_vmap_rule
 from detjax.runtime import fusions
 
@@ -26,13 +27,29 @@ def multiplies_codes(operands: MatmulOperands, out_dtype: jnp.dtype) -> bool:
     return can and module.takes_codes(operands, out_dtype)
 
 
+def takes_row_codes(w: Any) -> bool:
+    """Returns whether products with a weight take the codes of rows that another kernel has quantized."""
+    if not isinstance(w, QuantizedWeight):
+        return False
+    module = _MATMUL.module()
+    return hasattr(module, "takes_row_codes") and module.takes_row_codes(w)
+
+
 def quantized_matmul(
-    operands: MatmulOperands, bias_sum: Array | None, *, epilogue: Epilogue, out_dtype: jnp.dtype
+    operands: MatmulOperands,
+    bias_sum: Array | None,
+    *,
+    epilogue: Epilogue,
+    out_dtype: jnp.dtype,
+    codes: RowCodes | None = None,
 ) -> Float[Array, "*B N"]:
-    """Returns the product for `ops.matmul`, which has checked its arguments, if `multiplies_codes` holds."""
+    """Returns the product for `ops.matmul`, which has checked its arguments, if `multiplies_codes` holds.
+
+    `codes` are the rows', given only if `takes_row_codes` holds; None: the product computes them, with the same bits.
+    """
 
     def under_contract(operands: MatmulOperands, **options: Any) -> Array:
-        return _matmul(operands, bias_sum, *options.values())
+        return _matmul(operands, codes, bias_sum, *options.values())
 
     return _MATMUL.call(under_contract, operands, epilogue=epilogue, out_dtype=out_dtype)
 
@@ -51,28 +68,42 @@ def quantized_grouped_matmul(
     return _GROUPED.call(under_contract, operands, epilogue=epilogue, out_dtype=out_dtype, unit=unit)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _matmul(operands: MatmulOperands, bias_sum: Array | None, epilogue: Epilogue, out_dtype: jnp.dtype) -> Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _matmul(
+    operands: MatmulOperands,
+    codes: RowCodes | None,
+    bias_sum: Array | None,
+    epilogue: Epilogue,
+    out_dtype: jnp.dtype,
+) -> Array:
     del bias_sum  # only the backward pass adds to it
     forward = functools.partial(_MATMUL.kernels().forward, epilogue=epilogue, out_dtype=out_dtype)
+    if codes is not None:
+        # The codes of a batch do not have the batch's leading axes.
+        return one_by_one(lambda operands, codes: forward(operands, codes=codes), (operands, codes))
     by_array = with_vmap_rule(lambda *arrays: forward(MatmulOperands(*arrays)), rows=(True, False, False, True))
     return by_array(*operands)
 
 
 def _forward(
-    operands: MatmulOperands, bias_sum: Array | None, epilogue: Epilogue, out_dtype: jnp.dtype
+    operands: MatmulOperands,
+    codes: RowCodes | None,
+    bias_sum: Array | None,
+    epilogue: Epilogue,
+    out_dtype: jnp.dtype,
 ) -> tuple[Array, Any]:
     # The backward pass needs only the residual's dtype, so an empty array stands for it.
     empty = None if operands.residual is None else jnp.zeros(0, operands.residual.dtype)
-    return _matmul(operands, bias_sum, epilogue, out_dtype), (operands._replace(residual=None), bias_sum, empty)
+    saved = operands._replace(residual=None), bias_sum, empty
+    return _matmul(operands, codes, bias_sum, epilogue, out_dtype), saved
 
 
-def _backward(epilogue: Epilogue, out_dtype: jnp.dtype, saved: Any, dy: Array) -> tuple[Any, Any]:
+def _backward(epilogue: Epilogue, out_dtype: jnp.dtype, saved: Any, dy: Array) -> tuple[Any, None, Any]:
     operands, bias_sum, residual = saved
     dx, dbias = one_by_one(functools.partial(_MATMUL.kernels().backward, epilogue=epilogue), (operands, dy, bias_sum))
     fresh, carried = (dbias, None) if bias_sum is None else (None, dbias)
     cotangents: Any = dx, None, fresh, None if residual is None else dy.astype(residual.dtype)
-    return MatmulOperands(*cotangents), carried
+    return MatmulOperands(*cotangents), None, carried
 
 
 _matmul.defvjp(_forward, _backward)

@@ -75,6 +75,12 @@ FUSIONS: Final[Mapping[str, Fusion]] = {
             "add, then rms_norm",
         ),
         Fusion(
+            "rms_norm_codes",
+            ("rms_norm", "matmul"),
+            "a norm and the codes of its result, for products with fp8 weights and activations in blocks",
+            "rms_norm, then the quantization of its rows",
+        ),
+        Fusion(
             "qk_rope",
             ("qk_rope",),
             "the norms of queries and keys and their rotation; the same for gradients",

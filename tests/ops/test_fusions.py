@@ -14,6 +14,9 @@ def test_every_fusion_has_a_case_and_an_operation() -> None:
     assert all(fusion.operations for fusion in FUSIONS.values())
 
 
+ONLY_IN_KERNELS = ("rms_norm_codes",)
+"""Fusions that do nothing on the portable backend, though their steps are operations of its own."""
+
 SMALL = [(name, next(iter(CASES[name])), "bfloat16") for name, fusion in FUSIONS.items() if not fusion.in_plain_jax]
 SMALL += [("matmul_epilogue", "clamp", "float32"), ("matmul_epilogue", "soft cap", "bfloat16")]
 """A case of each fusion whose steps are others on the portable backend, too."""
@@ -43,4 +46,4 @@ def test_another_program_runs_where_the_portable_backend_fuses(name: str) -> Non
     fused = str(jax.make_jaxpr(fn)(*arrays))
     with detjax.without_fusions(name):
         separated = str(jax.make_jaxpr(fn)(*arrays))
-    assert (fused == separated) == FUSIONS[name].in_plain_jax
+    assert (fused == separated) == (FUSIONS[name].in_plain_jax or name in ONLY_IN_KERNELS)

@@ -115,6 +115,7 @@ CHANGES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "matmul_epilogue": (("matmul",), ("tpu",)),
     "grouped_matmul_epilogue": (("grouped_matmul",), ("tpu",)),
     "rms_norm_residual": (("rms_norm",), ()),
+    "rms_norm_codes": (("rms_norm", "matmul"), ()),
     "qk_rope": (("qk_rope",), ()),
     "qk_rope_append_kv": (("qk_rope_append_kv",), ()),
     "attention_dequantize": (("attention",), ()),

@@ -9,7 +9,7 @@ after a branch. Memory that nobody wrote holds `POISON`. What a kernel may not d
 array; read what another thread wrote, or replace what it read or wrote, before a barrier at which both waited; or let
 the threads of a warp shuffle numbers at different places.
 
-The hardware's approximations, `ex2` and `rcp`, are NumPy's: numbers that follow from them have other last bits.
+The hardware's approximations, such as `ex2` and `rcp`, are NumPy's: numbers that follow from them have other last bits.
 """
 
 import dataclasses
@@ -51,12 +51,17 @@ class Kernel:
     code: tuple[Instruction, ...]
     labels: Mapping[str, int]
 
-    def run(self, arrays: Sequence[np.ndarray], cta: tuple[int, int] = (0, 0)) -> None:
-        """Runs a CTA of the grid, which changes the arrays: one of 4-byte words for each parameter."""
+    def run(
+        self, arrays: Sequence[np.ndarray], cta: tuple[int, int] = (0, 0), *, approximate_divisor: float | None = None
+    ) -> None:
+        """Runs a CTA of the grid, which changes the arrays: one of 4-byte words for each parameter.
+
+        Divisions by `approximate_divisor` may be approximations.
+        """
         assert len(arrays) == len(self.parameters), f"{self.name} has {len(self.parameters)} parameters"
         for array in arrays:
             assert array.itemsize == 4 and array.flags.c_contiguous
-        _Cta(self, [array.reshape(-1).view(np.uint32) for array in arrays], cta).run()
+        _Cta(self, [array.reshape(-1).view(np.uint32) for array in arrays], cta, approximate_divisor).run()
 
 
 def kernels(text: str) -> list[Kernel]:
@@ -110,6 +115,7 @@ _ARITHMETIC: Final[Mapping[str, Callable[..., Any]]] = {
     "popc": np.bitwise_count,
     "ex2": np.exp2,
     "rcp": np.reciprocal,
+    "rsqrt": lambda x: 1 / np.sqrt(x),
     "bfe": lambda x, start, length: (x >> start) & ((np.uint32(1) << length) - np.uint32(1)),
 }
 
@@ -137,8 +143,10 @@ class _Accesses:
 class _Cta:
     """A CTA that runs."""
 
-    def __init__(self, kernel: Kernel, arrays: list[np.ndarray], cta: tuple[int, int]) -> None:
-        self.kernel = kernel
+    def __init__(
+        self, kernel: Kernel, arrays: list[np.ndarray], cta: tuple[int, int], approximate_divisor: float | None
+    ) -> None:
+        self.kernel, self.approximate_divisor = kernel, approximate_divisor
         self.memory = [np.full(228 * 256, POISON, np.uint32), *arrays]
         self.registers: dict[str, Threads] = {"%tid.x": np.arange(kernel.threads, dtype=np.uint32)}
         for axis, number in zip("xy", cta, strict=True):
@@ -193,8 +201,9 @@ class _Cta:
             return np.asarray(_ARITHMETIC[name](*numbers)).astype(pair).view(np.uint32)
         dtype = _type_of(options[-1])
         assert name not in ("min", "max") or dtype.kind != "f" or "NaN" in options
-        assert name != "div" or "rn" in options, f"{self.kernel.name}: a division is not correctly rounded: {options}"
         values = [self.get(operand, dtype) for operand in operands]
+        is_rounded = name != "div" or "rn" in options or (values[1] == self.approximate_divisor).all()
+        assert is_rounded, f"{self.kernel.name}: a division is not correctly rounded: {options}"
         if "wide" in options or "hi" in options:
             values = [value.astype(f"{dtype.kind}{2 * dtype.itemsize}") for value in values]
         if "hi" in options:
@@ -276,10 +285,9 @@ class _Cta:
             self.set(target, taken, pairs.view(f"u{2 * pairs.itemsize}").reshape(-1))
         else:
             number = self.get(sources[0], _type_of(source))
-            is_exact = (
-                _type_of(to).kind == "f" and _type_of(to).itemsize > number.itemsize and number.dtype.kind not in "iu"
-            )
-            assert is_exact or (_type_of(to).kind in "iu" and number.dtype.kind in "iu")
+            are_integers = [dtype.kind in "iu" for dtype in (_type_of(to), number.dtype)]
+            is_exact = _type_of(to).itemsize > number.itemsize or "rn" in options
+            assert all(are_integers) or (is_exact and not any(are_integers))
             self.set(target, taken, number.astype(_type_of(to)))
 
     def _shift(self, taken: Threads, options: list[str], target: str, *operands: str, name: str) -> None:

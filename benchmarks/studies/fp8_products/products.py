@@ -1,5 +1,6 @@
 """The bits and numbers of the kernels that quantize rows and multiply codes."""
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
@@ -12,17 +13,18 @@ from jax.typing import DTypeLike
 
 import detjax
 from benchmarks.studies.fp8_products.sums import BLOCK, COLUMNS, TILE, block_sums
+from detjax.bench.bits import same_bits
 from detjax.bench.failures import reason
 from detjax.contract import ACCUMULATOR, FP8_LARGEST
 from detjax.operands.numerics import round_up
 from detjax.operands.options import Activation, Epilogue
 from detjax.operands.products import GroupedOperands, MatmulOperands
 from detjax.operands.quantized_weight import QuantizedActivations, QuantizedFormat, QuantizedWeight, scales_of
-from detjax.pallas.hopper import matmul, quantized_matmul
+from detjax.pallas.hopper import matmul, norm, quantized_matmul
 from detjax.pallas.hopper.matmul.plan import Plan
 from detjax.pallas.hopper.quantized.codes import codes_plan, codes_product
 from detjax.pallas.hopper.quantized.codes.plan import CodesPlan
-from detjax.pallas.hopper.quantized.codes.tuning import candidates, estimated_seconds, quantizing
+from detjax.pallas.hopper.quantized.codes.tuning import candidates, estimated_seconds
 from detjax.pallas.hopper.quantized.rows import quantized_groups
 from detjax.portable.quantized_matmul import quantized_rows
 from detjax.portable.tiles import fused_multiply_add, sealed
@@ -43,6 +45,9 @@ PRODUCTS: Final[tuple[tuple[Any, str, Activation | None, bool, int], ...]] = (
 """Compared products: scales of activations, dtype of the weight's scales, activation of a gated product, whether there
 are a bias and a residual, and how many neighbouring rows of the weight share their scales. `BLOCK - 1` rows end within
 blocks of `BLOCK`, so that tiles have both."""
+
+NORMS: Final = ((1, 4096), (17, 1024), (64, 5120), (257, 4096), (8448, 4096), (100, 20480))
+"""Rows and columns of norms whose codes are compared."""
 
 OTHER_PLANS: Final = 3
 """Plans that a product's default plan is compared with."""
@@ -86,6 +91,23 @@ def compared_rows() -> Iterator[tuple[str, list[str]]]:
         for one, other in itertools.combinations(results, 2):
             faults += difference_of_rows(np.asarray(x, np.float32), {name: results[name] for name in (one, other)})
         yield f"rows of {dtype}", faults
+
+
+def compared_norms(shapes: Iterable[tuple[int, int]] = NORMS) -> Iterator[tuple[str, list[str]]]:
+    """Yields, by dtype and shape, how a norm and its codes differ from the norm alone and the codes of its result."""
+    for dtype, (rows, columns) in itertools.product(("bfloat16", "float16"), shapes):
+        x = jnp.asarray(rows_to_quantize(max(rows, 69), columns)[:rows], dtype)
+        weight, options = jnp.linspace(-1, 2, columns, dtype=dtype), {"eps": 1e-6, "weight_offset": 0.0}
+        norm_and_codes = detjax.jit(functools.partial(norm.forward_with_codes, **options))
+        y, by_norm = norm_and_codes(x, weight)
+        alone, _ = detjax.jit(lambda x, w, options=options: norm.forward(x, w, None, **options))(x, weight)
+        separate = detjax.jit(quantized_groups)(y)
+        results = {
+            name: (np.asarray(codes, np.float32), np.asarray(scales).T[:rows])
+            for name, (codes, scales) in (("the norm", by_norm), ("the kernel", separate))
+        }
+        faults = [] if same_bits(y, alone) else ["the norm alone has other bits"]
+        yield f"norm of {rows} x {columns}, {dtype}", faults + difference_of_rows(np.asarray(y, np.float32), results)
 
 
 def rows_to_quantize(rows: int, columns: int) -> np.ndarray:
@@ -213,8 +235,7 @@ def described(plan: Plan) -> str:
     """Returns a name for a plan, different from the names of its product's other plans."""
     s = plan.schedule
     words = [f"tiles of {s.tile_m} x {s.tile_n}", f"{s.warpgroups} warpgroups", f"{s.lines} lines"]
-    flags = [flag for flag in ("takes_turns", "quantizes") if getattr(plan, flag, False)]
-    return ", ".join([*words, *[flag.replace("_", " ") for flag in flags]])
+    return ", ".join([*words, *["takes turns"] * getattr(plan, "takes_turns", False)])
 
 
 def plans_by_time(default: CodesPlan) -> list[CodesPlan]:
@@ -223,9 +244,9 @@ def plans_by_time(default: CodesPlan) -> list[CodesPlan]:
 
 
 def other_plans(default: CodesPlan) -> list[CodesPlan]:
-    """Returns some plans of the same product, fast and slow ones, and one that quantizes tokens if there is one."""
+    """Returns some plans of the same product, fast and slow ones."""
     plans = [plan for plan in plans_by_time(default) if plan != default]
-    return [*plans[:: max(1, -(-len(plans) // OTHER_PLANS))], *quantizing(default)]
+    return plans[:: max(1, -(-len(plans) // OTHER_PLANS))]
 
 
 def some_rows(operands: MatmulOperands, rows: slice) -> MatmulOperands:

@@ -2,10 +2,10 @@
 
     python -m benchmarks fp8_products --out benchmarks/results/fp8-products-h200.json
 
-The kernel that quantizes rows must have the bits of plain JAX and of NumPy. The kernel of codes must have the same bits
-by several plans, for a row alone and among others, for an expert and a single weight, and as a product for each block,
-whose operands are exchanged. The error of its sums against float64 must lie within what the matrix unit's sums allow.
-Exit code 1 otherwise.
+The kernel that quantizes rows must have the bits of plain JAX and of NumPy, and so must a norm that gives the codes of
+its result. The kernel of codes must have the same bits by several plans, for a row alone and among others, for an
+expert and a single weight, and as a product for each block, whose operands are exchanged. The error of its sums against
+float64 must lie within what the matrix unit's sums allow. Exit code 1 otherwise.
 
 The matrix unit adds the products of 128 columns of e4m3 numbers, given to it as bfloat16, as float16 and as e4m3 codes.
 The result says what share of the sums differs from bfloat16's, how large the errors are against float64, relative to
@@ -25,7 +25,13 @@ from typing import Annotated, Any, Final
 
 from benchmarks import repeated_products
 from benchmarks import study as options
-from benchmarks.studies.fp8_products.products import compared_experts, compared_products, compared_rows, product_cases
+from benchmarks.studies.fp8_products.products import (
+    compared_experts,
+    compared_norms,
+    compared_products,
+    compared_rows,
+    product_cases,
+)
 from benchmarks.studies.fp8_products.speeds import times
 from benchmarks.studies.fp8_products.sums import compared, different_with_codes, drawn_numbers, speed
 from benchmarks.studies.fp8_products.widths import wide_groups
@@ -65,6 +71,7 @@ def study(run: Run, *, part: Annotated[list[str], options.names(PARTS)]) -> Resu
 
     if "bits" in parts:
         note(compared_rows())
+        note(compared_norms())
         note(compared_products(product_cases()))
         note(compared_experts())
     for name, numbers in (drawn_numbers(2 if run.small else 132) if "sums" in parts else {}).items():

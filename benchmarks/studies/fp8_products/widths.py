@@ -24,7 +24,6 @@ from detjax.pallas.hopper import quantized_matmul
 from detjax.pallas.hopper.matmul.plan import Schedule
 from detjax.pallas.hopper.quantized.codes import codes_plan, codes_product
 from detjax.pallas.hopper.quantized.codes.plan import CodesPlan
-from detjax.pallas.hopper.quantized.codes.tuning import quantizing
 
 CHUNK: Final = 64
 """Rows of a product whose results are expected of others."""
@@ -71,7 +70,7 @@ def wide_products(
         operands = shapes(rows, *shape, activations=activations)
         plans = [codes_plan(operands, out_dtype=out_dtype)]
         if rows in numbers_of_rows and activations == "group" and out_dtype != jnp.float32:
-            plans += [*quantizing(plans[0]), *best_by_tile(plans[0])]
+            plans += best_by_tile(plans[0])
         for plan in dict.fromkeys(plans):
             s = plan.schedule
             if rows not in numbers_of_rows and s in seen:

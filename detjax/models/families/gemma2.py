@@ -77,7 +77,7 @@ class Layer(nnx.Module):
 
     def __call__(self, x: Float[Array, "*N D"], queries: Queries, kv: KVPages) -> tuple[Float[Array, "*N D"], KVPages]:
         """Returns the residual stream after this layer, and the layer's pages with the new keys and values in them."""
-        y, kv = self.attention(self.attention_norm(x), queries, kv)
+        y, kv = self.attention(self.attention_norm.for_product(x, self.attention.input_weight), queries, kv)
         y, x = self.mlp_norm.after_adding(self.attention_output_norm(y), residual=x)
         return ops.add(self.mlp_output_norm(self.mlp(y)), x), kv
 

@@ -31,9 +31,9 @@ class Layer(llama.Layer):
 
     def __call__(self, x: Float[Array, "*N D"], queries: Queries, kv: KVPages) -> tuple[Float[Array, "*N D"], KVPages]:
         """Returns the residual stream after this layer, and the layer's pages with the new keys and values in them."""
-        y, kv = self.attention(self.attention_norm(x), queries, kv)
+        y, kv = self.attention(self.attention_norm.for_product(x, self.attention.input_weight), queries, kv)
         x = self._added(y, x)
-        return self._added(self.mlp(self.mlp_norm(x)), x), kv
+        return self._added(self.mlp(self.mlp_norm.for_product(x, self.mlp.input_weight)), x), kv
 
     def _added(self, x: Float[Array, "*N D"], residual: Float[Array, "*N D"]) -> Float[Array, "*N D"]:
         return ops.add(ops.scale(x, self.residual_factor, factor_dtype="float32"), residual)

@@ -41,8 +41,8 @@ class Layer(nnx.Module):
 
     def __call__(self, x: Float[Array, "*N D"], queries: Queries, kv: KVPages) -> tuple[Float[Array, "*N D"], KVPages]:
         """Returns the residual stream after this layer, and the layer's pages with the new keys and values in them."""
-        x, kv = self.attention(self.attention_norm(x), queries, kv, residual=x)
-        x = self.mlp(self.mlp_norm(x), residual=x)
+        x, kv = self.attention(self.attention_norm.for_product(x, self.attention.input_weight), queries, kv, residual=x)
+        x = self.mlp(self.mlp_norm.for_product(x, self.mlp.input_weight), residual=x)
         return x, kv
 
     @staticmethod

@@ -38,9 +38,10 @@ class Layer(nnx.Module):
 
     def __call__(self, x: Float[Array, "*N D"], queries: Queries, kv: KVPages) -> tuple[Float[Array, "*N D"], KVPages]:
         """Returns the residual stream after this layer, and the layer's pages with the new keys and values in them."""
-        x, kv = self.attention(self.attention_norm(x), queries, kv, residual=x)
-        y = self.mlp_norm(x)
-        return self.mlp(y, queries, residual=x) if isinstance(self.mlp, Experts) else self.mlp(y, residual=x), kv
+        x, kv = self.attention(self.attention_norm.for_product(x, self.attention.input_weight), queries, kv, residual=x)
+        if isinstance(self.mlp, Experts):
+            return self.mlp(self.mlp_norm(x), queries, residual=x), kv
+        return self.mlp(self.mlp_norm.for_product(x, self.mlp.input_weight), residual=x), kv
 
     @classmethod
     def state(cls, config: DecoderConfig, index: int) -> StateDeclaration:

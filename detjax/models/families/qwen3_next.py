@@ -89,12 +89,14 @@ class Layer(nnx.Module):
 
     def __call__(self, x: Float[Array, "*N D"], queries: Queries, state: Any) -> tuple[Float[Array, "*N D"], Any]:
         """Returns the residual stream after this layer, and the layer's next state."""
-        mixer = self.delta_net if self.is_linear else self.attention
-        x, state = mixer(self.attention_norm(x), queries, state, residual=x)
-        y = self.mlp_norm(x)
+        if self.is_linear:
+            x, state = self.delta_net(self.attention_norm(x), queries, state, residual=x)
+        else:
+            y = self.attention_norm.for_product(x, self.attention.input_weight)
+            x, state = self.attention(y, queries, state, residual=x)
         if isinstance(self.mlp, GatedExperts):
-            return self.mlp(y, queries, residual=x), state
-        return self.mlp(y, residual=x), state
+            return self.mlp(self.mlp_norm(x), queries, residual=x), state
+        return self.mlp(self.mlp_norm.for_product(x, self.mlp.input_weight), residual=x), state
 
     @staticmethod
     def state(config: DecoderConfig, index: int) -> StateDeclaration:

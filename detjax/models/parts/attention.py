@@ -22,6 +22,7 @@ from detjax.models.parts.sharding import (
 )
 from detjax.models.parts.state import PagedKeysAndValues, StateDeclaration
 from detjax.operands.kv_pages import KVPages, Queries
+from detjax.operands.products import NormalizedRows
 from detjax.ops.rotary import RotaryEmbedding
 
 
@@ -117,7 +118,12 @@ class Attention(nnx.Module):
         self.sinks = zero_bias(options.sinks, (options.heads,), dtype)
 
     def __call__(
-        self, x: Float[Array, "*N _"], queries: Queries, kv: KVPages, *, residual: Float[Array, "*N D"] | None = None
+        self,
+        x: Float[Array, "*N _"] | NormalizedRows,
+        queries: Queries,
+        kv: KVPages,
+        *,
+        residual: Float[Array, "*N D"] | None = None,
     ) -> tuple[Float[Array, "*N D"], KVPages]:
         """Returns the attention of the new tokens and the pages with their keys and values.
 
@@ -144,6 +150,11 @@ class Attention(nnx.Module):
         o = gathered(o.reshape(*x.shape[:-1], -1), options.attended(devices()))
         weight, bias = self.output[...], optional(self.output_bias)
         return gathered_matmul(o, weight, sharding=shardings["output"], bias=bias, residual=residual), kv
+
+    @property
+    def input_weight(self) -> Any:
+        """The weight by which all inputs are multiplied; see `RMSNorm.for_product`."""
+        return self.qkv[...]
 
     def _normalized(self, qkv: Float[Array, "*N R"]) -> Float[Array, "*N R"]:
         """Normalizes all queries of a token together, and all its keys."""

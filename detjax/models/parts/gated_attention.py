@@ -8,6 +8,7 @@ from detjax.models.parts.attention import Attention
 from detjax.models.parts.parameters import optional
 from detjax.models.parts.sharding import devices, gathered, gathered_matmul, sharded_matmul
 from detjax.operands.kv_pages import KVPages, Queries
+from detjax.operands.products import NormalizedRows
 
 
 class GatedAttention(Attention):
@@ -20,7 +21,12 @@ class GatedAttention(Attention):
     QUERY_PARTS = 2
 
     def __call__(
-        self, x: Float[Array, "*N D"], queries: Queries, kv: KVPages, *, residual: Float[Array, "*N D"] | None = None
+        self,
+        x: Float[Array, "*N D"] | NormalizedRows,
+        queries: Queries,
+        kv: KVPages,
+        *,
+        residual: Float[Array, "*N D"] | None = None,
     ) -> tuple[Float[Array, "*N D"], KVPages]:
         """Returns the gated attention of the new tokens and the pages with their keys; see `Attention`."""
         options, leading, shardings = self.options, x.shape[:-1], self.shardings(devices())

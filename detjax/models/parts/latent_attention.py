@@ -25,6 +25,7 @@ from detjax.models.parts.sharding import (
 from detjax.models.parts.state import PagedLatents
 from detjax.operands.accumulated_weight import Weight
 from detjax.operands.kv_pages import KVPages, Queries, positions_of_tokens
+from detjax.operands.products import NormalizedRows
 from detjax.ops.rotary import RotaryEmbedding
 
 LATENT_NORM_EPS: Final = 1e-6
@@ -117,7 +118,12 @@ class LatentAttention(nnx.Module):
         self.output_bias = zero_bias(options.bias, (width,), dtype)
 
     def __call__(
-        self, x: Float[Array, "*N D"], queries: Queries, kv: KVPages, *, residual: Float[Array, "*N D"]
+        self,
+        x: Float[Array, "*N D"] | NormalizedRows,
+        queries: Queries,
+        kv: KVPages,
+        *,
+        residual: Float[Array, "*N D"],
     ) -> tuple[Float[Array, "*N D"], KVPages]:
         """Returns the attention of the new tokens and the pages with their keys; see `Attention` for the arguments."""
         options, latent, shardings = self.options, self.options.latent, self.shardings(devices())
@@ -143,6 +149,11 @@ class LatentAttention(nnx.Module):
         o = gathered(o.reshape(*x.shape[:-1], -1), values)
         weight, bias = self.output[...], optional(self.output_bias)
         return gathered_matmul(o, weight, sharding=shardings["output"], bias=bias, residual=residual), kv
+
+    @property
+    def input_weight(self) -> Any:
+        """The weight by which all inputs are multiplied, if only one is; see `RMSNorm.for_product`."""
+        return None if self.q_norm is None else self.latents[...]
 
     def _rotated(
         self, q: Float[Array, "*N H R"], k: Float[Array, "*N R"], queries: Queries

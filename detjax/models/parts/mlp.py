@@ -10,6 +10,7 @@ from detjax import ops
 from detjax.models.parts.parameters import Tensors, optional, random_weight, zero_bias
 from detjax.models.parts.sharding import OutputSharding, devices, gathered_matmul, outputs
 from detjax.operands.options import Activation
+from detjax.operands.products import NormalizedRows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,7 +49,7 @@ class GatedMLP(nnx.Module):
         self.down_bias = zero_bias(options.bias, (width,), dtype)
 
     def __call__(
-        self, x: Float[Array, "*N D"], *, residual: Float[Array, "*N D"] | None = None
+        self, x: Float[Array, "*N D"] | NormalizedRows, *, residual: Float[Array, "*N D"] | None = None
     ) -> Float[Array, "*N D"]:
         """Returns the MLP of `x`, added to the residual stream if there is one."""
         shardings, options = self.shardings(devices()), {"activation": self.options.activation, "gated": True}
@@ -56,6 +57,11 @@ class GatedMLP(nnx.Module):
         y = gathered_matmul(x, self.gate_up[...], **inner)
         outer: dict[str, Any] = {"sharding": shardings["down"], "bias": optional(self.down_bias), "residual": residual}
         return gathered_matmul(y, self.down[...], **outer)
+
+    @property
+    def input_weight(self) -> Any:
+        """The weight by which all inputs are multiplied; see `RMSNorm.for_product`."""
+        return self.gate_up[...]
 
     def shardings(self, devices: int) -> dict[str, OutputSharding]:
         """Returns the sharding of each parameter."""

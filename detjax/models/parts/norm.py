@@ -1,11 +1,15 @@
 """RMS norm and layer norm."""
 
+from typing import Any
+
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, DTypeLike, Float
 
 from detjax import ops
 from detjax.models.parts.parameters import Tensors
+from detjax.operands.products import NormalizedRows
+from detjax.ops.norm import gives_codes
 
 
 class RMSNorm(nnx.Module):
@@ -19,6 +23,12 @@ class RMSNorm(nnx.Module):
     def __call__(self, x: Float[Array, "*N D"]) -> Float[Array, "*N D"]:
         """Returns `x / sqrt(mean(x^2) + eps) * (weight + offset)`."""
         return ops.rms_norm(x, self.weight[...], eps=self.eps, weight_offset=self.offset)
+
+    def for_product(self, x: Float[Array, "*N D"], weight: Any) -> Float[Array, "*N D"] | NormalizedRows:
+        """Returns the norm of `x` for a product with a weight, which computes it if that saves a kernel."""
+        if not gives_codes(x, weight):
+            return self(x)
+        return NormalizedRows(x, self.weight[...], eps=self.eps, weight_offset=self.offset)
 
     def after_adding(
         self, x: Float[Array, "*N D"], *, residual: Float[Array, "*N D"]

@@ -27,6 +27,7 @@ from detjax import ops
 from detjax.operands.accumulated_weight import AccumulatedWeight, Weight
 from detjax.operands.adapted_weight import AdaptedWeight
 from detjax.operands.numerics import ceil_div, round_up
+from detjax.operands.products import NormalizedRows
 from detjax.operands.quantized_weight import QuantizedWeight, widened
 from detjax.ops.collectives import gather_columns
 from detjax.ops.matmul import shared_matmul
@@ -283,7 +284,7 @@ def devices(over: Sequence[str] = AXES) -> int:
 
 
 def sharded_matmul(
-    x: Float[Array, "*N K"],
+    x: Float[Array, "*N K"] | NormalizedRows,
     weight: Weight | AdaptedWeight,
     *,
     sharding: OutputSharding,
@@ -337,7 +338,7 @@ def _multiplied(
 
 
 def gathered_matmul(
-    x: Float[Array, "*N K"],
+    x: Float[Array, "*N K"] | NormalizedRows,
     weight: Weight | AdaptedWeight,
     *,
     sharding: OutputSharding,

@@ -13,6 +13,7 @@ from detjax.models.parts.parameters import Tensors, optional
 from detjax.models.parts.sharding import devices, gathered, gathered_matmul, sharded_matmul
 from detjax.models.parts.state import PagesOfLayer, StateDeclaration
 from detjax.operands.kv_pages import KVPages, Queries, positions_of_tokens
+from detjax.operands.products import NormalizedRows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,7 +78,12 @@ class SharedKeysAttention(Attention):
             self.k_norm = None
 
     def __call__(
-        self, x: Float[Array, "*N D"], queries: Queries, kv: KVPages, *, residual: Float[Array, "*N D"] | None = None
+        self,
+        x: Float[Array, "*N D"] | NormalizedRows,
+        queries: Queries,
+        kv: KVPages,
+        *,
+        residual: Float[Array, "*N D"] | None = None,
     ) -> tuple[Float[Array, "*N D"], KVPages]:
         """Returns the attention of the new tokens, and the pages; see `Attention`.
 

@@ -2,11 +2,15 @@
 
 The kernel is bound by memory: a CTA is one warpgroup that loads all its rows before it adds, and uses few enough
 registers that several CTAs overlap on a multiprocessor. The gradients are in `norm_gradient`.
+
+Before a product that quantizes its rows in groups of columns, the kernel gives the codes as well: a warp holds whole
+groups of the result. So it takes one launch, not two.
 """
 
 import dataclasses
 import math
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -14,10 +18,12 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 
-from detjax.contract import ACCUMULATOR, LANE_GROUP, LANES
+from detjax.contract import ACCUMULATOR, FP8_BLOCK, LANE_GROUP, LANES
 from detjax.operands.numerics import ceil_div, flat_rows, round_up
+from detjax.operands.products import RowCodes
 from detjax.pallas.hopper import device, norm_gradient
-from detjax.pallas.hopper.device import WARPGROUP
+from detjax.pallas.hopper.device import WARP, WARPGROUP
+from detjax.pallas.hopper.quantized.rows import E4M3, code_types, quantize_piece
 from detjax.pallas.hopper.rows import NO_AUTO_BARRIERS, broadcast, layout, load_weight, rounded_squares, row_sums
 
 backward = norm_gradient.backward
@@ -149,6 +155,36 @@ def forward(
 
     Without a residual h is x, and y = rn(h * rsqrt(mean(h^2) + eps) * (weight + weight_offset)).
     """
+    formula = _Formula(x.shape[-1], eps, weight_offset)
+    out = _forward(x, weight, residual, formula, schedule, with_codes=False)
+    return out.y, out.h
+
+
+def gives_codes(width: int, dtype: jax.typing.DTypeLike) -> bool:
+    """Returns whether `forward_with_codes` takes rows of a width: whole groups, without padding."""
+    return width % FP8_BLOCK == 0 and padded_width(width, dtype) == width
+
+
+def forward_with_codes(
+    x: Array, weight: Array, *, eps: float, weight_offset: float, schedule: Schedule | None = None
+) -> tuple[Array, RowCodes]:
+    """Returns the norm of rows, and its codes with the bits of `quantized.rows.quantized_groups`.
+
+    The threads of a row must be whole warps, as in every default schedule of a width that `gives_codes` takes.
+    """
+    out = _forward(x, weight, None, _Formula(x.shape[-1], eps, weight_offset), schedule, with_codes=True)
+    return out.y, RowCodes(lax.bitcast_convert_type(out.codes, E4M3), out.scales)
+
+
+def _forward(
+    x: Array,
+    weight: Array,
+    residual: Array | None,
+    formula: "_Formula",
+    schedule: Schedule | None,
+    *,
+    with_codes: bool,
+) -> "_Results":
     width = x.shape[-1]
     padding = padded_width(width, x.dtype) - width
 
@@ -159,10 +195,10 @@ def forward(
     problem = Problem(math.prod(x.shape[:-1]), width + padding, x.dtype)
     schedule = schedule or default_schedule(problem)
     schedule.check(problem)
-    formula = _Formula(width, eps, weight_offset)
-    out = _kernel(problem, schedule, formula, operands, jnp.pad(weight, (0, padding)))
-    y, *h = (rows[:, :width].reshape(x.shape) for rows in out)
-    return y, h[0] if h else None
+    assert not with_codes or schedule.threads >= WARP
+    out = _kernel(problem, schedule, formula, operands, jnp.pad(weight, (0, padding)), with_codes)
+    y, h = (None if rows is None else rows[:, :width].reshape(x.shape) for rows in out[:2])
+    return out._replace(y=y, h=h)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,33 +211,61 @@ class _Formula:
     weight_offset: float
 
 
+class _Results(NamedTuple):
+    """The arrays that the kernel writes: the norm `[M, D]`, the sum of two operands, codes and scales of the norm."""
+
+    y: Any
+    h: Any = None
+    codes: Any = None
+    scales: Any = None
+
+
 def _kernel(
-    problem: Problem, schedule: Schedule, formula: _Formula, operands: tuple[Array, ...], weight: Array
-) -> tuple[Array, ...]:
-    """Returns the norm `[M, D]` of the operand, or the norm and the sum of two operands. Padding columns are zeros."""
+    problem: Problem,
+    schedule: Schedule,
+    formula: _Formula,
+    operands: tuple[Array, ...],
+    weight: Array,
+    with_codes: bool,
+) -> _Results:
+    """Returns the norm of the operand, or of the sum of two operands. Padding columns are zeros."""
 
     def body(*refs: Any) -> None:
-        *inputs, weight_ref, y_ref = refs[: len(operands) + 2]
-        cta = _Cta(problem, schedule, formula, inputs, weight_ref)
-        cta.run(y_ref, refs[-1] if len(operands) > 1 else None)
+        *inputs, weight_ref = refs[: len(operands) + 1]
+        _Cta(problem, schedule, formula, inputs, weight_ref, named(refs[len(operands) + 1 :])).run()
+
+    def named(arrays: Sequence[Any]) -> _Results:
+        y, *rest = arrays
+        return _Results(y, rest.pop(0) if len(operands) > 1 else None, *rest)
 
     out = jax.ShapeDtypeStruct((problem.rows, problem.width), problem.dtype)
-    return plgpu.kernel(
+    types = (out,) * len(operands)
+    types += code_types(problem.rows, problem.width // FP8_BLOCK) if with_codes else ()
+    arrays = plgpu.kernel(
         body,
-        out_type=(out,) * len(operands),
+        out_type=types,
         grid=(ceil_div(problem.rows, schedule.rows),),
         grid_names=("tile",),
         kernel_name="rms_norm",
         compiler_params=NO_AUTO_BARRIERS,
     )(*operands, weight)
+    return named(arrays)
 
 
 class _Cta:
     """One CTA: a warpgroup that normalizes `schedule.rows` rows, piece by piece."""
 
-    def __init__(self, problem: Problem, schedule: Schedule, formula: _Formula, inputs: list[Any], weight: Any) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        schedule: Schedule,
+        formula: _Formula,
+        inputs: list[Any],
+        weight: Any,
+        results: _Results,
+    ) -> None:
         self.schedule, self.formula = schedule, formula
-        self.inputs, self.weight = inputs, weight
+        self.inputs, self.weight, self.results = inputs, weight, results
         self.dtype = problem.dtype
         self.shape = schedule.rows_at_once, schedule.columns
         self.layout = layout(schedule.rows_at_once, schedule.threads)
@@ -209,14 +273,14 @@ class _Cta:
         # The last CTA shifts back so that all its rows exist: two CTAs then write the same bits to some rows.
         self.first = jnp.minimum(lax.axis_index("tile") * schedule.rows, problem.rows - schedule.rows)
 
-    def run(self, y: Any, h: Any | None) -> None:
-        """Writes the norm to y, and the normalized rows to h."""
+    def run(self) -> None:
+        """Writes the results."""
         if self.schedule.resident:
-            self.normalize_resident_rows(y, h)
+            self.normalize_resident_rows()
         else:
-            self.normalize_row_read_twice(y, h)
+            self.normalize_row_read_twice()
 
-    def normalize_resident_rows(self, y: Any, h: Any | None) -> None:
+    def normalize_resident_rows(self) -> None:
         """Loads all rows of the CTA, then sums and scales them in registers."""
         rows = range(0, self.schedule.rows, self.schedule.rows_at_once)
         pieces = range(self.pieces)
@@ -224,15 +288,14 @@ class _Cta:
         loaded = [[self.load(row, piece) for piece in pieces] for row in rows]
         weights = [self.load_weight(piece) for piece in pieces] if self.schedule.weight_first else None
         for row, row_pieces in zip(rows, loaded, strict=True):
-            if h is not None:
-                for piece in pieces:
-                    self.store(h, row, piece, row_pieces[piece])
+            for piece in pieces:
+                self.store_sum(row, piece, row_pieces[piece])
             scale = self.scale(row_sums([self.square(part) for part in row_pieces]))
             for piece in pieces:
                 weight = weights[piece] if weights else self.load_weight(piece)
-                self.store(y, row, piece, self.scaled(row_pieces[piece], scale, weight))
+                self.store_norm(row, piece, self.scaled(row_pieces[piece], scale, weight))
 
-    def normalize_row_read_twice(self, y: Any, h: Any | None) -> None:
+    def normalize_row_read_twice(self) -> None:
         """Sums the CTA's row in one pass over it and scales it in another."""
         # The second pass reads from cache. Eight pieces at a time are in flight.
         together = math.gcd(self.pieces, 8)
@@ -240,15 +303,14 @@ class _Cta:
         def add(step: Array, total: Array) -> Array:
             parts = [self.load(0, step * together + i) for i in range(together)]
             for i, part in enumerate(parts):
-                if h is not None:
-                    self.store(h, 0, step * together + i, part)
+                self.store_sum(0, step * together + i, part)
                 total = total + self.square(part)
             return total
 
         def multiply(step: Array, scale: Array) -> Array:
             parts = [self.load(0, step * together + i) for i in range(together)]
             for i, part in enumerate(parts):
-                self.store(y, 0, step * together + i, self.scaled(part, scale, self.load_weight(step * together + i)))
+                self.store_norm(0, step * together + i, self.scaled(part, scale, self.load_weight(step * together + i)))
             return scale
 
         zeros = plgpu.layout_cast(jnp.zeros(self.shape, ACCUMULATOR), self.layout)
@@ -260,8 +322,16 @@ class _Cta:
         rows, columns = self.shape
         return ref.at[pl.ds(self.first + row, rows), pl.ds(piece * columns, columns)]
 
-    def store(self, ref: Any, row: int, piece: Any, value: Array) -> None:
-        self.at(ref, row, piece)[...] = value
+    def store_sum(self, row: int, piece: Any, value: Array) -> None:
+        if self.results.h is not None:
+            self.at(self.results.h, row, piece)[...] = value
+
+    def store_norm(self, row: int, piece: Any, value: Array) -> None:
+        """Stores a piece of the norm, and its codes and scales if these are results."""
+        y, _, codes, scales = self.results
+        self.at(y, row, piece)[...] = value
+        if codes is not None:
+            quantize_piece(value, codes, scales, self.first + row, piece * self.shape[1], layout=self.layout)
 
     def load(self, row: int, piece: Any) -> Array:
         """Returns a piece of the normalized rows: of the only input, or of the rounded sum of both."""

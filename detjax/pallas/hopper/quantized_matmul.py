@@ -20,7 +20,7 @@ from jaxtyping import Array, DTypeLike
 from detjax.contract import ACCUMULATOR
 from detjax.operands.numerics import flat_rows, round_up
 from detjax.operands.options import Epilogue
-from detjax.operands.products import GroupedOperands, MatmulOperands
+from detjax.operands.products import GroupedOperands, MatmulOperands, RowCodes
 from detjax.operands.quantized_weight import QuantizedWeight, scales_of, widened
 from detjax.operands.rounding import rounded
 from detjax.pallas.hopper import grouped_matmul as grouped
@@ -45,8 +45,18 @@ def takes_codes(operands: MatmulOperands, out_dtype: DTypeLike) -> bool:
     return packed_plan(operands, out_dtype=out_dtype) is not None
 
 
-def forward(operands: MatmulOperands, *, epilogue: Epilogue, out_dtype: DTypeLike) -> Array:
-    """Returns rows `[*B, N]` for rows `[*B, K]`; see `detjax.ops.matmul` for the operands and options."""
+def takes_row_codes(w: QuantizedWeight) -> bool:
+    """Returns whether `forward` takes the codes of rows from another kernel, with a scale for each group of columns."""
+    return w.format.activations == "group" and serves(w)
+
+
+def forward(
+    operands: MatmulOperands, *, epilogue: Epilogue, out_dtype: DTypeLike, codes: RowCodes | None = None
+) -> Array:
+    """Returns rows `[*B, N]` for rows `[*B, K]`; see `detjax.ops.matmul` for the operands and options.
+
+    `codes` are the rows' own; None: they are computed here. See `takes_row_codes`.
+    """
     x, w, bias, residual = operands
     if not w.is_computed:
         plan = packed_plan(operands, out_dtype=out_dtype)
@@ -56,7 +66,7 @@ def forward(operands: MatmulOperands, *, epilogue: Epilogue, out_dtype: DTypeLik
     flat_residual = None if residual is None else flat_rows(residual)
     flat = MatmulOperands(flat_rows(x), w, bias, flat_residual)
     if serves(w) and _has_one_quantization(w, w.ndim - 1):
-        y = codes_product(flat, codes_plan(flat, out_dtype=out_dtype), epilogue=epilogue)
+        y = codes_product(flat, codes_plan(flat, out_dtype=out_dtype), epilogue=epilogue, codes=codes)
     else:
         sums = _sums(flat)
         y = plain.apply_epilogue(sums, _biases(bias, len(sums)), flat_residual, epilogue=epilogue, out_dtype=out_dtype)

@@ -3,7 +3,7 @@
 PYTHONPATH=<folder of the compiler>:<repository> python tests/pallas/hopper/quantized_compiler.py [NAME ...]
 """
 
-import math
+import functools
 import sys
 from typing import Any
 
@@ -11,30 +11,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir.dialects import llvm, memref
 
 from detjax.contract import FP8_BLOCK
 from detjax.operands.numerics import round_up
 from detjax.operands.options import Epilogue
 from detjax.operands.products import GroupedOperands, MatmulOperands
 from detjax.operands.quantized_weight import QuantizedFormat, QuantizedWeight
-from detjax.pallas.hopper import quantized_matmul
+from detjax.pallas.hopper import norm, quantized_matmul
 from detjax.pallas.hopper.device import WARPGROUP
 from detjax.pallas.hopper.grouped_matmul import group_unit
-from detjax.pallas.hopper.mosaic import no_twin, primitive
-from detjax.pallas.hopper.mosaic.layouts import MATRIX, PER_COLUMN, PER_THREAD, swizzled_lines
-from detjax.pallas.hopper.mosaic.registers import (
-    as_index,
-    i32,
-    int32,
-    plus,
-    shared_address,
-    shared_pointer,
-    thread_of_warpgroup,
-    times,
-)
+from detjax.pallas.hopper.mosaic.layouts import MATRIX, PER_COLUMN, PER_THREAD
 from detjax.pallas.hopper.quantized.codes import codes_plan, codes_product, grouped_codes_product
-from detjax.pallas.hopper.quantized.codes.tuning import quantizing
 from detjax.pallas.hopper.quantized.packed import packed_plan
 from detjax.pallas.hopper.quantized.promotion import (
     column_scales,
@@ -43,7 +30,7 @@ from detjax.pallas.hopper.quantized.promotion import (
     rows_share_scales,
     scaled_by,
 )
-from detjax.pallas.hopper.quantized.rows import quantize_stage, quantized_groups
+from detjax.pallas.hopper.quantized.rows import quantized_groups
 from detjax.pallas.hopper.rows import NO_AUTO_BARRIERS
 from detjax.portable.quantized_matmul import quantized_rows
 from detjax.runtime import backends
@@ -91,10 +78,9 @@ def codes_of_rows(
     scales: str = "float32",
     *,
     gated: bool = False,
-    quantizes: bool = False,
     **options: bool,
 ) -> Program:
-    """A product of quantized rows, which the kernel itself may quantize; with a bias and a residual, if asked for."""
+    """A product of quantized rows, with a bias and a residual if asked for."""
     parts, group = (2,) if gated else (), 128 if activations == "group" else k
     described = QuantizedFormat("e4m3", k, group, "bfloat16", activations)
     codes, factors = array(*parts, n, k, dtype="uint8"), array(*parts, n, -(-k // group), dtype=scales)
@@ -108,8 +94,6 @@ def codes_of_rows(
         operands = MatmulOperands(x, weight, bias, residual)
         epilogue = Epilogue("silu", True) if gated else Epilogue()
         plan = codes_plan(operands, out_dtype=x.dtype)
-        if quantizes:
-            (plan,) = quantizing(plan)
         return codes_product(operands, plan, epilogue=epilogue)
 
     return fn, shapes
@@ -146,9 +130,7 @@ def programs() -> dict[str, Program]:
         "packed, gated, 1024 tokens": packed(1024, 12288, 4096, gated=True, scales="float16", zeros=True),
         "packed, 1024 tokens": packed(1024, 4096, 12288, "e4m3", "float32", residual=True),
         "codes, 1 token": codes_of_rows(1, 6144, 4096, bias=True),
-        "codes, 1 token, quantizing": codes_of_rows(1, 6144, 4096, quantizes=True),
         "codes, gated, 1 token": codes_of_rows(1, 12288, 4096, gated=True),
-        "codes, gated, 5 tokens, quantizing": codes_of_rows(5, 12288, 4096, gated=True, bias=True, quantizes=True),
         "codes, 1 token of a long K": codes_of_rows(1, 4096, 12288, residual=True),
         "codes, 64 tokens": codes_of_rows(64, 4096, 12288, scales="bfloat16", residual=True),
         "codes, gated, 1024 tokens": codes_of_rows(1024, 12288, 4096, gated=True, bias=True),
@@ -156,6 +138,11 @@ def programs() -> dict[str, Program]:
         "codes by rows, 300 tokens, K of 1104": codes_of_rows(300, 1544, 1104, "row", bias=True),
         "codes of experts, gated, 1 token": codes_of_experts(1, 768, 2048, gated=True),
         "codes of experts, 1024 tokens": codes_of_experts(1024, 2048, 768),
+        "norm and codes, 1 token": normalized_rows(1, 4096),
+        "norm and codes, 64 tokens": normalized_rows(64, 5120),
+        "norm and codes, 4096 tokens": normalized_rows(4096, 4096),
+        "norm and codes of float32, 17 tokens": normalized_rows(17, 7168, dtype="float32"),
+        "norm and codes, 1024 tokens of 20480 columns": normalized_rows(1024, 20480),
     }
 
 
@@ -173,7 +160,6 @@ def row_programs() -> dict[str, Program]:
     }
     return {
         **kernels,
-        **{f"a stage of {dtype}": quantized_stage(dtype) for dtype in ("bfloat16", "float32")},
         **{f"column scales of {dtype}": loaded_column_scales(dtype) for dtype in ("bfloat16", "float16", "float32")},
         **{
             f"{rows} rows with scales of {dtype}": compared_scales(rows, dtype)
@@ -183,43 +169,18 @@ def row_programs() -> dict[str, Program]:
         "promoted products": scaled_products(is_promoted=True),
         "scaled sums": scaled_products(is_promoted=False),
         "composed rows": (composed_rows, [array(*ROWS, dtype="float32")]),
+        **{
+            f"norm of {width} columns of {dtype}": normalized_rows(NORMALIZED_ROWS, width, dtype=dtype)
+            for width in NORMALIZED_WIDTHS
+            for dtype in ("bfloat16", "float16", "float32")
+        },
     }
 
 
-def quantized_stage(dtype: str) -> Program:
-    """A kernel that quantizes a stage of tokens in shared memory, and writes its words as they lie there."""
-
-    def body(x: Any, codes_out: Any, scales_out: Any, codes: Any, scales: Any) -> None:
-        quantize_stage(x, codes, scales, STAGE_ROW, STAGE_GROUP, tokens=STAGE_TOKENS)
-        plgpu.commit_smem()
-        copy_words(codes, codes_out, transforms=swizzled_lines(FP8_BLOCK, 1))
-        copy_words(scales, scales_out, transforms=())
-
-    shapes = (8, STAGE_GROUPS * FP8_BLOCK), (STAGE_GROUPS, WARPGROUP)
-    kernel = plgpu.kernel(
-        body,
-        out_type=[
-            jax.ShapeDtypeStruct((math.prod(shape) // size,), "int32")
-            for shape, size in zip(shapes, (4, 1), strict=True)
-        ],
-        scratch_types=[
-            plgpu.SMEM(shapes[0], "float8_e4m3fn", transforms=swizzled_lines(FP8_BLOCK, 1)),
-            plgpu.SMEM(shapes[1], "float32"),
-        ],
-        compiler_params=NO_AUTO_BARRIERS,
-        kernel_name="quantized_stage",
-    )
-    return kernel, [array(*ROWS, dtype=dtype)]
-
-
-@primitive(twin=no_twin("copy_words"), args=lambda ref, out, transforms: (plgpu.RefType(transforms), plgpu.RefType()))
-def copy_words(ref: Any, out: Any, *, transforms: Any) -> None:
-    """Copies an array in shared memory word by word."""
-    del transforms
-    for begin in range(0, out.type.shape[0], WARPGROUP):
-        place = plus(thread_of_warpgroup(), int32(begin))
-        word = llvm.load(i32(), shared_pointer(plus(shared_address(ref), times(place, 4))))
-        memref.store(word, out, [as_index(place)])
+def normalized_rows(rows: int, width: int, *, dtype: str = "bfloat16") -> Program:
+    """A norm with its codes."""
+    fn = functools.partial(norm.forward_with_codes, eps=1e-6, weight_offset=0.0)
+    return fn, [array(rows, width, dtype=dtype), array(width, dtype=dtype)]
 
 
 def scaled_products(*, is_promoted: bool) -> Program:
@@ -285,6 +246,9 @@ def compared_scales(rows: int, dtype: str) -> Program:
     return kernel, [array(2 * rows - MISSING_ROWS, GROUPS[dtype], dtype=dtype)]
 
 
+NORMALIZED_ROWS, NORMALIZED_WIDTHS = 7, (640, 1024)
+"""The shapes of normalized rows: a warp or four have a row."""
+
 COLUMNS = 16
 """Columns of scaled products."""
 SCALED_ROWS = 48
@@ -303,11 +267,6 @@ MISSING_ROWS = 24
 """Rows of the second tile that are beyond the end of the scales."""
 GROUPS = {"bfloat16": 24, "float32": 12}
 """Groups of these scales: a thread loads a row's by three instructions."""
-
-STAGE_ROW, STAGE_GROUP = 3, 2
-"""The first row and group of a quantized stage: a row after the last one, and groups with few columns or none."""
-STAGE_TOKENS, STAGE_GROUPS = 5, 5
-"""Its rows and groups."""
 
 ROWS = 7, 656
 """The shape of quantized rows: the last group has 16 columns, and a row takes two CTAs."""

@@ -20,17 +20,10 @@ from tests.support.bits import assert_same_bits
 from tests.support.quantized_weights import added_in_blocks, exact_operands
 
 
-def product(
-    x: Any,
-    w: QuantizedWeight,
-    schedule: Schedule | None,
-    epilogue: Epilogue,
-    *addends: Any,
-    quantizes: bool = False,
-) -> jax.Array:
+def product(x: Any, w: QuantizedWeight, schedule: Schedule | None, epilogue: Epilogue, *addends: Any) -> jax.Array:
     operands = MatmulOperands(x, w, *(addends or (None, None)))
     plan = codes.codes_plan(operands, out_dtype="float32")
-    plan = dataclasses.replace(plan, schedule=schedule or plan.schedule, quantizes=quantizes)
+    plan = dataclasses.replace(plan, schedule=schedule or plan.schedule)
     return codes.codes_product(operands, plan, epilogue=epilogue)
 
 
@@ -67,24 +60,6 @@ def test_blocks_are_scaled_and_added_in_the_contracts_order(name: str) -> None:
 
     y = interpreted(fn, jnp.asarray(x), w, jnp.asarray(bias), jnp.asarray(residual))
     assert_same_bits(y, added_in_blocks(x, w) + bias + residual)
-
-
-QUANTIZED_HERE = {
-    "one token, the last block of 64 columns": ((1, 72, 448), (), Schedule(8, 32, lines=2)),
-    "three tokens": ((3, 136, 768), (), Schedule(8, 64, lines=2)),
-    "eight tokens, K not in sixteens": ((8, 72, 1030), (), Schedule(8, 24, lines=1)),
-    "gate and up by two warpgroups": ((5, 80, 512), (2,), Schedule(8, 48, warpgroups=2, lines=4)),
-}
-
-
-@pytest.mark.usefixtures("two_multiprocessors")
-@pytest.mark.parametrize("name", QUANTIZED_HERE)
-def test_tokens_may_be_quantized_while_their_weights_arrive(name: str) -> None:
-    (m, n, k), parts, schedule = QUANTIZED_HERE[name]
-    x, w = exact_operands(m, n, k, "group", "float32", *parts)
-    epilogue = Epilogue("relu", True) if parts else Epilogue()
-    y = interpreted(lambda x, w: product(x, w, schedule, epilogue, quantizes=True), jnp.asarray(x), w)
-    assert_same_bits(y, gated(x, w) if parts else added_in_blocks(x, w))
 
 
 def with_shared_scales(w: QuantizedWeight, sharing: str) -> QuantizedWeight:

@@ -11,7 +11,9 @@ from flax import nnx
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import detjax
-from detjax.models import Decoder
+from detjax.audit.certification.certify import risks
+from detjax.models import Decoder, load, save
+from detjax.models.checkpoint.quantized_export import quantize
 from detjax.models.configuration.config import DecoderConfig
 from detjax.runtime import backends
 from tests.support.bits import assert_same_bits
@@ -188,3 +190,45 @@ def test_a_request_is_the_same_anywhere_in_a_batch(raw: dict[str, Any], layers: 
     assert_same_bits(together[-1], together[0])
     with detjax.use_backend("portable"):
         np.testing.assert_allclose(together, logits(jnp.asarray(ids)), atol=0.05)
+
+
+@pytest.fixture(scope="module")
+def in_fp8(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    """A decoder whose products take e4m3 codes, of rows of two groups of columns."""
+    folder = tmp_path_factory.mktemp("fp8")
+    save(decoder(QWEN | {"hidden_size": 256}), folder / "plain")
+    quantize(folder / "plain", folder / "fp8", "fp8-block")
+    return load(folder / "fp8", progress=False)[0]
+
+
+@pytest.mark.parametrize("tokens", [(3, 1), (2, 20)], ids=["decode", "prefill"])
+def test_norms_give_the_codes_of_their_products(in_fp8: Decoder, tokens: tuple[int, int]) -> None:
+    """So two kernels of a layer quantize rows, not four: of attention's outputs, and of gate and up."""
+
+    def counts() -> collections.Counter[str]:
+        with detjax.use_backend("hopper"):
+            return kernel_counts(jax.make_jaxpr(lambda tokens: in_fp8(tokens))(jnp.zeros(tokens, jnp.int32)).jaxpr)
+
+    fused = counts()
+    with detjax.without_fusions("rms_norm_codes"):
+        separate = counts()
+    assert fused["codes_matmul"] == 4 * LAYERS and fused["quantized_groups"] == 2 * LAYERS
+    assert separate - fused == {"quantized_groups": 2 * LAYERS} and not fused - separate
+
+
+def test_rows_of_a_decoder_with_codes_are_proven_separate(in_fp8: Decoder) -> None:
+    with detjax.use_backend("hopper"):
+        assert risks(lambda tokens: in_fp8(tokens), (jnp.zeros((3, 5), jnp.int32),)) == ()
+
+
+@pytest.mark.usefixtures("matrix_unit", "attention_in_the_interpreter", "two_multiprocessors")
+def test_no_bit_depends_on_what_gives_the_codes(in_fp8: Decoder) -> None:
+    ids = jnp.asarray(np.random.default_rng(0).integers(0, 128, (3, 2)))
+
+    def logits() -> jax.Array:
+        return detjax.jit(lambda tokens: in_fp8(tokens))(ids)
+
+    with detjax.use_backend("hopper"), plgpu.force_gpu_interpret_mode(INTERPRETER):
+        fused = logits()
+        with detjax.without_fusions("rms_norm_codes"):
+            assert_same_bits(logits(), fused)

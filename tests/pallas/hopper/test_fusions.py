@@ -39,7 +39,7 @@ def results(name: str, case: str, *, gradients: bool = False) -> tuple[list[Any]
 
 
 FEW = ("matmul_epilogue", "soft cap"), ("attention_dequantize", "q4_0"), ("sampling_logprobs", "temperatures")
-FEW_WITH_GRADIENTS = (("rms_norm_residual", "with an offset"),)
+FEW_WITH_GRADIENTS = ("rms_norm_residual", "with an offset"), ("rms_norm_codes", "a product")
 
 
 def chosen(few: Sequence[tuple[str, str]]) -> list[Any]:

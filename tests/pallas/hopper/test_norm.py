@@ -1,6 +1,8 @@
 """The Hopper kernels of RMS norm and rotary embedding: numbers and bits in Pallas' interpreter, lowering for CUDA, and
 the order of additions where there is a Hopper GPU."""
 
+import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,10 +14,11 @@ import pytest
 
 import detjax
 from detjax import ops
-from detjax.contract import LANE_GROUP, LANES
+from detjax.contract import FP8_BLOCK, LANE_GROUP, LANES
 from detjax.pallas.hopper import norm as hopper_norm
 from detjax.pallas.hopper import rope
 from detjax.pallas.hopper import rows as hopper_rows
+from detjax.pallas.hopper.quantized.rows import quantized_groups
 from tests.pallas.hopper.interpreter import interpreted, lowered, normal
 from tests.support.bits import assert_same_bits
 
@@ -120,6 +123,46 @@ def test_rows_that_are_read_twice_have_the_same_bits() -> None:
     schedules = [hopper_norm.Schedule(128, 1, weight_first=False, resident=resident) for resident in (True, False)]
     once, twice = (normalized(x, normal(4608), residual, schedule) for schedule in schedules)
     assert_same_bits(twice, once)
+
+
+def operands_of_all_kinds(rows: int, width: int, dtype: str) -> tuple[np.ndarray, np.ndarray]:
+    """Rows and factors of columns whose norms have groups of zeros, subnormal and large numbers, infinities and NaN."""
+    draw = np.random.default_rng(rows)
+    x, weight = draw.standard_normal((rows, width)), draw.standard_normal(width) * np.exp2(draw.integers(-9, 9, width))
+    x[1:2], x[2:3, 5] = 0, np.nan
+    weight[:FP8_BLOCK], weight[FP8_BLOCK + 3 : FP8_BLOCK + 4] = 0, np.inf
+    weight[2 * FP8_BLOCK : 3 * FP8_BLOCK] *= 2.0 ** (100 if dtype == "bfloat16" else 6)
+    weight[3 * FP8_BLOCK :] *= 2.0 ** (-134 if dtype == "bfloat16" else -20)
+    return x.astype(jnp.dtype(dtype)), weight.astype(jnp.dtype(dtype))
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize(
+    ("rows", "width", "schedule"),
+    [
+        *itertools.product((1, 3, 17), (1024, 4096, 5120), (None,)),
+        *itertools.product((2, 9), (128, 640, 1536), (None,)),
+        (13, 1024, hopper_norm.Schedule(32, 8, weight_first=True)),
+        (3, 4608, hopper_norm.Schedule(128, 1, weight_first=False, resident=False)),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_norm_gives_the_codes_that_its_product_would_compute(
+    rows: int, width: int, schedule: hopper_norm.Schedule | None, dtype: str
+) -> None:
+    x, weight = operands_of_all_kinds(rows, width, dtype)
+    options: dict[str, Any] = {"eps": EPS, "weight_offset": 0.5, "schedule": schedule}
+    y, codes = interpreted(functools.partial(hopper_norm.forward_with_codes, **options), x, weight)
+    assert_same_bits(y, normalized(x, weight, schedule=schedule)[0])
+    numbers, scales = interpreted(quantized_groups, y)
+    assert hopper_norm.gives_codes(width, dtype)
+    assert_same_bits(codes.codes, numbers)
+    assert_same_bits(codes.scales[:, :rows], scales[:, :rows])
+    assert codes.scales.shape == scales.shape
+
+
+def test_codes_of_padded_rows_are_left_to_the_product() -> None:
+    assert [width for width in (64, 192, 4224, 8448) if hopper_norm.gives_codes(width, "bfloat16")] == []
 
 
 @pytest.mark.sampled(3)

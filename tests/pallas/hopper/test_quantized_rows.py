@@ -14,6 +14,7 @@ from detjax.pallas.hopper import mosaic
 from detjax.pallas.hopper.quantized.promotion import column_scales, rows_share_scales
 from detjax.portable.quantized_matmul import quantized_rows
 from tests.pallas.hopper import compiler, quantized_compiler
+from tests.pallas.hopper.test_norm import operands_of_all_kinds
 from tests.support.bits import assert_same_bits
 from tests.support.ptx import kernels
 
@@ -62,23 +63,22 @@ def test_the_emitted_code_and_plain_jax_have_the_bits_of_numpy(dtype: str, texts
     assert not difference_of_rows(wide, {"NumPy": expected, "plain JAX": plain})
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_the_emitted_code_quantizes_a_stage_where_the_matrix_unit_reads_it(dtype: str, texts: dict[str, str]) -> None:
-    """Chunk c of 16 bytes of a row r is at chunk c ^ r of its line. The lines of a group's rows are neighbours."""
-    row, group = quantized_compiler.STAGE_ROW, quantized_compiler.STAGE_GROUP
-    tokens, groups = quantized_compiler.STAGE_TOKENS, quantized_compiler.STAGE_GROUPS
-    x = rows_to_quantize(ROWS, COLUMNS).astype(jnp.dtype(dtype))
-    words, scales = np.full(groups * 8 * 32, UNWRITTEN, np.uint32), np.full(groups * 128, UNWRITTEN, np.uint32)
-    (kernel,) = kernels(texts[f"a stage of {dtype}"])
-    kernel.run([x.view(np.uint32), words, scales])
-    chunks = words.view(np.uint8).reshape(groups, 8, 8, 16)
-    place = np.arange(8)
-    numbers = chunks[:, place[:, None], place[None] ^ place[:, None]].reshape(groups, 8, FP8_BLOCK)[:, :tokens]
-    some = x.astype(np.float32)[np.minimum(row + np.arange(tokens), ROWS - 1), group * FP8_BLOCK :]
-    some = np.pad(some, ((0, 0), (0, groups * FP8_BLOCK - some.shape[1])))
-    actual = numbers.swapaxes(0, 1).reshape(tokens, -1).view(jnp.float8_e4m3fn).astype(np.float32)
-    by_group = scales.view(np.float32).reshape(groups, 128)[:, :tokens].T
-    assert not difference_of_rows(some, {"NumPy": restated_rows(some), "the kernel": (actual, by_group.copy())})
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("width", quantized_compiler.NORMALIZED_WIDTHS)
+def test_the_emitted_norm_gives_the_codes_of_its_rounded_result(width: int, dtype: str, texts: dict[str, str]) -> None:
+    """Also groups of zeros, subnormal numbers, infinities and NaN."""
+    rows, groups = quantized_compiler.NORMALIZED_ROWS, width // FP8_BLOCK
+    x, weight = operands_of_all_kinds(rows, width, dtype)
+    y = np.full(x.size * x.itemsize // 4, UNWRITTEN, np.uint32)
+    words = np.full((rows, width // 4), UNWRITTEN, np.uint32)
+    scales = np.full((groups, -(-rows // 8) * 8), UNWRITTEN, np.uint32)
+    (kernel,) = kernels(texts[f"norm of {width} columns of {dtype}"])
+    for tile in range(rows):
+        arrays = x.view(np.uint32), weight.view(np.uint32), y, words, scales
+        kernel.run(arrays, cta=(tile, 0), approximate_divisor=width)  # the mean's
+    norm = y.view(x.dtype).reshape(x.shape).astype(np.float32)
+    actual = words.view(jnp.float8_e4m3fn).astype(np.float32), scales.view(np.float32).T[:rows].copy()
+    assert not difference_of_rows(norm, {"NumPy": restated_rows(norm), "the kernel": actual})
 
 
 def test_a_difference_is_named() -> None:

@@ -179,8 +179,8 @@ class RowsCta(Cta):
         block = lax.shift_right_arithmetic(place, jnp.int32(BLOCK.bit_length() - 1))
         z = lax.fori_loop(self.first, self.end, functools.partial(self.add, block), output.loaded())
         output.store(z)
-        # Shared memory must outlive the copies out of it.
-        plgpu.wait_smem_to_gmem(0)
+        # Shared memory must outlive the reads of copies out of it; the kernel's end waits for their writes.
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def load(self, block: Array) -> None:
         """Starts the copies of a block's step, if it is one of the tile's."""

@@ -434,11 +434,7 @@ class Cta:
     # --- the producer ---------------------------------------------------------------------------------------------
 
     def produce(self) -> None:
-        """Loads the stages in order."""
-        self.fill_stages(self.load_stage)
-
-    def fill_stages(self, fill: Callable[[Array, Array, Array, Array], None]) -> None:
-        """Calls `fill(m, n, k_step, slot)` for each stage in order, as soon as it is empty; see `load_stage`."""
+        """Loads the stages in order, each as soon as it is empty."""
         plan, consumed = self.plan, self.scratch.consumed
 
         @pl.loop(0, self.tiles)
@@ -455,7 +451,7 @@ class Cta:
                 def _() -> None:
                     plgpu.barrier_wait(consumed.at[slot])
 
-                fill(m, n, k_step, slot)
+                self.load_stage(m, n, k_step, slot)
 
         steps = self.tiles * plan.steps
 
@@ -539,8 +535,8 @@ class Cta:
             m, n = (m, n + first) if plan.weights_on_rows else (m + first, n)
             self.compute(tile, Output(self, m, n, arrays))
 
-        # Shared memory must outlive the copies out of it.
-        plgpu.wait_smem_to_gmem(0)
+        # Shared memory must outlive the reads of copies out of it; the kernel's end waits for their writes.
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def first_row(self) -> Array | int:
         """Returns the first row of a tile that this warpgroup computes."""

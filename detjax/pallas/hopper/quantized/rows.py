@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental.mosaic.gpu import utils as mgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, memref, vector
+from jaxlib.mlir.dialects import arith, memref, vector
 from jaxlib.mlir.dialects import math as math_dialect
 
 from detjax.contract import ACCUMULATOR, FP8_BLOCK, FP8_LARGEST
@@ -17,7 +17,7 @@ from detjax.operands.numerics import ceil_div, round_up
 from detjax.operands.quantized_weight import QuantizedWeight
 from detjax.pallas.hopper.device import WARP, WARPGROUP
 from detjax.pallas.hopper.mosaic import no_twin, primitive, with_twin
-from detjax.pallas.hopper.mosaic.layouts import NUMBER, swizzled_lines
+from detjax.pallas.hopper.mosaic.layouts import NUMBER
 from detjax.pallas.hopper.mosaic.registers import (
     as_index,
     element,
@@ -25,8 +25,6 @@ from detjax.pallas.hopper.mosaic.registers import (
     int32,
     packed,
     plus,
-    shared_address,
-    shared_pointer,
     times,
     warp_and_lane,
 )
@@ -39,8 +37,6 @@ E4M3: Final = jnp.dtype("float8_e4m3fn")
 _WARPS = WARPGROUP // WARP
 _WIDTH = FP8_BLOCK // WARP
 """Columns of a group in each thread of a warp."""
-_CHUNK = 16
-"""Bytes that the swizzle moves at once."""
 _COLUMN_UNIT = 16
 """Columns of rows that are quantized in groups are a multiple of this number."""
 _TOKEN_UNIT = 8
@@ -71,16 +67,19 @@ def quantized_groups(x: Array) -> tuple[Array, Array]:
 
     codes, scales = plgpu.kernel(
         body,
-        out_type=(
-            jax.ShapeDtypeStruct((m, groups * FP8_BLOCK), jnp.uint8),
-            jax.ShapeDtypeStruct((groups, round_up(m, _TOKEN_UNIT)), ACCUMULATOR),
-        ),
+        out_type=code_types(m, groups),
         grid=(ceil_div(groups, _WARPS), m),
         grid_names=("part", "row"),
         kernel_name="quantized_groups",
         compiler_params=NO_AUTO_BARRIERS,
     )(x)
     return lax.bitcast_convert_type(codes, E4M3), scales
+
+
+def code_types(rows: int, groups: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    """Returns the shapes and dtypes of codes, in bytes, and of scales, as kernels write them."""
+    codes = jax.ShapeDtypeStruct((rows, groups * FP8_BLOCK), jnp.uint8)
+    return codes, jax.ShapeDtypeStruct((groups, round_up(rows, _TOKEN_UNIT)), ACCUMULATOR)
 
 
 def quantized_tokens(x: Array, w: QuantizedWeight, static: Array | None) -> tuple[Array, Array]:
@@ -96,17 +95,10 @@ def quantized_tokens(x: Array, w: QuantizedWeight, static: Array | None) -> tupl
         `[1, M]`, with M padded to eights.
     """
     if w.format.activations == "group":
-        return quantized_groups(in_column_units(x))
+        # Threads load several columns at once. Further zeros change neither scales nor codes.
+        return quantized_groups(jnp.pad(x, ((0, 0), (0, -x.shape[1] % _COLUMN_UNIT))))
     numbers, scales = quantized_rows(x, x.shape[1], static)
     return numbers.reshape(x.shape).astype(E4M3), _in_units(scales)
-
-
-def in_column_units(x: Array) -> Array:
-    """Returns rows with K padded to sixteens: threads load several columns at once.
-
-    Further zeros change neither scales nor codes.
-    """
-    return jnp.pad(x, ((0, 0), (0, -x.shape[1] % _COLUMN_UNIT)))
 
 
 def _in_units(scales: Array) -> Array:
@@ -116,78 +108,70 @@ def _in_units(scales: Array) -> Array:
 @primitive(twin=no_twin("_quantize"), args=(plgpu.RefType(), plgpu.RefType(), plgpu.RefType(), NUMBER, NUMBER))
 def _quantize(x: Any, codes: Any, scales: Any, row: Any, first: Any) -> None:
     """Quantizes a group of a row with each warp: the groups from `first` on."""
-    warp, lane = warp_and_lane()
+    warp, _ = warp_and_lane()
     this_row, this_group = row.registers.item(), arith.addi(first.registers.item(), warp)
-    word, scale = _quantized(_loaded(x, this_row, this_group))
-    column = plus(times(this_group, FP8_BLOCK), times(lane, _WIDTH))
-    stored = mgpu.bitcast(packed([word]), ir.VectorType.get((_WIDTH,), codes.type.element_type))
+    quantized = _quantized(_loaded(x, this_row, this_group))
     with mgpu.when(arith.cmpi(arith.CmpIPredicate.slt, this_group, int32(scales.type.shape[0]))):
-        vector.store(stored, codes, [as_index(this_row), as_index(column)])
-        with mgpu.when(arith.cmpi(arith.CmpIPredicate.eq, lane, int32(0))):
-            memref.store(scale, scales, [as_index(this_group), as_index(this_row)])
+        _store(quantized, codes, scales, this_row, this_group)
 
 
-def _plain_quantize_stage(x: Any, codes: Any, scales: Any, first: Array, group: Array, *, tokens: int) -> None:
-    _, columns = codes.shape
-    rows = jnp.minimum(first + jnp.arange(tokens), x.shape[0] - 1)
-    padded = jnp.pad(x[...], ((0, 0), (0, columns + -x.shape[1] % FP8_BLOCK)))
-    some = lax.dynamic_slice_in_dim(padded[rows], group * FP8_BLOCK, columns, axis=1)
-    numbers, by_group = quantized_rows(some, FP8_BLOCK)
-    codes[pl.ds(0, tokens)] = numbers.reshape(tokens, columns).astype(E4M3)
-    scales[:, pl.ds(0, tokens)] = by_group.T
+def _plain_quantize_piece(piece: Array, codes: Any, scales: Any, row: Array, column: Array, *, layout: Any) -> None:
+    del layout
+    rows, columns = piece.shape
+    numbers, by_group = quantized_rows(piece, FP8_BLOCK)
+    stored = lax.bitcast_convert_type(numbers.reshape(rows, columns).astype(E4M3), codes.dtype)
+    codes[pl.ds(row, rows), pl.ds(column, columns)] = stored
+    scales[pl.ds(column // FP8_BLOCK, columns // FP8_BLOCK), pl.ds(row, rows)] = by_group.T
 
 
 @primitive(
-    twin=_plain_quantize_stage,
-    args=(plgpu.RefType(), plgpu.RefType(swizzled_lines(FP8_BLOCK, 1)), plgpu.RefType(), NUMBER, NUMBER),
+    twin=_plain_quantize_piece,
+    args=lambda *_, layout: (layout, plgpu.RefType(), plgpu.RefType(), NUMBER, NUMBER),
 )
-def quantize_stage(x: Any, codes: Any, scales: Any, first: Any, group: Any, *, tokens: int) -> None:
-    """Quantizes groups of some rows; the matrix unit sees the codes once shared memory is committed.
+def quantize_piece(piece: Any, codes: Any, scales: Any, row: Any, column: Any, *, layout: Any) -> None:
+    """Stores the codes and scales of whole groups of some rows: the bits of `quantized_groups`.
 
     Args:
-        x: `[M, K]` in device memory, K in sixteens.
-        codes: e4m3 `[tokens or more, columns]` in shared memory, swizzled in lines of a group.
-        scales: float32 `[groups, tokens or more]` in shared memory.
-        first: the first row. Rows after the last one of x take its numbers.
-        group: the first group. Groups after the last one of a row are zeros.
-        tokens: number of rows.
+        piece: `[rows, columns]`. A warp holds a group of a row, and a thread four neighbouring columns.
+        codes: bytes `[M, K]` in device memory.
+        scales: float32 `[groups, M or more]` in device memory.
+        row: the first row of the piece.
+        column: its first column.
+        layout: its layout, of `detjax.pallas.hopper.rows`.
     """
-    _, groups, eight, line = codes.type.shape
-    (down, across, _, _), _ = codes.type.get_strides_and_offset()
-    warp, lane = warp_and_lane()
-    last, jobs = int32(x.type.shape[0] - 1), groups * tokens
-    places = []
-    for begin in range(0, jobs, _WARPS):
-        # The last warps may repeat a job: they store the same numbers.
-        job = arith.minui(plus(warp, int32(begin)), int32(jobs - 1))
-        places.append((arith.divui(job, int32(tokens)), arith.remui(job, int32(tokens))))
-    # All loads come first, so that they wait together.
-    loaded = [
-        _loaded(x, arith.minui(plus(first.registers.item(), token), last), plus(group.registers.item(), at))
-        for at, token in places
-    ]
-    target = shared_address(codes)
-    for values, (at, token) in zip(loaded, places, strict=True):
-        word, scale = _quantized(values)
-        row = arith.remui(token, int32(eight))
-        # The hardware's swizzle: chunk c of 16 bytes of row r is at chunk c ^ r.
-        in_line = arith.xori(times(lane, _WIDTH), times(row, _CHUNK))
-        tile = plus(times(arith.divui(token, int32(eight)), down), times(at, across))
-        llvm.store(word, shared_pointer(plus(target, tile, times(row, line), in_line)))
-        with mgpu.when(arith.cmpi(arith.CmpIPredicate.eq, lane, int32(0))):
-            memref.store(scale, scales, [as_index(at), as_index(token)])
+    del layout
+    values = [_wide(element(piece.registers.item(), i)) for i in range(_WIDTH)]
+    ((row_in_piece, column_in_piece),) = piece.layout.thread_idxs(piece.shape)
+    this_row = plus(row.registers.item(), arith.index_cast(i32(), row_in_piece))
+    this_column = plus(column.registers.item(), arith.index_cast(i32(), column_in_piece))
+    _store(_quantized(values), codes, scales, this_row, arith.divui(this_column, int32(FP8_BLOCK)))
+
+
+def _store(quantized: tuple[Any, Any], codes: Any, scales: Any, row: Any, group: Any) -> None:
+    """Stores the thread's codes of a group of a row, and the scale by one thread of the warp."""
+    word, scale = quantized
+    _, lane = warp_and_lane()
+    column = plus(times(group, FP8_BLOCK), times(lane, _WIDTH))
+    stored = mgpu.bitcast(packed([word]), ir.VectorType.get((_WIDTH,), codes.type.element_type))
+    vector.store(stored, codes, [as_index(row), as_index(column)])
+    with mgpu.when(arith.cmpi(arith.CmpIPredicate.eq, lane, int32(0))):
+        memref.store(scale, scales, [as_index(group), as_index(row)])
 
 
 def _loaded(x: Any, row: Any, group: Any) -> list[Any]:
     """Loads the thread's numbers of a group of a row, in float32. Columns after the last one are zeros."""
     _, lane = warp_and_lane()
-    f32, column = ir.F32Type.get(), plus(times(group, FP8_BLOCK), times(lane, _WIDTH))
+    column = plus(times(group, FP8_BLOCK), times(lane, _WIDTH))
     is_present = arith.cmpi(arith.CmpIPredicate.slt, column, int32(x.type.shape[1]))
     place = as_index(arith.select(is_present, column, int32(0)))
     loaded = vector.load(ir.VectorType.get((_WIDTH,), x.type.element_type), x, [as_index(row), place])
-    values = [element(loaded, i) for i in range(_WIDTH)]
-    values = [value if value.type == f32 else arith.extf(f32, value) for value in values]
-    return [arith.select(is_present, value, _float(0.0)) for value in values]
+    return [arith.select(is_present, _wide(element(loaded, i)), _float(0.0)) for i in range(_WIDTH)]
+
+
+def _wide(value: Any) -> Any:
+    """Returns a number in float32."""
+    f32 = ir.F32Type.get()
+    return value if value.type == f32 else arith.extf(f32, value)
 
 
 def _quantized(values: list[Any]) -> tuple[Any, Any]:

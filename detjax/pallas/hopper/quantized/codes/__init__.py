@@ -10,13 +10,16 @@ A stage has one or more blocks, with the scales of its tokens and weights. A war
 flight. While the matrix unit multiplies one of them, or for the other warpgroup, it adds an earlier one to its sums.
 
 - For few tokens, weights are on the matrix unit's rows. Threads load scales before the products are there, and then
-  multiply only. A plan for up to `_QUANTIZED_TOKENS` may have one more warpgroup, which quantizes the tokens of each
-  stage while its weights arrive: it stores codes and scales, and `quantized` orders them as `loaded` orders copies. No
-  GPU has run such a plan yet, so none is chosen.
+  multiply only.
 - For more than `_FEW_TOKENS`, tokens are on the rows, since in a checkpoint with blocks of 128 x 128 numbers many
   neighbouring weights share their scales. Then a thread loads few scales and multiplies few factors. Whether neighbours
   share scales is read from the scales themselves, for each tile: a warpgroup compares them while its first stages
   arrive. Both cases have the same bits.
+
+Other kernels quantize the rows: the norm before the product, or one of its own. A further warpgroup that quantizes up
+to 8 tokens within this kernel was tried and was slower on an H200: for one row and the shapes of Qwen3-8B, 27.1 us
+instead of 27.9 for gate and up but 19.3 instead of 16.2 for down, and for eight rows 35.8 instead of 28.3, and 60
+instead of 16.4.
 
 The kernel is in `kernel.py`, its plans in `plan.py`, the choice of a plan in `tuning.py`.
 """
@@ -31,7 +34,7 @@ from jaxtyping import Array, DTypeLike
 from detjax.contract import FP8_BLOCK
 from detjax.operands.numerics import round_up
 from detjax.operands.options import Epilogue
-from detjax.operands.products import GroupedOperands, MatmulOperands
+from detjax.operands.products import GroupedOperands, MatmulOperands, RowCodes
 from detjax.operands.quantized_weight import QuantizedWeight, scales_of
 from detjax.pallas.hopper import grouped_matmul as grouped
 from detjax.pallas.hopper.matmul.kernel import Operands, padded
@@ -39,7 +42,7 @@ from detjax.pallas.hopper.matmul.plan import Problem
 from detjax.pallas.hopper.quantized.codes.kernel import codes_kernel
 from detjax.pallas.hopper.quantized.codes.plan import CodesPlan
 from detjax.pallas.hopper.quantized.codes.tuning import default_plan
-from detjax.pallas.hopper.quantized.rows import E4M3, in_column_units, quantized_tokens
+from detjax.pallas.hopper.quantized.rows import E4M3, quantized_tokens
 
 _EXPERT_TILES: Final = (128, 64, 32, 16, 8)
 """Sizes of tiles of an expert's rows."""
@@ -100,10 +103,17 @@ def stored_scales(w: QuantizedWeight) -> Array:
     return w.scales if w.tables is None and w.scales.dtype.itemsize in (2, 4) else scales_of(w)
 
 
-def codes_product(operands: MatmulOperands, plan: CodesPlan, *, epilogue: Epilogue, source: int = 0) -> Array:
+def codes_product(
+    operands: MatmulOperands,
+    plan: CodesPlan,
+    *,
+    epilogue: Epilogue,
+    source: int = 0,
+    codes: RowCodes | None = None,
+) -> Array:
     """Returns `[M, N]` for rows `[M, K]`, computed by a plan of `codes_plan`.
 
-    `source` chooses the static scale, if the checkpoint has any.
+    `source` chooses the static scale, if the checkpoint has any. `codes` are the rows'; None: they are computed first.
 
     Raises:
         ValueError: the plan cannot be built.
@@ -111,7 +121,7 @@ def codes_product(operands: MatmulOperands, plan: CodesPlan, *, epilogue: Epilog
     if unmet := plan.unmet_requirements():
         raise ValueError(f"quantized_matmul: {plan}; accepted: {'; '.join(unmet)}")
     x, w, bias, residual = operands
-    return _product(Operands(x, w, bias, residual), plan, epilogue, source)
+    return _product(Operands(x, w, bias, residual), plan, epilogue, source, codes)
 
 
 def grouped_codes_product(
@@ -131,21 +141,20 @@ def grouped_codes_product(
     return grouped.forward(operands, layout="nk", kernels=kernels, **options)
 
 
-def _product(operands: Operands, plan: CodesPlan, epilogue: Epilogue, source: int) -> Array:
-    """Returns the product of rows, which are quantized first, with a weight or with the experts' weights."""
+def _product(
+    operands: Operands, plan: CodesPlan, epilogue: Epilogue, source: int, row_codes: RowCodes | None = None
+) -> Array:
+    """Returns the product of rows, quantized first unless they are, with a weight or with the experts' weights."""
     x, w, bias, residual = operands[:4]
     problem, weights, n = plan.problem, plan.problem.parts * max(1, plan.problem.experts), w.shape[-2]
     weight_codes = lax.bitcast_convert_type(w.codes, E4M3).reshape(weights, n, -1)
     scales = stored_scales(w).reshape(weights, n, -1)
     groups = round_up(scales.shape[-1], plan.scale_unit)
-    if plan.quantizes:
-        arrays = [in_column_units(x)]
-    else:
-        static = None if w.input_scales is None else w.input_scales[..., source]
-        if static is not None and operands.experts is not None:
-            static = jnp.repeat(static[operands.experts[:-1]], plan.schedule.tile_m)[:, None]
-        codes, token_scales = quantized_tokens(x, w, static)
-        arrays = [padded(codes, (problem.m, problem.k)), token_scales]
+    static = None if w.input_scales is None else w.input_scales[..., source]
+    if static is not None and operands.experts is not None:
+        static = jnp.repeat(static[operands.experts[:-1]], plan.schedule.tile_m)[:, None]
+    codes, token_scales = quantized_tokens(x, w, static) if row_codes is None else row_codes
+    arrays = [padded(codes, (problem.m, problem.k)), token_scales]
     arrays += [padded(weight_codes, (weights, problem.n, problem.k)), padded(scales, (weights, problem.n, groups))]
     arrays += [] if bias is None else [padded(bias.reshape(weights, n), (weights, problem.n))]
     arrays += [] if residual is None else [padded(residual, (problem.m, problem.n))]

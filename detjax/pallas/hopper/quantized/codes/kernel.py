@@ -1,13 +1,12 @@
 """The kernel that multiplies codes.
 
-Buffers are ordered as in `matmul.kernel`. In addition, `quantized` orders what the warpgroup that quantizes stores, as
-`loaded` orders copies.
+Buffers are ordered as in `matmul.kernel`.
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -17,7 +16,6 @@ from jaxtyping import Array
 
 from detjax.contract import ACCUMULATOR, FP8_BLOCK
 from detjax.operands.options import Epilogue
-from detjax.pallas.hopper import device
 from detjax.pallas.hopper.matmul.kernel import Cta, Operands, Scratch, launched, scratch_types
 from detjax.pallas.hopper.matmul.plan import MATRIX_ROWS
 from detjax.pallas.hopper.mosaic.barriers import meet
@@ -31,10 +29,6 @@ from detjax.pallas.hopper.quantized.promotion import (
     rows_share_scales,
     scaled_by,
 )
-from detjax.pallas.hopper.quantized.rows import quantize_stage
-
-_REGISTERS_WITH_QUANTIZER: Final = {1: (232, 176, 40), 2: (160, 152, 40)}
-"""Registers per thread of a consumer, a warpgroup that quantizes and the producer, by the number of consumers."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,18 +39,14 @@ class CodesScratch(Scratch):
     """Stages of the scales of tokens, `[stages, blocks, tokens]`."""
     scales: Any = None
     """Stages of the weights' scales, `[stages, parts, weights, groups]`."""
-    quantized: Any = None
-    """Barriers: the tokens of a stage are quantized."""
 
 
 def codes_kernel(plan: CodesPlan, epilogue: Epilogue) -> Callable[..., list[Array]]:
-    """Returns the kernel `x, scales of x?, codes, scales, bias?, residual?, experts? -> y`."""
+    """Returns the kernel `x, scales of x, codes, scales, bias?, residual?, experts? -> y`."""
     problem = plan.problem
 
     def body(*refs: Any, **scratch: Any) -> None:
-        x, *rest = refs
-        token_scales = None if plan.quantizes else rest.pop(0)
-        codes, scales, *rest = rest
+        x, token_scales, codes, scales, *rest = refs
         y = rest.pop()
         experts = rest.pop() if problem.experts else None
         bias = rest.pop(0) if problem.bias_dtype is not None else None
@@ -69,8 +59,6 @@ def codes_kernel(plan: CodesPlan, epilogue: Epilogue) -> Callable[..., list[Arra
     scratch["token_scales"] = plgpu.SMEM(shape, ACCUMULATOR)
     shape = plan.stages, problem.parts, plan.schedule.tile_n, plan.scale_unit
     scratch["scales"] = plgpu.SMEM(shape, plan.scale_dtype)
-    if plan.quantizes:
-        scratch["quantized"] = plgpu.Barrier(num_barriers=plan.stages)
     return launched(plan, body, scratch, "codes_matmul")
 
 
@@ -92,40 +80,6 @@ class CodesCta(Cta):
         super().__init__(plan, epilogue, operands, results, scratch)
         self.token_scales, self.scales = scales
 
-    def run(self) -> None:
-        """Runs the warpgroup's role: consumers come first, then the producer, then the one that quantizes."""
-        if not self.plan.quantizes:
-            super().run()
-            return
-        warpgroups = self.plan.schedule.warpgroups
-        consumer, quantizer, producer = _REGISTERS_WITH_QUANTIZER[warpgroups]
-        device.shared_registers(*(consumer,) * warpgroups, quantizer, producer)
-
-        @pl.when(self.warpgroup == warpgroups)
-        def _producer() -> None:
-            self.run_producer(producer)
-
-        @pl.when(self.warpgroup == warpgroups + 1)
-        def _quantizer() -> None:
-            plgpu.set_max_registers(quantizer, action="increase")
-            self.fill_stages(self.quantize_stage)
-
-        @pl.when(self.warpgroup < warpgroups)
-        def _consumer() -> None:
-            plgpu.set_max_registers(consumer, action="increase")
-            self.consume()
-
-    def quantize_stage(self, m: Array, n: Array, k_step: Array, slot: Array) -> None:
-        """Quantizes the tokens of a stage."""
-        del n
-        scratch, x = self.scratch, self.operands.x
-        codes, scales = scratch.columns.at[slot, 0], scratch.token_scales.at[slot]
-        tokens = min(self.plan.columns, x.shape[0])
-        quantize_stage(x, codes, scales, m, self.group(k_step, 0), tokens=tokens)
-        # The matrix unit reads through another proxy: the fence makes the stores of all threads visible to it.
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(scratch.quantized.at[slot])
-
     def group(self, k_step: Array, block: int) -> Array:
         """Returns the group of a stage's block: its number among the scales of a row."""
         return jnp.int32(0) if self.plan.by_rows else k_step * self.plan.schedule.lines + block
@@ -133,15 +87,12 @@ class CodesCta(Cta):
     def load_stage(self, m: Array, n: Array, k_step: Array, slot: Array) -> None:
         """Starts the copies of a stage: codes of both operands, and their scales."""
         plan, scratch, loaded = self.plan, self.scratch, self.scratch.loaded.at[slot]
-        self.load_rows(m, n, k_step, slot)
+        super().load_stage(m, n, k_step, slot)
         unit = jnp.int32(plan.scale_unit)
         groups = pl.ds(lax.div(self.group(k_step, 0), unit) * unit, plan.scale_unit)
         for part in range(plan.problem.parts):
             source = self.scales.at[self.weight(m, part), pl.ds(n, plan.schedule.tile_n), groups]
             plgpu.copy_gmem_to_smem(source, scratch.scales.at[slot, part], loaded)
-        if plan.quantizes:
-            return
-        self.load_columns(m, n, k_step, slot)
         for block in range(plan.scaled_blocks):
             source = self.token_scales.at[self.group(k_step, block), pl.ds(m, plan.schedule.tile_m)]
             target = scratch.token_scales.at[slot, block, pl.ds(0, plan.schedule.tile_m)]
@@ -170,8 +121,6 @@ class CodesCta(Cta):
         def add_stage(k_step: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
             slot, totals = self.slot(tile * plan.steps + k_step), list(sums)
             plgpu.barrier_wait(scratch.loaded.at[slot])
-            if plan.quantizes:
-                plgpu.barrier_wait(scratch.quantized.at[slot])
             in_flight: list[tuple[int, int, Array, Any]] = []
 
             def scales(block: int, part: int) -> tuple[Array, Array]:

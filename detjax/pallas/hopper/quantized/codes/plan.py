@@ -22,9 +22,6 @@ _LOOP_REGISTERS: Final = 168
 _LOOP_REGISTERS_WITH_LATE_SCALES: Final = 192
 """The same for sums and products alone, where scales are loaded when products are there."""
 
-_QUANTIZED_TOKENS: Final = 8
-"""Tokens of a tile that the kernel itself may quantize. More take a warpgroup longer than their weights to arrive."""
-
 
 @dataclasses.dataclass(frozen=True)
 class CodesPlan(Plan):
@@ -34,8 +31,6 @@ class CodesPlan(Plan):
     """Dtype of the weight's scales."""
     by_rows: bool = False
     """True if rows and weights have one scale each, not one for each block."""
-    quantizes: bool = False
-    """True if a warpgroup quantizes the tokens of each stage, rather than a kernel before this one."""
 
     @property
     def scale_unit(self) -> int:
@@ -60,13 +55,7 @@ class CodesPlan(Plan):
     @property
     def loads_per_stage(self) -> int:
         """Copies that fill a stage: codes of both operands, the scales of each part, and the tokens' of each block."""
-        copies = super().loads_per_stage + self.problem.parts + self.scaled_blocks
-        return copies - (self.column_parts + self.scaled_blocks if self.quantizes else 0)
-
-    @property
-    def all_warpgroups(self) -> int:
-        """Warpgroups of a CTA: some multiply, one produces, and one may quantize."""
-        return super().all_warpgroups + self.quantizes
+        return super().loads_per_stage + self.problem.parts + self.scaled_blocks
 
     @property
     def bytes_per_stage(self) -> int:
@@ -102,9 +91,6 @@ class CodesPlan(Plan):
             "e4m3 codes": self.problem.dtype == E4M3,
             "K in whole stages": self.problem.k % self.tile_k == 0 and self.line == FP8_BLOCK,
             "64 rows or fewer for each warpgroup": self.rows <= MATRIX_ROWS,
-            f"scales by group and tiles of {_QUANTIZED_TOKENS} tokens on the columns, if these are quantized here": (
-                not self.quantizes or (not self.by_rows and self.weights_on_rows and self.columns == _QUANTIZED_TOKENS)
-            ),
             "stages that divide a unit of scales": self.scale_unit % self.scaled_blocks == 0,
             "sums, products and scales that leave registers": (
                 held <= _LOOP_REGISTERS if self.weights_on_rows else self.at_once >= self.problem.parts

@@ -1,6 +1,5 @@
 """The choice of a plan for a product of codes, by its estimated time."""
 
-import dataclasses
 import functools
 import itertools
 import math
@@ -78,12 +77,6 @@ def _schedules_for_many_tokens(problem: Problem, tile_m: int | None) -> Iterator
                 lines=lines,
                 panel=min(8, tiles // 2 if is_shared else tiles),
             )
-
-
-def quantizing(plan: CodesPlan) -> list[CodesPlan]:
-    """Returns the plan with one more warpgroup, which quantizes the tokens; an empty list if it cannot have one."""
-    other = dataclasses.replace(plan, quantizes=True)
-    return [] if other.unmet_requirements() else [other]
 
 
 def estimated_seconds(plan: CodesPlan) -> float:
