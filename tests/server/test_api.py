@@ -347,11 +347,12 @@ def _numbers(metrics: str) -> dict[str, float]:
 def test_keys_are_asked_for(engine: Engine, loaded: tuple[Decoder, Tokenizer]) -> None:
     with serving(engine, loaded, api_keys=["one-key", "another"]) as running:
         for key in ("one-key", "another"):
-            assert running.client(api_key=key).models.list().data
+            with running.client(api_key=key) as client:
+                assert client.models.list().data
         for key in ("One-key", "one", "none"):
-            with pytest.raises(openai.AuthenticationError, match="API key"):
-                running.client(api_key=key).models.list()
-        with pytest.raises(openai.AuthenticationError):
-            running.client().completions.create(model=MODEL, prompt="x")
+            with running.client(api_key=key) as client, pytest.raises(openai.AuthenticationError, match="API key"):
+                client.models.list()
+        with running.client() as client, pytest.raises(openai.AuthenticationError):
+            client.completions.create(model=MODEL, prompt="x")
         with urllib.request.urlopen(f"{running.url}/health") as answer:
             assert answer.status == 200

@@ -289,10 +289,10 @@ def test_other_models_paths_methods_and_types_are_refused(server: Running) -> No
     assert post(server.url, COMPLETION, "nowhere")[0] == 404
     assert post(server.url, COMPLETION, "models")[0] == 405
     assert post(server.url, COMPLETION, **{"Content-Type": "text/plain"})[0] == 415
-    with pytest.raises(urllib.error.HTTPError, match="404"):
-        urllib.request.urlopen(f"{server.url}/v1/models/other")
-    with pytest.raises(urllib.error.HTTPError, match="404"):
-        urllib.request.urlopen(f"{server.url}/page/../app.py")
+    for path in ("v1/models/other", "page/../app.py"):
+        with pytest.raises(urllib.error.HTTPError, match="404") as raised:
+            urllib.request.urlopen(f"{server.url}/{path}")
+        raised.value.close()
 
 
 def test_chats_with_a_model_that_has_no_chat_template_are_refused(metadata: ModelMetadata, words: Tokenizer) -> None:

@@ -136,9 +136,10 @@ def test_the_key_says_whose_turn_it_is(engine: Engine, loaded: tuple[Decoder, To
     with unittest.mock.patch.object(engine, "generate_async", generate_async):
         with serving(engine, loaded, api_keys=["one", "two"]) as running:
             for key in ("one", "one", "two"):
-                running.client(api_key=key).completions.create(model=MODEL, prompt="x")
-        with serving(engine, loaded) as running:
-            running.client(api_key="one").completions.create(model=MODEL, prompt="x", extra_body={"cache_salt": "s"})
+                with running.client(api_key=key) as client:
+                    client.completions.create(model=MODEL, prompt="x")
+        with serving(engine, loaded) as running, running.client(api_key="one") as client:
+            client.completions.create(model=MODEL, prompt="x", extra_body={"cache_salt": "s"})
     first, again, other, nobody = (request.client for request in asked)
     assert first == again != other
     assert "one" not in (first or "one")

@@ -222,5 +222,6 @@ def test_what_cannot_be_served_is_refused_by_name(client: Any, fields: dict[str,
 
 def test_requests_are_counted_under_their_path(server: Running, client: openai.OpenAI) -> None:
     client.responses.create(**ASKED)
-    text = openai.OpenAI(base_url=server.url, api_key="x").get("/metrics", cast_to=str)
+    with openai.OpenAI(base_url=server.url, api_key="x") as root:
+        text = root.get("/metrics", cast_to=str)
     assert 'detjax_requests_total{path="/v1/responses",status="200"}' in str(text)
