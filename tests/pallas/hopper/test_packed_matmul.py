@@ -1,8 +1,8 @@
 """Products of plain rows with packed weights on Hopper have the bits of products with the widened weights."""
 
 import dataclasses
-import re
 import math
+import re
 from pathlib import Path
 from typing import Any
 
