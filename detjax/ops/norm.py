@@ -126,15 +126,9 @@ _rms_norm = jax.custom_vjp(_norm_by_kernel, nondiff_argnums=(4, 5, 6))
 
 
 def _forward(
-    x: Array,
-    weight: Array,
-    residual: Array | None,
-    weight_sum: Array | None,
-    eps: float,
-    weight_offset: float,
-    with_codes: bool,
+    x: Array, weight: Array, residual: Array | None, weight_sum: Array | None, *options: Any
 ) -> tuple[tuple[Array, Array | None, RowCodes | None], tuple[Array, Array, Array | None, Array | None]]:
-    y, h, codes = _rms_norm(x, weight, residual, weight_sum, eps, weight_offset, with_codes)
+    y, h, codes = _rms_norm(x, weight, residual, weight_sum, *options)
     # With a residual, `h` was normalized, and `x` need not be kept.
     return (y, h, codes), (x if h is None else h, weight, None if h is None else jnp.zeros(0), weight_sum)
 
@@ -147,11 +141,11 @@ def _backward(
     gradients: tuple[Array, Array | None, Any],
 ) -> tuple[Array | None, ...]:
     del with_codes
-    normalized, weight, residual, weight_sum = saved
+    rows, weight, residual, weight_sum = saved
     # The gradient of a product is for its rows, not for their codes.
     dy, dsum, _ = gradients
     backward = functools.partial(_RMS_NORM.kernels().backward, eps=eps, weight_offset=weight_offset)
-    dh, dweight = with_vmap_rule(backward, rows=(False,) * 5)(normalized, weight, dy, dsum, weight_sum)
+    dh, dweight = with_vmap_rule(backward, rows=(False,) * 5)(rows, weight, dy, dsum, weight_sum)
     fresh, carried = fresh_and_carried([dweight], [weight_sum])
     return dh, *fresh, None if residual is None else dh, *carried
 

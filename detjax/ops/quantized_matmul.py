@@ -86,16 +86,12 @@ def _matmul(
 
 
 def _forward(
-    operands: MatmulOperands,
-    codes: RowCodes | None,
-    bias_sum: Array | None,
-    epilogue: Epilogue,
-    out_dtype: jnp.dtype,
+    operands: MatmulOperands, codes: RowCodes | None, bias_sum: Array | None, *options: Any
 ) -> tuple[Array, Any]:
     # The backward pass needs only the residual's dtype, so an empty array stands for it.
     empty = None if operands.residual is None else jnp.zeros(0, operands.residual.dtype)
     saved = operands._replace(residual=None), bias_sum, empty
-    return _matmul(operands, codes, bias_sum, epilogue, out_dtype), saved
+    return _matmul(operands, codes, bias_sum, *options), saved
 
 
 def _backward(epilogue: Epilogue, out_dtype: jnp.dtype, saved: Any, dy: Array) -> tuple[Any, None, Any]:
