@@ -219,7 +219,7 @@ def _matmuls(model: str, sizes: Sizes) -> Iterator[Case]:
 
 
 def _matmul(model: str, layer: str, m: int, n: int, k: int) -> Case:
-    gated, out_dtype = layer == "gate+up", "float32" if layer == "lm_head" else "bfloat16"
+    gated, out_dtype = layer == "gate+up", "float32" if layer in ("lm_head", "router") else "bfloat16"
     options: dict[str, Any] = {"activation": "silu", "gated": True} if gated else {}
     parts = 2 if gated else 1
     n //= parts

@@ -25,6 +25,8 @@ from detjax.runtime import compilation
 
 _PLACES: Final = Operation("expert_rows", {"hopper": "detjax.pallas.hopper.expert_places"}, part_of=("grouped_matmul",))
 """The kernel of rows of few tokens."""
+_GATHER: Final = Operation("gather_rows", {"hopper": "detjax.pallas.hopper.row_gather"}, part_of=("grouped_matmul",))
+"""The kernel that gathers many rows."""
 _BLOCK: Final = 256
 """Choices in a block that is searched for equal choices at once."""
 
@@ -208,6 +210,9 @@ def _earlier_and_totals(keys: Int32[Array, "K"], experts: int) -> tuple[Int32[Ar
 
 @jax.custom_vjp
 def _gather(x: Array, rows: ExpertRows) -> Array:
+    if _GATHER.is_served() and _GATHER.module().serves(x, rows.token):
+        gathered: Array = one_by_one(_GATHER.module().rows_at, (x, rows.token))
+        return gathered
     return portable.rows_at(x, rows.token)
 
 

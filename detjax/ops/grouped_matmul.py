@@ -11,7 +11,7 @@ from jaxtyping import Array, DTypeLike, Float, Int
 from detjax.contract import ACCUMULATOR
 from detjax.operands.accumulated_weight import Weight, fresh_and_carried, value_and_sum
 from detjax.operands.adapted_weight import AdaptedWeight
-from detjax.operands.options import Activation, Clamp, Epilogue, WeightLayout
+from detjax.operands.options import Activation, AxisName, Clamp, Epilogue, WeightLayout
 from detjax.operands.products import GroupedOperands, WeightSums
 from detjax.operands.quantized_weight import QuantizedWeight, widened
 from detjax.ops.adapters import Groups, adapted_product
@@ -20,6 +20,7 @@ from detjax.ops.grouped_kernels import GROUPED_MATMUL
 from detjax.ops.grouped_kernels import group_unit as group_unit
 from detjax.ops.quantized_matmul import quantized_grouped_matmul
 from detjax.runtime import compilation, fusions
+from detjax.runtime.device_links import DeviceLinks
 
 
 @compilation.jit(static_argnames=("layout", "activation", "gated", "clamp", "unit", "out_dtype"))
@@ -100,6 +101,45 @@ def grouped_matmul(  # noqa: PLR0913
         operands,
         **options._asdict(),
     )
+
+
+def shared_grouped_matmul(
+    x: Float[Array, "M K"],
+    w: Float[Array, "E *P N K"],
+    group_sizes: Int[Array, "E"],
+    axis_name: AxisName,
+    links: DeviceLinks | None,
+    *,
+    bias: Float[Array, "E *P N"] | None = None,
+    unit: int = 1,
+    tiles: Int[Array, "T"] | None = None,
+    **options: Any,
+) -> Float[Array, "M D"] | None:
+    """Returns the columns `[M, devices * N]` of a product; each device of an axis computes its own columns.
+
+    They have the same bits as `gather_columns` of `grouped_matmul`, but the kernel writes its results directly to all
+    devices. Rows after the last group are undefined.
+
+    Args:
+        x: rows sorted by expert, replicated on all devices, inside `jax.shard_map`.
+        w: this device's weights, with the layout "nk".
+        group_sizes: see `grouped_matmul`.
+        axis_name: see `detjax.ops.collectives.gather_columns`.
+        links: links to the other devices.
+        bias: this device's bias.
+        unit: see `grouped_matmul`.
+        tiles: see `grouped_matmul`.
+        options: the options of the epilogue; see `grouped_matmul`.
+
+    Returns:
+        The columns; None if no kernel can write them.
+    """
+    kernels = GROUPED_MATMUL.module()
+    if links is None or not hasattr(kernels, "shared_forward") or fusions.is_unfused("grouped_matmul_epilogue"):
+        return None
+    operands = GroupedOperands(x, w, bias, group_sizes)
+    given: dict[str, Any] = {"epilogue": Epilogue(**options), "out_dtype": x.dtype, "unit": unit, "tiles": tiles}
+    return kernels.shared_forward(operands, axis_name, links, **given)
 
 
 class _Options(NamedTuple):

@@ -26,8 +26,8 @@ def route(
 ) -> tuple[Int32[Array, "N count"], Float32[Array, "N count"], ExpertRows]:
     """Returns the experts that each token chooses by the softmax of its logits, their weights, and the tokens' rows.
 
-    `softmax`, `choose_experts` and `expert_rows` give the same bits in sequence. For few tokens, as in decode steps,
-    Hopper GPUs have one kernel for all three.
+    `softmax`, `choose_experts` and `expert_rows` give the same bits in sequence. Hopper GPUs have one kernel for the
+    first two and, for few tokens, as in decode steps of few requests, for all three.
 
     Args:
         logits: each token's logit of each expert, float32.
@@ -53,10 +53,13 @@ def route(
         unit = group_unit(choices, local)
         shape = tokens, count, local, unit, most_rows(choices, local, unit)
         problem = kernels.Problem(*shape, experts=known, normalized=normalized)
-        if problem.served:
+        if problem.chooses:
             results: tuple[Array, ...] = _by_kernel(logits, present, first, problem)
-            ids, weights, sizes, token, place, tiles = results
-            return ids, weights, ExpertRows(sizes, token, place, unit, tiles)
+            ids, weights, *placed = results
+            if placed:
+                sizes, token, place, tiles = placed
+                return ids, weights, ExpertRows(sizes, token, place, unit, tiles)
+            return ids, weights, expert_rows(_local(ids, first, local), local, present)
     ids, weights = choose_experts(softmax(logits), count, normalized=normalized)
     return ids, weights, expert_rows(_local(ids, first, local), local, present)
 

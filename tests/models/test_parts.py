@@ -158,13 +158,13 @@ def test_a_softmax_router_does_not_round_its_logits(normalized: bool, dtype: str
 def test_rows_of_experts_belong_to_the_sequences_of_their_tokens_and_padding_to_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    seen, product = list[Any](), experts.sharded_grouped_matmul
+    seen, product = list[Any](), ops.grouped_matmul
 
     def noted(*arguments: Any, sequences: jax.Array, **options: Any) -> Any:
         seen.append(np.asarray(sequences))
         return product(*arguments, sequences=sequences, **options)
 
-    monkeypatch.setattr(experts, "sharded_grouped_matmul", noted)
+    monkeypatch.setattr(ops, "grouped_matmul", noted)
     options = ExpertsOptions(experts=3, chosen=2, inner_width=4, normalized=True, layers=(True,))
     part = Experts(20, options, "silu", rngs=nnx.Rngs(0), dtype="float32")
     x = jnp.asarray(drawn(2, 5, 20))

@@ -228,6 +228,8 @@ class _Cta:
         bits = values if values.dtype == bool else values.view(f"u{values.itemsize}")
         if bits.dtype in (np.uint8, np.uint16):  # a load extends to the register
             bits = bits.astype(np.uint16 if register.startswith("%rs") else np.uint32)
+        if bits.dtype == np.uint32 and register.startswith("%rd"):
+            bits = values.astype(np.int64).view(np.uint64) if values.dtype.kind == "i" else bits.astype(np.uint64)
         before = self.registers.get(register)
         self.registers[register] = bits.copy() if before is None else np.where(taken, bits, before)
 

@@ -25,6 +25,7 @@ from detjax.models.parts.sharding import (
     ShardGroup,
     devices,
     gathered,
+    gathered_grouped_matmul,
     local_columns,
     outputs,
     sharded_grouped_matmul,
@@ -173,7 +174,7 @@ class Experts(nnx.Module):
         inner: dict[str, Any] = {"sharding": gate_up, "bias": optional(self.gate_up_bias), **gate, **options}
         outer: dict[str, Any] = {"sharding": down, "bias": optional(self.down_bias), **options}
         gate_up_weight, down_weight = (at_rows(weight[...], rows.token) for weight in (self.gate_up, self.down))
-        y = gathered(sharded_grouped_matmul(chosen_rows, gate_up_weight, sizes, **inner), gate_up)
+        y = gathered_grouped_matmul(chosen_rows, gate_up_weight, sizes, **inner)
         y = sharded_grouped_matmul(y, down_weight, sizes, **outer)
         # A token's results are added column by column, so each device adds its own columns.
         columns = functools.partial(local_columns, sharding=down)

@@ -30,6 +30,7 @@ from detjax.operands.numerics import ceil_div, round_up
 from detjax.operands.products import NormalizedRows
 from detjax.operands.quantized_weight import QuantizedWeight, widened
 from detjax.ops.collectives import gather_columns
+from detjax.ops.grouped_matmul import shared_grouped_matmul
 from detjax.ops.matmul import shared_matmul
 from detjax.runtime import backends
 from detjax.runtime.device_links import DeviceLinks, used_axes
@@ -347,26 +348,56 @@ def gathered_matmul(
     **options: Any,
 ) -> Float[Array, "*N D"]:
     """Returns all outputs of `ops.matmul`; each device computes its share. See `sharded_matmul`."""
-    links, count = current_links(), devices(sharding.over)
-    # One group, whose shards differ on all devices and need no padding.
-    is_plain = (
-        len(sharding.groups) == 1
-        and sharding.groups[0].shards == count
-        and sharding.groups[0].padded_size == sharding.size
-    )
-    can_share = is_plain and sharding.experts is None and not isinstance(weight, AdaptedWeight)
-    can_share = can_share and not (isinstance(weight, QuantizedWeight) and weight.is_computed)
-    if links is not None and count > 1 and can_share:
+    if (links := _links_of_shared_results(weight, sharding)) is not None:
 
         def shared(x: Array, weight: Array, arrays: dict[str, Any]) -> Any:
             return shared_matmul(x, weight, sharding.over, links, **arrays, **options)
 
         # Kernels that can do so write each result to all devices as it is computed.
-        dense = widened(weight) if isinstance(weight, QuantizedWeight) else _plain(weight)
-        y = refusing_gradients(shared)(x, dense, {"bias": bias, "residual": residual})
+        y = refusing_gradients(shared)(x, _dense(weight), {"bias": bias, "residual": residual})
         if y is not None:
             return y
     return gathered(sharded_matmul(x, weight, sharding=sharding, bias=bias, residual=residual, **options), sharding)
+
+
+def gathered_grouped_matmul(
+    x: Float[Array, "M K"],
+    weight: Weight | AdaptedWeight,
+    group_sizes: Int[Array, "E"],
+    *,
+    sharding: OutputSharding,
+    bias: Weight | None = None,
+    sequences: Int[Array, "M"] | None = None,
+    tiles: Int[Array, "T"] | None = None,
+    **options: Any,
+) -> Float[Array, "M D"]:
+    """Returns all outputs of `ops.grouped_matmul`; each device computes its share. See `sharded_grouped_matmul`."""
+    if (links := _links_of_shared_results(weight, sharding)) is not None:
+
+        def shared(x: Array, weight: Array, group_sizes: Array, arrays: dict[str, Any]) -> Any:
+            return shared_grouped_matmul(x, weight, group_sizes, sharding.over, links, **arrays, **options)
+
+        y = refusing_gradients(shared)(x, _dense(weight), group_sizes, {"bias": bias, "tiles": tiles})
+        if y is not None:
+            return y
+    given: dict[str, Any] = {"bias": bias, "sequences": sequences, "tiles": tiles, **options}
+    return gathered(sharded_grouped_matmul(x, weight, group_sizes, sharding=sharding, **given), sharding)
+
+
+def _links_of_shared_results(weight: Any, sharding: OutputSharding) -> DeviceLinks | None:
+    """Returns the links by which kernels may write a product's results to all devices; None if they may not."""
+    links, count = current_links(), devices(sharding.over)
+    if links is None or count == 1 or len(sharding.groups) != 1 or isinstance(weight, AdaptedWeight):
+        return None
+    if isinstance(weight, QuantizedWeight) and weight.is_computed:
+        return None
+    # The shards differ on all devices and need no padding.
+    (group,) = sharding.groups
+    return links if group.shards == count and group.padded_size == sharding.size else None
+
+
+def _dense(weight: Any) -> Any:
+    return widened(weight) if isinstance(weight, QuantizedWeight) else _plain(weight)
 
 
 def local_columns(x: Shaped[Array, "*N D"], sharding: OutputSharding) -> Shaped[Array, "*N n"]:

@@ -1,4 +1,4 @@
-"""The choice of experts for few tokens, and the places of their rows, in one kernel on Hopper GPUs (Mosaic GPU).
+"""The choice of experts, and for few tokens also the places of their rows, in one kernel on Hopper GPUs (Mosaic GPU).
 
 Decode steps have so few tokens that each of the many operations of `ops.softmax`, `ops.choose_experts` and
 `ops.expert_rows` takes longer to start than to run. Here one CTA does it all in two phases:
@@ -7,6 +7,8 @@ Decode steps have so few tokens that each of the many operations of `ops.softmax
    contract's order. Softmax uses the formulas of `softmax.py`. The highest probability is taken as often as a token
    chooses, and the choices are sorted by id.
 2. Places. One warpgroup places the rows, as in `expert_places`.
+
+For more tokens, many CTAs run the first phase, and the kernels of `expert_places` place the rows.
 """
 
 import dataclasses
@@ -26,7 +28,7 @@ from detjax.pallas.hopper import expert_places
 from detjax.pallas.hopper.device import WARPGROUP
 from detjax.pallas.hopper.expert_places import MAX_EXPERTS, Places, Results
 from detjax.pallas.hopper.mosaic.barriers import sync
-from detjax.pallas.hopper.mosaic.threads import load, store, store_vector
+from detjax.pallas.hopper.mosaic.threads import load, store, store_vector, thread
 from detjax.pallas.hopper.rows import NO_AUTO_BARRIERS, broadcast, layout, row_sums
 from detjax.pallas.softmax_formulas import exp_difference, row_constant
 
@@ -53,9 +55,14 @@ class Problem(expert_places.Problem):
         return round_up(self.experts, WARPGROUP) if self.experts > WARPGROUP // 2 else _power_of_two(self.experts)
 
     @property
-    def served(self) -> bool:
-        """True if the kernel serves the problem."""
-        return super().served and self.experts <= MAX_EXPERTS
+    def chooses(self) -> bool:
+        """True if a kernel chooses experts."""
+        return self.served and self.experts <= MAX_EXPERTS
+
+    @property
+    def places(self) -> bool:
+        """True if the same kernel also places rows."""
+        return self.chooses and self.blocks == 1
 
 
 def _power_of_two(size: int) -> int:
@@ -88,7 +95,13 @@ class Schedule:
 
 
 def default_schedule(problem: Problem) -> Schedule:
-    """Returns the schedule for a problem: as many threads for a row as leave no row for a second turn."""
+    """Returns the schedule for a problem: as many threads for a row as leave no row for a second turn.
+
+    Many tokens have enough rows for all threads, so a row has as many as it can.
+    """
+    if not problem.places:
+        fitting = (threads for threads in (32, 16, 8, 4, 2) if problem.width % (LANE_GROUP * threads) == 0)
+        return Schedule(next(fitting), _MAX_WARPGROUPS)
     for threads in (32, 16, 8, 4, 2):
         if problem.width % (LANE_GROUP * threads):
             continue
@@ -107,7 +120,7 @@ def choose(
     problem: Problem,
     schedule: Schedule | None = None,
 ) -> tuple[Array, ...]:
-    """Returns ids and weights `[N, count]`, and the results of `expert_places.place`.
+    """Returns ids and weights `[N, count]`, and the results of `expert_places.place` if `problem.places`.
 
     Args:
         logits: float32 `[N, E]`.
@@ -120,6 +133,8 @@ def choose(
     schedule.check(problem)
     missing = problem.width - problem.experts
     logits = jnp.pad(logits, ((0, 0), (0, missing)), constant_values=-jnp.inf) if missing else logits
+    if not problem.places:
+        return _choose_in_blocks(logits, problem, schedule)
     optional = [None if x is None else x.astype(jnp.int32).reshape(-1) for x in (present, first)]
     given = [x for x in optional if x is not None]
 
@@ -135,9 +150,7 @@ def choose(
         for turn in range(ceil_div(problem.tokens, rows * count)):
             # The last rows may be taken twice, with the same result.
             row = jnp.minimum((turn * count + warpgroup) * rows, problem.tokens - rows)
-            for ref, vectors in zip((ids, weights), choice.chosen(logits, row), strict=True):
-                for j, vector in enumerate(vectors):
-                    store_vector(ref.at[j, pl.ds(row, rows)], vector, layout=choice.layout.reduce(1))
+            choice.stage(logits, row, ids, weights, at=row)
         sync(_ALL_WARPGROUPS, count * WARPGROUP)
 
         @pl.when(warpgroup == 0)
@@ -172,6 +185,46 @@ def choose(
     )
 
 
+def _choose_in_blocks(logits: Array, problem: Problem, schedule: Schedule) -> tuple[Array, ...]:
+    """Returns ids and weights `[N, count]` of many tokens; a CTA chooses for as many as its warpgroups hold."""
+    rows, warpgroups = schedule.rows_at_once(problem), schedule.warpgroups
+    n, count = problem.tokens, problem.count
+    block = min(warpgroups * rows, n)
+
+    def body(logits: Any, all_ids: Any, all_weights: Any, ids: Any, weights: Any) -> None:
+        warpgroup = lax.axis_index("warpgroup")
+        # Rows may be taken twice, with the same result.
+        first = jnp.minimum(lax.axis_index("cta") * block, n - block)
+        at = jnp.minimum(warpgroup * rows, block - rows)
+        _Choice(problem, schedule, rows).stage(logits, first + at, ids, weights, at=at)
+        sync(_ALL_WARPGROUPS, warpgroups * WARPGROUP)
+
+        @pl.when(warpgroup == 0)
+        def _() -> None:
+            for start in range(0, block * count, WARPGROUP):
+                index = thread() + start
+                is_valid = index < block * count
+                index = jnp.where(is_valid, index, 0)
+                token, j = lax.div(index, count), lax.rem(index, count)
+                store(all_ids, is_valid, load(ids, j, token), first + token, j)
+                store(all_weights, is_valid, load(weights, j, token), first + token, j)
+
+    staged = count, block
+    return tuple(
+        plgpu.kernel(
+            body,
+            out_type=[jax.ShapeDtypeStruct((n, count), dtype) for dtype in (jnp.int32, ACCUMULATOR)],
+            scratch_types=[plgpu.SMEM(staged, jnp.int32), plgpu.SMEM(staged, ACCUMULATOR)],
+            grid=(ceil_div(n, block),),
+            grid_names=("cta",),
+            num_threads=warpgroups,
+            thread_name="warpgroup",
+            kernel_name="expert_choice",
+            compiler_params=NO_AUTO_BARRIERS,
+        )(logits)
+    )
+
+
 class _Choice:
     """The choice of the tokens that a warpgroup holds."""
 
@@ -179,6 +232,12 @@ class _Choice:
         self.problem = problem
         self.shape = rows, LANE_GROUP * schedule.threads
         self.layout = layout(rows, schedule.threads)
+
+    def stage(self, logits: Any, row: Array, ids: Any, weights: Any, *, at: Array) -> None:
+        """Writes ids and weights of the tokens from a row on to shared memory, `[count, tokens]`, from a token on."""
+        for ref, vectors in zip((ids, weights), self.chosen(logits, row), strict=True):
+            for j, vector in enumerate(vectors):
+                store_vector(ref.at[j, pl.ds(at, self.shape[0])], vector, layout=self.layout.reduce(1))
 
     def chosen(self, logits: Any, row: Array) -> tuple[list[Array], list[Array]]:
         """Returns ids and weights of the tokens from a row on: vectors `[rows]`, in ascending order of ids."""

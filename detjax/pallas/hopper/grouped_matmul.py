@@ -16,9 +16,10 @@ from jaxtyping import Array, DTypeLike, Float, Int32, PyTree
 
 from detjax.contract import ACCUMULATOR
 from detjax.operands.numerics import ceil_div, parts, round_up
-from detjax.operands.options import Epilogue, WeightLayout
+from detjax.operands.options import AxisName, Epilogue, WeightLayout
 from detjax.operands.products import NO_SUMS, Gradients, GroupedOperands, WeightSums
 from detjax.operands.rounding import rounded
+from detjax.pallas.hopper.exchange import Peers
 from detjax.pallas.hopper.group_stages import StagedSteps
 from detjax.pallas.hopper.group_sums import product_sums, row_sums
 from detjax.pallas.hopper.matmul import adapters_of_rows, add_adapters_of_rows, gradient_of_sums
@@ -27,15 +28,20 @@ from detjax.pallas.hopper.matmul.adapters_of_rows import RowsWithAdapters as Row
 from detjax.pallas.hopper.matmul.first_products import FirstFactors as FirstFactors
 from detjax.pallas.hopper.matmul.first_products import multiplies_first_factors as multiplies_first_factors
 from detjax.pallas.hopper.matmul.first_products import sums_and_first_products as sums_and_first_products
-from detjax.pallas.hopper.matmul.kernel import Operands, product, product_keeping_sums
+from detjax.pallas.hopper.matmul.kernel import Operands, product, product_keeping_sums, shared_product
 from detjax.pallas.hopper.matmul.plan import BLOCK as BLOCK
 from detjax.pallas.hopper.matmul.plan import MATRIX_ROWS, Schedule
+from detjax.runtime import compilation
+from detjax.runtime.device_links import DeviceLinks
 
 TAKES_TILES: Final = True
 """Marks a module whose products take `ExpertRows.tiles`."""
 
 MOST_ROWS_OF_BLOCKS: Final = 256
 """Most rows with adapters that are not sorted. Blocks of more rows read factors more often than larger tiles do."""
+
+_MIN_SHARED_ROWS: Final = 1024
+"""Fewest rows for which devices write results into each other's arrays as they compute them."""
 
 
 def _schedule(tile: int, outputs: int, layout: WeightLayout) -> Schedule:
@@ -103,6 +109,36 @@ def forward(  # noqa: PLR0913
         return kernels.product(Operands(x, w, bias, experts=experts), schedule=chosen, **options)
 
     return _in_tiles(multiply, x, group_sizes, unit, kernels.tiles, tiles)
+
+
+def shared_forward(
+    operands: GroupedOperands,
+    axis_name: AxisName,
+    links: DeviceLinks,
+    *,
+    epilogue: Epilogue,
+    out_dtype: DTypeLike,
+    unit: int,
+    tiles: Array | None = None,
+) -> Array | None:
+    """Returns rows `[M, devices * N]` for weights with the layout "nk", or None if the kernel should not write them.
+
+    See `detjax.ops.grouped_matmul.shared_grouped_matmul`.
+
+    Raises:
+        NotImplementedError: the matrix unit does not take x's dtype.
+    """
+    x, w, bias, group_sizes, _ = operands
+    smallest = HOPPER.tiles[-1]
+    if not compilation.is_chained() or len(x) < _MIN_SHARED_ROWS or unit % smallest or len(x) % unit:
+        return None
+
+    def multiply(x: Array, experts: Array, tile: int) -> Array | None:
+        options: dict[str, Any] = {"epilogue": epilogue, "out_dtype": out_dtype}
+        given = Operands(x, w, bias, experts=experts, peers=Peers.over(axis_name, links))
+        return shared_product(given, layout="nk", schedule=_schedule(tile, w.shape[-2], "nk"), **options)
+
+    return _in_tiles(multiply, x, group_sizes, unit, HOPPER.tiles, tiles)
 
 
 def serves_blocks(rows: int) -> bool:

@@ -72,6 +72,7 @@ from detjax.pallas.hopper import (
     grouped_matmul,
     norm_gradient,
     row_functions,
+    row_gather,
     sampling,
     softmax,
 )
@@ -509,6 +510,21 @@ def experts(rows: int, unit: int, count: int, *, gated: bool = True) -> Program:
     return fn, [array(rows, w[-1]), array(*w), array(count, dtype="int32")]
 
 
+def shared_experts(rows: int, unit: int, count: int) -> Program:
+    """The first projection of rows sorted by expert, whose columns two GPUs compute, half of them each."""
+
+    def fn(x: Any, w: Any, tiles: Any, addresses: Any, number: Any) -> Any:
+        operands = Operands(x, w, experts=tiles, peers=exchange.Peers(addresses, number, devices=2, first=0))
+        schedule = grouped_matmul._schedule(unit, w.shape[-2], "nk")
+        epilogue = Epilogue("silu", gated=True)
+        y = shared_product(operands, layout="nk", epilogue=epilogue, out_dtype=jnp.bfloat16, schedule=schedule)
+        assert y is not None
+        return y
+
+    shapes = [array(rows, 2048), array(count, 2, 384, 2048), array(rows // unit + 1, dtype="int32")]
+    return fn, [*shapes, array(2, 2, dtype="int32"), array(1, dtype="int32")]
+
+
 def clamped_experts(rows: int, unit: int, count: int, width: int) -> Program:
     """The first projection of gpt-oss's experts, with biases."""
 
@@ -712,7 +728,12 @@ def programs() -> dict[str, Program]:
         "combination of experts": combination_of_experts(64, 8, 2048),
         "choice of some experts": choice_of_experts(33, 128, 8, normalized=True),
         "choice of most experts": choice_of_experts(64, 512, 16),
+        "choice of more tokens' experts": choice_of_experts(150, 128, 8, normalized=True),
+        "choice of many tokens' experts": choice_of_experts(8192, 128, 8, normalized=True),
         "rows of chosen experts": rows_of_experts(64, 8, 256),
+        "rows of many tokens' experts": rows_of_experts(8192, 8, 128),
+        "gathered rows": (row_gather.rows_at, [array(8192, 2048), array(81792, dtype="int32")]),
+        "gathered wide rows": (row_gather.rows_at, [array(1000, 7168), array(2048, dtype="int32")]),
         "experts of 8 tokens": experts_of_tokens(8),
         "decode step": decode_step(4, _config(1)),
         "block of layers": block_of_layers(4, 8, _config(2)),
@@ -760,6 +781,8 @@ def programs() -> dict[str, Program]:
             )
             for rows, gather in ((64, exchange._sent_in_pairs), (8192, exchange._copied))
         },
+        "experts of some rows of two GPUs": shared_experts(8192, 32, 64),
+        "experts of many rows of two GPUs": shared_experts(81792, 128, 128),
         "pieces of a device's columns": (pieces, [array(500, 24), array(1, dtype="int32")]),
         **{
             f"matmul {name} of two GPUs": shared_matmul(tokens, outputs, inputs, **options)

@@ -26,6 +26,8 @@ CHOICES = {
     "choice of most experts": (problem(64, 512, 16, local=128, unit=16, normalized=False), 300),
 }
 """Programs that choose experts, with their problems and the first expert of the device."""
+MORE = "choice of more tokens' experts"
+"""A program that chooses the experts of 150 tokens in one kernel, and places their rows in two others."""
 PLACES = "rows of chosen experts"
 PIECES = "pieces of a device's columns"
 RESULTS = "ids", "weights", "group_sizes", "token", "place", "tiles"
@@ -52,7 +54,7 @@ def test_an_integer_that_loses_its_sign_is_seen(number_first: bool) -> None:
 @pytest.fixture(scope="module")
 def texts() -> dict[str, str]:
     """The PTX of each program."""
-    return compiler.compiled(Path(compiler.__file__), [*CHOICES, PLACES, PIECES], dump="MOSAIC_GPU_DUMP_PTX")
+    return compiler.compiled(Path(compiler.__file__), [*CHOICES, MORE, PLACES, PIECES], dump="MOSAIC_GPU_DUMP_PTX")
 
 
 def emulated(text: str, names: Sequence[str], arrays: dict[str, np.ndarray]) -> None:
@@ -90,6 +92,29 @@ def test_emitted_code_places_rows_as_the_separate_operations(texts: dict[str, st
     arrays = {"ids": np.minimum(ids, 256), "present": np.array(present, np.int32)}
     actual = {key: np.full_like(value, -7) for key, value in expected.items()}
     emulated(texts[PLACES], ("token", "tiles", "ids", "present", "group_sizes", "place"), arrays | actual)
+    assert_same_bits(actual, expected)
+
+
+def test_emitted_code_chooses_and_places_in_blocks_as_the_separate_operations(texts: dict[str, str]) -> None:
+    """The third block of tokens is not full. Experts from 40 to 71 are the device's."""
+    p = problem(150, 128, 8, local=32, unit=64)
+    x, present = logits(150, 128), np.arange(150) % 5 != 2
+    expected = dict(zip(RESULTS, steps(x, jnp.asarray(present), 40, p), strict=True))
+    actual = {key: np.full_like(value, -7) for key, value in expected.items()}
+    by_name = {kernel.name.removesuffix("_mosaic_gpu_kernel"): kernel for kernel in kernels(texts[MORE])}
+    choosing, counting, placing = (by_name[f"expert_{name}"] for name in ("choice", "counts", "places"))
+    for cta in range(10):
+        choosing.run([np.array(x), actual["ids"], actual["weights"]], (cta, 0))
+    np.testing.assert_allclose(actual.pop("weights"), expected.pop("weights"), rtol=1e-6)
+    ids = actual["ids"]
+    local = np.where((ids >= 40) & (ids < 72), ids - 40, 32).astype(np.int32)
+    arrays = actual | {"ids": local, "present": present.astype(np.int32), "counts": np.full((3, 32), -7, np.int32)}
+    for kernel, order in (
+        (counting, ("token", "tiles", "ids", "present", "counts")),
+        (placing, ("counts", "ids", "present", "group_sizes", "tiles", "place", "token")),
+    ):
+        for block in range(p.blocks):
+            kernel.run([arrays[name] for name in order], (block, 0))
     assert_same_bits(actual, expected)
 
 

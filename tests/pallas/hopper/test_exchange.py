@@ -2,19 +2,22 @@
 
 import functools
 import math
+from typing import Any
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from detjax import ops
-from detjax.models.parts.sharding import OutputSharding, ShardGroup, gathered_matmul, linked
+from detjax.models.parts.sharding import OutputSharding, ShardGroup, gathered_grouped_matmul, gathered_matmul, linked
 from detjax.ops.collectives import gather_columns
+from detjax.ops.grouped_matmul import shared_grouped_matmul
 from detjax.ops.matmul import shared_matmul
+from detjax.pallas.hopper import grouped_matmul
 from detjax.pallas.hopper.matmul import tuning
 from detjax.pallas.hopper.matmul.plan import Plan, Problem, Schedule
 from detjax.pallas.hopper.matmul.tuning import default_schedule, shared_schedule
@@ -125,10 +128,10 @@ def test_devices_share_a_result_if_tiles_end_where_their_columns_do(
     assert Plan(Problem(1024, outputs, 4096), schedule).can_be_shared == can_be_shared
 
 
-@pytest.mark.parametrize("changed", [{"experts": 4}, {"continues": True}, {"keeps": True}])
+@pytest.mark.parametrize("changed", [{"continues": True}, {"keeps": True}])
 def test_results_with_further_arrays_are_not_shared(changed: dict[str, int]) -> None:
-    problem = Problem(1024, 2048, 4096)
-    assert Plan(problem, Schedule(128, 256, "tokens", 2)).can_be_shared
+    for problem in (Problem(1024, 2048, 4096), Problem(1024, 2048, 4096, experts=4)):
+        assert Plan(problem, Schedule(128, 256, "tokens", 2)).can_be_shared
     assert not Plan(Problem(1024, 2048, 4096, **changed), Schedule(128, 256, "tokens", 2)).can_be_shared
 
 
@@ -155,6 +158,67 @@ def test_backends_without_such_kernels_share_no_results() -> None:
     with backends.use_backend("portable"):
         assert shared_matmul(x, w, OVER, DeviceLinks(jnp.zeros((2, 2), jnp.int32))) is None
     assert shared_matmul(x, w, OVER, None) is None
+
+
+def test_devices_share_what_experts_give_many_rows_on_hopper_alone() -> None:
+    sizes, w = jnp.full(4, 256, jnp.int32), jnp.zeros((4, 2, 128, 64), jnp.bfloat16)
+    links = DeviceLinks(jnp.zeros((2, 2), jnp.int32))
+    given: dict[str, Any] = {"activation": "silu", "gated": True, "unit": 8}
+
+    def shares(rows: int, backend: str = "hopper", w: jax.Array = w, **changed: Any) -> bool:
+        """Whether kernels write the results of a number of rows to all devices."""
+        seen: list[Any] = []
+
+        def product(x: jax.Array) -> None:
+            options = {"links": links, **given, **changed}
+            seen.append(shared_grouped_matmul(x, w, sizes, OVER, options.pop("links"), **options))
+
+        with backends.tracing_for("gpu"), backends.use_backend(backend), compilation.chained(True):
+            mesh = AbstractMesh((2, 1), OVER, (AxisType.Explicit, AxisType.Explicit))
+            on_both = jax.shard_map(product, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+            jax.eval_shape(on_both, jax.ShapeDtypeStruct((rows, 64), jnp.bfloat16))
+        assert seen[0] is None or seen[0].shape == (rows, 2 * w.shape[-2])
+        return seen[0] is not None
+
+    assert shares(1024)
+    assert not shares(grouped_matmul._MIN_SHARED_ROWS - 8)
+    assert not shares(1024, "portable")
+    assert not shares(1024, links=None)
+    assert not shares(1026, unit=1)  # rows are padded first
+    # Tiles of 64 outputs do not end where these do.
+    assert not shares(1024, w=jnp.zeros((4, 2, 96, 64), jnp.bfloat16))
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("tokens", [200, 1000, 8192])
+def test_kernels_write_to_all_devices_what_experts_give_on_one(tokens: int) -> None:
+    if len(jax.devices()) < 2 or not reach_one_another(jax.devices()[:2]):
+        pytest.skip("needs two GPUs that reach one another")
+    mesh, draw = _mesh(2, 1), np.random.default_rng(tokens)
+    buffers = Buffers.for_mesh(mesh)
+    x = jnp.asarray(draw.normal(size=(tokens, 2048)) / 8, jnp.bfloat16)
+    w = jnp.asarray(draw.normal(size=(32, 2, 768, 2048)) / 8, jnp.bfloat16)
+    ids = jnp.asarray(np.sort(np.argsort(draw.normal(size=(tokens, 32)))[:, :8]), jnp.int32)
+    sharding = OutputSharding((ShardGroup(768, 2),))
+    options: dict[str, Any] = {"activation": "silu", "gated": True}
+
+    def results(x: jax.Array, w: jax.Array, ids: jax.Array, links: Any = None) -> jax.Array:
+        rows = ops.expert_rows(ids, 32)
+        given = {"unit": rows.unit, "tiles": rows.tiles, **options}
+        with linked(links):
+            y = gathered_grouped_matmul(rows.gather(x), w, rows.group_sizes, sharding=sharding, **given)
+        return rows.results(y)
+
+    specs = P(), P(None, None, OVER), P()
+    placed = [jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip((x, w, ids), specs, strict=True)]
+    on_both = jax.shard_map(results, mesh=mesh, in_specs=(*specs, P()), out_specs=P(), check_vma=False)
+    with compilation.chained(True), backends.use_backend("hopper"):
+        program = compilation.jit(on_both)
+        outcomes = [program(*placed, links) for links in (buffers.nowhere, buffers.links, buffers.links, buffers.links)]
+        expected = compilation.jit(results)(x, w, ids)
+    for result in outcomes[1:]:
+        for shard in result.addressable_shards:
+            assert_same_bits(shard.data, jax.device_put(expected, shard.device))
 
 
 @pytest.mark.hopper

@@ -111,11 +111,32 @@ def test_choices_and_rows_have_the_bits_of_the_separate_operations(
 
 
 @in_the_interpreter
-def test_rows_of_given_choices_are_those_of_the_portable_backend() -> None:
+@pytest.mark.parametrize(
+    ("p", "schedule"),
+    [
+        (problem(131, 60, 4, normalized=False), None),
+        (problem(65, 512, 10), None),
+        (problem(200, 8, 1), Schedule(2, 3)),
+        (problem(150, 128, 8), Schedule(8, 2)),
+    ],
+    ids=str,
+)
+def test_choices_of_many_tokens_have_the_bits_of_the_separate_operations(p: Problem, schedule: Schedule | None) -> None:
+    x = logits(p.tokens, p.experts)
+    ids, weights = by_kernel(x, None, None, p, schedule)
+    expected = steps(x, None, None, p)
+    assert_same_bits(ids, expected[0])
+    assert_same_bits(np.isnan(weights), np.isnan(expected[1]))
+    assert_same_bits(np.nan_to_num(weights), np.nan_to_num(expected[1]))
+
+
+@in_the_interpreter
+@pytest.mark.parametrize("tokens", [35, 65, 700])
+def test_rows_of_given_choices_are_those_of_the_portable_backend(tokens: int) -> None:
     """Choices of experts on other devices, whose id is 9, occur several times."""
-    ids = np.argsort(np.random.default_rng(0).standard_normal((35, 12)), axis=1)[:, :5]
+    ids = np.argsort(np.random.default_rng(0).standard_normal((tokens, 12)), axis=1)[:, :5]
     ids = jnp.asarray(np.sort(np.minimum(ids, 9)), jnp.int32)
-    present = jnp.arange(35) % 4 != 1
+    present = jnp.arange(tokens) % 4 != 1
     fields = ("group_sizes", "token", "place")
 
     def rows(ids: jax.Array, present: jax.Array) -> ops.ExpertRows:
@@ -143,10 +164,11 @@ def test_a_token_has_its_bits_whatever_the_schedule_and_its_neighbors() -> None:
 
 
 @in_the_interpreter
-def test_the_operation_has_the_bits_and_the_gradients_of_its_steps() -> None:
-    x, present = logits(5, 24), jnp.asarray([True, True, False, True, True])
+@pytest.mark.parametrize("tokens", [5, 70])
+def test_the_operation_has_the_bits_and_the_gradients_of_its_steps(tokens: int) -> None:
+    x, present = logits(tokens, 24), jnp.arange(tokens) % 4 != 2
     x = jnp.where(jnp.isnan(x), 0.0, x)
-    dweights = jnp.asarray(np.random.default_rng(1).standard_normal((5, 3)), jnp.float32)
+    dweights = jnp.asarray(np.random.default_rng(1).standard_normal((tokens, 3)), jnp.float32)
 
     def routed(x: jax.Array) -> Any:
         ids, weights, rows = ops.route(x, 3, normalized=True, present=present)
@@ -171,7 +193,7 @@ def text(fn: Any, *args: Any, backend: str = "hopper", target: str = "gpu") -> s
         return str(jax.make_jaxpr(fn)(*args))
 
 
-def test_few_tokens_meet_the_kernel_on_hopper_alone() -> None:
+def test_tokens_meet_the_kernel_on_hopper_alone() -> None:
     def route(x: jax.Array) -> Any:
         return ops.route(x, 2, normalized=True)
 
@@ -180,9 +202,14 @@ def test_few_tokens_meet_the_kernel_on_hopper_alone() -> None:
         return ids, weights, ops.expert_rows(ids, x.shape[1])
 
     few, many, wide = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((64, 512), (65, 512), (64, 513)))
-    assert "expert_choice" in text(route, few) and "top_k" not in text(route, few)
-    for x in (many, wide):
-        assert text(route, x) == text(separate, x)
+    assert "expert_choice" in text(route, few) and "top_k" not in text(route, few) and "cumsum" not in text(route, few)
+    # Kernels of their own place the rows of many tokens.
+    for name in ("expert_choice", "expert_counts", "expert_places"):
+        assert name in text(route, many)
+    assert "top_k" not in text(route, many) and "cumsum" not in text(route, many)
+    assert text(route, wide) == text(separate, wide)
+    most = jax.ShapeDtypeStruct((expert_places.MAX_BLOCKED_TOKENS + 1, 8), jnp.float32)
+    assert text(route, most) == text(separate, most) and "cumsum" in text(route, most)
     assert text(route, few, backend="portable", target="cpu") == text(separate, few, backend="portable", target="cpu")
     with detjax.without_fusions("softmax"):
         assert text(route, few, target="cpu") == text(separate, few, target="cpu")
@@ -203,10 +230,13 @@ def test_default_schedules_fit(experts: int) -> None:
         schedule.check(p)
         assert schedule.rows_at_once(p) <= tokens
         assert p.width // schedule.threads <= 32
+    default_schedule(problem(8192, experts, 1)).check(problem(8192, experts, 1))
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("p", [problem(64, 512, 16, local=256), problem(1, 128, 8), problem(3, 60, 4)], ids=str)
+@pytest.mark.parametrize(
+    "p", [problem(64, 512, 16, local=256), problem(1, 128, 8), problem(3, 60, 4), problem(8192, 128, 8)], ids=str
+)
 def test_choices_lower_for_cuda(p: Problem) -> None:
     def fn(x: Any, present: Any, first: Any) -> Any:
         return expert_choice.choose(x, present, first if p.local < p.experts else None, problem=p)
@@ -217,7 +247,8 @@ def test_choices_lower_for_cuda(p: Problem) -> None:
 
 @pytest.mark.hopper
 @pytest.mark.parametrize(
-    ("tokens", "experts", "count"), [(1, 128, 8), (8, 128, 8), (64, 128, 8), (33, 60, 4), (64, 512, 10), (17, 8, 2)]
+    ("tokens", "experts", "count"),
+    [(1, 128, 8), (8, 128, 8), (64, 128, 8), (33, 60, 4), (64, 512, 10), (17, 8, 2), (1000, 128, 8), (8192, 512, 10)],
 )
 def test_the_device_gives_the_bits_of_the_separate_operations(
     tokens: int, experts: int, count: int, monkeypatch: pytest.MonkeyPatch

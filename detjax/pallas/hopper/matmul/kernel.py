@@ -107,11 +107,13 @@ def shared_product(
     layout: WeightLayout,
     epilogue: Epilogue,
     out_dtype: DTypeLike,
+    schedule: Schedule | None = None,
 ) -> Array | None:
-    """Returns `[M, devices * N]`, the columns of all devices, or None if no schedule can write them.
+    """Returns `[M, devices * N]`, the columns of all devices, or None if the schedule cannot write them.
 
     Each device computes its own columns and writes every chunk into the arrays of all devices as soon as it is
-    computed, so the exchange overlaps with the products. `operands.residual` has the columns of all devices.
+    computed, so the exchange overlaps with the products. `operands.residual` has the columns of all devices. Without a
+    schedule, `shared_schedule` chooses one.
 
     Raises NotImplementedError like `product`.
     """
@@ -121,7 +123,8 @@ def shared_product(
     columns = None if residual is None else jax.ShapeDtypeStruct((residual.shape[0], w.shape[-2]), residual.dtype)
     given = problem_of(operands._replace(residual=columns, peers=None), "mk", layout, jnp.dtype(out_dtype))
     problem, n = given.addressable, given.n
-    if problem.n != n or (schedule := shared_schedule(problem)) is None:
+    schedule = schedule or shared_schedule(problem)
+    if problem.n != n or schedule is None or not Plan(problem, schedule).can_be_shared:
         return None
     stacked = w.reshape(-1, *w.shape[-2:])
     arrays = [padded(x, (problem.m, problem.k)), padded(stacked, (stacked.shape[0], n, problem.k))]
@@ -129,6 +132,8 @@ def shared_product(
         arrays.append(bias.reshape(-1, n))
     if residual is not None:
         arrays.append(padded(residual, (problem.m, peers.devices * n)))
+    if operands.experts is not None:
+        arrays.append(operands.experts)
     kernel = _kernel(Plan(problem, schedule), epilogue, peers)
     return kernel(*arrays, peers.addresses, peers.number)[0][: x.shape[0]]
 

@@ -311,7 +311,7 @@ class Plan:
         there.
         """
         problem, s = self.problem, self.schedule
-        is_plain = not (problem.experts or problem.continues or problem.keeps)
+        is_plain = not (problem.continues or problem.keeps)
         line = self.staged_line(problem.out_dtype) * problem.out_dtype.itemsize
         return is_plain and problem.n % (s.tile_n * s.cluster_n) == 0 and line % 16 == 0
 
