@@ -236,6 +236,7 @@ class EngineThread(RequestReader):
             self._busy_since = time.monotonic()
             if item is None:
                 return False
+            self._deliver(self._loop.report())  # a request that is aborted ends with these tokens
             _run(*item)
             if self._fatal is not None:
                 raise self._fatal

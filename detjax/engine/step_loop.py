@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Final
 
 import jax
 import numpy as np
@@ -46,6 +46,14 @@ from detjax.models.adapters.pool import AdapterPool
 from detjax.models.vision.clips import image_options_class
 from detjax.models.vision.prompt_images import PromptImages
 from detjax.operands.options import KVQuantization
+
+
+_SAMPLES_FOR_A_THREAD: Final = 128
+"""Fewest samples of a step that the launcher's thread launches although it need not wait.
+
+The host works for each sample: with 1000 on two GPUs, it takes 13 ms to read a step's tokens and to plan the next one,
+and XLA takes as long to launch one, without the GIL. So the two together would take longer than the devices.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -130,8 +138,12 @@ class StepLoop:
         self._runner = runner
         self._launcher = launcher or Launcher()
         self._in_flight: collections.deque[InFlightStep] = collections.deque()
+        self._unreported: list[AcceptedTokens] = []
+        """Tokens of a large step, which are reported after the step after the next one has been started."""
         self._newest: InFlightStep | None = None
         """The last step that was started, kept while constraints may need its tokens."""
+        self.samples_for_a_thread = _SAMPLES_FOR_A_THREAD
+        """See `_SAMPLES_FOR_A_THREAD`; tests choose another number."""
         self.reading_since: float | None = None
         """The monotonic time since when the loop waits for the device to finish a step; None while it does not wait."""
 
@@ -144,8 +156,8 @@ class StepLoop:
         Args:
             model: the decoder.
             config: the loop's sizes.
-            launcher: launches the steps that wait for masks; the loop closes it. Default: the thread that calls `step`
-                launches them, like all other steps.
+            launcher: launches steps that wait for masks, and large ones; the loop closes it. Default: the thread that calls
+                `step` launches them, like all other steps.
             guesser: the model or head of `config.speculative`, if it names one.
         """
         slots = config.shapes.limits.slots
@@ -211,6 +223,9 @@ class StepLoop:
         missing = [images for images in {id(images): images for images in prompts}.values() if not images.rows]
         if not missing:
             return
+        if self._newest is not None:
+            # Programs of one thread follow one another on all devices in the same order.
+            self._newest.launched.result()
         rows = iter(self._runner.image_rows([patches for images in missing for patches in images.patches]))
         for images in missing:
             images.rows = [next(rows) for _ in images.patches]
@@ -249,6 +264,10 @@ class StepLoop:
     def has_weights(self) -> bool:
         """True if all weights are on the devices."""
         return self._runner.weights.are_complete
+
+    def report(self) -> list[tuple[Sequence, Token]]:
+        """Returns the tokens that sequences have, but nobody else, before anything but a step is done with them."""
+        return list(self._report(self._take_unreported()))
 
     def drain(self) -> list[tuple[Sequence, Token]]:
         """Returns the tokens of all steps in flight, and launches no further step."""
@@ -312,7 +331,7 @@ class StepLoop:
         if plan.chunks:
             self._start(self._planned(plan))
         # The device need not wait for texts.
-        tokens = list(self._report(accepted))
+        tokens = list(self._report([*self._take_unreported(), *accepted]))
         unread = self._steps_to_leave_unread(plan)
         while len(self._in_flight) > unread:
             tokens += self._read(self._in_flight.popleft())
@@ -386,17 +405,22 @@ class StepLoop:
         )
 
     def _start(self, planned: PlannedStep) -> None:
-        """Launches a step, in the launcher's thread if it has to wait for masks."""
+        """Launches a step, in the launcher's thread if it has to wait for masks or has many samples."""
         previous = self._newest
         masks = _start_masks(previous, planned)
-        launcher = self._launcher
-        if masks is None and (previous is None or previous.launched.done()):
-            # There is nothing to wait for, so another thread would only add latency.
+        launcher, is_large = self._launcher, self._is_large(planned)
+        if masks is None and not is_large and (previous is None or previous.launched.done()):
+            # There is nothing to wait for, and little to do meanwhile, so another thread would only add latency.
             launcher = Launcher()
             if previous is not None:
                 previous.launched.result()  # raises what the launcher raised
         self._newest = InFlightStep(planned, launcher.submit(functools.partial(self._launch, planned, masks)))
         self._in_flight.append(self._newest)
+
+    def _is_large(self, planned: PlannedStep) -> bool:
+        """Returns whether a step has so many samples that the host may take longer for them than the device."""
+        # Drafters work on the device between two launches, in the caller's thread.
+        return self.drafting is None and len(planned.samples) >= self.samples_for_a_thread
 
     def _launch(self, planned: PlannedStep, pending: Future[Masks] | None) -> LaunchedStep:
         """Launches the layers of a step at once, and the sampling when the masks are there."""
@@ -457,7 +481,16 @@ class StepLoop:
         sampled, pooled = self._results(step)
         if pooled is not None:
             return self._read_pooled(step.planned.samples, pooled, len(step.planned.plan.chunks))
-        return self._report(self._accept(step, sampled))
+        accepted = [*self._take_unreported(), *self._accept(step, sampled)]
+        if self._in_flight and self._is_large(step.planned):
+            # The next step needs these tokens, so it is planned and started before they are reported.
+            self._unreported = accepted
+            return ()
+        return self._report(accepted)
+
+    def _take_unreported(self) -> list[AcceptedTokens]:
+        accepted, self._unreported = self._unreported, []
+        return accepted
 
     def _results(self, step: InFlightStep) -> tuple[SampledTokens | None, PooledBatch | None]:
         """Waits for a step's results."""

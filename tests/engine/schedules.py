@@ -473,6 +473,8 @@ class Schedule:
             lengths: DraftLengths = lambda sequences, acceptance: numbers.randint(0, drafts)  # noqa: E731
             drafting = Drafting(Oracle(self.expected, numbers), drafts, VOCABULARY, lengths)
         self.loop = StepLoop(self.scheduler, shapes, table, self.runner, launcher, drafting)
+        if launches_late:
+            self.loop.samples_for_a_thread = 2
         start: Any = TokensSoFar
         self.constraint = CompiledConstraint(RememberingCompiler(), start)
         self.sequences: list[Sequence] = []

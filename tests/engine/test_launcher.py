@@ -1,6 +1,7 @@
 """Launchers, and step loops whose steps are given to the device by another thread."""
 
 import dataclasses
+import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
@@ -120,8 +121,8 @@ class HeldBackCompiler(RememberingCompiler):
 class NotingRunner(RememberingRunner):
     """A runner that notes which threads give it steps."""
 
-    def __init__(self) -> None:
-        super().__init__(1)
+    def __init__(self, slots: int = 1) -> None:
+        super().__init__(slots)
         self.threads: list[int] = []
 
     def forward(self, batch: PackedBatch) -> tuple[list[int], list[int]]:
@@ -146,6 +147,31 @@ def test_only_steps_that_wait_for_masks_change_threads(launcher: LauncherThread)
     assert {*runner.threads} == {threading.get_ident()}
     assert constrained.generated == expected_tokens(constrained)
     assert len(free.generated) == 6
+
+
+def test_a_thread_launches_steps_of_many_samples(launcher: LauncherThread) -> None:
+    shapes, here = BatchShapes.for_serving(4, 16), threading.get_ident()
+
+    def run(samples_for_a_thread: int) -> tuple[list[list[int]], dict[int, set[int]]]:
+        """Returns the tokens of four samples, and for each number of running ones the threads that launched steps."""
+        table, runner = SlotTable(4, 10), NotingRunner(4)
+        loop = StepLoop(Scheduler(PagePool(40), shapes.limits), shapes, table, runner, launcher)
+        loop.samples_for_a_thread = samples_for_a_thread
+        params = [SamplingParams(max_tokens=4 + 3 * i, ignore_eos=True) for i in range(4)]
+        sequences, threads = [Sequence((1, 2, 3 + i), one) for i, one in enumerate(params)], dict[int, set[int]]()
+        for sequence in sequences:
+            loop.submit(sequence)
+        while not loop.is_idle:
+            running = len(loop.scheduler.running)
+            loop.step()
+            threads.setdefault(running, set()).update(runner.threads[-1:])
+        return [sequence.generated for sequence in sequences], threads
+
+    with schedules.small_pages():
+        (tokens, threads), (in_callers_thread, callers) = run(3), run(5)
+    assert tokens == in_callers_thread
+    assert here not in threads[4] and threads[1] == {here}
+    assert {*itertools.chain(*callers.values())} == {here}
 
 
 def loop_and_sequence(compiler: ConstraintCompiler, tokens: int, launcher: LauncherThread) -> tuple[StepLoop, Sequence]:

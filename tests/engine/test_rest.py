@@ -1,6 +1,7 @@
 """Pauses, aborts and sleep of an engine: no bit of an answer depends on them."""
 
 import asyncio
+import threading
 import gc
 from collections.abc import Iterator
 from pathlib import Path
@@ -97,6 +98,21 @@ def test_an_abort_leaves_a_beginning_of_the_answer_and_other_requests_alone(
             assert answer == whole
     assert late.result(HANGS_AFTER).completions[0].tokens == ()
     assert shared.stats().pages_in_use == 0
+
+
+@pytest.mark.parametrize("samples_for_a_thread", [1, 128])
+def test_an_aborted_answer_has_the_logprobs_of_its_tokens(
+    shared: Engine, monkeypatch: pytest.MonkeyPatch, samples_for_a_thread: int
+) -> None:
+    """Tokens of large steps are reported after the next step has been started."""
+    monkeypatch.setattr(shared._loop, "samples_for_a_thread", samples_for_a_thread)
+    for attempt in range(5):
+        name, has_begun = f"{samples_for_a_thread}, {attempt}", threading.Event()
+        future = shared.submit(Request([1, 2], LONG, id=name), lambda _, begun=has_begun: begun.set())
+        assert has_begun.wait(HANGS_AFTER)
+        shared.abort([name])
+        (part,) = future.result(HANGS_AFTER).completions
+        assert part.finish_reason == "abort" and len(part.logprobs) == len(part.tokens) > 0
 
 
 def test_a_request_that_arrives_after_its_abort_ends_at_once(shared: Engine) -> None:
