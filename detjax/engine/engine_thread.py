@@ -142,6 +142,9 @@ class EngineThread(RequestReader):
                     if self._end_reason is not None:  # the watchdog has given up this thread
                         return
                     self._deliver(tokens)
+                    self._loop.wait()
+                    if self._end_reason is not None:
+                        return
         except BaseException as error:
             self._end(error)
         else:
@@ -236,7 +239,6 @@ class EngineThread(RequestReader):
             self._busy_since = time.monotonic()
             if item is None:
                 return False
-            self._deliver(self._loop.report())  # a request that is aborted ends with these tokens
             _run(*item)
             if self._fatal is not None:
                 raise self._fatal

@@ -47,7 +47,6 @@ from detjax.models.vision.clips import image_options_class
 from detjax.models.vision.prompt_images import PromptImages
 from detjax.operands.options import KVQuantization
 
-
 _SAMPLES_FOR_A_THREAD: Final = 128
 """Fewest samples of a step that the launcher's thread launches although it need not wait.
 
@@ -138,8 +137,8 @@ class StepLoop:
         self._runner = runner
         self._launcher = launcher or Launcher()
         self._in_flight: collections.deque[InFlightStep] = collections.deque()
-        self._unreported: list[AcceptedTokens] = []
-        """Tokens of a large step, which are reported after the step after the next one has been started."""
+        self._left_unread = 0
+        """The number of steps that may be unread when the next one is planned."""
         self._newest: InFlightStep | None = None
         """The last step that was started, kept while constraints may need its tokens."""
         self.samples_for_a_thread = _SAMPLES_FOR_A_THREAD
@@ -156,8 +155,8 @@ class StepLoop:
         Args:
             model: the decoder.
             config: the loop's sizes.
-            launcher: launches steps that wait for masks, and large ones; the loop closes it. Default: the thread that calls
-                `step` launches them, like all other steps.
+            launcher: launches steps that wait for masks, and large ones; the loop closes it. Default: the thread that
+                calls `step` launches them, like all other steps.
             guesser: the model or head of `config.speculative`, if it names one.
         """
         slots = config.shapes.limits.slots
@@ -265,10 +264,6 @@ class StepLoop:
         """True if all weights are on the devices."""
         return self._runner.weights.are_complete
 
-    def report(self) -> list[tuple[Sequence, Token]]:
-        """Returns the tokens that sequences have, but nobody else, before anything but a step is done with them."""
-        return list(self._report(self._take_unreported()))
-
     def drain(self) -> list[tuple[Sequence, Token]]:
         """Returns the tokens of all steps in flight, and launches no further step."""
         return [token for _ in range(len(self._in_flight)) for token in self._read(self._in_flight.popleft())]
@@ -326,18 +321,30 @@ class StepLoop:
 
     def step(self) -> list[tuple[Sequence, Token]]:
         """Launches the next step, if there is one, and returns the tokens of earlier steps."""
-        accepted, plan = self._plan()
+        accepted = self._accept_large()
+        more, plan = self._plan()
         assert plan.chunks or self._in_flight or self.scheduler.is_idle, "no step is in flight, and none can be started"
         if plan.chunks:
             self._start(self._planned(plan))
         # The device need not wait for texts.
-        tokens = list(self._report([*self._take_unreported(), *accepted]))
-        unread = self._steps_to_leave_unread(plan)
-        while len(self._in_flight) > unread:
+        tokens = list(self._report([*accepted, *more]))
+        self._left_unread = self._steps_to_leave_unread(plan)
+        while len(self._in_flight) > self._left_unread and not self._is_large(self._in_flight[0].planned):
             tokens += self._read(self._in_flight.popleft())
         if self.is_idle:
             self._newest = None
         return tokens
+
+    def wait(self) -> None:
+        """Waits for the devices to finish the step that the next call of `step` reads before it plans, if any.
+
+        Requests that arrive in the meantime can then be part of the plan.
+        """
+        if len(self._in_flight) > self._left_unread:
+            launched = self._in_flight[0].launched.result()
+            self.reading_since = time.monotonic()
+            jax.block_until_ready(launched.sampled)
+            self.reading_since = None
 
     def _plan(self) -> tuple[list[AcceptedTokens], ScheduledStep]:
         """Returns the next step, and the tokens that had to be accepted to guess the ones after them."""
@@ -418,9 +425,11 @@ class StepLoop:
         self._in_flight.append(self._newest)
 
     def _is_large(self, planned: PlannedStep) -> bool:
-        """Returns whether a step has so many samples that the host may take longer for them than the device."""
+        """Returns whether the host may take longer for the samples of a step than the devices."""
         # Drafters work on the device between two launches, in the caller's thread.
-        return self.drafting is None and len(planned.samples) >= self.samples_for_a_thread
+        if self.drafting is not None or planned.plan.chunks[0].sequence.context.pooling is not None:
+            return False
+        return len(planned.samples) >= self.samples_for_a_thread
 
     def _launch(self, planned: PlannedStep, pending: Future[Masks] | None) -> LaunchedStep:
         """Launches the layers of a step at once, and the sampling when the masks are there."""
@@ -481,15 +490,17 @@ class StepLoop:
         sampled, pooled = self._results(step)
         if pooled is not None:
             return self._read_pooled(step.planned.samples, pooled, len(step.planned.plan.chunks))
-        accepted = [*self._take_unreported(), *self._accept(step, sampled)]
-        if self._in_flight and self._is_large(step.planned):
-            # The next step needs these tokens, so it is planned and started before they are reported.
-            self._unreported = accepted
-            return ()
-        return self._report(accepted)
+        return self._report(self._accept(step, sampled))
 
-    def _take_unreported(self) -> list[AcceptedTokens]:
-        accepted, self._unreported = self._unreported, []
+    def _accept_large(self) -> list[AcceptedTokens]:
+        """Waits for large steps that must be read before the next one is planned, and accepts their tokens.
+
+        They are reported after the next step has been started, since the devices wait for that one.
+        """
+        accepted: list[AcceptedTokens] = []
+        while len(self._in_flight) > self._left_unread:
+            step = self._in_flight.popleft()
+            accepted += self._accept(step, self._results(step)[0])
         return accepted
 
     def _results(self, step: InFlightStep) -> tuple[SampledTokens | None, PooledBatch | None]:

@@ -103,7 +103,7 @@ def grouped_matmul(  # noqa: PLR0913
     )
 
 
-def shared_grouped_matmul(
+def shared_grouped_matmul(  # noqa: PLR0913
     x: Float[Array, "M K"],
     w: Float[Array, "E *P N K"],
     group_sizes: Int[Array, "E"],

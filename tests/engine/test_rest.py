@@ -1,8 +1,8 @@
 """Pauses, aborts and sleep of an engine: no bit of an answer depends on them."""
 
 import asyncio
-import threading
 import gc
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

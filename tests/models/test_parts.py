@@ -10,7 +10,6 @@ from flax import nnx
 
 from detjax import ops
 from detjax.models import Decoder, network
-from detjax.models.parts import experts
 from detjax.models.parts.delta_net import DeltaNet, DeltaNetOptions
 from detjax.models.parts.embedding import Embedding
 from detjax.models.parts.experts import Experts, ExpertsOptions, SoftmaxRouter

@@ -41,26 +41,32 @@ def openai(url: str) -> None:
     """The second turn sends the answer's message back as an object, as OpenAI's documentation has it."""
     import openai
 
-    client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
-    messages: list[Any] = [*QUESTION]
-    for _ in range(2):
-        answer = client.chat.completions.create(model=MODEL, messages=messages, max_completion_tokens=3)
-        messages += [answer.choices[0].message, {"role": "user", "content": "And then?"}]
-    messages[-2] = answer.choices[0].message.model_dump()
-    client.chat.completions.create(
-        model=MODEL, messages=messages, max_tokens=3, store=False, metadata={"a": "b"}, user="someone", logit_bias={}
-    )
-    options: Any = {"include_usage": True}
-    list(
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        messages: list[Any] = [*QUESTION]
+        for _ in range(2):
+            answer = client.chat.completions.create(model=MODEL, messages=messages, max_completion_tokens=3)
+            messages += [answer.choices[0].message, {"role": "user", "content": "And then?"}]
+        messages[-2] = answer.choices[0].message.model_dump()
         client.chat.completions.create(
-            model=MODEL, messages=messages, max_tokens=3, stream=True, stream_options=options
+            model=MODEL,
+            messages=messages,
+            max_tokens=3,
+            store=False,
+            metadata={"a": "b"},
+            user="someone",
+            logit_bias={},
         )
-    )
-    client.completions.create(model=MODEL, prompt="Once", max_tokens=3, stop=None)
-    list(client.completions.create(model=MODEL, prompt=["Once", "Twice"], max_tokens=3, stream=True))
-    _openai_tools(client)
-    if hasattr(client, "responses"):
-        _openai_responses(client)
+        options: Any = {"include_usage": True}
+        list(
+            client.chat.completions.create(
+                model=MODEL, messages=messages, max_tokens=3, stream=True, stream_options=options
+            )
+        )
+        client.completions.create(model=MODEL, prompt="Once", max_tokens=3, stop=None)
+        list(client.completions.create(model=MODEL, prompt=["Once", "Twice"], max_tokens=3, stream=True))
+        _openai_tools(client)
+        if hasattr(client, "responses"):
+            _openai_responses(client)
 
 
 def _openai_tools(client: Any) -> None:
@@ -183,16 +189,17 @@ def instructor(url: str) -> None:
     class Person(BaseModel):
         name: str
 
-    client = instructor.from_openai(openai.OpenAI(base_url=url, api_key="none"), mode=instructor.Mode.MD_JSON)
-    try:
-        client.create(model=MODEL, messages=QUESTION, response_model=Person, max_retries=0, max_tokens=3)
-    except (IncompleteOutputException, InstructorRetryException) as error:
-        if isinstance(error.__cause__, openai.APIError):
-            raise
-    for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA):
-        strict = instructor.from_openai(openai.OpenAI(base_url=url, api_key="none"), mode=mode)
-        answer = strict.create(model=MODEL, messages=QUESTION, response_model=_person(), max_retries=0, **FEW)
-        assert answer.name in ("Romeo", "Juliet")
+    with openai.OpenAI(base_url=url, api_key="none") as client:
+        loose = instructor.from_openai(client, mode=instructor.Mode.MD_JSON)
+        try:
+            loose.create(model=MODEL, messages=QUESTION, response_model=Person, max_retries=0, max_tokens=3)
+        except (IncompleteOutputException, InstructorRetryException) as error:
+            if isinstance(error.__cause__, openai.APIError):
+                raise
+        for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA):
+            strict = instructor.from_openai(client, mode=mode)
+            answer = strict.create(model=MODEL, messages=QUESTION, response_model=_person(), max_retries=0, **FEW)
+            assert answer.name in ("Romeo", "Juliet")
 
 
 def openai_agents(url: str) -> None:
@@ -244,25 +251,25 @@ def openai_reasoning(url: str) -> None:
     """The second turn sends the reasoning back, as agents do between calls of tools."""
     import openai
 
-    client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
-    messages: list[Any] = [*QUESTION]
-    answer: Any = client.chat.completions.create(model=MODEL, messages=messages)
-    assert (answer.choices[0].message.reasoning, answer.choices[0].message.content) == (THOUGHT, SAID)
-    assert answer.usage.completion_tokens_details.reasoning_tokens >= 0
-    messages += [answer.choices[0].message, {"role": "user", "content": "And then?"}]
-    client.chat.completions.create(model=MODEL, messages=messages)
-    reasoning, content = "", ""
-    for chunk in client.chat.completions.create(model=MODEL, messages=messages, stream=True):
-        delta: Any = chunk.choices[0].delta
-        reasoning += getattr(delta, "reasoning", None) or ""
-        content += delta.content or ""
-    assert (reasoning, content) == (THOUGHT, SAID)
-    response = client.responses.create(model=MODEL, input="Who?")
-    assert [item.type for item in response.output] == ["reasoning", "message"]
-    assert response.output_text == SAID
-    with client.responses.stream(model=MODEL, input=[*response.output, *QUESTION]) as stream:  # type: ignore
-        thought = "".join(event.delta for event in stream if event.type == "response.reasoning_text.delta")
-    assert thought == THOUGHT
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        messages: list[Any] = [*QUESTION]
+        answer: Any = client.chat.completions.create(model=MODEL, messages=messages)
+        assert (answer.choices[0].message.reasoning, answer.choices[0].message.content) == (THOUGHT, SAID)
+        assert answer.usage.completion_tokens_details.reasoning_tokens >= 0
+        messages += [answer.choices[0].message, {"role": "user", "content": "And then?"}]
+        client.chat.completions.create(model=MODEL, messages=messages)
+        reasoning, content = "", ""
+        for chunk in client.chat.completions.create(model=MODEL, messages=messages, stream=True):
+            delta: Any = chunk.choices[0].delta
+            reasoning += getattr(delta, "reasoning", None) or ""
+            content += delta.content or ""
+        assert (reasoning, content) == (THOUGHT, SAID)
+        response = client.responses.create(model=MODEL, input="Who?")
+        assert [item.type for item in response.output] == ["reasoning", "message"]
+        assert response.output_text == SAID
+        with client.responses.stream(model=MODEL, input=[*response.output, *QUESTION]) as stream:  # type: ignore
+            thought = "".join(event.delta for event in stream if event.type == "response.reasoning_text.delta")
+        assert thought == THOUGHT
 
 
 def litellm_reasoning(url: str) -> None:

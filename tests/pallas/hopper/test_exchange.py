@@ -166,7 +166,7 @@ def test_devices_share_what_experts_give_many_rows_on_hopper_alone() -> None:
     given: dict[str, Any] = {"activation": "silu", "gated": True, "unit": 8}
 
     def shares(rows: int, backend: str = "hopper", w: jax.Array = w, **changed: Any) -> bool:
-        """Whether kernels write the results of a number of rows to all devices."""
+        """Returns whether kernels write the results of a number of rows to all devices."""
         seen: list[Any] = []
 
         def product(x: jax.Array) -> None:
@@ -214,7 +214,10 @@ def test_kernels_write_to_all_devices_what_experts_give_on_one(tokens: int) -> N
     on_both = jax.shard_map(results, mesh=mesh, in_specs=(*specs, P()), out_specs=P(), check_vma=False)
     with compilation.chained(True), backends.use_backend("hopper"):
         program = compilation.jit(on_both)
-        outcomes = [program(*placed, links) for links in (buffers.nowhere, buffers.links, buffers.links, buffers.links)]
+        x_, w_, ids_ = placed
+        outcomes = [
+            program(x_, w_, ids_, links) for links in (buffers.nowhere, buffers.links, buffers.links, buffers.links)
+        ]
         expected = compilation.jit(results)(x, w, ids)
     for result in outcomes[1:]:
         for shard in result.addressable_shards:

@@ -25,7 +25,7 @@ def hopper_in_the_interpreter() -> Iterator[None]:
 
 
 def drawn(rows: int, known: int, width: int, dtype: str) -> tuple[jax.Array, jax.Array]:
-    """An array with NaN and infinity in it, and numbers of rows of which some are missing."""
+    """An array with NaN and infinity in it, and numbers of rows, some of them missing."""
     draw = np.random.default_rng([rows, width])
     x = draw.normal(size=(known, width)).astype(np.float32)
     x[0, 0], x[-1, -1] = np.nan, -np.inf
@@ -48,7 +48,12 @@ def test_rows_are_copied_and_missing_ones_are_zeros(rows: int, known: int, width
 
 @pytest.mark.parametrize(
     ("rows", "shape", "dtype"),
-    [(1023, (8, 2048), "bfloat16"), (1024, (8, 2040), "bfloat16"), (1024, (8, 256), "int8"), (1024, (0, 256), "float32")],
+    [
+        (1023, (8, 2048), "bfloat16"),
+        (1024, (8, 2880), "bfloat16"),  # not a whole number of vectors for each thread of a warp
+        (1024, (8, 256), "int8"),
+        (1024, (0, 256), "float32"),
+    ],
 )
 def test_other_operands_are_left_to_xla(rows: int, shape: tuple[int, int], dtype: str) -> None:
     assert not row_gather.serves(jnp.zeros(shape, dtype), jnp.zeros(rows, jnp.int32))
@@ -77,12 +82,9 @@ def test_examples_of_a_batch_have_the_rows_that_they_have_alone() -> None:
     assert_same_bits(batched, jnp.stack([rows_at(example, index) for example in both]))
 
 
-@pytest.mark.parametrize(("width", "dtype"), [(2048, "bfloat16"), (7168, "bfloat16"), (2880, "bfloat16"), (768, "float32")])
+@pytest.mark.parametrize(("width", "dtype"), [(2048, "bfloat16"), (7168, "bfloat16"), (768, "float32")])
 def test_gathers_lower_for_cuda(width: int, dtype: str) -> None:
     x, index = jax.ShapeDtypeStruct((8192, width), jnp.dtype(dtype)), jax.ShapeDtypeStruct((81792,), jnp.int32)
-    if width == 2880:  # not a whole number of vectors for each thread of a warp
-        assert not row_gather.serves(jnp.zeros((1, width), dtype), jnp.zeros(1024, jnp.int32))
-        return
     lowered(row_gather.rows_at, x, index)
 
 
