@@ -174,9 +174,10 @@ def test_a_residual_leaves_no_default_schedule_so_few_stages_that_copies_and_pro
 
 
 def test_the_h200s_table_has_the_linear_layers_of_the_tuned_models() -> None:
-    for widths, m in itertools.product(shapes.MODELS.values(), shapes.TOKENS):
-        if m <= 4096:
-            assert {key(problem) for problem in shapes.products(widths, m)} <= tuning.table(H200).keys()
+    for name, m in itertools.product(shapes.MODELS, shapes.TOKENS):
+        if m <= 4096 and (name != "Qwen3-30B-A3B" or m in (1, 1024, 4096)):
+            products = {key(problem) for problem in shapes.products(shapes.MODELS[name], m)}
+            assert products <= tuning.table(H200).keys()
 
 
 @pytest.mark.sampled(3)

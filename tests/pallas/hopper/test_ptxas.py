@@ -22,7 +22,6 @@ EXAMINED = (
     "choice of more tokens' experts",
     "rows of chosen experts",
     "gathered rows",
-    "experts of many rows of two GPUs",
     "attention decode of slices",
     "delta rule decode",
     "delta rule prefill",
