@@ -78,7 +78,7 @@ def next_token(state: int, key: tuple[int, ...], position: int) -> int:
 
 def prompt_logprob(state: int, token: int) -> float:
     """Returns the logprob of a prompt's token after others."""
-    return float(hash((state, int(token), "logprob")) % 1000)
+    return float(hash((state, int(token), 1)) % 1000)
 
 
 def likeliest(token: int, count: int) -> tuple[tuple[int, float], ...]:
@@ -92,8 +92,11 @@ def penalty(prompt: tuple[int, ...], generated: list[int]) -> int:
 
 
 def allowed_word(tokens: Seq[int]) -> int:
-    """Returns what stands for the mask of a sequence with a constraint that has generated these tokens."""
-    return hash(("constraint", *tokens)) & 0x7FFFFFFF
+    """Returns what stands for the mask of a sequence with a constraint that has generated these tokens.
+
+    Only numbers are hashed, since the hashes of strings differ from process to process.
+    """
+    return hash((2, *tokens)) & 0x7FFFFFFF
 
 
 def expected_tokens(sequence: Sequence) -> list[int]:
