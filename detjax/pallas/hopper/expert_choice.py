@@ -56,6 +56,11 @@ class Problem(expert_places.Problem):
         return round_up(self.experts, WARPGROUP) if self.experts > WARPGROUP // 2 else _power_of_two(self.experts)
 
     @property
+    def threads(self) -> list[int]:
+        """Numbers of threads that can hold a row, the largest first."""
+        return [threads for threads in (32, 16, 8, 4, 2) if self.width % (LANE_GROUP * threads) == 0]
+
+    @property
     def chooses(self) -> bool:
         """True if a kernel chooses experts."""
         return self.served and self.experts <= MAX_EXPERTS
@@ -85,7 +90,7 @@ class Schedule:
 
     def check(self, problem: Problem) -> None:
         """Raises ValueError if the schedule does not fit the problem."""
-        fitting = [threads for threads in (2, 4, 8, 16, 32) if problem.width % (LANE_GROUP * threads) == 0]
+        fitting = problem.threads[::-1]
         if self.threads not in fitting:
             raise ValueError(
                 f"Schedule: {self.threads} threads for rows of {problem.width} columns; accepted: "
@@ -101,11 +106,8 @@ def default_schedule(problem: Problem) -> Schedule:
     Many tokens have enough rows for all threads, so a row has as many as it can.
     """
     if not problem.places:
-        fitting = (threads for threads in (32, 16, 8, 4, 2) if problem.width % (LANE_GROUP * threads) == 0)
-        return Schedule(next(fitting), _MAX_WARPGROUPS)
-    for threads in (32, 16, 8, 4, 2):
-        if problem.width % (LANE_GROUP * threads):
-            continue
+        return Schedule(problem.threads[0], _MAX_WARPGROUPS)
+    for threads in problem.threads:
         tiles = ceil_div(problem.tokens, Schedule(threads, 1).rows_at_once(problem))
         chosen = Schedule(threads, min(tiles, _MAX_WARPGROUPS))
         if tiles <= _MAX_WARPGROUPS or problem.width > threads // 2 * _MAX_HELD:

@@ -90,7 +90,7 @@ def place(ids: Array, present: Array | None, *, problem: Problem) -> tuple[Array
         places = Places(problem, bits, firsts, Results(*results))
         places.clear()
         meet()
-        places.store(places.choices(lambda token, j: load(given[0], token, j), (*given[1:], None)[0], first=None))
+        places.store(_given_choices(places, *given))
 
     return tuple(
         plgpu.kernel(
@@ -105,6 +105,11 @@ def place(ids: Array, present: Array | None, *, problem: Problem) -> tuple[Array
     )
 
 
+def _given_choices(places: "Places", ids: Any, present: Any = None) -> "list[Choice]":
+    """Returns the thread's choices of experts that are given as ids of this device."""
+    return places.choices(lambda token, j: load(ids, token, j), present, first=None)
+
+
 def _place_in_blocks(operands: Sequence[Array], problem: Problem) -> tuple[Array, ...]:
     """Returns the results of `place` for more tokens than a CTA takes."""
     kernel = functools.partial(
@@ -112,15 +117,12 @@ def _place_in_blocks(operands: Sequence[Array], problem: Problem) -> tuple[Array
     )
     count = len(operands)
 
-    def choices(places: Places, ids: Any, *present: Any) -> list[Choice]:
-        return places.choices(lambda token, j: load(ids, token, j), (*present, None)[0], first=None)
-
     def count_choices(*refs: Any) -> None:
         given, (token, tiles, counts, bits) = refs[:count], refs[count:]
         places = Places(problem, bits, None, Results(None, token, None, tiles), lax.axis_index("block"))
         places.clear()
         meet()
-        places.note(choices(places, *given))
+        places.note(_given_choices(places, *given))
         meet()
         places.count(counts)
 
@@ -130,7 +132,7 @@ def _place_in_blocks(operands: Sequence[Array], problem: Problem) -> tuple[Array
         places.clear_bits()
         places.add(counts, *sums)
         meet()
-        places.store(choices(places, *given), *sums)
+        places.store(_given_choices(places, *given), *sums)
 
     sizes, tokens, places, tiles = result_types(problem)
     counts = jax.ShapeDtypeStruct((problem.blocks, problem.local), jnp.int32)
