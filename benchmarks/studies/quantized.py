@@ -31,20 +31,12 @@ from benchmarks import study as options
 from benchmarks.studies.decode import DecodeStep
 from benchmarks.study import Result, Run
 from detjax import ops
-from detjax.bench import command_line, presets, timing
-from detjax.contract import FP8_BLOCK
+from detjax.bench import command_line, presets, random_codes, timing
 from detjax.models import Decoder
-from detjax.models.network import parameters, part_with
-from detjax.operands.numerics import ceil_div
+from detjax.models.network import parameters
 from detjax.operands.quantized_weight import CodeNumbers, QuantizedFormat, QuantizedWeight, widened
 from detjax.runtime import compilation
 from detjax.runtime.threads import in_threads
-
-FORMATS: Final[Mapping[str, dict[str, Any]]] = {
-    "int4": {"numbers": "int4"},
-    "fp8": {"numbers": "e4m3", "activations": "group"},
-}
-"""The measured formats, in groups of up to 128 columns; weights without quantized activations have a plain form."""
 
 PACKED: Final[tuple[tuple[CodeNumbers, str, int, bool, str], ...]] = (
     ("int4", "bfloat16", 64, False, "bfloat16"),
@@ -67,8 +59,6 @@ PARTS: Final = ("products", "widths", "steps")
 WIDE: Final = PACKED[:3]
 """Formats that are launched at the widths of models."""
 
-_LARGEST_GROUP: Final = 128
-
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
@@ -86,27 +76,6 @@ class Sizes:
 
 
 SMALL: Final = Sizes((1, 3), 70, 2)
-
-
-def drawn_weight(shape: tuple[int, ...], name: str, dtype: str, seed: int) -> QuantizedWeight:
-    """Returns random codes and scales of a weight `[..., N, K]`."""
-    *rows, columns = shape
-    group = min(_LARGEST_GROUP, columns)
-    described = QuantizedFormat(columns=columns, group=group, dtype=dtype, **FORMATS[name])
-    draw = np.random.default_rng(seed)
-    groups = -(-columns // group)
-    if described.numbers == "e4m3":
-        # Signs, and magnitudes below the code of NaN.
-        signs = draw.integers(0, 2, (*rows, columns), np.uint8)
-        codes = draw.integers(0, 127, (*rows, columns), np.uint8) | (signs << 7)
-        # As in a checkpoint of blocks, whose rows share their scales.
-        blocks = *rows[:-1], ceil_div(rows[-1], FP8_BLOCK), groups
-        scales = draw.uniform(0.5, 1.5, blocks).astype(np.float32) / np.float32(120 * columns**0.5)
-        scales = scales.repeat(FP8_BLOCK, axis=-2)[..., : rows[-1], :]
-    else:
-        codes = draw.integers(0, 256, (*rows, columns // 2), np.uint8)
-        scales = (draw.uniform(0.5, 1.5, (*rows, groups)) / (4.6 * columns**0.5)).astype(jnp.bfloat16)
-    return QuantizedWeight(jnp.asarray(codes), jnp.asarray(scales), format=described)
 
 
 def products_with_same_bits(small: bool) -> Iterator[tuple[str, bool]]:
@@ -154,36 +123,8 @@ def wide_groups(
 
         full_name = f"{name}, {numbers} in {group}s"
         products = [repeated_products.Product(f"{full_name}, {count} rows", count, multiply) for count in rows]
-        draw = functools.partial(_drawn_like, described)
+        draw = functools.partial(random_codes.drawn, described, 0)
         yield repeated_products.Group(full_name, k, n, described, draw, expected, products)
-
-
-def _drawn_like(described: QuantizedWeight) -> QuantizedWeight:
-    """Returns random codes and scales of such shapes."""
-
-    @jax.jit
-    def drawn() -> tuple[jax.Array, jax.Array]:
-        keys, shape = jax.random.split(jax.random.key(0)), described.codes.shape
-        if described.format.numbers == "e4m3":
-            normal = jax.random.normal(keys[0], shape).astype(jnp.float8_e4m3fn)
-            codes = jax.lax.bitcast_convert_type(normal, jnp.uint8)
-        else:
-            codes = jax.random.bits(keys[0], shape, jnp.uint8)
-        scales = jax.random.uniform(keys[1], described.scales.shape, jnp.float32, 0.5e-2, 2e-2)
-        return codes, scales.astype(described.scales.dtype)
-
-    codes, scales = drawn()
-    return dataclasses.replace(described, codes=codes, scales=scales)
-
-
-def with_weights(model: Decoder, name: str, *, plain: bool) -> Decoder:
-    """Replaces the matrices of a model's layers by random ones of a format, in codes or widened; returns the model."""
-    for seed, (path, weight) in enumerate(parameters(model).items()):
-        if path[0] != "layers" or weight.ndim < 2:
-            continue
-        drawn = drawn_weight(weight.shape, name, weight.dtype.name, seed)
-        getattr(part_with(model, path), path[-1]).set_value(jax.jit(widened)(drawn) if plain else drawn)
-    return model
 
 
 def measured(model: Decoder, sizes: Sizes) -> tuple[dict[str, Any], dict[int, np.ndarray]]:
@@ -221,11 +162,11 @@ def study(
     if "widths" in parts and not run.small:
         repeated_products.compare(run, content, widths, wide_groups())
         problems += repeated_products.problems(widths)
-    for name, fields in FORMATS.items() if "steps" in parts else ():
+    for name, fields in random_codes.FORMATS.items() if "steps" in parts else ():
         kinds = {name: False} | ({} if "activations" in fields else {f"{name}, widened": True})
         logits = {}
         for kind, plain in kinds.items():
-            model = with_weights(presets.decoder(preset, layers), name, plain=plain)
+            model = random_codes.with_codes(presets.decoder(preset, layers), name, plain=plain)
             results[kind], logits[kind] = measured(model, sizes)
             command_line.print_line(f"{kind}: {results[kind]}")
             run.save(content)

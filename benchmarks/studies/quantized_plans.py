@@ -29,11 +29,11 @@ import detjax
 from benchmarks import study as options
 from benchmarks.studies.fp8_products.products import described, epilogue_of, plans_by_time
 from benchmarks.studies.fp8_products.speeds import QWEN3_8B
-from benchmarks.studies.quantized import drawn_weight
 from benchmarks.study import Result, Run
 from detjax.bench import command_line
 from detjax.bench.bits import same_bits
 from detjax.bench.failures import reason
+from detjax.bench.random_codes import drawn_weight
 from detjax.bench.timing import device_time, rotations
 from detjax.cli.options import UsageError
 from detjax.operands.products import MatmulOperands

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from detjax import models
-from detjax.bench import cases, command_line, presets, provenance, results, serve, shapes
+from detjax.bench import cases, command_line, presets, provenance, random_codes, results, serve, shapes
 from detjax.bench import compare as comparing
 from detjax.bench import compile as compiling
 from detjax.bench import run as running
@@ -22,13 +22,14 @@ from detjax.cli.options import Fields, Option, UsageError, command, new_app, run
 from detjax.engine import EngineConfig
 from detjax.pallas.hopper.matmul import tuning as schedules
 from detjax.pallas.hopper.matmul.plan import Problem
-from detjax.runtime import backends
+from detjax.runtime import backends, device_memory
 
 app = new_app("python -m detjax.bench", help="Measures detjax on the current device.")
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Runs a command and exits with its code; see `detjax.cli.main`."""
+    device_memory.use_most()
     run(app, arguments, (UsageError,))
 
 
@@ -104,6 +105,7 @@ def serve_command(
     preset: Annotated[str | None, Option(accepted=presets.MODELS)] = None,
     model: Path | None = None,
     layers: Annotated[int | None, Option(minimum=1)] = None,
+    weights: Annotated[str | None, Option(accepted=random_codes.FORMATS)] = None,
     workload: Annotated[serve.Workload, Fields(serve.Workload, options={"temperature": Option(minimum=0)})],
     runs: Annotated[dict[str, Any], _RUNS],
     engine: Annotated[EngineConfig, _ENGINE] = _LARGE_ENGINE,
@@ -118,17 +120,22 @@ def serve_command(
         preset: a model shape to fill with random weights.
         model: a checkpoint, instead of a preset.
         layers: the preset's number of layers. Default: the model's own.
+        weights: the format of the preset's matrices: random codes of four bits, or of fp8 blocks with quantized
+            activations. Default: bfloat16 numbers.
         tensor_parallel: shard the model over N devices; no bit depends on N.
         backend: the backend under contract to measure. Default: the device's best.
         plot: draw the times as PNG.
     """
     if (preset is None) == (model is None):
         raise UsageError("serve: needs a model; accepted: exactly one of --preset and --model")
+    if model is not None and weights is not None:
+        raise UsageError(f"serve: --weights {weights} with --model; accepted: --preset, as a checkpoint has its own")
     with usage_errors(), backends.use_backend(backend):
         experiment = serve.Experiment(workload, engine, **runs)
         mesh = models.mesh_of(tensor_parallel)
         if preset is not None:
-            result = experiment.run(functools.partial(presets.decoder, preset, layers, mesh), preset)
+            load = functools.partial(presets.decoder, preset, layers, mesh, weights=weights)
+            result = {**experiment.run(load, preset), "weights": weights or "bfloat16"}
         else:
             result = experiment.run(lambda: models.load(str(model), mesh=mesh)[0], str(model))
     console = Console()

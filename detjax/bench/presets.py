@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
+from detjax.bench import random_codes
 from detjax.models import Decoder, DecoderConfig
 from detjax.models.mesh import placement, with_mesh
 from detjax.models.network import abstract, split
@@ -545,22 +546,24 @@ def _cut(raw: Mapping[str, Any], layers: int) -> dict[str, Any]:
     return {**raw, **changed}
 
 
-def decoder(name: str, layers: int | None = None, mesh: Mesh | None = None) -> Decoder:
-    """Returns a decoder of a preset's shape with random bfloat16 weights, created on the device.
+def decoder(name: str, layers: int | None = None, mesh: Mesh | None = None, *, weights: str | None = None) -> Decoder:
+    """Returns a decoder of a preset's shape with random weights, created on the device.
 
     Args:
         name: one of `MODELS`.
         layers: the number of layers. Default: the model's own.
         mesh: devices that share the model. The default device creates all weights, and frees each one once sharded.
+        weights: the format of the layers' matrices, one of `random_codes.FORMATS`; None: all weights are bfloat16.
     """
     shape = config(name, layers)
 
     def make() -> Decoder:
-        return Decoder(shape, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)
+        made = Decoder(shape, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)
+        return made if weights is None else random_codes.with_codes(made, weights)
 
     if mesh is None:
         return make()
-    model, weights = abstract(make), list(split(make())[1])
+    model, arrays = abstract(make), list(split(make())[1])
     for index, put in enumerate(placement(model, mesh)):
-        weights[index] = put(weights[index])
-    return with_mesh(model, tuple(weights), mesh)
+        arrays[index] = put(arrays[index])
+    return with_mesh(model, tuple(arrays), mesh)

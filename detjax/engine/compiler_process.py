@@ -25,6 +25,11 @@ _SHARED_MEMORY: Final = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 """The environment variables that leave the device's memory to the process that computes."""
 
 
+_START: Final = f"import gc; gc.disable(); from {__name__} import serve; serve()"
+"""The program of a process. Tracing makes millions of objects that live as long as the process, and scanning them over
+and over would take a seventh of its time."""
+
+
 class CompilerFailed(RuntimeError):
     """A process could not compile a program."""
 
@@ -54,7 +59,7 @@ class CompilerProcess:
         paths = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
         with other:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__, str(other.fileno())],
+                [sys.executable, "-c", _START, str(other.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,  # it would repeat this process's warnings
@@ -104,8 +109,12 @@ class _TaskUnpickler(pickle.Unpickler):
         return next(device for device in jax.devices() if device.id == pid)
 
 
-def _serve(connection: Connection) -> None:
-    """Compiles requested programs until the client closes the connection. Answers failures with their tracebacks."""
+def serve() -> None:
+    """Compiles requested programs until the client closes the connection, and answers failures with their tracebacks.
+
+    The connection's file descriptor is the process's first argument.
+    """
+    connection: Connection = Connection(int(sys.argv[1]))
     task: Task = _TaskUnpickler(io.BytesIO(connection.recv_bytes())).load()
     if jax.default_backend() == "cpu":
         jax.config.update("jax_enable_compilation_cache", False)  # see `compilation.NotSerializable`
@@ -121,10 +130,3 @@ def _serve(connection: Connection) -> None:
                 connection.send(compilation.serialized(program))
             except Exception:
                 connection.send(traceback.format_exc())
-
-
-if __name__ == "__main__":
-    # Unpickled objects have the classes of the imported module, not of `__main__`.
-    from detjax.engine import compiler_process
-
-    compiler_process._serve(Connection(int(sys.argv[1])))

@@ -16,9 +16,8 @@ from detjax.engine.program import Programs
 from detjax.engine.program_cache import ProgramCache
 from detjax.models.mesh import spans_processes
 from detjax.runtime import compilation, fingerprints
+from detjax.runtime.device_memory import MAX_COMPILERS
 
-_MAX_COMPILERS: Final = 16
-"""Maximum number of threads or processes that compile."""
 _log: Final = logging.getLogger(__name__)
 
 type Program = Callable[..., Any]
@@ -48,7 +47,7 @@ class ProgramCompiler:
             track: wraps the iterable of programs that are compiled before the return, as they finish; its second
                 argument is their number.
         """
-        self._threads = min(_MAX_COMPILERS, os.cpu_count() or 1)
+        self._threads = min(MAX_COMPILERS, os.cpu_count() or 1)
         if processes is None:
             processes = self._threads if jax.default_backend() == "gpu" else 0
         self._cache, self._processes, self._track = cache, processes, track

@@ -192,7 +192,8 @@ def test_devices_that_share_the_model_give_the_answers_of_one(
         mesh = SimpleNamespace(size=2)
         monkeypatch.setattr(models, "mesh_of", lambda devices: asked.append(devices) or (mesh if devices > 1 else None))
         config = SimpleNamespace(vocab_size=50, layers=1)
-        monkeypatch.setattr(presets, "decoder", lambda name, layers, mesh: SimpleNamespace(mesh=mesh, config=config))
+        made = lambda name, layers, mesh, weights: SimpleNamespace(mesh=mesh, config=config)  # noqa: E731
+        monkeypatch.setattr(presets, "decoder", made)
     results = []
     for devices in (1, 2):
         out = tmp_path / f"{devices}.json"
@@ -213,6 +214,23 @@ def test_devices_that_share_the_model_give_the_answers_of_one(
         results.append(json.loads(out.read_text()))
     assert [result["devices"] for result in results] == [1, 2]
     assert results[1]["runs"]["order 1"]["digest"] == results[0]["runs"]["order 1"]["digest"]
+
+
+@pytest.mark.parametrize(("options", "expected"), [([], "bfloat16"), (["--weights", "fp8"], "fp8")])
+def test_the_weights_of_a_preset_can_be_codes(
+    options: list[str], expected: str, answering: list[Answering], tmp_path: Path
+) -> None:
+    run = commands.run(main, "serve", *TINY, *options, "--out", str(tmp_path / "out.json"))
+    assert run.exit_code == 0, run.output
+    assert json.loads((tmp_path / "out.json").read_text())["weights"] == expected
+    down = answering[-1].decoder.layers[0].mlp.down[...]
+    assert getattr(down, "is_computed", False) == (expected == "fp8")
+
+
+def test_a_checkpoint_has_weights_of_its_own() -> None:
+    run = commands.run(main, "serve", "--model", "here", "--weights", "int4")
+    assert run.exit_code == 2
+    assert "--weights int4 with --model" in run.output
 
 
 def test_a_workload_is_what_it_says() -> None:
