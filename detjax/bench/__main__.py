@@ -144,6 +144,13 @@ def serve_command(
     console.print(
         f"answers of {len(result['runs'])} runs: {verdict}; ready after {result['ready_after_seconds']:.1f} s"
     )
+    for label, measured in result["runs"].items():
+        if different := measured.get("different"):
+            place = different["places"][0]
+            console.print(
+                f"{label}: {different['answers']} answers differ from the first run's; request {place['request']} from "
+                f"its token {place['token']} on, in steps of {' and '.join(map(str, place['batches']))} sequences"
+            )
     if out is not None:
         provenance.write(out, result)
     if plot is not None:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 from rich.table import Table
@@ -22,6 +22,9 @@ from detjax.models import Decoder
 from detjax.runtime import backends
 
 PERCENTILES: Final = (50, 95, 99)
+
+NAMED: Final = 20
+"""Most answers with other bits that a result names."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,13 +86,27 @@ class Workload:
 
 @dataclasses.dataclass
 class _Watch:
-    """The times of a request's submission and of its tokens."""
+    """The times of a request's submission and of its tokens, and the sizes of the steps that sampled them."""
 
     submitted: float
     times: list[float] = dataclasses.field(default_factory=list)
+    batches: list[int] = dataclasses.field(default_factory=list)
 
-    def note(self, _: Token) -> None:
+    def note(self, token: Token) -> None:
         self.times.append(time.perf_counter())
+        self.batches.append(token.batch)
+
+
+class Answers(NamedTuple):
+    """The answers of a run, in the order of the workload.
+
+    Attributes:
+        generations: the answers.
+        batches: for each token of each answer, the number of sequences in the step that sampled it.
+    """
+
+    generations: list[Generation]
+    batches: list[list[int]]
 
 
 class _Cancel(Exception):
@@ -176,14 +193,20 @@ class Experiment:
         }
 
     def _runs(self, engine: Engine, vocabulary: int) -> dict[str, dict[str, Any]]:
-        """The results of `measure`, by label."""
-        requests, runs = self.workload.requests, {}
+        """The results of `measure`, by label, and how the answers of later runs differ from the first run's, if so."""
+        requests, given = self.workload.requests, dict[str, dict[str, Any]]()
         for number in range(self.orders):
             order = random.Random(number).sample(range(requests), requests) if number else None
-            runs[f"order {number + 1}"] = measure(engine, self.workload, vocabulary, order)
+            given[f"order {number + 1}"] = {"order": order}
         if self.background:
             others = Workload.background(self.background, self.workload)
-            runs[f"among {self.background} others"] = measure(engine, self.workload, vocabulary, background=others)
+            given[f"among {self.background} others"] = {"background": others}
+        runs, first = dict[str, dict[str, Any]](), None
+        for label, options in given.items():
+            runs[label], answers = measure(engine, self.workload, vocabulary, **options)
+            first = first or answers
+            if different := differences(first, answers):
+                runs[label]["different"] = different
         return runs
 
 
@@ -207,8 +230,8 @@ def measure(
     vocabulary: int,
     order: Sequence[int] | None = None,
     background: Workload | None = None,
-) -> dict[str, Any]:
-    """Returns the time of a workload in seconds, and percentiles over requests and tokens.
+) -> tuple[dict[str, Any], Answers]:
+    """Returns the time of a workload in seconds and percentiles over requests and tokens, and the answers.
 
     Args:
         engine: the engine, warmed up so that compile time does not count.
@@ -232,7 +255,8 @@ def measure(
     others.cancel()
     watched = [watches[index] for index in range(workload.requests)]
     result = _statistics(watched, answers, seconds)
-    return result | {"preemptions": engine.stats().preemptions, "digest": digest(answers)}
+    result |= {"preemptions": engine.stats().preemptions, "digest": digest(answers)}
+    return result, Answers(answers, [watch.batches for watch in watched])
 
 
 def _statistics(watched: Sequence[_Watch], answers: Sequence[Generation], seconds: float) -> dict[str, Any]:
@@ -283,6 +307,32 @@ def plot(runs: Mapping[str, Mapping[str, Any]], file: Path) -> None:
     axes[0].set_ylabel("share of requests")
     axes[0].legend(loc="lower right")
     FigureCanvasAgg(figure).print_png(str(file))
+
+
+def differences(first: Answers, other: Answers) -> dict[str, Any]:
+    """Returns the number of answers whose bits differ between two runs, and for some of them where they begin to.
+
+    It is empty if none differ. A place has the numbers of the request and of the token, and for both runs the token,
+    its logprob and the number of sequences in the step that sampled it.
+    """
+    places = []
+    for number, (one, another) in enumerate(zip(first.generations, other.generations, strict=True)):
+        (a,), (b,) = one.completions, another.completions
+        # Logprobs are compared by their bits: two NaNs are equal.
+        pairs = [list(zip(x.tokens, np.asarray(x.logprobs, np.float32).view(np.int32), strict=True)) for x in (a, b)]
+        count = min(map(len, pairs))
+        token = next((index for index in range(count) if pairs[0][index] != pairs[1][index]), count)
+        if pairs[0] == pairs[1]:
+            continue
+        place: dict[str, Any] = {"request": number, "prompt_tokens": len(one.prompt_tokens), "token": token}
+        for name, values in (
+            ("tokens", (a.tokens, b.tokens)),
+            ("logprobs", (a.logprobs, b.logprobs)),
+            ("batches", (first.batches[number], other.batches[number])),
+        ):
+            place[name] = [one_run[token] if token < len(one_run) else None for one_run in values]
+        places.append(place)
+    return {"answers": len(places), "places": places[:NAMED]} if places else {}
 
 
 def digest(answers: Iterable[Generation]) -> str:

@@ -35,14 +35,14 @@ def use_most() -> None:
 
 
 def share_of(total: int, processors: int) -> float:
-    """Returns JAX's share of a GPU with `total` bytes, on a host with this many processors, each of which compiles."""
+    """Returns JAX's share of a GPU with `total` bytes. Every processor of the host may run a process that compiles."""
     least, most = _SHARES
     others = _BYTES_BESIDES + _BYTES_OF_A_COMPILER * min(MAX_COMPILERS, processors)
     return min(max(least, 1 - others / total), most)
 
 
 def smallest_memory(library: str = _LIBRARY) -> int | None:
-    """Returns the bytes of the host's NVIDIA GPU with the least memory; None if there is none, or no driver."""
+    """Returns the bytes of the host's NVIDIA GPU with the least memory; None without such a GPU or its driver."""
     try:
         nvml = ctypes.CDLL(library)
     except OSError:

@@ -152,6 +152,8 @@ def test_answers_that_depend_on_their_order_fail_the_command_unless_nothing_is_p
     run = commands.run(main, "serve", *SMALL, "--layers", "1", *LOAD, "--numerics", numerics)
     assert run.exit_code == code, run.output
     assert ("DIFFERENT BITS" in run.output) == (engine is Batched)
+    # The twelfth request is the third one of the second order.
+    assert ("order 2: 1 answers differ from the first run's; request" in run.output) == (engine is Batched)
     assert [one.backend for one in answering] == ["portable" if numerics == "detjax" else "stock"]
 
 
@@ -244,6 +246,38 @@ def test_a_workload_is_what_it_says() -> None:
     arrivals = workload.arrivals()
     assert arrivals == sorted(arrivals) and 2 < arrivals[-1] < 12
     assert Workload(3).arrivals() == [0.0] * 3
+
+
+def answers_of(*completions: tuple[tuple[int, ...], tuple[float, ...]], batch: int = 1) -> serve.Answers:
+    generations = [
+        Generation((7,) * number, (Completion(tokens, logprobs, ((),) * len(tokens), None, "length"),))
+        for number, (tokens, logprobs) in enumerate(completions, start=1)
+    ]
+    return serve.Answers(generations, [[batch] * len(tokens) for tokens, _ in completions])
+
+
+def test_differences_name_where_answers_begin_to_differ() -> None:
+    nan = float("nan")
+    first = answers_of(((1, 2), (-0.5, -1.0)), ((3,), (-2.0,)), ((4, 5), (nan, -0.0)), batch=9)
+    assert serve.differences(first, first) == {}
+    other = answers_of(((1, 2), (-0.5, -1.5)), ((3,), (-2.0,)), ((4, 5), (nan, 0.0)), batch=4)
+    different = serve.differences(first, other)
+    assert different["answers"] == 2
+    assert different["places"][0] == {
+        "request": 0,
+        "prompt_tokens": 1,
+        "token": 1,
+        "tokens": [2, 2],
+        "logprobs": [-1.0, -1.5],
+        "batches": [9, 4],
+    }
+    assert (different["places"][1]["request"], different["places"][1]["token"]) == (2, 1)
+    assert serve.differences(answers_of(((1,), (nan,))), answers_of(((1,), (nan,)))) == {}
+    shorter = serve.differences(answers_of(((1, 2), (0.0, 0.0))), answers_of(((1,), (0.0,))))
+    assert (shorter["places"][0]["token"], shorter["places"][0]["tokens"]) == (1, [2, None])
+    many = [answers_of(*[((token,), (0.0,))] * (serve.NAMED + 5)) for token in (1, 2)]
+    different = serve.differences(*many)
+    assert (different["answers"], len(different["places"])) == (serve.NAMED + 5, serve.NAMED)
 
 
 def test_a_digest_is_that_of_tokens_and_logprobs_in_order() -> None:

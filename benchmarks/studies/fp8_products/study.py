@@ -18,6 +18,9 @@ timed for 1 to 4096 rows, with quantized activations and plainly.
 `--part widths` launches the chosen plan, and the best plan of each size of tiles, 20 times for 1 to 4096 rows of the
 widths of models, with groups of 128 columns and with scales by rows, among rows that are larger, zero or NaN. The
 result has the counts of compared numbers, and of those that differ from the product of a few rows at a time.
+
+`--part repeats` runs layers of Qwen3-8B's widths 100 times for each of several numbers of rows, their products right
+after one another, and names the first product with other bits than in the first run.
 """
 
 from collections.abc import Iterator
@@ -32,18 +35,19 @@ from benchmarks.studies.fp8_products.products import (
     compared_rows,
     product_cases,
 )
+from benchmarks.studies.fp8_products.repeats import repeated_layers
 from benchmarks.studies.fp8_products.speeds import times
 from benchmarks.studies.fp8_products.sums import compared, different_with_codes, drawn_numbers, speed
 from benchmarks.studies.fp8_products.widths import wide_groups
 from benchmarks.study import Result, Run
 from detjax.bench import command_line
 
-PARTS: Final = ("bits", "sums", "widths", "seconds")
-"""The parts of the study; without a choice all but the launches at the widths of models."""
+PARTS: Final = ("bits", "sums", "repeats", "widths", "seconds")
+"""The parts of the study; without a choice all but the launches at the widths of models, and their repetitions."""
 
 
 def study(run: Run, *, part: Annotated[list[str], options.names(PARTS)]) -> Result:
-    parts = set(part or PARTS) - (set() if part else {"widths"})
+    parts = set(part or PARTS) - (set() if part else {"widths", "repeats"})
     # The interpreter has the sums alone.
     parts &= {"sums"} if run.small else parts
     same: dict[str, bool] = {}
@@ -74,6 +78,8 @@ def study(run: Run, *, part: Annotated[list[str], options.names(PARTS)]) -> Resu
         note(compared_norms())
         note(compared_products(product_cases()))
         note(compared_experts())
+    if "repeats" in parts:
+        note(repeated_layers())
     for name, numbers in (drawn_numbers(2 if run.small else 132) if "sums" in parts else {}).items():
         sums[name] = compared(*numbers, small=run.small)
         if not run.small:
