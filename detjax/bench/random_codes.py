@@ -42,8 +42,8 @@ def drawn(described: QuantizedWeight, seed: int) -> QuantizedWeight:
 
     Where products quantize activations in groups, blocks of rows share their scales, as in checkpoints of such blocks.
     """
-    rows, groups = described.codes.shape, described.scales
-    codes, scales = _drawn(jax.random.key(seed), described.format, rows, groups.shape, jnp.dtype(groups.dtype).name)
+    shapes, dtype = (described.codes.shape, described.scales.shape), jnp.dtype(described.scales.dtype).name
+    codes, scales = _drawn(jax.random.key(seed), described.format, *shapes, dtype)
     return QuantizedWeight(codes, scales, format=described.format)
 
 

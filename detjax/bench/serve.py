@@ -320,10 +320,10 @@ def differences(first: Answers, other: Answers) -> dict[str, Any]:
         (a,), (b,) = one.completions, another.completions
         # Logprobs are compared by their bits: two NaNs are equal.
         pairs = [list(zip(x.tokens, np.asarray(x.logprobs, np.float32).view(np.int32), strict=True)) for x in (a, b)]
-        count = min(map(len, pairs))
-        token = next((index for index in range(count) if pairs[0][index] != pairs[1][index]), count)
         if pairs[0] == pairs[1]:
             continue
+        count = min(map(len, pairs))
+        token = next((index for index in range(count) if pairs[0][index] != pairs[1][index]), count)
         place: dict[str, Any] = {"request": number, "prompt_tokens": len(one.prompt_tokens), "token": token}
         for name, values in (
             ("tokens", (a.tokens, b.tokens)),

@@ -27,8 +27,8 @@ _LIBRARY: Final = "libnvidia-ml.so.1"
 def use_most() -> None:
     """Makes JAX allocate what the processes that compile programs leave of each GPU, but at least its default.
 
-    It takes effect if JAX has not used a GPU yet. A share that the environment names is kept, as is JAX's default where
-    there is no NVIDIA GPU.
+    It takes effect if JAX has not used a GPU yet. A share that the environment names is kept, and so is JAX's default
+    without an NVIDIA GPU.
     """
     if not any(name in os.environ for name in VARIABLES) and (total := smallest_memory()) is not None:
         os.environ[VARIABLES[0]] = f"{share_of(total, os.cpu_count() or 1):.3f}"

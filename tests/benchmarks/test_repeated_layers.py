@@ -13,11 +13,16 @@ from detjax.operands.quantized_weight import widened
 from tests.support.bits import assert_same_bits
 from tests.support.unchecked import unchecked
 
-WIDTHS = (128, 256, 384)
+SHAPES = {
+    "queries, keys and values": (256, 128),
+    "output": (128, 128),
+    "gate and up": (2, 384, 128),
+    "down": (128, 384),
+}
 
 
 def test_repetitions_have_the_same_bits() -> None:
-    comparisons = list(repeats.repeated_layers(WIDTHS, (3, 20), layers=2, repeats=2))
+    comparisons = list(repeats.repeated_layers(SHAPES, (3, 20), layers=2, repeats=2))
     assert comparisons == [("2 layers, 3 rows, 2 times", []), ("2 layers, 20 rows, 2 times", [])]
 
 
@@ -39,13 +44,12 @@ def test_the_first_product_with_other_bits_is_named(monkeypatch: pytest.MonkeyPa
         return run
 
     monkeypatch.setattr(repeats.detjax, "jit", jit)
-    ((_, faults),) = repeats.repeated_layers(WIDTHS, (20,), layers=2, repeats=3)
+    ((_, faults),) = repeats.repeated_layers(SHAPES, (20,), layers=2, repeats=3)
     assert faults == ["repetition 2: gate and up of layer 1, 2 numbers in rows 4 to 5 and columns 7 to 7"]
 
 
 def test_layers_are_products_of_one_anothers_rows() -> None:
-    shapes = (256, 128), (128, 128), (2, 384, 128), (128, 384)
-    weights = [random_codes.drawn_weight(shape, "fp8", "bfloat16", seed) for seed, shape in enumerate(shapes)]
+    weights = [random_codes.drawn_weight(shape, "fp8", "bfloat16", seed) for seed, shape in enumerate(SHAPES.values())]
     x = jnp.asarray(np.random.default_rng(0).standard_normal((5, 128)), jnp.bfloat16)
     y, h, z, out = unchecked(repeats.products_of_layers)(x, [weights])
 

@@ -4,45 +4,50 @@ A kernel that reads what another one has not yet written, or what it is about to
 perhaps only right after another kernel. So the layers run in one program.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import Any, Final
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 
 import detjax
+from benchmarks.studies.fp8_products.speeds import QWEN3_8B
 from detjax import ops
 from detjax.bench import random_codes
+from detjax.bench.bits import words
 from detjax.operands.products import NormalizedRows
 from detjax.operands.quantized_weight import QuantizedWeight
 
 ROWS: Final = (64, 256, 1024, 1088, 5120, 8192, 9216)
 """Numbers of rows: of steps of an engine that computes up to 1024 decodes and 8192 tokens of prompts."""
 
-QWEN3_8B: Final = (4096, 6144, 12288)
-"""The widths of Qwen3-8B: of a row, of its queries, keys and values, and between the projections of its MLP."""
-
 LAYERS: Final = 6
 REPEATS: Final = 100
 
-_PRODUCTS: Final = "queries, keys and values", "output", "gate and up", "down"
-
 
 def repeated_layers(
-    widths: tuple[int, int, int] = QWEN3_8B,
+    shapes: Mapping[str, tuple[int, ...]] = QWEN3_8B,
     rows: Sequence[int] = ROWS,
     *,
     layers: int = LAYERS,
     repeats: int = REPEATS,
 ) -> Iterator[tuple[str, list[str]]]:
-    """Yields, by number of rows, where the first products lie whose bits differ from the first run's."""
-    width, outputs, inner = widths
-    shapes = (outputs, width), (width, width), (2, inner, width), (width, inner)
+    """Yields, by number of rows, where the first products lie whose bits differ from the first run's.
+
+    Args:
+        shapes: the weights of a layer, in the order of their products.
+        rows: numbers of rows.
+        layers: number of layers.
+        repeats: number of runs after the first one.
+    """
+    products, seeds = list(shapes), itertools.count()
+    width = shapes[products[0]][-1]
     weights = [
-        [random_codes.drawn_weight(shape, "fp8", "bfloat16", 4 * layer + place) for place, shape in enumerate(shapes)]
-        for layer in range(layers)
+        [random_codes.drawn_weight(shape, "fp8", "bfloat16", next(seeds)) for shape in shapes.values()]
+        for _ in range(layers)
     ]
     run, compare = detjax.jit(products_of_layers), jax.jit(_differences)
     for count in rows:
@@ -52,7 +57,7 @@ def repeated_layers(
             again = run(x, weights)
             different = np.asarray(compare(first, again))
             if different.any():
-                faults.append(f"repetition {repeat + 1}: {_described(first, again, different)}")
+                faults.append(f"repetition {repeat + 1}: {_described(products, first, again, different)}")
         yield f"{layers} layers, {count} rows, {repeats} times", faults
 
 
@@ -72,19 +77,15 @@ def products_of_layers(x: Array, weights: Sequence[Sequence[QuantizedWeight]]) -
 
 def _differences(first: list[Array], again: list[Array]) -> Array:
     """Returns how many numbers of each product have other bits."""
-    return jnp.stack([_differ(a, b).sum(dtype=jnp.int32) for a, b in zip(first, again, strict=True)])
+    return jnp.stack([(words(a) != words(b)).sum(dtype=jnp.int32) for a, b in zip(first, again, strict=True)])
 
 
-def _differ(a: Array, b: Array) -> Array:
-    return lax.bitcast_convert_type(a, jnp.uint16) != lax.bitcast_convert_type(b, jnp.uint16)
-
-
-def _described(first: list[Array], again: list[Array], different: Any) -> str:
+def _described(products: Sequence[str], first: list[Array], again: list[Array], different: np.ndarray) -> str:
     """Describes the first product with other bits: its place, and the rows and columns of these."""
     number = int(np.flatnonzero(different)[0])
-    layer, place = divmod(number, len(_PRODUCTS))
-    rows, columns = np.nonzero(np.asarray(_differ(first[number], again[number])))
+    layer, place = divmod(number, len(products))
+    rows, columns = np.nonzero(np.asarray(words(first[number]) != words(again[number])))
     return (
-        f"{_PRODUCTS[place]} of layer {layer}, {len(rows)} numbers in rows {rows.min()} to {rows.max()} and columns "
+        f"{products[place]} of layer {layer}, {len(rows)} numbers in rows {rows.min()} to {rows.max()} and columns "
         f"{columns.min()} to {columns.max()}"
     )

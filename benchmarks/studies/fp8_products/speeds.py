@@ -27,7 +27,7 @@ QWEN3_8B: Final = {
     "gate and up": (2, 12288, 4096),
     "down": (4096, 12288),
 }
-"""Shapes of the weights whose products are timed."""
+"""Shapes of the weights of a layer, in the order of their products."""
 TIMED: Final = (1, 16, 64, 256, 4096)
 """Numbers of rows of the timed products."""
 ARMS: Final = ("plain", "codes")
