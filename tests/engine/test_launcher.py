@@ -164,6 +164,8 @@ def test_a_thread_launches_steps_of_many_samples(launcher: LauncherThread) -> No
         while not loop.is_idle:
             running = len(loop.scheduler.running)
             loop.step()
+            if loop._newest is not None:
+                loop._newest.launched.result(HANGS_AFTER)  # until then the runner has noted earlier steps only
             threads.setdefault(running, set()).update(runner.threads[-1:])
         return [sequence.generated for sequence in sequences], threads
 
