@@ -30,9 +30,10 @@ _SHARE_OF_FREE_MEMORY: Final = 0.9
 _CACHE_WITHOUT_A_GPU: Final = 1 << 30
 """Maximum bytes of the cache where the device does not report its memory."""
 _LAYERS_AT_ONCE: Final = 16
-"""Maximum number of layers in a program of an engine with guesses. On an H100, a step of 36 layers of Qwen3-8B's shape
-takes 7.6 ms in blocks of 12 layers if the device is idle before, and 8.6 to 10 ms in one program; the device computes
-for 6.3 ms in both cases. Blocks of 4 or 6 layers save up to 0.4 ms more, but the host launches for up to 2 ms more."""
+"""Maximum number of layers in a program that computes a block of them. On an H100, a step with guesses of 36 layers of
+Qwen3-8B's shape takes 7.6 ms in blocks of 12 layers if the device is idle before, and 8.6 to 10 ms in one program; the
+device computes for 6.3 ms in both cases. Blocks of 4 or 6 layers save up to 0.4 ms more, but the host launches for up
+to 2 ms more."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -200,8 +201,7 @@ class EngineConfig:
             speculative=self.speculative,
             max_loras=self.max_loras,
             max_lora_rank=self.max_lora_rank,
-            # The device waits for steps that follow guesses until the host has launched them.
-            layers_at_once=None if self.speculative is None else _LAYERS_AT_ONCE,
+            layers_at_once=_LAYERS_AT_ONCE,
         )
 
 

@@ -110,6 +110,7 @@ class ModelRunner:
         depths: tuple[int, ...] | None = None,
         adapters: AdapterPool | None = None,
         layers_at_once: int | None = None,
+        guesses: bool = False,
     ) -> None:
         """A runner with an empty cache.
 
@@ -125,8 +126,9 @@ class ModelRunner:
             depths: layers whose incoming residual streams `computed` has, with the hidden states of all rows. None:
                 nobody reads these.
             adapters: the slots of adapters; None: no row has one.
-            layers_at_once: maximum number of layers that a program of a step without prefills computes; see
-                `blocks.equal_blocks`. None: all of them.
+            layers_at_once: maximum number of layers that a program computes if it computes a block of them; see
+                `blocks.equal_blocks`. None: there are no blocks.
+            guesses: whether the engine makes guesses; see `step_programs.ways`.
         """
         self._adapters = adapters
         self._network, weights = split(model)
@@ -144,8 +146,9 @@ class ModelRunner:
         self._depths = depths
         # Streams within a block would make programs of their own.
         self._blocks = None if layers_at_once is None or depths else equal_blocks(model, layers_at_once)
+        self._guesses = guesses
         self._before_first: dict[int, BeforeBlock] = {}
-        """The argument `before` of the first block, by the number of decodes."""
+        """The argument `before` of the first block in steps that only decode, by the number of decodes."""
         self._compiled: dict[Hashable, Callable[..., Any]] = {}
         self._compilation: Compilation | None = None
         self._free: dict[int, Array] = {}
@@ -270,7 +273,7 @@ class ModelRunner:
 
     def _forward(self, batch: PackedBatch, *, is_linked: bool = True) -> tuple[Array, Array]:
         has_adapters = batch.adapters is not None
-        if self._blocks is not None and step_programs.in_blocks(batch.shape, has_adapters=has_adapters):
+        if self._blocks is not None and self._way(batch.shape, has_adapters):
             return self._forward_in_blocks(batch, self._blocks)
         batch = self._with_adapters(batch) if has_adapters else batch
         program = step_programs.forward(batch, self._state, self._slots.last, self._depths)
@@ -279,20 +282,24 @@ class ModelRunner:
         return hidden, rows
 
     def _forward_in_blocks(self, batch: PackedBatch, blocks: Blocks) -> tuple[Array, Array]:
-        before, state = self._before(batch.shape.decodes), list[Any]()
+        before, state = self._before(batch, blocks), list[Any]()
         results: Any = None  # of the last block
         for number in range(len(blocks.blocks)):
             args = self._state, self._slots.last, before, blocks, number, self._depths
             x, written, *results = self._run(step_programs.forward_block(batch, *args))
             state += written
-            before = BeforeBlock(x, self._is_later)
+            before = BeforeBlock(x, None if before.is_first is None else self._is_later)
         self._state = tuple(state)
         hidden, rows, *computed = results
         self.computed = computed[0] if computed else None
         return hidden, rows
 
-    def _before(self, decodes: int) -> BeforeBlock:
+    def _before(self, batch: PackedBatch, blocks: Blocks) -> BeforeBlock:
         """Returns the argument `before` of the first block of a step."""
+        if batch.shape.rows:
+            return BeforeBlock(self._run(step_programs.embed(batch, self._slots.last, blocks)), None)
+        # One launch fewer: the blocks embed the tokens themselves.
+        decodes = batch.shape.decodes
         if decodes not in self._before_first:
             nothing = jnp.zeros((decodes, *self._hidden.shape), self._hidden.dtype)
             self._before_first[decodes] = committed(BeforeBlock(nothing, jnp.asarray(True)))
@@ -304,9 +311,25 @@ class ModelRunner:
         return committed(jnp.asarray(False))
 
     def _forward_key(self, shape: BatchShape, has_adapters: bool) -> Hashable:
-        if self._blocks is not None and step_programs.in_blocks(shape, has_adapters=has_adapters):
-            return step_programs.forward_block_key(shape, depths=self._depths)
         return step_programs.forward_key(shape, has_adapters=has_adapters, depths=self._depths)
+
+    def _ways(self, shape: BatchShape, has_adapters: bool) -> tuple[bool, ...]:
+        """Returns the ways to compute the layers of a shape; see `step_programs.ways`."""
+        if self._blocks is None:
+            return (False,)
+        has_images = self._vision is not None and self._samples
+        return step_programs.ways(shape, has_adapters=has_adapters, has_images=has_images, guesses=self._guesses)
+
+    def _is_way_ready(self, in_blocks: bool, shape: BatchShape, has_adapters: bool) -> bool:
+        """Returns whether the programs that compute the layers in blocks, or all at once, are ready."""
+        if in_blocks:
+            return all(map(self._is_ready, step_programs.keys_of_blocks(shape, depths=self._depths)))
+        return self._is_ready(self._forward_key(shape, has_adapters))
+
+    def _way(self, shape: BatchShape, has_adapters: bool) -> bool:
+        """Returns whether blocks compute the layers: in the best way whose programs are ready."""
+        ways = self._ways(shape, has_adapters)
+        return next((way for way in ways if self._is_way_ready(way, shape, has_adapters)), ways[0])
 
     def steps_of_run(self, shape: BatchShape, needed: SamplingVariant, *, has_adapters: bool = False) -> int:
         """Returns the number of steps of a shape that one launch can compute: 1 unless a run's program serves them."""
@@ -551,6 +574,7 @@ class ModelRunner:
             run_steps=self._run_steps,
             samples=self._samples,
             blocks=self._blocks,
+            guesses=self._guesses,
         )
 
     def _shapes_of_batch(self, batch: StepBatch) -> PackedBatch:
@@ -582,8 +606,8 @@ class ModelRunner:
             self._compilation = compiler.start(self.programs(batches), self._compiled.__setitem__)
 
     def has_layers(self, shape: BatchShape, *, has_adapters: bool = False) -> bool:
-        """Returns whether the program for the layers of this shape is ready."""
-        return self._is_ready(self._forward_key(shape, has_adapters))
+        """Returns whether programs for the layers of this shape are ready."""
+        return any(self._is_way_ready(way, shape, has_adapters) for way in self._ways(shape, has_adapters))
 
     def wait_for_programs(self) -> None:
         """Waits until all programs are compiled."""

@@ -79,6 +79,7 @@ class StepProgram(NamedTuple):
         is_essential: whether some steps have no other essential program. The other programs only make smaller or
             simpler steps faster.
         part: what it takes of the model; None: all of it.
+        until: the key of the program that takes its place once that is compiled; None: none does.
     """
 
     fn: Callable[..., Any]
@@ -88,6 +89,7 @@ class StepProgram(NamedTuple):
     purpose: str
     is_essential: bool = True
     part: ModelPart | None = None
+    until: Hashable | None = None
 
     def leading(self, network: Any, parameters: Any) -> tuple[Any, Any]:
         """Returns the first two arguments of the program, given the ones of a program of the whole model."""

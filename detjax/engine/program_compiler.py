@@ -85,7 +85,7 @@ class Compilation:
     memory, is not used again. This process then compiles its essential programs; deferred ones stay pending.
 
     Attributes:
-        pending: keys of the programs that are not ready.
+        pending: keys of the programs that are not ready. A program with an `until` may stay one of them.
     """
 
     def __init__(
@@ -120,6 +120,9 @@ class Compilation:
         """Starts compiling the missing programs. Returns futures of those that steps have to wait for."""
         missing = [key for key in self._by_key if key in self.pending]
         self._deferred = {key for key in missing if in_background and not self._by_key[key].is_essential}
+        # A program that only bridges the time until another is compiled has no use if steps have to wait for that one.
+        useful = {None, *self._deferred}
+        missing = [key for key in missing if self._by_key[key].until in useful]
         if processes and missing:
             task = Task(self._programs, self._choices, fingerprints.fingerprint().digest)
             for _ in range(min(processes, len(missing))):

@@ -67,8 +67,8 @@ class StepLoopConfig:
         max_loras: slots for adapters; 0: no row has an adapter.
         max_lora_rank: the largest rank of an adapter.
         adapters: adapters for whose modules there must be room, in addition to all linear layers without experts.
-        layers_at_once: maximum number of layers that a program computes in steps without prefills; see
-            `detjax.models.blocks`. None: all of them.
+        layers_at_once: maximum number of layers that a program computes if it computes a block of them; see
+            `step_programs.ways`. None: there are no blocks.
     """
 
     shapes: BatchShapes
@@ -181,6 +181,7 @@ class StepLoop:
             adapters=adapters,
             depths=guesser.head.depths or () if isinstance(guesser, Draft) else None,
             layers_at_once=config.layers_at_once,
+            guesses=config.speculative is not None,
         )
         # Pages do not hold the state that layers keep in slots, but snapshots may.
         snapshots = None

@@ -93,18 +93,45 @@ def _decodes_of(shape: BatchShape) -> str:
     return f"{shape.decodes} decodes" + (f", {shape.queries} of each sequence" if shape.queries > 1 else "")
 
 
-def in_blocks(shape: BatchShape, *, has_adapters: bool) -> bool:
-    """Returns whether a step computes the layers in blocks, if there are any: one that may have to wait for the host.
+def ways(shape: BatchShape, *, has_adapters: bool, has_images: bool, guesses: bool) -> tuple[bool, ...]:
+    """Returns the ways to compute the layers of a step in a model with equal blocks of layers, the best one first.
 
-    These are steps with guesses, and steps of as few decodes as the engine makes guesses for. All others are launched
-    while the device computes the step before, and one program takes the host less time to launch than several.
+    - True: in blocks. Prefills keep the device busy for longer than the host takes to launch several programs, and a
+      block's program compiles in less time. Steps with guesses, and steps of as few decodes as an engine makes guesses
+      for, may have to wait for the host, which can launch a block while the device computes the previous one.
+    - False: all layers at once. Other decodes are launched while the device computes the step before, and one program
+      takes the host less time to launch than several. Until it is compiled, blocks are computed.
+
+    Args:
+        shape: the shape of the step's batch.
+        has_adapters: whether rows may have adapters.
+        has_images: whether prefills may have images.
+        guesses: whether the engine makes guesses.
     """
-    return not shape.rows and not has_adapters and (shape.queries > 1 or shape.decodes <= MOST_SEQUENCES)
+    if has_adapters or (shape.rows and has_images):
+        return (False,)
+    if shape.rows or (guesses and (shape.queries > 1 or shape.decodes <= MOST_SEQUENCES)):
+        return (True,)
+    return False, True
 
 
-def forward_block_key(shape: BatchShape, *, depths: tuple[int, ...] | None = None) -> Hashable:
-    """Returns the key of the result of `forward_block` for a batch of a shape."""
-    return _forward_block.__name__, shape, depths
+def keys_of_blocks(shape: BatchShape, *, depths: tuple[int, ...] | None = None) -> tuple[Hashable, ...]:
+    """Returns the keys of the programs that compute the layers of a batch of a shape in blocks."""
+    block = _forward_block.__name__, shape, depths
+    return (block, (_embed.__name__, shape)) if shape.rows else (block,)
+
+
+def embed(batch: Batch, last: Any, blocks: Blocks) -> StepProgram:
+    """Returns the program that embeds the tokens of a step before the first block of layers.
+
+    Args:
+        batch: the step's arrays, without adapters and images.
+        last: the last token of each slot.
+        blocks: the blocks of the layers.
+    """
+    purpose = f"embeddings: up to {_decodes_of(batch.shape)}, and {batch.shape.rows} rows of prefills"
+    part = ModelPart(blocks.embedding, blocks.embedding_weights)
+    return StepProgram(_embed, batch.shape, (last, batch.for_layers()), {}, purpose, part=part)
 
 
 def forward_block(
@@ -116,10 +143,10 @@ def forward_block(
     number: int,
     depths: tuple[int, ...] | None = None,
 ) -> StepProgram:
-    """Returns the program that computes a block of the layers for a step that only decodes.
+    """Returns the program that computes a block of the layers.
 
     Args:
-        batch: the step's arrays, without adapters.
+        batch: the step's arrays, without adapters and images.
         state: the state of all layers.
         last: the last token of each slot.
         before: the results before the block.
@@ -127,9 +154,10 @@ def forward_block(
         number: the number of the block.
         depths: see `forward`; an empty tuple or None.
     """
-    block = blocks.blocks[number]
+    block, shape = blocks.blocks[number], batch.shape
     args = block.part(state), last, batch.for_layers(), before
-    purpose = f"a block of layers: up to {_decodes_of(batch.shape)}"
+    prefills = f", and prefills of up to {shape.rows} rows" if shape.rows else ""
+    purpose = f"a block of layers: up to {_decodes_of(shape)}{prefills}"
     part = ModelPart(blocks.network, block.weights)
     return StepProgram(_forward_block, batch.shape, args, {"depths": depths}, purpose, part=part)
 
@@ -183,12 +211,13 @@ class BeforeBlock(NamedTuple):
     """The results before a block of layers.
 
     Attributes:
-        x: the residual stream after the previous block; anything for the first block.
-        is_first: whether the block is the first one.
+        x: the residual stream after the previous block; anything for the first block, unless another program embeds
+            the tokens.
+        is_first: whether the block is the first one; None: another program embeds the tokens.
     """
 
     x: Float[Array, "N D"]
-    is_first: Bool[Array, ""]
+    is_first: Bool[Array, ""] | None
 
 
 class ComputedRows(NamedTuple):
@@ -229,7 +258,8 @@ class StepPrograms:
         depths: see `forward`.
         run_steps: steps of a run.
         samples: whether steps sample tokens. A drafter's model samples in runs alone; it needs all of its programs.
-        blocks: the blocks of layers that steps compute one after another if they only decode; None: all layers at once.
+        blocks: the blocks of layers that steps may compute one after another; None: all layers at once. See `ways`.
+        guesses: whether the engine makes guesses.
     """
 
     network: Network
@@ -252,11 +282,12 @@ class StepPrograms:
     run_steps: int = RUN_STEPS
     samples: bool = True
     blocks: Blocks | None = None
+    guesses: bool = False
 
     @property
     def networks(self) -> tuple[Network, ...]:
         """The networks that the programs are traced for."""
-        return (self.network,) if self.blocks is None else (self.network, self.blocks.network)
+        return (self.network, *(() if self.blocks is None else (self.blocks.network, self.blocks.embedding)))
 
     @property
     def mesh(self) -> Mesh | None:
@@ -267,13 +298,16 @@ class StepPrograms:
         return self.everywhere.mesh
 
     def by_key(self) -> dict[Hashable, StepProgram]:
-        """Returns the programs, the essential ones first; within each kind, the slowest to compile come first."""
+        """Returns the programs: the essential ones, the ones that others bridge the time until, and all others.
+
+        Within each kind, the slowest to compile come first.
+        """
         # Compile times grow with rows, and layers take the longest.
         batches = sorted(self.batches, key=lambda batch: -(batch.shape.decodes + batch.shape.rows))
         by_size = {batch.shape.sampled: batch for batch in batches}
         pools = self.pooling is not None
         sampling, scoring = (self._pools, self._pools_rows) if pools else (self._sampling, self._scoring)
-        programs = [self._layers(batch) for batch in (*batches, *self.adapted)]
+        programs = [program for batch in (*batches, *self.adapted) for program in self._layers(batch)]
         if self.samples:
             programs += [program for batch in by_size.values() for program in sampling(batch)]
             programs += [program for batch in batches if batch.shape.rows for program in scoring(batch)]
@@ -296,22 +330,35 @@ class StepPrograms:
             programs.append(program._replace(is_essential=program.size == largest))
         if not self.samples:
             programs = [program._replace(is_essential=True) for program in programs]
-        programs.sort(key=lambda program: not program.is_essential)
+        awaited = {program.until for program in programs}
+        programs.sort(key=lambda program: (not program.is_essential, program.key not in awaited))
         return {program.key: program._replace(args=shapes_of(program.args, self.everywhere)) for program in programs}
 
-    def _layers(self, batch: PackedBatch) -> StepProgram:
-        shape = batch.shape
+    def _layers(self, batch: PackedBatch) -> Iterator[StepProgram]:
+        shape, has_images = batch.shape, batch.images is not None
         alike = [other.shape for other in self.batches if other.shape.rows == shape.rows]
         # Most steps only decode. In steps that prefill, unused room for decodes costs little.
         is_essential = not shape.rows or shape == max(alike)
-        return self._forward(batch)._replace(is_essential=is_essential)
+        every_way = (False,)
+        if self.blocks is not None:
+            given = {"has_adapters": batch.adapters is not None, "has_images": has_images, "guesses": self.guesses}
+            every_way = ways(shape, **given)
+        at_once = forward(batch, self.state, self.slots.last, self.depths)
+        if True in every_way:
+            until = at_once.key if False in every_way else None
+            for program in self._in_blocks(batch):
+                yield program._replace(is_essential=is_essential, until=until)
+        if False in every_way:
+            yield at_once._replace(is_essential=is_essential and True not in every_way)
 
-    def _forward(self, batch: PackedBatch) -> StepProgram:
-        if self.blocks is None or not in_blocks(batch.shape, has_adapters=batch.adapters is not None):
-            return forward(batch, self.state, self.slots.last, self.depths)
-        types: Any = self._rows(batch.shape.decodes), jax.ShapeDtypeStruct((), bool)
-        before = BeforeBlock(*types)
-        return forward_block(batch, self.state, self.slots.last, before, self.blocks, 0, self.depths)
+    def _in_blocks(self, batch: PackedBatch) -> Iterator[StepProgram]:
+        assert self.blocks is not None
+        shape, last = batch.shape, self.slots.last
+        flag: Any = None if shape.rows else jax.ShapeDtypeStruct((), bool)
+        before: Any = BeforeBlock(self._rows(shape.decodes + shape.rows), flag)  # pyright: ignore[reportArgumentType]
+        yield forward_block(batch, self.state, last, before, self.blocks, 0, self.depths)
+        if shape.rows:
+            yield embed(batch, last, self.blocks)
 
     def _sampling(self, batch: PackedBatch) -> Iterator[StepProgram]:
         count, essential = batch.shape.sampled, (self.variants[0], self.variants[-1])
@@ -412,6 +459,15 @@ def _forward_block(
     with model_of(network, parameters) as model:
         hidden, x, state = model.block(tokens, batch.queries, state, *before)
     return x, state, *_results(batch, tokens, hidden, depths)
+
+
+@functools.partial(compilation.jit, static_argnums=0)
+def _embed(
+    network: Network, parameters: Parameters, last: Int32[Array, "slots"], batch: Batch
+) -> Float[Array, "N D"]:
+    """Returns the embeddings of a step's tokens."""
+    with model_of(network, parameters) as model:
+        return model.embedding(_tokens(batch.unpacked(), last))
 
 
 def _tokens(batch: StepBatch, last: Int32[Array, "slots"]) -> Int32[Array, "N"]:

@@ -1,7 +1,8 @@
 """A decoder's layers in equal blocks, which one program computes one after another.
 
-The host can launch the next block while a device computes the previous one. A program of all layers starts when all of
-its launches are known, which takes the host milliseconds.
+Such a program compiles in less time than one of all layers. The host can also launch the next block while a device
+computes the previous one: a program of all layers starts when all of its launches are known, which takes the host
+milliseconds.
 """
 
 import itertools
@@ -41,10 +42,14 @@ class Blocks(NamedTuple):
     Attributes:
         network: each of them: a decoder without the other layers; see `Decoder.block`.
         blocks: the blocks, in order.
+        embedding: a decoder without layers, which embeds tokens.
+        embedding_weights: the numbers of its weights among the decoder's.
     """
 
     network: Network[Decoder]
     blocks: tuple[Block, ...]
+    embedding: Network[Decoder]
+    embedding_weights: tuple[int, ...]
 
 
 def equal_blocks(model: Decoder, most: int) -> Blocks | None:
@@ -64,7 +69,9 @@ def equal_blocks(model: Decoder, most: int) -> Blocks | None:
         bounds = list(itertools.pairwise(range(0, count + 1, size)))
         networks = [_network_of(model, *some) for some in bounds]
         if all(one is networks[0] for one in networks):
-            return Blocks(networks[0], tuple(_block(network, networks[0], *some) for some in bounds))
+            blocks = tuple(_block(network, networks[0], *some) for some in bounds)
+            embedding = _network_of(model, 0, 0)
+            return Blocks(networks[0], blocks, embedding, _block(network, embedding, 0, 0).weights)
     return None
 
 

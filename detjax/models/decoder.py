@@ -215,7 +215,7 @@ class Decoder(nnx.Module):
         queries: Queries,
         state: State,
         x: Float[Array, "*N D"],
-        is_first: Bool[Array, ""],
+        is_first: Bool[Array, ""] | None = None,
     ) -> tuple[Float[Array, "*N D"], Float[Array, "*N D"], State]:
         """Returns what `hidden_states` does for a block of a decoder's layers, and between the two its residual stream.
 
@@ -225,8 +225,9 @@ class Decoder(nnx.Module):
             tokens: see `hidden_states`, as for the next two.
             queries: the requests that the tokens belong to.
             state: the state of the block's layers.
-            x: the residual stream after the previous block.
-            is_first: whether this is the first block; then `x` is ignored.
+            x: the residual stream after the previous block; before the first one, the embeddings of the tokens.
+            is_first: whether this is the first block, which then ignores `x` and embeds the tokens itself; None: no
+                block embeds them.
         """
         before = x, is_first
         x, _, state = self._run_layers(tokens, queries, state, None, (), rematerialized=False, before=before)
@@ -266,13 +267,11 @@ class Decoder(nnx.Module):
         images: ImageRows | None,
         depths: tuple[int, ...],
         rematerialized: bool,
-        before: tuple[Float[Array, "*N D"], Bool[Array, ""]] | None = None,
+        before: tuple[Float[Array, "*N D"], Bool[Array, ""] | None] | None = None,
     ) -> tuple[Float[Array, "*N D"], tuple[Float[Array, "*N D"], ...], State]:
         """Returns the residual stream after the layers and at some depths, and the layers' state; see `block`."""
         run_layer = jax.checkpoint(_layer, static_argnums=0) if rematerialized else _layer
-        x, present, added = self.embedding(tokens), None, []
-        if before is not None:
-            x = jnp.where(before[1], x, before[0])
+        x, present, added = self._stream_before(tokens, before), None, []
         if images is not None:
             present, width = jnp.asarray(images.present), x.shape[-1]
             embedded, *added = jnp.split(jnp.asarray(images.rows), images.rows.shape[-1] // width, axis=-1)
@@ -291,6 +290,15 @@ class Decoder(nnx.Module):
             if index < len(added):
                 x, columns = ops.add(x, added[index], mask=present), None
         return x, tuple(entering[depth] for depth in depths), tuple(written)
+
+    def _stream_before(
+        self, tokens: Int[Array, "*N"], before: tuple[Float[Array, "*N D"], Bool[Array, ""] | None] | None
+    ) -> Float[Array, "*N D"]:
+        """Returns the residual stream that enters the first of the layers; see `block` for what may be `before` it."""
+        if before is None:
+            return self.embedding(tokens)
+        x, is_first = before
+        return x if is_first is None else jnp.where(is_first, self.embedding(tokens), x)
 
     @property
     def has_slots(self) -> bool:

@@ -1,9 +1,10 @@
-"""Steps that compute the layers in blocks have the bits of steps that compute them at once."""
+"""Steps that compute the layers in blocks have the bits of steps that compute them at once, and are ready before."""
 
 import dataclasses
 import functools
 import itertools
-from collections.abc import Mapping
+import threading
+from collections.abc import Hashable, Mapping
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from detjax.engine import (
     SpeculativeConfig,
     StepLoop,
     StepLoopConfig,
+    program_compiler,
 )
 from detjax.engine import Sequence as Sample
 from detjax.engine.batch import BatchShape
@@ -28,9 +30,11 @@ from detjax.engine.program_compiler import ProgramCompiler
 from detjax.engine.scheduler import ScheduledStep
 from detjax.models import AdapterConfig, Decoder, new_adapter
 from tests.engine.test_draft_programs import answers
+from tests.engine.test_program_compiler import CompilerHere
 from tests.support.bits import assert_same_bits
 from tests.support.compiled_programs import compiled_programs
 from tests.support.kept_programs import no_kept_programs
+from tests.support.waits import HANGS_AFTER
 
 _NUM_PAGES = itertools.count(5)
 MOST = 2
@@ -77,17 +81,97 @@ def new_loop(model: Decoder, num_pages: int, layers_at_once: int | None, max_lor
     return loop
 
 
-def blocks_run(loop: StepLoop) -> list[int]:
-    """The numbers of decodes of each request in steps in blocks, which the loop notes from now on."""
-    runner, sizes = loop._runner, list[int]()
+def plain_loop(model: Decoder, num_pages: int, layers_at_once: int | None) -> StepLoop:
+    """A loop of two slots that makes no guesses."""
+    config = StepLoopConfig(
+        shapes=BatchShapes.for_serving(2, 16),
+        num_pages=num_pages,
+        pages_per_sequence=1,
+        variants=(SamplingVariant(False, 0),),
+        layers_at_once=layers_at_once,
+    )
+    return StepLoop.for_model(model, config)
+
+
+def steps_in_blocks(loop: StepLoop) -> list[BatchShape]:
+    """The shapes of steps in blocks, which the loop notes from now on."""
+    runner, shapes = loop._runner, list[BatchShape]()
     forward = runner._forward_in_blocks
 
     def noted(batch: Any, blocks: Any) -> Any:
-        sizes.append(batch.shape.queries)
+        shapes.append(batch.shape)
         return forward(batch, blocks)
 
     runner._forward_in_blocks = noted
-    return sizes
+    return shapes
+
+
+def test_prefills_are_computed_in_blocks_with_the_same_bits(model: Decoder) -> None:
+    pages = next(_NUM_PAGES)
+    expected = answers(plain_loop(model, pages, None), model)
+    loop = plain_loop(model, pages, 2)
+    shapes = steps_in_blocks(loop)
+    assert answers(loop, model) == expected
+    assert len(shapes) >= 2 and all(shape.rows for shape in shapes)
+
+
+def test_decodes_are_computed_in_blocks_until_the_program_of_all_layers_is_there(
+    model: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pages, go_on = next(_NUM_PAGES), threading.Event()
+    expected = answers(plain_loop(model, pages, None), model)
+    jax.clear_caches()  # a program for a CPU that has run cannot be serialized
+    loop = plain_loop(model, pages, 2)
+    programs = loop.programs().by_key()
+    at_once = [key for key in programs if key[0] == "_forward"]  # pyright: ignore[reportIndexIssue]
+    rare = [key for key, program in programs.items() if not program.is_essential]
+    assert rare[: len(at_once)] == at_once  # most steps wait for these
+    assert [shape.rows for _, shape in at_once] == [0, 0]  # pyright: ignore[reportGeneralTypeIssues]
+
+    def wait_if_rare(key: Hashable) -> None:
+        assert key not in rare or go_on.wait(HANGS_AFTER)
+
+    monkeypatch.setattr(program_compiler, "CompilerProcess", CompilerHere)
+    monkeypatch.setattr(CompilerHere, "before", staticmethod(wait_if_rare))
+    with no_kept_programs():
+        loop.warm_up(ProgramCompiler(processes=len(programs), in_background=True))
+        compilation = loop._runner._compilation
+        assert compilation is not None and compilation.pending == {*rare}
+        shapes = steps_in_blocks(loop)
+        assert answers(loop, model) == expected
+        assert {bool(shape.rows) for shape in shapes} == {False, True}
+        go_on.set()
+        loop.wait_for_programs()
+        assert not compilation.pending
+        shapes.clear()
+        assert answers(loop, model) == expected
+        assert shapes and all(shape.rows for shape in shapes)
+        loop.close()
+
+
+def test_blocks_that_nothing_has_to_wait_for_are_not_compiled(model: Decoder, tmp_path: Path) -> None:
+    pages, counts = next(_NUM_PAGES), list[int]()
+
+    def track(programs: Any, count: int) -> Any:
+        counts.append(count)
+        return programs
+
+    jax.clear_caches()
+    with no_kept_programs():
+        for processes, in_background in ((0, False), (1, True)):
+            loop = plain_loop(model, pages, 2)
+            loop.warm_up(
+                ProgramCompiler(tmp_path / "kept", processes=processes, in_background=in_background, track=track)
+            )
+            programs, compilation = loop.programs().by_key(), loop._runner._compilation
+            bridging = {key for key, program in programs.items() if program.until is not None}
+            assert len(bridging) == 2  # the decodes of one sequence and of two
+            assert compilation is not None and compilation.pending == bridging
+            shapes = steps_in_blocks(loop)
+            answers(loop, model)
+            assert shapes and all(shape.rows for shape in shapes)
+            loop.close()
+    assert counts == [len(programs) - len(bridging), 0]
 
 
 def test_steps_in_blocks_have_the_same_bits_and_need_no_program_at_a_later_start(
@@ -103,10 +187,10 @@ def test_steps_in_blocks_have_the_same_bits_and_need_no_program_at_a_later_start
     with compiled_programs() as compiled:
         loop.warm_up(ProgramCompiler(tmp_path / "programs", processes=0))
         assert loop._runner.has_layers(BatchShape(6, 0, 0, 6, queries=3))
-        sizes = blocks_run(loop)
+        shapes = steps_in_blocks(loop)
         assert answers(loop, model) == expected
-    assert not [name for name in compiled if "_forward" in name or "_sample" in name], compiled
-    assert sizes.count(3) > 5
+    assert not [name for name in compiled if "_forward" in name or "_sample" in name or "_embed" in name], compiled
+    assert [shape.queries for shape in shapes].count(3) > 5
     assert loop.drafting is not None and loop.drafting.proposed > 5
 
 
@@ -115,10 +199,10 @@ def test_rows_with_adapters_are_computed_at_once_and_others_in_blocks(model: Dec
     factors = {name: one._replace(b=np.ones_like(one.b)) for name, one in adapter.factors.items()}
     adapter = dataclasses.replace(adapter, factors=factors)
     at_once, in_blocks = (new_loop(model, pages, most, max_loras=1) for most in (None, 2))
-    sizes = blocks_run(in_blocks)
+    shapes = steps_in_blocks(in_blocks)
     for one in (adapter, None):
         assert answers(in_blocks, model, one) == answers(at_once, model, one)
-        assert bool(sizes) == (one is None)
+        assert bool(shapes) == (one is None)
 
 
 def test_a_loop_that_has_slept_computes_blocks_again(model: Decoder) -> None:

@@ -146,7 +146,7 @@ def test_a_step_loop_has_the_settings_of_its_engine() -> None:
         "snapshot_bytes": 12345,
         "snapshot_tokens": 77,
         "kv_cache_dtype": "int8",
-        "layers_at_once": 16,  # since it guesses
+        "layers_at_once": 16,
         "runs_of": 2,
         "speculative": SpeculativeConfig(method="ngram"),
         "max_loras": 0,

@@ -63,10 +63,7 @@ class CompilerHere:
         type(self).before(key)
         if self.is_killed:
             raise CompilerFailed("it was killed")
-        program = self._programs.by_key()[key]
-        made = compilation.compiled(
-            program.fn, self._programs.network, self._programs.parameters, *program.args, **program.static
-        )
+        made = self._programs.by_key()[key].compiled(self._programs.network, self._programs.parameters)
         return compilation.serialized(made)
 
     def kill(self) -> None:

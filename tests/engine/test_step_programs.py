@@ -34,22 +34,31 @@ def entries_of(prompt: list[int], generated: list[int], vocabulary: int) -> list
     return batches
 
 
+IN_BLOCKS, AT_ONCE, BLOCKS_FIRST = (True,), (False,), (False, True)
+
+
 @pytest.mark.parametrize(
-    ("shape", "has_adapters", "expected"),
+    ("shape", "guesses", "expected"),
     [
-        (BatchShape(64, 0, 0, 64), False, True),
-        (BatchShape(MOST_SEQUENCES, 0, 0, MOST_SEQUENCES), False, True),
-        (BatchShape(MOST_SEQUENCES + 1, 0, 0, MOST_SEQUENCES + 1), False, False),
-        (BatchShape(256, 0, 0, 256), False, False),
-        (BatchShape(256, 0, 0, 256, queries=4), False, True),
-        (BatchShape(64, 0, 0, 64), True, False),
-        (BatchShape(4, 64, 8, 64), False, False),
+        (BatchShape(64, 0, 0, 64), True, IN_BLOCKS),
+        (BatchShape(MOST_SEQUENCES, 0, 0, MOST_SEQUENCES), True, IN_BLOCKS),
+        (BatchShape(MOST_SEQUENCES + 1, 0, 0, MOST_SEQUENCES + 1), True, BLOCKS_FIRST),
+        (BatchShape(256, 0, 0, 256), True, BLOCKS_FIRST),
+        (BatchShape(256, 0, 0, 256, queries=4), True, IN_BLOCKS),
+        (BatchShape(64, 0, 0, 64), False, BLOCKS_FIRST),
+        (BatchShape(4, 64, 8, 64), False, IN_BLOCKS),
+        (BatchShape(4, 64, 8, 64), True, IN_BLOCKS),
     ],
 )
-def test_layers_of_steps_that_may_wait_for_the_host_are_computed_in_blocks(
-    shape: BatchShape, has_adapters: bool, expected: bool
+def test_steps_that_prefill_or_may_wait_for_the_host_compute_layers_in_blocks(
+    shape: BatchShape, guesses: bool, expected: tuple[bool, ...]
 ) -> None:
-    assert step_programs.in_blocks(shape, has_adapters=has_adapters) == expected
+    def ways(*, has_adapters: bool = False, has_images: bool = False) -> tuple[bool, ...]:
+        return step_programs.ways(shape, has_adapters=has_adapters, has_images=has_images, guesses=guesses)
+
+    assert ways() == expected
+    assert ways(has_adapters=True) == AT_ONCE
+    assert ways(has_images=True) == (AT_ONCE if shape.rows else expected)
 
 
 def test_each_token_of_a_sequence_is_noted_once_with_its_count_and_whether_the_prompt_has_it() -> None:
