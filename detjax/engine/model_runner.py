@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -25,7 +25,14 @@ from detjax.engine.sampled_tokens import PackedTokens
 from detjax.engine.sampling_programs import ScoredRows, SlotState, none_seen, seen_entries
 from detjax.engine.sampling_variant import SamplingVariant, most_likeliest
 from detjax.engine.slot_table import no_adapters
-from detjax.engine.step_programs import BeforeBlock, StepPrograms, slot_rows, state_in_slots
+from detjax.engine.step_programs import (
+    USE_OF_BLOCKS,
+    BeforeBlock,
+    StepPrograms,
+    UseOfBlocks,
+    slot_rows,
+    state_in_slots,
+)
 from detjax.engine.token_masks import all_allowed
 from detjax.models import Adapter, Decoder
 from detjax.models.adapters.pool import AdapterPool
@@ -110,7 +117,7 @@ class ModelRunner:
         depths: tuple[int, ...] | None = None,
         adapters: AdapterPool | None = None,
         layers_at_once: int | None = None,
-        guesses: bool = False,
+        use_of_blocks: UseOfBlocks = USE_OF_BLOCKS,
     ) -> None:
         """A runner with an empty cache.
 
@@ -128,7 +135,7 @@ class ModelRunner:
             adapters: the slots of adapters; None: no row has one.
             layers_at_once: maximum number of layers that a program computes if it computes a block of them; see
                 `blocks.equal_blocks`. None: there are no blocks.
-            guesses: whether the engine makes guesses; see `step_programs.ways`.
+            use_of_blocks: which steps compute blocks, if there are any.
         """
         self._adapters = adapters
         self._network, weights = split(model)
@@ -136,7 +143,7 @@ class ModelRunner:
         self.weights = DeviceWeights(model, weights)
         self._empty_batch = empty_batch
         self._primed = set[Hashable]()
-        """Keys of programs that have run without links."""
+        """Keys of programs that have run without links, alone or with the others of the same step."""
         self.everywhere = everywhere(model.mesh)
         self._spans_processes = spans_processes(model.mesh)
         self._vocabulary = model.config.vocab_size
@@ -146,7 +153,8 @@ class ModelRunner:
         self._depths = depths
         # Streams within a block would make programs of their own.
         self._blocks = None if layers_at_once is None or depths else equal_blocks(model, layers_at_once)
-        self._guesses = guesses
+        # On several devices, it was not measured how long the host takes to launch blocks of few decodes.
+        self._use_of_blocks = use_of_blocks._replace(guesses=use_of_blocks.guesses and model.mesh is None)
         self._before_first: dict[int, BeforeBlock] = {}
         """The argument `before` of the first block in steps that only decode, by the number of decodes."""
         self._compiled: dict[Hashable, Callable[..., Any]] = {}
@@ -257,10 +265,11 @@ class ModelRunner:
         """
         batch = batch if self._samples else batch.for_text()
         has_adapters = batch.adapters is not None
-        if self._needs_priming(self._forward_key(batch.shape, has_adapters)):
+        in_blocks = self._in_blocks(batch.shape, has_adapters)
+        if self._needs_priming(self._layer_keys(batch.shape, has_adapters, in_blocks)):
             empty = self._empty_adapted if has_adapters else self._empty_batch
-            self._forward(self.copy(empty(batch.shape)), is_linked=False)
-        return self._forward(batch)
+            self._forward(self.copy(empty(batch.shape)), in_blocks, is_linked=False)
+        return self._forward(batch, in_blocks)
 
     @property
     def last_tokens(self) -> Array:
@@ -271,22 +280,23 @@ class ModelRunner:
         """Takes the last sampled tokens of another runner, whose slots hold the same sequences."""
         self._slots = self._slots._replace(last=jnp.copy(last))  # programs of both runners consume the array
 
-    def _forward(self, batch: PackedBatch, *, is_linked: bool = True) -> tuple[Array, Array]:
-        has_adapters = batch.adapters is not None
-        if self._blocks is not None and self._way(batch.shape, has_adapters):
-            return self._forward_in_blocks(batch, self._blocks)
-        batch = self._with_adapters(batch) if has_adapters else batch
+    def _forward(self, batch: PackedBatch, in_blocks: bool, *, is_linked: bool = True) -> tuple[Array, Array]:
+        if in_blocks:
+            return self._forward_in_blocks(batch, is_linked=is_linked)
+        batch = self._with_adapters(batch) if batch.adapters is not None else batch
         program = step_programs.forward(batch, self._state, self._slots.last, self._depths)
         self._state, hidden, rows, *computed = self._run(program, is_linked=is_linked)
         self.computed = computed[0] if computed else None
         return hidden, rows
 
-    def _forward_in_blocks(self, batch: PackedBatch, blocks: Blocks) -> tuple[Array, Array]:
-        before, state = self._before(batch, blocks), list[Any]()
+    def _forward_in_blocks(self, batch: PackedBatch, *, is_linked: bool) -> tuple[Array, Array]:
+        blocks = self._blocks
+        assert blocks is not None
+        before, state = self._before(batch, blocks, is_linked=is_linked), list[Any]()
         results: Any = None  # of the last block
         for number in range(len(blocks.blocks)):
             args = self._state, self._slots.last, before, blocks, number, self._depths
-            x, written, *results = self._run(step_programs.forward_block(batch, *args))
+            x, written, *results = self._run(step_programs.forward_block(batch, *args), is_linked=is_linked)
             state += written
             before = BeforeBlock(x, None if before.is_first is None else self._is_later)
         self._state = tuple(state)
@@ -294,42 +304,52 @@ class ModelRunner:
         self.computed = computed[0] if computed else None
         return hidden, rows
 
-    def _before(self, batch: PackedBatch, blocks: Blocks) -> BeforeBlock:
+    def _before(self, batch: PackedBatch, blocks: Blocks, *, is_linked: bool) -> BeforeBlock:
         """Returns the argument `before` of the first block of a step."""
         if batch.shape.rows:
-            return BeforeBlock(self._run(step_programs.embed(batch, self._slots.last, blocks)), None)
+            program = step_programs.embed(batch, self._slots.last, blocks)
+            return BeforeBlock(self._run(program, is_linked=is_linked), None)
         # One launch fewer: the blocks embed the tokens themselves.
         decodes = batch.shape.decodes
         if decodes not in self._before_first:
             nothing = jnp.zeros((decodes, *self._hidden.shape), self._hidden.dtype)
-            self._before_first[decodes] = committed(BeforeBlock(nothing, jnp.asarray(True)))
+            self._before_first[decodes] = self._everywhere_now(BeforeBlock(nothing, jnp.asarray(True)))
         return self._before_first[decodes]
 
     @functools.cached_property
     def _is_later(self) -> Array:
-        """The flag of blocks that follow another one, on the device."""
-        return committed(jnp.asarray(False))
+        """The flag of blocks that follow another one, on the devices."""
+        return self._everywhere_now(jnp.asarray(False))
 
-    def _forward_key(self, shape: BatchShape, has_adapters: bool) -> Hashable:
-        return step_programs.forward_key(shape, has_adapters=has_adapters, depths=self._depths)
+    def _everywhere_now(self, arrays: PyTree[Array]) -> Any:
+        """Returns arrays on all devices of the model, committed like the results of a program."""
+        return committed(replicate(arrays, self.everywhere))
+
+    def _layer_keys(self, shape: BatchShape, has_adapters: bool, in_blocks: bool) -> tuple[Hashable, ...]:
+        """Returns the keys of the programs that compute the layers of a shape in blocks, or all at once."""
+        if in_blocks:
+            return step_programs.keys_of_blocks(shape, depths=self._depths)
+        return (step_programs.forward_key(shape, has_adapters=has_adapters, depths=self._depths),)
 
     def _ways(self, shape: BatchShape, has_adapters: bool) -> tuple[bool, ...]:
-        """Returns the ways to compute the layers of a shape; see `step_programs.ways`."""
+        """Returns the ways to compute the layers of a shape, the best one first; see `UseOfBlocks`."""
         if self._blocks is None:
             return (False,)
         has_images = self._vision is not None and self._samples
-        return step_programs.ways(shape, has_adapters=has_adapters, has_images=has_images, guesses=self._guesses)
+        return self._use_of_blocks.ways(shape, has_adapters=has_adapters, has_images=has_images)
 
-    def _is_way_ready(self, in_blocks: bool, shape: BatchShape, has_adapters: bool) -> bool:
-        """Returns whether the programs that compute the layers in blocks, or all at once, are ready."""
-        if in_blocks:
-            return all(map(self._is_ready, step_programs.keys_of_blocks(shape, depths=self._depths)))
-        return self._is_ready(self._forward_key(shape, has_adapters))
+    def _ready_ways(self, shape: BatchShape, has_adapters: bool) -> Iterator[bool]:
+        """Yields the ways whose programs are ready. Programs of others than the best way may not be compiled at all."""
+        best, *others = self._ways(shape, has_adapters)
+        if all(map(self._is_ready, self._layer_keys(shape, has_adapters, best))):
+            yield best
+        for way in others:
+            if all(key in self._compiled for key in self._layer_keys(shape, has_adapters, way)):
+                yield way
 
-    def _way(self, shape: BatchShape, has_adapters: bool) -> bool:
+    def _in_blocks(self, shape: BatchShape, has_adapters: bool) -> bool:
         """Returns whether blocks compute the layers: in the best way whose programs are ready."""
-        ways = self._ways(shape, has_adapters)
-        return next((way for way in ways if self._is_way_ready(way, shape, has_adapters)), ways[0])
+        return next(self._ready_ways(shape, has_adapters), self._ways(shape, has_adapters)[0])
 
     def steps_of_run(self, shape: BatchShape, needed: SamplingVariant, *, has_adapters: bool = False) -> int:
         """Returns the number of steps of a shape that one launch can compute: 1 unless a run's program serves them."""
@@ -574,7 +594,7 @@ class ModelRunner:
             run_steps=self._run_steps,
             samples=self._samples,
             blocks=self._blocks,
-            guesses=self._guesses,
+            use_of_blocks=self._use_of_blocks,
         )
 
     def _shapes_of_batch(self, batch: StepBatch) -> PackedBatch:
@@ -607,7 +627,7 @@ class ModelRunner:
 
     def has_layers(self, shape: BatchShape, *, has_adapters: bool = False) -> bool:
         """Returns whether programs for the layers of this shape are ready."""
-        return any(self._is_way_ready(way, shape, has_adapters) for way in self._ways(shape, has_adapters))
+        return next(self._ready_ways(shape, has_adapters), None) is not None
 
     def wait_for_programs(self) -> None:
         """Waits until all programs are compiled."""

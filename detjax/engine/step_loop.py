@@ -38,7 +38,7 @@ from detjax.engine.scheduler import ScheduledStep, Scheduler
 from detjax.engine.sequence import Sequence
 from detjax.engine.slot_table import SlotTable
 from detjax.engine.snapshots import SnapshotCache
-from detjax.engine.step_programs import StepPrograms
+from detjax.engine.step_programs import USE_OF_BLOCKS, StepPrograms, UseOfBlocks
 from detjax.engine.step_states import AcceptedTokens, InFlightStep, LaunchedStep, PlannedStep, SampleRows
 from detjax.engine.token_masks import Masks, Matcher, computer_for
 from detjax.models import Adapter, Decoder, Draft
@@ -68,7 +68,8 @@ class StepLoopConfig:
         max_lora_rank: the largest rank of an adapter.
         adapters: adapters for whose modules there must be room, in addition to all linear layers without experts.
         layers_at_once: maximum number of layers that a program computes if it computes a block of them; see
-            `step_programs.ways`. None: there are no blocks.
+            `step_programs.UseOfBlocks`. None: there are no blocks.
+        rows_in_blocks: the fewest rows of prefills that are always computed in blocks.
     """
 
     shapes: BatchShapes
@@ -85,6 +86,7 @@ class StepLoopConfig:
     max_lora_rank: int = 16
     adapters: tuple[Adapter, ...] = ()
     layers_at_once: int | None = None
+    rows_in_blocks: int = USE_OF_BLOCKS.rows
 
     @property
     def most_drafted(self) -> int:
@@ -181,7 +183,7 @@ class StepLoop:
             adapters=adapters,
             depths=guesser.head.depths or () if isinstance(guesser, Draft) else None,
             layers_at_once=config.layers_at_once,
-            guesses=config.speculative is not None,
+            use_of_blocks=UseOfBlocks(config.speculative is not None, config.rows_in_blocks),
         )
         # Pages do not hold the state that layers keep in slots, but snapshots may.
         snapshots = None

@@ -93,26 +93,41 @@ def _decodes_of(shape: BatchShape) -> str:
     return f"{shape.decodes} decodes" + (f", {shape.queries} of each sequence" if shape.queries > 1 else "")
 
 
-def ways(shape: BatchShape, *, has_adapters: bool, has_images: bool, guesses: bool) -> tuple[bool, ...]:
-    """Returns the ways to compute the layers of a step in a model with equal blocks of layers, the best one first.
+class UseOfBlocks(NamedTuple):
+    """A choice of the steps that compute the layers in blocks, in a model that has equal ones.
 
-    - True: in blocks. Prefills keep the device busy for longer than the host takes to launch several programs, and a
-      block's program compiles in less time. Steps with guesses, and steps of as few decodes as an engine makes guesses
-      for, may have to wait for the host, which can launch a block while the device computes the previous one.
-    - False: all layers at once. Other decodes are launched while the device computes the step before, and one program
-      takes the host less time to launch than several. Until it is compiled, blocks are computed.
-
-    Args:
-        shape: the shape of the step's batch.
-        has_adapters: whether rows may have adapters.
-        has_images: whether prefills may have images.
+    Attributes:
         guesses: whether the engine makes guesses.
+        rows: the fewest rows of prefills that are always computed in blocks.
     """
-    if has_adapters or (shape.rows and has_images):
-        return (False,)
-    if shape.rows or (guesses and (shape.queries > 1 or shape.decodes <= MOST_SEQUENCES)):
-        return (True,)
-    return False, True
+
+    guesses: bool = False
+    rows: int = 2048
+
+    def ways(self, shape: BatchShape, *, has_adapters: bool, has_images: bool) -> tuple[bool, ...]:
+        """Returns the ways to compute the layers of a step, the best one first.
+
+        - True: in blocks, whose program compiles in less time. Many rows keep the device busy for longer than the host
+          takes to launch several programs. Steps with guesses, and steps of as few decodes as an engine makes guesses
+          for, may have to wait for the host, which can launch a block while the device computes the previous one.
+        - False: all layers at once. Other steps are launched while the device computes the step before, and one program
+          takes the host less time to launch than several. Until it is compiled, blocks are computed.
+
+        Args:
+            shape: the shape of the step's batch.
+            has_adapters: whether rows may have adapters.
+            has_images: whether prefills may have images.
+        """
+        if has_adapters or (shape.rows and has_images):
+            return (False,)
+        may_wait = not shape.rows and (shape.queries > 1 or shape.decodes <= MOST_SEQUENCES)
+        if shape.rows >= self.rows or (self.guesses and may_wait):
+            return (True,)
+        return False, True
+
+
+USE_OF_BLOCKS: Final = UseOfBlocks()
+"""The choice in an engine without guesses."""
 
 
 def keys_of_blocks(shape: BatchShape, *, depths: tuple[int, ...] | None = None) -> tuple[Hashable, ...]:
@@ -258,8 +273,8 @@ class StepPrograms:
         depths: see `forward`.
         run_steps: steps of a run.
         samples: whether steps sample tokens. A drafter's model samples in runs alone; it needs all of its programs.
-        blocks: the blocks of layers that steps may compute one after another; None: all layers at once. See `ways`.
-        guesses: whether the engine makes guesses.
+        blocks: the blocks of layers that steps may compute one after another; None: all layers at once.
+        use_of_blocks: which steps do.
     """
 
     network: Network
@@ -282,7 +297,7 @@ class StepPrograms:
     run_steps: int = RUN_STEPS
     samples: bool = True
     blocks: Blocks | None = None
-    guesses: bool = False
+    use_of_blocks: UseOfBlocks = USE_OF_BLOCKS
 
     @property
     def networks(self) -> tuple[Network, ...]:
@@ -339,17 +354,16 @@ class StepPrograms:
         alike = [other.shape for other in self.batches if other.shape.rows == shape.rows]
         # Most steps only decode. In steps that prefill, unused room for decodes costs little.
         is_essential = not shape.rows or shape == max(alike)
-        every_way = (False,)
+        ways = (False,)
         if self.blocks is not None:
-            given = {"has_adapters": batch.adapters is not None, "has_images": has_images, "guesses": self.guesses}
-            every_way = ways(shape, **given)
+            ways = self.use_of_blocks.ways(shape, has_adapters=batch.adapters is not None, has_images=has_images)
         at_once = forward(batch, self.state, self.slots.last, self.depths)
-        if True in every_way:
-            until = at_once.key if False in every_way else None
+        bridges = is_essential and ways == (False, True)
+        if bridges or ways == (True,):
             for program in self._in_blocks(batch):
-                yield program._replace(is_essential=is_essential, until=until)
-        if False in every_way:
-            yield at_once._replace(is_essential=is_essential and True not in every_way)
+                yield program._replace(is_essential=is_essential, until=at_once.key if bridges else None)
+        if False in ways:
+            yield at_once._replace(is_essential=is_essential and not bridges)
 
     def _in_blocks(self, batch: PackedBatch) -> Iterator[StepProgram]:
         assert self.blocks is not None
@@ -462,12 +476,10 @@ def _forward_block(
 
 
 @functools.partial(compilation.jit, static_argnums=0)
-def _embed(
-    network: Network, parameters: Parameters, last: Int32[Array, "slots"], batch: Batch
-) -> Float[Array, "N D"]:
+def _embed(network: Network, parameters: Parameters, last: Int32[Array, "slots"], batch: Batch) -> Float[Array, "N D"]:
     """Returns the embeddings of a step's tokens."""
     with model_of(network, parameters) as model:
-        return model.embedding(_tokens(batch.unpacked(), last))
+        return model.embedded(_tokens(batch.unpacked(), last))
 
 
 def _tokens(batch: StepBatch, last: Int32[Array, "slots"]) -> Int32[Array, "N"]:

@@ -55,12 +55,12 @@ class Blocks(NamedTuple):
 def equal_blocks(model: Decoder, most: int) -> Blocks | None:
     """Returns the fewest equal blocks of up to `most` layers; None if no blocks are equal, or one would be enough.
 
-    Layers are equal if they differ in nothing but their weights. The layers of a model on several devices have no
-    blocks, and neither have layers that need more than the residual stream of the layer before.
+    Layers are equal if they differ in nothing but their weights. Layers that need more than the residual stream of the
+    layer before have no blocks.
     """
     count = len(model.layers)
     has_others = any(isinstance(one, PagesOfLayer) for one in declarations(model.config))
-    if count <= most or model.mesh is not None or model.per_layer is not None or has_others:
+    if count <= most or model.per_layer is not None or has_others:
         return None
     network = split(model)[0]
     for size in range(most, most // _FEWEST, -1):

@@ -229,9 +229,19 @@ class Decoder(nnx.Module):
             is_first: whether this is the first block, which then ignores `x` and embeds the tokens itself; None: no
                 block embeds them.
         """
+        if self.mesh is not None:
+            specs = specs_of(self.mesh, declarations(self.config)[: len(self.layers)])
+            call = Call("block", (P(), P(), specs, P(), P()), (P(), P(), specs))
+            return run(self, call, tokens, queries, state, x, is_first)
         before = x, is_first
         x, _, state = self._run_layers(tokens, queries, state, None, (), rematerialized=False, before=before)
         return self.final_norm(x), x, state
+
+    def embedded(self, tokens: Int[Array, "*N"]) -> Float[Array, "*N D"]:
+        """Returns the embeddings of tokens: the residual stream before the first layer."""
+        if self.mesh is not None:
+            return run(self, Call("embedded", (P(),), P()), tokens)
+        return self.embedding(tokens)
 
     def hidden_and_residual_states(
         self,

@@ -81,14 +81,15 @@ def new_loop(model: Decoder, num_pages: int, layers_at_once: int | None, max_lor
     return loop
 
 
-def plain_loop(model: Decoder, num_pages: int, layers_at_once: int | None) -> StepLoop:
-    """A loop of two slots that makes no guesses."""
+def plain_loop(model: Decoder, num_pages: int, layers_at_once: int | None, rows_in_blocks: int = 16) -> StepLoop:
+    """A loop of two slots that makes no guesses, whose steps have up to 16 rows."""
     config = StepLoopConfig(
         shapes=BatchShapes.for_serving(2, 16),
         num_pages=num_pages,
         pages_per_sequence=1,
         variants=(SamplingVariant(False, 0),),
         layers_at_once=layers_at_once,
+        rows_in_blocks=rows_in_blocks,
     )
     return StepLoop.for_model(model, config)
 
@@ -98,35 +99,39 @@ def steps_in_blocks(loop: StepLoop) -> list[BatchShape]:
     runner, shapes = loop._runner, list[BatchShape]()
     forward = runner._forward_in_blocks
 
-    def noted(batch: Any, blocks: Any) -> Any:
+    def noted(batch: Any, **options: Any) -> Any:
         shapes.append(batch.shape)
-        return forward(batch, blocks)
+        return forward(batch, **options)
 
     runner._forward_in_blocks = noted
     return shapes
 
 
-def test_prefills_are_computed_in_blocks_with_the_same_bits(model: Decoder) -> None:
+def test_prefills_of_many_rows_are_computed_in_blocks_with_the_same_bits(model: Decoder) -> None:
     pages = next(_NUM_PAGES)
     expected = answers(plain_loop(model, pages, None), model)
-    loop = plain_loop(model, pages, 2)
-    shapes = steps_in_blocks(loop)
-    assert answers(loop, model) == expected
-    assert len(shapes) >= 2 and all(shape.rows for shape in shapes)
+    for rows in (16, 17):
+        loop = plain_loop(model, pages, 2, rows)
+        shapes = steps_in_blocks(loop)
+        assert answers(loop, model) == expected
+        assert {shape.rows for shape in shapes} == ({16} if rows == 16 else set())
 
 
-def test_decodes_are_computed_in_blocks_until_the_program_of_all_layers_is_there(
-    model: Decoder, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("rows_in_blocks", [16, 17])
+def test_blocks_are_computed_until_the_programs_of_all_layers_are_there(
+    rows_in_blocks: int, model: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pages, go_on = next(_NUM_PAGES), threading.Event()
     expected = answers(plain_loop(model, pages, None), model)
     jax.clear_caches()  # a program for a CPU that has run cannot be serialized
-    loop = plain_loop(model, pages, 2)
-    programs = loop.programs().by_key()
-    at_once = [key for key in programs if key[0] == "_forward"]  # pyright: ignore[reportIndexIssue]
+    loop = plain_loop(model, pages, 2, rows_in_blocks)
+    programs: Any = loop.programs().by_key()
+    at_once = [key for key in programs if key[0] == "_forward"]
     rare = [key for key, program in programs.items() if not program.is_essential]
-    assert rare[: len(at_once)] == at_once  # most steps wait for these
-    assert [shape.rows for _, shape in at_once] == [0, 0]  # pyright: ignore[reportGeneralTypeIssues]
+    awaited = [key for key in at_once if key in {program.until for program in programs.values()}]
+    assert rare[: len(awaited)] == awaited
+    assert sorted(shape.rows for _, shape in awaited) == ([0, 0] if rows_in_blocks == 16 else [0, 0, 16])
+    assert {shape.rows for _, shape in at_once} == ({0} if rows_in_blocks == 16 else {0, 16})
 
     def wait_if_rare(key: Hashable) -> None:
         assert key not in rare or go_on.wait(HANGS_AFTER)
@@ -145,7 +150,7 @@ def test_decodes_are_computed_in_blocks_until_the_program_of_all_layers_is_there
         assert not compilation.pending
         shapes.clear()
         assert answers(loop, model) == expected
-        assert shapes and all(shape.rows for shape in shapes)
+        assert {shape.rows for shape in shapes} == ({16} if rows_in_blocks == 16 else set())
         loop.close()
 
 

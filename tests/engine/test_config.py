@@ -147,6 +147,7 @@ def test_a_step_loop_has_the_settings_of_its_engine() -> None:
         "snapshot_tokens": 77,
         "kv_cache_dtype": "int8",
         "layers_at_once": 16,
+        "rows_in_blocks": 2048,
         "runs_of": 2,
         "speculative": SpeculativeConfig(method="ngram"),
         "max_loras": 0,

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from detjax.engine import BatchShapes, StepLoop, StepLoopConfig, model_runner, program_compiler
+from detjax.engine.compiler_process import CompilerProcess
 from detjax.engine.model_runner import ModelRunner
 from detjax.engine.program_compiler import ProgramCompiler
 from detjax.models import sharded
@@ -22,10 +23,16 @@ VARIANTS_OF_TWO = (VARIANTS[2]._replace(distribution=True),)
 LINKS, NOWHERE = (DeviceLinks(jnp.full((2, 2), value, jnp.int32)) for value in (1, 0))
 
 
-def shared_loop() -> StepLoop:
+def shared_loop(layers_at_once: int | None) -> StepLoop:
     mesh = jax.make_mesh((2,), ("tensor",))
     config = StepLoopConfig(
-        shapes=BatchShapes.for_serving(1, 8), num_pages=2, pages_per_sequence=1, variants=VARIANTS_OF_TWO, runs_of=1
+        shapes=BatchShapes.for_serving(1, 8),
+        num_pages=2,
+        pages_per_sequence=1,
+        variants=VARIANTS_OF_TWO,
+        runs_of=1,
+        layers_at_once=layers_at_once,
+        rows_in_blocks=1,
     )
     return StepLoop.for_model(sharded(small_model(), mesh), config)
 
@@ -51,28 +58,33 @@ def main() -> None:
     """
     expected = answers(small_loop(VARIANTS_OF_TWO))
     with no_kept_programs():
-        compare(expected)
+        compare(expected, None)
+        jax.clear_caches()  # a program for a CPU that has run cannot be serialized
+        compare(expected, 1)
     print(ALL_HOLD)
 
 
-def compare(expected: list[Any]) -> None:
+def compare(expected: list[Any], layers_at_once: int | None) -> None:
     """Fails if two devices do not give the answers expected."""
     calls, used = Calls(), list[Hashable]()
     buffers = Buffers(jnp.zeros(1, jnp.int32), LINKS, NOWHERE)
     model_runner.device_buffers = lambda mesh: None if mesh is None else buffers
     ModelRunner._run = lambda self, program, *, is_linked=True: calls.run(self, program, is_linked=is_linked)
 
-    class Counted(program_compiler.CompilerProcess):
+    class Counted(CompilerProcess):
         def compiled(self, key: Hashable) -> bytes:
             content = super().compiled(key)
             used.append(key)
             return content
 
     program_compiler.CompilerProcess = Counted
-    loop = shared_loop()
+    loop = shared_loop(layers_at_once)
     loop.warm_up(ProgramCompiler(processes=1))
     loop.wait_for_programs()
-    assert {*used} == {*loop.programs().by_key()} == {*loop._runner._compiled}
+    programs = loop.programs().by_key()
+    assert {*used} == {key for key in programs if programs[key].until is None} == {*loop._runner._compiled}
+    names = [key[0] for key in used]  # pyright: ignore[reportIndexIssue]
+    assert ("_forward_block" in names) == ("_embed" in names) == (layers_at_once is not None)
     assert len(used) == len({*used})
     assert answers(loop) == expected
     loop.sleep(keeps_weights=True)
@@ -89,10 +101,11 @@ def compare(expected: list[Any]) -> None:
         by_key.setdefault(key, []).append(is_linked)
     assert {*by_key} == {*used}
     for key, linked in by_key.items():
-        # No device waits for another one while tokens are noted.
-        assert linked[0] is (key[0] == "_note_seen"), key  # pyright: ignore[reportIndexIssue]
-        assert all(linked[1:]), key
-        assert len(linked) > 1, key
+        name = key[0]  # pyright: ignore[reportIndexIssue]
+        # No device waits for another one while tokens are noted. A step runs the program of a block for each block.
+        first = {"_note_seen": 0, "_forward_block": 2}.get(name, 1)
+        assert not any(linked[:first]), key
+        assert len(linked) > first and all(linked[first:]), key
     loop.close()
 
 

@@ -46,15 +46,19 @@ IN_BLOCKS, AT_ONCE, BLOCKS_FIRST = (True,), (False,), (False, True)
         (BatchShape(256, 0, 0, 256), True, BLOCKS_FIRST),
         (BatchShape(256, 0, 0, 256, queries=4), True, IN_BLOCKS),
         (BatchShape(64, 0, 0, 64), False, BLOCKS_FIRST),
-        (BatchShape(4, 64, 8, 64), False, IN_BLOCKS),
-        (BatchShape(4, 64, 8, 64), True, IN_BLOCKS),
+        (BatchShape(4, 64, 8, 64), False, BLOCKS_FIRST),
+        (BatchShape(4, 64, 8, 64), True, BLOCKS_FIRST),
+        (BatchShape(4, 1024, 8, 64), False, BLOCKS_FIRST),
+        (BatchShape(4, 2048, 8, 64), False, IN_BLOCKS),
+        (BatchShape(0, 8192, 8, 64), True, IN_BLOCKS),
     ],
 )
-def test_steps_that_prefill_or_may_wait_for_the_host_compute_layers_in_blocks(
+def test_steps_of_many_rows_or_that_may_wait_for_the_host_compute_layers_in_blocks(
     shape: BatchShape, guesses: bool, expected: tuple[bool, ...]
 ) -> None:
     def ways(*, has_adapters: bool = False, has_images: bool = False) -> tuple[bool, ...]:
-        return step_programs.ways(shape, has_adapters=has_adapters, has_images=has_images, guesses=guesses)
+        use = step_programs.UseOfBlocks(guesses)
+        return use.ways(shape, has_adapters=has_adapters, has_images=has_images)
 
     assert ways() == expected
     assert ways(has_adapters=True) == AT_ONCE

@@ -43,15 +43,12 @@ def test_blocks_are_equal_and_as_few_as_possible(
     assert bounds(equal_blocks(decoder(preset, layers), most)) == expected
 
 
-def test_a_model_on_several_devices_has_no_blocks() -> None:
-    assert bounds(equal_blocks(presets.decoder("tiny", 2), 1)) == [(0, 1), (1, 2)]
-    mesh = jax.make_mesh((1, 1), ("tensor", "expert"))
-    assert equal_blocks(sharded(presets.decoder("tiny", 2), mesh), 1) is None
-
-
+@pytest.mark.parametrize("is_shared", [False, True])
 @pytest.mark.parametrize(("preset", "layers", "most"), [("tiny", 6, 2), ("tiny-experts", 4, 1)])
-def test_blocks_compute_what_all_layers_do(preset: str, layers: int, most: int) -> None:
+def test_blocks_compute_what_all_layers_do(preset: str, layers: int, most: int, is_shared: bool) -> None:
     model = presets.decoder(preset, layers)
+    if is_shared:
+        model = sharded(model, jax.make_mesh((1, 1), ("tensor", "expert")))
     blocks = equal_blocks(model, most)
     assert blocks is not None and len(blocks.blocks) == layers // most
     tokens = jnp.arange(3, 14)[None]
@@ -64,15 +61,26 @@ def test_blocks_compute_what_all_layers_do(preset: str, layers: int, most: int) 
         return split(model)[0].with_weights(weights).hidden_states(tokens, queries, state)
 
     @jax.jit
+    def embedded(weights: Any, tokens: Any) -> Any:
+        return blocks.embedding.with_weights(weights).embedded(tokens)
+
+    @jax.jit
     def one(weights: Any, tokens: Any, state: Any, x: Any, is_first: Any) -> Any:
         return blocks.network.with_weights(weights).block(tokens, queries, state, x, is_first)
 
-    expected, expected_state = at_once(weights, tokens, cache.state)
-    x, state = jnp.full_like(expected, jnp.nan), []
-    for number, block in enumerate(blocks.blocks):
-        part = tuple(weights[index] for index in block.weights)
-        hidden, x, written = one(part, tokens, block.part(cache.state), x, jnp.asarray(number == 0))
-        state += written
-    np.testing.assert_array_equal(hidden, expected)
-    for result, wanted in zip(jax.tree.leaves(state), jax.tree.leaves(expected_state), strict=True):
-        np.testing.assert_array_equal(result, wanted)
+    def all_blocks(x: Any, flags: list[Any]) -> Any:
+        state, hidden = list[Any](), None
+        for block, is_first in zip(blocks.blocks, flags, strict=True):
+            part = tuple(weights[index] for index in block.weights)
+            hidden, x, written = one(part, tokens, block.part(cache.state), x, is_first)
+            state += written
+        return hidden, tuple(state)
+
+    expected = at_once(weights, tokens, cache.state)
+    embeddings = embedded(tuple(weights[index] for index in blocks.embedding_weights), tokens)
+    later = len(blocks.blocks) - 1
+    for x, flags in (
+        (jnp.full_like(embeddings, jnp.nan), [jnp.asarray(True), *[jnp.asarray(False)] * later]),
+        (embeddings, [None] * (1 + later)),
+    ):
+        jax.tree.map(np.testing.assert_array_equal, all_blocks(x, flags), expected)
