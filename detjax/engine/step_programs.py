@@ -80,17 +80,18 @@ def forward(batch: Batch, state: State, last: Any, depths: tuple[int, ...] | Non
             None: it returns neither.
     """
     shape, has_adapters = batch.shape, batch.adapters is not None
-    prefills = f", and prefills of up to {shape.rows} rows" if shape.rows else ""
     # The layers do not depend on sampling: their program is the same with and without adjustments.
     args = state, last, batch.for_layers()
     adapters = ", with adapters" if has_adapters else ""
-    purpose = f"layers: up to {_decodes_of(shape)}{prefills}{adapters}"
+    purpose = f"layers: up to {_size_of(shape)}{adapters}"
     static = {} if depths is None else {"depths": depths}
     return StepProgram(_forward, _size_of_layers(shape, has_adapters), args, static, purpose)
 
 
-def _decodes_of(shape: BatchShape) -> str:
-    return f"{shape.decodes} decodes" + (f", {shape.queries} of each sequence" if shape.queries > 1 else "")
+def _size_of(shape: BatchShape) -> str:
+    guesses = f", {shape.queries} of each sequence" if shape.queries > 1 else ""
+    prefills = f", and prefills of up to {shape.rows} rows" if shape.rows else ""
+    return f"{shape.decodes} decodes{guesses}{prefills}"
 
 
 class UseOfBlocks(NamedTuple):
@@ -144,7 +145,7 @@ def embed(batch: Batch, last: Any, blocks: Blocks) -> StepProgram:
         last: the last token of each slot.
         blocks: the blocks of the layers.
     """
-    purpose = f"embeddings: up to {_decodes_of(batch.shape)}, and {batch.shape.rows} rows of prefills"
+    purpose = f"embeddings: up to {_size_of(batch.shape)}"
     part = ModelPart(blocks.embedding, blocks.embedding_weights)
     return StepProgram(_embed, batch.shape, (last, batch.for_layers()), {}, purpose, part=part)
 
@@ -169,10 +170,9 @@ def forward_block(
         number: the number of the block.
         depths: see `forward`; an empty tuple or None.
     """
-    block, shape = blocks.blocks[number], batch.shape
+    block = blocks.blocks[number]
     args = block.part(state), last, batch.for_layers(), before
-    prefills = f", and prefills of up to {shape.rows} rows" if shape.rows else ""
-    purpose = f"a block of layers: up to {_decodes_of(shape)}{prefills}"
+    purpose = f"a block of layers: up to {_size_of(batch.shape)}"
     part = ModelPart(blocks.network, block.weights)
     return StepProgram(_forward_block, batch.shape, args, {"depths": depths}, purpose, part=part)
 

@@ -34,7 +34,7 @@ def entries_of(prompt: list[int], generated: list[int], vocabulary: int) -> list
     return batches
 
 
-IN_BLOCKS, AT_ONCE, BLOCKS_FIRST = (True,), (False,), (False, True)
+IN_BLOCKS, AT_ONCE, BRIDGED = (True,), (False,), (False, True)
 
 
 @pytest.mark.parametrize(
@@ -42,13 +42,13 @@ IN_BLOCKS, AT_ONCE, BLOCKS_FIRST = (True,), (False,), (False, True)
     [
         (BatchShape(64, 0, 0, 64), True, IN_BLOCKS),
         (BatchShape(MOST_SEQUENCES, 0, 0, MOST_SEQUENCES), True, IN_BLOCKS),
-        (BatchShape(MOST_SEQUENCES + 1, 0, 0, MOST_SEQUENCES + 1), True, BLOCKS_FIRST),
-        (BatchShape(256, 0, 0, 256), True, BLOCKS_FIRST),
+        (BatchShape(MOST_SEQUENCES + 1, 0, 0, MOST_SEQUENCES + 1), True, BRIDGED),
+        (BatchShape(256, 0, 0, 256), True, BRIDGED),
         (BatchShape(256, 0, 0, 256, queries=4), True, IN_BLOCKS),
-        (BatchShape(64, 0, 0, 64), False, BLOCKS_FIRST),
-        (BatchShape(4, 64, 8, 64), False, BLOCKS_FIRST),
-        (BatchShape(4, 64, 8, 64), True, BLOCKS_FIRST),
-        (BatchShape(4, 1024, 8, 64), False, BLOCKS_FIRST),
+        (BatchShape(64, 0, 0, 64), False, BRIDGED),
+        (BatchShape(4, 64, 8, 64), False, BRIDGED),
+        (BatchShape(4, 64, 8, 64), True, BRIDGED),
+        (BatchShape(4, 1024, 8, 64), False, BRIDGED),
         (BatchShape(4, 2048, 8, 64), False, IN_BLOCKS),
         (BatchShape(0, 8192, 8, 64), True, IN_BLOCKS),
     ],
