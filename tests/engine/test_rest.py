@@ -242,4 +242,5 @@ def test_no_program_is_compiled_again_after_sleep_or_new_weights() -> None:
             engine.generate([request])
             engine.replace_weights({0: weight})
             engine.generate([request])
-        assert not compiled
+        # Operations outside the steps' programs are compiled once in a process.
+        assert not [name for name in compiled if name.startswith("jit(_")], compiled
