@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 TESTS = """
-import pytest, time
+import pytest
 
 @pytest.fixture
 def costly(): print("a fixture ran")
