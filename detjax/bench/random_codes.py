@@ -72,11 +72,17 @@ def with_codes(model: Decoder, name: str, *, plain: bool = False) -> Decoder:
         plain: whether to widen the codes at once, as loading with `quantized="widened"` does.
     """
     widen = jax.jit(widened)
+    drawn_later = []
     for seed, (path, weight) in enumerate(parameters(model).items()):
         part: Any = part_with(model, path)
-        if path[0] != "layers" or path[-1] not in getattr(part, "PRODUCTS", ()):
-            continue
-        codes = drawn_weight(weight.shape, name, weight.dtype.name, seed)
-        parameter: nnx.Param[Any] = getattr(part, path[-1])
+        if path[0] == "layers" and path[-1] in getattr(part, "PRODUCTS", ()):
+            parameter: nnx.Param[Any] = getattr(part, path[-1])
+            drawn_later.append((parameter, seed, jax.ShapeDtypeStruct(weight.shape, weight.dtype)))
+    # All matrices are freed before the first codes are drawn: one by one, they would leave gaps between the codes that
+    # are too small for a cache.
+    for parameter, _, described in drawn_later:
+        parameter.set_value(described)
+    for parameter, seed, described in drawn_later:
+        codes = drawn_weight(described.shape, name, described.dtype.name, seed)
         parameter.set_value(widen(codes) if plain else codes)
     return model

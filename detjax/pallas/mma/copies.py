@@ -140,7 +140,11 @@ class Ring:
 
     def _refill(self, step: Array) -> None:
         """Says that the previous stage has been read, and fills the one before it once all warpgroups have read it."""
-        pl.when(step > 0)(lambda: plgpu.barrier_arrive(self.consumed.at[self._slot(jnp.maximum(step - 1, 0))]))
+
+        @pl.when(step > 0)
+        def _() -> None:
+            plgpu.commit_smem()  # an arrival alone does not wait for loads
+            plgpu.barrier_arrive(self.consumed.at[self._slot(jnp.maximum(step - 1, 0))])
 
         @pl.when((step > 1) & (step - 2 + self.stages < self.steps))
         def _() -> None:

@@ -24,7 +24,7 @@ from detjax.pallas.hopper import device
 from detjax.pallas.hopper.attention.online_softmax import normalized
 from detjax.pallas.hopper.attention.warpgroups import COMPILER_PARAMS
 from detjax.pallas.hopper.device import WARP, WARPGROUP
-from detjax.pallas.hopper.mosaic.barriers import meet
+from detjax.pallas.hopper.mosaic.barriers import await_loads, meet
 from detjax.pallas.hopper.mosaic.layouts import NUMBER, PER_THREAD
 from detjax.pallas.hopper.mosaic.lines import in_warps, load_line, running_maxima, store_changes, store_line
 from detjax.pallas.hopper.mosaic.tiles import fma
@@ -360,6 +360,7 @@ class _Merge:
 
         @pl.when(index + self.splits.stages < self.loads)
         def _() -> None:
+            await_loads(*merged, layouts=(PER_THREAD, NUMBER))
             meet()  # all threads have read the slot
             self.load(index + self.splits.stages)
 

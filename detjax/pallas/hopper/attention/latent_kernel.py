@@ -31,7 +31,7 @@ from detjax.pallas.hopper.attention.warpgroups import (
     MULTIPLYING_REGISTERS,
     WARPGROUPS,
 )
-from detjax.pallas.hopper.mosaic.barriers import sync
+from detjax.pallas.hopper.mosaic.barriers import await_loads, sync
 from detjax.pallas.hopper.mosaic.layouts import MATRIX, PER_ROW, ROWS, swizzled
 from detjax.pallas.hopper.mosaic.products import start_product
 from detjax.pallas.hopper.mosaic.tiles import (
@@ -299,6 +299,7 @@ class Kernel:
         )
         # In registers p frees its memory for the next page before the values are multiplied.
         p = joined(*(_load(exchanged.at[pl.ds(first, ROWS)], MATRIX) for first in (0, ROWS)))
+        await_loads(p, layouts=(MATRIX,))
         plgpu.barrier_arrive(scratch["p_consumed"])
         m, a, b = rescaling(sums.m, m_b)
         total = merged(sums.total, a, total_b, b)

@@ -1,5 +1,6 @@
 """Barriers between warps, and prefetches to the L2 cache."""
 
+import functools
 import math
 from typing import Any
 
@@ -8,12 +9,12 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental.mosaic.gpu import utils as mgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith
+from jaxlib.mlir.dialects import arith, vector
 
 from detjax.operands.numerics import ceil_div
 from detjax.pallas.hopper.mosaic import no_twin, primitive, with_twin
 from detjax.pallas.hopper.mosaic.layouts import NUMBER
-from detjax.pallas.hopper.mosaic.registers import int32, offset_address
+from detjax.pallas.hopper.mosaic.registers import element, i32, int32, offset_address
 from detjax.pallas.nvidia import has_copy_engine
 
 _CACHE_LINE = 128
@@ -67,6 +68,42 @@ def commit_smem() -> None:
         plgpu.commit_smem()
     else:
         meet()
+
+
+def _plain_await_loads(*loaded: Array, layouts: tuple[Any, ...]) -> None:
+    """Does nothing: the interpreter loads at once."""
+
+
+@primitive(twin=_plain_await_loads, args=lambda *_, layouts: layouts)
+def await_loads(*loaded: Any, layouts: tuple[Any, ...]) -> None:
+    """Makes a thread wait until it has loaded arrays from shared memory, which the copy engine may then overwrite.
+
+    Neither an arrival at a barrier nor a meeting waits for loads whose results nobody has used yet: the copy engine can
+    be told that a buffer is free while a load from it is still queued. On an H200, other warps' loads from device
+    memory held loads of scales up for so long that these read the scales of the next tile, in one launch of 100.
+
+    Buffers that only the matrix unit reads do not need this, nor do numbers that a thread has stored or multiplied.
+
+    Args:
+        loaded: the arrays, or arrays that were computed from all of their elements.
+        layouts: their layouts.
+    """
+    bits = functools.reduce(
+        arith.andi, [word for x in loaded for register in x.registers.flat for word in _words(register)]
+    )
+    # Only a condition on the numbers makes the compiler wait for them. The fence changes nothing, and is never reached
+    # unless all numbers are NaN.
+    text = "{ .reg .pred p; setp.eq.u32 p, $0, 0xffffffff; @p fence.proxy.async.shared::cta; }"
+    mgpu.inline_ptx(text, bits, has_side_effects=True)
+
+
+def _words(register: Any) -> list[Any]:
+    """Returns the 32-bit words of a register: a number, or a vector of numbers."""
+    if not isinstance(register.type, ir.VectorType):
+        return [arith.bitcast(i32(), register)]
+    count = math.prod(register.type.shape) * mgpu.bitwidth(register.type.element_type) // 32
+    words = vector.bitcast(ir.VectorType.get((count,), i32()), register)
+    return [element(words, i) for i in range(count)]
 
 
 def _plain_prefetch(ref: Any, part: Array, *, parts: int, threads: int) -> None:

@@ -5,7 +5,8 @@ Buffers are ordered as in `matmul.kernel`.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from detjax.contract import ACCUMULATOR, FP8_BLOCK
 from detjax.operands.options import Epilogue
 from detjax.pallas.hopper.matmul.kernel import Cta, Operands, Scratch, launched, scratch_types
 from detjax.pallas.hopper.matmul.plan import MATRIX_ROWS
-from detjax.pallas.hopper.mosaic.barriers import meet
+from detjax.pallas.hopper.mosaic.barriers import await_loads, meet
 from detjax.pallas.hopper.mosaic.layouts import MATRIX, PER_COLUMN, PER_ROW
 from detjax.pallas.hopper.mosaic.products import start_product_of_codes
 from detjax.pallas.hopper.quantized.codes.plan import CodesPlan
@@ -122,10 +123,12 @@ class CodesCta(Cta):
             slot, totals = self.slot(tile * plan.steps + k_step), list(sums)
             plgpu.barrier_wait(scratch.loaded.at[slot])
             in_flight: list[tuple[int, int, Array, Any]] = []
+            loaded: list[tuple[Array, Array]] = []
 
             def scales(block: int, part: int) -> tuple[Array, Array]:
                 group = lax.rem(self.group(k_step, block), jnp.int32(plan.scale_unit))
-                return self.scales_of(slot, block, part, group, unit)
+                loaded.append(self.scales_of(slot, block, part, group, unit))
+                return loaded[-1]
 
             def add_first() -> None:
                 block, part, product, factors = in_flight.pop(0)
@@ -147,7 +150,7 @@ class CodesCta(Cta):
             while in_flight:
                 add_first()
             # With scales by rows, the last stage also has the scales of the whole rows.
-            pl.when(not plan.by_rows or k_step < plan.k_steps - 1)(lambda: self.release(slot))
+            pl.when(not plan.by_rows or k_step < plan.k_steps - 1)(lambda: self.release(slot, loaded))
             return tuple(totals)
 
         zeros = plgpu.layout_cast(jnp.zeros((plan.padded_rows, plan.columns), ACCUMULATOR), MATRIX)
@@ -160,7 +163,7 @@ class CodesCta(Cta):
                 scaled_by(total, *factors, by_columns_first=by_columns_first)
                 for total, factors in zip(sums, scales, strict=True)
             ]
-            self.release(slot)
+            self.release(slot, scales)
         return tuple(sums)
 
     def started(self, slot: Array, block: int, part: int) -> Array:
@@ -183,8 +186,10 @@ class CodesCta(Cta):
         by_row = plgpu.load(tokens.at[pl.ds(first_row, MATRIX_ROWS)], layout=PER_ROW, optimized=False)
         return column_scales(group, weights, unit=unit), by_row
 
-    def release(self, slot: Array) -> None:
-        """Lets the copy engine overwrite a stage, whose scales the threads of the warpgroup have read themselves."""
+    def release(self, slot: Array, scales: Sequence[tuple[Array, Array]]) -> None:
+        """Lets the copy engine overwrite a stage, from which the threads have loaded scales of columns and rows."""
+        if scales:
+            await_loads(*itertools.chain(*scales), layouts=(PER_COLUMN, PER_ROW) * len(scales))
         if self.plan.cluster_size > 1:
             meet()  # one thread arrives for all
         plgpu.barrier_arrive(self.scratch.consumed.at[slot])
