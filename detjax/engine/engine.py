@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import gc
-import logging
 import sys
 import threading
 import time
@@ -40,16 +39,7 @@ from detjax.engine.request import Aborted, Generation, Request, Token
 from detjax.engine.watchdog import StepTimeout
 from detjax.models import Adapter, Decoder, Tokenizer, sharded
 from detjax.models.adapters.adapter_set import without_adapters
-from detjax.models.network import parameters
-from detjax.runtime import backends
 
-_log: Final = logging.getLogger("detjax.engine")
-
-_SEEN_TO_DIFFER: Final = (
-    "the model has weights whose products quantize activations. On a Hopper GPU, the answers of such a model to 1000 "
-    "requests were seen to depend on their order, for a reason that is not known yet. Load it with quantized='widened' "
-    "if you need equal bits; see docs/models.md"
-)
 _POLL_SECONDS: Final = 0.01
 """Seconds between looks at whether the requests with an adapter have ended."""
 _SWITCH_INTERVAL: Final = 0.0005
@@ -126,8 +116,6 @@ class Engine(EngineThread):
             guesser = load_guesser(given.speculative, model, tokenizer)
             resolved = given.resolved(model, guesser)
         adapters = {} if model.adapters is None or not resolved.max_loras else model.adapters.by_name
-        if backends.backend() == "hopper" and any(getattr(w, "is_computed", False) for w in parameters(model).values()):
-            _log.warning(_SEEN_TO_DIFFER)
         super().__init__(without_adapters(model), tokenizer, resolved, adapters, guesser)
         self._is_frozen = False
         atexit.register(self.close)  # exiting while the device computes may crash

@@ -21,7 +21,6 @@ from flax import nnx
 
 import detjax
 from detjax import SamplingParams, ops
-from detjax.bench import presets
 from detjax.engine import (
     Engine,
     EngineClosed,
@@ -37,7 +36,6 @@ from detjax.engine import sequence as engine_sequence
 from detjax.engine.sampling_variant import SamplingVariant, run_variants
 from detjax.engine.text_stream import TextStream
 from detjax.models import GenerationDefaults, load
-from detjax.runtime.backends import use_backend
 from tests.support.bits import assert_same_bits, same_bits
 from tests.support.compiled_programs import compiled_programs
 from tests.support.memory import allocated
@@ -688,15 +686,3 @@ def test_more_tokens_than_a_step_can_hold_back_are_refused(shared: Engine, monke
     params = dataclasses.replace(params, stop_token_ids=(*range(400, 515), *range(20, 100)))
     with pytest.raises(ValueError, match="515 tokens have a bias or are held back by min_tokens; accepted: up to 512"):
         shared.generate([Request([1], params)])
-
-
-@pytest.mark.parametrize(
-    ("weights", "backend", "warns"), [("fp8", "hopper", True), ("int4", "hopper", False), ("fp8", "portable", False)]
-)
-def test_an_engine_warns_of_products_that_were_seen_to_depend_on_the_batch(
-    weights: str, backend: str, warns: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = presets.decoder("tiny", 1, weights=weights)
-    with use_backend(backend), Engine(model, max_samples=1, token_budget=16, max_length=64, num_pages=2):
-        pass
-    assert ("seen to depend on their order" in caplog.text) == warns
