@@ -1,0 +1,41 @@
+"""Loads from shared memory in PTX that are still queued when a thread says that their buffer may be overwritten.
+
+An arrival at a barrier does not wait for earlier loads of the same thread, and the copy engine does not queue behind
+them. A load has ended once an instruction that leaves the thread's registers, or is predicated, has taken a number that
+depends on it: the thread cannot issue that one before.
+"""
+
+import re
+from collections.abc import Iterator
+
+from tests.support.ptx import Instruction, Kernel
+
+_LOADS = re.compile(r"ld\.shared|ldmatrix")
+_TAKES_REGISTERS = re.compile(r"st\.|stmatrix|shfl|redux|bar\.red|red\.|atom|wgmma\.mma_async|mma\.")
+_ARRIVALS = re.compile(r"mbarrier\.arrive\.(release|shared::cluster)")
+_ENDS_BLOCK = re.compile(r"bra|ret|exit")
+
+
+def queued_loads(kernel: Kernel) -> Iterator[list[Instruction]]:
+    """Yields, for each arrival of a thread, the loads of the same basic block that may not have ended."""
+    begins = {*kernel.labels.values()}
+    queued: dict[int, Instruction] = {}
+    depends: dict[str, set[int]] = {}
+    for place, instruction in enumerate(kernel.code):
+        if place in begins:
+            queued, depends = {}, {}
+        name, operands = instruction.name, [re.findall(r"%\w+|\b[a-z]\w*\b", text) for text in instruction.operands]
+        sources = {register for registers in operands for register in registers} | {instruction.guard.lstrip("!")}
+        needed = {load for register in sources for load in depends.get(register, ())}
+        if instruction.guard or _TAKES_REGISTERS.match(name):
+            for load in needed:
+                queued.pop(load, None)
+        if _LOADS.match(name):
+            queued[place] = instruction
+            depends |= {register: {place} for register in operands[0]}
+        elif _ARRIVALS.match(name):
+            yield list(queued.values())
+        elif operands and not _TAKES_REGISTERS.match(name):
+            depends |= {register: needed for register in operands[0]}
+        if _ENDS_BLOCK.match(name):
+            queued, depends = {}, {}
