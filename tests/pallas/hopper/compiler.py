@@ -340,7 +340,7 @@ def experts_of_tokens(tokens: int) -> Program:
     graph, state = nnx.split(nnx.eval_shape(module))
     integers = array(tokens, 2, dtype="int32"), array(tokens, dtype="int32"), array(tokens, dtype="int32")
     rows = array(tokens, 1, config.hidden_size)
-    leaves, tree = jax.tree.flatten((state, rows, Queries(*integers), rows))
+    leaves, tree = jax.tree.flatten((state, rows, jax.eval_shape(Queries, *integers), rows))
 
     def fn(*leaves: Any) -> Any:
         state, x, queries, residual = jax.tree.unflatten(tree, leaves)

@@ -1,5 +1,6 @@
 """Loads from shared memory end before the copy engine may overwrite what they read, in the PTX of kernels."""
 
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -67,7 +68,7 @@ def test_a_merge_awaits_its_loads_before_its_threads_meet(texts: dict[str, str])
 def awaits(kernel: Kernel) -> bool:
     """Whether the threads of a kernel meet right after they have awaited loads."""
     names = [instruction.name for instruction in kernel.code if not instruction.name.startswith("mov")]
-    return any(pair == ("prefetch.L2", "bar.sync") for pair in zip(names, names[1:], strict=False))
+    return any(pair == ("prefetch.L2", "bar.sync") for pair in itertools.pairwise(names))
 
 
 @pytest.mark.parametrize(

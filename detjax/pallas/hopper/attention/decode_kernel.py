@@ -54,6 +54,8 @@ from detjax.pallas.hopper.mosaic.layouts import PER_COLUMN, ROWS, line, swizzled
 
 DEQUANTIZING: Final = KV_BLOCK // ROWS
 """Dequantizing warpgroups of a CTA with quantized pages; each has `ROWS` rows of every page."""
+_COPIED_ROWS: Final = 32
+"""Rows of the last page are copied in multiples of this."""
 _PREFETCHING: Final = 2 * WARPGROUP
 """Threads that prefetch the page table."""
 # The sums need 240 registers of a thread. A CTA of four warpgroups begins with 128 per thread, so the other three get
@@ -221,17 +223,50 @@ class Kernel:
     def load_segment(self, segment: Segment, step: Array) -> Array:
         """Loads a segment's pages, and returns the next step."""
         kv_head, _ = self.head_and_tile(segment)
+        kv_length = self.operands.kv_length[segment.request]
 
         def load_block(i: Array, step: Array) -> Array:
-            page = self.operands.page_table[segment.request, segment.first_block + segment.skipped + i]
-            for number, pool in enumerate(self.operands.pools):
+            block = segment.first_block + segment.skipped + i
+            page, remaining = self.operands.page_table[segment.request, block], kv_length - block * KV_BLOCK
+            for number in range(len(self.operands.pools)):
                 slot = self.await_slot(self.arrivals.consumed, step + number, self.arrivals.slots)
-                barrier = self.scratch[self.arrivals.loaded].at[slot]
-                for pages, ring in zip(pool, self.arrivals.rings[number % len(self.arrivals.rings)], strict=True):
-                    plgpu.copy_gmem_to_smem(pages.at[page, kv_head], ring.at[slot], barrier)
+                self.copy_page(number, page, kv_head, slot, remaining)
             return step + 2
 
         return lax.fori_loop(0, segment.visits, load_block, step)
+
+    def copy_page(self, number: int, page: Array, kv_head: Array, slot: Array, remaining: Array) -> None:
+        """Starts to copy a page of keys (0) or values (1) into a slot, but not rows that no request has.
+
+        Args:
+            number: 0 or 1.
+            page: the page's id.
+            kv_head: the head whose rows are copied.
+            slot: the slot, which is free.
+            remaining: rows of the request from this page on, at least 1. What a slot holds after them does not matter:
+                scores of such keys are replaced, and such values are cleared.
+        """
+        barrier = self.scratch[self.arrivals.loaded].at[slot]
+        arrays = [
+            *zip(self.operands.pools[number], self.arrivals.rings[number % len(self.arrivals.rings)], strict=True)
+        ]
+
+        def copy(rows: int) -> None:
+            for pages, ring in arrays:
+                source, target = pages.at[page, kv_head], ring.at[slot]
+                if rows < KV_BLOCK:
+                    source, target = source.at[pl.ds(0, rows)], target.at[pl.ds(0, rows)]
+                plgpu.copy_gmem_to_smem(source, target, barrier)
+
+        if self.problem.quantization is not None:
+            copy(KV_BLOCK)
+            return
+        # A box of the copy engine for each size: one copy fills a slot, whatever its size. Most pages are whole.
+        start = functools.partial(copy, _COPIED_ROWS)
+        for rows in range(2 * _COPIED_ROWS, KV_BLOCK + 1, _COPIED_ROWS):
+            larger = remaining > rows - _COPIED_ROWS
+            start = functools.partial(lax.cond, larger, functools.partial(copy, rows), start)
+        start()
 
     # --- the dequantizing warpgroups ----------------------------------------------------------------------------------
 

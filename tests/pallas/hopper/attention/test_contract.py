@@ -119,6 +119,8 @@ DECODE: dict[str, tuple[tuple[int, ...], int, Schedule, dict[str, Any]]] = {
     # A window that begins with the last key of a block, and eight blocks on three CTAs: the second and the third one
     # leave five unmerged, which are two whole loads and a part of one. ALiBi would leave weight only in the last block.
     "split": ((9, 777), 2, SPLIT, {"window": 649, "soft_cap": 1.0, "sinks": True}),
+    # The last pages are copied in parts of 32 rows.
+    "parts of pages": ((32, 33, 96, 97), 1, WHOLE, {"causal": False}),
     # More CTAs than sequences; cuts move to the ends of sequences.
     "many CTAs": ((300, 17), 1, Schedule(5, slack=0.4), {"sinks": True}),
 }
