@@ -2,7 +2,8 @@
 
 An arrival at a barrier does not wait for earlier loads of the same thread, and the copy engine does not queue behind
 them. A load has ended once an instruction that leaves the thread's registers, or is predicated, has taken a number that
-depends on it: the thread cannot issue that one before.
+depends on it: the thread cannot issue that one before. Loads whose numbers nobody uses do not count, as the compiler
+removes them.
 """
 
 import re
@@ -19,19 +20,21 @@ _ENDS_BLOCK = re.compile(r"bra|ret|exit")
 def queued_loads(kernel: Kernel) -> Iterator[list[Instruction]]:
     """Yields, for each arrival of a thread, the loads of the same basic block that may not have ended."""
     begins = {*kernel.labels.values()}
+    used = {register for instruction in kernel.code for text in instruction.operands[1:] for register in _names(text)}
     queued: dict[int, Instruction] = {}
     depends: dict[str, set[int]] = {}
     for place, instruction in enumerate(kernel.code):
         if place in begins:
             queued, depends = {}, {}
-        name, operands = instruction.name, [re.findall(r"%\w+|\b[a-z]\w*\b", text) for text in instruction.operands]
+        name, operands = instruction.name, [_names(text) for text in instruction.operands]
         sources = {register for registers in operands for register in registers} | {instruction.guard.lstrip("!")}
         needed = {load for register in sources for load in depends.get(register, ())}
         if instruction.guard or _TAKES_REGISTERS.match(name):
             for load in needed:
                 queued.pop(load, None)
         if _LOADS.match(name):
-            queued[place] = instruction
+            if not used.isdisjoint(operands[0]):
+                queued[place] = instruction
             depends |= {register: {place} for register in operands[0]}
         elif _ARRIVALS.match(name):
             yield list(queued.values())
@@ -39,3 +42,8 @@ def queued_loads(kernel: Kernel) -> Iterator[list[Instruction]]:
             depends |= {register: needed for register in operands[0]}
         if _ENDS_BLOCK.match(name):
             queued, depends = {}, {}
+
+
+def _names(operand: str) -> list[str]:
+    """The registers of an operand, also those that inline code declares."""
+    return re.findall(r"%\w+|\b[a-z]\w*\b", operand)

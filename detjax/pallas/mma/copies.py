@@ -100,8 +100,9 @@ class Ring:
     def next(self, step: Array) -> Array:
         """Returns the slot of a step, after its copies have arrived, and starts the filling of a later step.
 
-        The steps of the calls ascend from 0. The slot may be read until the next call. The call after the last step's
-        returns a slot without contents.
+        The steps of the calls ascend from 0. The slot may be read until the next call; if several warpgroups share the
+        stages, what was loaded from it must have arrived by then, see `mosaic.barriers.await_loads`. The call after the
+        last step's returns a slot without contents.
         """
         slot = self._slot(step)
         if self.consumed is not None:
@@ -140,11 +141,7 @@ class Ring:
 
     def _refill(self, step: Array) -> None:
         """Says that the previous stage has been read, and fills the one before it once all warpgroups have read it."""
-
-        @pl.when(step > 0)
-        def _() -> None:
-            plgpu.commit_smem()  # an arrival alone does not wait for loads
-            plgpu.barrier_arrive(self.consumed.at[self._slot(jnp.maximum(step - 1, 0))])
+        pl.when(step > 0)(lambda: plgpu.barrier_arrive(self.consumed.at[self._slot(jnp.maximum(step - 1, 0))]))
 
         @pl.when((step > 1) & (step - 2 + self.stages < self.steps))
         def _() -> None:

@@ -4,6 +4,7 @@ The four warps lie along the rows of a product, along its columns, or two by two
 Rows come in `16 * row_warps`, columns in `8 * (4 / row_warps)`, K in 16s.
 """
 
+from collections.abc import Sequence
 from typing import Any, Final, Literal
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -18,7 +19,7 @@ from jaxtyping import DTypeLike
 
 from detjax.contract import ACCUMULATOR
 from detjax.pallas.hopper.device import WARP
-from detjax.pallas.hopper.mosaic import with_twin
+from detjax.pallas.hopper.mosaic import barriers, with_twin
 from detjax.pallas.hopper.mosaic.layouts import swizzled_lines
 from detjax.pallas.hopper.mosaic.registers import array, empty_registers, int32, unhoisted_thread
 from detjax.pallas.mma.matrices import load_matrices
@@ -67,6 +68,13 @@ def load_left(ref: Any, row_warps: int = 4) -> Array:
 def load_right(ref: Any, row_warps: int = 4) -> Array:
     """Returns the right operand `[K, columns]` that a reference to shared memory, possibly transposed, has."""
     return plgpu.load(ref, layout=right_layout(ref.dtype, row_warps), optimized=False)
+
+
+def await_loads(operands: Sequence[Array], row_warps: int = 4) -> None:
+    """Makes a thread wait until it has loaded a left operand and right ones; see `barriers.await_loads`."""
+    left, *right = operands
+    layouts = left_layout(left.dtype, row_warps), right_layout(left.dtype, row_warps)
+    barriers.await_loads(left, *right, layouts=(layouts[0], *layouts[1:] * len(right)))
 
 
 def _plain_right_of_lines(ref: Any, first: int, *, line: int, row_warps: int) -> Array:

@@ -14,6 +14,8 @@ ATTENTION = "latent attention decode", "attention decode of slices"
 PRODUCTS = "codes, 1 token", "codes, gated, 1024 tokens", "codes, 1024 tokens", "codes by rows, 300 tokens, K of 1104"
 LOADED = {"codes_matmul", "attention_latent", "attention_decode"}
 """The kernels whose threads load from buffers that they then release."""
+UNREAD = "matmul_with_adapter"
+"""The kernels that arrive to release stages which only the matrix unit has read."""
 QUEUED = """
 .visible .entry queued(
 ) .maxntid 128, 1, 1
@@ -45,7 +47,8 @@ def queued(texts: Mapping[str, str]) -> dict[tuple[str, str], list[int]]:
     found: dict[tuple[str, str], list[int]] = {}
     for program, text in texts.items():
         for kernel in kernels(text):
-            found[program, kernel.name] = [len(loads) for loads in queued_loads(kernel)]
+            if not kernel.name.startswith(UNREAD):
+                found[program, kernel.name] = [len(loads) for loads in queued_loads(kernel)]
     return found
 
 

@@ -20,6 +20,8 @@ from detjax.pallas.mma.group_sums import product_sums
 from detjax.pallas.mma.matmul.kernel import product, product_keeping_sums
 from detjax.pallas.mma.matmul.plan import Schedule
 from tests.pallas.mma.compiler import GPUS, Program, compile_programs, compiled
+from tests.support.loads import queued_loads
+from tests.support.ptx import kernels as parsed
 
 
 def array(*shape: int, dtype: Any = "bfloat16") -> jax.ShapeDtypeStruct:
@@ -137,6 +139,15 @@ def test_kernels_compile_for_every_architecture_and_nothing_spills(architecture:
     assert {name: reported for name, reported in spilling.items() if reported} == {}
     # Two CTAs of 128 threads, or one of 256, have the registers of a multiprocessor.
     assert max(kernel.registers for reported in kernels.values() for kernel in reported) <= 255
+
+
+@pytest.mark.parametrize("architecture", ["sm_90a", pytest.param("sm_120a", marks=pytest.mark.nightly)])
+def test_no_load_is_queued_when_a_stage_is_released(architecture: str) -> None:
+    from tests.pallas.hopper import compiler  # takes seconds, which the script does not need
+
+    name = "matmul of two warpgroups"
+    (kernel,) = parsed(compiler.compiled(Path(__file__), [architecture, name], dump="MOSAIC_GPU_DUMP_PTX")[name])
+    assert [len(loads) for loads in queued_loads(kernel)] == [0]
 
 
 if __name__ == "__main__":

@@ -208,8 +208,13 @@ class _Cta:
             here = stage(lax.rem(step, jnp.int32(plan.stages)))
             for k in range(0, plan.tile_k, fragments.STEP):
                 operands, following = ahead, k + fragments.STEP
-                # After the last step, the ring's next slot holds no new stage, and what is loaded is not used.
-                ahead = load(here, following) if following < plan.tile_k else load(stage(ring.next(step + 1)), 0)
+                if following < plan.tile_k:
+                    ahead = load(here, following)
+                else:
+                    if ring.consumed is not None:  # these operands are the last ones that are loaded from here
+                        fragments.await_loads(operands, plan.schedule.row_warps)
+                    # After the last step, the ring's next slot holds no new stage, and what is loaded is not used.
+                    ahead = load(stage(ring.next(step + 1)), 0)
                 sums = self.added(sums, operands)
             return sums, ahead
 
