@@ -22,7 +22,7 @@ import jax
 
 from benchmarks import study as options
 from benchmarks.study import SMALL_ENGINE, EngineSettings, Result, Run
-from detjax.engine import Engine
+from detjax.engine import Compilers, Engine
 from detjax.models.network import split
 
 STEPS: Final = ("model", "ready", "complete")
@@ -51,11 +51,12 @@ def _started(start: EngineSettings, cache: str) -> dict[str, Any]:
 def _main(settings: Mapping[str, Any], cache: Path) -> None:
     """Starts once, and prints a line at each stage."""
     start = EngineSettings(**settings)
+    compilers = Compilers(cache)
     decoder = start.decoder()
     jax.block_until_ready(split(decoder)[1])
     print("model", flush=True)
-    with Engine(decoder, config=start.config()) as engine:
-        engine.warm_up(cache=cache, in_background=True)
+    with compilers, Engine(decoder, config=start.config()) as engine:
+        engine.warm_up(cache=cache, in_background=True, compilers=compilers)
         print("ready", flush=True)
         engine.wait_for_programs()
         print("complete", flush=True)

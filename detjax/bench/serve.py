@@ -17,7 +17,7 @@ import numpy as np
 from rich.table import Table
 
 from detjax.bench import provenance
-from detjax.engine import Engine, EngineConfig, Generation, Request, SamplingParams, Token
+from detjax.engine import Compilers, Engine, EngineConfig, Generation, Request, SamplingParams, Token
 from detjax.models import Decoder
 from detjax.runtime import backends
 
@@ -172,11 +172,12 @@ class Experiment:
         Raises:
             ValueError: the engine's settings do not fit the model.
         """
-        with backends.use_backend(backends.STOCK) if self.numerics == backends.STOCK else contextlib.nullcontext():
+        stock = self.numerics == backends.STOCK
+        with backends.use_backend(backends.STOCK) if stock else contextlib.nullcontext(), Compilers() as compilers:
             decoder = load()
             start = time.perf_counter()
             with Engine(decoder, config=self.engine) as engine:
-                engine.warm_up(progress=True)
+                engine.warm_up(progress=True, compilers=compilers)
                 ready = time.perf_counter() - start
                 runs = self._runs(engine, decoder.config.vocab_size)
             heading = provenance.heading("python -m detjax.bench serve")

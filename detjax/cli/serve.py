@@ -217,6 +217,7 @@ def serve(
             _start_texts(app, held)
         else:
             backends.check_device()
+            compilers = held.enter_context(engine.Compilers(cache))  # they start while weights are loaded
             decoder, tokenizer = loading.load(template, adapters)
             running = held.enter_context(engine.Engine(decoder, tokenizer, config))
             if programs.certify and not _are_certified(decoder, running):
@@ -224,7 +225,8 @@ def serve(
             app = server.create_app(running, decoder, tokenizer, settings)
             del decoder  # sleep frees the memory of weights that nothing else refers to
             _start_texts(app, held)  # the workers load the tokenizer while programs compile
-            running.warm_up(progress=sys.stderr.isatty(), cache=cache, in_background=True)
+            progress = sys.stderr.isatty()
+            running.warm_up(progress=progress, cache=cache, in_background=True, compilers=compilers)
         ready = f"{settings.name} on {server.url(bound, connections)}, fingerprint {app.state.fingerprint}"
         console = Console(stderr=True, highlight=False, soft_wrap=True)
         return server.Server(app, connections).serve_on(bound, lambda: console.print(ready, markup=False))

@@ -19,6 +19,7 @@ from detjax.engine.pooled_texts import embed as embed
 from detjax.engine.pooled_texts import score as score
 from detjax.engine.pooling import Pooling as Pooling
 from detjax.engine.program_cache import prepare_cache as prepare_cache
+from detjax.engine.program_compiler import Compilers as Compilers
 from detjax.engine.reasoning_budget import ReasoningBudget as ReasoningBudget
 from detjax.engine.reasoning_budget import ReasoningMarks as ReasoningMarks
 from detjax.engine.request import Aborted as Aborted

@@ -52,8 +52,8 @@ class Task:
 class CompilerProcess:
     """A process that compiles programs, one at a time, until it is closed."""
 
-    def __init__(self, task: Task) -> None:
-        """Starts a process."""
+    def __init__(self, task: Task | None = None) -> None:
+        """Starts a process; without a task it prepares itself, and waits for `begin`."""
         self._connection, other = Pipe()
         package = str(Path(__file__).parents[2])
         paths = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
@@ -66,6 +66,17 @@ class CompilerProcess:
                 pass_fds=[other.fileno()],
                 env=os.environ | _SHARED_MEMORY | {"PYTHONPATH": paths},
             )
+        self._environment = dict(os.environ)
+        if task is not None:
+            self.begin(task)
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether a waiting process still runs, and a new one would have the same environment."""
+        return self._process.poll() is None and self._environment == dict(os.environ)
+
+    def begin(self, task: Task) -> None:
+        """Gives a waiting process its task."""
         with contextlib.suppress(OSError):  # `compiled` reports that the process has ended
             content = io.BytesIO()
             _TaskPickler(content).dump(task)
@@ -115,8 +126,13 @@ def serve() -> None:
     The connection's file descriptor is the process's first argument.
     """
     connection: Connection = Connection(int(sys.argv[1]))
-    task: Task = _TaskUnpickler(io.BytesIO(connection.recv_bytes())).load()
-    if jax.default_backend() == "cpu":
+    backend = jax.default_backend()  # initializes the device, which takes seconds on a GPU
+    try:
+        content = connection.recv_bytes()
+    except EOFError:  # it was not needed
+        return
+    task: Task = _TaskUnpickler(io.BytesIO(content)).load()
+    if backend == "cpu":
         jax.config.update("jax_enable_compilation_cache", False)  # see `compilation.NotSerializable`
     with task.choices.apply(), contextlib.suppress(EOFError):
         digest = fingerprints.fingerprint().digest

@@ -34,7 +34,7 @@ from detjax.engine.drafts.loading import load_guesser
 from detjax.engine.engine_thread import EngineClosed, EngineThread, Part
 from detjax.engine.job import ABORT, Job
 from detjax.engine.program import StepProgram
-from detjax.engine.program_compiler import ProgramCompiler
+from detjax.engine.program_compiler import Compilers, ProgramCompiler
 from detjax.engine.request import Aborted, Generation, Request, Token
 from detjax.engine.watchdog import StepTimeout
 from detjax.models import Adapter, Decoder, Tokenizer, sharded
@@ -120,7 +120,14 @@ class Engine(EngineThread):
         self._is_frozen = False
         atexit.register(self.close)  # exiting while the device computes may crash
 
-    def warm_up(self, *, progress: bool = False, cache: Path | None = None, in_background: bool = False) -> None:
+    def warm_up(
+        self,
+        *,
+        progress: bool = False,
+        cache: Path | None = None,
+        in_background: bool = False,
+        compilers: Compilers | None = None,
+    ) -> None:
         """Compiles all programs that steps may need. The engine must be idle.
 
         Afterwards Python's garbage collector ignores the existing objects (`gc.freeze`): tracing leaves many, and
@@ -134,6 +141,7 @@ class Engine(EngineThread):
             in_background: return as soon as the engine can serve any request. Other processes then compile the
                 programs that only make some steps faster; no request waits for them. On a CPU everything is compiled
                 before the return.
+            compilers: processes that were started before the model was loaded. Default: processes start now.
 
         Raises:
             OSError: the directory cannot be made or written to.
@@ -146,7 +154,10 @@ class Engine(EngineThread):
             console = Console(stderr=True)
             bar = functools.partial(track, description="compiling", console=console, disable=not progress)
             compiler = ProgramCompiler(
-                cache, in_background=in_background, track=lambda programs, count: bar(programs, total=count)
+                cache,
+                compilers=compilers,
+                in_background=in_background,
+                track=lambda programs, count: bar(programs, total=count),
             )
             self._loop.warm_up(compiler)
             gc.collect()

@@ -59,6 +59,11 @@ def prepare_cache(directory: Path) -> None:
     raise PermissionError(f"{name} {problem}; {accepted}")
 
 
+def has_programs(directory: Path) -> bool:
+    """Returns whether the directory of a cache has any programs."""
+    return any(directory.glob(f"*/*{_SUFFIX}"))
+
+
 class ProgramCache:
     """The programs of one step loop in a directory.
 

@@ -13,7 +13,7 @@ import jax
 
 from detjax.engine.compiler_process import CompilerFailed, CompilerProcess, Task
 from detjax.engine.program import Programs
-from detjax.engine.program_cache import ProgramCache
+from detjax.engine.program_cache import ProgramCache, has_programs
 from detjax.models.mesh import spans_processes
 from detjax.runtime import compilation, fingerprints
 from detjax.runtime.device_memory import MAX_COMPILERS
@@ -23,6 +23,66 @@ _log: Final = logging.getLogger(__name__)
 type Program = Callable[..., Any]
 
 
+class Compilers:
+    """Processes that compile programs, started before a model is loaded, so that they are ready for `Engine.warm_up`.
+
+    A process needs seconds until it can compile, while one thread reads and copies most of the weights. Processes that
+    are not needed end. On a CPU there are none.
+
+    Example:
+        >>> import detjax.demo, detjax.engine
+        >>> with detjax.engine.Compilers() as compilers:
+        ...     model, tokenizer = detjax.models.load(detjax.demo.CHECKPOINT, progress=False)
+        ...     with detjax.Engine(model, tokenizer, max_samples=1, token_budget=16, max_length=32) as engine:
+        ...         engine.warm_up(compilers=compilers)
+    """
+
+    def __init__(self, cache: Path | None = None, *, processes: int | None = None) -> None:
+        """Starts the processes.
+
+        Args:
+            cache: the directory of compiled programs that `warm_up` will have. If it has any, no process starts: most
+                likely none is needed.
+            processes: number of processes. Default: as many as `warm_up` would start.
+        """
+        if cache is not None and has_programs(cache):
+            processes = 0
+        count = default_processes() if processes is None else processes
+        self._waiting = [CompilerProcess() for _ in range(count)]
+
+    def __enter__(self) -> "Compilers":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def take(self, task: Task) -> CompilerProcess:
+        """Returns a process that compiles a task's programs: one that has waited, or else a new one."""
+        while self._waiting:
+            process = self._waiting.pop()
+            if process.is_usable:
+                process.begin(task)
+                return process
+            process.close()
+        return CompilerProcess(task)
+
+    def close(self) -> None:
+        """Ends the processes that nobody has taken."""
+        for process in self._waiting:
+            process.kill()
+        while self._waiting:
+            self._waiting.pop().close()
+
+
+def default_processes() -> int:
+    """Returns the number of processes that compile programs by default.
+
+    On a GPU one per processor, at most `MAX_COMPILERS`, because tracing kernels takes most of the time there and the
+    GIL would serialize threads; elsewhere 0.
+    """
+    return min(MAX_COMPILERS, os.cpu_count() or 1) if jax.default_backend() == "gpu" else 0
+
+
 class ProgramCompiler:
     """Compiles all programs of a step loop or of a drafter, or loads them from a cache."""
 
@@ -30,6 +90,7 @@ class ProgramCompiler:
         self,
         cache: Path | None = None,
         *,
+        compilers: Compilers | None = None,
         processes: int | None = None,
         in_background: bool = False,
         track: Callable[[Iterable[Any], int], Iterable[Any]] = lambda programs, _: programs,
@@ -39,19 +100,19 @@ class ProgramCompiler:
         Args:
             cache: a directory of compiled programs. Programs found there are not compiled again, and new ones are
                 added. Anyone who can write to it can run code in this process.
+            compilers: processes that have been started before; those that are left over end.
             processes: number of processes that trace and compile; 0: threads of this process. On a GPU each process
-                has its own context of about 0.5 GB. Default: on a GPU one per processor, at most 16, because tracing
-                kernels takes most of the time there and the GIL would serialize threads; elsewhere 0.
+                has its own context of about 0.5 GB. Default: `default_processes`.
             in_background: return when the essential programs are ready, and let the processes compile the others.
                 Threads would delay steps, so without processes nothing is deferred.
             track: wraps the iterable of programs that are compiled before the return, as they finish; its second
                 argument is their number.
         """
         self._threads = min(MAX_COMPILERS, os.cpu_count() or 1)
-        if processes is None:
-            processes = self._threads if jax.default_backend() == "gpu" else 0
-        self._cache, self._processes, self._track = cache, processes, track
-        self._in_background = in_background and processes > 0
+        self._processes = default_processes() if processes is None else processes
+        self._compilers = Compilers(processes=0) if compilers is None else compilers
+        self._cache, self._track = cache, track
+        self._in_background = in_background and self._processes > 0
 
     def start(self, programs: Programs, add: Callable[[Hashable, Program], None]) -> "Compilation":
         """Compiles all programs, or the essential ones if `in_background`.
@@ -69,7 +130,8 @@ class ProgramCompiler:
             started.load()
             # Another process cannot use the devices of a `jax.distributed` process.
             processes = 0 if spans_processes(programs.mesh) else self._processes
-            first = started.compile(processes, in_background=self._in_background and processes > 0)
+            first = started.compile(processes, self._compilers, in_background=self._in_background and processes > 0)
+            self._compilers.close()
             for future in self._track(as_completed(first), len(first)):
                 future.result()
         except BaseException:
@@ -116,7 +178,7 @@ class Compilation:
             for future in [self._pool.submit(self._load, key) for key in self._by_key]:
                 future.result()
 
-    def compile(self, processes: int, *, in_background: bool) -> list[Future[None]]:
+    def compile(self, processes: int, compilers: Compilers, *, in_background: bool) -> list[Future[None]]:
         """Starts compiling the missing programs. Returns futures of those that steps have to wait for."""
         missing = [key for key in self._by_key if key in self.pending]
         self._deferred = {key for key in missing if in_background and not self._by_key[key].is_essential}
@@ -126,7 +188,7 @@ class Compilation:
         if processes and missing:
             task = Task(self._programs, self._choices, fingerprints.fingerprint().digest)
             for _ in range(min(processes, len(missing))):
-                self._processes.append(CompilerProcess(task))
+                self._processes.append(compilers.take(task))
                 self._idle.put(self._processes[-1])
         futures = {key: self._pool.submit(self._compile, key) for key in missing}
         self._unfinished = len(futures)

@@ -17,7 +17,7 @@ from detjax import models
 from detjax.bench import presets, serve
 from detjax.bench.__main__ import main
 from detjax.bench.serve import Workload, digest, percentiles
-from detjax.engine import Completion, EngineConfig, Generation, Request, Token
+from detjax.engine import Compilers, Completion, EngineConfig, Generation, Request, Token
 from tests.support import commands
 from tests.support.waits import HANGS_AFTER
 
@@ -50,7 +50,7 @@ class Answering:
     def __exit__(self, *_: object) -> None:
         self.calls.append("close")
 
-    def warm_up(self, *, progress: bool) -> None:
+    def warm_up(self, *, progress: bool, compilers: Compilers) -> None:
         self.calls.append("warm up")
 
     def forget_prefixes(self) -> None:

@@ -376,7 +376,7 @@ class Serving:
     def programs(self) -> list[object]:
         return [SimpleNamespace(purpose="layers")]
 
-    def warm_up(self, *, progress: bool, cache: Path | None, in_background: bool) -> None:
+    def warm_up(self, *, progress: bool, cache: Path | None, in_background: bool, compilers: engine.Compilers) -> None:
         self.cache = cache
 
     def _app(self, engine: object, model: object, tokenizer: object, settings: server.Settings) -> SimpleNamespace:

@@ -13,7 +13,7 @@ import pytest
 
 from detjax.engine import BatchShapes, Completion, StepLoop, program_compiler
 from detjax.engine.compiler_process import CompilerFailed, CompilerProcess, Task
-from detjax.engine.program_compiler import Compilation, ProgramCompiler
+from detjax.engine.program_compiler import Compilation, Compilers, ProgramCompiler
 from detjax.engine.sampling_variant import SamplingVariant
 from detjax.engine.step_programs import StepPrograms
 from detjax.runtime import compilation
@@ -50,14 +50,20 @@ def compilation_of(loop: StepLoop) -> Compilation:
     return compilation_
 
 
-class CompilerHere:
+class CompilerHere(CompilerProcess):
     """Stands for a process. It compiles in this one, and may wait or fail before it does."""
 
     before: Callable[[Hashable], None] = staticmethod(lambda key: None)
 
-    def __init__(self, task: Task) -> None:
-        self._programs = task.programs
+    is_usable = True  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
+
+    def __init__(self, task: Task | None = None) -> None:
         self.is_killed = False
+        if task is not None:
+            self.begin(task)
+
+    def begin(self, task: Task) -> None:
+        self._programs = task.programs
 
     def compiled(self, key: Hashable) -> bytes:
         type(self).before(key)
@@ -175,6 +181,69 @@ def test_closing_a_loop_ends_what_is_still_compiled(compilers_here: type[Compile
     thread.join(HANGS_AFTER)
     assert not thread.is_alive()
     assert compilation_of(loop).pending
+
+
+def test_processes_that_wait_compile_and_those_left_over_end(compilers_here: type[CompilerHere]) -> None:
+    made: list[CompilerHere] = []
+
+    class Waiting(compilers_here):
+        def __init__(self, task: Task | None = None) -> None:
+            super().__init__(task)
+            made.append(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(program_compiler, "CompilerProcess", Waiting)
+        count = len(programs_of(loop := new_loop()).by_key())
+        with Compilers(processes=count + 1) as compilers:
+            assert [hasattr(process, "_programs") for process in made] == [False] * (count + 1)
+            made[-1].is_usable = False
+            loop.warm_up(ProgramCompiler(compilers=compilers, processes=count))
+            assert len(made) == count + 1
+            loop = new_loop()
+            loop.warm_up(ProgramCompiler(compilers=compilers, processes=1))  # none has waited
+            assert len(made) == count + 2
+    assert not hasattr(made[count], "_programs")
+    assert all(process.is_killed for process in made)
+    assert answers(loop) == expected()
+
+
+def test_where_no_program_is_missing_the_processes_end_and_with_a_cache_none_start(
+    compilers_here: type[CompilerHere], tmp_path: Path
+) -> None:
+    with Compilers(tmp_path, processes=1) as compilers:
+        (process,) = compilers._waiting
+        first = new_loop()
+        first.warm_up(ProgramCompiler(tmp_path, processes=1))
+        second = small_loop(PLAIN, num_pages=first.scheduler.pool.num_pages)
+        second.warm_up(ProgramCompiler(tmp_path, compilers=compilers, processes=1))
+        assert process.is_killed  # pyright: ignore[reportAttributeAccessIssue]
+    assert not Compilers(tmp_path, processes=1)._waiting
+
+
+def test_a_process_waits_for_its_task_in_the_environment_it_began_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    programs = programs_of(new_loop())
+    task = Task(programs, compilation.ExecutionChoices.here(), fingerprint().digest)
+    key = next(iter(programs.by_key()))
+    with Compilers(processes=2) as compilers:
+        other, waiting = compilers._waiting
+        process = compilers.take(task)
+        assert process is waiting
+        assert process.compiled(key)
+        process.close()
+        assert not process.is_usable
+        monkeypatch.setitem(os.environ, "DETJAX_A_VARIABLE", "1")
+        assert not other.is_usable
+        process = compilers.take(task)
+        assert process is not other
+        process.close()
+    with pytest.raises(CompilerFailed, match="it has ended"):
+        other.compiled(key)
+
+
+def test_a_process_that_is_not_needed_ends_without_a_task() -> None:
+    process = CompilerProcess()
+    process._connection.close()
+    assert process._process.wait(HANGS_AFTER) == 0
 
 
 def test_without_processes_nothing_is_left_for_later() -> None:
