@@ -72,7 +72,7 @@ class CompilerProcess:
 
     @property
     def is_usable(self) -> bool:
-        """Whether a waiting process still runs, and a new one would have the same environment."""
+        """True if a waiting process still runs, and a new one would have the same environment."""
         return self._process.poll() is None and self._environment == dict(os.environ)
 
     def begin(self, task: Task) -> None:

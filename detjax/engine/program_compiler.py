@@ -27,7 +27,7 @@ class Compilers:
     """Processes that compile programs, started before a model is loaded, so that they are ready for `Engine.warm_up`.
 
     A process needs seconds until it can compile, while one thread reads and copies most of the weights. Processes that
-    are not needed end. On a CPU there are none.
+    are not needed end. On a CPU no process starts.
 
     Example:
         >>> import detjax.demo, detjax.engine

@@ -196,7 +196,7 @@ def test_processes_that_wait_compile_and_those_left_over_end(compilers_here: typ
         count = len(programs_of(loop := new_loop()).by_key())
         with Compilers(processes=count + 1) as compilers:
             assert [hasattr(process, "_programs") for process in made] == [False] * (count + 1)
-            made[-1].is_usable = False
+            made[-1].is_usable = False  # pyright: ignore[reportAttributeAccessIssue]
             loop.warm_up(ProgramCompiler(compilers=compilers, processes=count))
             assert len(made) == count + 1
             loop = new_loop()

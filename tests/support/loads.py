@@ -1,9 +1,8 @@
 """Loads from shared memory in PTX that are still queued when a thread says that their buffer may be overwritten.
 
-An arrival at a barrier does not wait for earlier loads of the same thread, and the copy engine does not queue behind
-them. A load has ended once an instruction that leaves the thread's registers, or is predicated, has taken a number that
-depends on it: the thread cannot issue that one before. Loads whose numbers nobody uses do not count, as the compiler
-removes them.
+An arrival at a barrier does not wait for earlier loads of the same thread, nor does the copy engine. A load has ended
+once an instruction that leaves the thread's registers, or is predicated, has taken a number that depends on it: the
+thread cannot issue that instruction before. Loads whose numbers nobody uses do not count, as the compiler removes them.
 """
 
 import re

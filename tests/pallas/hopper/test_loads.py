@@ -44,12 +44,12 @@ def texts() -> dict[str, str]:
 
 def queued(texts: Mapping[str, str]) -> dict[tuple[str, str], list[int]]:
     """The number of loads that may be queued at each arrival, by program and kernel."""
-    found: dict[tuple[str, str], list[int]] = {}
+    numbers: dict[tuple[str, str], list[int]] = {}
     for program, text in texts.items():
         for kernel in kernels(text):
             if not kernel.name.startswith(UNREAD):
-                found[program, kernel.name] = [len(loads) for loads in queued_loads(kernel)]
-    return found
+                numbers[program, kernel.name] = [len(loads) for loads in queued_loads(kernel)]
+    return numbers
 
 
 @pytest.mark.parametrize("every_kind", [False, pytest.param(True, marks=pytest.mark.nightly)])
@@ -57,10 +57,10 @@ def test_no_load_is_queued_when_a_buffer_is_released(texts: dict[str, str], ever
     if every_kind:
         others = [tuple({*module.programs()} - {*texts}) for module in (compiler, quantized_compiler)]
         texts = texts | programs(*others)
-    found = queued(texts)
+    numbers = queued(texts)
     for begin in LOADED:
-        assert any(arrivals for (_, name), arrivals in found.items() if name.startswith(begin)), begin
-    assert {key: arrivals for key, arrivals in found.items() if any(arrivals)} == {}
+        assert any(arrivals for (_, name), arrivals in numbers.items() if name.startswith(begin)), begin
+    assert {key: arrivals for key, arrivals in numbers.items() if any(arrivals)} == {}
 
 
 def test_a_merge_awaits_its_loads_before_its_threads_meet(texts: dict[str, str]) -> None:
@@ -69,7 +69,7 @@ def test_a_merge_awaits_its_loads_before_its_threads_meet(texts: dict[str, str])
 
 
 def awaits(kernel: Kernel) -> bool:
-    """Whether the threads of a kernel meet right after they have awaited loads."""
+    """True if the threads of a kernel meet right after they have awaited loads."""
     names = [instruction.name for instruction in kernel.code if not instruction.name.startswith("mov")]
     return any(pair == ("prefetch.L2", "bar.sync") for pair in itertools.pairwise(names))
 
