@@ -120,7 +120,8 @@ class RowStream:
         if self.ring is None:
             return
         # No `consumed` barrier: this warpgroup is the only reader, and Pallas makes its threads meet before a copy
-        # starts.
+        # starts. Their loads have ended (`barriers.await_loads`), since they have stored or exchanged what follows from
+        # the numbers.
         later, part = divmod(part + self.slots, self.parts_per_block)
         self._load(item + later, part)
 

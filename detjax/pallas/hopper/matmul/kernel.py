@@ -334,7 +334,7 @@ def scratch_types(plan: Plan) -> dict[str, Any]:
     # A multicast copy writes the same stage in every CTA that shares the operand. So before it is issued, the consumers
     # of all these CTAs must be done with the stage: each arrives at the `consumed` barrier of every CTA along the axes.
     # One thread arrives for its warpgroup. That is enough as only the matrix unit reads stages, for all four warps at
-    # once: threads that read shared memory themselves would have to meet before.
+    # once: threads that read shared memory themselves would have to await their loads and to meet before.
     consumed = functools.partial(plgpu.ClusterBarrier, collective_axes=shared_axes) if shared_axes else plgpu.Barrier
 
     # The matrix unit reads blocks of 8 lines x 16 bytes. A line of 128 bytes spans all 32 banks, so without a swizzle
