@@ -60,8 +60,12 @@ def prepare_cache(directory: Path) -> None:
 
 
 def has_programs(directory: Path) -> bool:
-    """Returns whether the directory of a cache has any programs."""
-    return any(directory.glob(f"*/*{_SUFFIX}"))
+    """Returns whether the directory of a cache has any programs of this fingerprint."""
+    return any(_of_this_fingerprint(directory).glob(f"*{_SUFFIX}"))
+
+
+def _of_this_fingerprint(directory: Path) -> Path:
+    return directory / fingerprints.fingerprint().digest
 
 
 class ProgramCache:
@@ -84,7 +88,7 @@ class ProgramCache:
         Raises:
             OSError: the directory cannot be made or written to, or it is not private; see `prepare_cache`.
         """
-        self._directory = directory / fingerprints.fingerprint().digest
+        self._directory = _of_this_fingerprint(directory)
         prepare_cache(directory)
         prepare_cache(self._directory)
         self._names = _names(programs)

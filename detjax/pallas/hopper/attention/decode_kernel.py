@@ -36,7 +36,7 @@ from detjax.pallas.hopper.attention.online_softmax import (
 )
 from detjax.pallas.hopper.attention.queries_on_columns import along_columns, column_indices
 from detjax.pallas.hopper.attention.queries_on_rows import clear_tail, splat
-from detjax.pallas.hopper.attention.warpgroups import MULTIPLYING_REGISTERS
+from detjax.pallas.hopper.attention.warpgroups import MULTIPLYING_REGISTERS, copy_rows
 from detjax.pallas.hopper.device import WARPGROUP, shared_registers
 from detjax.pallas.hopper.mosaic.barriers import prefetch
 from detjax.pallas.hopper.mosaic.columns import (
@@ -54,8 +54,6 @@ from detjax.pallas.hopper.mosaic.layouts import PER_COLUMN, ROWS, line, swizzled
 
 DEQUANTIZING: Final = KV_BLOCK // ROWS
 """Dequantizing warpgroups of a CTA with quantized pages; each has `ROWS` rows of every page."""
-_COPIED_ROWS: Final = 32
-"""Rows of the last page are copied in multiples of this."""
 _PREFETCHING: Final = 2 * WARPGROUP
 """Threads that prefetch the page table."""
 # The sums need 240 registers of a thread. A CTA of four warpgroups begins with 128 per thread, so the other three get
@@ -236,15 +234,9 @@ class Kernel:
         return lax.fori_loop(0, segment.visits, load_block, step)
 
     def copy_page(self, number: int, page: Array, kv_head: Array, slot: Array, remaining: Array) -> None:
-        """Starts to copy a page of keys (0) or values (1) into a slot, but not rows that no request has.
+        """Starts to copy the rows of a page of keys (0) or values (1) that a request has into a slot, which is free.
 
-        Args:
-            number: 0 or 1.
-            page: the page's id.
-            kv_head: the head whose rows are copied.
-            slot: the slot, which is free.
-            remaining: rows of the request from this page on, at least 1. What a slot holds after them does not matter:
-                scores of such keys are replaced, and such values are cleared.
+        `remaining` are the rows of the request from this page on; see `copy_rows`.
         """
         barrier = self.scratch[self.arrivals.loaded].at[slot]
         arrays = [
@@ -261,12 +253,7 @@ class Kernel:
         if self.problem.quantization is not None:
             copy(KV_BLOCK)
             return
-        # A box of the copy engine for each size: one copy fills a slot, whatever its size. Most pages are whole.
-        start = functools.partial(copy, _COPIED_ROWS)
-        for rows in range(2 * _COPIED_ROWS, KV_BLOCK + 1, _COPIED_ROWS):
-            larger = remaining > rows - _COPIED_ROWS
-            start = functools.partial(lax.cond, larger, functools.partial(copy, rows), start)
-        start()
+        copy_rows(copy, remaining)
 
     # --- the dequantizing warpgroups ----------------------------------------------------------------------------------
 

@@ -30,6 +30,7 @@ from detjax.pallas.hopper.attention.warpgroups import (
     LOADING_REGISTERS,
     MULTIPLYING_REGISTERS,
     WARPGROUPS,
+    copy_rows,
 )
 from detjax.pallas.hopper.mosaic.barriers import await_loads, sync
 from detjax.pallas.hopper.mosaic.layouts import MATRIX, PER_ROW, ROWS, swizzled
@@ -209,15 +210,21 @@ class Kernel:
         pl.when(step > 0)(lambda: plgpu.barrier_wait(scratch["q_consumed"]))
         first = segment.request * (problem.tokens * problem.heads) + segment.sequence * problem.group
         plgpu.copy_gmem_to_smem(self.operands.q.at[pl.ds(first, ROWS)], scratch["q"], scratch["q_loaded"])
-        request = self.operands.request[segment.request]
+        request, kv_length = self.operands.request[segment.request], self.operands.kv_length[segment.request]
 
         def load_block(i: Array, step: Array) -> Array:
-            page = self.operands.page_table[request, segment.skipped + i]
+            block = segment.skipped + i
+            page, remaining = self.operands.page_table[request, block], kv_length - block * KV_BLOCK
             # In the order of their release: the probabilities' part after the scores, values one by one.
             for part in (*range(problem.value_parts, problem.parts), *range(problem.value_parts)):
                 pl.when(step > 0)(lambda part=part: self.await_release(part))
-                source = self.operands.pages.at[page, 0, :, pl.ds(part * PART, PART)]
-                plgpu.copy_gmem_to_smem(source, scratch["page"].at[part], scratch["loaded"].at[part])
+
+                def copy(rows: int, part: int = part) -> None:
+                    source = self.operands.pages.at[page, 0, pl.ds(0, rows), pl.ds(part * PART, PART)]
+                    target = scratch["page"].at[part, pl.ds(0, rows)]
+                    plgpu.copy_gmem_to_smem(source, target, scratch["loaded"].at[part])
+
+                copy_rows(copy, remaining)
             return step + 1
 
         return lax.fori_loop(0, segment.visits, load_block, step)

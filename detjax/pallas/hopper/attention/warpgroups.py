@@ -1,12 +1,14 @@
 """CTAs of the attention kernels on Hopper: their launch, registers and barriers, and turns at the matrix unit."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
-from jax import Array
+from jax import Array, lax
 
+from detjax.contract import KV_BLOCK
 from detjax.pallas.hopper.device import WARP, WARPGROUP, shared_registers
 from detjax.pallas.hopper.mosaic.barriers import arrive, sync
 from detjax.pallas.hopper.mosaic.layouts import ROWS
@@ -22,6 +24,9 @@ CONSUMERS: Final = WARPGROUP * WARPGROUPS
 # leaves all but 24. 240 each is what the others can then have; a warpgroup that asked for 8 more would wait forever.
 MULTIPLYING_REGISTERS, _, LOADING_REGISTERS = shared_registers(240, 240, 24)
 """Registers of a multiplying and of a loading thread."""
+
+_COPIED_ROWS: Final = 32
+"""Rows of a page are copied in multiples of this."""
 
 _TURN: Final = 4
 FIRST_BARRIER: Final = _TURN + WARPGROUPS
@@ -103,3 +108,22 @@ def sync_with_consumers(barrier: Array | int) -> None:
 def arrive_for_loader(barrier: Array | int) -> None:
     """Arrives, in a multiplying warpgroup, at a barrier that a loading warp waits at."""
     arrive(barrier, CONSUMERS + WARP)
+
+
+def copy_rows(copy: Callable[[int], None], remaining: Array) -> None:
+    """Starts the copy of the rows of a page that a request has, rounded up to a part of the page.
+
+    Kernels that compute single tokens take as long as their copies. What shared memory holds after the copied rows does
+    not matter: scores of such keys are replaced, and such values are cleared.
+
+    Args:
+        copy: starts the copy of the page's first rows, of which it takes the number. Each number has a box of the copy
+            engine, so that one copy fills a buffer, whatever its size.
+        remaining: rows of the request from this page on.
+    """
+    start = functools.partial(copy, _COPIED_ROWS)
+    for rows in range(2 * _COPIED_ROWS, KV_BLOCK + 1, _COPIED_ROWS):
+        # Most pages are whole, so their condition comes first.
+        larger = remaining > rows - _COPIED_ROWS
+        start = functools.partial(lax.cond, larger, functools.partial(copy, rows), start)
+    start()

@@ -90,7 +90,7 @@ def await_loads(*loaded: Any, layouts: tuple[Any, ...]) -> None:
     """
     words = [word for x in loaded for register in x.registers.flat for word in _words(register)]
     # Only a condition on the numbers makes the compiler wait for them before what follows. It is never met, and this
-    # prefetch would do nothing. With a fence instead, the compiler branches: products of 8192 rows took up to 13% longer.
+    # prefetch would do nothing. With a fence instead, the compiler branches: large products took up to 13% longer.
     text = """{ .reg .pred p; .reg .b64 a; mov.b64 a, 0; cvta.shared.u64 a, a;
     setp.eq.u32 p, $0, 0xffffffff; @p prefetch.L2 [a]; }"""
     mgpu.inline_ptx(text, functools.reduce(arith.andi, words), has_side_effects=True)
