@@ -61,10 +61,10 @@ def prepare_cache(directory: Path) -> None:
 
 def has_programs(directory: Path) -> bool:
     """Returns whether the directory of a cache has any programs of this fingerprint."""
-    return any(_of_this_fingerprint(directory).glob(f"*{_SUFFIX}"))
+    return any(_subdirectory(directory).glob(f"*{_SUFFIX}"))
 
 
-def _of_this_fingerprint(directory: Path) -> Path:
+def _subdirectory(directory: Path) -> Path:
     return directory / fingerprints.fingerprint().digest
 
 
@@ -88,7 +88,7 @@ class ProgramCache:
         Raises:
             OSError: the directory cannot be made or written to, or it is not private; see `prepare_cache`.
         """
-        self._directory = _of_this_fingerprint(directory)
+        self._directory = _subdirectory(directory)
         prepare_cache(directory)
         prepare_cache(self._directory)
         self._names = _names(programs)

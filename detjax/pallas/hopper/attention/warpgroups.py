@@ -117,8 +117,8 @@ def copy_rows(copy: Callable[[int], None], remaining: Array) -> None:
     not matter: scores of such keys are replaced, and such values are cleared.
 
     Args:
-        copy: starts the copy of the page's first rows, of which it takes the number. Each number has a box of the copy
-            engine, so that one copy fills a buffer, whatever its size.
+        copy: takes a number of rows, and starts to copy as many from the page's first one on. Each number has a box of
+            the copy engine, so that one copy fills a buffer, whatever its size.
         remaining: rows of the request from this page on.
     """
     start = functools.partial(copy, _COPIED_ROWS)
