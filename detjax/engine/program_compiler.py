@@ -80,7 +80,11 @@ def default_processes() -> int:
     On a GPU one per processor, at most `MAX_COMPILERS`, because tracing kernels takes most of the time there and the
     GIL would serialize threads; elsewhere 0.
     """
-    return min(MAX_COMPILERS, os.cpu_count() or 1) if jax.default_backend() == "gpu" else 0
+    return _most_compilers() if jax.default_backend() == "gpu" else 0
+
+
+def _most_compilers() -> int:
+    return min(MAX_COMPILERS, os.cpu_count() or 1)
 
 
 class ProgramCompiler:
@@ -108,7 +112,7 @@ class ProgramCompiler:
             track: wraps the iterable of programs that are compiled before the return, as they finish; its second
                 argument is their number.
         """
-        self._threads = min(MAX_COMPILERS, os.cpu_count() or 1)
+        self._threads = _most_compilers()
         self._processes = default_processes() if processes is None else processes
         self._compilers = Compilers(processes=0) if compilers is None else compilers
         self._cache, self._track = cache, track

@@ -19,15 +19,17 @@ _ENDS_BLOCK = re.compile(r"bra|ret|exit")
 def queued_loads(kernel: Kernel) -> Iterator[list[Instruction]]:
     """Yields, for each arrival of a thread, the loads of the same basic block that may not have ended."""
     begins = {*kernel.labels.values()}
-    used = {register for instruction in kernel.code for text in instruction.operands[1:] for register in _names(text)}
+    # The first operand is a result, unless it is an address.
+    sources = [text for one in kernel.code for i, text in enumerate(one.operands) if i > 0 or text[0] == "["]
+    used = {register for text in sources for register in _names(text)}
     queued: dict[int, Instruction] = {}
     depends: dict[str, set[int]] = {}
     for place, instruction in enumerate(kernel.code):
         if place in begins:
             queued, depends = {}, {}
         name, operands = instruction.name, [_names(text) for text in instruction.operands]
-        sources = {register for registers in operands for register in registers} | {instruction.guard.lstrip("!")}
-        needed = {load for register in sources for load in depends.get(register, ())}
+        registers = {register for some in operands for register in some} | {instruction.guard.lstrip("!")}
+        needed = {load for register in registers for load in depends.get(register, ())}
         if instruction.guard or _TAKES_REGISTERS.match(name):
             for load in needed:
                 queued.pop(load, None)

@@ -82,7 +82,8 @@ def await_loads(*loaded: Any, layouts: tuple[Any, ...]) -> None:
     load from it is still queued: on an H200, loads of scales were held up so long by other warps' loads from device
     memory that they returned the scales of the next tile, in one of 100 products of 8192 rows.
 
-    Numbers that a thread has stored or multiplied since, and buffers that only the matrix unit reads, do not need this.
+    Buffers that only the matrix unit reads do not need this, nor do numbers that a thread has since stored, shuffled or
+    given to the matrix unit. Arithmetic in registers is not enough: the compiler moves it after the arrival.
 
     Args:
         loaded: the arrays, or arrays that were computed from all of their elements. Not all of their bits are 1.

@@ -211,7 +211,7 @@ class _Cta:
                 if following < plan.tile_k:
                     ahead = load(here, following)
                 else:
-                    if ring.consumed is not None:  # these operands are the last ones that are loaded from here
+                    if ring.consumed is not None:  # these operands are the last ones from here, and loads end in order
                         fragments.await_loads(operands, plan.schedule.row_warps)
                     # After the last step, the ring's next slot holds no new stage, and what is loaded is not used.
                     ahead = load(stage(ring.next(step + 1)), 0)
