@@ -74,6 +74,16 @@ class PackedTokens(NamedTuple):
         self.packed.words.copy_to_host_async()
         return self
 
+    @property
+    def is_ready(self) -> bool:
+        """True if the devices have computed the results.
+
+        Always False if devices of several processes share the model, because their hosts would find it out at different
+        times, and all of them must do the same.
+        """
+        words: Any = self.packed.words
+        return words.is_fully_addressable and words.is_ready()
+
     def read(self) -> SampledTokens:
         """Waits for the results and returns them on the host; arrays of one number per row become lists."""
         return self.packed.read().with_lists()

@@ -53,6 +53,13 @@ _SAMPLES_FOR_A_THREAD: Final = 128
 The host works for each sample: with 1000 on two GPUs, it takes 13 ms to read a step's tokens and to plan the next one,
 and XLA takes as long to launch one, without the GIL. So the two together would take longer than the devices.
 """
+_LATE_STEPS: Final = 4
+"""Large steps in a row that were launched late, after which steps are planned one step earlier.
+
+A step is large from `_SAMPLES_FOR_A_THREAD` samples on. After a pause, a single late launch is normal. A step that is
+planned earlier has a price: a new request waits one step more, and one more token is computed in vain for a sample that
+ends.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,7 +102,7 @@ class StepLoopConfig:
 
 
 class StepLoop:
-    """Turns sequences into tokens, step after step. One step is in flight while the next is planned.
+    """Turns sequences into tokens, step after step. One or two steps are in flight while the next is planned.
 
     `Engine` runs one in a thread, and `generate` runs one until all sequences have ended. Experiments can drive one
     directly to choose the size of prefill chunks and the arrival of sequences. No bit depends on either.
@@ -145,6 +152,10 @@ class StepLoop:
         """The last step that was started, kept while constraints may need its tokens."""
         self.samples_for_a_thread = _SAMPLES_FOR_A_THREAD
         """See `_SAMPLES_FOR_A_THREAD`; tests choose another number."""
+        self.late_steps = _LATE_STEPS
+        """See `_LATE_STEPS`; tests choose another number."""
+        self._late_in_a_row = 0
+        """See `_count_late`."""
         self.reading_since: float | None = None
         """The monotonic time since when the loop waits for the device to finish a step; None while it does not wait."""
 
@@ -373,8 +384,11 @@ class StepLoop:
         # The masks of a step need the tokens of the previous step. While the device computes the layers, there is time
         # to compute the masks and to launch the sampling and the next layers, but not to plan these layers as well. So
         # they are planned one step earlier, and their samples may turn out to have ended two steps ago.
-        plans_ahead = self._in_flight[-1].planned.is_constrained and self.scheduler.can_plan_ahead
-        return 2 if plans_ahead else 1
+        newest = self._in_flight[-1].planned
+        # A large step can be launched while the next one is planned. If the host takes longer for the two in turn than
+        # the devices for a step, large steps are planned earlier, too. A run keeps the devices busy for several steps.
+        is_late = self._is_large(newest) and not plan.is_run and self._late_in_a_row >= self.late_steps
+        return 2 if (newest.is_constrained or is_late) and self.scheduler.can_plan_ahead else 1
 
     def _planned(self, plan: ScheduledStep) -> PlannedStep:
         """Copies a step to the device and marks it as submitted."""
@@ -424,7 +438,10 @@ class StepLoop:
             launcher = Launcher()
             if previous is not None:
                 previous.launched.result()  # raises what the launcher raised
-        self._newest = InFlightStep(planned, launcher.submit(functools.partial(self._launch, planned, masks)))
+        # A step whose predecessor was read before has not kept the devices waiting by its launch alone.
+        before = self._in_flight[-1].launched if is_large and self._in_flight else None
+        launched = launcher.submit(functools.partial(self._launch, planned, masks, before))
+        self._newest = InFlightStep(planned, launched)
         self._in_flight.append(self._newest)
 
     def _is_large(self, planned: PlannedStep) -> bool:
@@ -434,8 +451,13 @@ class StepLoop:
             return False
         return len(planned.samples) >= self.samples_for_a_thread
 
-    def _launch(self, planned: PlannedStep, pending: Future[Masks] | None) -> LaunchedStep:
-        """Launches the layers of a step at once, and the sampling when the masks are there."""
+    def _launch(
+        self, planned: PlannedStep, pending: Future[Masks] | None, before: Future[LaunchedStep] | None
+    ) -> LaunchedStep:
+        """Launches the layers of a step at once, and the sampling when the masks are there.
+
+        If given the step before, finds out whether this step is late.
+        """
         for adapter in planned.adapters:
             self._runner.load_adapter(*adapter)
         for tokens in planned.unseen:
@@ -450,6 +472,9 @@ class StepLoop:
                 pending.result()
             return LaunchedStep([], sampled, {})
         hidden, rows = self._runner.forward(planned.batch)
+        # Launches are in order, so the step before has been launched.
+        sampled_before = None if before is None else before.result().sampled
+        is_late = sampled_before is not None and sampled_before.is_ready
         if self.drafting is not None and self.drafting.drafter.follows:
             self.drafting.drafter.follow(planned.batch, self._runner.last_tokens)
         for slot, snapshot in planned.copies.taken:
@@ -467,7 +492,7 @@ class StepLoop:
             sampled = self._runner.sample(planned.batch, hidden, planned.needed, allowed).start_copy()
         if self._runner.computed is not None and self.drafting is not None:
             self.drafting.drafter.note_sampled(SampledStep(planned.batch, self._runner.computed, sampled))
-        return LaunchedStep(scores, sampled, {} if masks is None else masks.failures)
+        return LaunchedStep(scores, sampled, {} if masks is None else masks.failures, is_late=is_late)
 
     def _pooled(self, planned: PlannedStep, hidden: Any, rows: Any) -> LaunchedStep:
         """Computes the results of prompts and of tokens in a model that pools."""
@@ -512,6 +537,7 @@ class StepLoop:
             # Other threads compute the next step's masks from the same tokens while the device waits.
             self._in_flight[0].launched.result()
         launched = step.launched.result()
+        self._count_late(step)
         self.reading_since = time.monotonic()
         for _, snapshot in step.planned.copies.taken:
             snapshot.rows = jax.device_get(snapshot.rows)
@@ -521,6 +547,19 @@ class StepLoop:
         pooled = None if launched.pooled is None else launched.pooled.read()
         self.reading_since = None
         return sampled, pooled
+
+    def _count_late(self, step: InFlightStep) -> None:
+        """Counts large steps in a row that were launched late.
+
+        Once there are `late_steps` of them, launches in time do not end the row: they are in time because steps are
+        planned earlier. Only a step that is not large does.
+        """
+        if not self._is_large(step.planned):
+            self._late_in_a_row = 0
+        elif step.launched.result().is_late:
+            self._late_in_a_row += 1
+        elif self._late_in_a_row < self.late_steps:
+            self._late_in_a_row = 0
 
     def _accept(self, step: InFlightStep, sampled: SampledTokens | None) -> Iterator[AcceptedTokens]:
         """Appends the tokens of a step to their sequences. The next step depends on no more."""

@@ -82,12 +82,15 @@ class LaunchedStep(NamedTuple):
         sampled: the tokens; None if no token is sampled.
         pooled: results of a model that pools, in place of tokens.
         failures: error messages of the rows whose constraints failed.
+        is_late: whether the previous step's tokens were ready when the layers of this step had been launched, so that
+            the devices may have waited for the host. It is only determined for steps of many samples.
     """
 
     scores: Seq[PromptScore | TokenResults]
     sampled: PackedTokens | None
     failures: Mapping[int, str]
     pooled: PooledBatch | None = None
+    is_late: bool = False
 
 
 class InFlightStep(NamedTuple):

@@ -203,14 +203,16 @@ class LateLauncher(Launcher):
 class RememberingRunner(ModelRunner):
     """A runner whose cache holds what was written to it, and which samples from what it reads there."""
 
-    def __init__(self, slots: int, run_steps: int = 1) -> None:
+    def __init__(self, slots: int, run_steps: int = 1, are_ready: Callable[[], bool] = lambda: False) -> None:
         """A runner with an empty cache.
 
         Args:
             slots: how many.
             run_steps: steps of a run of decodes; 1: no runs.
+            are_ready: returns whether sampled tokens are ready when the next step's layers have been launched.
         """
         self.run_steps, self.runs = run_steps, 0
+        self._are_ready = are_ready
         self.cache: dict[tuple[int, int], int] = {}
         self.last = np.full(slots, -1)
         self.seen: list[tuple[tuple[int, ...], list[int]]] = [((), [])] * slots
@@ -260,7 +262,7 @@ class RememberingRunner(ModelRunner):
     def sample(
         self, batch: PackedBatch, hidden: list[int], needed: SamplingVariant, allowed: Array | None
     ) -> PackedTokens:
-        return _on_the_host(self._sample(batch.read(), hidden, needed, allowed))
+        return _on_the_host(self._sample(batch.read(), hidden, needed, allowed), self._are_ready())
 
     def _sample(
         self, batch: StepBatch, hidden: list[int], needed: SamplingVariant, allowed: Array | None
@@ -303,7 +305,7 @@ class RememberingRunner(ModelRunner):
 
     def decode_run(self, batch: PackedBatch, needed: SamplingVariant) -> PackedTokens:
         """Computes the steps of a run in sequence, and checks the writes of each."""
-        return _on_the_host(self._decode_run(batch.read(), needed))
+        return _on_the_host(self._decode_run(batch.read(), needed), self._are_ready())
 
     def _decode_run(self, batch: StepBatch, needed: SamplingVariant) -> SampledTokens:
         assert self.steps_of_run(batch.shape, needed) == self.run_steps > 1
@@ -399,6 +401,12 @@ class _BatchOnTheHost(PackedBatch):
 
 
 class _TokensOnTheHost(PackedTokens):
+    ready = False
+
+    @property
+    def is_ready(self) -> bool:
+        return self.ready
+
     def start_copy(self) -> PackedTokens:
         return self
 
@@ -410,9 +418,11 @@ class _TokensOnTheHost(PackedTokens):
         return self.token
 
 
-def _on_the_host(sampled: SampledTokens) -> PackedTokens:
+def _on_the_host(sampled: SampledTokens, is_ready: bool = False) -> PackedTokens:
     given: Any = sampled
-    return _TokensOnTheHost(sampled.token, given)
+    tokens = _TokensOnTheHost(sampled.token, given)
+    tokens.ready = is_ready
+    return tokens
 
 
 def shapes_for(
@@ -469,7 +479,8 @@ class Schedule:
         self.scheduler = Scheduler(self.pool, shapes.limits)
         launcher = LateLauncher() if launches_late else Launcher()
         table = SlotTable(slots, num_pages, named_in_queries=keeps_slots, drafts=drafts)
-        self.runner = RememberingRunner(slots, run_steps)
+        readiness = random.Random(num_pages)
+        self.runner = RememberingRunner(slots, run_steps, lambda: readiness.random() < 0.5)
         self.expected: dict[Sequence, list[int]] = {}
         drafting, numbers = None, random.Random(num_pages)
         if drafts:
@@ -477,7 +488,7 @@ class Schedule:
             drafting = Drafting(Oracle(self.expected, numbers), drafts, VOCABULARY, lengths)
         self.loop = StepLoop(self.scheduler, shapes, table, self.runner, launcher, drafting)
         if launches_late:
-            self.loop.samples_for_a_thread = 2
+            self.loop.samples_for_a_thread, self.loop.late_steps = 1 + num_pages % 2, 1
         start: Any = TokensSoFar
         self.constraint = CompiledConstraint(RememberingCompiler(), start)
         self.sequences: list[Sequence] = []

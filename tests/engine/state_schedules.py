@@ -274,6 +274,8 @@ class Schedule:
         self.expected: dict[Sequence, Sequence] = {}
         options = {"snapshots": snapshots, "runs_of": runs_of, "expected": self.expected}
         self.loop = self.cases.loop(shapes, num_pages, **options)
+        if num_pages % 2:  # steps of two and more samples are planned while two others are unread
+            self.loop.samples_for_a_thread, self.loop.late_steps = 2, 0
 
     def submit(self) -> None:
         index, client = self.draw.randrange(_REQUESTS), self.draw.choice([None, None, "a", "b"])

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import threading
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from typing import Any
@@ -17,6 +18,7 @@ from detjax.engine.launcher import Launcher, LauncherThread
 from detjax.engine.model_runner import ModelRunner
 from detjax.engine.packed_batch import PackedBatch
 from detjax.engine.page_pool import PagePool
+from detjax.engine.sampled_tokens import PackedTokens
 from detjax.engine.scheduler import Scheduler
 from detjax.engine.sequence import RequestContext, Sequence
 from detjax.engine.slot_table import SlotTable
@@ -174,6 +176,117 @@ def test_a_thread_launches_steps_of_many_samples(launcher: LauncherThread) -> No
     assert tokens == in_callers_thread
     assert here not in threads[4] and threads[1] == {here}
     assert {*itertools.chain(*callers.values())} == {here}
+
+
+def late_loop(
+    launcher: Launcher, are_ready: Callable[[], bool], run_steps: int = 1, *, num_pages: int = 100
+) -> StepLoop:
+    """Returns a loop of up to four samples. Steps of three are large."""
+    shapes, runner = BatchShapes.for_serving(4, 16), RememberingRunner(4, run_steps, are_ready)
+    scheduler = Scheduler(PagePool(num_pages, keeps_prefixes=False), shapes.limits)
+    loop = StepLoop(scheduler, shapes, SlotTable(4, num_pages), runner, launcher)
+    loop.samples_for_a_thread = 3
+    return loop
+
+
+def whole_sample(prompt: tuple[int, ...], length: int) -> Sequence:
+    """Returns a sample that has as many tokens as it may have."""
+    params = (SamplingParams(max_tokens=length, temperature=1.0, seed=seed) for seed in itertools.count())
+    sequences = (Sequence(prompt, one, context=RequestContext(end_tokens=frozenset([END]))) for one in params)
+    return next(one for one in sequences if len(expected_tokens(one)) == length)
+
+
+def left_unread(loop: StepLoop, lengths: Iterable[int]) -> tuple[list[int], list[int]]:
+    """Computes samples of these lengths. Returns how many steps are left unread after each large and small step."""
+    large, small = list[int](), list[int]()
+    sequences = [whole_sample((1, 2, 3 + index), length) for index, length in enumerate(lengths)]
+    for sequence in sequences:
+        loop.submit(sequence)
+    while not loop.is_idle:
+        started = loop._newest
+        loop.step()
+        if loop._newest is not None and loop._newest is not started:
+            assert len(loop._in_flight) <= 3
+            (large if len(loop._newest.planned.samples) >= 3 else small).append(loop._left_unread)
+    assert [sequence.generated for sequence in sequences] == [expected_tokens(sequence) for sequence in sequences]
+    return large, small
+
+
+def test_large_steps_are_planned_earlier_after_some_late_launches_until_steps_are_small(
+    launcher: LauncherThread,
+) -> None:
+    with schedules.small_pages():
+        loop = late_loop(launcher, lambda: True)
+        assert loop.late_steps > 1
+        for _ in range(2):
+            large, small = left_unread(loop, (15, 15, 25, 25))
+            # The first large step follows none, and a step is read after two more have been launched.
+            before = loop.late_steps + 2
+            assert large[:before] == [1] * before and {*large[before:]} == {2}
+            assert len(large) > before + 5 and len(small) > 5 and {*small} == {1}
+
+
+def test_large_steps_stay_planned_earlier_when_launches_are_in_time_because_of_it(launcher: LauncherThread) -> None:
+    late = itertools.chain([True] * 8, itertools.repeat(False))
+    with schedules.small_pages():
+        large, _ = left_unread(late_loop(launcher, lambda: next(late)), (25, 25, 25, 25))
+    assert large[-10:] == [2] * 10
+
+
+@pytest.mark.parametrize("late", [[False], [True, True, True, False]])
+def test_launches_that_are_in_time_now_and_then_plan_no_large_step_earlier(
+    launcher: LauncherThread, late: list[bool]
+) -> None:
+    is_late = itertools.cycle(late)
+    with schedules.small_pages():
+        loop = late_loop(launcher, lambda: next(is_late))
+        assert loop.late_steps > sum(late)
+        large, small = left_unread(loop, (25, 25, 30, 30))
+    assert len(large) > 20 and {*large, *small} == {1}
+
+
+def test_no_more_than_two_runs_are_in_flight(launcher: LauncherThread) -> None:
+    """A new request waits for them."""
+    with schedules.small_pages():
+        loop = late_loop(launcher, lambda: True, run_steps=4)
+        loop.late_steps = 1
+        large, _ = left_unread(loop, (25, 25, 25, 15, 60))  # steps are single while the last sample waits
+    runner = loop._runner
+    assert isinstance(runner, RememberingRunner) and runner.runs > 2
+    assert 2 in large and large[-2:] == [1, 1]
+
+
+def test_a_preempted_sample_waits_until_all_its_tokens_are_read(launcher: LauncherThread) -> None:
+    with schedules.small_pages():
+        loop = late_loop(launcher, lambda: True, num_pages=7)
+        loop.samples_for_a_thread, loop.late_steps = 1, 0
+        # The first one's third page is the last one's in step 8. Two tokens of the last one are unread then, and one of
+        # them still when the pages of the second one are free, which ended with step 6.
+        samples = [whole_sample((1, 2), 11), whole_sample((3, 4), 6), whole_sample((5, 6, 7, 8, 9), 11)]
+        for sample in samples:
+            loop.submit(sample)
+        for _ in range(7):
+            loop.step()
+        assert (samples[2].unread, loop.scheduler.preemptions) == (3, 0)
+        loop.step()
+        assert (samples[2].unread, loop.scheduler.preemptions) == (2, 1)
+        loop.step()
+        assert samples[2].slot is not None
+        while not loop.is_idle:
+            loop.step()
+    assert [sample.generated for sample in samples] == [expected_tokens(sample) for sample in samples]
+
+
+def test_hosts_that_share_a_model_find_no_step_late() -> None:
+    """They would find it out at different times, and plan different steps."""
+
+    def tokens(*, is_shared: bool) -> PackedTokens:
+        words: Any = types.SimpleNamespace(is_fully_addressable=not is_shared, is_ready=lambda: True)
+        packed: Any = types.SimpleNamespace(words=words)
+        return PackedTokens(None, packed)
+
+    assert tokens(is_shared=False).is_ready
+    assert not tokens(is_shared=True).is_ready
 
 
 def loop_and_sequence(compiler: ConstraintCompiler, tokens: int, launcher: LauncherThread) -> tuple[StepLoop, Sequence]:

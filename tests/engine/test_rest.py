@@ -57,10 +57,13 @@ def begun(engine: Engine, requests: list[Request]) -> list[Any]:
     return futures
 
 
-@pytest.mark.parametrize("sleeps", [False, True])
+@pytest.mark.parametrize(("sleeps", "is_ahead"), [(False, False), (True, False), (True, True)])
 def test_requests_that_were_frozen_or_put_to_sleep_have_the_same_bits(
-    shared: Engine, expected: list[Generation], sleeps: bool
+    shared: Engine, expected: list[Generation], monkeypatch: pytest.MonkeyPatch, sleeps: bool, is_ahead: bool
 ) -> None:
+    if is_ahead:
+        monkeypatch.setattr(shared._loop, "samples_for_a_thread", 1)
+        monkeypatch.setattr(shared._loop, "late_steps", 0)
     futures = begun(shared, REQUESTS)
     shared.pause()
     assert not all(future.done() for future in futures)
@@ -100,14 +103,15 @@ def test_an_abort_leaves_a_beginning_of_the_answer_and_other_requests_alone(
     assert shared.stats().pages_in_use == 0
 
 
-@pytest.mark.parametrize("samples_for_a_thread", [1, 128])
+@pytest.mark.parametrize(("samples_for_a_thread", "late_steps"), [(1, 0), (1, 4), (128, 4)])
 def test_an_aborted_answer_has_the_logprobs_of_its_tokens(
-    shared: Engine, monkeypatch: pytest.MonkeyPatch, samples_for_a_thread: int
+    shared: Engine, monkeypatch: pytest.MonkeyPatch, samples_for_a_thread: int, late_steps: int
 ) -> None:
     """Tokens of large steps are reported after the next step has been started."""
     monkeypatch.setattr(shared._loop, "samples_for_a_thread", samples_for_a_thread)
+    monkeypatch.setattr(shared._loop, "late_steps", late_steps)
     for attempt in range(5):
-        name, has_begun = f"{samples_for_a_thread}, {attempt}", threading.Event()
+        name, has_begun = f"{samples_for_a_thread}, {late_steps}, {attempt}", threading.Event()
         future = shared.submit(Request([1, 2], LONG, id=name), lambda _, begun=has_begun: begun.set())
         assert has_begun.wait(HANGS_AFTER)
         shared.abort([name])
