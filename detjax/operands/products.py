@@ -8,18 +8,6 @@ from jaxtyping import Array
 from detjax.operands.pytrees import array_dataclass
 
 
-class RowCodes(NamedTuple):
-    """The codes of M rows `[*B, K]`, as products with quantized activations take them.
-
-    Attributes:
-        codes: e4m3 `[M, K]`.
-        scales: one for each group of columns, float32 `[groups, M]`, with M padded to eights.
-    """
-
-    codes: Array
-    scales: Array
-
-
 @array_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class NormalizedRows:
@@ -41,6 +29,21 @@ class NormalizedRows:
     def shape(self) -> tuple[int, ...]:
         """The shape of the rows."""
         return self.rows.shape
+
+
+class RowCodes(NamedTuple):
+    """The codes of M rows `[*B, K]`, as products with quantized activations take them.
+
+    Attributes:
+        codes: e4m3 `[M, K]`.
+        scales: one for each group of columns, float32 `[groups, M]`, with M padded to eights.
+        norm: the norm that has these codes, which a product may compute itself; it then takes no codes. None: the rows
+            are no norm.
+    """
+
+    codes: Array
+    scales: Array
+    norm: NormalizedRows | None = None
 
 
 class MatmulOperands(NamedTuple):

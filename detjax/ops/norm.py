@@ -1,5 +1,6 @@
 """RMS norm, alone, after a residual add or for a product in codes, under contract."""
 
+import dataclasses
 import functools
 from typing import Any, overload
 
@@ -85,7 +86,9 @@ def normalized(x: NormalizedRows, w: Any) -> tuple[Array, RowCodes | None]:
         return rms_norm(x.rows, x.weight, **options), None
     weight, weight_sum = _checked(x.rows, x.weight, None)
     y, _, codes = _rms_norm(x.rows, weight, None, weight_sum, *options.values(), True)
-    return y, codes
+    assert codes is not None
+    # If the product computes the norm itself, the compiler drops the kernel that computes y and its codes.
+    return y, codes._replace(norm=dataclasses.replace(x, weight=weight))
 
 
 def _checked(x: Array, weight: Any, residual: Array | None) -> tuple[Any, Array | None]:

@@ -73,18 +73,18 @@ def _norm(dtype: str) -> Case:
     )
 
 
-def _norm_before_product(dtype: str) -> Case:
+def _norm_before_product(dtype: str, rows: int, width: int) -> Case:
     """A norm of whole groups, and a product with an fp8 weight."""
     random = np.random.default_rng(0)
-    codes = random.standard_normal((72, 256)).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
-    scales = random.uniform(0.5, 2, (72, 2)).astype(np.float32)
-    described = ops.QuantizedFormat("e4m3", 256, 128, dtype, "group")
+    codes = random.standard_normal((72, width)).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    scales = random.uniform(0.5, 2, (72, width // 128)).astype(np.float32)
+    described = ops.QuantizedFormat("e4m3", width, 128, dtype, "group")
     w = ops.QuantizedWeight(jnp.asarray(codes), jnp.asarray(scales), format=described)
 
     def fn(x: jax.Array, weight: jax.Array) -> jax.Array:
         return ops.matmul(NormalizedRows(x, weight, eps=1e-5, weight_offset=1.0), w, layout="nk")
 
-    return with_gradients(fn, normal(9, 256, dtype=dtype), normal(256, dtype=dtype))
+    return with_gradients(fn, normal(rows, width, dtype=dtype), normal(width, dtype=dtype))
 
 
 def _rope(dtype: str) -> Case:
@@ -206,7 +206,10 @@ CASES: dict[str, dict[str, Callable[[str], Case]]] = {
     },
     "grouped_matmul_epilogue": {"gated": _grouped},
     "rms_norm_residual": {"with an offset": _norm},
-    "rms_norm_codes": {"a product": _norm_before_product},
+    "rms_norm_codes": {
+        "a product": functools.partial(_norm_before_product, rows=9, width=256),
+        "a product of a row": functools.partial(_norm_before_product, rows=1, width=1024),
+    },
     "qk_rope": {"with norms": _rope},
     "qk_rope_append_kv": {"prefill": _append},
     "attention_dequantize": {kind: functools.partial(_attention, kind) for kind in ("int8", "q4_0")},

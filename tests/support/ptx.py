@@ -53,15 +53,17 @@ class Kernel:
 
     def run(
         self, arrays: Sequence[np.ndarray], cta: tuple[int, int] = (0, 0), *, approximate_divisor: float | None = None
-    ) -> None:
+    ) -> np.ndarray:
         """Runs a CTA of the grid, which changes the arrays: one of 4-byte words for each parameter.
 
-        Divisions by `approximate_divisor` may be approximations.
+        Divisions by `approximate_divisor` may be approximations. Returns the words that are then in shared memory.
         """
         assert len(arrays) == len(self.parameters), f"{self.name} has {len(self.parameters)} parameters"
         for array in arrays:
             assert array.itemsize == 4 and array.flags.c_contiguous
-        _Cta(self, [array.reshape(-1).view(np.uint32) for array in arrays], cta, approximate_divisor).run()
+        running = _Cta(self, [array.reshape(-1).view(np.uint32) for array in arrays], cta, approximate_divisor)
+        running.run()
+        return running.memory[0]
 
 
 def kernels(text: str) -> list[Kernel]:

@@ -20,10 +20,11 @@ from jax import Array, lax
 
 from detjax.contract import ACCUMULATOR, FP8_BLOCK, LANE_GROUP, LANES
 from detjax.operands.numerics import ceil_div, flat_rows, round_up
-from detjax.operands.products import RowCodes
+from detjax.operands.products import NormalizedRows, RowCodes
 from detjax.pallas.hopper import device, norm_gradient
 from detjax.pallas.hopper.device import WARP, WARPGROUP
-from detjax.pallas.hopper.quantized.rows import E4M3, code_types, quantize_piece
+from detjax.pallas.hopper.quantized.prologue import Prologue
+from detjax.pallas.hopper.quantized.rows import E4M3, code_types, quantize_piece, quantize_piece_of_row
 from detjax.pallas.hopper.rows import NO_AUTO_BARRIERS, broadcast, layout, load_weight, rounded_squares, row_sums
 
 backward = norm_gradient.backward
@@ -201,6 +202,25 @@ def _forward(
     return out._replace(y=y, h=h)
 
 
+def prologue(rows: NormalizedRows) -> Prologue | None:
+    """Returns a prologue that computes the codes of a row's norm, with the bits of `forward_with_codes`.
+
+    It is None for several rows, and for a row that one warpgroup does not hold in registers.
+    """
+    x = flat_rows(rows.rows)
+    count, width = x.shape
+    problem, formula = Problem(count, width, x.dtype), _Formula(width, rows.eps, rows.weight_offset)
+    if count > 1 or width % LANES or problem.row_bytes > RESIDENT_BYTES * WARPGROUP:
+        return None
+    schedule = Schedule(WARPGROUP, 1, weight_first=True)
+
+    def compute(x: Any, weight: Any, codes: Any, scales: Any) -> None:
+        results = _Results(None, None, codes, scales)
+        _RowOfProduct(problem, schedule, formula, [x], weight, results, 0).run()
+
+    return Prologue((x, rows.weight), compute)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Formula:
     """The constants of the norm's formula."""
@@ -232,7 +252,9 @@ def _kernel(
 
     def body(*refs: Any) -> None:
         *inputs, weight_ref = refs[: len(operands) + 1]
-        _Cta(problem, schedule, formula, inputs, weight_ref, named(refs[len(operands) + 1 :])).run()
+        # The last CTA shifts back so that all its rows exist: two CTAs then write the same bits to some rows.
+        first = jnp.minimum(lax.axis_index("tile") * schedule.rows, problem.rows - schedule.rows)
+        _Rows(problem, schedule, formula, inputs, weight_ref, named(refs[len(operands) + 1 :]), first).run()
 
     def named(arrays: Sequence[Any]) -> _Results:
         y, *rest = arrays
@@ -252,8 +274,8 @@ def _kernel(
     return named(arrays)
 
 
-class _Cta:
-    """One CTA: a warpgroup that normalizes `schedule.rows` rows, piece by piece."""
+class _Rows:
+    """A warpgroup that normalizes `schedule.rows` rows from `first` on, piece by piece."""
 
     def __init__(
         self,
@@ -263,15 +285,14 @@ class _Cta:
         inputs: list[Any],
         weight: Any,
         results: _Results,
+        first: Array | int,
     ) -> None:
-        self.schedule, self.formula = schedule, formula
+        self.schedule, self.formula, self.first = schedule, formula, first
         self.inputs, self.weight, self.results = inputs, weight, results
         self.dtype = problem.dtype
         self.shape = schedule.rows_at_once, schedule.columns
         self.layout = layout(schedule.rows_at_once, schedule.threads)
         self.pieces = problem.width // schedule.columns
-        # The last CTA shifts back so that all its rows exist: two CTAs then write the same bits to some rows.
-        self.first = jnp.minimum(lax.axis_index("tile") * schedule.rows, problem.rows - schedule.rows)
 
     def run(self) -> None:
         """Writes the results."""
@@ -281,7 +302,7 @@ class _Cta:
             self.normalize_row_read_twice()
 
     def normalize_resident_rows(self) -> None:
-        """Loads all rows of the CTA, then sums and scales them in registers."""
+        """Loads all rows, then sums and scales them in registers."""
         rows = range(0, self.schedule.rows, self.schedule.rows_at_once)
         pieces = range(self.pieces)
         # Every load is issued before the first sum waits for one, so the CTA has all its bytes in flight at once.
@@ -296,7 +317,7 @@ class _Cta:
                 self.store_norm(row, piece, self.scaled(row_pieces[piece], scale, weight))
 
     def normalize_row_read_twice(self) -> None:
-        """Sums the CTA's row in one pass over it and scales it in another."""
+        """Sums a row in one pass over it and scales it in another."""
         # The second pass reads from cache. Eight pieces at a time are in flight.
         together = math.gcd(self.pieces, 8)
 
@@ -356,3 +377,12 @@ class _Cta:
 
     def scaled(self, part: Array, scale: Array, weight: Array) -> Array:
         return (part.astype(ACCUMULATOR) * scale * weight).astype(self.dtype)
+
+
+class _RowOfProduct(_Rows):
+    """A warpgroup that stores the codes and scales of a row's norm in a product's shared memory."""
+
+    def store_norm(self, row: int, piece: Any, value: Array) -> None:
+        """Stores the codes and scales of a piece of the norm."""
+        _, _, codes, scales = self.results
+        quantize_piece_of_row(value, codes, scales, jnp.int32(piece * self.shape[1]), layout=self.layout)

@@ -15,14 +15,17 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from detjax.contract import FP8_BLOCK
 from detjax.operands.numerics import round_up
 from detjax.operands.options import Epilogue
-from detjax.operands.products import GroupedOperands, MatmulOperands
+from detjax.operands.products import GroupedOperands, MatmulOperands, NormalizedRows
 from detjax.operands.quantized_weight import QuantizedFormat, QuantizedWeight
 from detjax.pallas.hopper import norm, quantized_matmul
 from detjax.pallas.hopper.device import WARPGROUP
 from detjax.pallas.hopper.grouped_matmul import group_unit
-from detjax.pallas.hopper.mosaic.layouts import MATRIX, PER_COLUMN, PER_THREAD
+from detjax.pallas.hopper.mosaic.barriers import meet
+from detjax.pallas.hopper.mosaic.layouts import MATRIX, PER_COLUMN, PER_THREAD, swizzled_lines
+from detjax.pallas.hopper.mosaic.lines import load_line, store_line
 from detjax.pallas.hopper.quantized.codes import codes_plan, codes_product, grouped_codes_product
 from detjax.pallas.hopper.quantized.packed import packed_plan
+from detjax.pallas.hopper.quantized.prologue import quantizing
 from detjax.pallas.hopper.quantized.promotion import (
     column_scales,
     promoted_by,
@@ -30,7 +33,7 @@ from detjax.pallas.hopper.quantized.promotion import (
     rows_share_scales,
     scaled_by,
 )
-from detjax.pallas.hopper.quantized.rows import quantized_groups
+from detjax.pallas.hopper.quantized.rows import E4M3, quantized_groups
 from detjax.pallas.hopper.rows import NO_AUTO_BARRIERS
 from detjax.portable.quantized_matmul import quantized_rows
 from detjax.runtime import backends
@@ -174,7 +177,45 @@ def row_programs() -> dict[str, Program]:
             for width in NORMALIZED_WIDTHS
             for dtype in ("bfloat16", "float16", "float32")
         },
+        **{
+            f"{'codes' if number == 0 else 'norm'} of a row of {dtype}": row_in_stages(columns, dtype, number == 1)
+            for number, columns in enumerate(ROW_IN_STAGES)
+            for dtype in ("bfloat16", "float16", "float32")
+        },
     }
+
+
+def row_in_stages(columns: int, dtype: str, is_normalized: bool) -> Program:
+    """A kernel that leaves a row's codes and scales, or its norm's, in shared memory as a product's stages have them.
+
+    The result is part of the scales: the compiler drops stores that nobody reads.
+    """
+    blocks = 2
+    stages = columns // (blocks * FP8_BLOCK)
+    shapes = [array(1, columns, dtype=dtype), *([array(columns, dtype=dtype)] if is_normalized else [])]
+
+    def fn(*arrays: Any) -> Any:
+        prologue = norm.prologue(NormalizedRows(*arrays, eps=1e-6)) if is_normalized else quantizing(*arrays)
+        assert prologue is not None
+
+        def body(*refs: Any, codes: Any, scales: Any) -> None:
+            *inputs, out = refs
+            prologue.compute(*inputs, codes, scales)
+            meet()
+            store_line(load_line(scales.at[0, 0]), out, 0, count=WARPGROUP)
+
+        return plgpu.kernel(
+            body,
+            out_type=jax.ShapeDtypeStruct((WARPGROUP,), "float32"),
+            scratch_types={
+                "codes": plgpu.SMEM((stages, 1, 8, blocks * FP8_BLOCK), E4M3, transforms=swizzled_lines(FP8_BLOCK, 1)),
+                "scales": plgpu.SMEM((stages, blocks, 32), "float32"),
+            },
+            compiler_params=NO_AUTO_BARRIERS,
+            kernel_name="row_in_stages",
+        )(*arrays)
+
+    return fn, shapes
 
 
 def normalized_rows(rows: int, width: int, *, dtype: str = "bfloat16") -> Program:
@@ -247,6 +288,8 @@ def compared_scales(rows: int, dtype: str) -> Program:
 
 
 NORMALIZED_ROWS, NORMALIZED_WIDTHS = 7, (640, 1024)
+ROW_IN_STAGES = 1280, 1024
+"""Columns of the row that is quantized, and of the one that is normalized first."""
 """The shapes of normalized rows: a warp or four have a row."""
 
 COLUMNS = 16

@@ -38,8 +38,14 @@ CASES: dict[str, tuple[tuple[int, int, int], str, str, Schedule | None]] = {
     "group": ((11, 72, 448), "group", "float32", Schedule(8, 32, lines=2)),
     "group, two warpgroups of 24 rows": ((20, 136, 640), "group", "float32", Schedule(24, 48, warpgroups=2, lines=1)),
     "group, stages of eight blocks": ((5, 72, 2048), "group", "float32", Schedule(8, 16, lines=8)),
-    "group, the default plan": ((9, 72, 384), "group", "bfloat16", None),
-    "row": ((20, 136, 448), "row", "float32", Schedule(16, 128, warpgroups=2, lines=2)),
+    # The kernel quantizes a single row itself. The first one has more blocks than stages.
+    "group, a single row": ((1, 40, 2304), "group", "float32", Schedule(8, 24)),
+    "group, a single row in pairs of blocks": (
+        (1, 136, 1024),
+        "group",
+        "bfloat16",
+        Schedule(8, 48, warpgroups=2, lines=2),
+    ),
     # Neither the copy engine nor the kernel that quantizes rows takes such sizes.
     "group, odd sizes": ((3, 13, 139), "group", "float16", None),
     "row, odd sizes": ((10, 77, 5), "row", "float32", None),
@@ -60,6 +66,15 @@ def test_blocks_are_scaled_and_added_in_the_contracts_order(name: str) -> None:
 
     y = interpreted(fn, jnp.asarray(x), w, jnp.asarray(bias), jnp.asarray(residual))
     assert_same_bits(y, added_in_blocks(x, w) + bias + residual)
+
+
+@pytest.mark.usefixtures("two_multiprocessors")
+def test_a_single_row_is_quantized_where_it_is_multiplied() -> None:
+    """Unless it is long: then this takes longer than a separate kernel."""
+    for m, k, is_joined in ((1, 4096, True), (1, 4224, False), (1, 4032, False), (2, 4096, False)):
+        x, w = exact_operands(m, 72, k, "group")
+        text = lowered(lambda x, w: product(x, w, None, Epilogue()), jnp.asarray(x), w)
+        assert ("with_prologue" in text) == is_joined and ("quantized_groups" in text) != is_joined, (m, k)
 
 
 def with_shared_scales(w: QuantizedWeight, sharing: str) -> QuantizedWeight:

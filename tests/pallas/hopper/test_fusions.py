@@ -38,7 +38,12 @@ def results(name: str, case: str, *, gradients: bool = False) -> tuple[list[Any]
     return [np.asarray(x) for x in jax.tree.leaves(fused)], [np.asarray(x) for x in jax.tree.leaves(separated)]
 
 
-FEW = ("matmul_epilogue", "soft cap"), ("attention_dequantize", "q4_0"), ("sampling_logprobs", "temperatures")
+FEW = (
+    ("matmul_epilogue", "soft cap"),
+    ("rms_norm_codes", "a product of a row"),
+    ("attention_dequantize", "q4_0"),
+    ("sampling_logprobs", "temperatures"),
+)
 FEW_WITH_GRADIENTS = ("rms_norm_residual", "with an offset"), ("rms_norm_codes", "a product")
 
 

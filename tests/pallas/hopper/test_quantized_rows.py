@@ -16,7 +16,7 @@ from detjax.portable.quantized_matmul import quantized_rows
 from tests.pallas.hopper import compiler, quantized_compiler
 from tests.pallas.hopper.test_norm import operands_of_all_kinds
 from tests.support.bits import assert_same_bits
-from tests.support.ptx import kernels
+from tests.support.ptx import POISON, kernels
 
 ROWS, COLUMNS = quantized_compiler.ROWS
 WARPS = 4
@@ -79,6 +79,51 @@ def test_the_emitted_norm_gives_the_codes_of_its_rounded_result(width: int, dtyp
     norm = y.view(x.dtype).reshape(x.shape).astype(np.float32)
     actual = words.view(jnp.float8_e4m3fn).astype(np.float32), scales.view(np.float32).T[:rows].copy()
     assert not difference_of_rows(norm, {"NumPy": restated_rows(norm), "the kernel": actual})
+
+
+def in_stages(shared: np.ndarray, groups: int) -> tuple[np.ndarray, np.ndarray]:
+    """The numbers of a row's codes, `[1, columns]`, and its scales, `[1, groups]`, from the stages in shared memory.
+
+    A line of 128 bytes has the codes of a group. The lines and scales of the stages' other rows are left alone.
+    """
+    begin, size = np.flatnonzero(shared != POISON)[0] // 32 * 32, groups * 8 * 32
+    begin = next(at for at in range(begin % 256, len(shared), 256) if (shared[at : at + 32] != POISON).all())
+    lines, scales = shared[begin : begin + size].reshape(groups, 8, 32), shared[begin + size :][: groups * 32]
+    scales = scales.reshape(groups, 32)
+    assert (lines[:, 1:] == POISON).all() and (scales[:, 1:] == POISON).all()
+    numbers = lines[:, 0].copy().view(jnp.float8_e4m3fn).astype(np.float32)
+    return numbers.reshape(1, -1), scales[:, 0].copy().view(np.float32)[None]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_the_emitted_code_leaves_a_row_in_the_stages_of_its_product(dtype: str, texts: dict[str, str]) -> None:
+    columns, _ = quantized_compiler.ROW_IN_STAGES
+    (kernel,) = kernels(texts[f"codes of a row of {dtype}"])
+    for row in rows_to_quantize(ROWS, columns).astype(jnp.dtype(dtype)):
+        shared = kernel.run([row.view(np.uint32), np.zeros(128, np.uint32)])
+        wide = row[None].astype(np.float32)
+        found = {"NumPy": restated_rows(wide), "the kernel": in_stages(shared, columns // FP8_BLOCK)}
+        assert not difference_of_rows(wide, found)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_the_emitted_norm_leaves_its_codes_in_the_stages_of_its_product(dtype: str, texts: dict[str, str]) -> None:
+    _, columns = quantized_compiler.ROW_IN_STAGES
+    groups = columns // FP8_BLOCK
+    rows, weight = operands_of_all_kinds(3, columns, dtype)
+    (separate,), (kernel,) = (
+        kernels(texts[f"norm of {columns} columns of {dtype}"]),
+        kernels(texts[f"norm of a row of {dtype}"]),
+    )
+    for row in rows:
+        arrays = [np.resize(row, (quantized_compiler.NORMALIZED_ROWS, columns)).view(np.uint32), weight.view(np.uint32)]
+        words = np.full((quantized_compiler.NORMALIZED_ROWS, columns // 4), UNWRITTEN, np.uint32)
+        scales = np.full((groups, 8), UNWRITTEN, np.uint32)
+        separate.run([*arrays, np.zeros_like(arrays[0]), words, scales], approximate_divisor=columns)
+        arrays = [row.view(np.uint32), weight.view(np.uint32), np.zeros(128, np.uint32)]
+        numbers, in_shared_memory = in_stages(kernel.run(arrays, approximate_divisor=columns), groups)
+        assert_same_bits(numbers, words[:1].view(jnp.float8_e4m3fn).astype(np.float32))
+        assert_same_bits(in_shared_memory, scales.view(np.float32).T[:1])
 
 
 def test_a_difference_is_named() -> None:

@@ -274,6 +274,7 @@ def launched(  # noqa: PLR0913
     devices: int = 1,
     further_results: Sequence[jax.ShapeDtypeStruct] = (),
     further_clusters: int = 0,
+    compiler_params: plgpu.CompilerParams | None = None,
 ) -> Callable[..., list[Array]]:
     """Returns a kernel with the clusters and the warpgroups of a plan.
 
@@ -286,6 +287,7 @@ def launched(  # noqa: PLR0913
         devices: the number of devices whose columns the results have.
         further_results: shapes and dtypes of results after these.
         further_clusters: clusters after the plan's, which `body` gives other work.
+        compiler_params: parameters of the compiler other than the default ones.
     """
     problem, schedule = plan.problem, plan.schedule
     out_type = [jax.ShapeDtypeStruct((problem.m, devices * problem.n), problem.out_dtype)] * results
@@ -299,6 +301,7 @@ def launched(  # noqa: PLR0913
         num_threads=plan.all_warpgroups,
         thread_name="warpgroup",
         scratch_types=scratch,
+        compiler_params=compiler_params,
         kernel_name=name,
     )
 
@@ -340,18 +343,18 @@ def scratch_types(plan: Plan) -> dict[str, Any]:
     # The matrix unit reads blocks of 8 lines x 16 bytes. A line of 128 bytes spans all 32 banks, so without a swizzle
     # the 8 units of a block would share 4 banks. The swizzle XORs the line's number into the unit's, which spreads them
     # over all.
-    def operand(parts: int, size: int, contiguous_in_k: bool) -> Any:
+    def operand(stages: int, parts: int, size: int, contiguous_in_k: bool) -> Any:
         shape = (size, plan.tile_k) if contiguous_in_k else (plan.tile_k, size)
         transforms = swizzled_lines(plan.line, problem.dtype.itemsize)
-        return plgpu.SMEM((plan.stages, parts, *shape), problem.dtype, transforms=transforms)
+        return plgpu.SMEM((stages, parts, *shape), problem.dtype, transforms=transforms)
 
     def staged(dtype: jnp.dtype) -> Any:
         shape = (s.warpgroups, plan.slots, *plan.staged_shape)
         return plgpu.SMEM(shape, dtype, transforms=swizzled_lines(plan.staged_line(dtype), dtype.itemsize))
 
     scratch = {
-        "rows": operand(plan.row_parts, s.warpgroups * plan.padded_rows, plan.rows_contiguous_in_k),
-        "columns": operand(plan.column_parts, plan.columns, plan.columns_contiguous_in_k),
+        "rows": operand(plan.stages, plan.row_parts, s.warpgroups * plan.padded_rows, plan.rows_contiguous_in_k),
+        "columns": operand(plan.column_stages, plan.column_parts, plan.columns, plan.columns_contiguous_in_k),
         "out": staged(problem.out_dtype),
         "loaded": plgpu.Barrier(num_arrivals=plan.loads_per_stage, num_barriers=plan.stages),
         "consumed": consumed(num_arrivals=s.warpgroups, num_barriers=plan.stages),

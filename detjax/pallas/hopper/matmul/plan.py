@@ -247,6 +247,11 @@ class Plan:
         return self.k_steps
 
     @property
+    def column_stages(self) -> int:
+        """Stages of the column operand in shared memory."""
+        return self.stages
+
+    @property
     def reserved_bytes(self) -> int:
         """Bytes of shared memory for further buffers that a kernel adds."""
         return 0

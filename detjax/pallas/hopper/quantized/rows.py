@@ -17,7 +17,7 @@ from detjax.operands.numerics import ceil_div, round_up
 from detjax.operands.quantized_weight import QuantizedWeight
 from detjax.pallas.hopper.device import WARP, WARPGROUP
 from detjax.pallas.hopper.mosaic import no_twin, primitive, with_twin
-from detjax.pallas.hopper.mosaic.layouts import NUMBER
+from detjax.pallas.hopper.mosaic.layouts import NUMBER, swizzled_lines
 from detjax.pallas.hopper.mosaic.registers import (
     as_index,
     element,
@@ -35,6 +35,10 @@ E4M3: Final = jnp.dtype("float8_e4m3fn")
 """The dtype of codes of rows."""
 
 _WARPS = WARPGROUP // WARP
+_GROUPS_AT_ONCE = 8
+"""Groups of a row that a warp loads together."""
+_LINES = swizzled_lines(FP8_BLOCK, 1)
+"""The transforms of codes in the stages of a product."""
 _WIDTH = FP8_BLOCK // WARP
 """Columns of a group in each thread of a warp."""
 _COLUMN_UNIT = 16
@@ -145,6 +149,86 @@ def quantize_piece(piece: Any, codes: Any, scales: Any, row: Any, column: Any, *
     this_row = plus(row.registers.item(), arith.index_cast(i32(), row_in_piece))
     this_column = plus(column.registers.item(), arith.index_cast(i32(), column_in_piece))
     _store(_quantized(values), codes, scales, this_row, arith.divui(this_column, int32(FP8_BLOCK)))
+
+
+def _plain_quantize_row(x: Any, codes: Any, scales: Any) -> None:
+    _plain_quantize_piece_of_row(x[...], codes, scales, 0, layout=None)
+
+
+@with_twin(_plain_quantize_row)
+def quantize_row(x: Any, codes: Any, scales: Any) -> None:
+    """Quantizes a row `[1, K]` in device memory with one warpgroup; see `quantize_piece_of_row`."""
+    groups = x.shape[1] // FP8_BLOCK
+    count = min(_GROUPS_AT_ONCE, ceil_div(groups, _WARPS))
+
+    @pl.loop(0, ceil_div(groups, _WARPS * count))
+    def _(step: Array) -> None:
+        _quantize_groups(x, codes, scales, step * (_WARPS * count), count=count)
+
+
+@primitive(
+    twin=no_twin("_quantize_groups"),
+    args=lambda *_, **__: (plgpu.RefType(), plgpu.RefType(_LINES), plgpu.RefType(), NUMBER),
+)
+def _quantize_groups(x: Any, codes: Any, scales: Any, first: Any, *, count: int) -> None:
+    """Quantizes `count` groups of a row with each warp, which take the groups from `first` on in turn."""
+    warp, _ = warp_and_lane()
+    first_group = arith.addi(first.registers.item(), warp)
+    groups = [plus(first_group, int32(_WARPS * i)) for i in range(count)]
+    # All loads are issued before the first group waits for its numbers.
+    loaded = [_loaded(x, int32(0), group) for group in groups]
+    for group, numbers in zip(groups, loaded, strict=True):
+        quantized = _quantized(numbers)
+        with mgpu.when(arith.cmpi(arith.CmpIPredicate.slt, group, int32(x.type.shape[1] // FP8_BLOCK))):
+            _store_in_stages(quantized, codes, scales, group)
+
+
+def _plain_quantize_piece_of_row(piece: Array, codes: Any, scales: Any, column: Any, *, layout: Any) -> None:
+    del layout
+    numbers, by_group = quantized_rows(piece, FP8_BLOCK)
+    tile_k, blocks = codes.shape[-1], scales.shape[1]
+    for index in range(by_group.shape[1]):
+        group = column // FP8_BLOCK + index
+        stored = numbers.reshape(-1, FP8_BLOCK)[index].astype(codes.dtype)
+        codes[group // blocks, 0, 0, pl.ds(group * FP8_BLOCK % tile_k, FP8_BLOCK)] = stored
+        scales[group // blocks, group % blocks, 0] = by_group[0, index]
+
+
+@primitive(
+    twin=_plain_quantize_piece_of_row,
+    args=lambda *_, layout: (layout, plgpu.RefType(_LINES), plgpu.RefType(), NUMBER),
+)
+def quantize_piece_of_row(piece: Any, codes: Any, scales: Any, column: Any, *, layout: Any) -> None:
+    """Stores the codes and scales of whole groups of the only row of a product: the bits of `quantized_groups`.
+
+    Args:
+        piece: `[1, columns]`. A warp holds a group, and a thread four neighbouring columns.
+        codes: the stages of the product's tokens in shared memory, `[stages, 1, tokens, columns]` in swizzled lines of
+            128 bytes.
+        scales: the stages of their scales in shared memory, float32 `[stages, blocks, tokens]`.
+        column: the first column of the piece.
+        layout: its layout, of `detjax.pallas.hopper.rows`.
+    """
+    del layout
+    values = [_wide(element(piece.registers.item(), i)) for i in range(_WIDTH)]
+    ((_, column_in_piece),) = piece.layout.thread_idxs(piece.shape)
+    this_column = plus(column.registers.item(), arith.index_cast(i32(), column_in_piece))
+    _store_in_stages(_quantized(values), codes, scales, arith.divui(this_column, int32(FP8_BLOCK)))
+
+
+def _store_in_stages(quantized: tuple[Any, Any], codes: Any, scales: Any, group: Any) -> None:
+    """Stores the thread's codes of a group, and the scale by one thread of the warp; see `quantize_piece_of_row`."""
+    word, scale = quantized
+    _, lane = warp_and_lane()
+    stored = mgpu.bitcast(packed([word]), ir.VectorType.get((_WIDTH,), codes.type.element_type))
+    _, _, _, blocks, _, line = codes.type.shape
+    assert line == FP8_BLOCK and blocks == scales.type.shape[1]
+    stage, block = (as_index(divide(group, int32(blocks))) for divide in (arith.divui, arith.remui))
+    # A line has the codes of a group. The swizzle leaves the chunks of the first row in their order.
+    zero = as_index(int32(0))
+    vector.store(stored, codes, [stage, zero, zero, block, zero, as_index(times(lane, _WIDTH))])
+    with mgpu.when(arith.cmpi(arith.CmpIPredicate.eq, lane, int32(0))):
+        memref.store(scale, scales, [stage, block, zero])
 
 
 def _store(quantized: tuple[Any, Any], codes: Any, scales: Any, row: Any, group: Any) -> None:

@@ -16,10 +16,8 @@ flight. While the matrix unit multiplies one of them, or for the other warpgroup
   share scales is read from the scales themselves, for each tile: a warpgroup compares them while its first stages
   arrive. Both cases have the same bits.
 
-Other kernels quantize the rows: the norm before the product, or one of its own. A further warpgroup that quantizes up
-to 8 tokens within this kernel was tried and was slower on an H200: for one row and the shapes of Qwen3-8B, 27.1 us
-instead of 27.9 for gate and up but 19.3 instead of 16.2 for down, and for eight rows 35.8 instead of 28.3, and 60
-instead of 16.4.
+Other kernels quantize the rows: the norm before the product, or one of its own. A single row is quantized within this
+kernel if that is faster; see `quantized.prologue`.
 
 The kernel is in `kernel.py`, its plans in `plan.py`, the choice of a plan in `tuning.py`.
 """
@@ -37,11 +35,13 @@ from detjax.operands.options import Epilogue
 from detjax.operands.products import GroupedOperands, MatmulOperands, RowCodes
 from detjax.operands.quantized_weight import QuantizedWeight, scales_of
 from detjax.pallas.hopper import grouped_matmul as grouped
+from detjax.pallas.hopper import norm
 from detjax.pallas.hopper.matmul.kernel import Operands, padded
 from detjax.pallas.hopper.matmul.plan import Problem
 from detjax.pallas.hopper.quantized.codes.kernel import codes_kernel
 from detjax.pallas.hopper.quantized.codes.plan import CodesPlan
 from detjax.pallas.hopper.quantized.codes.tuning import default_plan
+from detjax.pallas.hopper.quantized.prologue import Prologue, quantizing
 from detjax.pallas.hopper.quantized.rows import E4M3, quantized_tokens
 
 _EXPERT_TILES: Final = (128, 64, 32, 16, 8)
@@ -153,11 +153,23 @@ def _product(
     static = None if w.input_scales is None else w.input_scales[..., source]
     if static is not None and operands.experts is not None:
         static = jnp.repeat(static[operands.experts[:-1]], plan.schedule.tile_m)[:, None]
-    codes, token_scales = quantized_tokens(x, w, static) if row_codes is None else row_codes
-    arrays = [padded(codes, (problem.m, problem.k)), token_scales]
+    joined = plan.with_prologue()
+    prologue = None if joined is None else _prologue(x, row_codes)
+    if joined is not None and prologue is not None:
+        plan, arrays = joined, [*prologue.arrays]
+    else:
+        codes, token_scales = quantized_tokens(x, w, static) if row_codes is None else row_codes[:2]
+        arrays = [padded(codes, (problem.m, problem.k)), token_scales]
     arrays += [padded(weight_codes, (weights, problem.n, problem.k)), padded(scales, (weights, problem.n, groups))]
     arrays += [] if bias is None else [padded(bias.reshape(weights, n), (weights, problem.n))]
     arrays += [] if residual is None else [padded(residual, (problem.m, problem.n))]
     arrays += [] if operands.experts is None else [operands.experts]
-    (y,) = codes_kernel(plan, epilogue)(*arrays)
+    (y,) = codes_kernel(plan, epilogue, prologue)(*arrays)
     return y[: len(x), :n]
+
+
+def _prologue(x: Array, codes: RowCodes | None) -> Prologue | None:
+    """Returns the prologue that computes the codes of rows, or None if they are computed before."""
+    if codes is None:
+        return quantizing(x)
+    return None if codes.norm is None else norm.prologue(codes.norm)

@@ -17,12 +17,14 @@ from jaxtyping import Array
 
 from detjax.contract import ACCUMULATOR, FP8_BLOCK
 from detjax.operands.options import Epilogue
+from detjax.pallas.hopper.device import WARPGROUP
 from detjax.pallas.hopper.matmul.kernel import Cta, Operands, Scratch, launched, scratch_types
 from detjax.pallas.hopper.matmul.plan import MATRIX_ROWS
 from detjax.pallas.hopper.mosaic.barriers import await_loads, meet
 from detjax.pallas.hopper.mosaic.layouts import MATRIX, PER_COLUMN, PER_ROW
 from detjax.pallas.hopper.mosaic.products import start_product_of_codes
 from detjax.pallas.hopper.quantized.codes.plan import CodesPlan
+from detjax.pallas.hopper.quantized.prologue import Prologue
 from detjax.pallas.hopper.quantized.promotion import (
     column_scales,
     promoted_by,
@@ -40,27 +42,45 @@ class CodesScratch(Scratch):
     """Stages of the scales of tokens, `[stages, blocks, tokens]`."""
     scales: Any = None
     """Stages of the weights' scales, `[stages, parts, weights, groups]`."""
+    prepared: Any = None
+    """The prologue's barrier: the codes of the tokens are in shared memory."""
 
 
-def codes_kernel(plan: CodesPlan, epilogue: Epilogue) -> Callable[..., list[Array]]:
-    """Returns the kernel `x, scales of x, codes, scales, bias?, residual?, experts? -> y`."""
+def codes_kernel(plan: CodesPlan, epilogue: Epilogue, prologue: Prologue | None = None) -> Callable[..., list[Array]]:
+    """Returns the kernel `x, scales of x, codes, scales, bias?, residual?, experts? -> y`.
+
+    A prologue, which the plan must have, takes its operands in the place of x and its scales.
+    """
     problem = plan.problem
 
     def body(*refs: Any, **scratch: Any) -> None:
-        x, token_scales, codes, scales, *rest = refs
+        buffers = CodesScratch(**scratch)
+        count = 2 if prologue is None else len(prologue.arrays)
+        inputs, (codes, scales, *rest) = refs[:count], refs[count:]
+        x, token_scales, prepare = None, None, None
+        if prologue is None:
+            x, token_scales = inputs
+        else:
+            prepare = functools.partial(prologue.compute, *inputs, buffers.columns, buffers.token_scales)
         y = rest.pop()
         experts = rest.pop() if problem.experts else None
         bias = rest.pop(0) if problem.bias_dtype is not None else None
         residual = rest.pop(0) if problem.residual_dtype is not None else None
         operands = Operands(x, codes, bias, residual, experts=experts)
-        CodesCta(plan, epilogue, operands, (y, []), CodesScratch(**scratch), (token_scales, scales)).run()
+        CodesCta(plan, epilogue, operands, (y, []), buffers, (token_scales, scales), prepare).run()
 
+    assert plan.has_prologue == (prologue is not None)
     scratch = scratch_types(plan)
-    shape = plan.stages, plan.scaled_blocks, plan.token_scales
+    shape = plan.column_stages, plan.scaled_blocks, plan.token_scales
     scratch["token_scales"] = plgpu.SMEM(shape, ACCUMULATOR)
     shape = plan.stages, problem.parts, plan.schedule.tile_n, plan.scale_unit
     scratch["scales"] = plgpu.SMEM(shape, plan.scale_dtype)
-    return launched(plan, body, scratch, "codes_matmul")
+    if prologue is None:
+        return launched(plan, body, scratch, "codes_matmul")
+    scratch["prepared"] = plgpu.Barrier()
+    # A sum over four warps takes a word for each thread.
+    params = plgpu.CompilerParams(reduction_scratch_bytes=4 * WARPGROUP)
+    return launched(plan, body, scratch, "codes_matmul_with_prologue", compiler_params=params)
 
 
 class CodesCta(Cta):
@@ -77,23 +97,41 @@ class CodesCta(Cta):
         results: tuple[Any, list[Any]],
         scratch: CodesScratch,
         scales: tuple[Any, Any],
+        prepare: Callable[[], None] | None,
     ) -> None:
         super().__init__(plan, epilogue, operands, results, scratch)
         self.token_scales, self.scales = scales
+        self.prepare = prepare
+
+    def consume(self) -> None:
+        """Computes this warpgroup's part of each tile, after the codes of the tokens if there is a prologue."""
+        if self.prepare is not None:
+            pl.when(self.warpgroup == 0)(functools.partial(self.run_prologue, self.prepare))
+            plgpu.barrier_wait(self.scratch.prepared)
+        super().consume()
+
+    def run_prologue(self, prepare: Callable[[], None]) -> None:
+        """Computes the codes of the tokens, and tells all warpgroups."""
+        prepare()
+        plgpu.commit_smem()  # the matrix unit reads through another proxy
+        plgpu.barrier_arrive(self.scratch.prepared)
 
     def group(self, k_step: Array, block: int) -> Array:
         """Returns the group of a stage's block: its number among the scales of a row."""
         return jnp.int32(0) if self.plan.by_rows else k_step * self.plan.schedule.lines + block
 
     def load_stage(self, m: Array, n: Array, k_step: Array, slot: Array) -> None:
-        """Starts the copies of a stage: codes of both operands, and their scales."""
+        """Starts the copies of a stage: codes of both operands and their scales, or after a prologue of the weights."""
         plan, scratch, loaded = self.plan, self.scratch, self.scratch.loaded.at[slot]
-        super().load_stage(m, n, k_step, slot)
+        self.load_rows(m, n, k_step, slot)
         unit = jnp.int32(plan.scale_unit)
         groups = pl.ds(lax.div(self.group(k_step, 0), unit) * unit, plan.scale_unit)
         for part in range(plan.problem.parts):
             source = self.scales.at[self.weight(m, part), pl.ds(n, plan.schedule.tile_n), groups]
             plgpu.copy_gmem_to_smem(source, scratch.scales.at[slot, part], loaded)
+        if plan.has_prologue:
+            return
+        self.load_columns(m, n, k_step, slot)
         for block in range(plan.scaled_blocks):
             source = self.token_scales.at[self.group(k_step, block), pl.ds(m, plan.schedule.tile_m)]
             target = scratch.token_scales.at[slot, block, pl.ds(0, plan.schedule.tile_m)]
@@ -121,13 +159,14 @@ class CodesCta(Cta):
 
         def add_stage(k_step: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
             slot, totals = self.slot(tile * plan.steps + k_step), list(sums)
+            token_slot = k_step if plan.has_prologue else slot
             plgpu.barrier_wait(scratch.loaded.at[slot])
             in_flight: list[tuple[int, int, Array, Any]] = []
             loaded: list[tuple[Array, Array]] = []
 
             def scales(block: int, part: int) -> tuple[Array, Array]:
                 group = lax.rem(self.group(k_step, block), jnp.int32(plan.scale_unit))
-                loaded.append(self.scales_of(slot, block, part, group, unit))
+                loaded.append(self.scales_of(slot, token_slot, block, part, group, unit))
                 return loaded[-1]
 
             def add_first() -> None:
@@ -144,7 +183,7 @@ class CodesCta(Cta):
                 if plan.weights_on_rows and not plan.by_rows:
                     # In registers before the product is started: the compiler would load them after.
                     factors = lax.optimization_barrier(scales(block, part))
-                in_flight.append((block, part, self.started(slot, block, part), factors))
+                in_flight.append((block, part, self.started(slot, token_slot, block, part), factors))
                 if len(in_flight) == plan.at_once:
                     add_first()
             while in_flight:
@@ -157,7 +196,7 @@ class CodesCta(Cta):
         sums = lax.fori_loop(0, plan.k_steps, add_stage, (zeros,) * parts)
         if plan.by_rows:
             slot = self.slot((tile + 1) * plan.steps - 1)
-            scales = [self.scales_of(slot, 0, part, jnp.int32(0), 1) for part in range(parts)]
+            scales = [self.scales_of(slot, slot, 0, part, jnp.int32(0), 1) for part in range(parts)]
             by_columns_first = not plan.weights_on_rows
             sums = [
                 scaled_by(total, *factors, by_columns_first=by_columns_first)
@@ -166,19 +205,24 @@ class CodesCta(Cta):
             self.release(slot, scales)
         return tuple(sums)
 
-    def started(self, slot: Array, block: int, part: int) -> Array:
+    def started(self, slot: Array, token_slot: Array, block: int, part: int) -> Array:
         """Starts the products of this warpgroup's rows with a block of a part."""
         plan, scratch = self.plan, self.scratch
         rows = pl.ds(lax.axis_index("warpgroup") * plan.padded_rows, plan.padded_rows)
         row_part, column_part = (part, 0) if plan.weights_on_rows else (0, part)
         inner = pl.ds(block * FP8_BLOCK, FP8_BLOCK)
+        # Only tokens on the columns have places of their own, after a prologue.
+        column_slot = token_slot if plan.weights_on_rows else slot
         return start_product_of_codes(
-            scratch.rows.at[slot, row_part, rows, inner], scratch.columns.at[slot, column_part, :, inner]
+            scratch.rows.at[slot, row_part, rows, inner], scratch.columns.at[column_slot, column_part, :, inner]
         )
 
-    def scales_of(self, slot: Array, block: int, part: int, group: Array, unit: int) -> tuple[Array, Array]:
+    def scales_of(
+        self, slot: Array, token_slot: Array, block: int, part: int, group: Array, unit: int
+    ) -> tuple[Array, Array]:
         """Returns the scales of a tile's columns and of this warpgroup's rows, for a block of a stage."""
-        plan, tokens, weights = self.plan, self.scratch.token_scales.at[slot, block], self.scratch.scales.at[slot, part]
+        plan, scratch = self.plan, self.scratch
+        tokens, weights = scratch.token_scales.at[token_slot, block], scratch.scales.at[slot, part]
         first_row = lax.axis_index("warpgroup") * plan.rows
         if plan.weights_on_rows:
             by_column = plgpu.load(tokens.at[pl.ds(0, plan.columns)], layout=PER_COLUMN, optimized=False)

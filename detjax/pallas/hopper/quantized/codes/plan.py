@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Final
+from typing import Final, Self
 
 import jax.numpy as jnp
 
@@ -15,6 +15,9 @@ from detjax.pallas.hopper.quantized.widening import SCALE_BYTES
 
 _SCALE_UNIT: Final = 32
 """Scales of tokens in shared memory are a multiple: the copy engine writes to multiples of 128 bytes."""
+
+_STAGES_WITH_PROLOGUE: Final = 4
+"""Fewest stages of a product with a prologue."""
 
 _LOOP_REGISTERS: Final = 168
 """Registers of a consumer for sums, products and scales of tokens; the rest are for addresses and temporaries."""
@@ -31,6 +34,39 @@ class CodesPlan(Plan):
     """Dtype of the weight's scales."""
     by_rows: bool = False
     """True if rows and weights have one scale each, not one for each block."""
+    has_prologue: bool = False
+    """True if the kernel computes the codes of the tokens, which then all stay in shared memory."""
+
+    def with_prologue(self) -> Self | None:
+        """Returns this plan with a prologue, or None if shared memory does not hold all tokens and enough stages.
+
+        Stages become smaller until there are enough of them. Experts' products and scales of whole rows have none.
+        """
+        if not self.weights_on_rows or self.by_rows or self.problem.experts:
+            return None
+        lines = self.schedule.lines
+        while lines >= 1:
+            schedule = dataclasses.replace(self.schedule, lines=lines)
+            plan = dataclasses.replace(self, schedule=schedule, has_prologue=True)
+            if not plan.unmet_requirements() and plan.stages >= _STAGES_WITH_PROLOGUE:
+                return plan
+            lines //= 2
+        return None
+
+    @property
+    def column_stages(self) -> int:
+        """Stages of the column operand in shared memory: all of them after a prologue."""
+        return self.k_steps if self.has_prologue else super().column_stages
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes of shared memory for the codes and scales that a prologue computes."""
+        return self.k_steps * self.token_bytes if self.has_prologue else super().reserved_bytes
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of the codes and scales of tokens in a stage."""
+        return self.columns * self.tile_k + self.scaled_blocks * self.token_scales * 4
 
     @property
     def scale_unit(self) -> int:
@@ -55,13 +91,15 @@ class CodesPlan(Plan):
     @property
     def loads_per_stage(self) -> int:
         """Copies that fill a stage: codes of both operands, the scales of each part, and the tokens' of each block."""
-        return super().loads_per_stage + self.problem.parts + self.scaled_blocks
+        loads = super().loads_per_stage + self.problem.parts
+        return loads - self.column_parts if self.has_prologue else loads + self.scaled_blocks
 
     @property
     def bytes_per_stage(self) -> int:
         """Bytes of a stage in shared memory."""
         scales = self.problem.parts * self.schedule.tile_n * self.scale_unit * self.scale_dtype.itemsize
-        return super().bytes_per_stage + scales + self.scaled_blocks * self.token_scales * 4
+        stage = super().bytes_per_stage + scales + self.scaled_blocks * self.token_scales * 4
+        return stage - self.token_bytes if self.has_prologue else stage
 
     @property
     def registers_of_a_product(self) -> int:
