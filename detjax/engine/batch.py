@@ -106,6 +106,26 @@ class BatchShape:
         )
 
 
+def essential_shapes(shapes: Iterable[BatchShape]) -> frozenset[BatchShape]:
+    """Returns the shapes whose programs a server needs to begin: each step that fits into some shape fits into one.
+
+    Until the programs of the others are compiled, their steps take larger shapes. In steps that prefill, unused room
+    for decodes costs little, so these shapes have room for the most decodes. They are every second size, from the
+    largest one on, and the smallest: no step takes more than one size too many.
+    """
+    by_kind: dict[int, dict[int, BatchShape]] = {}
+    for shape in shapes:
+        # Requests of several decodes have shapes of their own, which prefill nothing.
+        kind, size = (0, shape.rows) if shape.rows else (shape.queries, shape.decodes)
+        sizes = by_kind.setdefault(kind, {})
+        sizes[size] = max(shape, sizes.get(size, shape))
+    chosen = set[BatchShape]()
+    for sizes in by_kind.values():
+        descending = [sizes[size] for size in sorted(sizes, reverse=True)]
+        chosen |= {*descending[::2], descending[-1]}
+    return frozenset(chosen)
+
+
 class BatchShapes:
     """The shapes of a step loop's batches, and the limits of its steps."""
 

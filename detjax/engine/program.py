@@ -76,7 +76,7 @@ class StepProgram(NamedTuple):
         args: the arguments after the parameters: arrays, or their shapes and dtypes.
         static: the static keyword arguments.
         purpose: a description of the program.
-        is_essential: whether some steps have no other essential program. The other programs only make smaller or
+        is_essential: whether a server waits for it before it takes requests. The other programs only make smaller or
             simpler steps faster.
         part: what it takes of the model; None: all of it.
         until: the key of the program that takes its place once that is compiled; None: none does.

@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int32, PyTree
 
-from detjax.engine.batch import BatchShape, StepBatch
+from detjax.engine.batch import BatchShape, StepBatch, essential_shapes
 from detjax.engine.drafts.draft_lengths import MOST_SEQUENCES
 from detjax.engine.packed_batch import Batch, PackedBatch
 from detjax.engine.pooling import pooled_rows
@@ -351,9 +351,7 @@ class StepPrograms:
 
     def _layers(self, batch: PackedBatch) -> Iterator[StepProgram]:
         shape, has_images = batch.shape, batch.images is not None
-        alike = [other.shape for other in self.batches if other.shape.rows == shape.rows]
-        # Most steps only decode. In steps that prefill, unused room for decodes costs little.
-        is_essential = not shape.rows or shape == max(alike)
+        is_essential = shape in essential_shapes(other.shape for other in self.batches)
         ways = (False,)
         if self.blocks is not None:
             ways = self.use_of_blocks.ways(shape, has_adapters=batch.adapters is not None, has_images=has_images)

@@ -12,6 +12,7 @@ import jax
 import pytest
 
 from detjax.engine import BatchShapes, Completion, StepLoop, program_compiler
+from detjax.engine.batch import essential_shapes
 from detjax.engine.compiler_process import CompilerFailed, CompilerProcess, Task
 from detjax.engine.program_compiler import Compilation, Compilers, ProgramCompiler
 from detjax.engine.sampling_variant import SamplingVariant
@@ -267,18 +268,20 @@ def test_a_process_of_another_fingerprint_compiles_nothing(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(("slots", "tokens"), [(1, 1), (3, 5), (8, 64), (64, 512), (1024, 8192)])
-def test_some_essential_program_serves_each_step(slots: int, tokens: int) -> None:
-    shapes = [*BatchShapes.for_serving(slots, tokens)]
-    essential = [shape for shape in shapes if not shape.rows or shape.decodes == slots]
+@pytest.mark.parametrize(("drafts", "decodes_guesses"), [(0, False), (4, False), (4, True)])
+def test_some_essential_program_serves_each_step(slots: int, tokens: int, drafts: int, decodes_guesses: bool) -> None:
+    shapes = [*BatchShapes.for_serving(slots, tokens, drafts, decodes_guesses=decodes_guesses)]
+    essential = essential_shapes(shapes)
     assert len(essential) < len(shapes) or slots == 1
     for shape in shapes:
-        assert any(
-            one.decodes >= shape.decodes
-            and one.rows >= shape.rows
-            and one.prefills >= shape.prefills
-            and one.sampled >= shape.sampled
-            for one in essential
-        )
+        # A step with guesses takes as many decodes for each request.
+        assert any(one.fits(shape) and (one.queries == shape.queries or shape.queries == 1) for one in essential)
+
+
+def test_steps_wait_for_programs_of_every_second_size_and_the_smallest() -> None:
+    essential = sorted(essential_shapes(BatchShapes.for_serving(1024, 8192)))
+    sizes = [(shape.decodes, shape.rows) for shape in essential]
+    assert sizes == [(1, 0), (4, 0), (64, 0), (1024, 0), (1024, 64), (1024, 1024), (1024, 8192)]
 
 
 def test_programs_say_what_they_are_for_and_the_essential_ones_come_first() -> None:
