@@ -37,8 +37,8 @@ class RowCodes(NamedTuple):
     Attributes:
         codes: e4m3 `[M, K]`.
         scales: one for each group of columns, float32 `[groups, M]`, with M padded to eights.
-        norm: the norm that has these codes, which a product may compute itself; it then takes no codes. None: the rows
-            are no norm.
+        norm: the norm that has these codes; a product may compute it itself, and then takes no codes. None: the rows
+            are not known to be a norm.
     """
 
     codes: Array

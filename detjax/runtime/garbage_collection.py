@@ -10,10 +10,10 @@ OBJECTS: Final = 20_000
 def collect_rarely() -> None:
     """Makes Python search for cycles after 20,000 new objects instead of 700, unless it is to search even less often.
 
-    A step of many samples makes thousands of objects, of which nearly all are freed as soon as the next ones replace
-    them. With Python's default, 1000 requests for 100 tokens each took 580 searches and half a second of them, on a
-    CPU; with 20,000 they take fewer than 10. The threshold belongs to the process, so commands choose it, and an engine
-    in somebody else's process does not.
+    A step of many samples makes thousands of objects, and nearly all are freed when the next step's replace them. With
+    Python's default, 1000 requests for 100 tokens each took 580 searches, which lasted half a second on a CPU host.
+    With 20,000 they take fewer than 10. The threshold belongs to the process, so commands choose it, and an engine in
+    somebody else's process does not.
     """
     first, *others = gc.get_threshold()
     if 0 < first < OBJECTS:

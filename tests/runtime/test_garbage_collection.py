@@ -1,4 +1,4 @@
-"""How often Python searches for cycles in processes that serve a model."""
+"""The frequency of Python's search for cycles in processes that serve a model."""
 
 import gc
 from collections.abc import Callable, Iterator

@@ -104,7 +104,7 @@ def compared_norms(shapes: Iterable[tuple[int, int]] = NORMS) -> Iterator[tuple[
         separate = detjax.jit(quantized_groups)(y)
         results = {
             name: (np.asarray(codes, np.float32), np.asarray(scales).T[:rows])
-            for name, (codes, scales) in (("the norm", by_norm), ("the kernel", separate))
+            for name, (codes, scales, *_) in (("the norm", by_norm), ("the kernel", separate))
         }
         faults = [] if same_bits(y, alone) else ["the norm alone has other bits"]
         yield f"norm of {rows} x {columns}, {dtype}", faults + difference_of_rows(np.asarray(y, np.float32), results)

@@ -352,7 +352,8 @@ class _Rows:
         y, _, codes, scales = self.results
         self.at(y, row, piece)[...] = value
         if codes is not None:
-            quantize_piece(value, codes, scales, self.first + row, piece * self.shape[1], layout=self.layout)
+            place = jnp.int32(self.first + row), piece * self.shape[1]
+            quantize_piece(value, codes, scales, *place, layout=self.layout)
 
     def load(self, row: int, piece: Any) -> Array:
         """Returns a piece of the normalized rows: of the only input, or of the rounded sum of both."""

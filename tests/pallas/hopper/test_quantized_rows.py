@@ -102,8 +102,8 @@ def test_the_emitted_code_leaves_a_row_in_the_stages_of_its_product(dtype: str, 
     for row in rows_to_quantize(ROWS, columns).astype(jnp.dtype(dtype)):
         shared = kernel.run([row.view(np.uint32), np.zeros(128, np.uint32)])
         wide = row[None].astype(np.float32)
-        found = {"NumPy": restated_rows(wide), "the kernel": in_stages(shared, columns // FP8_BLOCK)}
-        assert not difference_of_rows(wide, found)
+        results = {"NumPy": restated_rows(wide), "the kernel": in_stages(shared, columns // FP8_BLOCK)}
+        assert not difference_of_rows(wide, results)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
