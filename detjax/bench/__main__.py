@@ -22,7 +22,7 @@ from detjax.cli.options import Fields, Option, UsageError, command, new_app, run
 from detjax.engine import EngineConfig
 from detjax.pallas.hopper.matmul import tuning as schedules
 from detjax.pallas.hopper.matmul.plan import Problem
-from detjax.runtime import backends, device_memory, garbage_collection
+from detjax.runtime import backends, device_memory
 
 app = new_app("python -m detjax.bench", help="Measures detjax on the current device.")
 
@@ -30,7 +30,6 @@ app = new_app("python -m detjax.bench", help="Measures detjax on the current dev
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Runs a command and exits with its code; see `detjax.cli.main`."""
     device_memory.use_most()
-    garbage_collection.collect_rarely()
     run(app, arguments, (UsageError,))
 
 

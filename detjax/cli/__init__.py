@@ -14,7 +14,7 @@ from cyclopts import Parameter
 
 from detjax.cli import options
 from detjax.invariant.arguments import NoArray
-from detjax.runtime import device_memory, garbage_collection
+from detjax.runtime import device_memory
 from detjax.runtime.compilation import EnvironmentContradiction
 from detjax.version import __version__
 
@@ -59,5 +59,4 @@ for _order, _name in enumerate(COMMANDS):
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Runs a command and exits with its exit code. `arguments` defaults to the process's command line."""
     device_memory.use_most()
-    garbage_collection.collect_rarely()
     options.run(app, arguments, _EXPECTED_ERRORS)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -204,7 +205,9 @@ class ModelRunner:
             self._carried = committed(replicate(zeros, self.everywhere))
         # Arrays that stay are allocated. The ones of single steps come and go in the gaps.
         jax.block_until_ready((self._state, self._slots, self._carried))
-        self._between_gaps = leave_gaps(self._slots.last.sharding.addressable_devices)
+        # The largest of these are the hidden states of as many decodes as there are slots.
+        largest = math.prod((self._num_slots, *self._hidden.shape)) * self._hidden.dtype.itemsize
+        self._between_gaps = leave_gaps(self._slots.last.sharding.addressable_devices, largest)
 
     def drop_state(self) -> None:
         """Releases the cache and all other arrays on the devices but the weights. Then no step can run."""

@@ -1,5 +1,6 @@
 """Continuous batching: chooses the tokens that each step computes. It changes no bit of any result."""
 
+import bisect
 import dataclasses
 import operator
 from collections.abc import Mapping
@@ -290,6 +291,7 @@ class Scheduler:
 
     def _admit(self, chunks: "_StepChunks") -> None:
         """Gives slots to waiting sequences while there are slots, pages and room in the step."""
+        restored = sum(sequence.restored is not None for sequence in chunks)
         while self._slots and (sequence := self.waiting.first(self._is_ready)) is not None:
             # The last token is always computed, because the next one is sampled from its hidden state.
             full_pages = (len(sequence.tokens) - 1) // KV_BLOCK
@@ -298,7 +300,6 @@ class Scheduler:
             sequence.named_pages = len(sequence.page_ids)
             sequence.computed = sequence.named_pages * KV_BLOCK
             missing = ceil_div(len(sequence.tokens), KV_BLOCK) - len(sequence.page_ids)
-            restored = sum(other.restored is not None for other in chunks)
             has_room = self.adapters.has_room_for(sequence.context.adapter)
             if has_room and missing <= self.pool.available and (sequence.restored is None or restored < MAX_PER_STEP):
                 chunks.add(sequence)
@@ -306,6 +307,7 @@ class Scheduler:
                 self._return_pages(sequence)
                 return
             self._has_pages(chunks[sequence])
+            restored += sequence.restored is not None
             if sequence.turn is None:
                 cached = min(sequence.computed, len(sequence.prompt))
                 sequence.cached_tokens = cached if sequence.leader is None else sequence.leader.cached_tokens
@@ -313,8 +315,7 @@ class Scheduler:
             if sequence.context.adapter is not None:
                 sequence.adapter_slot = self.adapters.take(sequence.context.adapter)
             self.waiting.take(sequence)
-            self.running.append(sequence)
-            self.running.sort(key=_TURN)
+            bisect.insort(self.running, sequence, key=_TURN)
 
     def most_cached_tokens(self, sequence: Sequence) -> int:
         """Returns the number of tokens of a waiting sequence that it would find in the cache now, at most."""

@@ -18,27 +18,37 @@ import jax
 import numpy as np
 from jaxtyping import Array
 
-SIZES: Final = tuple(1 << power for power in range(8, 22))
-"""Bytes of the gaps: from the allocator's unit to the hidden states of 256 rows."""
+UNIT: Final = 1 << 8
+"""Bytes of the smallest gaps: the allocator's unit."""
 
 GAPS: Final = 8
 """Gaps of each size: several steps are in flight at a time."""
 
 
-def leave_gaps(devices: Iterable[Any]) -> list[Array]:
-    """Leaves gaps in the free memory of GPUs, and returns the arrays that separate them.
+_LARGEST: Final = 1 << 21
+"""Bytes of the largest gaps, if arrays are not known to be larger: the hidden states of 256 rows."""
 
-    Other devices get none. The arrays take 34 MB of each GPU; deleting them ends the gaps.
+
+def sizes_of_gaps(largest: int) -> list[int]:
+    """Returns the bytes of gaps for arrays of up to `largest` bytes: powers of two."""
+    return [1 << power for power in range((UNIT - 1).bit_length(), (max(largest, _LARGEST) - 1).bit_length() + 1)]
+
+
+def leave_gaps(devices: Iterable[Any], largest: int) -> list[Array]:
+    """Leaves gaps in the free memory of GPUs for arrays of up to `largest` bytes, and returns the arrays between them.
+
+    Deleting these ends the gaps. They take 34 MB of each GPU, or for arrays of more than 2 MB up to 32 times `largest`.
+    Other devices get none.
     """
 
     def allocated(device: Any, size: int) -> Array:
         return jax.block_until_ready(jax.device_put(np.zeros(size, np.int8), device))
 
     gpus = [device for device in devices if device.platform == "gpu"]
-    return [array for gpu in gpus for array in between_gaps(functools.partial(allocated, gpu))]
+    return [array for gpu in gpus for array in between_gaps(functools.partial(allocated, gpu), largest)]
 
 
-def between_gaps[T](allocate: Callable[[int], T]) -> list[T]:
+def between_gaps[T](allocate: Callable[[int], T], largest: int) -> list[T]:
     """Allocates arrays by their bytes and returns every second one. The others' memory, now free, is the gaps."""
     # The allocator places arrays of one size one after another.
-    return [array for size in SIZES for array in [allocate(size) for _ in range(2 * GAPS)][1::2]]
+    return [array for size in sizes_of_gaps(largest) for array in [allocate(size) for _ in range(2 * GAPS)][1::2]]

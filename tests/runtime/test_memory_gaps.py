@@ -4,10 +4,12 @@ import weakref
 
 import jax
 
-from detjax.runtime.memory_gaps import GAPS, SIZES, between_gaps, leave_gaps
+from detjax.runtime.memory_gaps import GAPS, between_gaps, leave_gaps, sizes_of_gaps
 
 UNIT = 256
 """Bytes that the allocator rounds to."""
+HIDDEN = 1000 * 8192
+"""Bytes of the hidden states of a step's decodes."""
 
 
 class Block:
@@ -48,7 +50,7 @@ def addresses_of_temporary_memory(memory: Memory, steps: int = 12) -> set[int]:
     addresses, last = set[int](), list[Block]()
     for step in range(steps):
         batch = [memory.allocate(size) for size in (3000, 700 + 256 * (step % 3))]
-        results = [memory.allocate(size) for size in (16 * 8192, 900)]
+        results = [memory.allocate(size) for size in (HIDDEN, 900)]
         addresses.add(memory.allocate(50_000_000).address)
         last = [*batch, *results]  # the arrays of the step before end here
     del last
@@ -59,13 +61,21 @@ def test_small_arrays_do_not_move_temporary_memory() -> None:
     memory = Memory(1 << 30)
     state = memory.allocate(1 << 28)
     assert len(addresses_of_temporary_memory(memory)) > 1
-    between = between_gaps(memory.allocate)
+    too_small = between_gaps(memory.allocate, HIDDEN // 4)
+    assert len(addresses_of_temporary_memory(memory)) > 1
+    too_small.clear()
+    between = between_gaps(memory.allocate, HIDDEN)
     assert len(addresses_of_temporary_memory(memory)) == 1
-    assert len(memory.free) == GAPS * len(SIZES) + 1
+    assert len(memory.free) == GAPS * len(sizes_of_gaps(HIDDEN)) + 1
     between.clear()
     assert memory.free == [(1 << 28, (1 << 30) - (1 << 28))], "the arrays between the gaps are all there was"
     del state
 
 
+def test_the_largest_gaps_hold_the_largest_array() -> None:
+    assert sizes_of_gaps(1) == sizes_of_gaps(1 << 21) == [1 << power for power in range(8, 22)]
+    assert sizes_of_gaps(1 + (1 << 21)) == [1 << power for power in range(8, 23)]
+
+
 def test_a_cpu_gets_no_gaps() -> None:
-    assert leave_gaps(jax.devices("cpu")) == []
+    assert leave_gaps(jax.devices("cpu"), HIDDEN) == []

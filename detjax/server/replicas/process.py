@@ -20,7 +20,6 @@ import jax
 
 from detjax.engine import Engine
 from detjax.engine.commands import Commit, EngineCommands
-from detjax.runtime.garbage_collection import collect_rarely
 from detjax.server.http.logs import logging_to_stderr
 from detjax.server.replicas.engine import ReplicaFacts, ReplicaOptions, started_engine
 from detjax.server.replicas.messages import (
@@ -184,7 +183,6 @@ def main(descriptor: int) -> None:
     # The front sends `End` after it.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    collect_rarely()
     connection: Any = Connection(descriptor)
     start: Start = connection.recv()[0]
     with logging_to_stderr(start.log):
