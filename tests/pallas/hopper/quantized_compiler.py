@@ -102,6 +102,21 @@ def codes_of_rows(
     return fn, shapes
 
 
+def codes_of_a_norm(n: int, k: int) -> Program:
+    """A product with gate and up of a single row's norm, which it computes itself."""
+    described = QuantizedFormat("e4m3", k, 128, "bfloat16", "group")
+    shapes = [array(1, k), array(k), array(2, n, k, dtype="uint8"), array(2, n, k // 128, dtype="float32")]
+
+    def fn(x: Any, weight: Any, codes: Any, scales: Any) -> jax.Array:
+        rows = NormalizedRows(x, weight, eps=1e-6)
+        y, row_codes = norm.forward_with_codes(x, weight, eps=rows.eps, weight_offset=rows.weight_offset)
+        operands = MatmulOperands(y, QuantizedWeight(codes, scales, format=described))
+        epilogue, row_codes = Epilogue("silu", True), row_codes._replace(norm=rows)
+        return quantized_matmul.forward(operands, epilogue=epilogue, out_dtype=x.dtype, codes=row_codes)
+
+    return fn, shapes
+
+
 def codes_of_experts(m: int, n: int, k: int, *, gated: bool = False) -> Program:
     """A product of quantized rows with 128 experts, of 8 rows for each token."""
     parts, rows = (2,) if gated else (), 8 * m
@@ -134,6 +149,7 @@ def programs() -> dict[str, Program]:
         "packed, 1024 tokens": packed(1024, 4096, 12288, "e4m3", "float32", residual=True),
         "codes, 1 token": codes_of_rows(1, 6144, 4096, bias=True),
         "codes, gated, 1 token": codes_of_rows(1, 12288, 4096, gated=True),
+        "codes of a norm, gated, 1 token": codes_of_a_norm(12288, 4096),
         "codes, 1 token of a long K": codes_of_rows(1, 4096, 12288, residual=True),
         "codes, 64 tokens": codes_of_rows(64, 4096, 12288, scales="bfloat16", residual=True),
         "codes, gated, 1024 tokens": codes_of_rows(1024, 12288, 4096, gated=True, bias=True),

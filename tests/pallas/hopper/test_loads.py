@@ -11,7 +11,14 @@ from tests.support.loads import queued_loads
 from tests.support.ptx import Kernel, kernels
 
 ATTENTION = "latent attention decode", "attention decode of slices"
-PRODUCTS = "codes, 1 token", "codes, gated, 1024 tokens", "codes, 1024 tokens", "codes by rows, 300 tokens, K of 1104"
+PRODUCTS = (
+    "codes, 1 token",
+    "codes of a norm, gated, 1 token",
+    "codes, 1 token of a long K",
+    "codes, gated, 1024 tokens",
+    "codes, 1024 tokens",
+    "codes by rows, 300 tokens, K of 1104",
+)
 LOADED = {"codes_matmul", "attention_latent", "attention_decode"}
 """The kernels whose threads load from buffers that they then release."""
 UNREAD = "matmul_with_adapter"
