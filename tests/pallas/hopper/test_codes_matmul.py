@@ -46,6 +46,8 @@ CASES: dict[str, tuple[tuple[int, int, int], str, str, Schedule | None]] = {
         "bfloat16",
         Schedule(8, 48, warpgroups=2, lines=2),
     ),
+    "group, the default plan": ((9, 72, 384), "group", "bfloat16", None),
+    "row": ((20, 136, 448), "row", "float32", Schedule(16, 128, warpgroups=2, lines=2)),
     # Neither the copy engine nor the kernel that quantizes rows takes such sizes.
     "group, odd sizes": ((3, 13, 139), "group", "float16", None),
     "row, odd sizes": ((10, 77, 5), "row", "float32", None),
