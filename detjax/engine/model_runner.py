@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -206,7 +205,7 @@ class ModelRunner:
         # Arrays that stay are allocated. The ones of single steps come and go in the gaps.
         jax.block_until_ready((self._state, self._slots, self._carried))
         # The largest of these are the hidden states of as many decodes as there are slots.
-        largest = math.prod((self._num_slots, *self._hidden.shape)) * self._hidden.dtype.itemsize
+        largest = self._num_slots * self._hidden.size * self._hidden.dtype.itemsize
         self._between_gaps = leave_gaps(self._slots.last.sharding.addressable_devices, largest)
 
     def drop_state(self) -> None:

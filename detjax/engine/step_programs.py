@@ -321,8 +321,13 @@ class StepPrograms:
         batches = sorted(self.batches, key=lambda batch: -(batch.shape.decodes + batch.shape.rows))
         by_size = {batch.shape.sampled: batch for batch in batches}
         pools = self.pooling is not None
+        essential = essential_shapes(batch.shape for batch in batches)
         sampling, scoring = (self._pools, self._pools_rows) if pools else (self._sampling, self._scoring)
-        programs = [program for batch in (*batches, *self.adapted) for program in self._layers(batch)]
+        programs = [
+            program
+            for batch in (*batches, *self.adapted)
+            for program in self._layers(batch, is_essential=batch.shape in essential)
+        ]
         if self.samples:
             programs += [program for batch in by_size.values() for program in sampling(batch)]
             programs += [program for batch in batches if batch.shape.rows for program in scoring(batch)]
@@ -349,9 +354,8 @@ class StepPrograms:
         programs.sort(key=lambda program: (not program.is_essential, program.key not in awaited))
         return {program.key: program._replace(args=shapes_of(program.args, self.everywhere)) for program in programs}
 
-    def _layers(self, batch: PackedBatch) -> Iterator[StepProgram]:
+    def _layers(self, batch: PackedBatch, *, is_essential: bool) -> Iterator[StepProgram]:
         shape, has_images = batch.shape, batch.images is not None
-        is_essential = shape in essential_shapes(other.shape for other in self.batches)
         ways = (False,)
         if self.blocks is not None:
             ways = self.use_of_blocks.ways(shape, has_adapters=batch.adapters is not None, has_images=has_images)

@@ -18,20 +18,16 @@ import jax
 import numpy as np
 from jaxtyping import Array
 
-UNIT: Final = 1 << 8
-"""Bytes of the smallest gaps: the allocator's unit."""
-
 GAPS: Final = 8
 """Gaps of each size: several steps are in flight at a time."""
-
 
 _LARGEST: Final = 1 << 21
 """Bytes of the largest gaps, if arrays are not known to be larger: the hidden states of 256 rows."""
 
 
 def sizes_of_gaps(largest: int) -> list[int]:
-    """Returns the bytes of gaps for arrays of up to `largest` bytes: powers of two."""
-    return [1 << power for power in range((UNIT - 1).bit_length(), (max(largest, _LARGEST) - 1).bit_length() + 1)]
+    """Returns the bytes of gaps for arrays of up to `largest` bytes: powers of two, from the allocator's unit on."""
+    return [1 << power for power in range(8, (max(largest, _LARGEST) - 1).bit_length() + 1)]
 
 
 def leave_gaps(devices: Iterable[Any], largest: int) -> list[Array]:

@@ -615,9 +615,11 @@ def test_warming_up_compiles_every_program_side_by_side_and_nothing_is_compiled_
         layers, samplers = len(shapes), len(variants) * len({shape.sampled for shape in shapes})
         scorers = len({shape.rows for shape in shapes if shape.rows})
         runs = len(run_variants(variants)) * samples  # of one decode, and of two
+        threshold = gc.get_threshold()
         gc.set_threshold(700, 11, 12)
         one.warm_up()
         assert gc.get_threshold() == (20_000, 11, 12)
+        gc.set_threshold(*threshold)
         counts = Counter(compiled)
         names = "_forward", "_sample", "_score", "_take_rows", "_score_drawn", "_note_seen", "_decode_run"
         assert [counts[f"jit({name})"] for name in names] == [layers, samplers, scorers, scorers, 1, 1, runs]

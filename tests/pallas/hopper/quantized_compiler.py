@@ -304,9 +304,9 @@ def compared_scales(rows: int, dtype: str) -> Program:
 
 
 NORMALIZED_ROWS, NORMALIZED_WIDTHS = 7, (640, 1024)
+"""The shapes of normalized rows: a warp or four have a row."""
 ROW_IN_STAGES = 1280, 1024
 """Columns of the row that is quantized, and of the one that is normalized first."""
-"""The shapes of normalized rows: a warp or four have a row."""
 
 COLUMNS = 16
 """Columns of scaled products."""

@@ -1,5 +1,6 @@
 """Quantization of rows on Hopper: in groups of columns by one kernel, where XLA takes four for the same bits."""
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 import jax
@@ -217,29 +218,28 @@ def quantize_piece_of_row(piece: Any, codes: Any, scales: Any, column: Any, *, l
 
 
 def _store_in_stages(quantized: tuple[Any, Any], codes: Any, scales: Any, group: Any) -> None:
-    """Stores the thread's codes of a group, and the scale by one thread of the warp; see `quantize_piece_of_row`."""
-    word, scale = quantized
-    _, lane = warp_and_lane()
-    stored = mgpu.bitcast(packed([word]), ir.VectorType.get((_WIDTH,), codes.type.element_type))
+    """Stores the codes and the scale of a group that the warp holds; see `quantize_piece_of_row`."""
     _, _, _, blocks, _, line = codes.type.shape
     assert line == FP8_BLOCK and blocks == scales.type.shape[1]
-    stage, block = (as_index(divide(group, int32(blocks))) for divide in (arith.divui, arith.remui))
+    stage, block = (divide(group, int32(blocks)) for divide in (arith.divui, arith.remui))
     # A line has the codes of a group. The swizzle leaves the chunks of the first row in their order.
-    zero = as_index(int32(0))
-    vector.store(stored, codes, [stage, zero, zero, block, zero, as_index(times(lane, _WIDTH))])
-    with mgpu.when(arith.cmpi(arith.CmpIPredicate.eq, lane, int32(0))):
-        memref.store(scale, scales, [stage, block, zero])
+    zero = int32(0)
+    _store_at(quantized, codes, (stage, zero, zero, block, zero, zero), scales, (stage, block, zero))
 
 
 def _store(quantized: tuple[Any, Any], codes: Any, scales: Any, row: Any, group: Any) -> None:
-    """Stores the thread's codes of a group of a row, and the scale by one thread of the warp."""
-    word, scale = quantized
+    """Stores the codes and the scale of a group of a row that the warp holds."""
+    _store_at(quantized, codes, (row, times(group, FP8_BLOCK)), scales, (group, row))
+
+
+def _store_at(quantized: tuple[Any, Any], codes: Any, first: Sequence[Any], scales: Any, place: Sequence[Any]) -> None:
+    """Stores the thread's codes of a group, whose first one has a place, and the scale by one thread of the warp."""
+    (word, scale), (*outer, column) = quantized, first
     _, lane = warp_and_lane()
-    column = plus(times(group, FP8_BLOCK), times(lane, _WIDTH))
     stored = mgpu.bitcast(packed([word]), ir.VectorType.get((_WIDTH,), codes.type.element_type))
-    vector.store(stored, codes, [as_index(row), as_index(column)])
+    vector.store(stored, codes, [as_index(x) for x in (*outer, plus(column, times(lane, _WIDTH)))])
     with mgpu.when(arith.cmpi(arith.CmpIPredicate.eq, lane, int32(0))):
-        memref.store(scale, scales, [as_index(group), as_index(row)])
+        memref.store(scale, scales, [as_index(x) for x in place])
 
 
 def _loaded(x: Any, row: Any, group: Any) -> list[Any]:

@@ -153,10 +153,9 @@ def _product(
     static = None if w.input_scales is None else w.input_scales[..., source]
     if static is not None and operands.experts is not None:
         static = jnp.repeat(static[operands.experts[:-1]], plan.schedule.tile_m)[:, None]
-    joined = plan.with_prologue()
-    prologue = None if joined is None else _prologue(x, row_codes)
-    if joined is not None and prologue is not None:
-        plan, arrays = joined, [*prologue.arrays]
+    plan, prologue = _with_prologue(plan, x, row_codes)
+    if prologue is not None:
+        arrays = [*prologue.arrays]
     else:
         codes, token_scales = quantized_tokens(x, w, static) if row_codes is None else row_codes[:2]
         arrays = [padded(codes, (problem.m, problem.k)), token_scales]
@@ -168,8 +167,11 @@ def _product(
     return y[: len(x), :n]
 
 
-def _prologue(x: Array, codes: RowCodes | None) -> Prologue | None:
-    """Returns the prologue that computes the codes of rows, or None if they are computed before."""
+def _with_prologue(plan: CodesPlan, x: Array, codes: RowCodes | None) -> tuple[CodesPlan, Prologue | None]:
+    """Returns a plan with the prologue that computes the codes of rows, or without one if they are computed before."""
     if codes is None:
-        return quantizing(x)
-    return None if codes.norm is None else norm.prologue(codes.norm)
+        prologue = quantizing(x)
+    else:
+        prologue = None if codes.norm is None else norm.prologue(codes.norm)
+    joined = None if prologue is None else plan.with_prologue()
+    return (plan, None) if joined is None else (joined, prologue)
